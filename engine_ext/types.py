@@ -1,0 +1,211 @@
+"""What an engine and the connector say to each other: plain records, no engine types, no torch.
+
+The scheduler half and the worker half of a connector may live in different processes. They share
+nothing but these records: a `StepMetadata` travels scheduler -> worker once per engine step, a
+`TransferResults` comes back. Everything here pickles.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+BlockIds = tuple[tuple[int, ...], ...]
+"""Block ids by KV-cache group, in token-position order: block k of a group holds tokens
+[k * block_size, (k + 1) * block_size)."""
+
+
+class FinishStatus(enum.Enum):
+    """How a request ended, as far as KV is concerned. Only the first two leave KV worth reading."""
+
+    STOPPED = "stopped"
+    LENGTH_CAPPED = "length_capped"
+    ABORTED = "aborted"
+    ERROR = "error"
+
+    @property
+    def leaves_kv(self) -> bool:
+        return self in (FinishStatus.STOPPED, FinishStatus.LENGTH_CAPPED)
+
+
+class EngineRequest(Protocol):
+    """What a host's request offers the connector. Read, never written."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def kv_transfer_params(self) -> Any:
+        """Whatever the HTTP body carried: untrusted JSON, or None."""
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV stands in the host's blocks."""
+
+
+class MatchedTokens(NamedTuple):
+    """Answer of `get_num_new_matched_tokens`.
+
+    `num_tokens`: tokens beyond the locally computed ones that can be loaded, 0 for none, None for
+    "ask again next step". `is_async`: the load runs beside the engine's steps; the host allocates,
+    parks the request and waits for its id in `TransferResults.finished_recving`.
+    """
+
+    num_tokens: int | None
+    is_async: bool
+
+
+class FinishDecision(NamedTuple):
+    """Answer of `request_finished`.
+
+    `delay_free`: the host keeps the request's blocks until its id turns up in
+    `TransferResults.finished_sending`. `kv_transfer_params`: goes into the HTTP answer.
+    """
+
+    delay_free: bool
+    kv_transfer_params: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSource:
+    """A request's KV as it lies on another engine. Parsed and checked, see params.py."""
+
+    engine_id: str
+    request_id: str
+    host: str
+    port: int
+    tp_size: int
+    block_ids: BlockIds
+    num_tokens: int | None
+    """Tokens with KV in these blocks; None where an old peer does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullOrder:
+    """READ `source`'s blocks into ours, from token position `first_token` to `last_token`.
+
+    `first_token` is a multiple of the block size; `last_token` is exclusive. `local_block_ids`
+    cover the request from position 0, so both sides are addressed by position.
+    """
+
+    request_id: str
+    source: RemoteSource
+    local_block_ids: BlockIds
+    first_token: int
+    last_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrackOrder:
+    """Heartbeat for `source` from now on, under our own request's id."""
+
+    request_id: str
+    source: RemoteSource
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetadata:
+    """Scheduler -> worker, once per step. Applied in the order of the fields."""
+
+    expects: tuple[str, ...] = ()
+    """P: requests a remote will read; nothing is leased yet."""
+    cancels: tuple[str, ...] = ()
+    """P: expected requests that ended without KV to read."""
+    grants: tuple[str, ...] = ()
+    """P: the lease of these starts now; each id comes back in `finished_sending` exactly once."""
+    tracks: tuple[TrackOrder, ...] = ()
+    """D: requests to heartbeat for."""
+    pulls: tuple[PullOrder, ...] = ()
+    """D: each request id comes back in `finished_recving` exactly once."""
+    untracks: tuple[str, ...] = ()
+    """D: heartbeats that end."""
+    releases: tuple[RemoteSource, ...] = ()
+    """D: KV that is not needed after all; the remote may free it. Nothing comes back."""
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.expects or self.cancels or self.grants or self.tracks
+            or self.pulls or self.untracks or self.releases
+        )  # fmt: skip
+
+
+EMPTY_STEP = StepMetadata()
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResults:
+    """Worker -> scheduler. An id is reported once, and only if an order named it."""
+
+    finished_sending: frozenset[str] = frozenset()
+    """Blocks of these finished requests may be freed (read, expired or released)."""
+    finished_recving: frozenset[str] = frozenset()
+    """Loads that ended, well or badly."""
+    failed_recving: frozenset[str] = frozenset()
+    """The part of `finished_recving` whose blocks hold no usable KV."""
+
+    def __bool__(self) -> bool:
+        return bool(self.finished_sending or self.finished_recving)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One registered stretch of KV memory: `num_blocks` blocks of one layer.
+
+    Block i starts at `base_addr + i * block_stride` and is `block_len` bytes long.
+    """
+
+    name: str
+    base_addr: int
+    block_len: int
+    block_stride: int
+    num_blocks: int
+    device_id: int = 0
+    mem_type: str = "DRAM"
+    """NIXL's name: DRAM or VRAM."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGeometry:
+    """What two engines must agree on besides the model: how a block's bytes are laid out."""
+
+    block_size: int
+    """Tokens per block."""
+    num_blocks: int
+    kv_cache_layout: str = "LBHNC"
+    attn_backend_name: str = "CPU_ATTN"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """How other engines know this one."""
+
+    engine_id: str
+    host: str
+    """Side channel, where the handshake is answered. Not the HTTP address."""
+    port: int
+    tp_size: int = 1
+    compat_factors: dict[str, str] = field(default_factory=dict)
+    """Facts that must be equal on both ends; hashed into the compatibility hash."""
+
+
+@dataclass(slots=True)
+class ConnectorStats:
+    """Counters since start, except where a name says `active`. A snapshot, safe to keep."""
+
+    bytes_received: int = 0
+    blocks_received: int = 0
+    pulls_ok: int = 0
+    pulls_failed: int = 0
+    pulls_active: int = 0
+    leases_active: int = 0
+    leases_granted: int = 0
+    leases_released: int = 0
+    leases_expired: int = 0
+    heartbeats_sent: int = 0
+    heartbeats_received: int = 0
+    notifications_unknown: int = 0
+    handshakes_ok: int = 0
+    handshakes_failed: int = 0
