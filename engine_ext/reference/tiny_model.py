@@ -1,0 +1,222 @@
+"""Writes a tiny random model: a complete Hugging Face directory that vLLM runs unchanged.
+
+`python -m engine_ext.reference.tiny_model DIR`. It talks gibberish, on purpose: what matters is
+that its answer depends on every token of the prompt, so that equal tokens prove equal KV. The
+usual `initializer_range` of 0.02 makes random models repeat one token for ever; 0.1 does not.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from engine_ext.reference.tokenizer import byte_alphabet
+
+ENDOFTEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = (ENDOFTEXT, IM_START, IM_END)
+ENDOFTEXT_ID, IM_START_ID, IM_END_ID = 256, 257, 258
+VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+
+CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+Weights = dict[str, NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyModel:
+    """The shape of the model. The defaults make 3 MiB of float32 weights.
+
+    `head_dim` is a multiple of 32 because vLLM's CPU attention wants it so.
+    """
+
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 32
+    intermediate: int = 256
+    max_positions: int = 8192
+    initializer_range: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = (self.layers, self.hidden, self.heads, self.kv_heads, self.intermediate)
+        if min(*sizes, self.max_positions) < 1:
+            raise ValueError("every size of the tiny model must be at least 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must divide by kv_heads ({self.kv_heads})")
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+
+
+def write_tiny_model(directory: Path, model: TinyModel | None = None) -> Path:
+    """Writes the model, the same bytes for the same `model`, and returns `directory`.
+
+    Files are replaced one by one, `config.json` last: a directory that has it is complete.
+    """
+    model = model or TinyModel()
+    directory.mkdir(parents=True, exist_ok=True)
+    _replace(directory / "model.safetensors", save(_weights(model), {"format": "pt"}))
+    _replace(directory / "tokenizer.json", _tokenizer().to_str(pretty=True).encode())
+    _replace(directory / "tokenizer_config.json", _json(_tokenizer_config(model)))
+    _replace(directory / "generation_config.json", _json(_generation_config()))
+    _replace(directory / "config.json", _json(_config(model)))
+    return directory
+
+
+def _replace(path: Path, content: bytes) -> None:
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_bytes(content)
+    scratch.replace(path)
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _config(model: TinyModel) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.intermediate,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.max_positions,
+        "initializer_range": model.initializer_range,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "bos_token_id": ENDOFTEXT_ID,
+        "eos_token_id": IM_END_ID,
+        "torch_dtype": "float32",
+    }
+
+
+def _generation_config() -> dict[str, Any]:
+    return {
+        "bos_token_id": ENDOFTEXT_ID,
+        "pad_token_id": ENDOFTEXT_ID,
+        "eos_token_id": [IM_END_ID, ENDOFTEXT_ID],
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+    }
+
+
+def _tokenizer_config(model: TinyModel) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model.max_positions,
+        "clean_up_tokenization_spaces": False,
+        "add_prefix_space": False,
+        "bos_token": None,
+        "eos_token": IM_END,
+        "pad_token": ENDOFTEXT,
+        "additional_special_tokens": [IM_START, IM_END],
+        "chat_template": CHATML,
+    }
+
+
+def _tokenizer() -> Tokenizer:
+    """One token per byte: the token's id is the byte's value."""
+    tokenizer = Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    return tokenizer
+
+
+def _weights(model: TinyModel) -> Weights:
+    random = np.random.default_rng(model.seed)
+    weights: Weights = {}
+    for name, shape in _shapes(model):
+        if len(shape) == 1:
+            weights[name] = np.ones(shape, dtype=np.float32)
+        else:
+            drawn = random.standard_normal(shape, dtype=np.float32)
+            weights[name] = drawn * np.float32(model.initializer_range)
+    weights["lm_head.weight"] *= _output_scale()[:, None]
+    return weights
+
+
+def _output_scale() -> NDArray[np.float32]:
+    """Weak rows for what a terminal cannot show, so that the gibberish is at least readable."""
+    scale = np.full(VOCAB_SIZE, 0.1, dtype=np.float32)
+    scale[0x20:0x7F] = 1.0
+    scale[IM_END_ID] = 1.0
+    return scale
+
+
+def _shapes(model: TinyModel) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "model.embed_tokens.weight", (VOCAB_SIZE, model.hidden)
+    for layer in range(model.layers):
+        for name, shape in _layer_shapes(model):
+            yield f"model.layers.{layer}.{name}.weight", shape
+    yield "model.norm.weight", (model.hidden,)
+    yield "lm_head.weight", (VOCAB_SIZE, model.hidden)
+
+
+def _layer_shapes(model: TinyModel) -> Iterator[tuple[str, tuple[int, ...]]]:
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    yield "input_layernorm", (model.hidden,)
+    yield "self_attn.q_proj", (queries, model.hidden)
+    yield "self_attn.k_proj", (keys, model.hidden)
+    yield "self_attn.v_proj", (keys, model.hidden)
+    yield "self_attn.o_proj", (model.hidden, queries)
+    yield "self_attn.q_norm", (model.head_dim,)
+    yield "self_attn.k_norm", (model.head_dim,)
+    yield "post_attention_layernorm", (model.hidden,)
+    yield "mlp.gate_proj", (model.intermediate, model.hidden)
+    yield "mlp.up_proj", (model.intermediate, model.hidden)
+    yield "mlp.down_proj", (model.hidden, model.intermediate)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m engine_ext.reference.tiny_model",
+        description="Write a tiny random Qwen3 model with a byte-level tokenizer.",
+    )
+    defaults = TinyModel()
+    parser.add_argument("directory", type=Path, help="where to write it; made if missing")
+    for option in ("layers", "hidden", "heads", "kv-heads", "head-dim", "intermediate"):
+        default = getattr(defaults, option.replace("-", "_"))
+        parser.add_argument(f"--{option}", type=int, default=default, help="default %(default)s")
+    parser.add_argument("--max-positions", type=int, default=defaults.max_positions)
+    parser.add_argument("--initializer-range", type=float, default=defaults.initializer_range)
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="default %(default)s")
+    options = vars(parser.parse_args(arguments))
+    directory = options.pop("directory")
+    try:
+        write_tiny_model(directory, TinyModel(**options))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
