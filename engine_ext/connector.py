@@ -10,68 +10,52 @@ Worker half, where the KV memory is: `register_kv_caches` once, `start_load_kv` 
 `get_transfer_results` once per step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from engine_ext.types import (
-    BlockIds,
-    ConnectorStats,
-    EngineRequest,
-    FinishDecision,
-    FinishStatus,
-    MatchedTokens,
-    Region,
-    StepMetadata,
-    TransferResults,
-)
+from engine_ext.config import ConnectorConfig
+from engine_ext.scheduler import SchedulerConnector
+from engine_ext.types import CacheGeometry, EngineIdentity, Region
+from engine_ext.wire import CONNECTOR_VERSION
+from engine_ext.worker import WorkerConnector
+
+__all__ = ["Connector", "SchedulerConnector", "WorkerConnector", "build_connector"]
 
 
-class SchedulerConnector:
-    def on_new_request(self, request: EngineRequest) -> None:
-        raise NotImplementedError
+class Connector(NamedTuple):
+    """Both halves, for a host that runs them in one process."""
 
-    def get_num_new_matched_tokens(
-        self, request: EngineRequest, num_computed_tokens: int
-    ) -> MatchedTokens:
-        raise NotImplementedError
+    scheduler: SchedulerConnector
+    worker: WorkerConnector
 
-    def update_state_after_alloc(
-        self, request: EngineRequest, block_ids: BlockIds, num_external_tokens: int
-    ) -> None:
-        raise NotImplementedError
+    def start(self, regions: Sequence[Region]) -> None:
+        """Registers the KV memory and starts to answer handshakes.
 
-    def has_pending_work(self) -> bool:
-        raise NotImplementedError
-
-    def build_connector_meta(self) -> StepMetadata:
-        raise NotImplementedError
-
-    def update_connector_output(self, results: TransferResults) -> None:
-        raise NotImplementedError
-
-    def request_finished(
-        self, request: EngineRequest, block_ids: BlockIds, status: FinishStatus
-    ) -> FinishDecision:
-        raise NotImplementedError
+        Raises AgentError when NIXL refuses, OSError when the side channel is taken.
+        """
+        self.worker.register_kv_caches(regions)
+        self.scheduler.set_handshake_metadata({(0, 0): self.worker.get_handshake_payload()})
 
     def shutdown(self) -> None:
-        raise NotImplementedError
+        self.scheduler.shutdown()
+        self.worker.shutdown()
 
 
-class WorkerConnector:
-    def set_wake(self, wake: Callable[[], None]) -> None:
-        raise NotImplementedError
-
-    def register_kv_caches(self, regions: Sequence[Region]) -> None:
-        raise NotImplementedError
-
-    def start_load_kv(self, meta: StepMetadata) -> None:
-        raise NotImplementedError
-
-    def get_transfer_results(self) -> TransferResults:
-        raise NotImplementedError
-
-    def stats(self) -> ConnectorStats:
-        raise NotImplementedError
-
-    def shutdown(self) -> None:
-        raise NotImplementedError
+def build_connector(
+    config: ConnectorConfig,
+    geometry: CacheGeometry,
+    *,
+    host: str,
+    port: int,
+    model_factors: Mapping[str, str],
+) -> Connector:
+    """`host` and `port` are the side channel's; `model_factors` what must be equal on both ends."""
+    factors = {
+        **model_factors,
+        "connector_version": str(CONNECTOR_VERSION),
+        "transfer_mode": "pull",
+    }
+    identity = EngineIdentity(config.engine_id, host, port, compat_factors=factors)
+    return Connector(
+        SchedulerConnector(identity, geometry), WorkerConnector(config, geometry, identity)
+    )

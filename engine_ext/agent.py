@@ -1,0 +1,178 @@
+"""The NIXL agent: one object, used by one thread at a time, without NIXL's progress thread.
+
+NIXL's own progress thread burns a core when idle; here whoever owns the agent polls it. Completion
+notifications leave only when the initiator polls, so an owner polls its own transfers.
+"""
+
+import enum
+import logging
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nixl._api import nixl_agent, nixl_agent_config
+
+from engine_ext.plan import Indices, PeerLayout, descriptor_indices, strided_descriptors
+from engine_ext.types import Region
+
+logger = logging.getLogger(__name__)
+
+
+class AgentError(Exception):
+    """NIXL refused or failed; the message says what was tried."""
+
+
+class TransferState(enum.Enum):
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerHandle:
+    """A remote agent that NIXL knows, and its prepared descriptors."""
+
+    name: str
+    layout: PeerLayout
+    descriptors: Any
+
+
+Transfer = Any
+"""One READ or WRITE in flight; opaque."""
+
+
+class Agent(Protocol):
+    """What the transfer machines need of NIXL. Every method may raise AgentError."""
+
+    def metadata(self) -> bytes: ...
+    def add_peer(self, metadata: bytes, layout: PeerLayout) -> PeerHandle: ...
+    def remove_peer(self, peer: PeerHandle) -> None: ...
+    def start_read(
+        self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
+    ) -> Transfer:
+        """READs remote blocks into local ones, all regions. Shapes: [blocks], block ids.
+
+        `notification` reaches the peer once the data is here and `poll` has been called.
+        """
+
+    def poll(self, transfer: Transfer) -> TransferState: ...
+    def release(self, transfer: Transfer) -> None:
+        """Forgets the transfer; raises AgentError while it still runs and cannot be stopped."""
+
+    def notify(self, peer: PeerHandle, message: bytes) -> None: ...
+    def notifications(self) -> list[bytes]:
+        """What peers sent since the last call."""
+
+    def close(self) -> None: ...
+
+
+class NixlAgent:
+    """`Agent` over the real library. Raises AgentError when the memory cannot be registered."""
+
+    def __init__(self, regions: Sequence[Region], backends: Sequence[str], threads: int) -> None:
+        self._regions = tuple(regions)
+        self._mem_type = self._only_mem_type()
+        self._region_num_blocks = [region.num_blocks for region in regions]
+        with _errors("create the NIXL agent"):
+            self._nixl = nixl_agent(
+                str(uuid.uuid4()),
+                nixl_agent_config(
+                    enable_prog_thread=False, num_threads=threads, backends=list(backends)
+                ),
+            )
+        missing = [name for name in backends if name not in self._nixl.backends]
+        if missing:
+            raise AgentError(f"NIXL backend not available: {', '.join(missing)}")
+        with _errors("register the KV cache"):
+            self._registered = self._nixl.register_memory(
+                [(r.base_addr, self._extent(r), r.device_id, "") for r in self._regions],
+                self._mem_type,
+            )
+            self._descriptors = self._nixl.prep_xfer_dlist(
+                "NIXL_INIT_AGENT", strided_descriptors(self._regions), self._mem_type
+            )
+
+    def metadata(self) -> bytes:
+        with _errors("read the agent's metadata"):
+            return bytes(self._nixl.get_agent_metadata())
+
+    def add_peer(self, metadata: bytes, layout: PeerLayout) -> PeerHandle:
+        mem_types = {region.mem_type for region in layout.regions}
+        if len(mem_types) != 1:
+            raise AgentError(f"the peer's regions mix memory types {sorted(mem_types)}")
+        with _errors("add a remote agent"):
+            name = self._nixl.add_remote_agent(metadata)
+            name = name.decode() if isinstance(name, bytes) else name
+        with _errors("prepare the remote agent's blocks"):
+            descriptors = self._nixl.prep_xfer_dlist(
+                name, strided_descriptors(layout.regions), mem_types.pop()
+            )
+        return PeerHandle(name, layout, descriptors)
+
+    def remove_peer(self, peer: PeerHandle) -> None:
+        with _errors("remove a remote agent"):
+            self._nixl.release_dlist_handle(peer.descriptors)
+            self._nixl.remove_remote_agent(peer.name)
+
+    def start_read(
+        self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
+    ) -> Transfer:
+        here = descriptor_indices(local, self._region_num_blocks)
+        there = descriptor_indices(remote, peer.layout.region_num_blocks)
+        with _errors("start a READ"):
+            transfer = self._nixl.make_prepped_xfer(
+                "READ", self._descriptors, here, peer.descriptors, there, notification
+            )
+            self._nixl.transfer(transfer)
+        return transfer
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        with _errors("poll a READ"):
+            state = self._nixl.check_xfer_state(transfer)
+        return _STATES.get(state, TransferState.FAILED)
+
+    def release(self, transfer: Transfer) -> None:
+        with _errors("release a READ"):
+            self._nixl.release_xfer_handle(transfer)
+
+    def notify(self, peer: PeerHandle, message: bytes) -> None:
+        with _errors("send a notification"):
+            self._nixl.send_notif(peer.name, message)
+
+    def notifications(self) -> list[bytes]:
+        with _errors("read notifications"):
+            received = self._nixl.get_new_notifs()
+        return [message for messages in received.values() for message in messages]
+
+    def close(self) -> None:
+        with _errors("close the agent"):
+            self._nixl.release_dlist_handle(self._descriptors)
+            self._nixl.deregister_memory(self._registered)
+
+    def _only_mem_type(self) -> str:
+        mem_types = {region.mem_type for region in self._regions}
+        if len(mem_types) != 1:
+            raise AgentError(f"KV regions of one memory type are needed, not {sorted(mem_types)}")
+        return mem_types.pop()
+
+    @staticmethod
+    def _extent(region: Region) -> int:
+        return region.block_stride * (region.num_blocks - 1) + region.block_len
+
+
+_STATES = {"DONE": TransferState.DONE, "PROC": TransferState.RUNNING}
+
+
+class _errors:  # noqa: N801 - reads as a statement
+    """NIXL's bindings raise their own exception types, one per status code."""
+
+    def __init__(self, action: str) -> None:
+        self._action = action
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            raise AgentError(f"could not {self._action}: {error}") from error

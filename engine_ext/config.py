@@ -1,0 +1,159 @@
+"""`--kv-transfer-config`: vLLM's JSON, checked once, as a frozen value."""
+
+import difflib
+import logging
+import math
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+logger = logging.getLogger(__name__)
+
+LoadFailurePolicy = Literal["fail", "recompute"]
+
+CONNECTOR_NAMES = ("DisaggConnector",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorConfig:
+    """Times are in seconds."""
+
+    engine_id: str
+    load_failure_policy: LoadFailurePolicy = "fail"
+    backends: tuple[str, ...] = ("UCX",)
+    num_threads: int = 4
+    """Workers of the UCX backend."""
+    lease_duration: float = 30.0
+    enforce_handshake_compat: bool = True
+    handshake_timeout: float = 5.0
+    pull_timeout: float = 120.0
+    """Bound on one READ: past it, the load has failed."""
+
+    @property
+    def heartbeat_interval(self) -> float:
+        """A sixth of the lease in whole seconds; a short lease keeps the fraction, never zero."""
+        return float(self.lease_duration // 6) or self.lease_duration / 6
+
+    @property
+    def lease_extension(self) -> float:
+        """Two thirds of the lease: what one heartbeat grants from the moment it arrives."""
+        return float(self.lease_duration * 2 // 3) or self.lease_duration * 2 / 3
+
+    @classmethod
+    def from_kv_transfer_config(cls, raw: Mapping[str, Any]) -> "ConnectorConfig":
+        """Reads vLLM's JSON. Raises ValueError, one line, for what is wrong or not supported."""
+        if not isinstance(raw, Mapping):
+            raise ValueError("kv-transfer-config is not a JSON object")
+        _warn_unknown(raw, (*_TOP_LEVEL, "kv_connector_extra_config"), "kv-transfer-config")
+        top = {key: check(key, raw[key]) for key, check in _TOP_LEVEL.items() if key in raw}
+        if "kv_connector" not in top:
+            raise ValueError("kv-transfer-config: kv_connector is missing")
+        extra = _extra(raw.get("kv_connector_extra_config"))
+        given = {
+            "engine_id": top.get("engine_id"),
+            "load_failure_policy": top.get("kv_load_failure_policy"),
+            "backends": extra.get("backends"),
+            "num_threads": extra.get("num_threads"),
+            "lease_duration": extra.get("kv_lease_duration"),
+            "enforce_handshake_compat": extra.get("enforce_handshake_compat"),
+        }
+        chosen = {key: value for key, value in given.items() if value is not None}
+        return cls(**{"engine_id": str(uuid.uuid4()), **chosen})
+
+
+def _extra(raw: Any) -> dict[str, Any]:
+    if raw is None:
+        return {}
+    if not isinstance(raw, Mapping):
+        raise ValueError("kv_connector_extra_config is not a JSON object")
+    _warn_unknown(raw, tuple(_EXTRA), "kv_connector_extra_config")
+    return {key: check(key, raw[key]) for key, check in _EXTRA.items() if key in raw}
+
+
+def _warn_unknown(raw: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    for key in raw:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            logger.warning("%s: unknown key %r is ignored%s", where, key, hint)
+
+
+Check = Callable[[str, Any], Any]
+
+
+def _one_of(*allowed: str) -> Check:
+    def check(key: str, value: Any) -> Any:
+        if value not in allowed:
+            raise ValueError(f"{key}: {value!r} is not one of {', '.join(allowed)}")
+        return value
+
+    return check
+
+
+def _text(key: str, value: Any) -> str:
+    if not isinstance(value, str) or not value or not value.isascii() or not value.isprintable():
+        raise ValueError(f"{key}: {value!r} is not a printable ASCII string")
+    return value
+
+
+def _switch(key: str, value: Any) -> bool:
+    """vLLM's documentation writes some of these as the string "True"."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise ValueError(f"{key}: {value!r} is not true or false")
+
+
+def _seconds(key: str, value: Any) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{key}: {value!r} is not a positive number of seconds")
+    return float(value)
+
+
+def _count(low: int) -> Check:
+    def check(key: str, value: Any) -> int:
+        if type(value) is not int or value < low:
+            raise ValueError(f"{key}: {value!r} is not an integer of at least {low}")
+        return value
+
+    return check
+
+
+def _names(key: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
+        raise ValueError(f"{key}: {value!r} is not a list of backend names")
+    return tuple(value)
+
+
+def _only_off(key: str, value: Any) -> bool:
+    if _switch(key, value):
+        raise ValueError(f"{key}: not supported by this version of DisaggConnector")
+    return False
+
+
+_TOP_LEVEL: dict[str, Check] = {
+    "kv_connector": _one_of(*CONNECTOR_NAMES),
+    "kv_connector_module_path": _text,
+    "kv_role": _one_of("kv_producer", "kv_consumer", "kv_both"),
+    "kv_buffer_device": _one_of("cpu", "cuda"),
+    "kv_load_failure_policy": _one_of("fail", "recompute"),
+    "engine_id": _text,
+    "enable_permute_local_kv": _only_off,
+}
+
+_EXTRA: dict[str, Check] = {
+    "backends": _names,
+    "num_threads": _count(0),
+    "kv_lease_duration": _seconds,
+    "enforce_handshake_compat": _switch,
+    "bidirectional_kv_xfer": _only_off,
+    "enable_cross_layers_blocks": _only_off,
+    # Accepted so that a configuration written for NixlConnector loads; they govern turns and push.
+    "decoder_kv_blocks_ttl": _seconds,
+    "kv_recompute_threshold": _count(0),
+    "push_registration_timeout": _seconds,
+    "engine_ttl": _seconds,
+}

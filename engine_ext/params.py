@@ -1,0 +1,143 @@
+"""`kv_transfer_params`, as a request carries it, parsed once into a typed record.
+
+The dict is untrusted: it has crossed HTTP at least twice. `parse` is total: whatever it is given,
+it returns a record and raises nothing, because an exception inside an engine hook ends the engine.
+Keys and shapes are those of vLLM 0.32's NixlConnector.
+"""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from engine_ext.types import BlockIds, RemoteSource
+
+MAX_ID_LENGTH = 512
+MAX_BLOCKS = 1 << 20
+MAX_BLOCK_ID = (1 << 31) - 1
+
+T = TypeVar("T")
+
+
+class Role(enum.Enum):
+    """Our part in the transfer that a request asks for."""
+
+    NONE = "none"
+    PREFILL = "prefill"
+    """We compute, a remote decode engine reads (`do_remote_decode`)."""
+    DECODE = "decode"
+    """A remote prefill engine has computed, we read (`do_remote_prefill`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferParams:
+    """`source` is set exactly when the role is DECODE.
+
+    `problem` says in words why params that were there are not followed; the request is then an
+    ordinary local one.
+    """
+
+    role: Role
+    source: RemoteSource | None = None
+    problem: str | None = None
+
+
+class _InvalidError(Exception):
+    pass
+
+
+def parse(raw: Any) -> TransferParams:
+    """Total: returns a record for any object whatever, raises nothing."""
+    if raw is None:
+        return TransferParams(Role.NONE)
+    try:
+        return _parse(raw)
+    except _InvalidError as problem:
+        return TransferParams(Role.NONE, problem=str(problem))
+
+
+def _parse(raw: Any) -> TransferParams:
+    if not isinstance(raw, dict):
+        raise _InvalidError("kv_transfer_params is not an object")
+    decode, prefill = (_flag(raw, key) for key in ("do_remote_decode", "do_remote_prefill"))
+    if decode and prefill:
+        raise _InvalidError("do_remote_decode and do_remote_prefill are both set")
+    if decode:
+        return TransferParams(Role.PREFILL)
+    if prefill:
+        return TransferParams(Role.DECODE, source=_source(raw))
+    return TransferParams(Role.NONE)
+
+
+def _source(raw: dict[Any, Any]) -> RemoteSource:
+    num_tokens = raw.get("remote_num_tokens")
+    return RemoteSource(
+        engine_id=_field(raw, "remote_engine_id", _identifier),
+        request_id=_field(raw, "remote_request_id", _notifiable),
+        host=_field(raw, "remote_host", _identifier),
+        port=_field(raw, "remote_port", _integer(1, 65535)),
+        tp_size=_field(raw, "tp_size", _integer(1, 1024), default=1),
+        block_ids=_field(raw, "remote_block_ids", _block_ids),
+        num_tokens=None if num_tokens is None else _field(raw, "remote_num_tokens", _integer(0)),
+    )
+
+
+def _flag(raw: dict[Any, Any], key: str) -> bool:
+    value = raw.get(key)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise _InvalidError(f"{key} is not a boolean")
+
+
+def _field(raw: dict[Any, Any], key: str, check: Callable[[Any], T], default: T | None = None) -> T:
+    value = raw.get(key)
+    if value is None:
+        if default is None:
+            raise _InvalidError(f"{key} is missing")
+        return default
+    try:
+        return check(value)
+    except _InvalidError as problem:
+        raise _InvalidError(f"{key} {problem}") from None
+
+
+def _identifier(value: Any) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_ID_LENGTH:
+        raise _InvalidError(f"is not a string of 1 to {MAX_ID_LENGTH} characters")
+    if not value.isprintable() or not value.isascii():
+        raise _InvalidError("holds characters outside printable ASCII")
+    return value
+
+
+def _notifiable(value: Any) -> str:
+    """An id that fits a heartbeat, whose ids are separated by commas."""
+    identifier = _identifier(value)
+    if "," in identifier:
+        raise _InvalidError("holds a comma")
+    return identifier
+
+
+def _integer(low: int, high: int = MAX_BLOCK_ID) -> Callable[[Any], int]:
+    def check(value: Any) -> int:
+        if type(value) is not int or not low <= value <= high:
+            raise _InvalidError(f"is not an integer from {low} to {high}")
+        return value
+
+    return check
+
+
+def _block_ids(value: Any) -> BlockIds:
+    """A list per KV-cache group; older peers send one flat list."""
+    if not isinstance(value, list) or not value:
+        raise _InvalidError("is not a list of block ids")
+    groups = value if isinstance(value[0], list) else [value]
+    if sum(len(group) for group in groups if isinstance(group, list)) > MAX_BLOCKS:
+        raise _InvalidError(f"holds more than {MAX_BLOCKS} blocks")
+    check = _integer(0)
+    return tuple(tuple(check(block) for block in _list(group)) for group in groups)
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise _InvalidError("mixes lists and block ids")
+    return value

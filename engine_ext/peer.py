@@ -1,0 +1,158 @@
+"""The other engines we talk to: handshakes in flight, and what they led to.
+
+A peer is CONNECTING, then READY, or it has failed and is gone, so that the next request starts
+afresh. Handshakes never block each other: each has its own socket and its own deadline.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from engine_ext.agent import Agent, AgentError, PeerHandle
+from engine_ext.config import ConnectorConfig
+from engine_ext.plan import PlanError, match_peer
+from engine_ext.types import CacheGeometry, ConnectorStats, Region, RemoteSource
+from engine_ext.wire import (
+    AgentMetadata,
+    HandshakeClient,
+    HandshakePayload,
+    WireError,
+    compatibility_hash,
+    decode_metadata,
+)
+
+logger = logging.getLogger(__name__)
+
+PeerKey = tuple[str, str, int]
+
+
+class PeerError(Exception):
+    """The peer cannot be used; the message says why."""
+
+
+@dataclass(slots=True)
+class Connecting:
+    client: HandshakeClient
+    deadline: float
+
+
+def compatibility_problem(ours: Mapping[str, str], payload: HandshakePayload) -> str | None:
+    """Why the peer's model or cache is not ours, naming each field; None when it is."""
+    if payload.compatibility_hash == compatibility_hash(ours):
+        return None
+    theirs = payload.compat_factors
+    if theirs is None:
+        return "compatibility hash differs, and the peer does not say in what"
+    keys = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
+    fields = ", ".join(f"{key} ({ours.get(key)} here, {theirs.get(key)} there)" for key in keys)
+    return f"incompatible engines: {fields}"
+
+
+class Peers:
+    def __init__(
+        self,
+        agent: Agent,
+        config: ConnectorConfig,
+        geometry: CacheGeometry,
+        regions: Sequence[Region],
+        factors: Mapping[str, str],
+        stats: ConnectorStats,
+    ) -> None:
+        self._agent = agent
+        self._config = config
+        self._geometry = geometry
+        self._regions = regions
+        self._factors = factors
+        self._stats = stats
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._ready: dict[PeerKey, PeerHandle] = {}
+        self._connecting: dict[PeerKey, Connecting] = {}
+        self._failed: dict[PeerKey, str] = {}
+
+    @property
+    def num_connecting(self) -> int:
+        return len(self._connecting)
+
+    def connect(self, source: RemoteSource, now: float) -> PeerHandle | None:
+        """The peer that holds `source`, or None while its handshake runs.
+
+        The first call starts the handshake; a call after it failed raises PeerError, once per
+        `step`, and the next one starts a new one.
+        """
+        key = _key(source)
+        if (ready := self._ready.get(key)) is not None:
+            return ready
+        if key in self._failed:
+            raise PeerError(self._failed[key])
+        if key not in self._connecting:
+            self._start(key, source, now)
+        return None
+
+    def step(self, now: float) -> None:
+        """Moves every handshake on. Failures are seen by `connect` until the next step."""
+        self._failed.clear()
+        for key, connecting in list(self._connecting.items()):
+            try:
+                self._advance(key, connecting, now)
+            except (WireError, PeerError, PlanError, AgentError) as error:
+                self._fail(key, str(error))
+
+    def forget(self, source: RemoteSource) -> None:
+        """A transfer with this peer failed: the next use starts with a handshake."""
+        handle = self._ready.pop(_key(source), None)
+        if handle is None:
+            return
+        try:
+            self._agent.remove_peer(handle)
+        except AgentError as error:
+            logger.warning("engine %s: %s", source.engine_id, error)
+
+    def close(self) -> None:
+        for connecting in self._connecting.values():
+            connecting.client.close()
+        self._context.destroy(linger=0)
+
+    def _start(self, key: PeerKey, source: RemoteSource, now: float) -> None:
+        try:
+            client = HandshakeClient(self._context, source.host, source.port, (0, 0))
+        except WireError as error:
+            raise PeerError(str(error)) from None
+        self._connecting[key] = Connecting(client, now + self._config.handshake_timeout)
+
+    def _advance(self, key: PeerKey, connecting: Connecting, now: float) -> None:
+        payload = connecting.client.receive()
+        if payload is not None:
+            self._check(payload)
+            self._accept(key, decode_metadata(payload))
+        elif now >= connecting.deadline:
+            raise PeerError(f"no handshake within {self._config.handshake_timeout:g} s")
+
+    def _check(self, payload: HandshakePayload) -> None:
+        problem = compatibility_problem(self._factors, payload)
+        if problem and self._config.enforce_handshake_compat:
+            raise PeerError(problem)
+        if problem:
+            logger.warning("%s; going on, enforce_handshake_compat is false", problem)
+
+    def _accept(self, key: PeerKey, metadata: AgentMetadata) -> None:
+        engine_id = key[0]
+        if metadata.engine_id != engine_id:
+            raise PeerError(f"engine {metadata.engine_id} answers where {engine_id} was")
+        layout = match_peer(self._geometry, self._regions, metadata)
+        self._ready[key] = self._agent.add_peer(metadata.agent_metadata, layout)
+        self._connecting.pop(key).client.close()
+        self._stats.handshakes_ok += 1
+        logger.info("connected to engine %s at %s:%d", *key)
+
+    def _fail(self, key: PeerKey, problem: str) -> None:
+        self._connecting.pop(key).client.close()
+        self._failed[key] = problem
+        self._stats.handshakes_failed += 1
+        logger.warning("engine %s at %s:%d: %s", *key, problem)
+
+
+def _key(source: RemoteSource) -> PeerKey:
+    return (source.engine_id, source.host, source.port)

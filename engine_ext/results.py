@@ -1,0 +1,43 @@
+"""What ended, on its way from the owner thread to the engine's."""
+
+import threading
+from collections.abc import Callable
+
+from engine_ext.types import TransferResults
+
+
+class Results:
+    """Thread-safe. `wake` is called after each report, so that a sleeping engine looks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wake: Callable[[], None] = lambda: None
+        self._clear()
+
+    def set_wake(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+    def sent(self, request_id: str) -> None:
+        with self._lock:
+            self._sent.add(request_id)
+        self._wake()
+
+    def received(self, request_id: str, *, ok: bool) -> None:
+        with self._lock:
+            self._received.add(request_id)
+            if not ok:
+                self._failed.add(request_id)
+        self._wake()
+
+    def take(self) -> TransferResults:
+        with self._lock:
+            results = TransferResults(
+                frozenset(self._sent), frozenset(self._received), frozenset(self._failed)
+            )
+            self._clear()
+        return results
+
+    def _clear(self) -> None:
+        self._sent: set[str] = set()
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
