@@ -124,7 +124,7 @@ class TransferLoop:
         return LEASED_WAIT if len(self._leases) or len(self._beats) else IDLE_WAIT
 
     def _receive(self, now: float) -> None:
-        for message in self._agent.notifications():
+        for message in self._notifications():
             self._last_event = now
             match decode_notification(message):
                 case ReadDone(request_id, readers) if self._leases.knows(request_id):
@@ -135,6 +135,13 @@ class TransferLoop:
                 case unknown:
                     self._stats.notifications_unknown += 1
                     logger.warning("ignored notification %.200r", unknown)
+
+    def _notifications(self) -> list[bytes]:
+        try:
+            return self._agent.notifications()
+        except AgentError as error:
+            logger.warning("%s", error)
+            return []
 
     def _grant(self, request_id: str, now: float) -> None:
         self._stats.leases_granted += 1

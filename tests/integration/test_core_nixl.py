@@ -1,0 +1,166 @@
+"""The connector core over the real NIXL, without an engine: bytes and leases."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from engine_ext.config import ConnectorConfig
+from engine_ext.connector import Connector, build_connector
+from engine_ext.types import (
+    BlockIds,
+    CacheGeometry,
+    FinishStatus,
+    Region,
+    TransferResults,
+)
+from tests.unit.engine_ext.fakes import Request
+
+LAYERS, BLOCKS, BLOCK_BYTES, BLOCK_SIZE = 4, 64, 4096, 16
+TOKENS = 100
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 10) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "condition not reached"
+        time.sleep(0.001)
+    return value
+
+
+@dataclass
+class Memory:
+    """KV of four layers in host memory, and a connector over it."""
+
+    name: str
+    port: int
+    lease: float = 30
+    model: str = "bytes"
+    cache: npt.NDArray[np.uint8] = field(init=False)
+    connector: Connector = field(init=False)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(list(self.name.encode()))
+        shape = (LAYERS, BLOCKS, BLOCK_BYTES)
+        self.cache = rng.integers(0, 255, shape, dtype=np.uint8)
+        self.connector = build_connector(
+            ConnectorConfig(engine_id=self.name, lease_duration=self.lease),
+            CacheGeometry(BLOCK_SIZE, BLOCKS),
+            host="127.0.0.1",
+            port=self.port,
+            model_factors={"model": self.model},
+        )
+        layer_bytes = BLOCKS * BLOCK_BYTES
+        self.connector.start(
+            [
+                Region(
+                    f"model.layers.{i}.self_attn.attn",
+                    self.cache.ctypes.data + i * layer_bytes,
+                    BLOCK_BYTES,
+                    BLOCK_BYTES,
+                    BLOCKS,
+                )
+                for i in range(LAYERS)
+            ]
+        )
+
+    def prefill(self, request_id: str, blocks: BlockIds) -> dict[str, Any]:
+        request = Request(request_id, {"do_remote_decode": True}, TOKENS, TOKENS)
+        self.connector.scheduler.on_new_request(request)
+        answer = self.connector.scheduler.request_finished(
+            request, blocks, FinishStatus.LENGTH_CAPPED
+        )
+        self.step()
+        assert answer.kv_transfer_params is not None
+        return answer.kv_transfer_params
+
+    def load(self, request_id: str, params: Any, blocks: BlockIds, cached: int = 0) -> Request:
+        request = Request(request_id, params, TOKENS)
+        self.connector.scheduler.on_new_request(request)
+        missing, _ = self.connector.scheduler.get_num_new_matched_tokens(request, cached)
+        assert missing == TOKENS - cached
+        self.connector.scheduler.update_state_after_alloc(request, blocks, missing)
+        self.step()
+        return request
+
+    def step(self) -> None:
+        self.connector.worker.start_load_kv(self.connector.scheduler.build_connector_meta())
+
+    def results(self) -> TransferResults:
+        found: TransferResults = wait_for(self.connector.worker.get_transfer_results)
+        return found
+
+
+@pytest.fixture
+def pair(free_ports: Callable[[int], list[int]]) -> Iterator[tuple[Memory, Memory]]:
+    first, second = free_ports(2)
+    prefiller, decoder = Memory("p", first, lease=2), Memory("d", second)
+    yield prefiller, decoder
+    decoder.connector.shutdown()
+    prefiller.connector.shutdown()
+
+
+DESCENDING: BlockIds = (tuple(range(20, 13, -1)),)
+SCATTERED: BlockIds = ((3, 60, 8, 41, 2, 40, 39),)
+
+
+@pytest.mark.parametrize("cached", [0, 32, 96])
+def test_the_missing_blocks_arrive_whole_and_no_other_is_touched(
+    pair: tuple[Memory, Memory], cached: int
+) -> None:
+    prefiller, decoder = pair
+    before = decoder.cache.copy()
+    params = prefiller.prefill("p-1", DESCENDING)
+    decoder.load("d-1", params, SCATTERED, cached)
+    assert decoder.results() == TransferResults(finished_recving=frozenset(["d-1"]))
+    skipped = cached // BLOCK_SIZE
+    ours, theirs = SCATTERED[0][skipped:], DESCENDING[0][skipped:]
+    assert (decoder.cache[:, ours] == prefiller.cache[:, theirs]).all()
+    others = [block for block in range(BLOCKS) if block not in ours]
+    assert (decoder.cache[:, others] == before[:, others]).all()
+    assert decoder.connector.worker.stats().blocks_received == len(ours)
+    assert prefiller.results() == TransferResults(finished_sending=frozenset(["p-1"]))
+
+
+def test_a_queued_decoder_keeps_the_lease_and_its_abort_ends_it(
+    pair: tuple[Memory, Memory],
+) -> None:
+    prefiller, decoder = pair
+    params = prefiller.prefill("p-1", DESCENDING)
+    request = Request("d-1", params, TOKENS)
+    decoder.connector.scheduler.on_new_request(request)
+    decoder.step()
+    # Beats are 5 s apart by the decoder's configuration; P's lease is 2 s and grows 1 s a beat: one
+    # beat must arrive and move the end.
+    worker = prefiller.connector.worker
+    wait_for(lambda: worker.stats().heartbeats_received)
+    assert not worker.get_transfer_results()
+    decoder.connector.scheduler.request_finished(request, ((),), FinishStatus.ABORTED)
+    decoder.step()
+    assert prefiller.results() == TransferResults(finished_sending=frozenset(["p-1"]))
+    assert worker.stats().leases_expired == 0
+
+
+def test_a_lease_nobody_reads_runs_out(pair: tuple[Memory, Memory]) -> None:
+    prefiller, _ = pair
+    prefiller.prefill("p-1", DESCENDING)
+    started = time.monotonic()
+    assert prefiller.results() == TransferResults(finished_sending=frozenset(["p-1"]))
+    assert 1.9 <= time.monotonic() - started < 8
+    assert prefiller.connector.worker.stats().leases_expired == 1
+
+
+def test_an_engine_of_another_model_is_not_read(
+    pair: tuple[Memory, Memory], free_ports: Callable[[int], list[int]]
+) -> None:
+    prefiller, _ = pair
+    stranger = Memory("o", free_ports(1)[0], model="other")
+    before = stranger.cache.copy()
+    stranger.load("d-1", prefiller.prefill("p-1", DESCENDING), SCATTERED)
+    assert stranger.results().failed_recving == frozenset(["d-1"])
+    assert (stranger.cache == before).all()
+    stranger.connector.shutdown()

@@ -1,0 +1,106 @@
+"""Doubles that inject faults: the happy path of NIXL itself is tested on the real library."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine_ext.agent import AgentError, PeerHandle, TransferState
+from engine_ext.plan import Indices, PeerLayout
+from engine_ext.types import Region, RemoteSource
+
+
+@dataclass
+class Request:
+    """The least an engine's request can be."""
+
+    request_id: str
+    kv_transfer_params: Any = None
+    num_prompt_tokens: int = 100
+    num_computed_tokens: int = 0
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        return range(self.num_prompt_tokens)
+
+
+@dataclass
+class FakeTransfer:
+    notification: bytes
+    local: list[int]
+    remote: list[int]
+    state: TransferState = TransferState.RUNNING
+    released: bool = False
+
+
+@dataclass
+class FakeAgent:
+    """Transfers run until a test ends them. Names of `failing` methods raise AgentError."""
+
+    failing: set[str] = field(default_factory=set)
+    inbox: list[bytes] = field(default_factory=list)
+    sent: list[tuple[str, bytes]] = field(default_factory=list)
+    transfers: list[FakeTransfer] = field(default_factory=list)
+    peers: list[str] = field(default_factory=list)
+    closed: bool = False
+
+    def metadata(self) -> bytes:
+        return b"fake"
+
+    def add_peer(self, metadata: bytes, layout: PeerLayout) -> PeerHandle:
+        self._check("add_peer")
+        self.peers.append(metadata.decode())
+        return PeerHandle(metadata.decode(), layout, None)
+
+    def remove_peer(self, peer: PeerHandle) -> None:
+        self.peers.remove(peer.name)
+        self._check("remove_peer")
+
+    def start_read(
+        self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
+    ) -> FakeTransfer:
+        self._check("start_read")
+        transfer = FakeTransfer(notification, local.tolist(), remote.tolist())
+        self.transfers.append(transfer)
+        return transfer
+
+    def poll(self, transfer: FakeTransfer) -> TransferState:
+        self._check("poll")
+        return transfer.state
+
+    def release(self, transfer: FakeTransfer) -> None:
+        self._check("release")
+        transfer.released = True
+
+    def notify(self, peer: PeerHandle, message: bytes) -> None:
+        self._check("notify")
+        self.sent.append((peer.name, message))
+
+    def notifications(self) -> list[bytes]:
+        self._check("notifications")
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _check(self, method: str) -> None:
+        if method in self.failing:
+            raise AgentError(f"injected: {method}")
+
+
+def regions(num_blocks: int = 32, layers: int = 2) -> tuple[Region, ...]:
+    return tuple(
+        Region(f"model.layers.{i}.self_attn.attn", 0x10000 + i * 0x100000, 4096, 4096, num_blocks)
+        for i in range(layers)
+    )
+
+
+def source(
+    request_id: str = "p-1",
+    engine_id: str = "engine-p",
+    port: int = 5600,
+    blocks: Sequence[int] = range(7),
+    num_tokens: int | None = 100,
+) -> RemoteSource:
+    block_ids = (tuple(blocks),)
+    return RemoteSource(engine_id, request_id, "127.0.0.1", port, 1, block_ids, num_tokens)
