@@ -1,0 +1,39 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine_ext.reference.fingerprint import model_factors
+from engine_ext.reference.model_config import read_model_config
+from engine_ext.reference.tiny_model import write_tiny_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_tiny_model(tmp_path)
+    return tmp_path
+
+
+def test_a_copy_in_another_place_has_the_same_factors(model: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    write_tiny_model(copy)
+    config = read_model_config(model)
+    assert model_factors(model, config) == model_factors(copy, read_model_config(copy))
+
+
+def test_other_weights_of_the_same_shape_differ(model: Path) -> None:
+    config = read_model_config(model)
+    before = model_factors(model, config)
+    weights = load_file(model / "model.safetensors")
+    save_file({name: tensor * 1.5 for name, tensor in weights.items()}, model / "model.safetensors")
+    changed = model_factors(model, config)
+    assert {key for key in before if before[key] != changed[key]} == {"weights"}
+
+
+def test_another_dtype_differs_by_name(model: Path) -> None:
+    config = read_model_config(model)
+    other = model_factors(model, replace(config, dtype=torch.bfloat16))
+    assert other["dtype"] == "bfloat16"
+    assert model_factors(model, config)["dtype"] == "float32"
