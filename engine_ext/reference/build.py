@@ -1,0 +1,167 @@
+"""Puts an engine together from a configuration. The one place that knows all its parts."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from engine_ext.reference.answer import StopRules
+from engine_ext.reference.block_manager import BlockManager
+from engine_ext.reference.core import EngineCore
+from engine_ext.reference.counters import Counters
+from engine_ext.reference.engine import Engine
+from engine_ext.reference.engine_config import EngineConfig
+from engine_ext.reference.kv_cache import KVCache
+from engine_ext.reference.kv_connector import KVConnector
+from engine_ext.reference.model.batch import BatchBuilder
+from engine_ext.reference.model.decoder import Decoder, LanguageModel
+from engine_ext.reference.model.rope import RotaryEmbedding
+from engine_ext.reference.model_config import ModelConfig, read_model_config
+from engine_ext.reference.no_connector import NoConnector
+from engine_ext.reference.runner import ModelRunner
+from engine_ext.reference.sampler import Sampler
+from engine_ext.reference.scheduler import Scheduler
+from engine_ext.reference.weights import load_weights
+from engine_ext.types import CacheGeometry
+
+ConnectorFactory = Callable[[ModelConfig, CacheGeometry], KVConnector]
+
+
+class EngineParts:
+    """An engine that nobody steps yet."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        connect: ConnectorFactory | None = None,
+    ) -> None:
+        device = torch.device(config.device)
+        num_blocks = _num_blocks(config, model_config)
+        self.config = config
+        self.cache = KVCache(
+            model_config, num_blocks=num_blocks, block_size=config.block_size, device=device
+        )
+        self.connector = connect(model_config, self.cache.geometry()) if connect else NoConnector()
+        self.core = self._core(model_config, model, tokenizer, device)
+
+    def start(self) -> Engine:
+        return Engine(
+            self.core,
+            self.connector,
+            self.cache.regions(),
+            prepare_thread=lambda: _set_num_threads(self.config.num_threads),
+        )
+
+    def _core(
+        self,
+        model_config: ModelConfig,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        device: torch.device,
+    ) -> EngineCore:
+        config, counters = self.config, Counters()
+        blocks = BlockManager(
+            num_blocks=self.cache.num_blocks,
+            block_size=config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        builder = BatchBuilder(
+            num_kv_heads=model_config.num_kv_heads, block_size=config.block_size, device=device
+        )
+        sampler = Sampler(seed=config.seed, eos_token_ids=model_config.eos_token_ids)
+        return EngineCore(
+            scheduler=Scheduler(config, blocks, self.connector.scheduler, counters),
+            blocks=blocks,
+            runner=ModelRunner(model, self.cache, builder, sampler),
+            connector=self.connector,
+            counters=counters,
+            tokenizer=tokenizer,
+            vocab_size=model_config.vocab_size,
+            rules=StopRules(
+                model_config.eos_token_ids,
+                max_model_len(config, model_config),
+            ),
+        )
+
+
+def build_engine(config: EngineConfig, connect: ConnectorFactory | None = None) -> Engine:
+    """Loads the model, allocates the cache, starts the engine's thread and the connector.
+
+    `connect` makes the connector once the model's shape and the cache's geometry are known.
+    Raises ValueError, one line, for a model or a configuration that cannot run.
+    """
+    _check_device(config.device)
+    model_config = read_model_config(config.model, config.dtype, config.device)
+    max_model_len(config, model_config)
+    tokenizer = _load_tokenizer(config.model)
+    return EngineParts(
+        config, model_config, build_model(config, model_config), tokenizer, connect
+    ).start()
+
+
+def build_model(config: EngineConfig, model_config: ModelConfig) -> Decoder:
+    """Raises ValueError, one line, for a checkpoint that does not fit its config.json."""
+    device = torch.device(config.device)
+    rope = RotaryEmbedding(model_config, max_model_len(config, model_config), device)
+    return Decoder(model_config, load_weights(config.model, model_config, device), rope)
+
+
+def max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Most tokens of one request. Any request of that length fits into the cache when alone.
+
+    Raises ValueError where the configuration promises more than model or cache can hold.
+    """
+    in_cache = (_num_blocks(config, model_config) - 1) * config.block_size
+    possible = min(model_config.max_position_embeddings, in_cache)
+    asked = config.max_model_len
+    if asked is None:
+        return possible
+    if asked > model_config.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len {asked} is more than the model's "
+            f"{model_config.max_position_embeddings} positions"
+        )
+    if asked > in_cache:
+        raise ValueError(f"max_model_len {asked} is more than the KV cache's {in_cache} tokens")
+    return asked
+
+
+def _num_blocks(config: EngineConfig, model_config: ModelConfig) -> int:
+    if config.num_blocks is not None:
+        return config.num_blocks
+    per_token = model_config.num_layers * model_config.kv_bytes_per_token_and_layer
+    num_blocks = config.kv_cache_bytes // (per_token * config.block_size)
+    if num_blocks < 2:
+        raise ValueError(
+            f"kv_cache_bytes {config.kv_cache_bytes} is less than two blocks of "
+            f"{per_token * config.block_size} bytes"
+        )
+    return num_blocks
+
+
+def _check_device(name: str) -> None:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"unknown device {name!r}; supported: cpu, cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"unsupported device {name!r}; supported: cpu, cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r} was asked for, but no CUDA device is available")
+
+
+def _load_tokenizer(directory: Path) -> Tokenizer:
+    path = directory / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # The Rust side raises bare Exception.
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def _set_num_threads(count: int | None) -> None:
+    if count is not None:
+        torch.set_num_threads(count)

@@ -1,0 +1,223 @@
+"""The engine without its thread: requests in, one step at a time, outputs out.
+
+A step runs as vLLM's does: schedule, `build_connector_meta`, `start_load_kv`, the forward pass,
+`get_transfer_results`, then the new tokens (`request_finished` for those that end) and last
+`update_connector_output`.
+"""
+
+import logging
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from engine_ext.reference.answer import Answer, StopRules
+from engine_ext.reference.block_manager import BlockManager
+from engine_ext.reference.counters import Counters
+from engine_ext.reference.kv_connector import KVConnector
+from engine_ext.reference.messages import EngineStats, GenerateRequest, RequestOutput
+from engine_ext.reference.runner import ModelRunner
+from engine_ext.reference.sampler import SampledToken
+from engine_ext.reference.scheduler import Scheduler
+from engine_ext.reference.sequence import Finish, Sequence, failed
+from engine_ext.reference.step import Step
+from engine_ext.types import EMPTY_STEP, StepMetadata, TransferResults
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    outputs: list[RequestOutput]
+    progressed: bool
+    """Something changed: another step may find more to do at once."""
+    must_ask_again: bool
+    """A waiting request has to be asked about soon, though nothing changed."""
+
+
+class EngineCore:
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        runner: ModelRunner,
+        connector: KVConnector,
+        counters: Counters,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        rules: StopRules,
+    ) -> None:
+        self._scheduler = scheduler
+        self._queues = scheduler.queues
+        self._blocks = blocks
+        self._runner = runner
+        self._connector = connector
+        self._counters = counters
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._rules = rules
+        self._answers: dict[str, Answer] = {}
+
+    def add(self, request: GenerateRequest) -> RequestOutput | None:
+        """Admits the request to the queue; an output where that ended it at once."""
+        error = self._refusal(request)
+        if error is not None:
+            self._counters.finished["error"] += 1
+            return RequestOutput(request_id=request.request_id, finish_reason="error", error=error)
+        seq = Sequence(request)
+        self._answers[seq.request_id] = Answer(seq, self._tokenizer, self._rules)
+        self._counters.prompt_tokens += seq.num_prompt_tokens
+        self._scheduler.add(seq)
+        return self._last_output(seq) if seq.finish else None
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """None where no such request lives."""
+        seq = self._scheduler.abort(request_id)
+        return self._last_output(seq) if seq else None
+
+    def abort_all(self) -> list[RequestOutput]:
+        outputs = [self.abort(seq.request_id) for seq in list(self._queues.live())]
+        return [output for output in outputs if output is not None]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could do anything without news from outside."""
+        queues = self._queues
+        return bool(queues.running or queues.loaded or queues.waiting or self._has_pending_work())
+
+    @property
+    def awaits_transfers(self) -> bool:
+        return bool(self._queues.parked or self._queues.orphaned or self._queues.delayed)
+
+    def step(self) -> StepResult:
+        step = self._scheduler.schedule()
+        outputs = [self._last_output(seq) for seq in step.ended]
+        meta = self._load(step, outputs)
+        tokens = self._compute(step, outputs) if step.chunks else {}
+        results = self._transfer_results()
+        for seq, sampled in tokens.items():
+            outputs.append(self._accept(seq, sampled))
+        failed_loads = self._scheduler.update_transfers(results)
+        outputs += [self._last_output(seq) for seq in failed_loads]
+        progressed = bool(step.chunks or step.num_preempted or outputs or meta or results)
+        return StepResult(outputs, progressed, step.must_ask_again)
+
+    def stats(self) -> EngineStats:
+        counters, queues = self._counters, self._queues
+        return EngineStats(
+            num_running=len(queues.running),
+            num_waiting=len(queues.waiting) + len(queues.loaded),
+            num_waiting_for_remote_kv=len(queues.parked),
+            num_blocks_total=self._blocks.num_total,
+            num_blocks_free=self._blocks.num_free,
+            num_blocks_delayed=sum(map(len, queues.delayed.values())),
+            prompt_tokens=counters.prompt_tokens,
+            prompt_tokens_computed=counters.prompt_tokens_computed,
+            prompt_tokens_cached=counters.prompt_tokens_cached,
+            prompt_tokens_fetched=counters.prompt_tokens_fetched,
+            generation_tokens=counters.generation_tokens,
+            requests_finished=dict(counters.finished),
+            preemptions=counters.preemptions,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError."""
+        self._scheduler.check_integrity()
+
+    def _refusal(self, request: GenerateRequest) -> str | None:
+        prompt, limit = request.prompt_token_ids, self._rules.max_model_len
+        if self._queues.knows(request.request_id):
+            return f"request id {request.request_id} is in use"
+        if not prompt:
+            return "the prompt is empty"
+        if len(prompt) >= limit:
+            return f"the prompt has {len(prompt)} tokens, this engine takes up to {limit - 1}"
+        if not all(0 <= token < self._vocab_size for token in prompt):
+            return f"the prompt holds a token id outside the vocabulary of {self._vocab_size}"
+        if request.sampling.max_tokens < 1:
+            return "max_tokens must be at least 1"
+        return None
+
+    def _load(self, step: Step, outputs: list[RequestOutput]) -> StepMetadata:
+        """Hands the step's orders to the worker half. Where that fails nobody knows which loads
+        began: those parked in this step end, their blocks stay until a report comes."""
+        try:
+            meta = self._connector.scheduler.build_connector_meta()
+            self._connector.worker.start_load_kv(meta)
+            return meta
+        except Exception:
+            logger.exception("connector: the step's orders were not carried out")
+            outputs += self._fail(step.parked, "the KV connector failed")
+            return EMPTY_STEP
+
+    def _compute(
+        self, step: Step, outputs: list[RequestOutput]
+    ) -> dict[Sequence, SampledToken | None]:
+        try:
+            tokens = self._runner.run(step)
+        except Exception:
+            logger.exception("the forward pass failed for %d requests", len(step.chunks))
+            outputs += self._fail([c.seq for c in step.chunks], "the forward pass failed")
+            return {}
+        for chunk in step.chunks:
+            prompt_left = chunk.seq.num_prompt_tokens - chunk.seq.num_computed_tokens
+            self._counters.prompt_tokens_computed += min(max(0, prompt_left), chunk.num_tokens)
+            self._scheduler.advance(chunk.seq, chunk.num_tokens)
+        return tokens
+
+    def _transfer_results(self) -> TransferResults:
+        try:
+            return self._connector.worker.get_transfer_results()
+        except Exception:
+            logger.exception("connector: get_transfer_results raised")
+            return TransferResults()
+
+    def _accept(self, seq: Sequence, sampled: SampledToken | None) -> RequestOutput:
+        if sampled is None:
+            return self._fail([seq], "the model's output is not finite")[0]
+        seq.token_ids.append(sampled.token_id)
+        self._counters.generation_tokens += 1
+        try:
+            text, finish = self._answers[seq.request_id].accept(sampled.token_id)
+        except Exception:
+            logger.exception("detokenizing failed for %s", seq.request_id)
+            return self._fail([seq], "detokenizing failed")[0]
+        if finish is not None:
+            self._scheduler.finish(seq, finish)
+        return self._output(seq, text, sampled)
+
+    def _fail(self, sequences: Seq[Sequence], error: str) -> list[RequestOutput]:
+        for seq in sequences:
+            self._scheduler.finish(seq, failed(error))
+        return [self._last_output(seq) for seq in sequences]
+
+    def _last_output(self, seq: Sequence) -> RequestOutput:
+        return self._output(seq, "", None)
+
+    def _output(self, seq: Sequence, text: str, sampled: SampledToken | None) -> RequestOutput:
+        finish = seq.finish
+        if finish is not None:
+            self._forget(seq, finish)
+        return RequestOutput(
+            request_id=seq.request_id,
+            text=text,
+            token_ids=(sampled.token_id,) if sampled else (),
+            logprobs=(sampled.logprob,) if sampled and sampled.logprob else (),
+            finish_reason=finish.reason if finish else None,
+            stop_reason=finish.stop_reason if finish else None,
+            kv_transfer_params=seq.kv_transfer_answer,
+            num_cached_tokens=seq.num_cached_tokens,
+            error=finish.error if finish else None,
+        )
+
+    def _forget(self, seq: Sequence, finish: Finish) -> None:
+        del self._answers[seq.request_id]
+        self._counters.finished[finish.reason] += 1
+
+    def _has_pending_work(self) -> bool:
+        try:
+            return self._connector.scheduler.has_pending_work()
+        except Exception:
+            logger.exception("connector: has_pending_work raised")
+            return False

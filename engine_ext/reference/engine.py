@@ -1,0 +1,196 @@
+"""The engine as its callers see it: an asyncio face in front of one thread that steps."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+from engine_ext.reference.core import EngineCore, StepResult
+from engine_ext.reference.inbox import Abort, Call, Command, Inbox, Submit
+from engine_ext.reference.kv_connector import KVConnector
+from engine_ext.reference.messages import EngineStats, GenerateRequest, RequestOutput
+from engine_ext.reference.output_stream import Delivery, OutputStream, deliver
+from engine_ext.types import ConnectorStats, Region
+
+logger = logging.getLogger(__name__)
+
+_BACKSTOP = 1.0
+"""Seconds after which an idle engine looks around although nobody woke it."""
+_ASK_AGAIN = 0.01
+"""Seconds until a waiting request is asked about again, when the connector wants that."""
+_CALL_TIMEOUT = 30.0
+_GONE = "the engine is not running"
+
+
+class Engine:
+    """Owns the core, the thread that steps it and the connector, from construction to `shutdown`.
+
+    All methods may be called from any thread; `generate` needs a running event loop.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        connector: KVConnector,
+        regions: list[Region],
+        *,
+        prepare_thread: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._core = core
+        self._connector = connector
+        self._regions = regions
+        self._prepare_thread = prepare_thread
+        self._inbox = Inbox()
+        self._streams: dict[str, OutputStream] = {}
+        self._stats = core.stats()
+        self._stopping = threading.Event()
+        self._failed = False
+        connector.worker.set_wake(self._inbox.wake)
+        connector.start(regions)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
+        """The last output carries `finish_reason`; errors come that way too, nothing is raised.
+
+        Closing the iterator, or cancelling its consumer, aborts the request.
+        """
+        stream = OutputStream(asyncio.get_running_loop())
+        if not self._inbox.put(Submit(request, stream)):
+            yield _error(request.request_id, _GONE)
+            return
+        finished = False
+        try:
+            while not finished:
+                output = await stream.get()
+                finished = output.finish_reason is not None
+                yield output
+        finally:
+            if not finished:
+                self._inbox.put(Abort(request.request_id, stream))
+
+    def abort(self, request_id: str) -> None:
+        """Its consumer gets a last output with finish_reason `abort`. Unknown ids are ignored."""
+        self._inbox.put(Abort(request_id))
+
+    def stats(self) -> EngineStats:
+        """As of the last step."""
+        return self._stats
+
+    def connector_stats(self) -> ConnectorStats:
+        return self._connector.worker.stats()
+
+    def regions(self) -> list[Region]:
+        return self._regions
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._thread.is_alive() and not self._failed
+
+    def check_integrity(self) -> None:
+        """Between two steps. Raises IntegrityError, or TimeoutError after half a minute."""
+        call = Call(self._core.check_integrity, Future())
+        if self._inbox.put(call):
+            call.result.result(_CALL_TIMEOUT)
+        else:
+            self._core.check_integrity()
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """Aborts what runs, ends the thread, then the connector. May be called again.
+
+        Raises TimeoutError where the current step takes longer than `timeout` seconds; the
+        connector is left alone then, as the step may use it.
+        """
+        self._stopping.set()
+        self._inbox.wake()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the engine's step did not end within {timeout:g} s")
+        self._connector.shutdown()
+
+    def _run(self) -> None:
+        try:
+            self._prepare_thread()
+            self._step_until_stopped()
+        except Exception:
+            logger.exception("the engine's thread has failed")
+            self._failed = True
+        finally:
+            self._close()
+
+    def _step_until_stopped(self) -> None:
+        timeout = 0.0
+        while not self._stopping.is_set():
+            deliveries = self._execute_all(self._inbox.take(timeout))
+            timeout = _BACKSTOP
+            if self._core.has_work or self._core.awaits_transfers:
+                result = self._core.step()
+                deliveries += self._address(result.outputs)
+                timeout = _pause(result)
+            self._stats = self._core.stats()
+            deliver(deliveries)
+
+    def _close(self) -> None:
+        """Nobody who waits is left waiting."""
+        commands = self._inbox.close()
+        deliveries = [] if self._failed else self._address(self._core.abort_all())
+        self._stats = self._core.stats()
+        orphans = [(c.request.request_id, c.stream) for c in commands if isinstance(c, Submit)]
+        orphans += self._streams.items()
+        deliver([*deliveries, *((stream, _error(i, _GONE)) for i, stream in orphans)])
+        for command in commands:
+            if isinstance(command, Call):
+                command.result.set_exception(RuntimeError(_GONE))
+
+    def _execute_all(self, commands: Iterable[Command]) -> list[Delivery]:
+        return [delivery for command in commands for delivery in self._execute(command)]
+
+    def _execute(self, command: Command) -> list[Delivery]:
+        match command:
+            case Submit(request, stream):
+                return self._submit(request, stream)
+            case Abort(request_id, stream):
+                return self._abort(request_id, stream)
+            case Call(function, result):
+                _answer(function, result)
+                return []
+
+    def _submit(self, request: GenerateRequest, stream: OutputStream) -> list[Delivery]:
+        ended = self._core.add(request)
+        if ended is not None:
+            return [(stream, ended)]
+        self._streams[request.request_id] = stream
+        return []
+
+    def _abort(self, request_id: str, stream: OutputStream | None) -> list[Delivery]:
+        if stream is not None and self._streams.get(request_id) is not stream:
+            return []
+        output = self._core.abort(request_id)
+        return self._address([output] if output else [])
+
+    def _address(self, outputs: Iterable[RequestOutput]) -> list[Delivery]:
+        return [(self._stream_of(output), output) for output in outputs]
+
+    def _stream_of(self, output: RequestOutput) -> OutputStream:
+        if output.finish_reason is None:
+            return self._streams[output.request_id]
+        return self._streams.pop(output.request_id)
+
+
+def _pause(result: StepResult) -> float:
+    if result.progressed:
+        return 0.0
+    return _ASK_AGAIN if result.must_ask_again else _BACKSTOP
+
+
+def _error(request_id: str, message: str) -> RequestOutput:
+    return RequestOutput(request_id=request_id, finish_reason="error", error=message)
+
+
+def _answer(function: Callable[[], Any], result: Future[Any]) -> None:
+    try:
+        result.set_result(function())
+    except Exception as error:
+        result.set_exception(error)

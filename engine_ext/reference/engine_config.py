@@ -1,0 +1,51 @@
+"""What an operator decides about one engine. Frozen, checked once, passed down."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+LoadFailurePolicy = Literal["fail", "recompute"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Raises ValueError, one line, where a value makes no sense."""
+
+    model: Path
+    """A Hugging Face directory: config.json, safetensors, tokenizer.json."""
+    device: str = "cpu"
+    dtype: str = "auto"
+    """auto: float32 on a CPU, the checkpoint's own elsewhere."""
+    block_size: int = 32
+    """Tokens per KV block. vLLM on CPU wants multiples of 32."""
+    num_blocks: int | None = None
+    """Blocks per layer; block 0 is never handed out, as in vLLM. None: from `kv_cache_bytes`."""
+    kv_cache_bytes: int = 512 * 1024 * 1024
+    max_model_len: int | None = None
+    """Prompt and answer together, in tokens. None: what the model and the cache allow."""
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    """Most tokens one step runs through the model; longer prompts are computed in chunks."""
+    enable_prefix_caching: bool = True
+    kv_load_failure_policy: LoadFailurePolicy = "fail"
+    num_threads: int | None = None
+    """Threads of a CPU forward pass. None: torch decides."""
+    seed: int = 0
+    """For sampled requests that bring no seed of their own."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("max_model_len", "num_threads"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("num_blocks", self.num_blocks, 2)
+        if self.kv_load_failure_policy not in ("fail", "recompute"):
+            raise ValueError(
+                f"kv_load_failure_policy must be fail or recompute, "
+                f"not {self.kv_load_failure_policy!r}"
+            )
+
+
+def _at_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, not {value}")

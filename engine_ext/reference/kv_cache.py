@@ -1,0 +1,49 @@
+"""The memory KV blocks live in: one tensor per layer, as vLLM's CPU backend lays it out."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine_ext.reference.model_config import ModelConfig
+from engine_ext.types import CacheGeometry, Region
+
+NULL_BLOCK = 0
+"""Never handed out, always finite: what the padding of a block table points at."""
+
+
+class KVCache:
+    """Per layer `[num_blocks, num_kv_heads, block_size, 2 * head_dim]`, K before V on the last."""
+
+    def __init__(
+        self, config: ModelConfig, *, num_blocks: int, block_size: int, device: torch.device
+    ) -> None:
+        shape = (num_blocks, config.num_kv_heads, block_size, 2 * config.head_dim)
+        self._storage = torch.zeros((config.num_layers, *shape), dtype=config.dtype, device=device)
+        self.layers: tuple[Tensor, ...] = self._storage.unbind(0)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+
+    def zero(self, block_ids: Sequence[int]) -> None:
+        """Attention masks unwritten positions by weight 0, and 0 times a stale NaN is NaN."""
+        if block_ids:
+            index = torch.tensor(block_ids, device=self._storage.device)
+            self._storage.index_fill_(1, index, 0)
+
+    def regions(self) -> list[Region]:
+        return [
+            Region(
+                name=f"model.layers.{i}.self_attn.attn",
+                base_addr=layer.data_ptr(),
+                block_len=math.prod(layer.shape[1:]) * layer.element_size(),
+                block_stride=layer.stride(0) * layer.element_size(),
+                num_blocks=self.num_blocks,
+                device_id=layer.device.index or 0,
+                mem_type="VRAM" if layer.is_cuda else "DRAM",
+            )
+            for i, layer in enumerate(self.layers)
+        ]
+
+    def geometry(self) -> CacheGeometry:
+        return CacheGeometry(block_size=self.block_size, num_blocks=self.num_blocks)

@@ -1,0 +1,51 @@
+"""What this engine needs of a KV connector; `engine_ext.connector.Connector` provides it."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from engine_ext.types import (
+    BlockIds,
+    ConnectorStats,
+    EngineRequest,
+    FinishDecision,
+    FinishStatus,
+    MatchedTokens,
+    Region,
+    StepMetadata,
+    TransferResults,
+)
+
+
+class SchedulerHalf(Protocol):
+    def on_new_request(self, request: EngineRequest) -> None: ...
+    def get_num_new_matched_tokens(
+        self, request: EngineRequest, num_computed_tokens: int
+    ) -> MatchedTokens: ...
+    def update_state_after_alloc(
+        self, request: EngineRequest, block_ids: BlockIds, num_external_tokens: int
+    ) -> None: ...
+    def has_pending_work(self) -> bool: ...
+    def build_connector_meta(self) -> StepMetadata: ...
+    def update_connector_output(self, results: TransferResults) -> None: ...
+    def request_finished(
+        self, request: EngineRequest, block_ids: BlockIds, status: FinishStatus
+    ) -> FinishDecision: ...
+
+
+class WorkerHalf(Protocol):
+    def set_wake(self, wake: Callable[[], None]) -> None: ...
+    def start_load_kv(self, meta: StepMetadata) -> None: ...
+    def get_transfer_results(self) -> TransferResults: ...
+    def stats(self) -> ConnectorStats: ...
+
+
+class KVConnector(Protocol):
+    @property
+    def scheduler(self) -> SchedulerHalf: ...
+    @property
+    def worker(self) -> WorkerHalf: ...
+    def start(self, regions: Sequence[Region]) -> None:
+        """Register the KV memory; transfers may begin."""
+
+    def shutdown(self) -> None:
+        """No access to the KV memory after this."""

@@ -1,0 +1,108 @@
+"""What one forward pass computes, as tensors. Decodes come first, then prefill chunks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine_ext.reference.kv_cache import NULL_BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInput:
+    """Tokens `start .. start + len(token_ids)` of one sequence; `block_ids` cover them all."""
+
+    token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSpan:
+    """The first `count` rows of the batch, one token each."""
+
+    count: int
+    cache_rows: Tensor
+    """[count * kv_heads * width]: rows of a layer seen as [num_blocks * kv_heads, ...]."""
+    mask: Tensor
+    """[count, 1, 1, width * block_size], added to the scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpan:
+    """Rows `first .. last` of the batch: one sequence's chunk with `context` tokens before it."""
+
+    first: int
+    last: int
+    context: int
+    cache_rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    token_ids: Tensor
+    positions: Tensor
+    write_blocks: Tensor
+    """Per row: the block its K and V go to,"""
+    write_offsets: Tensor
+    """and the position inside that block."""
+    decode: DecodeSpan | None
+    prefills: tuple[PrefillSpan, ...]
+    logit_rows: Tensor
+    """The last row of each chunk."""
+
+
+class BatchBuilder:
+    def __init__(self, *, num_kv_heads: int, block_size: int, device: torch.device) -> None:
+        self._heads = torch.arange(num_kv_heads).view(1, -1, 1)
+        self._block_size = block_size
+        self._device = device
+
+    def build(self, chunks: Sequence[ChunkInput]) -> ForwardBatch:
+        """`chunks`: those of one token first."""
+        size = self._block_size
+        positions = [p for c in chunks for p in range(c.start, c.end)]
+        blocks = [c.block_ids[p // size] for c in chunks for p in range(c.start, c.end)]
+        ends = torch.tensor([len(c.token_ids) for c in chunks]).cumsum(0)
+        decodes = [c for c in chunks if len(c.token_ids) == 1]
+        return ForwardBatch(
+            token_ids=self._tensor([t for c in chunks for t in c.token_ids]),
+            positions=self._tensor(positions),
+            write_blocks=self._tensor(blocks),
+            write_offsets=self._tensor([p % size for p in positions]),
+            decode=self._decode(decodes) if decodes else None,
+            prefills=self._prefills(chunks[len(decodes) :], first=len(decodes)),
+            logit_rows=(ends - 1).to(self._device),
+        )
+
+    def _decode(self, chunks: Sequence[ChunkInput]) -> DecodeSpan:
+        width = max(len(c.block_ids) for c in chunks)
+        table = [[*c.block_ids, *[NULL_BLOCK] * (width - len(c.block_ids))] for c in chunks]
+        beyond = torch.arange(width * self._block_size) >= torch.tensor([[c.end] for c in chunks])
+        mask = torch.zeros(beyond.shape).masked_fill_(beyond, float("-inf"))
+        return DecodeSpan(
+            count=len(chunks),
+            cache_rows=self._rows(table),
+            mask=mask.view(len(chunks), 1, 1, -1).to(self._device),
+        )
+
+    def _prefills(self, chunks: Sequence[ChunkInput], first: int) -> tuple[PrefillSpan, ...]:
+        spans = []
+        for chunk in chunks:
+            last = first + len(chunk.token_ids)
+            spans.append(PrefillSpan(first, last, chunk.start, self._rows([chunk.block_ids])))
+            first = last
+        return tuple(spans)
+
+    def _rows(self, table: Sequence[Sequence[int]]) -> Tensor:
+        """Head by head: gathered, they are [sequence, head, position] without a second copy."""
+        blocks = torch.tensor(table).unsqueeze(1)
+        return (blocks * self._heads.numel() + self._heads).flatten().to(self._device)
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, device=self._device)

@@ -1,0 +1,183 @@
+"""The model's shape, read from a Hugging Face directory."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+
+class _Traits(NamedTuple):
+    qk_norm: bool
+    qkv_bias: bool | None
+    """None: config.json's attention_bias decides."""
+    output_bias: bool | None
+
+
+_ARCHITECTURES = {
+    "Qwen3ForCausalLM": _Traits(qk_norm=True, qkv_bias=None, output_bias=None),
+    "Qwen2ForCausalLM": _Traits(qk_norm=False, qkv_bias=True, output_bias=False),
+    "LlamaForCausalLM": _Traits(qk_norm=False, qkv_bias=None, output_bias=None),
+}
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3RopeScaling:
+    """`rope_type: llama3` of Llama 3.1 and later: low frequencies are stretched by `factor`."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_theta: float
+    rope_scaling: Llama3RopeScaling | None
+    tie_word_embeddings: bool
+    qk_norm: bool
+    qkv_bias: bool
+    output_bias: bool
+    eos_token_ids: frozenset[int]
+    dtype: torch.dtype
+    """What weights, activations and KV cache are kept in."""
+
+    @property
+    def kv_bytes_per_token_and_layer(self) -> int:
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def read_model_config(directory: Path, dtype: str = "auto", device: str = "cpu") -> ModelConfig:
+    """Raises ValueError, one line, for a directory this engine cannot run."""
+    raw = _read_json(directory / "config.json")
+    try:
+        return _parse(raw, _eos_token_ids(directory, raw), _resolve_dtype(raw, dtype, device))
+    except KeyError as missing:
+        raise ValueError(f"{directory / 'config.json'} lacks {missing}") from None
+    except TypeError as error:
+        raise ValueError(
+            f"{directory / 'config.json'} holds a value of a wrong type: {error}"
+        ) from None
+
+
+def _parse(raw: dict[str, Any], eos: frozenset[int], dtype: torch.dtype) -> ModelConfig:
+    architecture, traits = _architecture(raw)
+    _refuse_unsupported(raw)
+    theta, scaling = _rope(raw)
+    bias = bool(raw.get("attention_bias", False))
+    heads = int(raw["num_attention_heads"])
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=int(raw["vocab_size"]),
+        hidden_size=int(raw["hidden_size"]),
+        intermediate_size=int(raw["intermediate_size"]),
+        num_layers=int(raw["num_hidden_layers"]),
+        num_heads=heads,
+        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+        head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        max_position_embeddings=int(raw["max_position_embeddings"]),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qk_norm=traits.qk_norm,
+        qkv_bias=bias if traits.qkv_bias is None else traits.qkv_bias,
+        output_bias=bias if traits.output_bias is None else traits.output_bias,
+        eos_token_ids=eos,
+        dtype=dtype,
+    )
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(
+            f"{config.num_heads} attention heads do not divide into "
+            f"{config.num_kv_heads} key-value heads"
+        )
+    return config
+
+
+def _architecture(raw: dict[str, Any]) -> tuple[str, _Traits]:
+    names = raw.get("architectures") or ["none"]
+    for name in names:
+        if name in _ARCHITECTURES:
+            return name, _ARCHITECTURES[name]
+    raise ValueError(
+        f"unsupported architecture {', '.join(map(str, names))}; "
+        f"supported: {', '.join(_ARCHITECTURES)}"
+    )
+
+
+def _refuse_unsupported(raw: dict[str, Any]) -> None:
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"unsupported hidden_act {raw['hidden_act']!r}; supported: silu")
+    if raw.get("quantization_config"):
+        raise ValueError("unsupported quantization_config; only unquantized weights are supported")
+    if raw.get("use_sliding_window"):
+        raise ValueError("unsupported use_sliding_window; only full attention is supported")
+    if raw.get("mlp_bias"):
+        raise ValueError("unsupported mlp_bias; only MLPs without bias are supported")
+
+
+def _rope(raw: dict[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
+    # transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling.
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if float(rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) != 1.0:
+        raise ValueError("unsupported partial_rotary_factor; only full rotation is supported")
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise ValueError(f"unsupported rope type {kind!r}; supported: default, llama3")
+    return theta, Llama3RopeScaling(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+    )
+
+
+def _eos_token_ids(directory: Path, raw: dict[str, Any]) -> frozenset[int]:
+    generation = directory / "generation_config.json"
+    sources = [raw] + ([_read_json(generation)] if generation.exists() else [])
+    found: set[int] = set()
+    for source in sources:
+        value = source.get("eos_token_id")
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(found)
+
+
+def _resolve_dtype(raw: dict[str, Any], asked: str, device: str) -> torch.dtype:
+    if asked == "auto":
+        own = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+        asked = "float32" if device == "cpu" else own
+    if asked not in _DTYPES:
+        raise ValueError(f"unsupported dtype {asked!r}; supported: auto, {', '.join(_DTYPES)}")
+    return _DTYPES[asked]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return value

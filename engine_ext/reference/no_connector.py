@@ -1,0 +1,71 @@
+"""The connector of an engine that transfers nothing."""
+
+from collections.abc import Callable, Sequence
+
+from engine_ext.types import (
+    EMPTY_STEP,
+    BlockIds,
+    ConnectorStats,
+    EngineRequest,
+    FinishDecision,
+    FinishStatus,
+    MatchedTokens,
+    Region,
+    StepMetadata,
+    TransferResults,
+)
+
+
+class NoSchedulerHalf:
+    def on_new_request(self, request: EngineRequest) -> None:
+        pass
+
+    def get_num_new_matched_tokens(
+        self, request: EngineRequest, num_computed_tokens: int
+    ) -> MatchedTokens:
+        return MatchedTokens(0, False)
+
+    def update_state_after_alloc(
+        self, request: EngineRequest, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        pass
+
+    def has_pending_work(self) -> bool:
+        return False
+
+    def build_connector_meta(self) -> StepMetadata:
+        return EMPTY_STEP
+
+    def update_connector_output(self, results: TransferResults) -> None:
+        pass
+
+    def request_finished(
+        self, request: EngineRequest, block_ids: BlockIds, status: FinishStatus
+    ) -> FinishDecision:
+        return FinishDecision(delay_free=False, kv_transfer_params=None)
+
+
+class NoWorkerHalf:
+    def set_wake(self, wake: Callable[[], None]) -> None:
+        pass
+
+    def start_load_kv(self, meta: StepMetadata) -> None:
+        pass
+
+    def get_transfer_results(self) -> TransferResults:
+        return TransferResults()
+
+    def stats(self) -> ConnectorStats:
+        return ConnectorStats()
+
+
+class NoConnector:
+    def __init__(self) -> None:
+        self.scheduler = NoSchedulerHalf()
+        self.worker = NoWorkerHalf()
+
+    def start(self, regions: Sequence[Region]) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass

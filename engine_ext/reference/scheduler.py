@@ -1,0 +1,277 @@
+"""Which sequences run next, and which blocks they get.
+
+Continuous batching with chunked prefill: the running come first, in order of admission, then the
+loaded, then the waiting, until the step's token budget is spent. Where blocks run out, the
+sequence that came last gives up its own and is computed again later.
+
+The connector is called where vLLM's v1 scheduler calls one, in the same order. An exception out of
+a hook ends the request it was about and nothing else.
+"""
+
+import enum
+import logging
+from collections import deque
+
+from engine_ext.reference.block_manager import BlockManager
+from engine_ext.reference.counters import Counters
+from engine_ext.reference.engine_config import EngineConfig
+from engine_ext.reference.kv_connector import SchedulerHalf
+from engine_ext.reference.queues import Queues
+from engine_ext.reference.sequence import ABORTED, Finish, Sequence, failed
+from engine_ext.reference.step import Step
+from engine_ext.types import FinishDecision, TransferResults
+
+logger = logging.getLogger(__name__)
+
+_LOAD_FAILED = "the KV cache of this request could not be loaded from the remote engine"
+
+
+class _Admission(enum.Enum):
+    TAKEN = enum.auto()
+    NO_ROOM = enum.auto()
+    LATER = enum.auto()
+    """Not now, for a reason that need not hold up those behind it."""
+
+
+class Scheduler:
+    def __init__(
+        self,
+        config: EngineConfig,
+        blocks: BlockManager,
+        connector: SchedulerHalf,
+        counters: Counters,
+    ) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._connector = connector
+        self._counters = counters
+        self.queues = Queues()
+
+    def add(self, seq: Sequence) -> None:
+        """A request whose hook raises ends here: `seq.finish` tells."""
+        self.queues.waiting.append(seq)
+        try:
+            self._connector.on_new_request(seq)
+        except Exception:
+            self._end_for_hook(seq)
+
+    def schedule(self) -> Step:
+        step = Step(budget=self._config.max_num_batched_tokens)
+        self._schedule_running(step)
+        if not step.num_preempted:
+            self._schedule_loaded(step)
+            self._schedule_waiting(step)
+        return step
+
+    def advance(self, seq: Sequence, num_tokens: int) -> None:
+        """The KV of `num_tokens` more tokens stands in the blocks."""
+        seq.num_computed_tokens += num_tokens
+        self._blocks.commit(seq)
+
+    def abort(self, request_id: str) -> Sequence | None:
+        seq = self.queues.find(request_id)
+        if seq is not None:
+            self.finish(seq, ABORTED)
+        return seq
+
+    def finish(self, seq: Sequence, finish: Finish) -> None:
+        """Ends a live sequence. Its blocks stay as long as a remote may read or write them."""
+        is_parked = seq.request_id in self.queues.parked
+        self.queues.remove(seq)
+        seq.finish = finish
+        delay_free = self._request_finished(seq, finish)
+        blocks = self._blocks.detach(seq)
+        if is_parked:
+            self.queues.orphaned[seq.request_id] = blocks
+        elif delay_free:
+            self.queues.delayed[seq.request_id] = blocks
+        else:
+            self._blocks.release_blocks(blocks)
+
+    def update_transfers(self, results: TransferResults) -> list[Sequence]:
+        """Returns the sequences that a failed load ended."""
+        try:
+            self._connector.update_connector_output(results)
+        except Exception:
+            logger.exception("connector: update_connector_output raised")
+        for request_id in results.finished_sending:
+            self._free_held(self.queues.delayed, request_id)
+        ended = []
+        parked = self.queues.parked
+        arrived = [seq for seq in parked.values() if seq.request_id in results.finished_recving]
+        for request_id in results.finished_recving - parked.keys():
+            self._free_held(self.queues.orphaned, request_id)
+        for seq in arrived:
+            self.queues.remove(seq)
+            if seq.request_id not in results.failed_recving:
+                self._accept_load(seq)
+            elif not self._survives_failed_load(seq):
+                ended.append(seq)
+        return ended
+
+    def check_integrity(self) -> None:
+        self.queues.check_integrity(self._blocks)
+
+    def _schedule_running(self, step: Step) -> None:
+        index = 0
+        while index < len(self.queues.running) and step.budget > 0:
+            seq = self.queues.running[index]
+            num_tokens = min(seq.num_tokens - seq.num_computed_tokens, step.budget)
+            fresh = self._grow_at_any_cost(seq, num_tokens, step)
+            if fresh is None:
+                return
+            step.add(seq, num_tokens, fresh)
+            index += 1
+
+    def _grow_at_any_cost(self, seq: Sequence, num_tokens: int, step: Step) -> list[int] | None:
+        """Takes blocks from those who came last; None where that was `seq` itself."""
+        while (fresh := self._blocks.grow(seq, seq.num_computed_tokens + num_tokens)) is None:
+            victim = self.queues.running[-1]
+            if victim is seq and self.queues.loaded:
+                victim = self.queues.loaded[-1]
+            self._preempt(victim, step)
+            if victim is seq:
+                return None
+        return fresh
+
+    def _schedule_loaded(self, step: Step) -> None:
+        loaded = self.queues.loaded
+        while loaded and self._has_room(step):
+            seq = loaded[0]
+            num_tokens = min(seq.num_tokens - seq.num_computed_tokens, step.budget)
+            fresh = self._blocks.grow(seq, seq.num_computed_tokens + num_tokens)
+            if fresh is not None:
+                self._start(seq, num_tokens, fresh, step)
+            elif self.queues.running or len(loaded) == 1:
+                return
+            else:
+                self._preempt(loaded[-1], step)
+
+    def _schedule_waiting(self, step: Step) -> None:
+        waiting = self.queues.waiting
+        passed_over: deque[Sequence] = deque()
+        while waiting and self._has_room(step):
+            seq = waiting[0]
+            verdict = self._try_admit(seq, step)
+            if verdict is _Admission.NO_ROOM:
+                break
+            if verdict is _Admission.LATER:
+                passed_over.append(waiting.popleft())
+        waiting.extendleft(reversed(passed_over))
+
+    def _try_admit(self, seq: Sequence, step: Step) -> _Admission:
+        try:
+            return self._admit(seq, step)
+        except Exception:
+            self._end_for_hook(seq)
+            step.ended.append(seq)
+            return _Admission.TAKEN
+
+    def _admit(self, seq: Sequence, step: Step) -> _Admission:
+        prefix = self._blocks.find_prefix(seq)
+        local = len(prefix) * self._blocks.block_size
+        matched = self._connector.get_num_new_matched_tokens(seq, local)
+        if matched.num_tokens is None:
+            step.must_ask_again = True
+            return _Admission.LATER
+        external = min(matched.num_tokens, seq.num_tokens - local)
+        if external <= 0:
+            return self._admit_local(seq, prefix, step)
+        if not matched.is_async:
+            raise NotImplementedError("this engine loads remote KV beside its steps only")
+        if len(self.queues.parked) >= self._config.max_num_seqs:
+            return _Admission.LATER
+        return self._park(seq, prefix, external, step)
+
+    def _admit_local(self, seq: Sequence, prefix: list[int], step: Step) -> _Admission:
+        local = len(prefix) * self._blocks.block_size
+        num_tokens = min(seq.num_tokens - local, step.budget)
+        fresh = self._blocks.admit(seq, prefix, local + num_tokens)
+        if fresh is None:
+            return _Admission.NO_ROOM
+        self._note_prefix_hit(seq, local)
+        self._start(seq, num_tokens, fresh, step)
+        return _Admission.TAKEN
+
+    def _park(self, seq: Sequence, prefix: list[int], num_external: int, step: Step) -> _Admission:
+        local = len(prefix) * self._blocks.block_size
+        if self._blocks.admit(seq, prefix, local + num_external) is None:
+            return _Admission.NO_ROOM
+        self._note_prefix_hit(seq, local)
+        seq.num_external_tokens = num_external
+        self._connector.update_state_after_alloc(seq, seq.blocks_by_group(), num_external)
+        self.queues.remove(seq)
+        self.queues.parked[seq.request_id] = seq
+        step.parked.append(seq)
+        return _Admission.TAKEN
+
+    def _start(self, seq: Sequence, num_tokens: int, fresh: list[int], step: Step) -> None:
+        try:
+            self._connector.update_state_after_alloc(seq, seq.blocks_by_group(), 0)
+        except Exception:
+            self._end_for_hook(seq)
+            step.ended.append(seq)
+            return
+        self.queues.remove(seq)
+        self.queues.running.append(seq)
+        step.add(seq, num_tokens, fresh)
+
+    def _has_room(self, step: Step) -> bool:
+        return step.budget > 0 and len(self.queues.running) < self._config.max_num_seqs
+
+    def _note_prefix_hit(self, seq: Sequence, num_tokens: int) -> None:
+        seq.num_computed_tokens = num_tokens
+        if seq.num_prefix_hit_tokens is None:
+            seq.num_prefix_hit_tokens = seq.num_cached_tokens = num_tokens
+            self._counters.prompt_tokens_cached += num_tokens
+
+    def _preempt(self, seq: Sequence, step: Step) -> None:
+        self._send_back(seq)
+        self._counters.preemptions += 1
+        step.num_preempted += 1
+
+    def _send_back(self, seq: Sequence) -> None:
+        self.queues.remove(seq)
+        self._blocks.release(seq)
+        seq.num_computed_tokens = 0
+        self.queues.waiting.appendleft(seq)
+
+    def _accept_load(self, seq: Sequence) -> None:
+        loaded = seq.num_computed_tokens + seq.num_external_tokens
+        # The last token always runs here: its logits did not travel.
+        seq.num_computed_tokens = min(loaded, seq.num_tokens - 1)
+        seq.num_cached_tokens = loaded
+        self._counters.prompt_tokens_fetched += seq.num_external_tokens
+        self._blocks.commit(seq)
+        self.queues.loaded.append(seq)
+
+    def _survives_failed_load(self, seq: Sequence) -> bool:
+        self._send_back(seq)
+        if self._config.kv_load_failure_policy == "recompute":
+            return True
+        self.finish(seq, failed(_LOAD_FAILED))
+        return False
+
+    def _request_finished(self, seq: Sequence, finish: Finish) -> bool:
+        """Sets the answer for the caller; returns whether the blocks must stay."""
+        try:
+            decision = self._connector.request_finished(seq, seq.blocks_by_group(), finish.status)
+        except Exception:
+            logger.exception("connector: request_finished raised for %s", seq.request_id)
+            decision = FinishDecision(delay_free=False, kv_transfer_params=None)
+        params = decision.kv_transfer_params
+        if params is not None and params.get("do_remote_prefill"):
+            params = params | {"remote_prefill_cached_tokens": seq.num_prefix_hit_tokens or 0}
+        seq.kv_transfer_answer = params
+        return decision.delay_free
+
+    def _free_held(self, held: dict[str, list[int]], request_id: str) -> None:
+        blocks = held.pop(request_id, None)
+        if blocks is None:
+            logger.warning("connector reported %s, whose blocks it does not hold", request_id)
+            return
+        self._blocks.release_blocks(blocks)
+
+    def _end_for_hook(self, seq: Sequence) -> None:
+        logger.exception("connector: a hook raised for %s", seq.request_id)
+        self.finish(seq, failed("the KV connector refused this request"))

@@ -1,0 +1,85 @@
+"""One request inside the engine: its tokens, its blocks and how far its KV is computed."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine_ext.reference.messages import FinishReason, GenerateRequest, SamplingParams
+from engine_ext.types import BlockIds, FinishStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a request ended, for its caller and for the connector."""
+
+    reason: FinishReason
+    status: FinishStatus
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+ABORTED = Finish("abort", FinishStatus.ABORTED)
+LENGTH = Finish("length", FinishStatus.LENGTH_CAPPED)
+
+
+def stopped(stop_reason: str | int | None = None) -> Finish:
+    return Finish("stop", FinishStatus.STOPPED, stop_reason)
+
+
+def failed(error: str) -> Finish:
+    return Finish("error", FinishStatus.ERROR, error=error)
+
+
+class Sequence:
+    """Satisfies `engine_ext.types.EngineRequest`. Where it stands is told by the scheduler's
+    containers, never by a flag here."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request_id = request.request_id
+        self.kv_transfer_params: Any = request.kv_transfer_params
+        self.sampling: SamplingParams = request.sampling
+        self.prompt_token_ids: Seq[int] = request.prompt_token_ids
+        self.token_ids: list[int] = list(request.prompt_token_ids)
+        self.generator = _generator(request.sampling.seed)
+        self.num_computed_tokens = 0
+        self.num_external_tokens = 0
+        """Tokens a remote load brings, or brought, into the blocks."""
+        self.block_ids: list[int] = []
+        self.num_committed_blocks = 0
+        """Leading blocks that the prefix cache was offered."""
+        self.digests: list[bytes] = []
+        """Chained digests of the leading full blocks, as far as somebody asked for them."""
+        self.num_prefix_hit_tokens: int | None = None
+        """Local prefix-cache hit at first admission; None before it."""
+        self.num_cached_tokens = 0
+        self.finish: Finish | None = None
+        self.kv_transfer_answer: dict[str, Any] | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    def blocks_by_group(self) -> BlockIds:
+        return (tuple(self.block_ids),)
+
+
+def _generator(seed: int | None) -> torch.Generator | None:
+    if seed is None:
+        return None
+    generator = torch.Generator()
+    generator.manual_seed(seed % 2**63)
+    return generator
