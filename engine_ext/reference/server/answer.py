@@ -1,0 +1,94 @@
+"""The flow of one answer, whole or streamed, the same for both dialects."""
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+
+from engine_ext.reference.messages import RequestOutput
+from engine_ext.reference.server.dialect import Dialect
+from engine_ext.reference.server.errors import EngineFailureError
+from engine_ext.reference.server.generation import Outputs
+from engine_ext.reference.server.tally import Tally
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(value: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+async def whole(dialect: Dialect, outputs: Outputs) -> dict[str, Any]:
+    """The body of an answer that is not streamed."""
+    tally = Tally(dialect.job)
+    pieces: list[list[RequestOutput]] = [[] for _ in tally.choices]
+    async with aclosing(outputs):
+        async for choice, output in outputs:
+            tally.add(choice, output)
+            pieces[choice].append(output)
+    _check_complete(tally)
+    return dialect.answer(
+        [dialect.answer_choice(choice, _joined(said)) for choice, said in enumerate(pieces)],
+        usage=tally.usage(),
+        kv_transfer_params=tally.kv_transfer_params,
+    )
+
+
+def _joined(pieces: list[RequestOutput]) -> RequestOutput:
+    last = pieces[-1]
+    return RequestOutput(
+        request_id=last.request_id,
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+        logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+    )
+
+
+async def streamed(dialect: Dialect, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+    """Server-sent events, those that belong to one output in one piece.
+
+    `kv_transfer_params` are in the last chunk before `[DONE]`: that of the usage where the client
+    asked for one, else the one that finishes the last choice. Stock vLLM 0.32 never streams them.
+    """
+    tally = Tally(dialect.job)
+    begun = False
+    async with aclosing(outputs):
+        async for choice, output in outputs:
+            if not (output.token_ids or output.text or output.finish_reason):
+                continue
+            opening = [] if begun else [event(chunk) for chunk in dialect.opening()]
+            begun = True
+            yield b"".join([*opening, event(_chunk(dialect, tally, choice, output))])
+    _check_complete(tally)
+    yield b"".join(_closing(dialect, tally))
+
+
+def _chunk(dialect: Dialect, tally: Tally, choice: int, output: RequestOutput) -> dict[str, Any]:
+    entry = dialect.chunk_choice(choice, output, first=not tally.choices[choice].begun)
+    tally.add(choice, output)
+    options = dialect.job.options
+    rest: dict[str, Any] = {}
+    if options.include_usage:
+        rest["usage"] = tally.usage_of(choice) if options.continuous_usage else None
+    elif tally.all_finished:
+        rest = _parting(tally)
+    return dialect.chunk([entry], **rest)
+
+
+def _closing(dialect: Dialect, tally: Tally) -> Iterator[bytes]:
+    if dialect.job.options.include_usage:
+        yield event(dialect.chunk([], usage=tally.usage(), **_parting(tally)))
+    yield DONE
+
+
+def _parting(tally: Tally) -> dict[str, Any]:
+    params = tally.kv_transfer_params
+    return {} if params is None else {"kv_transfer_params": params}
+
+
+def _check_complete(tally: Tally) -> None:
+    if not tally.all_finished:
+        raise EngineFailureError("the engine ended without finishing this request")

@@ -1,0 +1,212 @@
+"""The HTTP face of one engine: OpenAI's endpoints, and vLLM's beside them."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import orjson
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from engine_ext.reference.server import answer, generation, tokenization
+from engine_ext.reference.server.body import read_body
+from engine_ext.reference.server.dialect import ChatDialect, CompletionDialect, Dialect
+from engine_ext.reference.server.disconnect import ClientGoneError, until_disconnect
+from engine_ext.reference.server.engine_like import ConnectorLike, EngineLike
+from engine_ext.reference.server.errors import (
+    ApiError,
+    NotFoundError,
+    UnavailableError,
+    error_body,
+)
+from engine_ext.reference.server.event_stream import EventStream
+from engine_ext.reference.server.job import Job
+from engine_ext.reference.server.metrics import exposition, registry_of
+from engine_ext.reference.server.preparation import prepare_chat, prepare_completion
+from engine_ext.reference.server.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that left. Nobody reads it."""
+
+Prepare = Callable[[ServedModel, bytes, str | None], Job]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    body_bytes: int = 32 * 2**20
+    body_seconds: float = 60.0
+
+
+class Endpoints:
+    """The handlers. They own nothing but the way from a request to the engine and back."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        engine: EngineLike,
+        connector: ConnectorLike | None,
+        limits: Limits,
+    ) -> None:
+        self._model = model
+        self._engine = engine
+        self._limits = limits
+        self._registry = registry_of(engine, connector)
+
+    def routes(self) -> list[tuple[str, str, Callable[..., Any]]]:
+        return [
+            ("POST", "/v1/completions", self.completions),
+            ("POST", "/v1/chat/completions", self.chat_completions),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{name:path}", self.one_model),
+            ("POST", "/tokenize", self.tokenize),
+            ("POST", "/detokenize", self.detokenize),
+            ("GET", "/health", self.health),
+            ("GET", "/version", self.version),
+            ("GET", "/load", self.load),
+            ("GET", "/metrics", self.metrics),
+        ]
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, prepare_completion, CompletionDialect)
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._generate(request, prepare_chat, ChatDialect)
+
+    async def models(self) -> Response:
+        return _json({"object": "list", "data": [self._card(name) for name in self._model.names]})
+
+    async def one_model(self, name: str) -> Response:
+        if name not in self._model.names:
+            raise NotFoundError(f"The model `{name}` does not exist.", "model")
+        return _json(self._card(name))
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._body(request)
+        return _json(await asyncio.to_thread(tokenization.tokenize, self._model, body))
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._body(request)
+        return _json(await asyncio.to_thread(tokenization.detokenize, self._model, body))
+
+    async def health(self) -> Response:
+        self._check_health()
+        return Response()
+
+    async def version(self) -> Response:
+        return _json({"version": package_version()})
+
+    async def load(self) -> Response:
+        stats = self._engine.stats()
+        waiting = stats.num_waiting + stats.num_waiting_for_remote_kv
+        return _json({"server_load": stats.num_running + waiting})
+
+    async def metrics(self) -> Response:
+        return Response(exposition(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def _generate(
+        self, request: Request, prepare: Prepare, dialect_of: type[Dialect]
+    ) -> Response:
+        body = await self._body(request)
+        self._check_health()
+        id_header = request.headers.get("x-request-id")
+        job = await asyncio.to_thread(prepare, self._model, body, id_header)
+        dialect = dialect_of(job, self._model.tokenizer)
+        outputs = generation.run(self._engine, job)
+        try:
+            if not job.options.stream:
+                return _json(
+                    await until_disconnect(request.receive, answer.whole(dialect, outputs))
+                )
+            events = answer.streamed(dialect, outputs)
+            # Until the first token an error can still have its own status.
+            first = await until_disconnect(request.receive, anext(events))
+            return EventStream(first, events)
+        except ClientGoneError:
+            logger.info("%s: the client left", job.id)
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    async def _body(self, request: Request) -> bytes:
+        limits = self._limits
+        return await read_body(request, limit=limits.body_bytes, timeout=limits.body_seconds)
+
+    def _check_health(self) -> None:
+        if not self._engine.is_healthy:
+            raise UnavailableError("the engine is dead; see its log")
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._model.created,
+            "owned_by": "disagg-engine",
+            "root": self._model.name,
+            "parent": None,
+            "max_model_len": self._model.max_model_len,
+            "permission": [],
+        }
+
+
+def build_app(
+    model: ServedModel,
+    engine: EngineLike,
+    connector: ConnectorLike | None = None,
+    limits: Limits | None = None,
+) -> FastAPI:
+    app = FastAPI(
+        title="disagg-engine",
+        version=package_version(),
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers={
+            ApiError: _api_error,
+            HTTPException: _http_error,
+            ClientDisconnect: _client_gone,
+            Exception: _internal_error,
+        },
+    )
+    endpoints = Endpoints(model, engine, connector, limits or Limits())
+    for method, path, handler in endpoints.routes():
+        app.add_api_route(path, handler, methods=[method], response_class=Response)
+    return app
+
+
+def package_version() -> str:
+    try:
+        return version("disagg-router")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _json(error.body(), error.status)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    response = _json(error_body(error.status_code, message), error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    return _json(error_body(500, "internal error; see the engine's log"), 500)

@@ -1,0 +1,44 @@
+"""The bytes of a request, read within a size and a time, and the JSON object in them."""
+
+import asyncio
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+
+from engine_ext.reference.server.errors import BadRequestError, RequestTimeoutError, TooLargeError
+
+
+async def read_body(request: Request, *, limit: int, timeout: float) -> bytes:
+    """Raises TooLargeError above `limit` bytes, RequestTimeoutError after `timeout` seconds."""
+    try:
+        async with asyncio.timeout(timeout):
+            return await _read(request, limit)
+    except TimeoutError:
+        raise RequestTimeoutError(f"the request body did not arrive within {timeout:g} s") from None
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > limit:
+        raise TooLargeError(f"the request body is larger than {limit} bytes")
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise TooLargeError(f"the request body is larger than {limit} bytes")
+    return bytes(body)
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """The object without its null members: in this API null means the same as absent.
+
+    orjson refuses what would hurt later: NaN and infinities, lone surrogates, deep nesting.
+    """
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequestError(f"the request body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise BadRequestError("the request body must be a JSON object")
+    return {name: member for name, member in value.items() if member is not None}

@@ -1,0 +1,99 @@
+"""The messages of a chat request as chat templates want them: roles and plain text."""
+
+from typing import Any
+
+import orjson
+
+from engine_ext.reference.chat_template import ChatTemplate
+from engine_ext.reference.server.errors import BadRequestError
+from engine_ext.reference.server.requests import Conversation
+
+
+def render(conversation: Conversation, template: ChatTemplate | None) -> str:
+    """The prompt's text. Raises BadRequestError where the template or the messages say no."""
+    if template is None:
+        raise BadRequestError("this model has no chat template: use /v1/completions", "messages")
+    if conversation.continue_final_message and conversation.add_generation_prompt:
+        raise BadRequestError(
+            "continue_final_message and add_generation_prompt cannot both be true",
+            "continue_final_message",
+        )
+    messages = [_message(message, place) for place, message in enumerate(conversation.messages)]
+    try:
+        return template.render(
+            messages,
+            tools=conversation.tools,
+            add_generation_prompt=adds_generation_prompt(conversation),
+            continue_final_message=conversation.continue_final_message,
+            arguments=conversation.chat_template_kwargs,
+        )
+    except ValueError as error:
+        raise BadRequestError(str(error), "messages") from error
+
+
+def adds_generation_prompt(conversation: Conversation) -> bool:
+    if conversation.add_generation_prompt is not None:
+        return conversation.add_generation_prompt
+    return not conversation.continue_final_message
+
+
+def answering_role(conversation: Conversation) -> str:
+    last = conversation.messages[-1]
+    if adds_generation_prompt(conversation) or not isinstance(last, dict):
+        return "assistant"
+    return str(last.get("role"))
+
+
+def _message(message: Any, place: int) -> dict[str, Any]:
+    where = f"messages[{place}]"
+    if not isinstance(message, dict):
+        raise BadRequestError(f"{where} must be an object with role and content", "messages")
+    if not isinstance(message.get("role"), str):
+        raise BadRequestError(f"{where}.role must be a string", "messages")
+    changed: dict[str, Any] = {"content": _text(message.get("content"), f"{where}.content")}
+    if message.get("tool_calls"):
+        changed["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
+    return {**message, **changed}
+
+
+def _text(content: Any, where: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequestError(f"{where} must be a string or a list of text parts", "messages")
+    return "\n".join(_part(part, f"{where}[{place}]") for place, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        raise BadRequestError(
+            f"{where} must be a text part: this model reads nothing else", "messages"
+        )
+    if not isinstance(part.get("text"), str):
+        raise BadRequestError(f"{where}.text must be a string", "messages")
+    return str(part["text"])
+
+
+def _tool_calls(calls: Any, where: str) -> list[Any]:
+    """Templates want arguments as an object; clients send them as a string of JSON."""
+    if not isinstance(calls, list):
+        raise BadRequestError(f"{where} must be a list", "messages")
+    return [_tool_call(call, f"{where}[{place}]") for place, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: str) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise BadRequestError(f"{where}.function must be an object", "messages")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = orjson.loads(arguments or "{}")
+        except orjson.JSONDecodeError as error:
+            raise BadRequestError(
+                f"{where}.function.arguments is not JSON: {error}", "messages"
+            ) from None
+    return {**call, "function": {**function, "arguments": arguments}}

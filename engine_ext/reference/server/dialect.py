@@ -1,0 +1,154 @@
+"""The two shapes of an answer: text completions and chat completions, as vLLM writes them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from engine_ext.reference.messages import RequestOutput
+from engine_ext.reference.server.job import Job
+from engine_ext.reference.server.logprobs import (
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+)
+from engine_ext.reference.tokenizer import Tokenizer
+
+
+class Dialect(ABC):
+    chunk_object: ClassVar[str]
+    answer_object: ClassVar[str]
+
+    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+        self.job = job
+        self.names = TokenNames(tokenizer, as_ids=job.options.tokens_as_ids)
+
+    @abstractmethod
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """What chunks hold that come before any token."""
+
+    @abstractmethod
+    def chunk_choice(self, choice: int, output: RequestOutput, *, first: bool) -> dict[str, Any]:
+        """The `choices` entry of a chunk. `first`: it is the choice's first with anything in it."""
+
+    @abstractmethod
+    def answer_choice(self, choice: int, output: RequestOutput) -> dict[str, Any]:
+        """The `choices` entry of a whole answer."""
+
+    @abstractmethod
+    def answer_fields(self) -> dict[str, Any]:
+        """Members of a whole answer that only this dialect has."""
+
+    def chunk(self, choices: list[dict[str, Any]], **rest: Any) -> dict[str, Any]:
+        return self._envelope(self.chunk_object, choices, rest)
+
+    def answer(self, choices: list[dict[str, Any]], **rest: Any) -> dict[str, Any]:
+        shared = {"service_tier": None, "system_fingerprint": None}
+        return self._envelope(
+            self.answer_object, choices, {**shared, **self.answer_fields(), **rest}
+        )
+
+    def _envelope(
+        self, kind: str, choices: list[dict[str, Any]], rest: dict[str, Any]
+    ) -> dict[str, Any]:
+        job = self.job
+        head = {"id": job.id, "object": kind, "created": job.created, "model": job.model}
+        return {**head, "choices": choices, **rest}
+
+    def _token_ids(self, output: RequestOutput) -> list[int] | None:
+        return list(output.token_ids) if self.job.options.return_token_ids else None
+
+    def _prompt_token_ids(self, choice: int) -> list[int] | None:
+        if not self.job.options.return_token_ids:
+            return None
+        return list(self.job.prompt_of(choice).token_ids)
+
+
+class CompletionDialect(Dialect):
+    chunk_object = "text_completion"
+    answer_object = "text_completion"
+
+    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+        super().__init__(job, tokenizer)
+        self._offsets = [0] * job.num_choices
+        """Where the next token of each choice begins: a token counts as it is spelled here."""
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        return iter(())
+
+    def chunk_choice(self, choice: int, output: RequestOutput, *, first: bool) -> dict[str, Any]:
+        echo = self.job.prompt_of(choice).echo
+        return {
+            "index": choice,
+            "text": echo + output.text if first else output.text,
+            "logprobs": self._logprobs(choice, output),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "prompt_token_ids": self._prompt_token_ids(choice) if first else None,
+            "token_ids": self._token_ids(output),
+        }
+
+    def answer_choice(self, choice: int, output: RequestOutput) -> dict[str, Any]:
+        entry = self.chunk_choice(choice, output, first=True)
+        return {**entry, "prompt_logprobs": None}
+
+    def answer_fields(self) -> dict[str, Any]:
+        return {}
+
+    def _logprobs(self, choice: int, output: RequestOutput) -> dict[str, Any] | None:
+        if self.job.options.logprobs is None:
+            return None
+        written = completion_logprobs(output.logprobs, self.names, self._offsets[choice])
+        self._offsets[choice] += sum(map(len, written["tokens"]))
+        return written
+
+
+class ChatDialect(Dialect):
+    chunk_object = "chat.completion.chunk"
+    answer_object = "chat.completion"
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        prompt = self._prompt_token_ids(0)
+        extra = {} if prompt is None else {"prompt_token_ids": prompt}
+        for choice in range(self.job.num_choices):
+            delta = {"role": self.job.options.role, "content": ""}
+            entry = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield self.chunk([entry], **extra)
+
+    def chunk_choice(self, choice: int, output: RequestOutput, *, first: bool) -> dict[str, Any]:
+        entry = {
+            "index": choice,
+            "delta": {"content": output.text},
+            "logprobs": self._logprobs(output),
+            "finish_reason": output.finish_reason,
+            "token_ids": self._token_ids(output),
+        }
+        return (
+            entry if output.finish_reason is None else {**entry, "stop_reason": output.stop_reason}
+        )
+
+    def answer_choice(self, choice: int, output: RequestOutput) -> dict[str, Any]:
+        return {
+            "index": choice,
+            "message": {
+                "role": self.job.options.role,
+                "content": output.text,
+                "refusal": None,
+                "annotations": None,
+                "audio": None,
+                "function_call": None,
+                "tool_calls": [],
+                "reasoning": None,
+            },
+            "logprobs": self._logprobs(output),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "token_ids": self._token_ids(output),
+        }
+
+    def answer_fields(self) -> dict[str, Any]:
+        return {"prompt_logprobs": None, "prompt_token_ids": self._prompt_token_ids(0)}
+
+    def _logprobs(self, output: RequestOutput) -> dict[str, Any] | None:
+        if self.job.options.logprobs is None:
+            return None
+        return chat_logprobs(output.logprobs, self.names)

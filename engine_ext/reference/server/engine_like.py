@@ -1,0 +1,25 @@
+"""What the server needs of an engine."""
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from engine_ext.reference.messages import EngineStats, GenerateRequest, RequestOutput
+from engine_ext.types import ConnectorStats
+
+
+class EngineLike(Protocol):
+    @property
+    def is_healthy(self) -> bool:
+        """False for good once the engine can make no more tokens."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[RequestOutput]:
+        """What the request adds, piece by piece; the last piece has a finish reason.
+
+        Closing or cancelling the iterator aborts the request.
+        """
+
+    def stats(self) -> EngineStats: ...
+
+
+class ConnectorLike(Protocol):
+    def stats(self) -> ConnectorStats: ...

@@ -1,0 +1,56 @@
+"""What an endpoint can answer besides an answer.
+
+ApiError
+├── BadRequestError      400  the request is wrong, and the message says how
+├── NotFoundError        404  unknown model
+├── RequestTimeoutError  408  the body did not come
+├── TooLargeError        413  the body is over the limit
+├── EngineFailureError   500  this request failed inside the engine
+└── UnavailableError     503  the engine is dead, or on its way down
+"""
+
+from http import HTTPStatus
+from typing import Any
+
+
+class ApiError(Exception):
+    status = HTTPStatus.INTERNAL_SERVER_ERROR
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        return error_body(self.status, self.message, self.param)
+
+
+class BadRequestError(ApiError):
+    status = HTTPStatus.BAD_REQUEST
+
+
+class NotFoundError(ApiError):
+    status = HTTPStatus.NOT_FOUND
+
+
+class RequestTimeoutError(ApiError):
+    status = HTTPStatus.REQUEST_TIMEOUT
+
+
+class TooLargeError(ApiError):
+    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+
+
+class EngineFailureError(ApiError):
+    status = HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+class UnavailableError(ApiError):
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object, with vLLM's names for `type`: the status's phrase and `Error`."""
+    phrase = HTTPStatus(status).phrase.replace(" ", "")
+    kind = phrase if phrase.endswith("Error") else f"{phrase}Error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": int(status)}}

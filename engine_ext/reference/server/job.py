@@ -1,0 +1,71 @@
+"""One HTTP request for tokens, checked and complete: nothing in it can fail any more."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine_ext.reference.messages import GenerateRequest, SamplingParams
+from engine_ext.reference.server import request_id
+from engine_ext.reference.server.prompts import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """How the answer is to look."""
+
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    logprobs: int | None = None
+    tokens_as_ids: bool = False
+    """Logprobs name tokens `token_id:<id>`."""
+    echo: bool = False
+    role: str = "assistant"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    id: str
+    """As the client sees it."""
+    created: int
+    model: str
+    prompts: tuple[Prompt, ...]
+    engine_ids: tuple[str, ...]
+    """One for each prompt."""
+    sampling: SamplingParams
+    n: int = 1
+    kv_transfer_params: dict[str, Any] | None = None
+    options: AnswerOptions = field(default_factory=AnswerOptions)
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+    def prompt_of(self, choice: int) -> Prompt:
+        return self.prompts[choice // self.n]
+
+    def engine_requests(self) -> Iterator[GenerateRequest]:
+        """One for each choice, in the order of their indices.
+
+        Only the first has the KV parameters: they name one remote request, whose blocks are freed
+        by the first read, so that siblings would read what is no longer theirs.
+        """
+        for choice in range(self.num_choices):
+            prompt, child = divmod(choice, self.n)
+            own_id = self.engine_ids[prompt]
+            yield GenerateRequest(
+                request_id=f"{child}_{own_id}" if self.n > 1 else own_id,
+                prompt_token_ids=self.prompts[prompt].token_ids,
+                sampling=self._sampling(child),
+                kv_transfer_params=self.kv_transfer_params if choice == 0 else None,
+            )
+
+    def _sampling(self, child: int) -> SamplingParams:
+        if self.sampling.seed is None or child == 0:
+            return self.sampling
+        return replace(self.sampling, seed=self.sampling.seed + child)
+
+
+def engine_ids(job_id: str, prompts: int) -> tuple[str, ...]:
+    return tuple(request_id.engine_id(f"{job_id}-{place}") for place in range(prompts))

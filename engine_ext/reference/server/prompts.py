@@ -1,0 +1,87 @@
+"""From what a client wrote to the token ids the engine is given."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine_ext.reference.server.errors import BadRequestError
+from engine_ext.reference.server.served_model import ServedModel
+
+MAX_PROMPTS = 1024
+
+TokenIds = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    token_ids: TokenIds
+    echo: str = ""
+    """What an answer repeats in front of itself."""
+
+
+def read_prompts(value: Any, param: str = "prompt") -> list[str | TokenIds]:
+    """A string, a list of token ids, or a list of either. Raises BadRequestError for all else."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise BadRequestError(
+            f"{param} must be a string, a list of token ids, or a list of them", param
+        )
+    if not value:
+        raise BadRequestError(f"{param} must not be empty", param)
+    if _are_token_ids(value):
+        return [tuple(value)]
+    if len(value) > MAX_PROMPTS:
+        raise BadRequestError(f"{param} holds {len(value)} prompts, more than {MAX_PROMPTS}", param)
+    if all(isinstance(prompt, str) for prompt in value):
+        return value
+    if all(isinstance(prompt, list) and _are_token_ids(prompt) for prompt in value):
+        return [tuple(prompt) for prompt in value]
+    raise BadRequestError(f"{param} mixes strings, token ids or other things", param)
+
+
+def _are_token_ids(value: list[Any]) -> bool:
+    return all(type(token) is int for token in value)
+
+
+def encode(
+    prompt: str | TokenIds, model: ServedModel, *, add_special_tokens: bool, room_for: int
+) -> TokenIds:
+    """The ids, checked to leave `room_for` tokens of answer.
+
+    Raises BadRequestError for an empty prompt, an id out of the vocabulary, a prompt too long.
+    """
+    if isinstance(prompt, str):
+        _check_characters(prompt, model, room_for)
+        prompt = tuple(model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+    else:
+        check_token_ids(prompt, model, "prompt")
+    if not prompt:
+        raise BadRequestError("the prompt must not be empty", "prompt")
+    if len(prompt) + room_for > model.max_model_len:
+        raise _too_long(len(prompt), model, room_for)
+    return prompt
+
+
+def check_token_ids(ids: TokenIds | list[int], model: ServedModel, param: str) -> None:
+    if not ids:
+        return
+    wrong = min(ids) if min(ids) < 0 else max(ids)
+    if not 0 <= wrong < model.vocab_size:
+        raise BadRequestError(f"Token id {wrong} is out of vocabulary", param)
+
+
+def _check_characters(prompt: str, model: ServedModel, room_for: int) -> None:
+    """Turns a hopeless text away before tokenizing it costs anything."""
+    fewest = len(prompt) // model.tokenizer.longest_token
+    if fewest > model.max_model_len:
+        raise _too_long(fewest, model, room_for)
+
+
+def _too_long(tokens: int, model: ServedModel, room_for: int) -> BadRequestError:
+    return BadRequestError(
+        f"This model's maximum context length is {model.max_model_len} tokens. However, you "
+        f"requested {room_for} output tokens and your prompt contains at least {tokens} input "
+        f"tokens, for a total of at least {tokens + room_for} tokens. Please reduce the length of "
+        "the input prompt or the number of requested output tokens.",
+        "input_tokens",
+    )

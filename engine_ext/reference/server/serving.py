@@ -1,0 +1,64 @@
+"""uvicorn, with the signals in our hands: the first ends politely, the second at once."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+KEEP_ALIVE_SECONDS = 75
+"""Longer than a router's pool keeps an idle connection, so that the router closes first."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn raises a signal again when it is done, and then no exit status could be 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet: who connects too early is refused.
+
+    Raises OSError where the address is taken or is none of ours.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+async def serve(app: ASGIApp, bound: socket.socket, *, shutdown_timeout: int) -> None:
+    """Until SIGINT or SIGTERM; then requests have `shutdown_timeout` seconds to finish."""
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=shutdown_timeout,
+    )
+    server = Server(config)
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, _stop, server, number)
+    await server.serve(sockets=[bound])
+
+
+def _stop(server: Server, number: signal.Signals) -> None:
+    if server.should_exit:
+        os._exit(128 + number)
+    server.should_exit = True

@@ -1,0 +1,29 @@
+from collections.abc import AsyncIterator
+
+import pytest
+
+from engine_ext.reference.server.served_model import ServedModel
+from engine_ext.reference.tiny_model import write_tiny_model
+from tests.unit.reference.server.fake_engine import (
+    FakeEngine,
+    RunningServer,
+    saying,
+    served_model,
+    serving,
+)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return served_model(write_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine(saying("Hé", "l", "lo"))
+
+
+@pytest.fixture
+async def server(model: ServedModel, engine: FakeEngine) -> AsyncIterator[RunningServer]:
+    async with serving(model, engine) as running:
+        yield running

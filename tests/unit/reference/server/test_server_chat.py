@@ -1,0 +1,191 @@
+import re
+from itertools import chain
+from typing import Any
+
+import pytest
+
+from tests.unit.reference.server.fake_engine import RunningServer, events_of
+
+PATH = "/v1/chat/completions"
+USER = {"role": "user", "content": "hi"}
+RENDERED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def prompt_of(server: RunningServer) -> str:
+    (request,) = server.engine.requests
+    ids = list(request.prompt_token_ids)
+    return bytes(i for i in ids if i < 256).decode() if 257 not in ids else _spelled(ids)
+
+
+def _spelled(ids: list[int]) -> str:
+    names = {256: b"<|endoftext|>", 257: b"<|im_start|>", 258: b"<|im_end|>"}
+    return b"".join(names.get(i) or bytes([i]) for i in ids).decode()
+
+
+async def test_a_whole_answer_has_every_member_vllm_gives_it(server: RunningServer) -> None:
+    response = await server.post(PATH, messages=[USER], return_token_ids=True)
+    answer = response.json()
+    assert re.fullmatch(r"chatcmpl-[0-9a-f]{32}", answer.pop("id"))
+    assert answer.pop("created") > 1_700_000_000
+    assert len(answer.pop("prompt_token_ids")) == answer["usage"]["prompt_tokens"] == 21
+    assert answer == {
+        "object": "chat.completion",
+        "model": "tiny",
+        "choices": [
+            {
+                "index": 0,
+                "message": {
+                    "role": "assistant",
+                    "content": "Héllo",
+                    "refusal": None,
+                    "annotations": None,
+                    "audio": None,
+                    "function_call": None,
+                    "tool_calls": [],
+                    "reasoning": None,
+                },
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+                "token_ids": list("Héllo".encode()),
+            }
+        ],
+        "service_tier": None,
+        "system_fingerprint": None,
+        "prompt_logprobs": None,
+        "usage": {
+            "prompt_tokens": 21,
+            "completion_tokens": 6,
+            "total_tokens": 27,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        },
+        "kv_transfer_params": None,
+    }
+
+
+async def test_a_stream_opens_with_a_role_for_every_choice(server: RunningServer) -> None:
+    chunks = events_of(await server.post(PATH, messages=[USER], stream=True, n=2))
+    deltas = [(c["choices"][0]["index"], c["choices"][0]["delta"]) for c in chunks]
+    opening = {"role": "assistant", "content": ""}
+    assert deltas[:2] == [(0, opening), (1, opening)]
+    for choice in range(2):
+        said = [delta["content"] for index, delta in deltas if index == choice]
+        assert "".join(said) == "Héllo"
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+
+
+async def test_a_stream_says_what_the_whole_answer_says(server: RunningServer) -> None:
+    body: dict[str, Any] = {
+        "messages": [USER],
+        "logprobs": True,
+        "top_logprobs": 2,
+        "return_token_ids": True,
+        "kv_transfer_params": {"a": 1},
+    }
+    whole = (await server.post(PATH, **body)).json()
+    options = {"include_usage": True}
+    chunks = events_of(await server.post(PATH, **body, stream=True, stream_options=options))
+    role, *middle, last = chunks
+    choices = [chunk["choices"][0] for chunk in middle]
+    expected = whole["choices"][0]
+    assert role["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert [*chain.from_iterable(c["token_ids"] for c in choices)] == expected["token_ids"]
+    assert [*chain.from_iterable(c["logprobs"]["content"] for c in choices)] == expected[
+        "logprobs"
+    ]["content"]
+    assert choices[-1]["finish_reason"] == expected["finish_reason"]
+    assert last["choices"] == []
+    assert last["usage"] == whole["usage"]
+    assert last["kv_transfer_params"] == whole["kv_transfer_params"] == {"answer_to": {"a": 1}}
+
+
+async def test_logprobs_give_the_true_bytes_of_half_a_character(server: RunningServer) -> None:
+    answer = (await server.post(PATH, messages=[USER], logprobs=True, top_logprobs=1)).json()
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for entry in content for byte in entry["bytes"]) == "Héllo".encode()
+    assert all(len(entry["top_logprobs"]) == 1 for entry in content)
+
+
+async def test_logprobs_without_alternatives_name_the_chosen_token(server: RunningServer) -> None:
+    answer = (await server.post(PATH, messages=[USER], logprobs=True)).json()
+    assert answer["choices"][0]["logprobs"]["content"][0] == {
+        "token": "H",
+        "logprob": -0.5,
+        "bytes": [72],
+        "top_logprobs": [],
+    }
+
+
+async def test_a_chat_may_fill_the_rest_of_the_context(server: RunningServer) -> None:
+    await server.post(PATH, messages=[USER])
+    assert server.engine.requests[0].sampling.max_tokens == 256 - 21
+
+
+async def test_max_completion_tokens_wins_over_max_tokens(server: RunningServer) -> None:
+    await server.post(PATH, messages=[USER], max_tokens=9, max_completion_tokens=5)
+    assert server.engine.requests[0].sampling.max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["hi", [{"type": "text", "text": "hi"}], ["hi"], [{"type": "text", "text": "hi"}, ""]],
+)
+async def test_text_parts_are_text(content: Any, server: RunningServer) -> None:
+    await server.post(PATH, messages=[{"role": "user", "content": content}])
+    assert prompt_of(server).split("<|im_end|>")[0].rstrip("\n") == "<|im_start|>user\nhi"
+
+
+async def test_the_template_writes_the_prompt(server: RunningServer) -> None:
+    await server.post(PATH, messages=[USER], tools=[{"type": "function"}], tool_choice="auto")
+    assert prompt_of(server) == RENDERED
+
+
+async def test_without_generation_prompt_the_last_role_answers(server: RunningServer) -> None:
+    response = await server.post(PATH, messages=[USER], add_generation_prompt=False)
+    assert prompt_of(server) == "<|im_start|>user\nhi<|im_end|>\n"
+    assert response.json()["choices"][0]["message"]["role"] == "user"
+
+
+async def test_the_final_message_can_be_continued(server: RunningServer) -> None:
+    messages = [USER, {"role": "assistant", "content": "Once"}]
+    await server.post(PATH, messages=messages, continue_final_message=True)
+    assert prompt_of(server) == RENDERED + "Once"
+
+
+async def test_a_tool_conversation_is_accepted(server: RunningServer) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "42"},
+    ]
+    assert (await server.post(PATH, messages=messages)).status_code == 200
+    assert "<|im_start|>tool\n42<|im_end|>" in prompt_of(server)
+
+
+async def test_token_ids_a_router_hands_over_replace_the_template(server: RunningServer) -> None:
+    params = {"do_remote_prefill": True, "prompt_token_ids": [1, 2, 3]}
+    await server.post(PATH, messages=[USER], kv_transfer_params=params)
+    (request,) = server.engine.requests
+    assert request.prompt_token_ids == (1, 2, 3)
+    assert request.kv_transfer_params == {"do_remote_prefill": True}
+
+
+async def test_the_request_id_is_the_base_of_the_engines(server: RunningServer) -> None:
+    response = await server.client.post(
+        PATH, json={"messages": [USER]}, headers={"X-Request-Id": "abc"}
+    )
+    assert response.json()["id"] == "chatcmpl-abc"
+    assert re.fullmatch(r"chatcmpl-abc-[0-9a-f]{8}", server.engine.requests[0].request_id)
+
+
+async def test_siblings_of_a_chat_are_children_of_one_id(server: RunningServer) -> None:
+    await server.client.post(
+        PATH,
+        json={"messages": [USER], "n": 2, "kv_transfer_params": {"a": 1}},
+        headers={"X-Request-Id": "abc"},
+    )
+    first, second = server.engine.requests
+    assert re.fullmatch(r"0_chatcmpl-abc-[0-9a-f]{8}", first.request_id)
+    assert second.request_id == first.request_id.replace("0_", "1_", 1)
+    assert (first.kv_transfer_params, second.kv_transfer_params) == ({"a": 1}, None)
