@@ -1,0 +1,175 @@
+"""The plain front: the same flows behind any ASGI server.
+
+Costs two helper tasks per request that the hot front does not need: one hears the client leave, one
+takes the engine's bytes while the server is busy sending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from router.flows.dispatch import serve
+from router.flows.errors import (
+    JSON,
+    BadRequestError,
+    BodyTooLargeError,
+    RequestError,
+    RequestTimeoutError,
+    body_of,
+    shape_of,
+)
+from router.flows.exchange import Header
+from router.flows.gateway import Gateway
+from router.upstream.answer import HIGH_WATER, Answer
+from router.upstream.errors import ReaderStalledError
+
+
+class Served(Response):
+    """A response that runs a flow. It reads the request's body itself."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        super().__init__()
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = AsgiExchange(scope, send)
+        settings = self._gateway.settings
+        try:
+            async with asyncio.timeout(settings.client_read_timeout):
+                exchange.body = await _read_body(scope, receive, settings.max_body_size)
+        except ClientDisconnect:
+            return
+        except TimeoutError:
+            await exchange.refuse(RequestTimeoutError("the request was not received in time"))
+        except RequestError as error:
+            await exchange.refuse(error)
+        else:
+            await _serve_until_gone(exchange, self._gateway, receive)
+
+
+async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    announced = dict(scope["headers"]).get(b"content-length", b"0")
+    if not announced.isdigit():
+        raise BadRequestError("Content-Length is not a number")
+    too_large = BodyTooLargeError(f"the body is larger than {limit:d} bytes")
+    if int(announced) > limit:
+        raise too_large
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise too_large
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+async def _serve_until_gone(exchange: AsgiExchange, gateway: Gateway, receive: Receive) -> None:
+    serving = asyncio.create_task(serve(exchange, gateway))
+    listening = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((serving, listening), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        listening.cancel()
+        if not serving.done():
+            serving.cancel()
+        await asyncio.gather(serving, listening, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class AsgiExchange:
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.endpoint: str = scope["path"]
+        self.headers: Sequence[Header] = [(n.lower(), v) for n, v in scope["headers"]]
+        self.body = b""
+        self.arrived = asyncio.get_running_loop().time()
+        self.started = False
+        self._send = send
+
+    async def refuse(self, error: Exception) -> None:
+        await self.respond(shape_of(error).status, JSON, body_of(error))
+
+    async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        await self._start(status, headers, len(body))
+        await self._send_body(body, more=False)
+
+    async def relay(
+        self, status: int, headers: Sequence[Header], answer: Answer, idle: float, latest: float
+    ) -> None:
+        length = None if answer.is_event_stream else answer.length
+        blocks = BlockQueue(answer)
+        taking = asyncio.create_task(answer.relay(blocks, idle, latest))
+        taking.add_done_callback(blocks.stop)
+        try:
+            async for block, last in blocks:
+                async with asyncio.timeout(idle):
+                    if not self.started:
+                        await self._start(status, headers, length)
+                    await self._send_body(block, more=not last)
+            await taking
+        except TimeoutError as error:
+            raise ReaderStalledError("the client stopped reading") from error
+        finally:
+            taking.cancel()
+
+    async def finish(self, tail: bytes) -> None:
+        await self._send_body(tail, more=False)
+
+    def abort(self) -> None:
+        """The server closes the connection of an application that returns without an end."""
+
+    async def _start(self, status: int, headers: Sequence[Header], length: int | None) -> None:
+        framing = [] if length is None else [(b"content-length", b"%d" % length)]
+        self.started = True
+        await self._send(
+            {"type": "http.response.start", "status": status, "headers": [*headers, *framing]}
+        )
+
+    async def _send_body(self, body: bytes, more: bool) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+class BlockQueue:
+    """A Sink that is read by iteration: all that came since the last step, as one block."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._held: list[bytes] = []
+        self._size = 0
+        self._last = False
+        self._changed = asyncio.Event()
+
+    def write(self, block: bytes, last: bool) -> None:
+        self._held.append(block)
+        self._size += len(block)
+        self._last = last
+        self._changed.set()
+        if self._size > HIGH_WATER and not last:
+            self._answer.pause()
+
+    def stop(self, _: asyncio.Task[None]) -> None:
+        self._stopped = True
+        self._changed.set()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[bytes, bool]]:
+        while not self._last:
+            await self._changed.wait()
+            self._changed.clear()
+            if not self._held:
+                return
+            block = b"".join(self._held)
+            self._held.clear()
+            self._size = 0
+            self._answer.resume()
+            yield block, self._last

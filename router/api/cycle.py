@@ -1,0 +1,165 @@
+"""One hot request on a uvicorn connection: a request cycle to uvicorn, an Exchange to a flow.
+
+Its life: *queued* (pipelined behind another) → *active* (its turn) → *running* (wholly received, in
+a task) → *complete*. A request that is refused while it is still being received goes from active
+straight to complete; what is left of it is read and thrown away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from router.api import wire
+from router.flows.dispatch import serve
+from router.flows.errors import JSON, body_of, shape_of
+from router.flows.exchange import Header
+from router.upstream.answer import Answer
+
+if TYPE_CHECKING:
+    from router.api.protocol import RouterProtocol
+
+
+class HotCycle:
+    # uvicorn sets this event for its own cycles; nobody waits for ours.
+    message_event = asyncio.Event()
+
+    def __init__(self, protocol: RouterProtocol, endpoint: str, headers: list[Header]) -> None:
+        http_1_1 = protocol.parser.get_http_version() != "1.0"
+        self.endpoint = endpoint
+        self.headers: Sequence[Header] = headers
+        self.body = b""
+        self.arrived = protocol.loop.time()
+        self.started = False
+        self.response_complete = False
+        self.disconnected = False
+        self.keep_alive = http_1_1 and protocol.parser.should_keep_alive()
+        self.received = False
+        self._protocol = protocol
+        self._http_1_1 = http_1_1
+        self._expects = protocol.expect_100_continue and http_1_1
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._active = False
+        self._refusal: Exception | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._answer: Answer | None = None
+        self._head = b""
+        self._chunked = False
+
+    # The connection's side.
+
+    def begin(self) -> None:
+        """Its turn has come."""
+        self._active = True
+        if self._refusal is not None:
+            self._send_refusal(self._refusal)
+        elif self.received:
+            self._run()
+        elif self._expects:
+            self._protocol.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def take(self, piece: bytes) -> int:
+        """Keeps a piece of the body; returns the body's size so far."""
+        self._size += len(piece)
+        if self._refusal is None:
+            self._pieces.append(piece)
+        return self._size
+
+    def complete_request(self) -> None:
+        self.received = True
+        if self._active and self._refusal is None:
+            self._run()
+
+    def refuse(self, error: Exception) -> None:
+        """Answers with an error as soon as it is its turn, and closes the connection."""
+        self._refusal = error
+        self._pieces.clear()
+        self.keep_alive = False
+        if self._active:
+            self._send_refusal(error)
+
+    def disconnect(self) -> None:
+        self.disconnected = True
+        if self._task is not None and not self.response_complete:
+            self._task.cancel()
+
+    def pause(self) -> None:
+        if self._answer is not None:
+            self._answer.pause()
+
+    def resume(self) -> None:
+        if self._answer is not None:
+            self._answer.resume()
+
+    def _run(self) -> None:
+        self.body = b"".join(self._pieces)
+        self._pieces.clear()
+        self._task = self._protocol.spawn(serve(self, self._protocol.gateway))
+
+    def _send_refusal(self, error: Exception) -> None:
+        self._send(shape_of(error).status, JSON, body_of(error))
+
+    # Exchange: the flow's side.
+
+    async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        self._send(status, headers, body)
+
+    async def relay(
+        self, status: int, headers: Sequence[Header], answer: Answer, idle: float, latest: float
+    ) -> None:
+        self._head = self._open(status, headers, answer)
+        self._answer = answer
+        if self._protocol.flow.write_paused:
+            answer.pause()
+        try:
+            await answer.relay(self, idle, latest)
+        finally:
+            self._answer = None
+
+    async def finish(self, tail: bytes) -> None:
+        self.write(tail, last=True)
+
+    def abort(self) -> None:
+        self.response_complete = True
+        self._protocol.transport.abort()
+
+    def write(self, block: bytes, last: bool) -> None:
+        """Sink: all that arrived together leaves in one write, the first one behind the head."""
+        if self.disconnected:
+            return
+        pieces = wire.chunk(block, last) if self._chunked else [block]
+        if self._head:
+            pieces.insert(0, self._head)
+            self._head = b""
+            self.started = True
+        self._protocol.transport.write(b"".join(pieces))
+        if last:
+            self._end()
+
+    def _open(self, status: int, headers: Sequence[Header], answer: Answer) -> bytes:
+        common = self._common()
+        if answer.length is not None and not answer.is_event_stream:
+            return wire.head(status, headers, wire.length(answer.length), *common)
+        self._chunked = self._http_1_1
+        framing = wire.CHUNKED if self._chunked else b""
+        return wire.head(status, headers, framing, *common)
+
+    def _send(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        if self.disconnected:
+            return
+        self.started = True
+        head = wire.head(status, headers, wire.length(len(body)), *self._common())
+        self._protocol.transport.write(head + body)
+        self._end()
+
+    def _common(self) -> list[bytes]:
+        lines = [b"%s: %s\r\n" % header for header in self._protocol.server_state.default_headers]
+        if not self.keep_alive:
+            lines.append(wire.CLOSE)
+        return lines
+
+    def _end(self) -> None:
+        self.response_complete = True
+        self._protocol.cycle_ended(self)

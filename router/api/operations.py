@@ -1,0 +1,46 @@
+"""What operators and their machines ask: health, readiness, metrics, version."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as installed_version
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from router.flows.gateway import Gateway
+from router.telemetry.metrics import CONTENT_TYPE
+
+router = APIRouter(tags=["Operations"])
+
+
+@router.head("/health", include_in_schema=False)
+@router.get("/health", summary="Whether this process lives")
+async def health() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+@router.head("/ready", include_in_schema=False)
+@router.get(
+    "/ready",
+    summary="Whether a prefiller and a decoder are healthy",
+    responses={503: {"description": "Not ready, with the reasons"}},
+)
+async def ready(request: Request) -> Response:
+    gateway: Gateway = request.app.state.gateway
+    reasons = {str(role): why for role, why in gateway.fleet.missing().items()}
+    if gateway.draining:
+        reasons["router"] = "shutting down"
+    if reasons:
+        return JSONResponse({"status": "not ready", "reasons": reasons}, 503)
+    return JSONResponse({"status": "ready"})
+
+
+@router.get("/metrics", summary="Prometheus metrics", response_class=Response)
+async def metrics(request: Request) -> Response:
+    gateway: Gateway = request.app.state.gateway
+    return Response(gateway.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+
+
+@router.get("/version", summary="The router's version")
+async def version() -> dict[str, str]:
+    return {"version": installed_version("disagg-router")}

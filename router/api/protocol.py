@@ -1,0 +1,281 @@
+"""The hot front: uvicorn's own httptools protocol, with the hot endpoints served inside it.
+
+A hot request is parsed by uvicorn's parser and answered on uvicorn's transport, without an ASGI
+scope, message or task; everything else goes to the ASGI application behind. Pipelining, keep-alive
+and graceful shutdown are uvicorn's: a HotCycle stands where uvicorn has its RequestResponseCycle.
+What uvicorn lacks is added for all requests: a limit on the head, a deadline for reading a request,
+errors as OpenAI's objects, and Upgrade requests that keep their body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, cast
+
+import httptools
+from uvicorn._types import ASGI3Application
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from router.api import wire
+from router.api.cycle import HotCycle
+from router.api.endpoints import HOT
+from router.flows.errors import (
+    JSON,
+    BodyTooLargeError,
+    HeadTooLargeError,
+    MalformedRequestError,
+    RequestError,
+    RequestTimeoutError,
+    body_of,
+    shape_of,
+)
+from router.flows.gateway import Gateway
+from router.upstream.deadlines import Deadlines
+
+LINGER = 5.0
+UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
+
+
+class RouterProtocol(HttpToolsProtocol):
+    """Expects a Gateway as "gateway" and Deadlines as "deadlines" in the lifespan state."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.gateway: Gateway = app_state["gateway"]
+        self.deadline = 0.0
+        self._deadlines: Deadlines = app_state["deadlines"]
+        self._settings = self.gateway.settings
+        # Whose turn it is to be answered, and which hot request is being received.
+        self._active: HotCycle | RequestResponseCycle | None = None
+        self._hot: HotCycle | None = None
+        self._receiving = False
+        self._watched = False
+        # Once deaf, what still comes is thrown away: it follows something that made no sense.
+        self._deaf = False
+        # Bytes since the last piece of body: heads and trailers, which the parser does not limit.
+        self._overhead = 0
+
+    # asyncio.Protocol.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn's
+        super().connection_made(transport)
+        self._watch(self._settings.client_read_timeout)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch()
+        self.pipeline.clear()
+        if isinstance(self._active, HotCycle):
+            self._active.disconnect()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        if self._deaf:
+            return
+        self._overhead += len(data)
+        try:
+            self._feed(data)
+        except httptools.HttpParserError as error:
+            self._give_up(_reason(error))
+        if not self._deaf:
+            self._watch_receiving()
+
+    def _watch_receiving(self) -> None:
+        if not self._receiving:
+            self._unwatch()
+        elif self._overhead > self._settings.max_header_size:
+            self._give_up(self._head_too_large())
+        elif not self._watched:
+            self._watch(self._settings.client_read_timeout)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if isinstance(self._active, HotCycle):
+            self._active.pause()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if isinstance(self._active, HotCycle):
+            self._active.resume()
+
+    # httptools.
+
+    def on_message_begin(self) -> None:
+        if self._deaf or self.transport.is_closing():
+            raise MalformedRequestError("the connection is closing")
+        super().on_message_begin()
+        self._receiving = True
+        self._hot = None
+
+    def on_headers_complete(self) -> None:
+        limit = self._settings.max_header_size
+        if self._overhead > limit and _size(self.headers) + len(self.url) > limit:
+            raise self._head_too_large()
+        if self.parser.should_upgrade():
+            return
+        endpoint = HOT.get(self.url)
+        if endpoint is None or self.parser.get_method() != b"POST":
+            super().on_headers_complete()
+        else:
+            self._queue(HotCycle(self, endpoint, self.headers))
+
+    def on_body(self, body: bytes) -> None:
+        self._overhead = 0
+        hot = self._hot
+        if hot is None:
+            super().on_body(body)
+        elif not hot.response_complete and hot.take(body) > self._settings.max_body_size:
+            hot.refuse(self._body_too_large())
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._receiving = False
+        self._overhead = 0
+        if self._hot is None:
+            super().on_message_complete()
+        elif not self._hot.response_complete:
+            self._hot.complete_request()
+
+    # What a HotCycle needs.
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self.loop.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    def cycle_ended(self, cycle: HotCycle) -> None:
+        if not cycle.keep_alive:
+            self._close(lingering=not cycle.received)
+        self.on_response_complete()
+
+    # Expiring: a request must be received in time.
+
+    def expire(self) -> None:
+        self._watched = False
+        if self._deaf or not self._receiving:
+            self.transport.close()
+        elif self.pipeline or self.flow.read_paused:
+            self._watch(self._settings.client_read_timeout)  # it is we who let it wait
+        else:
+            self._give_up(RequestTimeoutError("the request was not received in time"))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._active = active = cast(HotCycle | RequestResponseCycle, cycle)
+        if isinstance(active, HotCycle):
+            active.begin()
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def _queue(self, hot: HotCycle) -> None:
+        latest, cycle = self.cycle, cast(RequestResponseCycle, hot)
+        self._hot, self.cycle = hot, cycle
+        if _announced_size(self.headers) > self._settings.max_body_size:
+            hot.refuse(self._body_too_large())
+        if latest is None or latest.response_complete:
+            self._start_asgi_task(cycle, self.app)
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((cycle, self.app))
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._feed_without_upgrade(data[upgrade.args[0] :])
+
+    def _feed_without_upgrade(self, rest: bytes) -> None:
+        """Serves a request to upgrade as the plain request that it also is (RFC 9110, 7.8).
+
+        The parser takes everything behind its head for the other protocol and drops the body, so
+        the head is parsed again, without what asks for the upgrade.
+        """
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            raise httptools.HttpParserError("CONNECT is not for a router")
+        kept = [header for header in self.headers if header[0] not in UPGRADE_HEADERS]
+        version = self.parser.get_http_version().encode("ascii")
+        lines = b"".join([b"%s: %s\r\n" % header for header in kept])
+        head = b"%s %s HTTP/%s\r\n%s\r\n" % (method, self.url, version, lines)
+        self.parser = httptools.HttpRequestParser(self)
+        self._feed(head + rest)
+
+    def _give_up(self, error: RequestError) -> None:
+        """What follows cannot be understood: answers what still can be answered, then closes."""
+        if self._deaf:
+            return
+        self._deaf = True
+        active = self._active
+        if active is None or active.response_complete:
+            self._answer_bare(error)
+        elif isinstance(active, HotCycle) and not active.received:
+            active.refuse(error)
+        elif active is self.cycle and self._receiving:
+            self.transport.close()
+        else:
+            self._last_complete(active).keep_alive = False
+
+    def _last_complete(self, active: HotCycle | RequestResponseCycle) -> RequestResponseCycle:
+        if self._receiving and self.pipeline and self.pipeline[0][0] is self.cycle:
+            self.pipeline.popleft()
+        last = self.pipeline[0][0] if self.pipeline else active
+        return cast(RequestResponseCycle, last)
+
+    def _answer_bare(self, error: RequestError) -> None:
+        body = body_of(error)
+        extra = (wire.length(len(body)), wire.CLOSE)
+        self.transport.write(wire.head(shape_of(error).status, JSON, *extra) + body)
+        self._close(lingering=True)
+
+    def _close(self, lingering: bool) -> None:
+        """A connection closed under a client that still sends is reset, and our answer lost."""
+        self._deaf = True
+        if lingering and self.transport.can_write_eof():
+            self.flow.resume_reading()
+            self.transport.write_eof()
+            self._watch(LINGER)
+        else:
+            self.transport.close()
+
+    def _watch(self, seconds: float) -> None:
+        self._watched = True
+        self.deadline = self.loop.time() + seconds
+        self._deadlines.watch(self)
+
+    def _unwatch(self) -> None:
+        if self._watched:
+            self._watched = False
+            self._deadlines.drop(self)
+
+    def _head_too_large(self) -> HeadTooLargeError:
+        return HeadTooLargeError(
+            f"the head is larger than {self._settings.max_header_size:d} bytes"
+        )
+
+    def _body_too_large(self) -> BodyTooLargeError:
+        return BodyTooLargeError(f"the body is larger than {self._settings.max_body_size:d} bytes")
+
+
+def _reason(error: httptools.HttpParserError) -> RequestError:
+    inner = error.__context__
+    if isinstance(inner, RequestError):
+        return inner
+    return MalformedRequestError(f"not a valid HTTP/1.1 request: {error}")
+
+
+def _size(headers: list[tuple[bytes, bytes]]) -> int:
+    return sum(len(name) + len(value) + 4 for name, value in headers)
+
+
+def _announced_size(headers: list[tuple[bytes, bytes]]) -> int:
+    return next((int(value) for name, value in headers if name == b"content-length"), 0)

@@ -1,0 +1,108 @@
+"""disagg-router: `serve` (the default) and `demo`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any, NoReturn
+
+from router.settings import Settings, SettingsError, default_of, flag_of, group_of, load
+
+PROGRAM = "disagg-router"
+DESCRIPTION = """\
+Routes OpenAI requests to prefill and decode engines, one of each for every request.
+
+Commands:
+  serve    serve in front of running engines (the default, may be left out)
+  demo     start engines and a router on this machine, to try it (disagg-router demo --help)
+
+Every option below can also be a variable (DISAGG_ROUTER_PORT for --port) or a line of a YAML
+file (--config). An option wins over a variable, a variable over the file.
+"""
+EXAMPLE = """\
+example:
+  disagg-router --prefiller-hosts 10.0.0.1 10.0.0.2 --prefiller-ports 8100 \\
+                --decoder-hosts 10.0.1.1 --decoder-ports 8200 --host 0.0.0.0
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["demo"]:
+        from router import demo
+
+        return demo.main(arguments[1:])
+    if arguments[:1] == ["serve"]:
+        arguments = arguments[1:]
+    return _serve(vars(parser().parse_args(arguments)))
+
+
+def parser() -> Parser:
+    """The settings model as flags; values stay text, for the model to judge."""
+    made = Parser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} [serve] [options]\n       {PROGRAM} demo [options]",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    general = made.add_argument_group("General")
+    general.add_argument("-h", "--help", action="help", help="Show this and exit.")
+    text = f"{PROGRAM} {version(PROGRAM)}"
+    general.add_argument("--version", action="version", version=text, help="Show it and exit.")
+    groups = {"General": general}
+    for name, field in Settings.model_fields.items():
+        title = group_of(field)
+        if title not in groups:
+            groups[title] = made.add_argument_group(title)
+        groups[title].add_argument(flag_of(name), dest=name, **_options(name))
+    return made
+
+
+def _options(name: str) -> dict[str, Any]:
+    field = Settings.model_fields[name]
+    default = default_of(field)
+    text = f"{field.description} (default: {default})" if default else str(field.description)
+    if field.annotation is bool:
+        return {"action": argparse.BooleanOptionalAction, "help": text}
+    extra = field.json_schema_extra
+    assert isinstance(extra, dict)
+    options: dict[str, Any] = {"metavar": extra["metavar"] or "VALUE", "help": text}
+    if isinstance(field.default, tuple):
+        options |= {"nargs": "+", "action": "extend"}
+    return {**options, "help": options["help"].replace("%", "%%")}
+
+
+def _serve(flags: dict[str, Any]) -> int:
+    from router import serve
+    from router.telemetry import logs
+
+    try:
+        settings = load(flags)
+    except SettingsError as error:
+        for problem in error.problems:
+            print(f"{PROGRAM}: error: {problem}", file=sys.stderr)
+        return 2
+    logs.configure(settings.log_level, settings.log_format)
+    try:
+        serve.run(settings)
+    except serve.BindError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The engines this router knows, and whether they are alive."""

@@ -1,0 +1,41 @@
+"""One engine: where it is, what it does for us, whether it is alive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from router.settings import Address
+from router.upstream.pool import EnginePool
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class State(StrEnum):
+    UNKNOWN = "unknown"
+    HEALTHY = "healthy"
+    UNHEALTHY = "unhealthy"
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """Mutated by its Fleet alone; flows hold it and count their legs with `in_flight`."""
+
+    role: Role
+    address: Address
+    pool: EnginePool
+    state: State = State.UNKNOWN
+    reason: str = "not probed yet"
+    failures: int = 0
+    in_flight: int = 0
+
+    @property
+    def name(self) -> str:
+        return str(self.address)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"

@@ -1,0 +1,107 @@
+"""One request from its arrival to its line in the books: choose a plan, run it, answer failures."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from router.flows import errors, headers, legs
+from router.flows.decode_only import decode_only
+from router.flows.exchange import Exchange, Header
+from router.flows.gateway import Gateway
+from router.flows.pull import pull
+from router.flows.request import Request, parse_body
+from router.telemetry.access import log_access
+from router.telemetry.record import Record
+from router.upstream.errors import ReaderStalledError
+
+logger = logging.getLogger("disagg_router.flows")
+
+
+async def serve(exchange: Exchange, gateway: Gateway) -> None:
+    """Answers the exchange, whatever happens, unless its client has left."""
+    record = Record(exchange.endpoint, exchange.arrived, headers.request_id_of(exchange.headers))
+    request = Request(
+        exchange,
+        record,
+        {},
+        headers.to_engine(exchange.headers),
+        exchange.arrived + gateway.settings.request_timeout,
+    )
+    task = asyncio.current_task()
+    assert task is not None
+    gateway.running.add(task)
+    try:
+        await _run(request, gateway)
+    finally:
+        gateway.running.discard(task)
+        _close_books(record, gateway)
+
+
+async def _run(request: Request, gateway: Gateway) -> None:
+    try:
+        request.body = parse_body(request.exchange.body)
+        await _plan(request, gateway)
+    except asyncio.CancelledError:
+        if not gateway.interrupted:
+            request.record.outcome = "disconnected"
+            gateway.metrics.client_disconnects.labels(request.record.stage).inc()
+            raise
+        await _refuse(request, errors.ShuttingDownError("the router is shutting down"))
+    except errors.RejectedError as rejected:
+        await _pass_on(request, rejected)
+    except Exception as error:
+        await _refuse(request, error)
+
+
+async def _plan(request: Request, gateway: Gateway) -> None:
+    if legs.has_params(request.body):
+        if gateway.settings.trust_client_kv_params:
+            return await _decode_only(request, gateway, "client_params")
+        request.body = legs.without_params(request.body)
+    reason = legs.why_decode_only(request.body)
+    if reason is not None:
+        return await _decode_only(request, gateway, reason)
+    request.record.flow = "pull"
+    await pull(request, gateway)
+
+
+async def _decode_only(request: Request, gateway: Gateway, reason: str) -> None:
+    request.record.flow = "decode_only"
+    await decode_only(request, gateway, reason)
+
+
+async def _pass_on(request: Request, rejected: errors.RejectedError) -> None:
+    record = request.record
+    record.status, record.outcome = rejected.status, "engine_error"
+    passed = headers.to_client(rejected.headers, record.request_id)
+    await request.exchange.respond(rejected.status, passed, rejected.body)
+
+
+async def _refuse(request: Request, error: Exception) -> None:
+    """Tells the client of a failure as honestly as what it already got allows."""
+    record, exchange = request.record, request.exchange
+    record.error = f"{type(error).__name__}: {error}"
+    shape = errors.shape_of(error)
+    if shape.status == 500:
+        logger.error("request %s failed", record.request_id, exc_info=error)
+    if not exchange.started:
+        record.status = shape.status
+        await exchange.respond(shape.status, _error_headers(record), errors.body_of(error))
+    elif request.event_stream and not isinstance(error, ReaderStalledError):
+        record.outcome = "broken_stream"
+        await exchange.finish(errors.event_of(error))
+    else:
+        record.outcome = "broken_stream"
+        exchange.abort()
+
+
+def _error_headers(record: Record) -> list[Header]:
+    return headers.to_client(errors.JSON, record.request_id)
+
+
+def _close_books(record: Record, gateway: Gateway) -> None:
+    record.ended = asyncio.get_running_loop().time()
+    gateway.metrics.finish(record)
+    if gateway.settings.access_log:
+        log_access(record)

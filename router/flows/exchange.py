@@ -1,0 +1,41 @@
+"""What a flow knows of its client: one request, and the means to answer it.
+
+Implemented by every front (uvicorn's protocol, ASGI). A flow runs in a task of its own, which the
+front cancels when the client has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from router.upstream.answer import Answer
+
+Header = tuple[bytes, bytes]
+
+
+class Exchange(Protocol):
+    """Header names are lower case. Nothing can be answered twice; `started` says that it was."""
+
+    endpoint: str
+    headers: Sequence[Header]
+    body: bytes
+    arrived: float
+    started: bool
+
+    async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        """Sends a complete answer."""
+
+    async def relay(
+        self, status: int, headers: Sequence[Header], answer: Answer, idle: float, latest: float
+    ) -> None:
+        """Sends a head and then the answer's body as it comes, ended when that ends.
+
+        Raises UpstreamError when the engine fails midway: the client's answer is then open.
+        """
+
+    async def finish(self, tail: bytes) -> None:
+        """Ends an answer that `relay` left open, with a last piece of body."""
+
+    def abort(self) -> None:
+        """Cuts an answer that `relay` left open, so that no client can take it for complete."""

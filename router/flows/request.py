@@ -1,0 +1,43 @@
+"""One request on its way through a flow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import orjson
+
+from router.flows.errors import BadRequestError
+from router.flows.exchange import Exchange
+from router.flows.legs import Body
+from router.telemetry.record import Record
+
+
+@dataclass(slots=True)
+class Request:
+    """`latest` is the loop time when everything must be over; `shared_headers` go to both legs."""
+
+    exchange: Exchange
+    record: Record
+    body: Body
+    shared_headers: bytes
+    latest: float
+    event_stream: bool = False
+
+
+def parse_body(raw: bytes) -> Body:
+    """The request's JSON object. Raises BadRequestError."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRequestError(f"the body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequestError("the body must be a JSON object")
+    return body
+
+
+def write_body(body: Body) -> bytes:
+    """Raises BadRequestError for what can be read but not written: nesting beyond 250 levels."""
+    try:
+        return orjson.dumps(body)
+    except orjson.JSONEncodeError as error:
+        raise BadRequestError(f"the body cannot be forwarded: {error}") from error

@@ -1,0 +1,1 @@
+"""Which engine: pure functions of the fleet, without I/O."""

@@ -1,0 +1,16 @@
+"""Each engine in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def in_turn(candidates: Sequence[T], turn: int) -> list[T]:
+    """All candidates, starting with the one whose turn it is; the rest are its stand-ins."""
+    if not candidates:
+        return []
+    start = turn % len(candidates)
+    return [*candidates[start:], *candidates[:start]]

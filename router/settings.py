@@ -1,0 +1,388 @@
+"""Every setting, once: flags, DISAGG_ROUTER_* variables and one YAML file, under the same names.
+
+A flag wins over a variable, a variable over the file, the file over the default.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+import yaml
+from pydantic import (
+    BeforeValidator,
+    ByteSize,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+PREFIX = "DISAGG_ROUTER_"
+# A Kubernetes Service called disagg-router puts DISAGG_ROUTER_PORT=tcp://10.0.0.1:8000 into every
+# pod of its namespace.
+SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
+LONGEST = 366 * 86400.0
+HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?")
+
+
+class SettingsError(Exception):
+    """Settings that cannot be used; `problems` has one line for each reason."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+class Address(NamedTuple):
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def _items(value: object) -> list[object]:
+    """A list however it was given: as such, as JSON, or with commas or spaces between."""
+    if isinstance(value, str):
+        return _words(value)
+    if isinstance(value, list | tuple):
+        return [item for part in value for item in _items(part)]
+    return [value]
+
+
+def _words(text: str) -> list[object]:
+    if text.lstrip().startswith("["):
+        try:
+            return list(json.loads(text))
+        except ValueError:
+            pass  # "[::1]" is a host, not a list
+    return list(text.replace(",", " ").split())
+
+
+def _host(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    host = value.removeprefix("[").removesuffix("]") if value.startswith("[") else value
+    if not (_is_ipv6(host) if ":" in host else HOST_NAME.fullmatch(host)):
+        raise ValueError("not a host: give a name, IPv4 or IPv6, without scheme or port")
+    return host
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
+
+
+Host = Annotated[str, BeforeValidator(_host)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Hosts = Annotated[tuple[Host, ...], BeforeValidator(_items)]
+Ports = Annotated[tuple[Port, ...], BeforeValidator(_items)]
+Seconds = Annotated[float, Field(gt=0, le=LONGEST)]
+Delay = Annotated[float, Field(ge=0, le=LONGEST)]
+Lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
+
+
+def _setting(default: Any, group: str, description: str, metavar: str = "") -> Any:
+    return Field(
+        default, description=description, json_schema_extra={"group": group, "metavar": metavar}
+    )
+
+
+class Settings(BaseSettings):
+    """How one router runs. Times are seconds."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX,
+        extra="forbid",
+        frozen=True,
+        enable_decoding=False,
+        hide_input_in_errors=True,
+    )
+
+    config: Path | None = _setting(
+        None, "General", "YAML file with any of these settings, named as the flags are.", "FILE"
+    )
+
+    prefiller_hosts: Hosts = _setting(
+        (), "Engines", "Hosts of the prefill engines: names, IPv4 or IPv6 addresses.", "HOST"
+    )
+    prefiller_ports: Ports = _setting(
+        (), "Engines", "Their HTTP ports: one for each host, or one for all.", "PORT"
+    )
+    decoder_hosts: Hosts = _setting((), "Engines", "Hosts of the decode engines.", "HOST")
+    decoder_ports: Ports = _setting(
+        (), "Engines", "Their HTTP ports: one for each host, or one for all.", "PORT"
+    )
+
+    host: Host = _setting(
+        "127.0.0.1", "Server", "Address to listen on; 0.0.0.0 for every interface.", "HOST"
+    )
+    port: Annotated[int, Field(ge=0, le=65535)] = _setting(
+        8000, "Server", "Port to listen on; 0 takes a free one.", "PORT"
+    )
+    max_body_size: ByteSize = _setting(
+        ByteSize(64 * 1024 * 1024),
+        "Server",
+        "Largest request body, in bytes or as in 64MiB; more is answered 413.",
+        "SIZE",
+    )
+    max_header_size: ByteSize = _setting(
+        ByteSize(64 * 1024),
+        "Server",
+        "Largest head of a request (431) or of an engine's answer (502).",
+        "SIZE",
+    )
+    keep_alive_timeout: Seconds = _setting(
+        75.0, "Server", "How long an idle client connection is kept.", "SECONDS"
+    )
+    client_read_timeout: Seconds = _setting(
+        60.0, "Server", "Longest time from a request's first byte to its last (408).", "SECONDS"
+    )
+    shutdown_delay: Delay = _setting(
+        1.0,
+        "Server",
+        "After SIGTERM: how long to keep accepting while /ready already says 503.",
+        "SECONDS",
+    )
+    shutdown_timeout: Delay = _setting(
+        25.0,
+        "Server",
+        "Then: how long running requests may go on before they are ended.",
+        "SECONDS",
+    )
+
+    connect_timeout: Seconds = _setting(
+        5.0, "Deadlines", "Longest wait for a connection to an engine.", "SECONDS"
+    )
+    prefill_timeout: Seconds = _setting(
+        600.0,
+        "Deadlines",
+        "Longest wait for a prefiller's answer, its queue included (504).",
+        "SECONDS",
+    )
+    decode_first_byte_timeout: Seconds = _setting(
+        600.0,
+        "Deadlines",
+        "Longest wait for a decoder's first byte (504). An answer that is not streamed has its "
+        "first byte when it is complete.",
+        "SECONDS",
+    )
+    stream_idle_timeout: Seconds = _setting(
+        300.0,
+        "Deadlines",
+        "Longest silence within an answer, and longest time that a client may not read.",
+        "SECONDS",
+    )
+    request_timeout: Seconds = _setting(
+        3600.0, "Deadlines", "Longest time for everything together.", "SECONDS"
+    )
+
+    health_interval: Seconds = _setting(
+        5.0, "Health", "Seconds between two probes of an engine (GET /health).", "SECONDS"
+    )
+    health_timeout: Seconds = _setting(
+        5.0, "Health", "Longest wait for a probe's answer.", "SECONDS"
+    )
+    health_failures: Annotated[int, Field(ge=1)] = _setting(
+        2,
+        "Health",
+        "Failed probes in a row that make a healthy engine unhealthy. A refused connection does "
+        "so at once.",
+        "N",
+    )
+
+    engine_idle_connections: Annotated[int, Field(ge=0)] = _setting(
+        256, "Connections", "Idle connections kept for each engine.", "N"
+    )
+    engine_idle_age: Seconds = _setting(
+        4.0,
+        "Connections",
+        "How long they are kept: less than the engine's own keep-alive (5 s in vLLM).",
+        "SECONDS",
+    )
+    max_answer_size: ByteSize = _setting(
+        ByteSize(64 * 1024 * 1024),
+        "Connections",
+        "Largest answer that is held whole: a prefiller's, and errors.",
+        "SIZE",
+    )
+
+    trust_client_kv_params: bool = _setting(
+        False,
+        "Security",
+        "Let clients send kv_transfer_params, which then go to a decoder as they are. They can "
+        "make an engine connect to any address: only for callers that are trusted as much as the "
+        "operator.",
+    )
+
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Lower] = _setting(
+        "info", "Logs", "Least level that is logged."
+    )
+    log_format: Annotated[Literal["text", "json"], Lower] = _setting(
+        "text", "Logs", "Log lines for people or for machines."
+    )
+    access_log: bool = _setting(True, "Logs", "One line for each request.")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        given = init_settings() | {}
+        variables = VariableSource(settings_cls)
+        path = given.get("config") or variables().get("config")
+        file = InitSettingsSource(settings_cls, read_file(Path(path)) if path else {})
+        return init_settings, variables, file
+
+    @model_validator(mode="after")
+    def _pair_hosts_and_ports(self) -> Self:
+        problems = [*_pairing(self, "prefiller"), *_pairing(self, "decoder")]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def prefillers(self) -> tuple[Address, ...]:
+        return _pair(self.prefiller_hosts, self.prefiller_ports)
+
+    @property
+    def decoders(self) -> tuple[Address, ...]:
+        return _pair(self.decoder_hosts, self.decoder_ports)
+
+
+class VariableSource(EnvSettingsSource):
+    """The environment, without what Kubernetes puts there for a Service of our name."""
+
+    def __call__(self) -> dict[str, Any]:
+        return {
+            name: value
+            for name, value in super().__call__().items()
+            if not (isinstance(value, str) and SERVICE_LINK.match(value))
+        }
+
+
+def _pairing(settings: Settings, role: str) -> Iterator[str]:
+    hosts: tuple[str, ...] = getattr(settings, f"{role}_hosts")
+    ports: tuple[int, ...] = getattr(settings, f"{role}_ports")
+    if not hosts or not ports:
+        missing = "hosts" if not hosts else "ports"
+        yield f"no {role} engine: --{role}-{missing} is missing"
+    elif len(ports) not in (1, len(hosts)):
+        yield (
+            f"--{role}-hosts names {len(hosts)} and --{role}-ports {len(ports)}: "
+            "give one port for each host, or one for all"
+        )
+    elif len(set(_pair(hosts, ports))) < len(hosts):
+        yield f"--{role}-hosts and --{role}-ports name an engine twice"
+
+
+def _pair(hosts: tuple[str, ...], ports: tuple[int, ...]) -> tuple[Address, ...]:
+    spread = ports * len(hosts) if len(ports) == 1 else ports
+    return tuple(map(Address, hosts, spread))
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The file's settings, under the model's names. Raises SettingsError."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise SettingsError([f"--config {path}: {reason}"]) from error
+    except yaml.YAMLError as error:
+        raise SettingsError([f"--config {path}: {' '.join(str(error).split())}"]) from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise SettingsError([f"--config {path}: not a mapping of settings"])
+    settings = {str(key).replace("-", "_"): value for key, value in content.items()}
+    if "config" in settings:
+        raise SettingsError([f"--config {path}: config: a file cannot name another"])
+    return settings
+
+
+def load(flags: Mapping[str, Any]) -> Settings:
+    """The settings from flags, environment and file. Raises SettingsError."""
+    try:
+        return Settings(**flags)
+    except ValidationError as error:
+        raise SettingsError(_problems(error, flags)) from None
+
+
+def _problems(error: ValidationError, flags: Mapping[str, Any]) -> list[str]:
+    lines: list[str] = []
+    for problem in error.errors(include_url=False, include_context=False):
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["loc"]:
+            got = textwrap.shorten(repr(problem["input"]), 80)
+            message = f"{_origin(str(problem['loc'][0]), flags)}: {message} (got {got})"
+        lines += message.split("\n")
+    return list(dict.fromkeys(lines))
+
+
+def _origin(name: str, flags: Mapping[str, Any]) -> str:
+    if name in flags:
+        return flag_of(name)
+    if name in Settings.model_fields and variable_of(name) in os.environ:
+        return variable_of(name)
+    return f"{name.replace('_', '-')} (in the configuration file)"
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def variable_of(name: str) -> str:
+    return PREFIX + name.upper()
+
+
+def group_of(field: FieldInfo) -> str:
+    extra = field.json_schema_extra
+    assert isinstance(extra, dict)
+    return str(extra["group"])
+
+
+def default_of(field: FieldInfo) -> str:
+    """The default as a person would write it."""
+    default = field.default
+    if isinstance(default, ByteSize):
+        return default.human_readable().replace(".0", "")
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, float):
+        return f"{default:g}"
+    return "" if default in (None, ()) else str(default)
+
+
+def settings_table() -> str:
+    """Every setting as a Markdown table: flag, variable, default, meaning."""
+    rows = ["| Flag | Variable | Default | Meaning |", "| --- | --- | --- | --- |"]
+    for name, field in Settings.model_fields.items():
+        default = f"`{value}`" if (value := default_of(field)) else ""
+        flag, variable = f"`{flag_of(name)}`", f"`{variable_of(name)}`"
+        rows.append(f"| {flag} | {variable} | {default} | {field.description} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(settings_table())

@@ -1,0 +1,1 @@
+"""What operators see: metrics, the access line, log formats."""

@@ -1,0 +1,93 @@
+"""The router's own metrics, prefix disagg_router_, in a registry of their own.
+
+Labels are bounded: engines are the configured ones, everything else comes from small fixed sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from router.telemetry.record import Record
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter(
+            "requests",
+            "Requests that ended, by what the client was told.",
+            "endpoint",
+            "flow",
+            "status",
+            "outcome",
+        )
+        self.prefill_seconds = self._histogram(
+            "prefill_seconds", "From asking a prefiller to its whole answer."
+        )
+        self.ttft_seconds = self._histogram(
+            "time_to_first_byte_seconds",
+            "From the request's arrival to the first byte of the decoder's body.",
+        )
+        self.decode_first_byte_seconds = self._histogram(
+            "decode_first_byte_seconds",
+            "From asking a decoder to the first byte of its body.",
+        )
+        self.request_seconds = self._histogram(
+            "request_seconds", "From the request's arrival to the end of its answer."
+        )
+        self.in_flight = self._gauge("requests_in_flight", "Requests being worked on.")
+        self.engine_in_flight = self._gauge(
+            "engine_requests_in_flight", "Legs that run on an engine.", "role", "engine"
+        )
+        self.engine_healthy = self._gauge(
+            "engine_healthy", "1 healthy, 0 unhealthy, -1 not probed yet.", "role", "engine"
+        )
+        self.upstream_errors = self._counter(
+            "upstream_errors", "Legs that failed, by kind of failure.", "role", "kind"
+        )
+        self.client_disconnects = self._counter(
+            "client_disconnects", "Clients that left before their answer ended.", "stage"
+        )
+        self.prefill_without_params = self._counter(
+            "prefill_without_params",
+            "Prefill answers without kv_transfer_params: the decoder prefilled again.",
+        )
+        self.decode_only = self._counter(
+            "decode_only", "Requests that went to a decoder alone.", "reason"
+        )
+        self._cached: dict[tuple[str, str, int, str], Counter] = {}
+
+    def finish(self, record: Record) -> None:
+        key = (record.endpoint, record.flow, record.status, record.outcome)
+        counter = self._cached.get(key)
+        if counter is None:
+            counter = self.requests.labels(*map(str, key))
+            self._cached[key] = counter
+        counter.inc()
+        if record.ended is not None:
+            self.request_seconds.observe(record.ended - record.started)
+        if record.first_byte is not None:
+            self.ttft_seconds.observe(record.first_byte - record.started)
+            if record.decode_started is not None:
+                self.decode_first_byte_seconds.observe(record.first_byte - record.decode_started)
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def count_in_flight(self, running: Callable[[], float]) -> None:
+        self.in_flight.set_function(running)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"disagg_router_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"disagg_router_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"disagg_router_{name}", text, buckets=SECONDS, registry=self.registry)

@@ -1,0 +1,30 @@
+"""What one request leaves behind for metrics and the access line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Record:
+    """Filled in by the flow as it goes. Times are seconds of the event loop's clock.
+
+    `stage` is where the request is: "receive", "prefill", "decode", "stream" or "done".
+    `outcome` is "ok", "engine_error" (an engine's own error, passed on), "failed" (the router's
+    error), "broken_stream" (an error after the first byte) or "disconnected" (the client left).
+    """
+
+    endpoint: str
+    started: float
+    request_id: str = ""
+    flow: str = "none"
+    stage: str = "receive"
+    outcome: str = "failed"
+    status: int = 0
+    prefiller: str = ""
+    decoder: str = ""
+    prefill_done: float | None = None
+    decode_started: float | None = None
+    first_byte: float | None = None
+    ended: float | None = None
+    error: str = ""

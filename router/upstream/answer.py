@@ -1,0 +1,207 @@
+"""One engine's answer to one request, while it arrives.
+
+Its life: *waiting* (asked) → *ready* (something to act on) → *done*. When it is ready depends on
+how it was asked for: a whole answer when all of it is here, a stream at the first byte of its body,
+so that a failure before that byte can still become an honest status line.
+
+Bytes are held until someone takes them. An answer that holds more than HIGH_WATER bytes for a
+stream stops reading the engine's socket, so a slow client slows the engine down and does not fill
+the router's memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from router.upstream.deadlines import Deadlines
+from router.upstream.errors import (
+    AnswerTimeoutError,
+    AnswerTooLargeError,
+    ReaderStalledError,
+    UpstreamError,
+)
+from router.upstream.sse import EventGate
+
+Headers = list[tuple[bytes, bytes]]
+HIGH_WATER = 256 * 1024
+
+
+class Wire(Protocol):
+    """What an answer needs of the connection that it arrives on."""
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def abort(self) -> None: ...
+
+
+class Sink(Protocol):
+    """Where a relayed body goes: one call for all that arrived together, the last one marked."""
+
+    def write(self, block: bytes, last: bool) -> None: ...
+
+
+class Answer:
+    """Times are seconds of the event loop's clock."""
+
+    def __init__(
+        self, wire: Wire, deadlines: Deadlines, deadline: float, whole_limit: int | None
+    ) -> None:
+        self.deadline = deadline
+        self.status = 0
+        self.headers: Headers = []
+        self.length: int | None = None
+        self.first_body_at: float | None = None
+        self._wire = wire
+        self._deadlines = deadlines
+        self._whole_limit = whole_limit
+        self._held: list[bytes] = []
+        self._held_size = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._sink: Sink | None = None
+        self._gate: EventGate | None = None
+        self._error: UpstreamError | None = None
+        self._done = False
+        self._stalled = False
+        self._idle = 0.0
+        self._latest = 0.0
+        deadlines.watch(self)
+
+    def header(self, name: bytes) -> bytes | None:
+        return next((value for key, value in self.headers if key == name), None)
+
+    @property
+    def is_event_stream(self) -> bool:
+        kind = self.header(b"content-type") or b""
+        return kind.lower().startswith(b"text/event-stream")
+
+    # The engine's side: called by the connection.
+
+    def start(self, status: int, headers: Headers, length: int | None) -> None:
+        self.status, self.headers, self.length = status, headers, length
+
+    def feed(self, pieces: list[bytes], done: bool) -> None:
+        """Takes what one read of the socket brought."""
+        now = asyncio.get_running_loop().time()
+        if pieces and self.first_body_at is None:
+            self.first_body_at = now
+        if done:
+            self._done = True
+            self._deadlines.drop(self)
+        if self._sink is None:
+            self._hold(pieces)
+        else:
+            self._pass_on(self._sink, b"".join(pieces), now)
+        if done or (self._sink is None and self._is_ready()):
+            self._wake()
+
+    def fail(self, error: UpstreamError) -> None:
+        if not self._done and self._error is None:
+            self._error = error
+            self._deadlines.drop(self)
+            self._wake()
+
+    def expire(self) -> None:
+        if self._stalled:
+            self.fail(ReaderStalledError("the client stopped reading"))
+        else:
+            self.fail(AnswerTimeoutError("no answer in time"))
+        self.close()
+
+    # The reader's side.
+
+    async def ready(self) -> None:
+        """Returns when there is something to act on. Raises UpstreamError."""
+        if not self._is_ready():
+            await self._wait()
+        self._check()
+
+    async def read(self, limit: int) -> bytes:
+        """The rest of the body. Raises UpstreamError, AnswerTooLargeError beyond `limit` bytes."""
+        self._whole_limit = limit
+        self._hold([])
+        self._wire.resume()
+        await self.ready()
+        return self._take()
+
+    async def relay(self, sink: Sink, idle: float, latest: float) -> None:
+        """Passes the body to `sink` as it arrives, until it ends.
+
+        `idle` is the longest silence in seconds, `latest` the loop time when all must be over.
+        Raises UpstreamError; `sink` then gets no more and was never told of an end.
+        """
+        self._sink, self._idle, self._latest = sink, idle, latest
+        if self.is_event_stream:
+            self._gate = EventGate()
+        self._pass_on(sink, self._take(), asyncio.get_running_loop().time())
+        if self._done:
+            return
+        if self._error is None:
+            if not self._stalled:
+                self._wire.resume()
+            await self._wait()
+        self._check()
+
+    def pause(self) -> None:
+        """The reader's buffers are full: stop reading from the engine."""
+        self._stalled = True
+        if not self._done:
+            self._wire.pause()
+
+    def resume(self) -> None:
+        self._stalled = False
+        if not self._done:
+            self._wire.resume()
+
+    def close(self) -> None:
+        """Gives the answer up; an unfinished one costs its connection. May be called twice."""
+        self._deadlines.drop(self)
+        self._sink = None
+        if not self._done:
+            self._wire.abort()
+
+    def _is_ready(self) -> bool:
+        if self._done or self._error is not None:
+            return True
+        return self._whole_limit is None and self.first_body_at is not None
+
+    def _hold(self, pieces: list[bytes]) -> None:
+        self._held += pieces
+        self._held_size += sum(map(len, pieces))
+        if self._whole_limit is None:
+            if self._held_size > HIGH_WATER and not self._done:
+                self._wire.pause()
+        elif self._held_size > self._whole_limit:
+            self._error = AnswerTooLargeError(f"an answer of more than {self._whole_limit} bytes")
+            self.close()
+            self._wake()
+
+    def _take(self) -> bytes:
+        block = b"".join(self._held)
+        self._held.clear()
+        self._held_size = 0
+        return block
+
+    def _pass_on(self, sink: Sink, block: bytes, now: float) -> None:
+        self.deadline = min(now + self._idle, self._latest)
+        if self._gate is not None:
+            block = self._gate.passing(block)
+            if self._done:
+                block += self._gate.rest()
+        if block or self._done:
+            sink.write(block, self._done)
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error

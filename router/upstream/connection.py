@@ -1,0 +1,182 @@
+"""One HTTP/1.1 connection to an engine: one request at a time, parsed strictly.
+
+The connection is *idle* (kept by its pool), *busy* (it has an answer to feed) or *closed*. It goes
+back to its pool only after an answer that ended by its own framing, on a connection that the engine
+keeps open, with nothing unsent and nothing unasked for. Everything else closes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol, cast
+
+import httptools
+
+from router.upstream.answer import Answer, Headers
+from router.upstream.errors import BrokenAnswerError, DisconnectedError
+
+NO_BODY = frozenset((204, 304))
+
+
+class Owner(Protocol):
+    """The pool that a connection reports to."""
+
+    def released(self, connection: EngineConnection) -> None: ...
+    def lost(self, connection: EngineConnection) -> None: ...
+
+
+class EngineConnection(asyncio.Protocol):
+    def __init__(self, owner: Owner, header_limit: int) -> None:
+        self.idle_since = 0.0
+        self._owner = owner
+        self._header_limit = header_limit
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._answer: Answer | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._headers: Headers = []
+        self._pieces: list[bytes] = []
+        self._length: int | None = None
+        self._overhead = 0
+        self._heard = False
+        self._head_done = False
+        self._until_close = False
+        self._complete = False
+        self._keep_alive = False
+
+    @property
+    def is_usable(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def ask(self, request: list[bytes], answer: Answer) -> None:
+        assert self._answer is None, "one request at a time"
+        assert self._transport is not None
+        self._reset()
+        self._answer = answer
+        self._transport.write(b"".join(request))
+
+    # Wire: what the answer does with its connection.
+
+    def pause(self) -> None:
+        if self._transport is not None and self._transport.is_reading():
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        self._answer = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio.Protocol.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._owner.lost(self)
+        answer, self._answer = self._answer, None
+        if answer is None:
+            return
+        if self._until_close and exc is None:
+            answer.feed([], done=True)
+        elif self._heard:
+            answer.fail(BrokenAnswerError("the answer ended early"))
+        else:
+            answer.fail(DisconnectedError(f"the connection was lost: {exc or 'closed'}"))
+
+    def data_received(self, data: bytes) -> None:
+        answer = self._answer
+        if answer is None:
+            self.abort()
+            return
+        self._heard = True
+        error = self._parse(data)
+        pieces, self._pieces = self._pieces, []
+        if self._complete:
+            self._answer = None
+            answer.feed(pieces, done=True)
+            self._finish(error)
+            return
+        if pieces:
+            answer.feed(pieces, done=False)
+        if error is not None:
+            answer.fail(error)
+            self.abort()
+
+    def _parse(self, data: bytes) -> BrokenAnswerError | None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            return BrokenAnswerError(str(error.__context__ or error))
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            return BrokenAnswerError(f"not an HTTP/1.1 answer: {error}")
+        # Bytes that are no body: a head or trailers, which the parser gathers without a limit.
+        self._overhead = 0 if self._pieces else self._overhead + len(data)
+        if self._overhead > self._header_limit and not self._complete:
+            return BrokenAnswerError(f"headers of more than {self._header_limit} bytes")
+        return None
+
+    def _finish(self, error: BrokenAnswerError | None) -> None:
+        transport = self._transport
+        if transport is None:
+            return
+        all_sent = transport.get_write_buffer_size() == 0
+        if error is None and self._keep_alive and all_sent and not transport.is_closing():
+            self._owner.released(self)
+        else:
+            transport.close()
+
+    # httptools.
+
+    def on_message_begin(self) -> None:
+        if self._complete:
+            raise BrokenAnswerError("an answer that nobody asked for")
+        self._headers = []
+        self._length = None
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head_done:
+            return  # trailers say nothing to a relay
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:
+            if status < 100 or status == 101:
+                raise BrokenAnswerError(f"an answer with status {status}")
+            return
+        if status > 599:
+            raise BrokenAnswerError(f"an answer with status {status}")
+        self._read_framing(status)
+        self._head_done = True
+        assert self._answer is not None
+        self._answer.start(status, self._headers, self._length)
+
+    def _read_framing(self, status: int) -> None:
+        framed = status in NO_BODY
+        size = 0
+        for name, value in self._headers:
+            size += len(name) + len(value) + 4
+            if name == b"content-length":
+                self._length, framed = int(value), True
+            elif name == b"transfer-encoding":
+                if value.strip().lower() != b"chunked":
+                    raise BrokenAnswerError("an unknown transfer encoding")
+                framed = True
+        if size > self._header_limit:
+            raise BrokenAnswerError(f"headers of more than {self._header_limit} bytes")
+        self._until_close = not framed
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._head_done:
+            self._complete = True
+            self._keep_alive = self._parser.should_keep_alive()

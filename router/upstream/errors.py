@@ -1,0 +1,62 @@
+"""Everything that can go wrong between the router and an engine.
+
+UpstreamError
+├── ConnectError            no connection, so nothing was sent: another engine may be asked
+│   ├── ConnectRefusedError      refused, unreachable, unknown host
+│   └── ConnectTimeoutError      no connection in time
+├── DisconnectedError            the connection died before the first byte of an answer
+├── AnswerTimeoutError           the engine was asked and did not answer in time
+├── BrokenAnswerError            not HTTP, ended early, or contradicts itself
+│   └── AnswerTooLargeError      more than the router is willing to hold
+└── ReaderStalledError           the client stopped reading, so the engine's answer cannot be taken
+
+`kind` is a metric label; `phrase` says it to a client, which is told neither addresses nor details.
+The exception's own text has those, for the log.
+"""
+
+from __future__ import annotations
+
+
+class UpstreamError(Exception):
+    kind = "upstream"
+    phrase = "failed"
+    role = ""  # of the engine that failed, once a flow has named it
+
+
+class ConnectError(UpstreamError):
+    kind = "connect"
+    phrase = "cannot be reached"
+
+
+class ConnectRefusedError(ConnectError):
+    kind = "connect_refused"
+
+
+class ConnectTimeoutError(ConnectError):
+    kind = "connect_timeout"
+    phrase = "cannot be reached in time"
+
+
+class DisconnectedError(UpstreamError):
+    kind = "disconnected"
+    phrase = "closed the connection without an answer"
+
+
+class AnswerTimeoutError(UpstreamError):
+    kind = "timeout"
+    phrase = "did not answer in time"
+
+
+class BrokenAnswerError(UpstreamError):
+    kind = "broken_answer"
+    phrase = "sent a broken answer"
+
+
+class AnswerTooLargeError(BrokenAnswerError):
+    kind = "answer_too_large"
+    phrase = "sent too large an answer"
+
+
+class ReaderStalledError(UpstreamError):
+    kind = "reader_stalled"
+    phrase = "was stopped because its answer was not read"

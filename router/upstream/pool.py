@@ -1,0 +1,135 @@
+"""The connections to one engine, kept alive between requests.
+
+Idle connections are a stack: the youngest is the likeliest to be still open, and the oldest ones
+fall out when there is less to do. The engine may close an idle connection in the very moment that
+it is used again; a request that dies on a *reused* connection before any byte came back is sent
+once more on a fresh one, and nobody hears of it (RFC 9112, section 9.3.1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from router.upstream.answer import Answer
+from router.upstream.connection import EngineConnection
+from router.upstream.deadlines import Deadlines
+from router.upstream.errors import ConnectRefusedError, ConnectTimeoutError, DisconnectedError
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """Times in seconds, sizes in bytes."""
+
+    connect_timeout: float
+    idle_connections: int
+    idle_age: float
+    header_limit: int
+
+
+class EnginePool:
+    def __init__(self, host: str, port: int, limits: PoolLimits, deadlines: Deadlines) -> None:
+        self._host = host
+        self._port = port
+        self._limits = limits
+        self._deadlines = deadlines
+        self._idle: list[EngineConnection] = []
+        self._reaper: asyncio.TimerHandle | None = None
+
+    @property
+    def idle_count(self) -> int:
+        return len(self._idle)
+
+    async def fetch(self, request: list[bytes], deadline: float, limit: int) -> Answer:
+        """Asks and returns when the whole answer is here, at most `limit` bytes of body.
+
+        `deadline` is in loop seconds. Raises UpstreamError; when cancelled, the connection is
+        closed at once.
+        """
+        return await self._send(request, deadline, limit)
+
+    async def open(self, request: list[bytes], deadline: float) -> Answer:
+        """Like fetch, but returns at the first byte of the body; the answer must be closed."""
+        return await self._send(request, deadline, None)
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().abort()
+        if self._reaper is not None:
+            self._reaper.cancel()
+            self._reaper = None
+
+    async def _send(self, request: list[bytes], deadline: float, limit: int | None) -> Answer:
+        reused = self._youngest()
+        if reused is not None:
+            try:
+                return await self._ask(reused, request, deadline, limit)
+            except DisconnectedError:
+                pass
+        return await self._ask(await self._connect(deadline), request, deadline, limit)
+
+    async def _ask(
+        self, connection: EngineConnection, request: list[bytes], deadline: float, limit: int | None
+    ) -> Answer:
+        answer = Answer(connection, self._deadlines, deadline, limit)
+        try:
+            connection.ask(request, answer)
+            await answer.ready()
+        except BaseException:
+            answer.close()
+            raise
+        return answer
+
+    async def _connect(self, deadline: float) -> EngineConnection:
+        loop = asyncio.get_running_loop()
+        latest = min(deadline, loop.time() + self._limits.connect_timeout)
+        try:
+            async with asyncio.timeout_at(latest):
+                _, connection = await loop.create_connection(
+                    lambda: EngineConnection(self, self._limits.header_limit),
+                    self._host,
+                    self._port,
+                )
+        except TimeoutError as error:
+            raise ConnectTimeoutError(
+                f"{self._host}:{self._port} did not accept in time"
+            ) from error
+        except (OSError, UnicodeError) as error:
+            raise ConnectRefusedError(f"{self._host}:{self._port}: {error}") from error
+        return connection
+
+    # Owner of its connections.
+
+    def released(self, connection: EngineConnection) -> None:
+        if len(self._idle) >= self._limits.idle_connections:
+            connection.abort()
+            return
+        loop = asyncio.get_running_loop()
+        connection.idle_since = loop.time()
+        self._idle.append(connection)
+        if self._reaper is None:
+            self._reaper = loop.call_later(self._limits.idle_age, self._reap, loop)
+
+    def lost(self, connection: EngineConnection) -> None:
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def _youngest(self) -> EngineConnection | None:
+        oldest_allowed = asyncio.get_running_loop().time() - self._limits.idle_age
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_usable and connection.idle_since >= oldest_allowed:
+                return connection
+            connection.abort()
+        return None
+
+    def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._reaper = None
+        expired = loop.time() - self._limits.idle_age
+        keep = next((i for i, c in enumerate(self._idle) if c.idle_since > expired), None)
+        old, self._idle = self._idle[:keep], self._idle[keep:] if keep is not None else []
+        for connection in old:
+            connection.abort()
+        if self._idle:
+            delay = self._idle[0].idle_since - expired
+            self._reaper = loop.call_later(delay, self._reap, loop)

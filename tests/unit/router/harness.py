@@ -1,0 +1,141 @@
+"""A router on a real socket, behind either front, and what tests ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from router.app import build
+from router.flows.gateway import Gateway
+from router.serve import uvicorn_config
+from router.settings import Settings
+from tests.unit.router.mock_engine import MockEngine
+
+
+async def eventually(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    """Returns when the condition holds, fails when it does not come to hold in time."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 # what is waited for has no event to set
+            await asyncio.sleep(0.005)
+
+
+def settings_for(*, p: list[MockEngine], d: list[MockEngine], **changes: Any) -> Settings:
+    quick = {"health_interval": 0.05, "health_timeout": 1.0, "connect_timeout": 1.0}
+    return Settings(
+        prefiller_hosts=("127.0.0.1",) * len(p),
+        prefiller_ports=tuple(engine.port for engine in p),
+        decoder_hosts=("127.0.0.1",) * len(d),
+        decoder_ports=tuple(engine.port for engine in d),
+        **(quick | changes),
+    )
+
+
+@dataclass
+class Router:
+    app: FastAPI
+    port: int
+    client: httpx.AsyncClient
+    front: str
+
+    @property
+    def gateway(self) -> Gateway:
+        gateway: Gateway = self.app.state.gateway
+        return gateway
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def complete(self, **fields: Any) -> httpx.Response:
+        body = {"model": "m", "prompt": "hello", "max_tokens": 7} | fields
+        return await self.client.post("/v1/completions", json=body)
+
+    async def stream(self, **fields: Any) -> httpx.Response:
+        return await self.complete(stream=True, **fields)
+
+    def metric(self, name: str, **labels: str) -> float:
+        registry = self.gateway.metrics.registry
+        return registry.get_sample_value(f"disagg_router_{name}", labels) or 0.0
+
+    @contextlib.asynccontextmanager
+    async def socket(self) -> AsyncIterator[RawClient]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            yield RawClient(reader, writer)
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+@dataclass
+class RawClient:
+    """Bytes to and from the router, without a client library's opinions."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def head(self) -> bytes:
+        async with asyncio.timeout(5):
+            return await self.reader.readuntil(b"\r\n\r\n")
+
+    async def answer(self) -> tuple[bytes, bytes]:
+        """A head, and a body that is framed by Content-Length."""
+        head = await self.head()
+        lines = head.lower().split(b"\r\n")
+        length = next(int(x[15:]) for x in lines if x.startswith(b"content-length:"))
+        async with asyncio.timeout(5):
+            return head, await self.reader.readexactly(length)
+
+    async def until_closed(self) -> bytes:
+        async with asyncio.timeout(8):
+            return await self.reader.read()
+
+
+def post(body: bytes, path: str = "/v1/completions", headers: bytes = b"") -> bytes:
+    """A plain request; `headers` are whole lines."""
+    length = b"content-length: %d\r\n" % len(body)
+    return b"POST %s HTTP/1.1\r\nhost: x\r\n%s%s\r\n%s" % (path.encode(), headers, length, body)
+
+
+@contextlib.asynccontextmanager
+async def running_router(settings: Settings, front: str) -> AsyncIterator[Router]:
+    app = build(settings)
+    config = uvicorn_config(settings, app)
+    if front == "asgi":
+        config.http = HttpToolsProtocol
+    config.load()
+    state, loop = ServerState(), asyncio.get_running_loop()
+    async with app.router.lifespan_context(app) as lifespan:
+        server = await loop.create_server(
+            lambda: config.http_protocol_class(
+                config=config, server_state=state, app_state=dict(lifespan), _loop=loop
+            ),
+            "127.0.0.1",
+            0,
+        )
+        port = server.sockets[0].getsockname()[1]
+        timeout = httpx.Timeout(10)
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", timeout=timeout
+        ) as client:
+            router = Router(app, port, client, front)
+            yield router
+        server.close()
+        for connection in list(state.connections):
+            connection.transport.abort()
+        await eventually(lambda: not state.connections)
+    await eventually(lambda: not router.gateway.running)
+    assert all(engine.in_flight == 0 for engine in router.gateway.fleet.engines)
