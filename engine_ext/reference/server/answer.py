@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 
 from engine_ext.reference.messages import RequestOutput
+from engine_ext.reference.output_stream import merge
 from engine_ext.reference.server.dialect import Dialect
 from engine_ext.reference.server.errors import EngineFailureError
 from engine_ext.reference.server.generation import Outputs
@@ -29,21 +30,9 @@ async def whole(dialect: Dialect, outputs: Outputs) -> dict[str, Any]:
             pieces[choice].append(output)
     _check_complete(tally)
     return dialect.answer(
-        [dialect.answer_choice(choice, _joined(said)) for choice, said in enumerate(pieces)],
+        [dialect.answer_choice(choice, merge(said)) for choice, said in enumerate(pieces)],
         usage=tally.usage(),
         kv_transfer_params=tally.kv_transfer_params,
-    )
-
-
-def _joined(pieces: list[RequestOutput]) -> RequestOutput:
-    last = pieces[-1]
-    return RequestOutput(
-        request_id=last.request_id,
-        text="".join(piece.text for piece in pieces),
-        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
-        logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
     )
 
 

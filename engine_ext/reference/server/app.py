@@ -18,7 +18,7 @@ from engine_ext.reference.server import answer, generation, tokenization
 from engine_ext.reference.server.body import read_body
 from engine_ext.reference.server.dialect import ChatDialect, CompletionDialect, Dialect
 from engine_ext.reference.server.disconnect import ClientGoneError, until_disconnect
-from engine_ext.reference.server.engine_like import ConnectorLike, EngineLike
+from engine_ext.reference.server.engine_like import EngineLike
 from engine_ext.reference.server.errors import (
     ApiError,
     NotFoundError,
@@ -48,17 +48,11 @@ class Limits:
 class Endpoints:
     """The handlers. They own nothing but the way from a request to the engine and back."""
 
-    def __init__(
-        self,
-        model: ServedModel,
-        engine: EngineLike,
-        connector: ConnectorLike | None,
-        limits: Limits,
-    ) -> None:
+    def __init__(self, model: ServedModel, engine: EngineLike, limits: Limits) -> None:
         self._model = model
         self._engine = engine
         self._limits = limits
-        self._registry = registry_of(engine, connector)
+        self._registry = registry_of(engine)
 
     def routes(self) -> list[tuple[str, str, Callable[..., Any]]]:
         return [
@@ -154,12 +148,7 @@ class Endpoints:
         }
 
 
-def build_app(
-    model: ServedModel,
-    engine: EngineLike,
-    connector: ConnectorLike | None = None,
-    limits: Limits | None = None,
-) -> FastAPI:
+def build_app(model: ServedModel, engine: EngineLike, limits: Limits | None = None) -> FastAPI:
     app = FastAPI(
         title="disagg-engine",
         version=package_version(),
@@ -173,7 +162,7 @@ def build_app(
             Exception: _internal_error,
         },
     )
-    endpoints = Endpoints(model, engine, connector, limits or Limits())
+    endpoints = Endpoints(model, engine, limits or Limits())
     for method, path, handler in endpoints.routes():
         app.add_api_route(path, handler, methods=[method], response_class=Response)
     return app

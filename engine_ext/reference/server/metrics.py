@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine_ext.reference.messages import EngineStats
-from engine_ext.reference.server.engine_like import ConnectorLike, EngineLike
+from engine_ext.reference.server.engine_like import EngineLike
 from engine_ext.types import ConnectorStats
 
 PREFIX = "disagg_engine"
@@ -32,19 +32,17 @@ _COUNTERS = (
 
 
 class EngineCollector(Collector):
-    def __init__(self, engine: EngineLike, connector: ConnectorLike | None = None) -> None:
+    def __init__(self, engine: EngineLike) -> None:
         self._engine = engine
-        self._connector = connector
 
     def collect(self) -> Iterable[Metric]:
         yield from _engine_metrics(self._engine.stats())
-        if self._connector is not None:
-            yield from _connector_metrics(self._connector.stats())
+        yield from _connector_metrics(self._engine.connector_stats())
 
 
-def registry_of(engine: EngineLike, connector: ConnectorLike | None = None) -> CollectorRegistry:
+def registry_of(engine: EngineLike) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(EngineCollector(engine, connector))
+    registry.register(EngineCollector(engine))
     return registry
 
 

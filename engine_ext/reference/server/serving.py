@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -9,6 +10,8 @@ from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
+
+logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -18,6 +21,12 @@ KEEP_ALIVE_SECONDS = 75
 
 class Server(uvicorn.Server):
     """uvicorn raises a signal again when it is done, and then no exit status could be 0."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for bound in sockets or []:
+            host, port = bound.getsockname()[:2]
+            logger.info("ready on http://%s:%d", f"[{host}]" if ":" in host else host, port)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

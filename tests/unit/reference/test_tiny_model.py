@@ -5,8 +5,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from engine_ext.reference import tiny_model
+from engine_ext.reference.build import build_engine
 from engine_ext.reference.chat_template import ChatTemplate
-from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
+from engine_ext.reference.engine import Engine
+from engine_ext.reference.engine_config import EngineConfig
+from engine_ext.reference.messages import GenerateRequest, SamplingParams
+from engine_ext.reference.tiny_model import IM_END_ID, TinyModel, write_tiny_model
 from engine_ext.reference.tokenizer import Tokenizer
 
 FILES = {
@@ -52,6 +56,29 @@ def test_weights_spread_as_far_as_the_initializer_range_says(directory: Path) ->
     assert drawn.dtype == np.float32
     assert drawn.std() == pytest.approx(0.1, rel=0.02)
     assert (weights["model.norm.weight"] == 1).all()
+    assert (weights["model.layers.0.self_attn.q_norm.weight"] == 8).all()
+    assert (weights["model.layers.0.self_attn.k_norm.weight"] == 1).all()
+
+
+async def greedy(engine: Engine, name: str, prompt: bytes) -> list[int]:
+    sampling = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    request = GenerateRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling)
+    return [token async for output in engine.generate(request) for token in output.token_ids]
+
+
+async def test_one_changed_character_changes_most_of_the_answer(directory: Path) -> None:
+    engine = build_engine(EngineConfig(model=directory, num_threads=1))
+    prompt = b"The quick brown fox jumps over the lazy dog. " * 22
+    changed = bytearray(prompt)
+    changed[100] ^= 1
+    try:
+        answer = await greedy(engine, "one", prompt)
+        other = await greedy(engine, "other", bytes(changed))
+    finally:
+        engine.shutdown()
+    assert len(set(answer)) > 10
+    assert sum(a != b for a, b in zip(answer, other, strict=True)) > 16
+    assert all(32 <= token < 127 or token == IM_END_ID for token in answer + other)
 
 
 def test_the_model_is_small(directory: Path) -> None:

@@ -111,9 +111,7 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         return STATS
 
-
-class FakeConnector:
-    def stats(self) -> ConnectorStats:
+    def connector_stats(self) -> ConnectorStats:
         return ConnectorStats(blocks_received=12, leases_active=2)
 
 
@@ -157,7 +155,7 @@ class RunningServer:
 async def serving(
     model: ServedModel, engine: FakeEngine, limits: Limits | None = None
 ) -> AsyncIterator[RunningServer]:
-    app = build_app(model, engine, FakeConnector(), limits)
+    app = build_app(model, engine, limits)
     config = uvicorn.Config(
         app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=2
     )

@@ -1,0 +1,220 @@
+"""`disagg-engine`: the command line of the reference engine.
+
+Everything wrong with it ends in one line on stderr and exit status 2, before torch is imported
+where that is possible.
+"""
+
+import argparse
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from engine_ext.config import ConnectorConfig
+from engine_ext.reference.engine_config import EngineConfig
+from engine_ext.reference.server.serving import SIGNALS, bind
+from engine_ext.reference.settings import Settings, SideChannel
+
+PROGRAM = "disagg-engine"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+MEBIBYTE = 2**20
+
+HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+
+_ENGINE_OPTIONS: tuple[tuple[str, type, str], ...] = (
+    ("device", str, "cpu, cuda or cuda:N"),
+    ("block_size", int, "tokens per KV block; vLLM on CPU wants multiples of 32"),
+    ("max_model_len", int, "most tokens of prompt and answer; the default is what fits"),
+    ("max_num_seqs", int, "most requests in one batch"),
+    ("max_num_batched_tokens", int, "most tokens in one step; longer prompts go in chunks"),
+    ("seed", int, "for requests without a seed of their own"),
+    ("num_threads", int, "threads of a forward pass on a CPU; the default is torch's"),
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, _line(message))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    settings = read_settings(arguments, os.environ)
+    logging.basicConfig(
+        level=settings.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    for number in SIGNALS:
+        signal.signal(number, _leave)
+    return _run(settings)
+
+
+def _run(settings: Settings) -> int:
+    try:
+        bound = _bind(settings)
+    except ValueError as error:
+        return _fail(str(error))
+    try:
+        # Late, so that --help and a wrong option do not wait for torch.
+        from engine_ext.reference.host import HostError, build_host
+    except ImportError as error:
+        return _fail(f"{error}; install the engine with: pip install 'disagg-router[engine]'")
+    try:
+        host = build_host(settings)
+    except HostError as error:
+        return _fail(str(error))
+    host.run(bound, shutdown_timeout=settings.shutdown_timeout)
+    return 0
+
+
+def _bind(settings: Settings) -> socket.socket:
+    try:
+        return bind(settings.host, settings.port)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"cannot listen on {settings.host}:{settings.port}: {reason}") from error
+
+
+def _fail(message: str) -> int:
+    sys.stderr.write(_line(message))
+    return 2
+
+
+def _line(message: str) -> str:
+    return f"{PROGRAM}: error: {' '.join(message.split())}\n"
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    """A signal while the model is still loading."""
+    raise SystemExit(0)
+
+
+def read_settings(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Settings:
+    """Ends the process with status 2 for what is wrong."""
+    parser = _parser()
+    options = vars(parser.parse_args(arguments))
+    try:
+        return _settings(options, environment)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _settings(options: dict[str, Any], environment: Mapping[str, str]) -> Settings:
+    connector = _connector(options["kv_transfer_config"])
+    return Settings(
+        engine=_engine(options, connector),
+        connector=connector,
+        side_channel=_side_channel(environment),
+        served_model_names=tuple(options["served_model_name"] or [options["model"]]),
+        host=options["host"],
+        port=options["port"],
+        log_level=options["log_level"],
+        shutdown_timeout=options["shutdown_timeout"],
+    )
+
+
+def _engine(options: dict[str, Any], connector: ConnectorConfig | None) -> EngineConfig:
+    model = Path(options["model"])
+    if not model.is_dir():
+        raise ValueError(f"--model {model} is not a directory")
+    if not (model / "config.json").is_file():
+        raise ValueError(f"--model {model} has no config.json: not a Hugging Face model directory")
+    chosen = {
+        name: options[name]
+        for name in ("dtype", "num_blocks", "enable_prefix_caching", *_engine_names())
+        if options.get(name) is not None
+    }
+    if options["kv_cache_memory_mib"] is not None:
+        chosen["kv_cache_bytes"] = options["kv_cache_memory_mib"] * MEBIBYTE
+    if connector is not None:
+        chosen["kv_load_failure_policy"] = connector.load_failure_policy
+    return EngineConfig(model=model, **chosen)
+
+
+def _connector(text: str | None) -> ConnectorConfig | None:
+    if text is None:
+        return None
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--kv-transfer-config is not valid JSON: {error}") from None
+    return ConnectorConfig.from_kv_transfer_config(raw)
+
+
+def _side_channel(environment: Mapping[str, str]) -> SideChannel:
+    default = SideChannel()
+    try:
+        port = _port(environment.get(PORT_VARIABLE) or str(default.port))
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{PORT_VARIABLE}: {error}") from None
+    return SideChannel(environment.get(HOST_VARIABLE) or default.host, port)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=PROGRAM,
+        description="A small OpenAI-compatible engine that shares its KV cache over NIXL.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory")
+    parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="default: DIR")
+    parser.add_argument("--host", default="0.0.0.0", help="default %(default)s")
+    parser.add_argument("--port", type=_port, default=8100, help="default %(default)s; 0: any")
+    parser.add_argument("--dtype", choices=DTYPES, help="default auto: float32 on a CPU")
+    cache = parser.add_mutually_exclusive_group()
+    cache.add_argument("--num-blocks", type=int, help="KV blocks")
+    cache.add_argument("--kv-cache-memory-mib", type=int, help="KV cache size; default 256")
+    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
+    _add_engine_options(parser)
+    parser.add_argument(
+        "--kv-transfer-config",
+        metavar="JSON",
+        help="vLLM's: kv_connector, kv_role, kv_load_failure_policy, kv_connector_extra_config; "
+        f"the side channel is {HOST_VARIABLE}:{PORT_VARIABLE}, default localhost:5600",
+    )
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info")
+    parser.add_argument(
+        "--shutdown-timeout",
+        type=_seconds,
+        default=10,
+        help="seconds requests may still take after a signal; default %(default)s",
+    )
+    return parser
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    for name, kind, text in _ENGINE_OPTIONS:
+        default = defaults[name]
+        shown = "" if default in (None, MISSING) else f"; default {default}"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text + shown)
+
+
+def _engine_names() -> list[str]:
+    return [name for name, _, _ in _ENGINE_OPTIONS]
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 <= int(text[:6]) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535)")
+    return int(text)
+
+
+def _seconds(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of seconds")
+    return int(text[:9])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,100 @@
+"""The process `disagg-engine` runs: one engine, its connector, its HTTP server."""
+
+import asyncio
+import logging
+import socket
+import time
+from dataclasses import dataclass
+
+import uvloop
+
+from engine_ext.agent import AgentError
+from engine_ext.config import ConnectorConfig
+from engine_ext.connector import Connector, build_connector
+from engine_ext.reference.build import build_engine, max_model_len
+from engine_ext.reference.chat_template import ChatTemplate
+from engine_ext.reference.engine import Engine
+from engine_ext.reference.engine_config import EngineConfig
+from engine_ext.reference.fingerprint import model_factors
+from engine_ext.reference.model_config import ModelConfig, read_model_config
+from engine_ext.reference.server.app import build_app
+from engine_ext.reference.server.served_model import SamplingDefaults, ServedModel
+from engine_ext.reference.server.serving import serve
+from engine_ext.reference.settings import Settings, SideChannel
+from engine_ext.reference.tokenizer import Tokenizer
+from engine_ext.types import CacheGeometry
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    model: ServedModel
+    engine: Engine
+
+    def run(self, bound: socket.socket, *, shutdown_timeout: int) -> None:
+        """Until a signal. Raises TimeoutError where the engine does not stop in time."""
+        app = build_app(self.model, self.engine)
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(serve(app, bound, shutdown_timeout=shutdown_timeout))
+        finally:
+            self.engine.shutdown(shutdown_timeout)
+        logger.info("stopped")
+
+
+class HostError(Exception):
+    """The settings cannot work: one line that says why."""
+
+
+def build_host(settings: Settings) -> Host:
+    """Raises HostError."""
+    try:
+        return _build(settings)
+    except (ValueError, OSError, AgentError) as error:
+        raise HostError(str(error)) from error
+
+
+def _build(settings: Settings) -> Host:
+    config = settings.engine
+    model = _served_model(settings, read_model_config(config.model, config.dtype, config.device))
+    started = time.monotonic()
+    engine = build_engine(config, _connector_factory(settings))
+    logger.info("loaded %s in %.1f s", config.model, time.monotonic() - started)
+    return Host(model, engine)
+
+
+def _served_model(settings: Settings, model_config: ModelConfig) -> ServedModel:
+    directory = settings.engine.model
+    tokenizer = Tokenizer.load(directory)
+    return ServedModel(
+        names=settings.served_model_names,
+        max_model_len=max_model_len(settings.engine, model_config),
+        vocab_size=model_config.vocab_size,
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate.load(directory, tokenizer),
+        defaults=SamplingDefaults.load(directory),
+        created=int(time.time()),
+    )
+
+
+def _connector_factory(settings: Settings) -> "_ConnectorFactory | None":
+    if settings.connector is None:
+        return None
+    return _ConnectorFactory(settings.engine, settings.connector, settings.side_channel)
+
+
+@dataclass(frozen=True, slots=True)
+class _ConnectorFactory:
+    engine: EngineConfig
+    config: ConnectorConfig
+    side_channel: SideChannel
+
+    def __call__(self, model_config: ModelConfig, geometry: CacheGeometry) -> Connector:
+        return build_connector(
+            self.config,
+            geometry,
+            host=self.side_channel.host,
+            port=self.side_channel.port,
+            model_factors=model_factors(self.engine.model, model_config),
+        )
