@@ -1,0 +1,37 @@
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine_ext.reference.tiny_model import write_tiny_model
+from tests.conftest import find_free_ports
+from tests.integration.oracle import Answer, complete_all, thirty_six_prompts
+from tests.integration.processes import Launcher, Server
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def launcher(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Launcher:
+    return Launcher(tmp_path_factory.mktemp("logs"), model, find_free_ports)
+
+
+@pytest.fixture(scope="session")
+def alone(launcher: Launcher) -> Iterator[Server]:
+    """One engine that answers everything by itself: what the right answer is."""
+    with launcher.engine("alone") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def expected(alone: Server) -> list[Answer]:
+    """One prompt at a time: no batching between the model and the oracle."""
+    return complete_all(alone, thirty_six_prompts(), at_once=1)
+
+
+@pytest.fixture
+def free_ports() -> Callable[[int], list[int]]:
+    return find_free_ports

@@ -1,0 +1,74 @@
+"""The only oracle that catches wrong KV: tokens and log-probabilities against one engine alone."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from tests.integration.processes import Server
+
+BLOCK = 32
+TOLERANCE = 1e-3
+"""Between log-probabilities of the same tokens: float noise of other batch shapes."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+
+
+def text_of(length: int, seed: int) -> str:
+    """As many bytes as tokens: the tiny model's tokenizer is byte-level."""
+    letters = random.Random(seed)
+    return "".join(letters.choice("abcdefghij klmnop") for _ in range(length))
+
+
+def thirty_six_prompts() -> list[str]:
+    """Short, around one block, several blocks, 1,500 tokens, and families that share a prefix."""
+    lengths = (1, 2, 7, 31, 32, 33, 63, 64, 65, 100, 200, 255, 256, 257, 500, 1000, 1500, 1501)
+    alone = [text_of(length, seed) for seed, length in enumerate(lengths)]
+    system = text_of(320, 1000)
+    shared = [system + text_of(length, 2000 + length) for length in (1, 31, 32, 33, 64, 90)]
+    shared += [text_of(1500, 16)[:cut] + "!" + text_of(40, cut) for cut in (500, 512, 1024, 1400)]
+    again = [alone[4], alone[16], shared[0], shared[4], alone[9], alone[0], shared[8], alone[14]]
+    return alone + shared + again
+
+
+def complete(server: Server, prompt: str, max_tokens: int = 12, **body: Any) -> Answer:
+    response = server.post(
+        "/v1/completions",
+        {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "logprobs": 1,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **body,
+        },
+    )
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    return Answer(
+        tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]), choice["text"]
+    )
+
+
+def complete_all(server: Server, prompts: list[str], at_once: int = 8, **body: Any) -> list[Answer]:
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(lambda prompt: complete(server, prompt, **body), prompts))
+
+
+def differences(expected: list[Answer], got: list[Answer]) -> list[str]:
+    """One line per answer that differs; empty when every token and log-probability agrees."""
+    found = []
+    for index, (one, other) in enumerate(zip(expected, got, strict=True)):
+        gap = max(
+            (abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True)), default=0.0
+        )
+        if one.tokens != other.tokens or gap > TOLERANCE:
+            found.append(f"prompt {index}: {one.tokens} {other.tokens}, log-probabilities by {gap}")
+    return found

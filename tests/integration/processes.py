@@ -1,0 +1,150 @@
+"""Real engines and routers, as processes: started, waited for, and gone at the end."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+T = TypeVar("T")
+
+START_SECONDS = 60
+
+
+def wait_for(condition: Callable[[], T], what: str, seconds: float = 20) -> T:
+    """The first true value of `condition`, which is asked every few milliseconds."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not reached within {seconds:g} s: {what}"
+        time.sleep(0.005)
+    return value
+
+
+@dataclass(frozen=True)
+class Server:
+    """A process that serves HTTP on `port`."""
+
+    name: str
+    process: "subprocess.Popen[bytes]"
+    port: int
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=30)
+
+    def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=120)
+
+    def metrics(self) -> dict[str, float]:
+        """Sample name with labels -> value."""
+        lines = self.get("/metrics").text.splitlines()
+        samples = (line.rpartition(" ") for line in lines if line and line[0] != "#")
+        return {name: float(value) for name, _, value in samples}
+
+    def kill(self) -> None:
+        """As the kernel's out-of-memory killer would."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(timeout=10)
+
+
+@contextmanager
+def serving(
+    name: str, command: list[str], port: int, directory: Path, ready: str, **env: str
+) -> Iterator[Server]:
+    """Runs `python -m command...` until the block ends; enters when GET `ready` answers 200."""
+    log = directory / f"{name}-{port}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **env},
+        )
+    server = Server(name, process, port, log)
+    try:
+        wait_for(lambda: _answers(server, ready), f"{name} on port {port}", START_SECONDS)
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(timeout=10)
+
+
+def _answers(server: Server, path: str) -> bool:
+    assert server.process.poll() is None, f"{server.name} died:\n{server.log.read_text()[-4000:]}"
+    try:
+        return server.get(path).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Starts servers on free ports; `directory` takes their logs."""
+
+    directory: Path
+    model: Path
+    free_ports: Callable[[int], list[int]]
+
+    @contextmanager
+    def engine(
+        self,
+        name: str,
+        *options: str,
+        module: str = "engine_ext.reference.cli",
+        extra: dict[str, Any] | None = None,
+        policy: str = "fail",
+    ) -> Iterator[Server]:
+        """A reference engine with a connector; `extra` is its kv_connector_extra_config."""
+        port, side_channel = self.free_ports(2)
+        transfer = {
+            "kv_connector": "DisaggConnector",
+            "kv_role": "kv_both",
+            "engine_id": f"{name}-{port}",
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": extra or {},
+        }
+        command = [module, "--model", str(self.model), "--port", str(port), "--num-threads", "1"]
+        command += ["--served-model-name", "tiny", "--kv-transfer-config", json.dumps(transfer)]
+        side = {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
+        }
+        with serving(name, [*command, *options], port, self.directory, "/health", **side) as server:
+            yield server
+
+    @contextmanager
+    def router(
+        self, prefillers: list[Server], decoders: list[Server], *options: str
+    ) -> Iterator[Server]:
+        (port,) = self.free_ports(1)
+        command = ["router.cli", "--port", str(port)]
+        for role, servers in (("prefiller", prefillers), ("decoder", decoders)):
+            command += [f"--{role}-hosts", *("127.0.0.1" for _ in servers)]
+            command += [f"--{role}-ports", *(str(server.port) for server in servers)]
+        with serving("router", [*command, *options], port, self.directory, "/ready") as server:
+            yield server
+
+
+def metric(server: Server, pattern: str) -> float:
+    """Sum of the samples whose name matches; there must be one."""
+    values = [value for name, value in server.metrics().items() if re.fullmatch(pattern, name)]
+    assert values, f"{server.name} has no metric {pattern}"
+    return sum(values)

@@ -1,0 +1,294 @@
+"""Prefill engine, decode engine and router as processes: KV crosses over real NIXL."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import openai
+import pytest
+
+from tests.integration.oracle import (
+    Answer,
+    complete,
+    complete_all,
+    differences,
+    text_of,
+    thirty_six_prompts,
+)
+from tests.integration.processes import Launcher, Server, metric, wait_for
+
+
+@pytest.fixture(scope="module")
+def prefiller(launcher: Launcher) -> Iterator[Server]:
+    with launcher.engine("prefill") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def decoder(launcher: Launcher) -> Iterator[Server]:
+    with launcher.engine("decode") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def router(launcher: Launcher, prefiller: Server, decoder: Server) -> Iterator[Server]:
+    with launcher.router([prefiller], [decoder]) as server:
+        yield server
+
+
+def released(server: Server) -> bool:
+    return metric(server, "disagg_engine_blocks_delayed") == 0
+
+
+def test_tokens_and_logprobs_are_those_of_one_engine_alone(
+    router: Server, prefiller: Server, decoder: Server, expected: list[Answer]
+) -> None:
+    prompts = thirty_six_prompts()
+    assert differences(expected, complete_all(router, prompts, at_once=1)) == []
+    assert differences(expected, complete_all(router, prompts, at_once=8)) == []
+    # The last prompt token is computed on D, everything before it was fetched or cached.
+    assert metric(decoder, "disagg_engine_prompt_tokens_computed_total") == 2 * len(prompts)
+    assert metric(decoder, "disagg_engine_prompt_tokens_fetched_total") > 5000
+    wait_for(lambda: released(prefiller), "P's blocks are freed after the read")
+    granted = metric(prefiller, "disagg_engine_kv_leases_granted_total")
+    assert granted == 2 * len(prompts)
+    assert metric(prefiller, "disagg_engine_kv_leases_released_total") == granted
+    assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 0
+
+
+def test_the_answer_depends_on_every_prompt_token(alone: Server) -> None:
+    prompt = text_of(200, 77)
+    right = complete(alone, prompt)
+    for position in (0, 50, 100, 150, 199):
+        changed = prompt[:position] + "#" + prompt[position + 1 :]
+        assert differences([right], [complete(alone, changed)])
+
+
+def test_one_zeroed_block_is_seen_by_the_oracle(
+    launcher: Launcher, prefiller: Server, alone: Server
+) -> None:
+    prompts = [text_of(length, 300 + length) for length in (65, 200, 700, 1500)]
+    right = complete_all(alone, prompts, at_once=1)
+    with (
+        launcher.engine("corrupt", module="tests.integration.corrupting_engine") as decoder,
+        launcher.router([prefiller], [decoder]) as router,
+    ):
+        wrong = complete_all(router, prompts, at_once=1)
+        assert metric(decoder, "disagg_engine_prompt_tokens_fetched_total") > 0
+    assert len(differences(right, wrong)) == len(prompts)
+
+
+def test_what_the_decoders_cache_holds_is_not_fetched(
+    router: Server, prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    prompt = text_of(320, 500)
+    complete(router, prompt)
+    before = metric(decoder, "disagg_engine_kv_blocks_received_total")
+    longer = prompt + text_of(40, 501)
+    assert differences([complete(alone, longer)], [complete(router, longer)]) == []
+    assert metric(decoder, "disagg_engine_kv_blocks_received_total") - before == 2
+    wait_for(lambda: released(prefiller), "P's blocks are freed")
+
+
+def test_a_prompt_the_decoder_holds_whole_frees_the_prefiller_without_a_read(
+    router: Server, prefiller: Server, decoder: Server
+) -> None:
+    prompt = text_of(64, 600)
+    first = complete(router, prompt, max_tokens=40)
+    reads = metric(decoder, "disagg_engine_kv_pulls_ok_total")
+    assert complete(router, prompt, max_tokens=40) == first
+    assert metric(decoder, "disagg_engine_kv_pulls_ok_total") <= reads + 1
+    wait_for(lambda: released(prefiller), "P's blocks are freed")
+    assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 0
+
+
+CHAT: list[Any] = [
+    {"role": "system", "content": "You answer in gibberish."},
+    {"role": "user", "content": "What does a prefill engine do, and why? " * 4},
+]
+
+
+def test_the_openai_client_gets_the_same_streamed_and_not(router: Server, alone: Server) -> None:
+    texts = set()
+    for server in (router, alone):
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        whole = client.chat.completions.create(
+            model="tiny", messages=CHAT, temperature=0, max_tokens=24
+        )
+        stream = client.chat.completions.create(
+            model="tiny",
+            messages=CHAT,
+            temperature=0,
+            max_tokens=24,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+        streamed = "".join(
+            chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices
+        )
+        assert chunks[-1].usage == whole.usage or chunks[-1].usage is not None
+        texts |= {whole.choices[0].message.content, streamed}
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        client.close()
+    assert len(texts) == 1
+
+
+def test_sampling_with_a_seed_is_that_of_one_engine_alone(router: Server, alone: Server) -> None:
+    prompt = text_of(150, 700)
+    sampling: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
+    assert complete(router, prompt, **sampling).tokens == complete(alone, prompt, **sampling).tokens
+
+
+def test_several_answers_and_several_prompts_are_right_and_leave_no_block(
+    router: Server, prefiller: Server, alone: Server
+) -> None:
+    body = {
+        "model": "tiny",
+        "prompt": [text_of(80, 800), text_of(90, 801)],
+        "max_tokens": 8,
+        "n": 2,
+        "temperature": 0,
+    }
+    ours, theirs = (
+        [choice["text"] for choice in server.post("/v1/completions", body).json()["choices"]]
+        for server in (router, alone)
+    )
+    assert ours == theirs
+    assert len(ours) == 4
+    wait_for(lambda: released(prefiller), "P's blocks are freed")
+
+
+def test_a_client_cannot_point_the_decoder_at_an_address(router: Server, decoder: Server) -> None:
+    params = {
+        "do_remote_prefill": True,
+        "remote_engine_id": "x",
+        "remote_request_id": "y",
+        "remote_host": "127.0.0.1",
+        "remote_port": 1,
+        "remote_block_ids": [[1]],
+        "tp_size": 1,
+    }
+    failed = metric(decoder, "disagg_engine_kv_handshakes_failed_total")
+    complete(router, text_of(100, 900), kv_transfer_params=params)
+    assert metric(decoder, "disagg_engine_kv_handshakes_failed_total") == failed
+
+
+def prefill_only(server: Server, prompt: str) -> dict[str, Any]:
+    """The P leg alone, as the router sends it; returns P's kv_transfer_params."""
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 1,
+        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+    }
+    response = server.post("/v1/completions", body)
+    assert response.status_code == 200, response.text
+    params: dict[str, Any] = response.json()["kv_transfer_params"]
+    return params
+
+
+def test_a_decoder_killed_before_its_read_costs_the_prefiller_one_lease(
+    launcher: Launcher,
+) -> None:
+    lease = 3.0
+    with (
+        launcher.engine("prefill", extra={"kv_lease_duration": lease}) as prefiller,
+        launcher.engine("decode") as decoder,
+    ):
+        granted_after = time.monotonic()
+        params = prefill_only(prefiller, text_of(100, 1))
+        answered = time.monotonic()
+        decoder.kill()
+        assert params["remote_num_tokens"] == 100
+        assert metric(prefiller, "disagg_engine_blocks_delayed") == 4
+        wait_for(lambda: released(prefiller), "the lease ends", lease + 10)
+        freed = time.monotonic()
+        assert freed - granted_after >= lease
+        assert freed - answered < lease + 2
+        assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 1
+
+
+@contextmanager
+def occupied(engine: Server) -> Iterator[None]:
+    """Long streamed answers, one after the other, hold the engine's only place for the block."""
+    body = {
+        "model": "tiny",
+        "prompt": "x",
+        "max_tokens": 3000,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    with ExitStack() as requests:
+        for _ in range(8):
+            requests.enter_context(post_and_leave(engine, body))
+        wait_for(
+            lambda: (
+                metric(engine, "disagg_engine_requests_running") == 1
+                and metric(engine, "disagg_engine_requests_waiting") == 7
+            ),
+            "the engine is occupied",
+        )
+        yield
+
+
+def test_a_decoder_that_queues_beyond_the_lease_keeps_it(launcher: Launcher, alone: Server) -> None:
+    lease = 1.5
+    extra = {"kv_lease_duration": lease}
+    prompt = text_of(300, 2)
+    with (
+        launcher.engine("prefill", extra=extra) as prefiller,
+        launcher.engine("decode", "--max-num-seqs", "1", extra=extra) as decoder,
+        launcher.router([prefiller], [decoder]) as router,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        with occupied(decoder):
+            started = time.monotonic()
+            answer = pool.submit(complete, router, prompt)
+            wait_for(
+                lambda: time.monotonic() - started > 3 * lease,
+                "the request has queued for three leases",
+            )
+            assert not answer.done()
+            assert not released(prefiller)
+        assert differences([complete(alone, prompt)], [answer.result(timeout=60)]) == []
+        assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 0
+        assert metric(decoder, "disagg_engine_kv_heartbeats_sent_total") >= 3
+        assert metric(decoder, "disagg_engine_prompt_tokens_fetched_total") == 300
+
+
+def test_a_client_that_leaves_while_the_decoder_queues_frees_the_prefiller_at_once(
+    launcher: Launcher,
+) -> None:
+    with (
+        launcher.engine("prefill") as prefiller,
+        launcher.engine("decode", "--max-num-seqs", "1") as decoder,
+        launcher.router([prefiller], [decoder]) as router,
+        occupied(decoder),
+    ):
+        request = {"model": "tiny", "prompt": text_of(100, 3), "stream": True}
+        with post_and_leave(router, request):
+            wait_for(
+                lambda: metric(decoder, "disagg_engine_kv_heartbeats_sent_total"),
+                "the D leg queues",
+            )
+            assert not released(prefiller)
+        wait_for(lambda: released(prefiller), "P's blocks are freed", 5)
+        assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 0
+
+
+@contextmanager
+def post_and_leave(server: Server, body: dict[str, Any]) -> Iterator[None]:
+    """A client that sends its request and hangs up when the block ends, answered or not."""
+    content = json.dumps(body).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(content)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(head.encode() + content)
+        yield
