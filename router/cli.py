@@ -6,9 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any, NoReturn
+from typing import Any
 
-from router.settings import Settings, SettingsError, default_of, flag_of, group_of, load
+from router.parser import Parser
+from router.settings import Settings, SettingsError, default_of, flag_of, group_of, load, metavar_of
 
 PROGRAM = "disagg-router"
 DESCRIPTION = """\
@@ -28,19 +29,12 @@ example:
 """
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["demo"]:
-        from router import demo
+        from router.demo import main as demo
 
-        return demo.main(arguments[1:])
+        return demo(arguments[1:])
     if arguments[:1] == ["serve"]:
         arguments = arguments[1:]
     return _serve(vars(parser().parse_args(arguments)))
@@ -77,16 +71,14 @@ def _options(name: str) -> dict[str, Any]:
     text = f"{field.description} (default: {default})" if default else str(field.description)
     if field.annotation is bool:
         return {"action": argparse.BooleanOptionalAction, "help": text}
-    extra = field.json_schema_extra
-    assert isinstance(extra, dict)
-    options: dict[str, Any] = {"metavar": extra["metavar"] or "VALUE", "help": text}
+    options: dict[str, Any] = {"metavar": metavar_of(field), "help": text}
     if isinstance(field.default, tuple):
         options |= {"nargs": "+", "action": "extend"}
-    return {**options, "help": options["help"].replace("%", "%%")}
+    return options
 
 
 def _serve(flags: dict[str, Any]) -> int:
-    from router import serve
+    from router import serve  # not needed for --help and for mistakes, and slow to import
     from router.telemetry import logs
 
     try:

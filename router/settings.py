@@ -233,10 +233,10 @@ class Settings(BaseSettings):
     )
 
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Lower] = _setting(
-        "info", "Logs", "Least level that is logged."
+        "info", "Logs", "Least level that is logged.", "{debug,info,warning,error}"
     )
     log_format: Annotated[Literal["text", "json"], Lower] = _setting(
-        "text", "Logs", "Log lines for people or for machines."
+        "text", "Logs", "Log lines for people or for machines.", "{text,json}"
     )
     access_log: bool = _setting(True, "Logs", "One line for each request.")
 
@@ -360,6 +360,12 @@ def group_of(field: FieldInfo) -> str:
     extra = field.json_schema_extra
     assert isinstance(extra, dict)
     return str(extra["group"])
+
+
+def metavar_of(field: FieldInfo) -> str:
+    extra = field.json_schema_extra
+    assert isinstance(extra, dict)
+    return str(extra["metavar"])
 
 
 def default_of(field: FieldInfo) -> str:

@@ -1,8 +1,9 @@
 """One engine's answer to one request, while it arrives.
 
 Its life: *waiting* (asked) → *ready* (something to act on) → *done*. When it is ready depends on
-how it was asked for: a whole answer when all of it is here, a stream at the first byte of its body,
-so that a failure before that byte can still become an honest status line.
+how it was asked for: a whole answer when all of it is here; one to be relayed at the first byte of
+its body when it is an event stream, else at its end or when HIGH_WATER bytes of it are here. Until
+then a failure can still become an honest status line.
 
 Bytes are held until someone takes them. An answer that holds more than HIGH_WATER bytes for a
 stream stops reading the engine's socket, so a slow client slows the engine down and does not fill
@@ -163,7 +164,9 @@ class Answer:
     def _is_ready(self) -> bool:
         if self._done or self._error is not None:
             return True
-        return self._whole_limit is None and self.first_body_at is not None
+        if self._whole_limit is not None or self.first_body_at is None:
+            return False
+        return self._held_size > HIGH_WATER or self.is_event_stream
 
     def _hold(self, pieces: list[bytes]) -> None:
         self._held += pieces

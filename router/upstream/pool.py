@@ -49,7 +49,7 @@ class EnginePool:
         return await self._send(request, deadline, limit)
 
     async def open(self, request: list[bytes], deadline: float) -> Answer:
-        """Like fetch, but returns at the first byte of the body; the answer must be closed."""
+        """Asks for an answer to relay: returns when that can start. The answer must be closed."""
         return await self._send(request, deadline, None)
 
     def close(self) -> None:

@@ -117,11 +117,12 @@ async def running_router(settings: Settings, front: str) -> AsyncIterator[Router
     if front == "asgi":
         config.http = HttpToolsProtocol
     config.load()
+    protocol_class: Any = config.http_protocol_class
     state, loop = ServerState(), asyncio.get_running_loop()
     async with app.router.lifespan_context(app) as lifespan:
         server = await loop.create_server(
-            lambda: config.http_protocol_class(
-                config=config, server_state=state, app_state=dict(lifespan), _loop=loop
+            lambda: protocol_class(
+                config=config, server_state=state, app_state=dict(lifespan or {}), _loop=loop
             ),
             "127.0.0.1",
             0,

@@ -1,0 +1,472 @@
+"""What engines may answer, and what the client sees of it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+
+import httpx
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router, eventually, post
+from tests.unit.router.mock_engine import (
+    DONE,
+    STREAM_HEAD,
+    USUAL,
+    MockEngine,
+    Peer,
+    Received,
+    Script,
+    chunk,
+    event,
+    usual_decode,
+)
+
+
+def error_of(answer: httpx.Response) -> dict[str, object]:
+    assert answer.headers["content-type"] == "application/json"
+    error: dict[str, object] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == answer.status_code
+    return error
+
+
+def raw(data: bytes) -> Script:
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.send(data)
+        peer.close()
+
+    return script
+
+
+def answering(status: int, content: object, **headers: str) -> Script:
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.answer(content, status, {k.replace("_", "-"): v for k, v in headers.items()})
+
+    return script
+
+
+async def hang(request: Received, peer: Peer) -> None:
+    await peer.wait_left()
+
+
+async def reset(request: Received, peer: Peer) -> None:
+    peer.reset()
+
+
+@pytest.fixture(params=["p", "d"])
+def engine(request: pytest.FixtureRequest, p: MockEngine, d: MockEngine) -> MockEngine:
+    return {"p": p, "d": d}[request.param]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engines_4xx_reaches_the_client_as_it_is(
+    router: Router, engine: MockEngine, stream: bool
+) -> None:
+    content = b'{"object": "error", "its own": "shape"}'
+    engine.scripts = [answering(422, content, content_type="application/problem+json", x_a="b")]
+    answer = await router.complete(stream=stream)
+    assert (answer.status_code, answer.content) == (422, content)
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.headers["x-a"] == "b"
+    assert (await router.complete()).status_code == 200, "a 4xx makes no engine unhealthy"
+    assert router.metric(
+        "requests_total",
+        endpoint="/v1/completions", flow="pull", status="422", outcome="engine_error",
+    ) == 1  # fmt: skip
+
+
+async def test_after_the_prefillers_4xx_the_decoder_is_not_asked(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    p.scripts = [answering(400, {"error": {"message": "too long"}})]
+    assert (await router.complete()).status_code == 400
+    assert not d.requests
+
+
+@pytest.mark.parametrize(("status", "told"), [(500, 502), (503, 503), (599, 502), (302, 502)])
+async def test_an_engines_own_failure_is_told_as_an_openai_error(
+    router: Router, engine: MockEngine, status: int, told: int
+) -> None:
+    engine.scripts = [answering(status, {"error": {"message": "CUDA died"}})]
+    answer = await router.complete()
+    assert answer.status_code == told
+    message = str(error_of(answer)["message"])
+    assert ("CUDA died" in message) == (status >= 500)
+
+
+BROKEN = {
+    "garbage": b"\x00\xff\x17 no http at all\r\n\r\n",
+    "not http": b"220 smtp ready\r\n",
+    "early close in head": b"HTTP/1.1 200 OK\r\ncontent-le",
+    "early close in body": b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{",
+    "two lengths": b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\n{}",
+    "length and chunked": b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n"
+    b"transfer-encoding: chunked\r\n\r\n{}",
+    "bad chunk": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    "unknown encoding": b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip\r\n\r\n{}",
+    "switching protocols": b"HTTP/1.1 101 Switching\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
+    "endless head": b"HTTP/1.1 200 OK\r\n" + b"x: " + b"y" * 100_000,
+    "many headers": b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 20_000 + b"\r\n",
+    "injected header": b"HTTP/1.1 200 OK\r\nx: a\nb: c\r\ncontent-length: 2\r\n\r\n{}",
+    "status 0": b"HTTP/1.1 000 Huh\r\ncontent-length: 2\r\n\r\n{}",
+    "status 700": b"HTTP/1.1 700 Huh\r\ncontent-length: 2\r\n\r\n{}",
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+async def test_a_broken_answer_is_a_502(router: Router, engine: MockEngine, what: str) -> None:
+    engine.scripts = [raw(BROKEN[what])]
+    answer = await router.complete()
+    assert answer.status_code == 502
+    assert error_of(answer)["type"] == "BadGatewayError"
+    assert (await router.complete()).status_code == 200
+
+
+@pytest.mark.parametrize("content", [b"not json", b"[]", b"", b"null"])
+async def test_a_prefill_answer_that_is_no_json_object_is_a_502(
+    router: Router, p: MockEngine, d: MockEngine, content: bytes
+) -> None:
+    p.scripts = [answering(200, content)]
+    assert (await router.complete()).status_code == 502
+    assert not d.requests
+
+
+@pytest.mark.parametrize("script", [raw(b""), reset])
+async def test_a_connection_lost_before_the_answer_is_a_503(
+    router: Router, engine: MockEngine, script: Script
+) -> None:
+    engine.scripts = [script]
+    answer = await router.complete()
+    assert answer.status_code == 503
+    assert error_of(answer)["type"] == "ServiceUnavailableError"
+
+
+async def test_silence_is_a_504_and_ends_the_leg(
+    start_router: StartRouter, engine: MockEngine, p: MockEngine
+) -> None:
+    router = await start_router(prefill_timeout=0.2, decode_first_byte_timeout=0.2)
+    engine.scripts = [hang]
+    answer = await router.complete()
+    assert answer.status_code == 504
+    assert error_of(answer)["type"] == "GatewayTimeoutError"
+    role = "prefill" if engine is p else "decode"
+    assert router.metric("upstream_errors_total", role=role, kind="timeout") == 1
+
+
+async def test_the_whole_request_has_a_deadline(
+    start_router: StartRouter, engine: MockEngine
+) -> None:
+    router = await start_router(request_timeout=0.2)
+    engine.scripts = [hang]
+    assert (await router.complete()).status_code == 504
+
+
+async def test_a_too_large_prefill_answer_is_a_502(
+    start_router: StartRouter, p: MockEngine
+) -> None:
+    router = await start_router(max_answer_size=1000)
+    p.scripts = [answering(200, b" " * 1001), answering(200, b" " * 5_000_000)]
+    assert (await router.complete()).status_code == 502
+    assert (await router.complete()).status_code == 502
+    assert (await router.complete()).status_code == 200
+
+
+@pytest.mark.parametrize("absent", [{}, {"kv_transfer_params": None}, {"kv_transfer_params": {}}])
+async def test_without_params_the_decoder_prefills_itself_and_a_counter_says_so(
+    router: Router, p: MockEngine, d: MockEngine, absent: dict[str, object]
+) -> None:
+    p.scripts = [answering(200, USUAL | absent)]
+    assert (await router.complete()).status_code == 200
+    assert "kv_transfer_params" not in d.last.json
+    assert router.metric("prefill_without_params_total") == 1
+
+
+async def test_interim_answers_are_skipped(router: Router, engine: MockEngine) -> None:
+    usual = engine.usual
+
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        await peer.send(b"HTTP/1.1 103 Early Hints\r\nlink: </x>\r\n\r\n")
+        await usual(request, peer)
+
+    engine.scripts = [script]
+    answer = await router.complete()
+    assert answer.status_code == 200
+    assert "link" not in answer.headers
+
+
+async def test_an_answer_that_ends_with_its_connection_is_complete(
+    router: Router, engine: MockEngine
+) -> None:
+    engine.scripts = [raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n{}")]
+    assert (await router.complete()).status_code == 200
+
+
+async def test_no_hop_by_hop_header_of_an_engine_reaches_the_client(
+    router: Router, d: MockEngine
+) -> None:
+    d.scripts = [
+        answering(
+            200,
+            USUAL,
+            connection="keep-alive, x-internal",
+            keep_alive="timeout=5",
+            x_internal="secret",
+            x_public="yes",
+            server="engine",
+            x_request_id="not this one",
+        )
+    ]
+    answer = await router.complete()
+    assert not {"x-internal", "keep-alive", "server", "connection"} & set(answer.headers)
+    assert answer.headers["x-public"] == "yes"
+    assert answer.headers["x-request-id"] != "not this one"
+
+
+async def test_events_pass_as_they_come(router: Router, d: MockEngine) -> None:
+    next_event = asyncio.Event()
+
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD)
+        for text in ("a", "b", "c"):
+            await peer.send(chunk(event(text)))
+            await next_event.wait()
+            next_event.clear()
+        await peer.send(b"0\r\n\r\n")
+
+    d.scripts = [script]
+    body = {"model": "m", "prompt": "x", "stream": True}
+    async with router.client.stream("POST", "/v1/completions", json=body) as answer:
+        seen = []
+        async for block in answer.aiter_bytes():
+            seen.append(block)
+            next_event.set()
+    assert seen == [event("a"), event("b"), event("c")]
+
+
+class BreakingStream:
+    """Sends an event, and when the client has that, half another one and `then`."""
+
+    def __init__(self, then: bytes, close: bool) -> None:
+        self.seen = asyncio.Event()
+        self._then = then
+        self._close = close
+
+    async def __call__(self, request: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD + chunk(event("a")))
+        await self.seen.wait()
+        await peer.send(chunk(event("b")[:20]) + self._then)
+        if self._close:
+            peer.close()
+        else:
+            await peer.wait_left()
+
+
+@pytest.mark.parametrize(
+    ("then", "close", "code"),
+    [(b"", True, 502), (b"garbage", False, 502), (b"", False, 504), (b"7\r\nabc", True, 502)],
+)
+async def test_a_failure_after_the_first_byte_is_a_last_event(
+    start_router: StartRouter, d: MockEngine, then: bytes, close: bool, code: int
+) -> None:
+    router = await start_router(stream_idle_timeout=0.2)
+    script = BreakingStream(then, close)
+    d.scripts = [script]
+    body = {"model": "m", "prompt": "x", "stream": True}
+    async with router.client.stream("POST", "/v1/completions", json=body) as answer:
+        blocks = answer.aiter_bytes()
+        assert await anext(blocks) == event("a")
+        script.seen.set()
+        last = b"".join([block async for block in blocks])
+    assert answer.status_code == 200
+    assert last.startswith(b"data: ")
+    assert last.endswith(b"}\n\n")
+    assert json.loads(last[6:])["error"]["code"] == code
+    assert router.metric(
+        "requests_total",
+        endpoint="/v1/completions", flow="pull", status="200", outcome="broken_stream",
+    ) == 1  # fmt: skip
+
+
+async def test_the_openai_client_raises_on_a_stream_that_fails(
+    router: Router, d: MockEngine
+) -> None:
+    script = BreakingStream(b"", close=True)
+    d.scripts = [script]
+    async with openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="k") as client:
+        stream = await client.completions.create(model="m", prompt="x", stream=True)
+        assert (await anext(stream)).choices[0].text == "a"
+        script.seen.set()
+        with pytest.raises(openai.APIError, match="broken answer"):
+            await anext(stream)
+
+
+async def test_a_stream_that_fails_before_its_first_byte_has_an_honest_status(
+    router: Router, d: MockEngine
+) -> None:
+    d.scripts = [raw(STREAM_HEAD)]
+    assert (await router.stream()).status_code == 502
+
+
+@pytest.mark.parametrize("head", [b"content-length: 600000\r\n", b"transfer-encoding: chunked\r\n"])
+async def test_an_answer_that_breaks_in_the_middle_never_looks_complete(
+    router: Router, d: MockEngine, head: bytes
+) -> None:
+    body = b" " * 500_000 if b"length" in head else chunk(b" " * 500_000)
+    kind = b"content-type: application/json\r\n"
+    d.scripts = [raw(b"HTTP/1.1 200 OK\r\n" + kind + head + b"\r\n" + body)]
+    with pytest.raises(httpx.RemoteProtocolError):
+        await router.complete()
+
+
+@given(cuts=st.lists(st.integers(0, 600), max_size=8), chunked=st.booleans())
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+async def test_however_an_answer_is_cut_the_client_gets_the_same(
+    router: Router, p: MockEngine, d: MockEngine, cuts: list[int], chunked: bool
+) -> None:
+    events = [event("a"), event("é"), b": comment\r\n\r\n", DONE]
+    body = b"".join(events)
+    plain = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
+    data = plain % len(body) + body
+    if chunked:
+        data = STREAM_HEAD + b"".join(map(chunk, events)) + b"0\r\nx-trailer: 1\r\n\r\n"
+    places = sorted({cut % len(data) for cut in cuts} | {0, len(data)})
+
+    async def script(request: Received, peer: Peer) -> None:
+        for start, end in itertools.pairwise(places):
+            await peer.send(data[start:end])
+            await asyncio.sleep(0)  # another read for the router, if it is quick
+
+    d.scripts = [script]
+    answer = await router.stream()
+    assert (answer.status_code, answer.content) == (200, body)
+    assert d.connections <= 2, "one for probes, and one that a proper end keeps open"
+
+
+async def test_connections_are_reused(router: Router, p: MockEngine, d: MockEngine) -> None:
+    for _ in range(5):
+        assert (await router.complete()).status_code == 200
+    assert {request.connection for request in p.requests} == {p.last.connection}
+    assert {request.connection for request in d.requests} == {d.last.connection}
+
+
+async def test_a_reused_connection_that_dies_unheard_is_retried_unseen(
+    router: Router, engine: MockEngine
+) -> None:
+    await router.complete()
+    used = engine.last.connection
+    engine.scripts = [reset]
+    assert (await router.complete()).status_code == 200
+    first, again = engine.requests[-2:]
+    assert first.connection == used
+    assert again.connection != used
+    assert again.body == first.body
+    assert again.header("x-request-id") == first.header("x-request-id")
+
+
+async def test_it_is_retried_once(router: Router, engine: MockEngine) -> None:
+    await router.complete()
+    engine.scripts = [reset, reset]
+    assert (await router.complete()).status_code == 503
+    assert len(engine.requests) == 3
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b"connection: close\r\ncontent-length: 2\r\n\r\n{}",
+        b"content-length: 2\r\n\r\n{}HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",
+        b"content-length: 2\r\n\r\n{}garbage",
+    ],
+)
+async def test_a_connection_that_may_not_be_reused_is_not(
+    router: Router, engine: MockEngine, tail: bytes
+) -> None:
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.send(b"HTTP/1.1 200 OK\r\n" + tail)
+        await peer.wait_left()
+
+    engine.scripts = [script]
+    assert (await router.complete()).status_code == 200
+    used = engine.last.connection
+    assert (await router.complete()).status_code == 200
+    assert engine.last.connection != used
+
+
+async def test_idle_connections_are_closed_after_their_age(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start_router(engine_idle_age=0.1)
+    await asyncio.gather(*[router.complete() for _ in range(4)])
+    pools = [engine.pool for engine in router.gateway.fleet.engines]
+    await eventually(lambda: sum(pool.idle_count for pool in pools) == 0)
+
+
+async def test_idle_connections_are_bounded(start_router: StartRouter, d: MockEngine) -> None:
+    router = await start_router(engine_idle_connections=2)
+    together = asyncio.Barrier(5)
+
+    async def script(request: Received, peer: Peer) -> None:
+        await together.wait()
+        await usual_decode(request, peer)
+
+    d.scripts = [script] * 5
+    await asyncio.gather(*[router.complete() for _ in range(5)])
+    assert max(engine.pool.idle_count for engine in router.gateway.fleet.engines) == 2
+
+
+async def test_a_slow_client_slows_the_decoder_down(router: Router, d: MockEngine) -> None:
+    piece, total = event("x" * 50_000), 64 * 1024 * 1024
+    sent = 0
+
+    async def script(request: Received, peer: Peer) -> None:
+        nonlocal sent
+        await peer.send(STREAM_HEAD)
+        while sent < total:
+            await peer.send(chunk(piece))
+            sent += len(piece)
+        await peer.send(b"0\r\n\r\n")
+
+    d.scripts = [script]
+    async with router.socket() as client:
+        await client.send(
+            post(b'{"prompt": "x", "stream": true}', headers=b"connection: close\r\n")
+        )
+        await client.head()
+        before = -1
+        while sent != before:
+            before = sent
+            await asyncio.sleep(0.1)
+        assert sent < total / 2, "what the router takes from the decoder is bounded"
+        received = 0
+        while block := await asyncio.wait_for(client.reader.read(2**20), 5):
+            received += len(block)
+    assert received > total
+
+
+async def test_a_client_that_stops_reading_is_given_up(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    router = await start_router(stream_idle_timeout=0.3)
+    left = asyncio.Event()
+
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD)
+        try:
+            while True:
+                await peer.send(chunk(event("x" * 100_000)))
+        except ConnectionError:
+            left.set()
+
+    d.scripts = [script]
+    async with router.socket() as client:
+        await client.send(post(b'{"prompt": "x", "stream": true}'))
+        await asyncio.wait_for(left.wait(), 8)
