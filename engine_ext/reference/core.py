@@ -61,11 +61,16 @@ class EngineCore:
 
     def add(self, request: GenerateRequest) -> RequestOutput | None:
         """Admits the request to the queue; an output where that ended it at once."""
+        if self._queues.knows(request.request_id):
+            return self._refuse(request, f"request id {request.request_id} is in use")
+        seq = Sequence(request)
         error = self._refusal(request)
         if error is not None:
-            self._counters.finished["error"] += 1
-            return RequestOutput(request_id=request.request_id, finish_reason="error", error=error)
-        seq = Sequence(request)
+            # The connector hears of it: a remote may hold blocks for this request.
+            self._scheduler.add(seq)
+            if seq.finish is None:
+                self._scheduler.finish(seq, failed(error))
+            return self._refuse(request, error)
         self._answers[seq.request_id] = Answer(seq, self._tokenizer, self._rules)
         self._counters.prompt_tokens += seq.num_prompt_tokens
         self._scheduler.add(seq)
@@ -127,8 +132,6 @@ class EngineCore:
 
     def _refusal(self, request: GenerateRequest) -> str | None:
         prompt, limit = request.prompt_token_ids, self._rules.max_model_len
-        if self._queues.knows(request.request_id):
-            return f"request id {request.request_id} is in use"
         if not prompt:
             return "the prompt is empty"
         if len(prompt) >= limit:
@@ -138,6 +141,10 @@ class EngineCore:
         if request.sampling.max_tokens < 1:
             return "max_tokens must be at least 1"
         return None
+
+    def _refuse(self, request: GenerateRequest, error: str) -> RequestOutput:
+        self._counters.finished["error"] += 1
+        return RequestOutput(request_id=request.request_id, finish_reason="error", error=error)
 
     def _load(self, step: Step, outputs: list[RequestOutput]) -> StepMetadata:
         """Hands the step's orders to the worker half. Where that fails nobody knows which loads

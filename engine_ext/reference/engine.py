@@ -48,7 +48,11 @@ class Engine:
         self._stopping = threading.Event()
         self._failed = False
         connector.worker.set_wake(self._inbox.wake)
-        connector.start(regions)
+        try:
+            connector.start(regions)
+        except BaseException:
+            connector.shutdown()
+            raise
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -98,7 +102,7 @@ class Engine:
             self._core.check_integrity()
 
     def shutdown(self, timeout: float = 10.0) -> None:
-        """Aborts what runs, ends the thread, then the connector. May be called again.
+        """Aborts what runs, ends the thread, then the connector. Blocks; may be called again.
 
         Raises TimeoutError where the current step takes longer than `timeout` seconds; the
         connector is left alone then, as the step may use it.
@@ -114,11 +118,12 @@ class Engine:
         try:
             self._prepare_thread()
             self._step_until_stopped()
-        except Exception:
+            deliver(self._address(self._core.abort_all()))
+        except BaseException:  # The tokenizer's panics are not Exceptions.
             logger.exception("the engine's thread has failed")
             self._failed = True
         finally:
-            self._close()
+            self._leave()
 
     def _step_until_stopped(self) -> None:
         timeout = 0.0
@@ -132,14 +137,13 @@ class Engine:
             self._stats = self._core.stats()
             deliver(deliveries)
 
-    def _close(self) -> None:
+    def _leave(self) -> None:
         """Nobody who waits is left waiting."""
         commands = self._inbox.close()
-        deliveries = [] if self._failed else self._address(self._core.abort_all())
         self._stats = self._core.stats()
-        orphans = [(c.request.request_id, c.stream) for c in commands if isinstance(c, Submit)]
-        orphans += self._streams.items()
-        deliver([*deliveries, *((stream, _error(i, _GONE)) for i, stream in orphans)])
+        abandoned = [(c.request.request_id, c.stream) for c in commands if isinstance(c, Submit)]
+        abandoned += self._streams.items()
+        deliver([(stream, _error(request_id, _GONE)) for request_id, stream in abandoned])
         for command in commands:
             if isinstance(command, Call):
                 command.result.set_exception(RuntimeError(_GONE))

@@ -66,15 +66,14 @@ class ModelConfig:
 
 def read_model_config(directory: Path, dtype: str = "auto", device: str = "cpu") -> ModelConfig:
     """Raises ValueError, one line, for a directory this engine cannot run."""
-    raw = _read_json(directory / "config.json")
+    path = directory / "config.json"
+    raw = _read_json(path)
     try:
         return _parse(raw, _eos_token_ids(directory, raw), _resolve_dtype(raw, dtype, device))
     except KeyError as missing:
-        raise ValueError(f"{directory / 'config.json'} lacks {missing}") from None
-    except TypeError as error:
-        raise ValueError(
-            f"{directory / 'config.json'} holds a value of a wrong type: {error}"
-        ) from None
+        raise ValueError(f"{path} lacks {missing}") from None
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _parse(raw: dict[str, Any], eos: frozenset[int], dtype: torch.dtype) -> ModelConfig:

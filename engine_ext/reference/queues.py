@@ -54,9 +54,10 @@ class Queues:
     def remove(self, seq: Sequence) -> None:
         if self.parked.pop(seq.request_id, None) is not None:
             return
-        for queue in (self.waiting, self.loaded, self.running):
+        for queue in (self.running, self.loaded, self.waiting):
             if seq in queue:
                 queue.remove(seq)
+                return
 
     def check_integrity(self, blocks: BlockManager) -> None:
         ids = Counter(seq.request_id for seq in self.live())

@@ -28,7 +28,8 @@ class ModelRunner:
         """
         chunks = sorted(step.chunks, key=lambda chunk: chunk.num_tokens > 1)
         self._cache.zero(step.fresh_blocks)
-        batch = self._builder.build([_input(chunk) for chunk in chunks])
+        size = self._cache.block_size
+        batch = self._builder.build([_input(chunk, size) for chunk in chunks])
         logits = self._model.forward(batch, self._cache.layers)
         rows = [i for i, chunk in enumerate(chunks) if chunk.reaches_end]
         sequences = [chunks[i].seq for i in rows]
@@ -43,6 +44,7 @@ class ModelRunner:
         return self._sampler.sample(logits[rows], sequences) if rows else []
 
 
-def _input(chunk: Chunk) -> ChunkInput:
+def _input(chunk: Chunk, block_size: int) -> ChunkInput:
     seq, start = chunk.seq, chunk.seq.num_computed_tokens
-    return ChunkInput(seq.token_ids[start : chunk.end], start, seq.block_ids)
+    num_blocks = -(-chunk.end // block_size)
+    return ChunkInput(seq.token_ids[start : chunk.end], start, seq.block_ids[:num_blocks])

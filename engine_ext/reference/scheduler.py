@@ -186,7 +186,8 @@ class Scheduler:
     def _admit_local(self, seq: Sequence, prefix: list[int], step: Step) -> _Admission:
         local = len(prefix) * self._blocks.block_size
         num_tokens = min(seq.num_tokens - local, step.budget)
-        fresh = self._blocks.admit(seq, prefix, local + num_tokens)
+        # All of the prompt's blocks at once: a chunk that finds none would have to start over.
+        fresh = self._blocks.admit(seq, prefix, seq.num_tokens)
         if fresh is None:
             return _Admission.NO_ROOM
         self._note_prefix_hit(seq, local)

@@ -1,0 +1,97 @@
+"""The same transformers written the long way: no cache, no blocks, nothing fused, float64.
+
+Written from the model descriptions, to be compared with; it shares no code with the engine.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+def log_probabilities(directory: Path, token_ids: Sequence[int]) -> Tensor:
+    """[tokens, vocab]: for each position, of what comes after it."""
+    config = json.loads((directory / "config.json").read_text())
+    weights = {n: t.double() for n, t in load_file(directory / "model.safetensors").items()}
+    x = weights["model.embed_tokens.weight"][list(token_ids)]
+    for i in range(config["num_hidden_layers"]):
+        layer = {
+            name.removeprefix(f"model.layers.{i}."): tensor
+            for name, tensor in weights.items()
+            if name.startswith(f"model.layers.{i}.")
+        }
+        x = x + _attention(config, layer, _norm(config, x, layer["input_layernorm.weight"]))
+        x = x + _mlp(layer, _norm(config, x, layer["post_attention_layernorm.weight"]))
+    x = _norm(config, x, weights["model.norm.weight"])
+    head = "model.embed_tokens" if config.get("tie_word_embeddings") else "lm_head"
+    return (x @ weights[f"{head}.weight"].T).log_softmax(-1)
+
+
+def _attention(config: dict[str, Any], layer: dict[str, Tensor], x: Tensor) -> Tensor:
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    queries = _heads(layer, x, "q", heads)
+    keys = _heads(layer, x, "k", kv_heads)
+    values = _heads(layer, x, "v", kv_heads)
+    if "self_attn.q_norm.weight" in layer:
+        queries = [_norm(config, q, layer["self_attn.q_norm.weight"]) for q in queries]
+        keys = [_norm(config, k, layer["self_attn.k_norm.weight"]) for k in keys]
+    queries = [_turn(config, q) for q in queries]
+    keys = [_turn(config, k) for k in keys]
+    mixed = []
+    for h, query in enumerate(queries):
+        key, value = keys[h * kv_heads // heads], values[h * kv_heads // heads]
+        scores = query @ key.T / math.sqrt(query.shape[-1])
+        future = torch.ones_like(scores).triu(1).bool()
+        mixed.append(scores.masked_fill(future, -math.inf).softmax(-1) @ value)
+    return _linear(layer, torch.cat(mixed, -1), "self_attn.o_proj")
+
+
+def _heads(layer: dict[str, Tensor], x: Tensor, which: str, count: int) -> list[Tensor]:
+    return list(_linear(layer, x, f"self_attn.{which}_proj").chunk(count, dim=-1))
+
+
+def _linear(layer: dict[str, Tensor], x: Tensor, name: str) -> Tensor:
+    out = x @ layer[f"{name}.weight"].T
+    return out + layer[f"{name}.bias"] if f"{name}.bias" in layer else out
+
+
+def _mlp(layer: dict[str, Tensor], x: Tensor) -> Tensor:
+    gate = _linear(layer, x, "mlp.gate_proj")
+    return _linear(layer, gate * gate.sigmoid() * _linear(layer, x, "mlp.up_proj"), "mlp.down_proj")
+
+
+def _norm(config: dict[str, Any], x: Tensor, weight: Tensor) -> Tensor:
+    eps: float = config["rms_norm_eps"]
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def _turn(config: dict[str, Any], x: Tensor) -> Tensor:
+    """Each pair (x[i], x[i + d/2]) as a complex number, turned by position * frequency."""
+    half = x.shape[-1] // 2
+    frequencies = [_frequency(config, 2 * i / x.shape[-1]) for i in range(half)]
+    angles = torch.outer(
+        torch.arange(x.shape[0], dtype=torch.float64), torch.tensor(frequencies).double()
+    )
+    turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def _frequency(config: dict[str, Any], exponent: float) -> float:
+    frequency = config["rope_theta"] ** -exponent
+    scaling = config.get("rope_scaling")
+    if scaling is None:
+        return float(frequency)
+    wavelength = 2 * math.pi / frequency
+    trained = scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    if wavelength < trained / high:
+        return float(frequency)
+    if wavelength > trained / low:
+        return float(frequency / scaling["factor"])
+    smooth = (trained / wavelength - low) / (high - low)
+    return float((1 - smooth) * frequency / scaling["factor"] + smooth * frequency)

@@ -1,0 +1,129 @@
+"""The block pool under any order of calls."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine_ext.reference.block_manager import chain_digest
+from engine_ext.reference.block_pool import BlockPool
+from engine_ext.reference.integrity import IntegrityError
+
+BLOCKS = range(1, 9)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Holders are lists of blocks; contents are named by a chain of small numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(BLOCKS)
+        self.holders: list[tuple[list[int], list[bytes]]] = []
+
+    @rule(names=st.lists(st.integers(0, 1), min_size=1, max_size=5))
+    def hold(self, names: list[int]) -> None:
+        digests: list[bytes] = []
+        for name in names:
+            digests.append(chain_digest(digests[-1] if digests else b"", [name]))
+        shared = self.pool.find(digests)
+        free = self.pool.num_free
+        fresh = self.pool.allocate(len(names) - len(shared), sharing=shared)
+        if fresh is None:
+            assert self.pool.num_free == free
+            return
+        assert len({*shared, *fresh}) == len(names)
+        assert not any(block in held for block in fresh for held, _ in self.holders)
+        self.holders.append(([*shared, *fresh], digests))
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def fill(self, data: st.DataObject) -> None:
+        blocks, digests = data.draw(st.sampled_from(self.holders))
+        for block, digest in zip(blocks, digests, strict=True):
+            self.pool.remember(block, digest)
+        assert len(self.pool.find(digests)) == len(blocks)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        blocks, _ = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
+        self.pool.release(blocks)
+
+    @invariant()
+    def the_books_are_right(self) -> None:
+        counts: dict[int, int] = {}
+        for blocks, _ in self.holders:
+            for block in blocks:
+                counts[block] = counts.get(block, 0) + 1
+        self.pool.check_integrity(counts)
+        assert self.pool.num_free == len(BLOCKS) - len(counts)
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPool = PoolMachine.TestCase
+
+
+def hold(pool: BlockPool, count: int) -> list[int]:
+    blocks = pool.allocate(count)
+    assert blocks is not None
+    return blocks
+
+
+def remember_all(pool: BlockPool, blocks: list[int], mark: bytes) -> list[bytes]:
+    digests = [mark + bytes([i]) for i in range(len(blocks))]
+    for block, digest in zip(blocks, digests, strict=True):
+        pool.remember(block, digest)
+    return digests
+
+
+def test_the_least_recently_freed_goes_first_and_of_one_request_its_end() -> None:
+    pool = BlockPool(BLOCKS)
+    old, young = hold(pool, 4), hold(pool, 4)
+    old_digests, young_digests = remember_all(pool, old, b"o"), remember_all(pool, young, b"y")
+    pool.release(old)
+    pool.release(young)
+    hold(pool, 3)
+    assert pool.find(old_digests) == old[:1]
+    assert pool.find(young_digests) == young
+
+
+def test_worthless_blocks_are_used_before_cached_ones() -> None:
+    pool = BlockPool(BLOCKS)
+    cached, blank = hold(pool, 4), hold(pool, 4)
+    digests = remember_all(pool, cached, b"c")
+    pool.release(cached)
+    pool.release(blank)
+    assert sorted(hold(pool, 4)) == sorted(blank)
+    assert pool.find(digests) == cached
+
+
+def test_blocks_about_to_be_shared_are_not_counted_as_free() -> None:
+    pool = BlockPool(BLOCKS)
+    cached = hold(pool, 8)
+    digests = remember_all(pool, cached, b"c")
+    pool.release(cached)
+    found = pool.find(digests[:5])
+    assert pool.allocate(4, sharing=found) is None
+    assert pool.num_free == 8
+    assert pool.allocate(3, sharing=found) is not None
+
+
+def test_a_block_held_behind_the_books_is_noticed() -> None:
+    pool = BlockPool(BLOCKS)
+    block = hold(pool, 1)[0]
+    with pytest.raises(IntegrityError):
+        pool.check_integrity({})
+    with pytest.raises(IntegrityError):
+        pool.check_integrity({block: 2})
+    pool.check_integrity({block: 1})
+
+
+def test_a_digest_names_all_tokens_before_it() -> None:
+    def chain(*blocks: list[int]) -> bytes:
+        digest = b""
+        for block in blocks:
+            digest = chain_digest(digest, block)
+        return digest
+
+    assert chain([1, 2], [3, 4]) == chain([1, 2], [3, 4])
+    assert len({chain([1, 2], [3, 4]), chain([9, 2], [3, 4]), chain([3, 4]), chain([4, 3])}) == 4

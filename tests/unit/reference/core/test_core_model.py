@@ -1,0 +1,314 @@
+"""The model's arithmetic against an implementation that shares nothing with it; the loader."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine_ext.reference.build import build_engine, build_model, max_model_len
+from engine_ext.reference.engine_config import EngineConfig
+from engine_ext.reference.kv_cache import KVCache
+from engine_ext.reference.model.batch import BatchBuilder, ChunkInput
+from engine_ext.reference.model_config import read_model_config
+from engine_ext.reference.weights import load_weights
+from tests.unit.reference.core.harness import BLOCK, prompt
+from tests.unit.reference.core.plain_model import log_probabilities
+
+CPU = torch.device("cpu")
+TINY: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 300,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+WriteModel = Callable[..., Path]
+
+
+def random_weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.1
+
+    hidden, mlp, d = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    sizes = {"q": config["num_attention_heads"] * d}
+    sizes |= dict.fromkeys("kv", config["num_key_value_heads"] * d)
+    architecture = config["architectures"][0]
+    weights = {
+        "model.embed_tokens.weight": normal(config["vocab_size"], hidden),
+        "model.norm.weight": 1 + normal(hidden),
+    }
+    if not config["tie_word_embeddings"]:
+        weights["lm_head.weight"] = normal(config["vocab_size"], hidden)
+    for i in range(config["num_hidden_layers"]):
+        layer = {
+            "input_layernorm.weight": 1 + normal(hidden),
+            "post_attention_layernorm.weight": 1 + normal(hidden),
+            "mlp.gate_proj.weight": normal(mlp, hidden),
+            "mlp.up_proj.weight": normal(mlp, hidden),
+            "mlp.down_proj.weight": normal(hidden, mlp),
+            "self_attn.o_proj.weight": normal(hidden, sizes["q"]),
+        }
+        for name, size in sizes.items():
+            layer[f"self_attn.{name}_proj.weight"] = normal(size, hidden)
+            if architecture == "Qwen2ForCausalLM" or config.get("attention_bias"):
+                layer[f"self_attn.{name}_proj.bias"] = normal(size)
+        if config.get("attention_bias"):
+            layer["self_attn.o_proj.bias"] = normal(hidden)
+        if architecture == "Qwen3ForCausalLM":
+            layer |= {f"self_attn.{n}_norm.weight": 1 + normal(d) for n in "qk"}
+        weights |= {f"model.layers.{i}.{name}": tensor for name, tensor in layer.items()}
+    return weights
+
+
+@pytest.fixture
+def write_model(tmp_path: Path) -> WriteModel:
+    def write(**changes: Any) -> Path:
+        config = TINY | changes
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        save_file(random_weights(config), tmp_path / "model.safetensors")
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="qwen3"),
+        pytest.param({"tie_word_embeddings": True}, id="qwen3 tied"),
+        pytest.param({"architectures": ["Qwen2ForCausalLM"]}, id="qwen2"),
+        pytest.param({"architectures": ["LlamaForCausalLM"]}, id="llama"),
+        pytest.param(
+            {"architectures": ["LlamaForCausalLM"], "attention_bias": True}, id="llama with bias"
+        ),
+        pytest.param(
+            {"architectures": ["LlamaForCausalLM"], "rope_scaling": LLAMA3_ROPE}, id="llama 3"
+        ),
+    ],
+)
+def test_chunks_over_scattered_blocks_equal_plain_attention(
+    write_model: WriteModel, changes: dict[str, Any]
+) -> None:
+    directory = write_model(**changes)
+    config = read_model_config(directory)
+    model = build_model(EngineConfig(model=directory, num_blocks=40), config)
+    cache = KVCache(config, num_blocks=40, block_size=BLOCK, device=CPU)
+    build = BatchBuilder(num_kv_heads=2, block_size=BLOCK, device=CPU).build
+    one, two = prompt(150), prompt(90, seed=4)
+    tables = (list(range(39, 19, -1)), [3, 1, 19, 4, 15, 9, 2, 6, 5, 8, 7, 11])
+    expected = (log_probabilities(directory, one), log_probabilities(directory, two))
+
+    def run(*spans: tuple[int, int, int]) -> None:
+        inputs = [
+            ChunkInput((one, two)[i][a:z], a, tables[i][: -(-z // BLOCK)]) for i, a, z in spans
+        ]
+        got = model.forward(build(inputs), cache.layers).log_softmax(-1)
+        for row, (i, _, z) in zip(got, spans, strict=True):
+            torch.testing.assert_close(row.double(), expected[i][z - 1], atol=2e-5, rtol=0)
+
+    run((0, 0, 40))
+    run((0, 40, 41), (1, 0, 33))
+    run((0, 41, 149), (1, 33, 89))
+    run((0, 149, 150), (1, 89, 90))
+
+
+def test_a_long_chunk_over_a_context_is_attended_in_tiles(write_model: WriteModel) -> None:
+    directory = write_model(max_position_embeddings=2048)
+    config = read_model_config(directory)
+    model = build_model(EngineConfig(model=directory, num_blocks=200), config)
+    cache = KVCache(config, num_blocks=200, block_size=BLOCK, device=CPU)
+    build = BatchBuilder(num_kv_heads=2, block_size=BLOCK, device=CPU).build
+    tokens, table = prompt(1100), list(range(1, 140))
+    model.forward(build([ChunkInput(tokens[:30], 0, table)]), cache.layers)
+    got = model.forward(build([ChunkInput(tokens[30:], 30, table)]), cache.layers)
+    expected = log_probabilities(directory, tokens)[-1]
+    torch.testing.assert_close(got[0].log_softmax(-1).double(), expected, atol=5e-5, rtol=0)
+
+
+def test_stale_bytes_behind_a_sequence_do_not_reach_it(write_model: WriteModel) -> None:
+    directory = write_model()
+    config = read_model_config(directory)
+    cache = KVCache(config, num_blocks=4, block_size=BLOCK, device=CPU)
+    for layer in cache.layers:
+        layer[1:] = float("nan")
+    cache.zero([2])
+    assert all(layer[2].eq(0).all() for layer in cache.layers)
+    assert all(layer[[1, 3]].isnan().all() for layer in cache.layers)
+
+
+def test_regions_name_and_cover_each_layer(write_model: WriteModel) -> None:
+    config = read_model_config(write_model())
+    cache = KVCache(config, num_blocks=7, block_size=BLOCK, device=CPU)
+    regions = cache.regions()
+    assert [r.name for r in regions] == [f"model.layers.{i}.self_attn.attn" for i in range(2)]
+    for region, layer in zip(regions, cache.layers, strict=True):
+        assert tuple(layer.shape) == (7, 2, BLOCK, 32)
+        assert region.base_addr + 3 * region.block_stride == layer[3].data_ptr()
+        assert region.block_len == layer[3].nbytes == region.block_stride
+        assert region.mem_type == "DRAM"
+
+
+def test_shards_load_like_one_file(write_model: WriteModel) -> None:
+    directory = write_model()
+    config = read_model_config(directory)
+    whole = load_weights(directory, config, CPU)
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    halves = {"a.safetensors": {}, "b.safetensors": {}}  # type: dict[str, dict[str, torch.Tensor]]
+    for i, (name, tensor) in enumerate(tensors.items()):
+        halves["ab"[i % 2] + ".safetensors"][name] = tensor
+    for file, part in halves.items():
+        save_file(part, directory / file)
+    index = {name: file for file, part in halves.items() for name in part}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    shards = load_weights(directory, config, CPU)
+    assert whole.head.equal(shards.head)
+    assert all(
+        a.qkv.equal(b.qkv) and a.gate_up.equal(b.gate_up) and a.down.equal(b.down)
+        for a, b in zip(whole.layers, shards.layers, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({"architectures": None}, "unsupported architecture"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"num_key_value_heads": 4}, "do not divide"),
+        ({"vocab_size": "many"}, "config.json"),
+        ({"vocab_size": None}, "config.json"),
+    ],
+)
+def test_a_model_this_engine_cannot_run_is_named_in_one_line(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY | changes))
+    with pytest.raises(ValueError, match=words) as error:
+        read_model_config(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{", '{"architectures": ["Qwen3ForCausalLM"]}'])
+def test_a_broken_config_is_named_in_one_line(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        read_model_config(tmp_path)
+
+
+def test_newer_rope_parameters_and_end_tokens_are_read(tmp_path: Path) -> None:
+    config = {k: v for k, v in TINY.items() if k != "rope_theta"}
+    config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    read = read_model_config(tmp_path)
+    assert read.rope_theta == 5e5
+    assert read.eos_token_ids == {2, 7, 9}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "expected"),
+    [
+        ("auto", "cpu", torch.float32),
+        ("auto", "cuda", torch.bfloat16),
+        ("float16", "cpu", torch.float16),
+    ],
+)
+def test_auto_dtype_is_float32_on_a_cpu_and_the_checkpoints_elsewhere(
+    tmp_path: Path, dtype: str, device: str, expected: torch.dtype
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"torch_dtype": "bfloat16"}))
+    assert read_model_config(tmp_path, dtype, device).dtype is expected
+
+
+def test_checkpoint_errors_name_the_tensor(write_model: WriteModel) -> None:
+    directory = write_model()
+    config = read_model_config(directory)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+
+    save_file({n: t for n, t in tensors.items() if n != "model.norm.weight"}, path)
+    with pytest.raises(ValueError, match=r"lacks 1 tensors, e\.g\. model\.norm\.weight"):
+        load_weights(directory, config, CPU)
+
+    save_file(tensors | {"model.extra": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match=r"unexpected 1 tensors, e\.g\. model\.extra"):
+        load_weights(directory, config, CPU)
+
+    save_file(tensors | {"model.norm.weight": torch.zeros(5)}, path)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(5,\)"):
+        load_weights(directory, config, CPU)
+
+    path.write_bytes(b"\x10\0\0\0\0\0\0\0not json")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_weights(directory, config, CPU)
+
+    path.unlink()
+    with pytest.raises(ValueError, match="does not exist"):
+        load_weights(directory, config, CPU)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_model_len": 4096}, "512 positions"),
+        ({"max_model_len": 500, "num_blocks": 5}, "128 tokens"),
+        ({"kv_cache_bytes": 100}, "kv_cache_bytes"),
+        ({"device": "tpu"}, "device"),
+        ({"device": "nonsense:x"}, "device"),
+        ({"dtype": "int4"}, "int4"),
+    ],
+)
+def test_a_configuration_that_cannot_run_is_refused(
+    write_model: WriteModel, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        build_engine(EngineConfig(model=write_model(), **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_size": 0},
+        {"num_blocks": 1},
+        {"max_num_seqs": 0},
+        {"max_num_batched_tokens": -1},
+        {"kv_load_failure_policy": "retry"},
+    ],
+)
+def test_a_senseless_setting_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        EngineConfig(model=tmp_path, **changes)
+
+
+def test_the_longest_request_fits_an_empty_cache(write_model: WriteModel) -> None:
+    directory = write_model()
+    config = EngineConfig(model=directory, num_blocks=5, block_size=BLOCK)
+    assert max_model_len(config, read_model_config(directory)) == 4 * BLOCK
