@@ -7,6 +7,7 @@ from engine_ext.reference.tiny_model import write_tiny_model
 from tests.unit.reference.server.fake_engine import (
     FakeEngine,
     RunningServer,
+    in_process,
     saying,
     served_model,
     serving,
@@ -25,5 +26,12 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 async def server(model: ServedModel, engine: FakeEngine) -> AsyncIterator[RunningServer]:
+    """For what no socket can change."""
+    async with in_process(model, engine) as client:
+        yield RunningServer(engine, 0, client)
+
+
+@pytest.fixture
+async def real_server(model: ServedModel, engine: FakeEngine) -> AsyncIterator[RunningServer]:
     async with serving(model, engine) as running:
         yield running

@@ -128,7 +128,7 @@ def served_model(directory: Path) -> ServedModel:
 
 
 def in_process(model: ServedModel, engine: FakeEngine) -> httpx.AsyncClient:
-    """The application without a socket, for what no socket can change."""
+    """The application without a socket."""
     transport = httpx.ASGITransport(build_app(model, engine))
     return httpx.AsyncClient(transport=transport, base_url="http://engine")
 

@@ -1,0 +1,133 @@
+import asyncio
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine_ext.reference.server.app import Limits, package_version
+from engine_ext.reference.server.served_model import ServedModel
+from tests.unit.reference.server.fake_engine import FakeEngine, RunningServer, serving
+
+
+async def test_every_served_name_is_listed_and_can_be_asked_for(server: RunningServer) -> None:
+    listed = (await server.client.get("/v1/models")).json()
+    assert [card["id"] for card in listed["data"]] == ["tiny", "alias"]
+    assert {card["max_model_len"] for card in listed["data"]} == {256}
+    for name in ("tiny", "alias"):
+        assert (await server.client.get(f"/v1/models/{name}")).json()["id"] == name
+        assert (await server.post("/v1/completions", prompt="a", model=name)).status_code == 200
+    assert (await server.client.get("/v1/models/other/x")).status_code == 404
+
+
+async def test_health_follows_the_engine(real_server: RunningServer) -> None:
+    assert (await real_server.client.get("/health")).status_code == 200
+    real_server.engine.is_healthy = False
+    for response in (
+        await real_server.client.get("/health"),
+        await real_server.post("/v1/completions", prompt="a"),
+    ):
+        assert response.status_code == 503
+        assert response.json()["error"]["type"] == "ServiceUnavailableError"
+
+
+async def test_version_and_load_are_json(server: RunningServer) -> None:
+    assert (await server.client.get("/version")).json() == {"version": package_version()}
+    assert (await server.client.get("/load")).json() == {"server_load": 6}
+
+
+async def test_metrics_show_what_engine_and_connector_count(real_server: RunningServer) -> None:
+    response = await real_server.client.get("/metrics")
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+    assert all(name.startswith("disagg_engine_") for name, *_ in samples)
+    for name, value in {
+        "requests_running": 1,
+        "requests_waiting": 2,
+        "requests_waiting_for_remote_kv": 3,
+        "blocks": 100,
+        "blocks_free": 90,
+        "blocks_delayed": 4,
+        "prompt_tokens_total": 1000,
+        "prompt_tokens_computed_total": 500,
+        "prompt_tokens_cached_total": 200,
+        "prompt_tokens_fetched_total": 300,
+        "generation_tokens_total": 77,
+        "preemptions_total": 7,
+        "kv_blocks_received_total": 12,
+        "kv_leases_active": 2,
+    }.items():
+        assert samples[(f"disagg_engine_{name}",)] == value
+    assert samples[("disagg_engine_requests_finished_total", "length")] == 6
+
+
+async def test_text_is_tokenized_and_back(server: RunningServer) -> None:
+    answer = (await server.post("/tokenize", prompt="hé", return_token_strs=True)).json()
+    assert answer == {
+        "count": 3,
+        "max_model_len": 256,
+        "tokens": [104, 195, 169],
+        "token_strs": ["h", "Ã", "©"],
+    }
+    back = (await server.post("/detokenize", tokens=answer["tokens"])).json()
+    assert back == {"prompt": "hé"}
+
+
+async def test_messages_are_tokenized_as_a_chat_would_send_them(server: RunningServer) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    tokens = (await server.post("/tokenize", messages=messages)).json()["tokens"]
+    await server.post("/v1/chat/completions", messages=messages)
+    assert tuple(tokens) == server.engine.requests[0].prompt_token_ids
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 7}, "prompt"),
+        ("/tokenize", {"messages": [7]}, "messages"),
+        ("/detokenize", {"tokens": [259]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+    ],
+)
+async def test_what_cannot_be_tokenized_is_a_400(
+    path: str, body: dict[str, object], param: str, server: RunningServer
+) -> None:
+    response = await server.post(path, **body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+async def test_unknown_paths_and_methods_are_error_objects(real_server: RunningServer) -> None:
+    unknown = await real_server.client.get("/v1/unknown")
+    assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "NotFoundError")
+    wrong = await real_server.client.get("/v1/completions")
+    assert (wrong.status_code, wrong.json()["error"]["type"]) == (405, "MethodNotAllowedError")
+    assert wrong.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_body_over_the_limit_is_a_413(
+    announced: bool, model: ServedModel, engine: FakeEngine
+) -> None:
+    async def unannounced() -> object:
+        for _ in range(20):
+            yield b" " * 100
+
+    async with serving(model, engine, Limits(body_bytes=1000)) as server:
+        body = b" " * 2000 if announced else unannounced()
+        response = await server.client.post("/v1/completions", content=body)  # type: ignore[arg-type]  # an async generator is fine
+        assert response.status_code == 413
+        assert response.json()["error"]["code"] == 413
+        assert (await server.post("/v1/completions", prompt="a")).status_code == 200
+
+
+async def test_a_body_that_never_comes_is_given_up(model: ServedModel, engine: FakeEngine) -> None:
+    async with serving(model, engine, Limits(body_seconds=0.05)) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        status = await asyncio.wait_for(reader.readline(), 10)
+        writer.close()
+    assert status.split()[1] == b"408"

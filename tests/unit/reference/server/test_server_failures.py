@@ -1,0 +1,145 @@
+"""Clients that leave, and engines that fail."""
+
+import asyncio
+import json
+from collections.abc import Iterable
+
+import pytest
+
+from engine_ext.reference.messages import FinishReason, GenerateRequest, RequestOutput
+from engine_ext.reference.server.served_model import ServedModel
+from tests.unit.reference.server.fake_engine import (
+    FakeEngine,
+    RunningServer,
+    Script,
+    saying,
+    serving,
+    until,
+)
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+BODY = {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def send(server: RunningServer, path: str, **body: object) -> asyncio.StreamWriter:
+    """Sends a request on a socket of its own, which the caller can simply close."""
+    content = json.dumps({**BODY, **body}).encode()
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+    writer.write(head.encode() + content)
+    return writer
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(("stream", "said"), [(False, 0), (False, 1), (True, 0), (True, 1)])
+async def test_a_client_that_leaves_ends_its_requests_at_once(
+    stream: bool, said: int, n: int, path: str, model: ServedModel, engine: FakeEngine
+) -> None:
+    engine.gate.clear()
+    engine.open_until = said
+    async with serving(model, engine) as server:
+        writer = await send(server, path, stream=stream, n=n)
+        await until(lambda: len(engine.requests) == n)
+        assert engine.closed == []
+        writer.close()
+        await until(lambda: len(engine.closed) == n)
+    assert engine.finished == []
+
+
+async def test_a_client_that_leaves_disturbs_nobody_else(
+    model: ServedModel, engine: FakeEngine
+) -> None:
+    engine.gate.clear()
+    async with serving(model, engine) as server:
+        leaver = await send(server, PATHS[0], stream=True)
+        await until(lambda: len(engine.requests) == 1)
+        stayer = asyncio.create_task(server.post(PATHS[0], **BODY))
+        await until(lambda: len(engine.requests) == 2)
+        leaver.close()
+        await until(lambda: len(engine.closed) == 1)
+        engine.gate.set()
+        assert (await stayer).json()["choices"][0]["text"] == "Héllo"
+    assert engine.finished == [engine.requests[1].request_id]
+
+
+def failing(reason: FinishReason, after: int, message: str | None = "no blocks") -> Script:
+    def script(request: GenerateRequest) -> Iterable[RequestOutput]:
+        for _ in range(after):
+            yield RequestOutput(request_id=request.request_id, text="a", token_ids=(97,))
+        yield RequestOutput(request_id=request.request_id, finish_reason=reason, error=message)
+
+    return script
+
+
+def breaking(after: int) -> Script:
+    def script(request: GenerateRequest) -> Iterable[RequestOutput]:
+        for _ in range(after):
+            yield RequestOutput(request_id=request.request_id, text="a", token_ids=(97,))
+        raise LookupError("a defect of the engine")
+
+    return script
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("stream", "after"), [(False, 0), (False, 2), (True, 0)])
+@pytest.mark.parametrize(
+    ("reason", "status", "kind"),
+    [("error", 500, "InternalServerError"), ("abort", 503, "ServiceUnavailableError")],
+)
+async def test_a_failure_before_the_first_byte_has_its_own_status(
+    reason: FinishReason,
+    status: int,
+    kind: str,
+    stream: bool,
+    after: int,
+    path: str,
+    model: ServedModel,
+) -> None:
+    async with serving(model, FakeEngine(failing(reason, after))) as server:
+        response = await server.post(path, **BODY, stream=stream)
+    assert response.status_code == status
+    assert response.json() == {
+        "error": {"message": "no blocks", "type": kind, "param": None, "code": status}
+    }
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_failure_in_a_stream_is_its_last_event(path: str, model: ServedModel) -> None:
+    async with serving(model, FakeEngine(failing("error", 1))) as server:
+        response = await server.post(path, **BODY, stream=True)
+    *_, error, done, end = response.text.split("\n\n")
+    assert response.status_code == 200
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 500
+    assert (done, end) == ("data: [DONE]", "")
+
+
+async def test_one_failing_sibling_ends_the_others(model: ServedModel) -> None:
+    def script(request: GenerateRequest) -> Iterable[RequestOutput]:
+        if request.request_id.startswith("1_"):
+            return failing("error", 0)(request)
+        return saying(*"abcdefghij")(request)
+
+    engine = FakeEngine(script)
+    async with serving(model, engine) as server:
+        response = await server.post(PATHS[0], **BODY, n=3)
+        assert response.status_code == 500
+        await until(lambda: len(engine.closed) == 3)
+
+
+async def test_an_engine_that_ends_without_a_word_is_an_error(model: ServedModel) -> None:
+    async with serving(model, FakeEngine(lambda request: ())) as server:
+        whole = await server.post(PATHS[0], **BODY)
+        streamed = await server.post(PATHS[0], **BODY, stream=True)
+    assert whole.status_code == streamed.status_code == 500
+    assert "without finishing" in whole.json()["error"]["message"]
+
+
+async def test_a_defect_of_the_engine_shows_the_client_no_inside(model: ServedModel) -> None:
+    async with serving(model, FakeEngine(breaking(after=1))) as server:
+        whole = await server.post(PATHS[0], **BODY)
+        streamed = await server.post(PATHS[0], **BODY, stream=True)
+    assert whole.status_code == 500
+    assert whole.json()["error"]["type"] == "InternalServerError"
+    assert "defect" not in whole.text + streamed.text
+    assert streamed.text.endswith("data: [DONE]\n\n")
