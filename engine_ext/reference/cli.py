@@ -73,7 +73,10 @@ def _run(settings: Settings) -> int:
         host = build_host(settings)
     except HostError as error:
         return _fail(str(error))
-    host.run(bound, shutdown_timeout=settings.shutdown_timeout)
+    try:
+        host.run(bound, shutdown_timeout=settings.shutdown_timeout)
+    except HostError as error:
+        return _fail(str(error), status=1)
     return 0
 
 
@@ -85,9 +88,9 @@ def _bind(settings: Settings) -> socket.socket:
         raise ValueError(f"cannot listen on {settings.host}:{settings.port}: {reason}") from error
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, status: int = 2) -> int:
     sys.stderr.write(_line(message))
-    return 2
+    return status
 
 
 def _line(message: str) -> str:

@@ -26,6 +26,13 @@ from engine_ext.types import CacheGeometry
 
 logger = logging.getLogger(__name__)
 
+STEP_SECONDS = 10.0
+"""What the engine's current step may take once it is told to stop: it cannot be interrupted."""
+
+
+class HostError(Exception):
+    """The engine cannot start, or cannot stop: one line that says why."""
+
 
 @dataclass(frozen=True, slots=True)
 class Host:
@@ -33,18 +40,20 @@ class Host:
     engine: Engine
 
     def run(self, bound: socket.socket, *, shutdown_timeout: int) -> None:
-        """Until a signal. Raises TimeoutError where the engine does not stop in time."""
+        """Until a signal. Raises HostError where the engine does not stop in time."""
         app = build_app(self.model, self.engine)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(serve(app, bound, shutdown_timeout=shutdown_timeout))
         finally:
-            self.engine.shutdown(shutdown_timeout)
+            self._stop()
         logger.info("stopped")
 
-
-class HostError(Exception):
-    """The settings cannot work: one line that says why."""
+    def _stop(self) -> None:
+        try:
+            self.engine.shutdown(STEP_SECONDS)
+        except TimeoutError as error:
+            raise HostError(str(error)) from error
 
 
 def build_host(settings: Settings) -> Host:
