@@ -36,6 +36,7 @@ from router.flows.gateway import Gateway
 from router.upstream.deadlines import Deadlines
 
 LINGER = 5.0
+READ_AHEAD = 64 * 1024
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 
 
@@ -63,6 +64,8 @@ class RouterProtocol(HttpToolsProtocol):
         self._deaf = False
         # Bytes since the last piece of body: heads and trailers, which the parser does not limit.
         self._overhead = 0
+        # Bytes of requests that are read while another one is being answered.
+        self._ahead = 0
 
     # asyncio.Protocol.
 
@@ -88,6 +91,7 @@ class RouterProtocol(HttpToolsProtocol):
             self._give_up(_reason(error))
         if not self._deaf:
             self._watch_receiving()
+            self._limit_pipeline(len(data))
 
     def _watch_receiving(self) -> None:
         if not self._receiving:
@@ -96,6 +100,12 @@ class RouterProtocol(HttpToolsProtocol):
             self._give_up(self._head_too_large())
         elif not self._watched:
             self._watch(self._settings.client_read_timeout)
+
+    def _limit_pipeline(self, size: int) -> None:
+        """A client that leaves is noticed only while we read, so some requests are read ahead."""
+        self._ahead = self._ahead + size if self.pipeline else 0
+        if self._ahead > READ_AHEAD:
+            self.flow.pause_reading()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -185,7 +195,6 @@ class RouterProtocol(HttpToolsProtocol):
         if latest is None or latest.response_complete:
             self._start_asgi_task(cycle, self.app)
         else:
-            self.flow.pause_reading()
             self.pipeline.appendleft((cycle, self.app))
 
     def _feed(self, data: bytes) -> None:
@@ -220,7 +229,7 @@ class RouterProtocol(HttpToolsProtocol):
             self._answer_bare(error)
         elif isinstance(active, HotCycle) and not active.received:
             active.refuse(error)
-        elif active is self.cycle and self._receiving:
+        elif isinstance(active, RequestResponseCycle) and active.more_body:
             self.transport.close()
         else:
             self._last_complete(active).keep_alive = False

@@ -1,0 +1,156 @@
+"""Several engines, dead ones among them; and the endpoints that speak of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from router.fleet.engine import Role
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router, eventually, running_router, settings_for
+from tests.unit.router.mock_engine import (
+    MockEngine,
+    Peer,
+    Received,
+    running_engine,
+    usual_decode,
+    usual_prefill,
+)
+
+
+async def test_each_engine_has_its_turn(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
+        router = await start_router(ps=[p, p2], ds=[d, d2])
+        await eventually(lambda: p2.probes and d2.probes)
+        for _ in range(6):
+            await router.complete()
+        assert [len(engine.requests) for engine in (p, p2, d, d2)] == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_engine_that_cannot_be_reached_is_passed_over(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, role: str
+) -> None:
+    usual, engine = (usual_prefill, p) if role == "prefill" else (usual_decode, d)
+    async with running_engine(usual) as other:
+        engines = {"ps" if role == "prefill" else "ds": [engine, other]}
+        router = await start_router(**engines, health_interval=60)
+        await eventually(lambda: other.probes and engine.probes)
+        await eventually(lambda: len(router.gateway.fleet.candidates(Role(role))) == 2)
+        await engine.stop()
+        answers = [await router.complete() for _ in range(4)]
+        assert Counter(answer.status_code for answer in answers) == {200: 4}
+        assert len(other.requests) == 4
+        errors = router.metric("upstream_errors_total", role=role, kind="connect_refused")
+        assert errors == 1, "it was tried once and then left alone"
+        name = f"127.0.0.1:{engine.port}"
+        assert router.metric("engine_healthy", role=role, engine=name) == 0
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_without_a_healthy_engine_of_a_role_it_is_a_503_that_names_the_role(
+    router: Router, p: MockEngine, d: MockEngine, role: str
+) -> None:
+    await (p if role == "prefill" else d).stop()
+    answer = await router.complete()
+    assert answer.status_code == 503
+    await eventually(lambda: router.gateway.fleet.missing())
+    answer = await router.complete()
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == f"no {role} engine is healthy"
+    assert len(p.requests) == (0 if role == "prefill" else 1), "P is not asked for nothing"
+
+
+async def test_an_engine_that_comes_back_is_used_again(router: Router, p: MockEngine) -> None:
+    await p.stop()
+    await eventually(lambda: router.gateway.fleet.missing())
+    assert (await router.client.get("/ready")).status_code == 503
+    await p.start(p.port)
+    await eventually(lambda: not router.gateway.fleet.missing())
+    assert (await router.complete()).status_code == 200
+
+
+async def test_one_failed_probe_is_forgiven_and_two_are_not(router: Router, d: MockEngine) -> None:
+    engine = router.gateway.fleet.engines[1]
+    router.gateway.fleet.probe_failed(engine, "slow")
+    assert not router.gateway.fleet.missing()
+    d.healthy = False
+    await eventually(lambda: router.gateway.fleet.missing())
+    assert "/health says 503" in (await router.client.get("/ready")).text
+
+
+async def test_engines_not_probed_yet_are_asked(p: MockEngine, d: MockEngine, front: str) -> None:
+    p.healthy = d.healthy = True
+    settings = settings_for(p=[p], d=[d])
+    async with running_router(settings, front) as router:
+        assert (await router.complete()).status_code == 200
+
+
+async def test_liveness_and_readiness(router: Router, p: MockEngine) -> None:
+    assert (await router.client.get("/health")).status_code == 200
+    assert (await router.client.head("/health")).status_code == 200
+    ready = await router.client.get("/ready")
+    assert (ready.status_code, ready.json()) == (200, {"status": "ready"})
+    p.healthy = False
+    await eventually(lambda: router.gateway.fleet.missing())
+    ready = await router.client.get("/ready")
+    assert ready.status_code == 503
+    assert list(ready.json()["reasons"]) == ["prefill"]
+    assert (await router.client.get("/health")).status_code == 200
+    p.healthy = True
+    await eventually(lambda: not router.gateway.fleet.missing())
+    router.gateway.draining = True
+    assert (await router.client.get("/ready")).json()["reasons"] == {"router": "shutting down"}
+
+
+async def test_models_are_the_union_of_the_engines(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    p.models, d.models = ["m", "only-p"], ["m", "only-d"]
+    models = (await router.client.get("/v1/models")).json()
+    assert models["object"] == "list"
+    assert [model["id"] for model in models["data"]] == ["m", "only-p", "only-d"]
+    await p.stop()
+    models = (await router.client.get("/v1/models")).json()
+    assert [model["id"] for model in models["data"]] == ["m", "only-d"]
+    await d.stop()
+    answer = await router.client.get("/v1/models")
+    assert answer.status_code == 503
+    assert answer.json()["error"]["type"] == "ServiceUnavailableError"
+
+
+async def test_metrics_carry_our_prefix_alone(router: Router) -> None:
+    await router.complete()
+    answer = await router.client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    samples = [line for line in answer.text.splitlines() if not line.startswith("#")]
+    assert samples
+    assert all(line.startswith("disagg_router_") for line in samples)
+    for stage in ("prefill", "decode_first_byte", "time_to_first_byte", "request"):
+        assert f"disagg_router_{stage}_seconds_count 1.0" in samples
+
+
+async def test_the_version_and_the_documentation(router: Router) -> None:
+    version = (await router.client.get("/version")).json()["version"]
+    document = (await router.client.get("/openapi.json")).json()
+    assert document["info"]["version"] == version
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        operation = document["paths"][path]["post"]
+        schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        assert "stream" in schema["properties"]
+        assert {"200", "400", "413", "502", "503", "504"} <= set(operation["responses"])
+
+
+async def test_requests_in_flight_are_counted(router: Router, p: MockEngine) -> None:
+    async def script(request: Received, peer: Peer) -> None:
+        assert router.metric("requests_in_flight") == 1
+        name = f"127.0.0.1:{p.port}"
+        assert router.metric("engine_requests_in_flight", role="prefill", engine=name) == 1
+        await usual_prefill(request, peer)
+
+    p.scripts = [script]
+    assert (await router.complete()).status_code == 200
+    assert router.metric("requests_in_flight") == 0

@@ -1,0 +1,513 @@
+"""What clients may send, well-formed or not, and what becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import RawClient, Router, eventually, post
+from tests.unit.router.mock_engine import (
+    STREAM_HEAD,
+    USUAL,
+    MockEngine,
+    Peer,
+    Received,
+    chunk,
+    event,
+)
+
+BODY = b'{"prompt": "x"}'
+
+
+@pytest.fixture
+def hot(router: Router) -> Router:
+    """For what the server in front decides: only the protocol front is ours."""
+    if router.front != "protocol":
+        pytest.skip("parsed by the ASGI server, not by us")
+    return router
+
+
+def status_of(head: bytes) -> int:
+    return int(head.split(b" ", 2)[1])
+
+
+def check_error(head: bytes, body: bytes, status: int) -> None:
+    assert status_of(head) == status
+    assert b"content-type: application/json" in head.lower()
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status
+
+
+# Bodies.
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"null",
+        b"7",
+        b'{"a": NaN}',
+        b'{"a": 1e999}',
+        b'{"a": "\\ud800"}',
+        b'{"a": "\xff"}',
+        b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+        b'{"a": ' + b"[" * 500 + b"]" * 500 + b"}",
+        b"\xef\xbb\xbf{}",
+    ],
+)
+async def test_a_body_that_cannot_be_forwarded_is_a_400(router: Router, body: bytes) -> None:
+    answer = await router.client.post("/v1/completions", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "BadRequestError"
+    assert (await router.complete()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "a", "prompt": "b"}',
+        b'{"seed": 12345678901234567890123}',
+        b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}",
+        b'{"a": "\\u0000\\ud83d\\ude00"}',
+        b'{"max_tokens": "many", "n": null, "stream": "yes", "vllm_xargs": 7, "prompt": {}}',
+    ],
+)
+async def test_a_strange_body_is_the_engines_business(router: Router, body: bytes) -> None:
+    assert (await router.client.post("/v1/completions", content=body)).status_code == 200
+
+
+@pytest.mark.parametrize("size", [1000, 1001, 400_000])
+async def test_a_body_over_the_limit_is_a_413(start_router: StartRouter, size: int) -> None:
+    router = await start_router(max_body_size=1000)
+    body = b'{"prompt": "' + b"x" * (size - 14) + b'"}'
+    assert len(body) == size
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield body[:500]
+        yield body[500:]
+
+    for content in (body, pieces()):
+        answer = await router.client.post("/v1/completions", content=content)
+        assert answer.status_code == (413 if size > 1000 else 200)
+    assert (await router.complete()).status_code == 200
+
+
+async def test_a_client_that_sends_on_after_a_413_still_reads_it(
+    start_router: StartRouter,
+) -> None:
+    router = await start_router(max_body_size=1000)
+    answer = await router.client.post("/v1/completions", content=b"x" * 20_000_000)
+    assert answer.status_code == 413
+
+
+async def test_a_chunked_body_is_a_body(router: Router, d: MockEngine) -> None:
+    async with router.socket() as client:
+        await client.send(
+            post(b"", headers=b"transfer-encoding: chunked\r\n").replace(
+                b"content-length: 0\r\n", b""
+            )
+        )
+        for piece in (BODY[:3], BODY[3:]):
+            await client.send(chunk(piece))
+        await client.send(b"0\r\nx-trailer: 1\r\n\r\n")
+        head, _ = await client.answer()
+    assert status_of(head) == 200
+    assert d.last.json["prompt"] == "x"
+
+
+async def test_a_body_may_come_byte_by_byte(router: Router) -> None:
+    async with router.socket() as client:
+        for byte in post(BODY):
+            await client.send(bytes([byte]))
+            await asyncio.sleep(0)
+        assert status_of((await client.answer())[0]) == 200
+
+
+# HTTP.
+
+
+async def test_one_connection_serves_many_requests(router: Router) -> None:
+    async with router.socket() as client:
+        for _ in range(3):
+            await client.send(post(BODY))
+            assert status_of((await client.answer())[0]) == 200
+
+
+async def test_pipelined_requests_are_answered_in_order(router: Router, p: MockEngine) -> None:
+    async def slow(request: Received, peer: Peer) -> None:
+        await asyncio.sleep(0.05)
+        await peer.answer({"kv_transfer_params": {"a": 1}})
+
+    p.scripts = [slow]
+    requests = [
+        post(BODY, headers=b"x-request-id: one\r\n"),
+        b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n",
+        post(b"{", headers=b"x-request-id: three\r\n"),
+        post(BODY, headers=b"x-request-id: four\r\n"),
+    ]
+    async with router.socket() as client:
+        await client.send(b"".join(requests))
+        answers = [await client.answer() for _ in requests]
+    assert [status_of(head) for head, _ in answers] == [200, 200, 400, 200]
+    for (head, _), name in zip(answers, ("one", None, "three", "four"), strict=True):
+        assert name is None or f"x-request-id: {name}".encode() in head
+
+
+async def test_a_pipelined_request_may_be_cut_anywhere(router: Router) -> None:
+    data = post(BODY) + post(BODY)
+    for cut in range(1, len(data), 17):
+        async with router.socket() as client:
+            await client.send(data[:cut])
+            await asyncio.sleep(0)
+            await client.send(data[cut:])
+            assert status_of((await client.answer())[0]) == 200
+            assert status_of((await client.answer())[0]) == 200
+
+
+async def test_expect_100_continue_is_honoured(router: Router) -> None:
+    async with router.socket() as client:
+        request = post(BODY, headers=b"Expect: 100-continue\r\n")
+        await client.send(request[: -len(BODY)])
+        assert status_of(await client.head()) == 100
+        await client.send(BODY)
+        assert status_of((await client.answer())[0]) == 200
+
+
+async def test_a_body_too_large_is_refused_before_it_is_sent(start_router: StartRouter) -> None:
+    router = await start_router(max_body_size=10)
+    async with router.socket() as client:
+        request = post(BODY, headers=b"Expect: 100-continue\r\n")
+        await client.send(request[: -len(BODY)])
+        check_error(*await client.answer(), 413)
+
+
+async def test_a_1_0_client_gets_an_answer_that_ends_with_the_connection(router: Router) -> None:
+    for body in (BODY, b'{"prompt": "x", "stream": true}'):
+        async with router.socket() as client:
+            await client.send(post(body).replace(b"HTTP/1.1", b"HTTP/1.0"))
+            head, _, content = (await client.until_closed()).partition(b"\r\n\r\n")
+        assert status_of(head) == 200
+        if router.front == "protocol":
+            assert b"transfer-encoding" not in head
+            assert content.endswith(b"data: [DONE]\n\n" if b"stream" in body else b"}")
+
+
+async def test_connection_close_closes(router: Router) -> None:
+    async with router.socket() as client:
+        await client.send(post(BODY, headers=b"connection: close\r\n"))
+        answer = await client.until_closed()
+    assert status_of(answer) == 200
+    assert b"connection: close" in answer.lower()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"nonsense\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: x\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nx: a\nb: c\r\n\r\n",
+        b"POST /v1/completions HTTP/9.9\r\n\r\n",
+        b"CONNECT example.org:443 HTTP/1.1\r\n\r\n",
+        b"GET http:///\xff HTTP/1.1\r\n\r\n",
+    ],
+)
+async def test_what_is_not_http_is_a_400(hot: Router, data: bytes, p: MockEngine) -> None:
+    async with hot.socket() as client:
+        await client.send(data)
+        check_error(*await client.answer(), 400)
+        assert await client.until_closed() == b""
+    assert not p.requests
+
+
+async def test_garbage_behind_a_request_does_not_spoil_its_answer(hot: Router) -> None:
+    async with hot.socket() as client:
+        await client.send(post(BODY) + b"\x00garbage\r\n\r\n")
+        head, _ = await client.answer()
+        assert status_of(head) == 200
+        assert await client.until_closed() == b""
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"x: " + b"y" * 100_000,
+        b"x: y\r\n" * 20_000,
+        b"x: " + b"y" * 100_000 + b"\r\ncontent-length: 0\r\n\r\n",
+    ],
+)
+async def test_an_endless_head_is_a_431(hot: Router, head: bytes) -> None:
+    async with hot.socket() as client:
+        await client.send(b"POST /v1/completions HTTP/1.1\r\n" + head)
+        check_error(*await client.answer(), 431)
+
+
+async def test_endless_trailers_are_refused(hot: Router) -> None:
+    async with hot.socket() as client:
+        start = b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+        await client.send(start + chunk(BODY) + b"0\r\nx: " + b"y" * 400_000)
+        check_error(*await client.answer(), 431)
+
+
+@pytest.mark.parametrize("sent", [b"POST /v1/comp", post(BODY)[:-3]])
+async def test_a_request_that_does_not_come_is_a_408(
+    start_router: StartRouter, sent: bytes
+) -> None:
+    router = await start_router(client_read_timeout=0.2)
+    if router.front == "asgi" and not sent.endswith(b'"'):
+        sent = post(BODY)[:-3]
+    async with router.socket() as client:
+        await client.send(sent)
+        check_error(*await client.answer(), 408)
+
+
+async def test_a_connection_without_a_request_is_closed(start_router: StartRouter) -> None:
+    router = await start_router(client_read_timeout=0.2)
+    if router.front == "protocol":
+        async with router.socket() as client:
+            assert await client.until_closed() == b""
+
+
+async def test_an_upgrade_request_is_served_as_the_request_that_it_is(
+    hot: Router, d: MockEngine
+) -> None:
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    async with hot.socket() as client:
+        await client.send(post(BODY, headers=upgrade) + post(BODY))
+        for _ in range(2):
+            assert status_of((await client.answer())[0]) == 200
+    assert d.requests[0].json["prompt"] == "x"
+    assert d.requests[0].header("upgrade") is None
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("POST", "/v1/nothing", 404),
+        ("POST", "/v1/completions/", 404),
+        ("GET", "/v1/completions", 405),
+        ("PUT", "/v1/chat/completions", 405),
+        ("POST", "/health", 405),
+    ],
+)
+async def test_unknown_paths_and_wrong_methods_are_openai_errors(
+    router: Router, method: str, path: str, status: int
+) -> None:
+    answer = await router.client.request(method, path, content=b"{}")
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == status
+
+
+async def test_the_same_path_in_another_spelling_is_served(router: Router) -> None:
+    for path in ("/v1/completions?api-version=1", "/v1%2Fcompletions"):
+        answer = await router.client.post(path, content=BODY)
+        assert (answer.status_code, answer.json()) == (200, USUAL)
+
+
+# Headers.
+
+
+async def test_client_headers_reach_both_engines(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    passed = {
+        "authorization": "Bearer secret",
+        "x-session-id": "s1",
+        "x-data-parallel-rank": "3",
+        "x-vllm-priority": "2",
+        "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        "tracestate": "a=b",
+        "baggage": "c=d",
+        "user-agent": "me/1",
+        "x-anything": "else",
+    }
+    kept_back = {
+        "connection": "keep-alive, x-nominated",
+        "x-nominated": "1",
+        "te": "trailers",
+        "proxy-authorization": "Basic x",
+        "accept-encoding": "gzip",
+        "content-encoding": "identity",
+        "keep-alive": "timeout=5",
+    }
+    answer = await router.client.post("/v1/completions", content=BODY, headers=passed | kept_back)
+    assert answer.status_code == 200
+    for engine in (p, d):
+        assert {name: engine.last.header(name) for name in passed} == passed
+        assert all(engine.last.header(name) is None for name in kept_back)
+        assert engine.last.header("content-type") == "application/json"
+        assert engine.last.header("host") == f"127.0.0.1:{engine.port}"
+
+
+async def test_a_sane_request_id_is_kept_on_both_legs_and_echoed(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    headers = {"X-Request-Id": "my-id_1.2:3"}
+    answer = await router.client.post("/v1/completions", content=BODY, headers=headers)
+    ids = (answer.headers["x-request-id"], *[e.last.header("x-request-id") for e in (p, d)])
+    assert set(ids) == {"my-id_1.2:3"}
+
+
+@pytest.mark.parametrize("name", ["", "two words", "x" * 129, "ünd", 'a"b', "a\tb"])
+async def test_another_request_id_is_replaced(router: Router, d: MockEngine, name: str) -> None:
+    async with router.socket() as client:
+        await client.send(post(BODY, headers=b"x-request-id: " + name.encode() + b"\r\n"))
+        head, _ = await client.answer()
+    assert status_of(head) == 200
+    given = d.last.header("x-request-id")
+    assert given is not None
+    assert given != name
+    assert len(given) == 32
+    assert f"x-request-id: {given}".encode() in head
+
+
+async def test_every_request_without_an_id_gets_its_own(router: Router, d: MockEngine) -> None:
+    answers = [await router.complete() for _ in range(3)]
+    assert len({answer.headers["x-request-id"] for answer in answers}) == 3
+
+
+# kv_transfer_params and decode-only plans.
+
+FORGED = {"remote_host": "evil.example", "remote_port": 1, "do_remote_prefill": True}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kv_transfer_params": FORGED},
+        {"vllm_xargs": {"kv_transfer_params": FORGED, "other": 1}},
+        {"kv_transfer_params": None, "vllm_xargs": {"kv_transfer_params": FORGED}},
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_client_cannot_supply_params(
+    router: Router, p: MockEngine, d: MockEngine, fields: dict[str, object], n: int
+) -> None:
+    assert (await router.complete(n=n, **fields)).status_code == 200
+    for request in p.requests + d.requests:
+        assert b"evil.example" not in request.body
+        assert request.json.get("vllm_xargs", {"other": 1}) in ({"other": 1}, {})
+
+
+async def test_a_trusted_client_can(
+    start_router: StartRouter, d: MockEngine, p: MockEngine
+) -> None:
+    router = await start_router(trust_client_kv_params=True)
+    assert (await router.complete(kv_transfer_params=FORGED)).status_code == 200
+    assert d.last.json["kv_transfer_params"] == FORGED
+    assert not p.requests
+    assert router.metric("decode_only_total", reason="client_params") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"n": 2}, "n"),
+        ({"best_of": 3}, "best_of"),
+        ({"use_beam_search": True}, "beam_search"),
+        ({"prompt": ["a", "b"]}, "prompt_list"),
+        ({"prompt": [[1, 2], [3]]}, "prompt_list"),
+    ],
+)
+async def test_what_becomes_several_sequences_goes_to_the_decoder_alone(
+    router: Router, p: MockEngine, d: MockEngine, fields: dict[str, object], reason: str
+) -> None:
+    assert (await router.complete(**fields)).status_code == 200
+    assert not p.requests
+    assert d.last.json.items() >= fields.items()
+    assert "kv_transfer_params" not in d.last.json
+    assert router.metric("decode_only_total", reason=reason) == 1
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt": [1, 2, 3]}, {"prompt": ["a"]}, {"n": 1}, {"max_tokens": 1}]
+)
+async def test_what_is_one_sequence_is_prefilled_elsewhere(
+    router: Router, p: MockEngine, d: MockEngine, fields: dict[str, object]
+) -> None:
+    assert (await router.complete(**fields)).status_code == 200
+    assert p.last.json["prompt"] == fields.get("prompt", "hello")
+    assert d.last.json["kv_transfer_params"]["remote_host"] == "10.9.8.7"
+
+
+# Clients that leave.
+
+
+async def _leave(client: RawClient, reset: bool) -> None:
+    if reset:
+        client.writer.transport.abort()
+    else:
+        client.writer.close()
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode", "stream"])
+async def test_a_client_that_leaves_ends_the_leg_that_runs(
+    router: Router, p: MockEngine, d: MockEngine, stage: str
+) -> None:
+    reached, left = asyncio.Event(), asyncio.Event()
+
+    async def script(request: Received, peer: Peer) -> None:
+        if stage == "stream":
+            await peer.send(STREAM_HEAD + chunk(event("a")))
+        reached.set()
+        await peer.wait_left()
+        left.set()
+
+    (p if stage == "prefill" else d).scripts = [script]
+    async with router.socket() as client:
+        await client.send(post(b'{"prompt": "x", "stream": true}'))
+        await asyncio.wait_for(reached.wait(), 5)
+        if stage == "stream":
+            await client.head()
+        await _leave(client, reset=stage == "decode")
+        await asyncio.wait_for(left.wait(), 5)
+    await eventually(lambda: router.metric("client_disconnects_total", stage=stage) == 1)
+    assert len(d.requests) == (0 if stage == "prefill" else 1)
+    assert (await router.complete()).status_code == 200
+
+
+async def test_a_client_may_leave_while_it_sends(router: Router, p: MockEngine) -> None:
+    async with router.socket() as client:
+        await client.send(post(BODY)[:-3])
+    assert (await router.complete()).status_code == 200
+    assert len(p.requests) == 1
+
+
+async def test_a_client_that_leaves_takes_its_pipelined_requests_along(
+    hot: Router, p: MockEngine
+) -> None:
+    left = asyncio.Event()
+
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.wait_left()
+        left.set()
+
+    p.scripts = [script]
+    async with hot.socket() as client:
+        await client.send(post(BODY) + post(BODY)[:-2])
+        await eventually(lambda: p.requests)
+        client.writer.transport.abort()
+    await asyncio.wait_for(left.wait(), 5)
+    assert len(p.requests) == 1
+
+
+async def test_many_requests_at_once_do_not_mix(router: Router, d: MockEngine) -> None:
+    async def echo(request: Received, peer: Peer) -> None:
+        await peer.answer({"echo": request.json["prompt"]})
+
+    d.usual = echo
+    answers = await asyncio.gather(*[router.complete(prompt=f"{i}") for i in range(50)])
+    assert [answer.json()["echo"] for answer in answers] == [f"{i}" for i in range(50)]
