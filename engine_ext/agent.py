@@ -36,6 +36,9 @@ class PeerHandle:
     name: str
     layout: PeerLayout
     descriptors: Any
+    has_extension: bool = False
+    lease_extension: float = 0.0
+    """Seconds that an answered heartbeat proves a lease for."""
 
 
 Transfer = Any
@@ -46,8 +49,16 @@ class Agent(Protocol):
     """What the transfer machines need of NIXL. Every method may raise AgentError."""
 
     def metadata(self) -> bytes: ...
-    def add_peer(self, metadata: bytes, layout: PeerLayout) -> PeerHandle: ...
-    def remove_peer(self, peer: PeerHandle) -> None: ...
+    def add_remote(self, metadata: bytes) -> str:
+        """Makes a remote agent known, for notifications; returns its name. Twice is once."""
+
+    def remove_remote(self, name: str) -> None: ...
+    def prepare(self, name: str, layout: PeerLayout) -> Any:
+        """The remote's descriptors, for `start_read`."""
+
+    def drop(self, peer: PeerHandle) -> None:
+        """Frees what `prepare` made."""
+
     def start_read(
         self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
     ) -> Transfer:
@@ -60,9 +71,9 @@ class Agent(Protocol):
     def release(self, transfer: Transfer) -> None:
         """Forgets the transfer; raises AgentError while it still runs and cannot be stopped."""
 
-    def notify(self, peer: PeerHandle, message: bytes) -> None: ...
-    def notifications(self) -> list[bytes]:
-        """What peers sent since the last call."""
+    def notify(self, name: str, message: bytes) -> None: ...
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """What remote agents sent since the last call: (name, message)."""
 
     def close(self) -> None: ...
 
@@ -97,23 +108,27 @@ class NixlAgent:
         with _errors("read the agent's metadata"):
             return bytes(self._nixl.get_agent_metadata())
 
-    def add_peer(self, metadata: bytes, layout: PeerLayout) -> PeerHandle:
+    def add_remote(self, metadata: bytes) -> str:
+        with _errors("add a remote agent"):
+            name = self._nixl.add_remote_agent(metadata)
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def remove_remote(self, name: str) -> None:
+        with _errors("remove a remote agent"):
+            self._nixl.remove_remote_agent(name)
+
+    def prepare(self, name: str, layout: PeerLayout) -> Any:
         mem_types = {region.mem_type for region in layout.regions}
         if len(mem_types) != 1:
             raise AgentError(f"the peer's regions mix memory types {sorted(mem_types)}")
-        with _errors("add a remote agent"):
-            name = self._nixl.add_remote_agent(metadata)
-            name = name.decode() if isinstance(name, bytes) else name
         with _errors("prepare the remote agent's blocks"):
-            descriptors = self._nixl.prep_xfer_dlist(
+            return self._nixl.prep_xfer_dlist(
                 name, strided_descriptors(layout.regions), mem_types.pop()
             )
-        return PeerHandle(name, layout, descriptors)
 
-    def remove_peer(self, peer: PeerHandle) -> None:
-        with _errors("remove a remote agent"):
+    def drop(self, peer: PeerHandle) -> None:
+        with _errors("drop the remote agent's blocks"):
             self._nixl.release_dlist_handle(peer.descriptors)
-            self._nixl.remove_remote_agent(peer.name)
 
     def start_read(
         self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
@@ -136,14 +151,14 @@ class NixlAgent:
         with _errors("release a READ"):
             self._nixl.release_xfer_handle(transfer)
 
-    def notify(self, peer: PeerHandle, message: bytes) -> None:
+    def notify(self, name: str, message: bytes) -> None:
         with _errors("send a notification"):
-            self._nixl.send_notif(peer.name, message)
+            self._nixl.send_notif(name, message)
 
-    def notifications(self) -> list[bytes]:
+    def notifications(self) -> list[tuple[str, bytes]]:
         with _errors("read notifications"):
             received = self._nixl.get_new_notifs()
-        return [message for messages in received.values() for message in messages]
+        return [(name, message) for name, messages in received.items() for message in messages]
 
     def close(self) -> None:
         with _errors("close the agent"):

@@ -25,10 +25,24 @@ class ConnectorConfig:
     num_threads: int = 4
     """Workers of the UCX backend."""
     lease_duration: float = 30.0
+    bidirectional: bool = False
+    """A decode engine keeps a turn's KV when asked to, a prefill engine pulls it."""
+    retain_seconds: float = 480.0
+    """How long a turn's KV waits for the next turn."""
+    retain_share: float = 0.5
+    """Most of the cache that waiting turns may hold; the oldest make room."""
+    recompute_threshold: int = 64
+    """Fewer tokens than this are computed rather than pulled from a decode engine."""
+    trust_unproven_prefix: bool = False
+    """Pull from a decode engine that does not say which tokens it holds."""
     enforce_handshake_compat: bool = True
     handshake_timeout: float = 5.0
     pull_timeout: float = 120.0
     """Bound on one READ: past it, the load has failed."""
+    confirm_timeout: float = 2.0
+    """Bound on the holder's answer to a READ."""
+    revoke_grace: float = 0.5
+    """How long a revoked lease's blocks stay for a READ that is on its way."""
 
     @property
     def heartbeat_interval(self) -> float:
@@ -57,6 +71,11 @@ class ConnectorConfig:
             "num_threads": extra.get("num_threads"),
             "lease_duration": extra.get("kv_lease_duration"),
             "enforce_handshake_compat": extra.get("enforce_handshake_compat"),
+            "bidirectional": extra.get("bidirectional_kv_xfer"),
+            "retain_seconds": extra.get("decoder_kv_blocks_ttl"),
+            "retain_share": extra.get("retained_blocks_share"),
+            "recompute_threshold": extra.get("kv_recompute_threshold"),
+            "trust_unproven_prefix": extra.get("trust_unproven_prefix"),
         }
         chosen = {key: value for key, value in given.items() if value is not None}
         return cls(**{"engine_id": str(uuid.uuid4()), **chosen})
@@ -113,6 +132,13 @@ def _seconds(key: str, value: Any) -> float:
     return float(value)
 
 
+def _share(key: str, value: Any) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value <= 1:
+        raise ValueError(f"{key}: {value!r} is not a number from 0 to 1")
+    return float(value)
+
+
 def _count(low: int) -> Check:
     def check(key: str, value: Any) -> int:
         if type(value) is not int or value < low:
@@ -149,11 +175,13 @@ _EXTRA: dict[str, Check] = {
     "num_threads": _count(0),
     "kv_lease_duration": _seconds,
     "enforce_handshake_compat": _switch,
-    "bidirectional_kv_xfer": _only_off,
-    "enable_cross_layers_blocks": _only_off,
-    # Accepted so that a configuration written for NixlConnector loads; they govern turns and push.
+    "bidirectional_kv_xfer": _switch,
     "decoder_kv_blocks_ttl": _seconds,
+    "retained_blocks_share": _share,
     "kv_recompute_threshold": _count(0),
+    "trust_unproven_prefix": _switch,
+    "enable_cross_layers_blocks": _only_off,
+    # Accepted so that a configuration written for NixlConnector loads; they govern push.
     "push_registration_timeout": _seconds,
     "engine_ttl": _seconds,
 }

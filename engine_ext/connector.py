@@ -57,5 +57,5 @@ def build_connector(
     }
     identity = EngineIdentity(config.engine_id, host, port, compat_factors=factors)
     return Connector(
-        SchedulerConnector(identity, geometry), WorkerConnector(config, geometry, identity)
+        SchedulerConnector(config, identity, geometry), WorkerConnector(config, geometry, identity)
     )

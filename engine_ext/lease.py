@@ -1,19 +1,23 @@
 """Leases, both ends of them. No clock in here: `now` is passed in, in seconds, monotonic.
 
-On P, `LeaseTable` says how long a finished request's blocks are held:
+On the engine that holds the blocks, `LeaseTable` says how long:
 
     expect -> EXPECTED -- cancel --> (gone)
                  | grant
                  v
-              GRANTED -- read by all readers, or released --> finished
+              GRANTED -- read by all readers, or released --> ended
                  |  ^ renew: max(deadline, now + extension)
-                 +--- deadline passed --> finished, counted as expired
+                 +--- deadline passed, or revoked --> REVOKED -- read, or grace over --> ended
 
-A read can be announced before `grant` arrives, because the answer that lets D read and the order
-that starts the lease leave the scheduler together: an EXPECTED lease remembers it.
+A revoked lease is no longer renewed, and its reader is told; its blocks stay for a short grace, so
+that a READ that is on its way still finds what it came for. A read can be announced before `grant`
+arrives, because the answer that lets D read and the order that starts the lease leave the scheduler
+together: an EXPECTED lease remembers it.
 
-On D, `HeartbeatTracker` says which ids to renew on which engine, and when.
-Source of the rules: vLLM's NIXL lease design (lease 30 s, beat every sixth, extension two thirds).
+On the engine that reads, `HeartbeatTracker` says which ids to renew where and when, and until when
+a lease is known to be valid.
+Source of the rules: vLLM's NIXL lease design (lease 30 s, beat every sixth, extension two thirds);
+revocation and answers are ours.
 """
 
 import enum
@@ -23,16 +27,20 @@ from dataclasses import dataclass, field
 
 from engine_ext.types import RemoteSource
 
+NEVER = float("-inf")
+
 
 class LeaseState(enum.Enum):
     EXPECTED = "expected"
     GRANTED = "granted"
+    REVOKED = "revoked"
 
 
 @dataclass(slots=True)
 class Lease:
     state: LeaseState = LeaseState.EXPECTED
     deadline: float = 0.0
+    renewable: bool = True
     reads: int = 0
     readers: int = 1
 
@@ -44,21 +52,21 @@ class Lease:
 class LeaseTable:
     """Which finished requests' blocks are held for a remote reader, and until when.
 
-    `release` and `expire` return the ids that ended; each id that was granted ends exactly once.
+    Each id that was granted ends exactly once: by `release`, or in what `reap` returns.
     """
 
-    def __init__(self, duration: float, extension: float) -> None:
-        self._duration = duration
+    def __init__(self, extension: float, grace: float) -> None:
         self._extension = extension
+        self._grace = grace
         self._leases: dict[str, Lease] = {}
-        # One entry per granted lease, at its deadline when last looked at; renewals only move the
-        # lease, `expire` puts the entry back where it belongs.
+        # One entry per held lease, at its deadline when last looked at; renewals only move the
+        # lease, looking at the entry puts it back where it belongs.
         self._by_deadline: list[tuple[float, str]] = []
-        self._num_granted = 0
+        self._num_held = 0
 
     @property
-    def num_granted(self) -> int:
-        return self._num_granted
+    def num_held(self) -> int:
+        return self._num_held
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -71,32 +79,33 @@ class LeaseTable:
         if lease is not None and lease.state is LeaseState.EXPECTED:
             del self._leases[request_id]
 
-    def grant(self, request_id: str, now: float) -> bool:
+    def grant(self, request_id: str, now: float, seconds: float, renewable: bool = True) -> bool:
         """Starts the lease. False: it was read already, so it has ended by this very call."""
         lease = self._leases.setdefault(request_id, Lease())
-        if lease.state is LeaseState.GRANTED:
+        if lease.state is not LeaseState.EXPECTED:
             return True
         if lease.is_read:
             del self._leases[request_id]
             return False
         lease.state = LeaseState.GRANTED
-        lease.deadline = now + self._duration
-        self._num_granted += 1
-        heapq.heappush(self._by_deadline, (lease.deadline, request_id))
+        lease.renewable = renewable
+        self._num_held += 1
+        self._set_deadline(request_id, lease, now + seconds)
         return True
 
-    def renew(self, request_ids: Iterable[str], now: float) -> int:
-        """Extends what is granted, never shortens; returns how many ids were known."""
-        known = 0
+    def renew(self, request_ids: Iterable[str], now: float) -> list[str]:
+        """Extends what is granted, never shortens; returns the ids that cannot be extended."""
+        gone = []
         for request_id in request_ids:
             lease = self._leases.get(request_id)
-            if lease is None:
-                continue
-            known += 1
-            lease.deadline = max(lease.deadline, now + self._extension)
-        return known
+            if lease is None or lease.state is LeaseState.REVOKED:
+                gone.append(request_id)
+            elif lease.renewable:
+                lease.deadline = max(lease.deadline, now + self._extension)
+        return gone
 
     def knows(self, request_id: str) -> bool:
+        """The blocks are still those of this request."""
         return request_id in self._leases
 
     def release(self, request_id: str, readers: int = 1) -> bool:
@@ -111,28 +120,51 @@ class LeaseTable:
         self._end(request_id)
         return True
 
+    def revoke(self, request_id: str, now: float) -> bool:
+        """Ends a granted lease before its time. True: it was granted; the grace runs."""
+        lease = self._leases.get(request_id)
+        if lease is None or lease.state is not LeaseState.GRANTED:
+            return False
+        lease.state = LeaseState.REVOKED
+        self._set_deadline(request_id, lease, now + self._grace)
+        return True
+
     def expire(self, now: float) -> list[str]:
-        expired = []
+        """Revokes what nobody read or renewed in time; returns those ids."""
+        return [name for name in self._due(LeaseState.GRANTED, now) if self.revoke(name, now)]
+
+    def reap(self, now: float) -> list[str]:
+        """Ends what was revoked a grace ago; returns those ids."""
+        ended = list(self._due(LeaseState.REVOKED, now))
+        for request_id in ended:
+            self._end(request_id)
+        return ended
+
+    def _due(self, state: LeaseState, now: float) -> list[str]:
+        due, other = [], []
         while self._by_deadline and self._by_deadline[0][0] <= now:
-            _, request_id = heapq.heappop(self._by_deadline)
-            lease = self._leases.get(request_id)
-            if lease is None or lease.state is not LeaseState.GRANTED:
+            entry = heapq.heappop(self._by_deadline)
+            lease = self._leases.get(entry[1])
+            if lease is None or lease.state is LeaseState.EXPECTED:
                 continue
             if lease.deadline > now:
-                heapq.heappush(self._by_deadline, (lease.deadline, request_id))
-                continue
-            self._end(request_id)
-            expired.append(request_id)
-        return expired
+                other.append((lease.deadline, entry[1]))
+            elif lease.state is state:
+                due.append(entry[1])
+            else:
+                other.append(entry)
+        for entry in other:
+            heapq.heappush(self._by_deadline, entry)
+        return list(dict.fromkeys(due))
 
-    def next_deadline(self) -> float | None:
-        """A moment before which `expire` has nothing to do; None when nothing is granted."""
-        return self._by_deadline[0][0] if self._num_granted else None
+    def _set_deadline(self, request_id: str, lease: Lease, deadline: float) -> None:
+        lease.deadline = deadline
+        heapq.heappush(self._by_deadline, (deadline, request_id))
 
     def _end(self, request_id: str) -> None:
         del self._leases[request_id]
-        self._num_granted -= 1
-        if not self._num_granted:
+        self._num_held -= 1
+        if not self._num_held:
             self._by_deadline.clear()
 
 
@@ -141,8 +173,8 @@ class _EngineBeat:
     source: RemoteSource
     """Any request's source: where the engine is."""
     remote_ids: dict[str, str] = field(default_factory=dict)
-    """Our request id -> the id P knows."""
-    last_sent: float = float("-inf")
+    """Our request id -> the id the holder knows."""
+    last_sent: float = NEVER
     due: float = 0.0
 
 
@@ -154,15 +186,31 @@ class Beat:
     remote_ids: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    at: float
+    engine_id: str
+    remote_ids: tuple[str, ...]
+    extension: float
+
+
 class HeartbeatTracker:
     """What to renew, where. A new id is beaten for at once, but no engine more often than five
-    times an interval; after that every `interval` seconds, all ids of an engine in one message.
+    times an interval; after that every `interval` seconds, all ids of an engine together.
+
+    An answered heartbeat proves that the holder keeps the blocks for its extension from the moment
+    the heartbeat was sent: `valid_until`.
     """
+
+    MAX_UNANSWERED = 256
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
         self._engines: dict[str, _EngineBeat] = {}
         self._engine_of: dict[str, str] = {}
+        self._unanswered: dict[int, _Sent] = {}
+        self._valid_until: dict[str, float] = {}
+        self._gone: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._engine_of)
@@ -176,6 +224,8 @@ class HeartbeatTracker:
 
     def untrack(self, request_id: str) -> None:
         engine_id = self._engine_of.pop(request_id, None)
+        self._valid_until.pop(request_id, None)
+        self._gone.discard(request_id)
         if engine_id is None:
             return
         beat = self._engines[engine_id]
@@ -198,5 +248,45 @@ class HeartbeatTracker:
         if beat is not None:
             beat.due = min(beat.due, at)
 
-    def next_due(self) -> float | None:
-        return min((beat.due for beat in self._engines.values()), default=None)
+    def sent(
+        self,
+        sequence: int,
+        engine_id: str,
+        remote_ids: tuple[str, ...],
+        now: float,
+        extension: float,
+    ) -> None:
+        """A heartbeat that will be answered left; each answer extends by `extension` seconds."""
+        self._unanswered[sequence] = _Sent(now, engine_id, remote_ids, extension)
+        while len(self._unanswered) > self.MAX_UNANSWERED:
+            del self._unanswered[next(iter(self._unanswered))]
+
+    def answered(self, sequence: int, gone: Iterable[str]) -> None:
+        sent = self._unanswered.pop(sequence, None)
+        beat = self._engines.get(sent.engine_id) if sent is not None else None
+        if sent is None or beat is None:
+            return
+        missing = set(gone)
+        for request_id, remote_id in beat.remote_ids.items():
+            if remote_id in missing:
+                self._lose(request_id)
+            elif remote_id in sent.remote_ids:
+                self._valid_until[request_id] = sent.at + sent.extension
+
+    def lost(self, remote_ids: Iterable[str]) -> None:
+        """A holder says that these ended. Ids are unique: whichever engine holds them."""
+        missing = set(remote_ids)
+        for beat in self._engines.values():
+            for request_id, remote_id in beat.remote_ids.items():
+                if remote_id in missing:
+                    self._lose(request_id)
+
+    def valid_until(self, request_id: str) -> float:
+        return self._valid_until.get(request_id, NEVER)
+
+    def is_gone(self, request_id: str) -> bool:
+        return request_id in self._gone
+
+    def _lose(self, request_id: str) -> None:
+        self._gone.add(request_id)
+        self._valid_until.pop(request_id, None)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from engine_ext.types import BlockIds, RemoteSource
+from engine_ext.verify import PrefixProof
 
 MAX_ID_LENGTH = 512
 MAX_BLOCKS = 1 << 20
@@ -31,7 +32,9 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TransferParams:
-    """`source` is set exactly when the role is DECODE.
+    """`source` is set when the role is DECODE, and when a prefill may pull the last turn's KV.
+
+    `retain`: keep the KV when the answer is done, for the next turn.
 
     `problem` says in words why params that were there are not followed; the request is then an
     ordinary local one.
@@ -39,6 +42,7 @@ class TransferParams:
 
     role: Role
     source: RemoteSource | None = None
+    retain: bool = False
     problem: str | None = None
 
 
@@ -62,11 +66,22 @@ def _parse(raw: Any) -> TransferParams:
     decode, prefill = (_flag(raw, key) for key in ("do_remote_decode", "do_remote_prefill"))
     if decode and prefill:
         raise _InvalidError("do_remote_decode and do_remote_prefill are both set")
+    retain = _flag(raw, "retain")
     if decode:
-        return TransferParams(Role.PREFILL)
+        return _prefill(raw)
     if prefill:
-        return TransferParams(Role.DECODE, source=_source(raw))
-    return TransferParams(Role.NONE)
+        return TransferParams(Role.DECODE, source=_source(raw), retain=retain)
+    return TransferParams(Role.NONE, retain=retain)
+
+
+def _prefill(raw: dict[Any, Any]) -> TransferParams:
+    """An earlier turn that makes no sense costs its reuse, not the prefill."""
+    if not raw.get("remote_block_ids"):
+        return TransferParams(Role.PREFILL)
+    try:
+        return TransferParams(Role.PREFILL, source=_source(raw))
+    except _InvalidError as problem:
+        return TransferParams(Role.PREFILL, problem=str(problem))
 
 
 def _source(raw: dict[Any, Any]) -> RemoteSource:
@@ -79,6 +94,8 @@ def _source(raw: dict[Any, Any]) -> RemoteSource:
         tp_size=_field(raw, "tp_size", _integer(1, 1024), default=1),
         block_ids=_field(raw, "remote_block_ids", _block_ids),
         num_tokens=None if num_tokens is None else _field(raw, "remote_num_tokens", _integer(0)),
+        proof=PrefixProof.from_wire(raw.get("prefix_proof")),
+        expires_at=_unix_time(raw.get("retained_until")),
     )
 
 
@@ -115,6 +132,13 @@ def _notifiable(value: Any) -> str:
     if "," in identifier:
         raise _InvalidError("holds a comma")
     return identifier
+
+
+def _unix_time(value: Any) -> float | None:
+    """A hint: what makes no sense is as good as absent."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
+        return None
+    return float(value)
 
 
 def _integer(low: int, high: int = MAX_BLOCK_ID) -> Callable[[Any], int]:

@@ -16,12 +16,15 @@ from engine_ext.config import ConnectorConfig
 from engine_ext.plan import PlanError, match_peer
 from engine_ext.types import CacheGeometry, ConnectorStats, Region, RemoteSource
 from engine_ext.wire import (
+    EXTENSION_VERSION,
     AgentMetadata,
     HandshakeClient,
     HandshakePayload,
+    Hello,
     WireError,
     compatibility_hash,
     decode_metadata,
+    encode_extension,
 )
 
 logger = logging.getLogger(__name__)
@@ -106,7 +109,8 @@ class Peers:
         if handle is None:
             return
         try:
-            self._agent.remove_peer(handle)
+            self._agent.drop(handle)
+            self._agent.remove_remote(handle.name)
         except AgentError as error:
             logger.warning("engine %s: %s", source.engine_id, error)
 
@@ -141,11 +145,19 @@ class Peers:
         engine_id = key[0]
         if metadata.engine_id != engine_id:
             raise PeerError(f"engine {metadata.engine_id} answers where {engine_id} was")
-        layout = match_peer(self._geometry, self._regions, metadata)
-        self._ready[key] = self._agent.add_peer(metadata.agent_metadata, layout)
+        self._ready[key] = self._introduce(metadata)
         self._connecting.pop(key).client.close()
         self._stats.handshakes_ok += 1
         logger.info("connected to engine %s at %s:%d", *key)
+
+    def _introduce(self, metadata: AgentMetadata) -> PeerHandle:
+        layout = match_peer(self._geometry, self._regions, metadata)
+        name = self._agent.add_remote(metadata.agent_metadata)
+        descriptors = self._agent.prepare(name, layout)
+        has_extension = metadata.disagg_ext == EXTENSION_VERSION
+        if has_extension:
+            self._agent.notify(name, encode_extension(Hello(self._agent.metadata())))
+        return PeerHandle(name, layout, descriptors, has_extension, metadata.lease_extension)
 
     def _fail(self, key: PeerKey, problem: str) -> None:
         self._connecting.pop(key).client.close()

@@ -1,25 +1,29 @@
 """READs from remote engines. Each order ends in exactly one report, well or badly.
 
-    order --> connecting --> reading --> reported ok
-                  |             |
-                  +-------------+------> reported failed, remote told that we are done with it
+    order --> connecting --> reading --> (proven) --> reported ok
+                  |             |  \\---> confirming --> reported ok
+                  +-------------+-------------+------> reported failed
 
+The holder may have taken its blocks back while we read them: then the bytes are wrong and nothing
+else tells. Where it runs our extension, a READ counts only if its lease is known to have been valid
+when it ended: by an answered heartbeat, or else by the holder's answer to the READ itself.
 A READ that outlives its deadline is reported only once NIXL has let go of it: until then it may
 still write into our blocks.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from engine_ext.agent import Agent, AgentError, PeerHandle, Transfer, TransferState
 from engine_ext.config import ConnectorConfig
+from engine_ext.lease import HeartbeatTracker
 from engine_ext.peer import PeerError, Peers
 from engine_ext.plan import PlanError, pair_blocks
 from engine_ext.results import Results
 from engine_ext.types import CacheGeometry, ConnectorStats, PullOrder, Region
-from engine_ext.wire import encode_read_done
+from engine_ext.wire import Read, encode_extension, encode_read_done
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +35,9 @@ class Reading:
     transfer: Transfer
     deadline: float
     num_blocks: int
+    sequence: int
+    answer: bool | None = None
+    """The holder's, once it has come."""
     overdue: bool = False
 
 
@@ -39,6 +46,8 @@ class Pulls:
         self,
         agent: Agent,
         peers: Peers,
+        beats: HeartbeatTracker,
+        sequence: Iterator[int],
         results: Results,
         config: ConnectorConfig,
         geometry: CacheGeometry,
@@ -47,6 +56,8 @@ class Pulls:
     ) -> None:
         self._agent = agent
         self._peers = peers
+        self._beats = beats
+        self._sequence = sequence
         self._results = results
         self._config = config
         self._geometry = geometry
@@ -54,14 +65,16 @@ class Pulls:
         self._stats = stats
         self._connecting: list[PullOrder] = []
         self._reading: list[Reading] = []
+        self._confirming: dict[int, Reading] = {}
 
     @property
-    def num_reading(self) -> int:
-        return len(self._reading)
+    def is_busy(self) -> bool:
+        """A READ runs, or its confirmation is awaited."""
+        return bool(self._reading or self._confirming)
 
     @property
     def num_active(self) -> int:
-        return len(self._reading) + len(self._connecting)
+        return len(self._reading) + len(self._confirming) + len(self._connecting)
 
     def start(self, order: PullOrder) -> None:
         self._connecting.append(order)
@@ -73,7 +86,15 @@ class Pulls:
         readings, self._reading = self._reading, []
         for reading in readings:
             self._guard(reading.order, partial(self._poll, reading, now))
+        for reading in list(self._confirming.values()):
+            self._guard(reading.order, partial(self._confirm, reading, now))
         self._stats.pulls_active = self.num_active
+
+    def answered(self, peer_name: str, sequence: int, valid: bool) -> None:
+        """The holder says whether what a READ found was still the request's."""
+        for reading in (*self._reading, *self._confirming.values()):
+            if reading.sequence == sequence and reading.peer.name == peer_name:
+                reading.answer = valid
 
     def _guard(self, order: PullOrder, action: Callable[[], None]) -> None:
         """A fault of ours must not park a request for ever."""
@@ -84,6 +105,9 @@ class Pulls:
             self._fail(order, repr(error))
 
     def _try_to_read(self, order: PullOrder, now: float) -> None:
+        if self._beats.is_gone(order.request_id):
+            self._fail(order, "its lease has ended")
+            return
         try:
             peer = self._peers.connect(order.source, now)
         except PeerError as error:
@@ -110,10 +134,11 @@ class Pulls:
             order.last_token,
             self._geometry.block_size,
         )
-        read_done = encode_read_done(order.source.request_id)
+        sequence = next(self._sequence)
+        read_done = _read_done(order, peer, sequence)
         transfer = self._agent.start_read(peer, pairs.local, pairs.remote, read_done)
         deadline = now + self._config.pull_timeout
-        self._reading.append(Reading(order, peer, transfer, deadline, len(pairs.local)))
+        self._reading.append(Reading(order, peer, transfer, deadline, len(pairs.local), sequence))
 
     def _poll(self, reading: Reading, now: float) -> None:
         try:
@@ -122,7 +147,7 @@ class Pulls:
             self._give_up(reading, str(error))
             return
         if state is TransferState.DONE and not reading.overdue:
-            self._succeed(reading)
+            self._arrive(reading, now)
         elif state is not TransferState.RUNNING:
             self._give_up(reading, "READ failed" if not reading.overdue else "READ came too late")
         elif now >= reading.deadline:
@@ -131,8 +156,33 @@ class Pulls:
         else:
             self._reading.append(reading)
 
-    def _succeed(self, reading: Reading) -> None:
+    def _arrive(self, reading: Reading, now: float) -> None:
         self._release(reading)
+        if (
+            not reading.peer.has_extension
+            or self._beats.valid_until(reading.order.request_id) > now
+        ):
+            self._succeed(reading)
+            return
+        reading.deadline = now + self._config.confirm_timeout
+        self._confirming[reading.sequence] = reading
+
+    def _confirm(self, reading: Reading, now: float) -> None:
+        if reading.answer is None and now < reading.deadline:
+            return
+        del self._confirming[reading.sequence]
+        if reading.answer:
+            self._succeed(reading)
+            return
+        self._stats.reads_unproven += 1
+        silent = reading.answer is None
+        self._fail(
+            reading.order, "no answer to the READ" if silent else "its lease ended meanwhile"
+        )
+        if silent:
+            self._forget(reading)
+
+    def _succeed(self, reading: Reading) -> None:
         self._stats.pulls_ok += 1
         self._stats.blocks_received += reading.num_blocks
         self._stats.bytes_received += reading.num_blocks * self._bytes_per_block
@@ -144,6 +194,10 @@ class Pulls:
             return
         self._fail(reading.order, problem)
         self._tell_done(reading.order, reading.peer)
+        self._forget(reading)
+
+    def _forget(self, reading: Reading) -> None:
+        """The peer is suspect, unless others still read from it and will find out themselves."""
         if all(other.peer is not reading.peer for other in self._reading):
             self._peers.forget(reading.order.source)
 
@@ -158,7 +212,7 @@ class Pulls:
 
     def _tell_done(self, order: PullOrder, peer: PeerHandle) -> None:
         try:
-            self._agent.notify(peer, encode_read_done(order.source.request_id))
+            self._agent.notify(peer.name, _read_done(order, peer, sequence=0))
         except AgentError as error:
             logger.debug("engine %s: %s", order.source.engine_id, error)
 
@@ -172,3 +226,10 @@ class Pulls:
         )
         self._stats.pulls_failed += 1
         self._results.received(order.request_id, ok=False)
+
+
+def _read_done(order: PullOrder, peer: PeerHandle, sequence: int) -> bytes:
+    """A stock peer gets stock bytes."""
+    if peer.has_extension:
+        return encode_extension(Read(order.source.request_id, sequence=sequence))
+    return encode_read_done(order.source.request_id)

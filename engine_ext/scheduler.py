@@ -1,20 +1,26 @@
-"""The scheduler half: what to lease, what to load, what to renew. No I/O, no clock, no threads.
+"""The scheduler half: what to lease, what to load, what to renew. No I/O and no threads.
 
-It fills the next `StepMetadata` and remembers, per request, how far its transfer is:
+It fills the next `StepMetadata` and remembers, per request, how far its transfers are:
 
-    D: offered --(allocated, tokens to load)--> loading --(reported)--> used
-          +------(allocated, nothing to load; finished)--> used, and P is told
-    P: expected --(finished with KV)--> leased --(reported)--> gone
-          +-----(aborted)--> gone
+    load:   offered --(allocated, tokens to load)--> loading --(reported)--> used
+               +------(allocated, nothing to load; finished)--> used, and the holder is told
+    lease:  expected --(finished with KV)--> leased --(reported)--> gone
+               +-----(aborted)--> gone
+
+A decode request loads the prompt that a prefill engine computed. A prefill request may load the
+last turn from the decode engine that answered it, and is leased to the next reader itself.
 """
 
 import enum
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine_ext.params import Role, parse
+from engine_ext.config import ConnectorConfig, LoadFailurePolicy
+from engine_ext.params import Role, TransferParams, parse
+from engine_ext.retain import RetainedTurns
 from engine_ext.types import (
     EMPTY_STEP,
     BlockIds,
@@ -23,6 +29,7 @@ from engine_ext.types import (
     EngineRequest,
     FinishDecision,
     FinishStatus,
+    LeaseGrant,
     MatchedTokens,
     PullOrder,
     RemoteSource,
@@ -30,11 +37,13 @@ from engine_ext.types import (
     TrackOrder,
     TransferResults,
 )
+from engine_ext.verify import PrefixProof
 from engine_ext.wire import HandshakeServer, Rank
 
 logger = logging.getLogger(__name__)
 
 NOTHING = MatchedTokens(0, False)
+NOT_KEPT = FinishDecision(False, None)
 
 
 class LoadState(enum.Enum):
@@ -46,18 +55,31 @@ class LoadState(enum.Enum):
 @dataclass(slots=True)
 class Load:
     source: RemoteSource
+    role: Role
+    num_tokens: int
+    """Leading prompt tokens whose KV the source holds, proven or trusted."""
     state: LoadState = LoadState.OFFERED
 
 
 class SchedulerConnector:
     """See engine_ext.connector for who calls what when. A request makes no method raise."""
 
-    def __init__(self, identity: EngineIdentity, geometry: CacheGeometry) -> None:
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        identity: EngineIdentity,
+        geometry: CacheGeometry,
+        unix_time: Callable[[], float] = time.time,
+    ) -> None:
+        self._config = config
         self._identity = identity
         self._block_size = geometry.block_size
+        self._unix_time = unix_time
         self._loads: dict[str, Load] = {}
         self._expected: set[str] = set()
+        self._retaining: set[str] = set()
         self._leased: set[str] = set()
+        self._retained = RetainedTurns(int(config.retain_share * geometry.num_blocks))
         self._listener: HandshakeServer | None = None
         self._clear()
 
@@ -77,12 +99,14 @@ class SchedulerConnector:
     def on_new_request(self, request: EngineRequest) -> None:
         params = parse(request.kv_transfer_params)
         if params.problem is not None:
-            logger.warning("request %s is served locally: %s", request.request_id, params.problem)
+            logger.warning("request %s: %s", request.request_id, params.problem)
         if params.role is Role.PREFILL:
             self._expected.add(request.request_id)
             self._expects.append(request.request_id)
-        elif params.source is not None:
-            self._offer(request.request_id, params.source)
+        elif params.retain and self._config.bidirectional:
+            self._retaining.add(request.request_id)
+        if params.source is not None:
+            self._offer(request, params, params.source)
 
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int
@@ -90,7 +114,9 @@ class SchedulerConnector:
         load = self._loads.get(request.request_id)
         if load is None or load.state is not LoadState.OFFERED:
             return NOTHING
-        missing = self._loadable_tokens(load.source, request) - num_computed_tokens
+        missing = load.num_tokens - num_computed_tokens
+        if load.role is Role.PREFILL and missing < self._config.recompute_threshold:
+            return NOTHING
         return MatchedTokens(missing, True) if missing > 0 else NOTHING
 
     def update_state_after_alloc(
@@ -102,8 +128,7 @@ class SchedulerConnector:
         if num_external_tokens <= 0:
             self._decline(request.request_id, load)
             return
-        last_token = self._loadable_tokens(load.source, request)
-        first_token = last_token - num_external_tokens
+        first_token = load.num_tokens - num_external_tokens
         load.state = LoadState.LOADING
         self._pulls.append(
             PullOrder(
@@ -111,9 +136,16 @@ class SchedulerConnector:
                 load.source,
                 block_ids,
                 first_token - first_token % self._block_size,
-                last_token,
+                load.num_tokens,
             )
         )
+
+    def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy:
+        """A prefill that cannot have the last turn's KV computes it: that is what it is for."""
+        load = self._loads.get(request.request_id)
+        if load is not None and load.role is Role.PREFILL:
+            return "recompute"
+        return self._config.load_failure_policy
 
     def has_pending_work(self) -> bool:
         """True while `build_connector_meta` has something to hand over."""
@@ -121,6 +153,7 @@ class SchedulerConnector:
             self._expects
             or self._cancels
             or self._grants
+            or self._revokes
             or self._tracks
             or self._pulls
             or self._untracks
@@ -134,6 +167,7 @@ class SchedulerConnector:
             expects=tuple(self._expects),
             cancels=tuple(self._cancels),
             grants=tuple(self._grants),
+            revokes=tuple(self._revokes),
             tracks=tuple(self._tracks),
             pulls=tuple(self._pulls),
             untracks=tuple(self._untracks),
@@ -144,6 +178,8 @@ class SchedulerConnector:
 
     def update_connector_output(self, results: TransferResults) -> None:
         self._leased -= results.finished_sending
+        for request_id in results.finished_sending:
+            self._retained.remove(request_id)
         for request_id in results.finished_recving:
             load = self._loads.get(request_id)
             if load is not None:
@@ -153,47 +189,107 @@ class SchedulerConnector:
     def request_finished(
         self, request: EngineRequest, block_ids: BlockIds, status: FinishStatus
     ) -> FinishDecision:
-        load = self._loads.pop(request.request_id, None)
-        if load is not None and load.state is LoadState.OFFERED:
-            self._decline(request.request_id, load)
-        elif load is not None and load.state is LoadState.LOADING:
-            self._untracks.append(request.request_id)
-        if request.request_id not in self._expected:
-            return FinishDecision(False, None)
-        self._expected.discard(request.request_id)
-        if not status.leaves_kv or request.num_computed_tokens <= 0:
-            self._cancels.append(request.request_id)
-            return FinishDecision(False, None)
-        self._leased.add(request.request_id)
-        self._grants.append(request.request_id)
-        return FinishDecision(True, self._answer(request, block_ids))
+        self._end_load(request.request_id)
+        has_kv = status.leaves_kv and request.num_computed_tokens > 0
+        if request.request_id in self._expected:
+            self._expected.discard(request.request_id)
+            return self._lease(request, block_ids) if has_kv else self._cancel(request)
+        if request.request_id in self._retaining:
+            self._retaining.discard(request.request_id)
+            return self._retain(request, block_ids) if has_kv else NOT_KEPT
+        return NOT_KEPT
 
-    def _offer(self, request_id: str, source: RemoteSource) -> None:
+    def _offer(self, request: EngineRequest, params: TransferParams, source: RemoteSource) -> None:
+        request_id = request.request_id
         if source.engine_id == self._identity.engine_id:
             # Both legs came to this engine: what is worth having is in our own prefix cache.
             self._releases.append(source)
             return
-        self._loads[request_id] = Load(source)
-        self._tracks.append(TrackOrder(request_id, source))
+        load = Load(source, params.role, self._loadable_tokens(request, params.role, source))
+        self._loads[request_id] = load
+        if params.role is Role.PREFILL and load.num_tokens < self._config.recompute_threshold:
+            self._decline(request_id, load)
+        elif params.role is Role.DECODE:
+            self._tracks.append(TrackOrder(request_id, source))
+
+    def _loadable_tokens(self, request: EngineRequest, role: Role, source: RemoteSource) -> int:
+        """Tokens from position 0 whose KV the remote's blocks hold, and which are this prompt's."""
+        if role is Role.PREFILL and not self._may_pull_turn(source):
+            return 0
+        held = min((len(group) for group in source.block_ids), default=0) * self._block_size
+        if source.num_tokens is not None:
+            held = min(held, source.num_tokens)
+        held = min(held, request.num_prompt_tokens)
+        if source.proof is None:
+            return held
+        proven = source.proof.proven_tokens(request.prompt_token_ids)
+        if proven < held:
+            logger.info(
+                "request %s: %d of %d remote tokens are this prompt's",
+                request.request_id,
+                proven,
+                held,
+            )
+        return min(held, proven)
+
+    def _may_pull_turn(self, source: RemoteSource) -> bool:
+        if not self._config.bidirectional:
+            return False
+        if source.expires_at is not None and source.expires_at <= self._unix_time():
+            return False
+        return source.proof is not None or self._config.trust_unproven_prefix
+
+    def _end_load(self, request_id: str) -> None:
+        load = self._loads.pop(request_id, None)
+        if load is not None and load.state is LoadState.OFFERED:
+            self._decline(request_id, load)
+        elif load is not None and load.state is LoadState.LOADING:
+            self._untracks.append(request_id)
 
     def _decline(self, request_id: str, load: Load) -> None:
         load.state = LoadState.USED
         self._untracks.append(request_id)
         self._releases.append(load.source)
 
-    def _loadable_tokens(self, source: RemoteSource, request: EngineRequest) -> int:
-        """Tokens from position 0 that the remote's blocks can give this prompt."""
-        held = min((len(group) for group in source.block_ids), default=0) * self._block_size
-        if source.num_tokens is not None:
-            held = min(held, source.num_tokens)
-        return min(held, request.num_prompt_tokens)
-
-    def _answer(self, request: EngineRequest, block_ids: BlockIds) -> dict[str, Any]:
-        """P's `kv_transfer_params`, in vLLM 0.32's words, for the router to hand to D."""
-        num_blocks = -(-request.num_computed_tokens // self._block_size)
-        return {
+    def _lease(self, request: EngineRequest, block_ids: BlockIds) -> FinishDecision:
+        self._leased.add(request.request_id)
+        self._grants.append(LeaseGrant(request.request_id, self._config.lease_duration))
+        answer = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
+            **self._where(request, block_ids),
+            "remote_blocks_expiry_time": None,
+        }
+        return FinishDecision(True, answer)
+
+    def _cancel(self, request: EngineRequest) -> FinishDecision:
+        self._cancels.append(request.request_id)
+        return NOT_KEPT
+
+    def _retain(self, request: EngineRequest, block_ids: BlockIds) -> FinishDecision:
+        num_blocks = -(-request.num_computed_tokens // self._block_size)
+        if not self._retained.fits(num_blocks):
+            return NOT_KEPT
+        seconds = self._config.retain_seconds
+        self._leased.add(request.request_id)
+        self._grants.append(LeaseGrant(request.request_id, seconds, renewable=False))
+        self._revokes += self._retained.add(request.request_id, num_blocks)
+        answer = {
+            "do_remote_prefill": False,
+            "do_remote_decode": True,
+            **self._where(request, block_ids),
+            # Stock's readers compare it with this process's clock, whose offset they measured.
+            "remote_blocks_expiry_time": time.perf_counter() + seconds,
+            "retained_until": self._unix_time() + seconds,
+        }
+        return FinishDecision(True, answer)
+
+    def _where(self, request: EngineRequest, block_ids: BlockIds) -> dict[str, Any]:
+        """Where the KV is, in vLLM 0.32's words, and which tokens it is of, in ours."""
+        num_tokens = request.num_computed_tokens
+        num_blocks = -(-num_tokens // self._block_size)
+        proof = PrefixProof.of(request.token_ids[:num_tokens], self._block_size)
+        return {
             "remote_block_ids": [list(group[:num_blocks]) for group in block_ids],
             "remote_engine_id": self._identity.engine_id,
             "remote_request_id": request.request_id,
@@ -202,15 +298,16 @@ class SchedulerConnector:
             "tp_size": self._identity.tp_size,
             "dcp_size": 1,
             "pp_size": 1,
-            "remote_num_tokens": request.num_computed_tokens,
-            "remote_blocks_expiry_time": None,
+            "remote_num_tokens": num_tokens,
             "transfer_mode": "pull",
+            "prefix_proof": proof.to_wire(),
         }
 
     def _clear(self) -> None:
         self._expects: list[str] = []
         self._cancels: list[str] = []
-        self._grants: list[str] = []
+        self._grants: list[LeaseGrant] = []
+        self._revokes: list[str] = []
         self._tracks: list[TrackOrder] = []
         self._pulls: list[PullOrder] = []
         self._untracks: list[str] = []

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from engine_ext.verify import PrefixProof
+
 BlockIds = tuple[tuple[int, ...], ...]
 """Block ids by KV-cache group, in token-position order: block k of a group holds tokens
 [k * block_size, (k + 1) * block_size)."""
@@ -39,6 +41,10 @@ class EngineRequest(Protocol):
 
     @property
     def prompt_token_ids(self) -> Sequence[int]: ...
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Prompt and answer so far."""
+
     @property
     def num_prompt_tokens(self) -> int: ...
     @property
@@ -81,6 +87,22 @@ class RemoteSource:
     block_ids: BlockIds
     num_tokens: int | None
     """Tokens with KV in these blocks; None where an old peer does not say."""
+    proof: PrefixProof | None = None
+    """Which tokens those are; None from a peer without our extension."""
+    expires_at: float | None = None
+    """Unix time, by the remote's clock, after which it will have dropped them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGrant:
+    """Hold a finished request's blocks for `seconds` from now.
+
+    `renewable`: heartbeats extend it. A turn's blocks, kept for the next turn, are not renewed.
+    """
+
+    request_id: str
+    seconds: float
+    renewable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +136,10 @@ class StepMetadata:
     """P: requests a remote will read; nothing is leased yet."""
     cancels: tuple[str, ...] = ()
     """P: expected requests that ended without KV to read."""
-    grants: tuple[str, ...] = ()
-    """P: the lease of these starts now; each id comes back in `finished_sending` exactly once."""
+    grants: tuple[LeaseGrant, ...] = ()
+    """These leases start now; each id comes back in `finished_sending` exactly once."""
+    revokes: tuple[str, ...] = ()
+    """Leases to end before their time, because the blocks are wanted elsewhere."""
     tracks: tuple[TrackOrder, ...] = ()
     """D: requests to heartbeat for."""
     pulls: tuple[PullOrder, ...] = ()
@@ -127,7 +151,7 @@ class StepMetadata:
 
     def __bool__(self) -> bool:
         return bool(
-            self.expects or self.cancels or self.grants or self.tracks
+            self.expects or self.cancels or self.grants or self.revokes or self.tracks
             or self.pulls or self.untracks or self.releases
         )  # fmt: skip
 
@@ -204,6 +228,10 @@ class ConnectorStats:
     leases_granted: int = 0
     leases_released: int = 0
     leases_expired: int = 0
+    leases_revoked: int = 0
+    """Ended early, to make room."""
+    reads_unproven: int = 0
+    """READs whose blocks may have changed under them: reported as failed, never used."""
     heartbeats_sent: int = 0
     heartbeats_received: int = 0
     notifications_unknown: int = 0

@@ -3,8 +3,9 @@
 Handshake, over ZMQ (vLLM 0.32 NixlConnector, connector version 14): the reader sends msgpack
 `(b"get_meta_msg", pp_rank, tp_rank)`; the listener answers two frames, a `HandshakePayload` and
 its perf_counter. Notifications, over NIXL: `<request id>:<readers>` says that blocks were read,
-`HB:<id>,<id>,...` renews leases. Peers are untrusted: decoding raises `WireError` or returns
-`UnknownMessage`, nothing else.
+`HB:<id>,<id>,...` renews leases. Between engines that both run this extension (`disagg_ext` in the
+inner map says so) they are `DX:` and a msgpack record instead, and those that matter are answered.
+Peers are untrusted: decoding raises `WireError` or returns `UnknownMessage`, nothing else.
 """
 
 import hashlib
@@ -22,6 +23,8 @@ import zmq
 logger = logging.getLogger(__name__)
 
 CONNECTOR_VERSION = 14
+EXTENSION_VERSION = 1
+EXTENSION_PREFIX = b"DX:"
 GET_METADATA = b"get_meta_msg"
 MAX_REQUEST_BYTES = 4096
 MAX_REPLY_BYTES = 64 << 20
@@ -65,6 +68,10 @@ class AgentMetadata(msgspec.Struct, kw_only=True):
     ple_block_len: int | None = None
     region_members: list[list[Any]] = msgspec.field(default_factory=list)
     packed_member_layouts: dict[Any, Any] = msgspec.field(default_factory=dict)
+    disagg_ext: int | None = None
+    """Version of our extension; stock neither sends nor reads it."""
+    lease_extension: float = 0.0
+    """Seconds that one heartbeat grants here from its arrival."""
 
 
 _PER_REGION = (
@@ -164,33 +171,92 @@ class UnknownMessage:
     message: bytes
 
 
-Notification = ReadDone | Heartbeat | UnknownMessage
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Reader to holder, once per pair: the agent to send answers to."""
+
+    metadata: bytes
+
+
+class Renew(msgspec.Struct, frozen=True, tag="renew"):
+    """Reader to holder: extend these leases. Answered by `Renewed`."""
+
+    sequence: int
+    request_ids: tuple[str, ...]
+
+
+class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
+    """All of the named heartbeat's leases are extended, except those that are gone."""
+
+    sequence: int
+    gone: tuple[str, ...] = ()
+
+
+class Read(msgspec.Struct, frozen=True, tag="read"):
+    """Reader to holder: the data has arrived. Answered by `ReadAck`, unless `sequence` is 0."""
+
+    request_id: str
+    readers: int = 1
+    sequence: int = 0
+
+
+class ReadAck(msgspec.Struct, frozen=True, tag="ack"):
+    """`valid`: until now the blocks were those of the request; what was read is right."""
+
+    sequence: int
+    valid: bool
+
+
+class Gone(msgspec.Struct, frozen=True, tag="gone"):
+    """Holder to reader: these leases ended unread; what is read from now on may be wrong."""
+
+    request_ids: tuple[str, ...]
+
+
+ExtensionMessage = Hello | Renew | Renewed | Read | ReadAck | Gone
+Notification = ReadDone | Heartbeat | UnknownMessage | ExtensionMessage
+
+_extension_decoder: msgspec.msgpack.Decoder[ExtensionMessage] = msgspec.msgpack.Decoder(
+    Hello | Renew | Renewed | Read | ReadAck | Gone
+)
+
+
+def encode_extension(message: ExtensionMessage) -> bytes:
+    return EXTENSION_PREFIX + msgspec.msgpack.encode(message)
+
+
+def _decode_extension(message: bytes) -> "ExtensionMessage | UnknownMessage":
+    try:
+        return _extension_decoder.decode(message[len(EXTENSION_PREFIX) :])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return UnknownMessage(message)
 
 
 def encode_read_done(request_id: str, readers: int = 1) -> bytes:
     return f"{request_id}:{readers}".encode()
 
 
-def encode_heartbeats(request_ids: Iterable[str]) -> Iterator[bytes]:
-    """As few messages as fit the size limit."""
+def batches(request_ids: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """As few batches as fit the size limit of a notification."""
     batch: list[str] = []
     size = 0
     for request_id in request_ids:
         if batch and size + len(request_id) > MAX_NOTIFICATION_BYTES:
-            yield _heartbeat(batch)
+            yield tuple(batch)
             batch, size = [], 0
         batch.append(request_id)
-        size += len(request_id) + 1
+        size += len(request_id) + 5
     if batch:
-        yield _heartbeat(batch)
+        yield tuple(batch)
 
 
-def _heartbeat(request_ids: list[str]) -> bytes:
+def encode_heartbeat(request_ids: Iterable[str]) -> bytes:
     return b"HB:" + ",".join(request_ids).encode()
 
 
 def decode_notification(message: bytes) -> Notification:
     """Total: whatever a peer sent, no exception."""
+    if message.startswith(EXTENSION_PREFIX):
+        return _decode_extension(message)
     try:
         text = message.decode()
     except UnicodeDecodeError:

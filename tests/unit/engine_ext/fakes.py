@@ -17,10 +17,15 @@ class Request:
     kv_transfer_params: Any = None
     num_prompt_tokens: int = 100
     num_computed_tokens: int = 0
+    answer: Sequence[int] = ()
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
         return range(self.num_prompt_tokens)
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return [*self.prompt_token_ids, *self.answer]
 
 
 @dataclass
@@ -38,6 +43,8 @@ class FakeAgent:
 
     failing: set[str] = field(default_factory=set)
     inbox: list[bytes] = field(default_factory=list)
+    """From `sender`."""
+    sender: str = "agent-p"
     sent: list[tuple[str, bytes]] = field(default_factory=list)
     transfers: list[FakeTransfer] = field(default_factory=list)
     peers: list[str] = field(default_factory=list)
@@ -46,14 +53,20 @@ class FakeAgent:
     def metadata(self) -> bytes:
         return b"fake"
 
-    def add_peer(self, metadata: bytes, layout: PeerLayout) -> PeerHandle:
-        self._check("add_peer")
+    def add_remote(self, metadata: bytes) -> str:
+        self._check("add_remote")
         self.peers.append(metadata.decode())
-        return PeerHandle(metadata.decode(), layout, None)
+        return metadata.decode()
 
-    def remove_peer(self, peer: PeerHandle) -> None:
-        self.peers.remove(peer.name)
-        self._check("remove_peer")
+    def remove_remote(self, name: str) -> None:
+        self.peers.remove(name)
+        self._check("remove_remote")
+
+    def prepare(self, name: str, layout: PeerLayout) -> None:
+        self._check("prepare")
+
+    def drop(self, peer: PeerHandle) -> None:
+        self._check("drop")
 
     def start_read(
         self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
@@ -71,14 +84,14 @@ class FakeAgent:
         self._check("release")
         transfer.released = True
 
-    def notify(self, peer: PeerHandle, message: bytes) -> None:
+    def notify(self, name: str, message: bytes) -> None:
         self._check("notify")
-        self.sent.append((peer.name, message))
+        self.sent.append((name, message))
 
-    def notifications(self) -> list[bytes]:
+    def notifications(self) -> list[tuple[str, bytes]]:
         self._check("notifications")
         messages, self.inbox = self.inbox, []
-        return messages
+        return [(self.sender, message) for message in messages]
 
     def close(self) -> None:
         self.closed = True

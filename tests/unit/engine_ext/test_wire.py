@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 from engine_ext import wire
 from engine_ext.wire import (
     AgentMetadata,
+    Gone,
     HandshakeServer,
     Heartbeat,
+    Hello,
+    Read,
+    ReadAck,
     ReadDone,
+    Renew,
+    Renewed,
     UnknownMessage,
     WireError,
 )
@@ -103,12 +109,34 @@ def test_notifications_are_stocks_bytes() -> None:
 @given(st.lists(st.text("abc-0", min_size=1, max_size=40), max_size=2000))
 def test_heartbeats_carry_every_id_once_in_bounded_messages(ids: list[str]) -> None:
     carried: list[str] = []
-    for message in wire.encode_heartbeats(ids):
-        assert len(message) <= wire.MAX_NOTIFICATION_BYTES + 64
-        decoded = wire.decode_notification(message)
-        assert isinstance(decoded, Heartbeat)
-        carried += decoded.request_ids
+    for batch in wire.batches(ids):
+        for message in (wire.encode_heartbeat(batch), wire.encode_extension(Renew(1, batch))):
+            assert len(message) <= wire.MAX_NOTIFICATION_BYTES + 64
+            decoded = wire.decode_notification(message)
+            assert isinstance(decoded, Heartbeat | Renew)
+            assert decoded.request_ids == batch
+        carried += batch
     assert carried == ids
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Hello(b"x"),
+        Renew(1, ("a", "b")),
+        Renewed(1, ("a",)),
+        Read("a", 2, 7),
+        ReadAck(7, True),
+        Gone(("a",)),
+    ],
+)
+def test_a_message_of_the_extension_survives_the_wire(message: wire.ExtensionMessage) -> None:
+    assert wire.decode_notification(wire.encode_extension(message)) == message
+
+
+@given(st.binary())
+def test_garbage_behind_the_extensions_prefix_is_an_unknown_message(message: bytes) -> None:
+    wire.decode_notification(wire.EXTENSION_PREFIX + message)
 
 
 @pytest.fixture

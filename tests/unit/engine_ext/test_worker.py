@@ -10,10 +10,12 @@ from engine_ext import wire
 from engine_ext.agent import TransferState
 from engine_ext.config import ConnectorConfig
 from engine_ext.results import Results
+from engine_ext.transfer import IDLE_WAIT, LEASED_WAIT, READING_WAIT, TransferLoop
 from engine_ext.types import (
     CacheGeometry,
     ConnectorStats,
     EngineIdentity,
+    LeaseGrant,
     PullOrder,
     RemoteSource,
     StepMetadata,
@@ -21,14 +23,13 @@ from engine_ext.types import (
     TransferResults,
 )
 from engine_ext.wire import AgentMetadata, HandshakeServer
-from engine_ext.worker import IDLE_WAIT, LEASED_WAIT, READING_WAIT, TransferLoop
 from tests.unit.engine_ext.fakes import FakeAgent, FakeTransfer, regions, source
 
 GEOMETRY = CacheGeometry(block_size=16, num_blocks=32)
 FACTORS = {"model": "m", "dtype": "float32"}
 
 
-def remote_metadata(engine_id: str = "engine-p") -> AgentMetadata:
+def remote_metadata(engine_id: str = "engine-p", extension: int | None = None) -> AgentMetadata:
     layers = regions()
     return AgentMetadata(
         engine_id=engine_id,
@@ -42,13 +43,25 @@ def remote_metadata(engine_id: str = "engine-p") -> AgentMetadata:
         block_size=16,
         attn_backend_name="CPU_ATTN",
         region_names=[region.name for region in layers],
+        disagg_ext=extension,
+        lease_extension=20.0,
     )
 
 
 @pytest.fixture
 def prefiller() -> Iterator[HandshakeServer]:
-    """A prefill engine's side channel."""
-    payload = wire.encode_payload(remote_metadata(), FACTORS)
+    """The side channel of a stock prefill engine."""
+    yield from listening(remote_metadata())
+
+
+@pytest.fixture
+def extended() -> Iterator[HandshakeServer]:
+    """The side channel of a prefill engine that runs our extension."""
+    yield from listening(remote_metadata(extension=1))
+
+
+def listening(metadata: AgentMetadata) -> Iterator[HandshakeServer]:
+    payload = wire.encode_payload(metadata, FACTORS)
     server = HandshakeServer("127.0.0.1", 0, {(0, 0): payload})
     yield server
     server.close()
@@ -86,6 +99,16 @@ class Harness:
         self.step_until(condition)
         self.step()
         return self.results.take()
+
+    def sent(self) -> list[wire.Notification]:
+        """What was sent and not yet looked at."""
+        messages, self.agent.sent = self.agent.sent, []
+        return [wire.decode_notification(message) for _, message in messages]
+
+    def hears(self, message: wire.ExtensionMessage, sender: str = "agent-p") -> None:
+        self.agent.sender = sender
+        self.agent.inbox.append(wire.encode_extension(message))
+        self.step()
 
     def reading(self, origin: RemoteSource) -> FakeTransfer:
         """Orders a pull of 100 tokens and steps until its READ runs."""
@@ -148,7 +171,7 @@ def test_a_dead_peer_fails_its_request_at_the_deadline_and_delays_no_other(
     assert harness.results.take() == FAILED
 
 
-@pytest.mark.parametrize("method", ["add_peer", "start_read", "poll"])
+@pytest.mark.parametrize("method", ["add_remote", "prepare", "start_read", "poll"])
 def test_a_nixl_error_fails_the_request(
     harness: Harness, prefiller: HandshakeServer, method: str
 ) -> None:
@@ -251,12 +274,18 @@ def test_a_release_to_a_dead_peer_is_dropped(harness: Harness) -> None:
     assert harness.step(100) == IDLE_WAIT
 
 
+def end(harness: Harness, seconds: float) -> None:
+    """Until leases of that length have ended, grace included."""
+    harness.step(seconds)
+    harness.step(harness.config.revoke_grace)
+
+
 SENT = TransferResults(finished_sending=frozenset(["p-1"]))
 
 
 def lease(harness: Harness) -> None:
     harness.apply(StepMetadata(expects=("p-1",)))
-    harness.apply(StepMetadata(grants=("p-1",)))
+    harness.apply(StepMetadata(grants=(LeaseGrant("p-1", 30),)))
 
 
 def test_a_leased_request_is_freed_by_its_read(harness: Harness) -> None:
@@ -269,13 +298,14 @@ def test_a_leased_request_is_freed_by_its_read(harness: Harness) -> None:
     assert (harness.stats.leases_released, harness.stats.notifications_unknown) == (1, 1)
 
 
-def test_a_lease_nobody_reads_ends_with_its_duration(harness: Harness) -> None:
+def test_a_lease_nobody_reads_ends_with_its_duration_and_a_grace(harness: Harness) -> None:
     lease(harness)
     assert harness.step(29.9) == LEASED_WAIT
-    assert not harness.results.take()
     harness.step(0.1)
-    assert harness.results.take() == SENT
     assert harness.stats.leases_expired == 1
+    assert not harness.results.take()
+    harness.step(harness.config.revoke_grace)
+    assert harness.results.take() == SENT
 
 
 def test_heartbeats_keep_a_lease_for_as_long_as_the_decoder_queues(harness: Harness) -> None:
@@ -284,7 +314,7 @@ def test_heartbeats_keep_a_lease_for_as_long_as_the_decoder_queues(harness: Harn
         harness.agent.inbox = [b"HB:p-1,unknown"]
         harness.step(5)
     assert not harness.results.take()
-    harness.step(20)
+    end(harness, 20)
     assert harness.results.take() == SENT
 
 
@@ -292,7 +322,7 @@ def test_a_read_that_arrives_before_the_grant_frees_at_the_grant(harness: Harnes
     harness.apply(StepMetadata(expects=("p-1",)))
     harness.agent.inbox = [b"p-1:1"]
     harness.step()
-    harness.apply(StepMetadata(grants=("p-1",)))
+    harness.apply(StepMetadata(grants=(LeaseGrant("p-1", 30),)))
     assert harness.results.take() == SENT
     harness.step(1000)
     assert not harness.results.take()
@@ -317,11 +347,140 @@ def test_notifications_that_make_no_sense_are_counted_and_ignored(harness: Harne
 def test_a_failing_notification_queue_is_survived_by_leases(harness: Harness) -> None:
     lease(harness)
     harness.agent.failing = {"notifications"}
-    harness.step(31)
+    end(harness, 31)
     assert harness.results.take() == SENT
 
 
 def test_both_legs_on_one_engine_end_the_lease(harness: Harness) -> None:
     lease(harness)
     harness.apply(StepMetadata(releases=(source(engine_id="engine-d"),)))
+    assert harness.results.take() == SENT
+
+
+# Between two engines that run the extension, what matters is answered.
+
+
+def arrived(harness: Harness, extended: HandshakeServer) -> int:
+    """A READ whose data is here; returns the sequence number its answer must carry."""
+    transfer = harness.reading(source(port=extended.port))
+    transfer.state = TransferState.DONE
+    harness.step()
+    assert not harness.results.take()
+    read = wire.decode_notification(transfer.notification)
+    assert isinstance(read, wire.Read)
+    assert read.request_id == "p-1"
+    return read.sequence
+
+
+def test_a_reader_introduces_itself_to_an_extended_holder_only(
+    harness: Harness, extended: HandshakeServer
+) -> None:
+    harness.reading(source(port=extended.port))
+    assert harness.sent() == [wire.Hello(b"fake")]
+
+
+def test_a_read_counts_once_the_holder_says_that_it_was_in_time(
+    harness: Harness, extended: HandshakeServer
+) -> None:
+    sequence = arrived(harness, extended)
+    harness.hears(wire.ReadAck(sequence, valid=True))
+    assert harness.results.take() == OK
+
+
+def test_a_read_that_outlived_its_lease_is_a_failed_load(
+    harness: Harness, extended: HandshakeServer
+) -> None:
+    sequence = arrived(harness, extended)
+    harness.hears(wire.ReadAck(sequence, valid=False))
+    assert harness.results.take() == FAILED
+    assert harness.stats.reads_unproven == 1
+
+
+def test_a_holder_that_does_not_answer_is_a_failed_load_and_suspect(
+    harness: Harness, extended: HandshakeServer
+) -> None:
+    arrived(harness, extended)
+    harness.step(harness.config.confirm_timeout)
+    assert harness.results.take() == FAILED
+    assert harness.agent.peers == []
+
+
+def test_an_answer_by_another_agent_or_to_another_read_does_not_count(
+    harness: Harness, extended: HandshakeServer
+) -> None:
+    sequence = arrived(harness, extended)
+    harness.hears(wire.ReadAck(sequence, valid=True), sender="agent-x")
+    harness.hears(wire.ReadAck(sequence + 1, valid=True))
+    assert not harness.results.take()
+
+
+def test_an_answered_heartbeat_spares_the_wait_for_the_answer(
+    harness: Harness, extended: HandshakeServer
+) -> None:
+    origin = source(port=extended.port)
+    harness.apply(StepMetadata(tracks=(TrackOrder("d-1", origin),)))
+    harness.step_until(lambda: len(harness.agent.sent) == 2)
+    _, renew = harness.sent()
+    assert isinstance(renew, wire.Renew)
+    assert renew.request_ids == ("p-1",)
+    harness.hears(wire.Renewed(renew.sequence))
+    harness.reading(origin).state = TransferState.DONE
+    harness.step()
+    assert harness.results.take() == OK
+
+
+def test_a_lease_known_to_be_gone_is_not_read(harness: Harness, extended: HandshakeServer) -> None:
+    origin = source(port=extended.port)
+    harness.apply(StepMetadata(tracks=(TrackOrder("d-1", origin),)))
+    harness.step_until(lambda: len(harness.agent.sent) == 2)
+    harness.hears(wire.Gone(("p-1",)))
+    harness.apply(StepMetadata(pulls=(pull(origin),)))
+    harness.step()
+    assert harness.results.take() == FAILED
+    assert harness.agent.transfers == []
+
+
+def test_a_holder_answers_heartbeats_and_tells_the_reader_when_a_lease_ends(
+    harness: Harness,
+) -> None:
+    lease(harness)
+    harness.hears(wire.Hello(b"agent-d"), sender="agent-d")
+    harness.hears(wire.Renew(5, ("p-1", "p-0")), sender="agent-d")
+    assert harness.sent() == [wire.Renewed(5, gone=("p-0",))]
+    harness.step(30)
+    assert harness.sent() == [wire.Gone(("p-1",))]
+    assert not harness.results.take()
+
+
+def test_a_holder_says_whether_a_read_was_in_time(harness: Harness) -> None:
+    lease(harness)
+    harness.hears(wire.Read("p-1", sequence=1), sender="agent-d")
+    assert harness.results.take() == SENT
+    harness.hears(wire.Read("p-1", sequence=2), sender="agent-d")
+    assert harness.sent() == [wire.ReadAck(1, valid=True), wire.ReadAck(2, valid=False)]
+
+
+def test_a_release_is_idempotent_and_unanswered(harness: Harness) -> None:
+    lease(harness)
+    for _ in range(2):
+        harness.hears(wire.Read("p-1"), sender="agent-d")
+    assert harness.results.take() == SENT
+    assert harness.sent() == []
+
+
+def test_a_revoked_turn_is_kept_for_its_grace(harness: Harness) -> None:
+    harness.apply(StepMetadata(grants=(LeaseGrant("p-1", 480, renewable=False),)))
+    harness.apply(StepMetadata(revokes=("p-1",)))
+    harness.step()
+    assert not harness.results.take()
+    harness.step(harness.config.revoke_grace)
+    assert harness.results.take() == SENT
+    assert harness.stats.leases_revoked == 1
+
+
+def test_a_reader_whose_agent_is_unknown_or_broken_ends_nothing(harness: Harness) -> None:
+    lease(harness)
+    harness.agent.failing = {"add_remote", "notify"}
+    harness.hears(wire.Hello(b"broken"), sender="agent-d")
+    harness.hears(wire.Read("p-1", sequence=1), sender="agent-d")
     assert harness.results.take() == SENT

@@ -1,0 +1,255 @@
+"""What the owner thread does: leases and answers as holder, reads and heartbeats as reader."""
+
+import itertools
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from engine_ext.agent import Agent, AgentError, PeerHandle
+from engine_ext.config import ConnectorConfig
+from engine_ext.lease import NEVER, Beat, HeartbeatTracker, LeaseTable
+from engine_ext.peer import PeerError, Peers
+from engine_ext.pull import Pulls
+from engine_ext.readers import Readers
+from engine_ext.results import Results
+from engine_ext.types import (
+    CacheGeometry,
+    ConnectorStats,
+    EngineIdentity,
+    LeaseGrant,
+    Region,
+    RemoteSource,
+    StepMetadata,
+)
+from engine_ext.wire import (
+    Gone,
+    Heartbeat,
+    Hello,
+    Read,
+    ReadAck,
+    ReadDone,
+    Renew,
+    Renewed,
+    batches,
+    decode_notification,
+    encode_extension,
+    encode_heartbeat,
+    encode_read_done,
+)
+
+logger = logging.getLogger(__name__)
+
+READING_WAIT = 20e-6
+RECENT_WAIT = 1e-3
+LEASED_WAIT = 5e-3
+IDLE_WAIT = 50e-3
+RECENT = 0.25
+"""Seconds during which a transfer or message makes the next one likely."""
+
+
+class TransferLoop:
+    """One `step` at a time. Time is passed in."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        config: ConnectorConfig,
+        geometry: CacheGeometry,
+        identity: EngineIdentity,
+        regions: tuple[Region, ...],
+        results: Results,
+        stats: ConnectorStats,
+    ) -> None:
+        self._agent = agent
+        self._identity = identity
+        self._results = results
+        self._stats = stats
+        self._sequence = itertools.count(1)
+        self._leases = LeaseTable(config.lease_extension, config.revoke_grace)
+        self._readers = Readers(agent)
+        self._beats = HeartbeatTracker(config.heartbeat_interval)
+        self._peers = Peers(agent, config, geometry, regions, identity.compat_factors, stats)
+        self._pulls = Pulls(
+            agent,
+            self._peers,
+            self._beats,
+            self._sequence,
+            results,
+            config,
+            geometry,
+            regions,
+            stats,
+        )
+        self._releases: list[RemoteSource] = []
+        self._last_event = NEVER
+
+    def apply(self, meta: StepMetadata, now: float) -> None:
+        self._last_event = now
+        for request_id in meta.expects:
+            self._leases.expect(request_id)
+        for request_id in meta.cancels:
+            self._leases.cancel(request_id)
+        for grant in meta.grants:
+            self._grant(grant, now)
+        for request_id in meta.revokes:
+            self._revoke(request_id, now)
+        for track in meta.tracks:
+            self._beats.track(track.request_id, track.source, now)
+        for order in meta.pulls:
+            self._pulls.start(order)
+        for request_id in meta.untracks:
+            self._beats.untrack(request_id)
+        for source in meta.releases:
+            self._release(source)
+
+    def step(self, now: float) -> float:
+        """Moves everything on; returns the seconds after which it wants to be called again."""
+        self._receive(now)
+        self._peers.step(now)
+        self._pulls.step(now)
+        self._send_releases(now)
+        self._send_heartbeats(now)
+        self._expire(now)
+        self._stats.leases_active = self._leases.num_held
+        return self._wait(now)
+
+    def close(self) -> None:
+        self._peers.close()
+        self._agent.close()
+
+    def _wait(self, now: float) -> float:
+        if self._pulls.is_busy:
+            return READING_WAIT
+        if self._peers.num_connecting or now - self._last_event < RECENT:
+            return RECENT_WAIT
+        return LEASED_WAIT if len(self._leases) or len(self._beats) else IDLE_WAIT
+
+    def _receive(self, now: float) -> None:
+        for sender, message in self._notifications():
+            self._last_event = now
+            try:
+                self._handle(sender, message, now)
+            except AgentError as error:
+                logger.warning("a notification of %s was not handled: %s", sender, error)
+
+    def _notifications(self) -> list[tuple[str, bytes]]:
+        try:
+            return self._agent.notifications()
+        except AgentError as error:
+            logger.warning("%s", error)
+            return []
+
+    def _handle(self, sender: str, message: bytes, now: float) -> None:
+        match decode_notification(message):
+            case ReadDone(request_id, readers) if self._leases.knows(request_id):
+                self._read_done(request_id, readers)
+            case Heartbeat(request_ids):
+                self._stats.heartbeats_received += 1
+                self._leases.renew(request_ids, now)
+            case Hello(metadata):
+                self._readers.hello(metadata)
+            case Renew(sequence, request_ids):
+                self._renew(sender, sequence, request_ids, now)
+            case Renewed(sequence, gone):
+                self._beats.answered(sequence, gone)
+            case Read(request_id, readers, sequence):
+                self._read(sender, request_id, readers, sequence)
+            case ReadAck(sequence, valid):
+                self._pulls.answered(sender, sequence, valid)
+            case Gone(request_ids):
+                self._beats.lost(request_ids)
+            case unknown:
+                self._stats.notifications_unknown += 1
+                logger.warning("ignored notification %.200r", unknown)
+
+    def _renew(self, sender: str, sequence: int, request_ids: tuple[str, ...], now: float) -> None:
+        self._stats.heartbeats_received += 1
+        gone = self._leases.renew(request_ids, now)
+        self._readers.renewed(sender, set(request_ids).difference(gone))
+        self._readers.answer(sender, Renewed(sequence, tuple(gone)))
+
+    def _read(self, sender: str, request_id: str, readers: int, sequence: int) -> None:
+        valid = self._leases.knows(request_id)
+        if sequence:
+            self._readers.answer(sender, ReadAck(sequence, valid))
+        if valid:
+            self._read_done(request_id, readers)
+
+    def _grant(self, grant: LeaseGrant, now: float) -> None:
+        self._stats.leases_granted += 1
+        if not self._leases.grant(grant.request_id, now, grant.seconds, grant.renewable):
+            self._end_lease(grant.request_id)
+
+    def _read_done(self, request_id: str, readers: int) -> None:
+        if self._leases.release(request_id, readers):
+            self._end_lease(request_id)
+
+    def _end_lease(self, request_id: str) -> None:
+        self._stats.leases_released += 1
+        self._readers.ended(request_id)
+        self._results.sent(request_id)
+
+    def _revoke(self, request_id: str, now: float) -> None:
+        if self._leases.revoke(request_id, now):
+            self._stats.leases_revoked += 1
+            self._tell_gone(request_id)
+
+    def _expire(self, now: float) -> None:
+        for request_id in self._leases.expire(now):
+            logger.warning("request %s: lease expired, nobody read its blocks", request_id)
+            self._stats.leases_expired += 1
+            self._tell_gone(request_id)
+        for request_id in self._leases.reap(now):
+            self._results.sent(request_id)
+
+    def _tell_gone(self, request_id: str) -> None:
+        reader = self._readers.ended(request_id)
+        if reader is not None:
+            self._readers.answer(reader, Gone((request_id,)))
+
+    def _release(self, source: RemoteSource) -> None:
+        if source.engine_id == self._identity.engine_id:
+            self._read_done(source.request_id, 1)
+        else:
+            self._releases.append(source)
+
+    def _send_releases(self, now: float) -> None:
+        """Tells holders that we will not read; dropped when no handshake succeeds."""
+        sources, self._releases = self._releases, []
+        for source in sources:
+            if not self._with_peer(source, now, partial(self._send_release, source)):
+                self._releases.append(source)
+
+    def _send_release(self, source: RemoteSource, peer: PeerHandle) -> None:
+        if peer.has_extension:
+            self._agent.notify(peer.name, encode_extension(Read(source.request_id)))
+        else:
+            self._agent.notify(peer.name, encode_read_done(source.request_id))
+
+    def _send_heartbeats(self, now: float) -> None:
+        for beat in self._beats.due(now):
+            if not self._with_peer(beat.source, now, partial(self._send_beat, beat, now)):
+                self._beats.retry(beat.source, now)
+
+    def _send_beat(self, beat: Beat, now: float, peer: PeerHandle) -> None:
+        for ids in batches(beat.remote_ids):
+            if peer.has_extension:
+                sequence = next(self._sequence)
+                self._agent.notify(peer.name, encode_extension(Renew(sequence, ids)))
+                self._beats.sent(sequence, beat.source.engine_id, ids, now, peer.lease_extension)
+            else:
+                self._agent.notify(peer.name, encode_heartbeat(ids))
+        self._stats.heartbeats_sent += 1
+
+    def _with_peer(
+        self, source: RemoteSource, now: float, action: Callable[[PeerHandle], None]
+    ) -> bool:
+        """False while the handshake runs: try again. A failure is logged and taken as done."""
+        try:
+            peer = self._peers.connect(source, now)
+            if peer is None:
+                return False
+            action(peer)
+        except (PeerError, AgentError) as error:
+            logger.warning("engine %s was not told: %s", source.engine_id, error)
+        return True
