@@ -69,9 +69,7 @@ class EngineParts:
             block_size=config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        builder = BatchBuilder(
-            num_kv_heads=model_config.num_kv_heads, block_size=config.block_size, device=device
-        )
+        builder = BatchBuilder(model_config, block_size=config.block_size, device=device)
         sampler = Sampler(seed=config.seed, eos_token_ids=model_config.eos_token_ids)
         return EngineCore(
             scheduler=Scheduler(config, blocks, self.connector.scheduler, counters),

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor
 
-from engine_ext.reference.model.batch import DecodeSpan, ForwardBatch, PrefillSpan
+from engine_ext.reference.model.batch import DecodeSpan, ForwardBatch, Gather, PrefillSpan
 
 _QUERY_TILE = 512
 """Rows of a masked prefill computed at once: bounds the mask to tile * context values."""
@@ -33,7 +33,7 @@ def paged_attention(
 
 def _decode(query: Tensor, layer: Tensor, span: DecodeSpan) -> Tensor:
     """The query heads that share a K and V head take the place of query positions."""
-    key, value = _gather(layer, span.cache_rows, span.count)
+    key, value = _gather(layer, span.gather, span.count)
     kv_heads, head_dim = layer.shape[1], query.shape[-1]
     grouped = query.view(span.count, kv_heads, -1, head_dim)
     mask = span.mask.to(query.dtype)
@@ -47,7 +47,7 @@ def _begin(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _continue(query: Tensor, layer: Tensor, span: PrefillSpan) -> Tensor:
-    key, value = _gather(layer, span.cache_rows, 1)
+    key, value = _gather(layer, span.gather, 1)
     parts = []
     for first in range(0, query.shape[0], _QUERY_TILE):
         tile = query[first : first + _QUERY_TILE]
@@ -64,11 +64,12 @@ def _attend_last(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return _flat(F.scaled_dot_product_attention(q, key, value, attn_mask=mask, enable_gqa=True))
 
 
-def _gather(layer: Tensor, cache_rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """K and V, each [count, kv_heads, positions, head_dim]."""
-    num_blocks, kv_heads, block_size, packed = layer.shape
-    rows = layer.view(num_blocks * kv_heads, block_size * packed).index_select(0, cache_rows)
-    key, value = rows.view(count, kv_heads, -1, packed).chunk(2, dim=-1)
+def _gather(layer: Tensor, gather: Gather, count: int) -> tuple[Tensor, Tensor]:
+    """K and V, each [count, kv_heads, positions, head_dim], until the next gather."""
+    _, kv_heads, block_size, packed = layer.shape
+    rows = layer.view(-1, block_size * packed)
+    torch.index_select(rows, 0, gather.rows, out=gather.scratch)
+    key, value = gather.scratch.view(count, kv_heads, -1, packed).chunk(2, dim=-1)
     return key, value
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine_ext.reference.kv_cache import NULL_BLOCK
+from engine_ext.reference.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,21 @@ class ChunkInput:
 
 
 @dataclass(frozen=True, slots=True)
+class Gather:
+    """Which K and V to bring together, and where."""
+
+    rows: Tensor
+    """[sequences * kv_heads * width], of a layer seen as [num_blocks * kv_heads, ...]."""
+    scratch: Tensor
+    """[len(rows), block_size * 2 * head_dim]. All spans and layers use the same memory in turn."""
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeSpan:
     """The first `count` rows of the batch, one token each."""
 
     count: int
-    cache_rows: Tensor
-    """[count * kv_heads * width]: rows of a layer seen as [num_blocks * kv_heads, ...]."""
+    gather: Gather
     mask: Tensor
     """[count, 1, 1, width * block_size], added to the scores."""
 
@@ -40,7 +50,7 @@ class PrefillSpan:
     first: int
     last: int
     context: int
-    cache_rows: Tensor
+    gather: Gather
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +68,15 @@ class ForwardBatch:
 
 
 class BatchBuilder:
-    def __init__(self, *, num_kv_heads: int, block_size: int, device: torch.device) -> None:
-        self._heads = torch.arange(num_kv_heads).view(1, -1, 1)
+    def __init__(self, config: ModelConfig, *, block_size: int, device: torch.device) -> None:
+        self._heads = torch.arange(config.num_kv_heads).view(1, -1, 1)
         self._block_size = block_size
         self._device = device
+        # Kept over steps: a large buffer comes fresh from the system and costs more in page
+        # faults than the attention that reads it.
+        self._scratch = torch.empty(
+            (0, block_size * 2 * config.head_dim), dtype=config.dtype, device=device
+        )
 
     def build(self, chunks: Sequence[ChunkInput]) -> ForwardBatch:
         """`chunks`: those of one token first."""
@@ -87,7 +102,7 @@ class BatchBuilder:
         mask = torch.zeros(beyond.shape).masked_fill_(beyond, float("-inf"))
         return DecodeSpan(
             count=len(chunks),
-            cache_rows=self._rows(table),
+            gather=self._gather(table),
             mask=mask.view(len(chunks), 1, 1, -1).to(self._device),
         )
 
@@ -95,14 +110,17 @@ class BatchBuilder:
         spans = []
         for chunk in chunks:
             last = first + len(chunk.token_ids)
-            spans.append(PrefillSpan(first, last, chunk.start, self._rows([chunk.block_ids])))
+            spans.append(PrefillSpan(first, last, chunk.start, self._gather([chunk.block_ids])))
             first = last
         return tuple(spans)
 
-    def _rows(self, table: Sequence[Sequence[int]]) -> Tensor:
+    def _gather(self, table: Sequence[Sequence[int]]) -> Gather:
         """Head by head: gathered, they are [sequence, head, position] without a second copy."""
         blocks = torch.tensor(table).unsqueeze(1)
-        return (blocks * self._heads.numel() + self._heads).flatten().to(self._device)
+        rows = (blocks * self._heads.numel() + self._heads).flatten()
+        if len(rows) > len(self._scratch):
+            self._scratch = self._scratch.new_empty(len(rows) * 3 // 2, self._scratch.shape[1])
+        return Gather(rows.to(self._device), self._scratch[: len(rows)])
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self._device)

@@ -114,7 +114,7 @@ def test_chunks_over_scattered_blocks_equal_plain_attention(
     config = read_model_config(directory)
     model = build_model(EngineConfig(model=directory, num_blocks=40), config)
     cache = KVCache(config, num_blocks=40, block_size=BLOCK, device=CPU)
-    build = BatchBuilder(num_kv_heads=2, block_size=BLOCK, device=CPU).build
+    build = BatchBuilder(config, block_size=BLOCK, device=CPU).build
     one, two = prompt(150), prompt(90, seed=4)
     tables = (list(range(39, 19, -1)), [3, 1, 19, 4, 15, 9, 2, 6, 5, 8, 7, 11])
     expected = (log_probabilities(directory, one), log_probabilities(directory, two))
@@ -138,7 +138,7 @@ def test_a_long_chunk_over_a_context_is_attended_in_tiles(write_model: WriteMode
     config = read_model_config(directory)
     model = build_model(EngineConfig(model=directory, num_blocks=200), config)
     cache = KVCache(config, num_blocks=200, block_size=BLOCK, device=CPU)
-    build = BatchBuilder(num_kv_heads=2, block_size=BLOCK, device=CPU).build
+    build = BatchBuilder(config, block_size=BLOCK, device=CPU).build
     tokens, table = prompt(1100), list(range(1, 140))
     model.forward(build([ChunkInput(tokens[:30], 0, table)]), cache.layers)
     got = model.forward(build([ChunkInput(tokens[30:], 30, table)]), cache.layers)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from engine_ext.reference.detokenizer import Detokenizer
 from engine_ext.reference.stop_strings import StopStrings
@@ -61,6 +61,33 @@ def test_special_tokens_show_only_when_asked_for(tokenizer: Tokenizer) -> None:
     for skip, expected in ((True, ""), (False, "<|endoftext|>")):
         detokenizer = Detokenizer(tokenizer, [], skip_special_tokens=skip)
         assert detokenizer.push(ENDOFTEXT_ID) == expected
+
+
+@pytest.fixture(scope="module")
+def sentencepiece() -> Tokenizer:
+    """Llama 2's way: a space begins a word and is dropped at the very start; bytes are tokens."""
+    words = ["▁Hello", "▁world", "!", "<0xE6>", "<0xBC>", "<0xA2>", "<unk>"]
+    vocab = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
+
+
+def test_the_space_of_the_first_word_is_kept(sentencepiece: Tokenizer) -> None:
+    assert pieces_of(sentencepiece, [1, 2, 1], [0]) == [" world", "!", " world", ""]
+    many = [1, 2] * 40
+    assert "".join(pieces_of(sentencepiece, many, [0])) == " world!" * 40
+
+
+def test_a_character_out_of_byte_tokens_comes_whole(sentencepiece: Tokenizer) -> None:
+    assert pieces_of(sentencepiece, [1, 3, 4, 5, 2], [0]) == [" world", "", "", "漢", "!", ""]
 
 
 def scan_all(stops: StopStrings, pieces: list[str]) -> tuple[str, str | None]:

@@ -76,6 +76,12 @@ def test_preemption_changes_nothing(make_driver: MakeDriver) -> None:
     driver.assert_empty()
 
 
+def test_a_prompt_that_must_wait_for_blocks_is_computed_once(make_driver: MakeDriver) -> None:
+    driver = make_driver(num_blocks=13, max_num_batched_tokens=16, enable_prefix_caching=False)
+    driver.run(*(request(n, prompt(60, seed=i), greedy(4)) for i, n in enumerate("ab")))
+    assert driver.core.stats().prompt_tokens_computed == 120
+
+
 def test_one_changed_prompt_token_changes_the_answer(make_driver: MakeDriver) -> None:
     tokens = list(prompt(60))
     base = make_driver().run(request("base", tokens, greedy(32, ignore_eos=True)))[0]
