@@ -67,6 +67,11 @@ class Agent(Protocol):
         `notification` reaches the peer once the data is here and `poll` has been called.
         """
 
+    def start_write(
+        self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
+    ) -> Transfer:
+        """WRITEs local blocks into remote ones; else as `start_read`."""
+
     def poll(self, transfer: Transfer) -> TransferState: ...
     def release(self, transfer: Transfer) -> None:
         """Forgets the transfer; raises AgentError while it still runs and cannot be stopped."""
@@ -133,22 +138,20 @@ class NixlAgent:
     def start_read(
         self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
     ) -> Transfer:
-        here = descriptor_indices(local, self._region_num_blocks)
-        there = descriptor_indices(remote, peer.layout.region_num_blocks)
-        with _errors("start a READ"):
-            transfer = self._nixl.make_prepped_xfer(
-                "READ", self._descriptors, here, peer.descriptors, there, notification
-            )
-            self._nixl.transfer(transfer)
-        return transfer
+        return self._start("READ", peer, local, remote, notification)
+
+    def start_write(
+        self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
+    ) -> Transfer:
+        return self._start("WRITE", peer, local, remote, notification)
 
     def poll(self, transfer: Transfer) -> TransferState:
-        with _errors("poll a READ"):
+        with _errors("poll a transfer"):
             state = self._nixl.check_xfer_state(transfer)
         return _STATES.get(state, TransferState.FAILED)
 
     def release(self, transfer: Transfer) -> None:
-        with _errors("release a READ"):
+        with _errors("release a transfer"):
             self._nixl.release_xfer_handle(transfer)
 
     def notify(self, name: str, message: bytes) -> None:
@@ -164,6 +167,23 @@ class NixlAgent:
         with _errors("close the agent"):
             self._nixl.release_dlist_handle(self._descriptors)
             self._nixl.deregister_memory(self._registered)
+
+    def _start(
+        self,
+        operation: str,
+        peer: PeerHandle,
+        local: Indices,
+        remote: Indices,
+        notification: bytes,
+    ) -> Transfer:
+        here = descriptor_indices(local, self._region_num_blocks)
+        there = descriptor_indices(remote, peer.layout.region_num_blocks)
+        with _errors(f"start a {operation}"):
+            transfer = self._nixl.make_prepped_xfer(
+                operation, self._descriptors, here, peer.descriptors, there, notification
+            )
+            self._nixl.transfer(transfer)
+        return transfer
 
     def _only_mem_type(self) -> str:
         mem_types = {region.mem_type for region in self._regions}

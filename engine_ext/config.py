@@ -12,7 +12,9 @@ logger = logging.getLogger(__name__)
 
 LoadFailurePolicy = Literal["fail", "recompute"]
 
-CONNECTOR_NAMES = ("DisaggConnector",)
+TransferMode = Literal["pull", "push"]
+
+CONNECTORS: dict[str, TransferMode] = {"DisaggConnector": "pull", "DisaggPushConnector": "push"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +22,7 @@ class ConnectorConfig:
     """Times are in seconds."""
 
     engine_id: str
+    transfer_mode: TransferMode = "pull"
     load_failure_policy: LoadFailurePolicy = "fail"
     backends: tuple[str, ...] = ("UCX",)
     num_threads: int = 4
@@ -37,8 +40,12 @@ class ConnectorConfig:
     """Pull from a decode engine that does not say which tokens it holds."""
     enforce_handshake_compat: bool = True
     handshake_timeout: float = 5.0
-    pull_timeout: float = 120.0
-    """Bound on one READ: past it, the load has failed."""
+    registration_timeout: float | None = None
+    """How long D waits for P's WRITE; None: as long as it would keep a turn."""
+    withdraw_grace: float = 10.0
+    """How long D keeps blocks that P might still write, when P does not say that it won't."""
+    transfer_timeout: float = 120.0
+    """Bound on one READ or WRITE: past it, the transfer has failed."""
     confirm_timeout: float = 2.0
     """Bound on the holder's answer to a READ."""
     revoke_grace: float = 0.5
@@ -54,6 +61,10 @@ class ConnectorConfig:
         """Two thirds of the lease: what one heartbeat grants from the moment it arrives."""
         return float(self.lease_duration * 2 // 3) or self.lease_duration * 2 / 3
 
+    @property
+    def push_deadline(self) -> float:
+        return self.registration_timeout or self.retain_seconds
+
     @classmethod
     def from_kv_transfer_config(cls, raw: Mapping[str, Any]) -> "ConnectorConfig":
         """Reads vLLM's JSON. Raises ValueError, one line, for what is wrong or not supported."""
@@ -66,10 +77,12 @@ class ConnectorConfig:
         extra = _extra(raw.get("kv_connector_extra_config"))
         given = {
             "engine_id": top.get("engine_id"),
+            "transfer_mode": CONNECTORS[top["kv_connector"]],
             "load_failure_policy": top.get("kv_load_failure_policy"),
             "backends": extra.get("backends"),
             "num_threads": extra.get("num_threads"),
             "lease_duration": extra.get("kv_lease_duration"),
+            "registration_timeout": extra.get("push_registration_timeout"),
             "enforce_handshake_compat": extra.get("enforce_handshake_compat"),
             "bidirectional": extra.get("bidirectional_kv_xfer"),
             "retain_seconds": extra.get("decoder_kv_blocks_ttl"),
@@ -77,8 +90,9 @@ class ConnectorConfig:
             "recompute_threshold": extra.get("kv_recompute_threshold"),
             "trust_unproven_prefix": extra.get("trust_unproven_prefix"),
         }
-        chosen = {key: value for key, value in given.items() if value is not None}
-        return cls(**{"engine_id": str(uuid.uuid4()), **chosen})
+        chosen: dict[str, Any] = {"engine_id": str(uuid.uuid4())}
+        chosen |= {key: value for key, value in given.items() if value is not None}
+        return cls(**chosen)
 
 
 def _extra(raw: Any) -> dict[str, Any]:
@@ -161,7 +175,7 @@ def _only_off(key: str, value: Any) -> bool:
 
 
 _TOP_LEVEL: dict[str, Check] = {
-    "kv_connector": _one_of(*CONNECTOR_NAMES),
+    "kv_connector": _one_of(*CONNECTORS),
     "kv_connector_module_path": _text,
     "kv_role": _one_of("kv_producer", "kv_consumer", "kv_both"),
     "kv_buffer_device": _one_of("cpu", "cuda"),
@@ -181,7 +195,7 @@ _EXTRA: dict[str, Check] = {
     "kv_recompute_threshold": _count(0),
     "trust_unproven_prefix": _switch,
     "enable_cross_layers_blocks": _only_off,
-    # Accepted so that a configuration written for NixlConnector loads; they govern push.
     "push_registration_timeout": _seconds,
+    # Accepted so that a configuration written for NixlConnector loads.
     "engine_ttl": _seconds,
 }

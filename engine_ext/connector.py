@@ -53,7 +53,7 @@ def build_connector(
     factors = {
         **model_factors,
         "connector_version": str(CONNECTOR_VERSION),
-        "transfer_mode": "pull",
+        "transfer_mode": config.transfer_mode,
     }
     identity = EngineIdentity(config.engine_id, host, port, compat_factors=factors)
     return Connector(

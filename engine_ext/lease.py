@@ -25,7 +25,7 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine_ext.types import RemoteSource
+from engine_ext.types import PeerAddress
 
 NEVER = float("-inf")
 
@@ -120,6 +120,14 @@ class LeaseTable:
         self._end(request_id)
         return True
 
+    def take(self, request_id: str) -> bool:
+        """True: the lease was held and is the caller's now, who frees the blocks."""
+        lease = self._leases.get(request_id)
+        if lease is None or lease.state is LeaseState.EXPECTED:
+            return False
+        self._end(request_id)
+        return True
+
     def revoke(self, request_id: str, now: float) -> bool:
         """Ends a granted lease before its time. True: it was granted; the grace runs."""
         lease = self._leases.get(request_id)
@@ -170,8 +178,6 @@ class LeaseTable:
 
 @dataclass(slots=True)
 class _EngineBeat:
-    source: RemoteSource
-    """Any request's source: where the engine is."""
     remote_ids: dict[str, str] = field(default_factory=dict)
     """Our request id -> the id the holder knows."""
     last_sent: float = NEVER
@@ -180,16 +186,16 @@ class _EngineBeat:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """One heartbeat to send: every id that `source`'s engine holds for us."""
+    """One heartbeat to send: every id that the engine holds for us."""
 
-    source: RemoteSource
+    address: PeerAddress
     remote_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
     at: float
-    engine_id: str
+    address: PeerAddress
     remote_ids: tuple[str, ...]
     extension: float
 
@@ -206,8 +212,8 @@ class HeartbeatTracker:
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
-        self._engines: dict[str, _EngineBeat] = {}
-        self._engine_of: dict[str, str] = {}
+        self._engines: dict[PeerAddress, _EngineBeat] = {}
+        self._engine_of: dict[str, PeerAddress] = {}
         self._unanswered: dict[int, _Sent] = {}
         self._valid_until: dict[str, float] = {}
         self._gone: set[str] = set()
@@ -215,55 +221,54 @@ class HeartbeatTracker:
     def __len__(self) -> int:
         return len(self._engine_of)
 
-    def track(self, request_id: str, source: RemoteSource, now: float) -> None:
-        beat = self._engines.setdefault(source.engine_id, _EngineBeat(source))
-        beat.source = source
-        beat.remote_ids[request_id] = source.request_id
-        self._engine_of[request_id] = source.engine_id
+    def track(self, request_id: str, address: PeerAddress, remote_id: str, now: float) -> None:
+        beat = self._engines.setdefault(address, _EngineBeat())
+        beat.remote_ids[request_id] = remote_id
+        self._engine_of[request_id] = address
         beat.due = min(beat.due, max(now, beat.last_sent + self._interval / 5))
 
     def untrack(self, request_id: str) -> None:
-        engine_id = self._engine_of.pop(request_id, None)
+        address = self._engine_of.pop(request_id, None)
         self._valid_until.pop(request_id, None)
         self._gone.discard(request_id)
-        if engine_id is None:
+        if address is None:
             return
-        beat = self._engines[engine_id]
+        beat = self._engines[address]
         del beat.remote_ids[request_id]
         if not beat.remote_ids:
-            del self._engines[engine_id]
+            del self._engines[address]
 
     def due(self, now: float) -> list[Beat]:
         """What to send now; taken as sent."""
         beats = []
-        for beat in self._engines.values():
+        for address, beat in self._engines.items():
             if beat.due <= now:
                 beat.last_sent, beat.due = now, now + self._interval
-                beats.append(Beat(beat.source, tuple(beat.remote_ids.values())))
+                beats.append(Beat(address, tuple(beat.remote_ids.values())))
         return beats
 
-    def retry(self, source: RemoteSource, at: float) -> None:
+    def retry(self, address: PeerAddress, at: float) -> None:
         """The last beat to this engine could not be sent: it is due again at `at`."""
-        beat = self._engines.get(source.engine_id)
+        beat = self._engines.get(address)
         if beat is not None:
             beat.due = min(beat.due, at)
 
     def sent(
         self,
         sequence: int,
-        engine_id: str,
+        address: PeerAddress,
         remote_ids: tuple[str, ...],
         now: float,
         extension: float,
     ) -> None:
         """A heartbeat that will be answered left; each answer extends by `extension` seconds."""
-        self._unanswered[sequence] = _Sent(now, engine_id, remote_ids, extension)
+        self._unanswered[sequence] = _Sent(now, address, remote_ids, extension)
         while len(self._unanswered) > self.MAX_UNANSWERED:
             del self._unanswered[next(iter(self._unanswered))]
 
     def answered(self, sequence: int, gone: Iterable[str]) -> None:
         sent = self._unanswered.pop(sequence, None)
-        beat = self._engines.get(sent.engine_id) if sent is not None else None
+        beat = self._engines.get(sent.address) if sent is not None else None
         if sent is None or beat is None:
             return
         missing = set(gone)

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from engine_ext.types import BlockIds, RemoteSource
+from engine_ext.config import TransferMode
+from engine_ext.types import BlockIds, PeerAddress, PushTarget, RemoteSource
 from engine_ext.verify import PrefixProof
 
 MAX_ID_LENGTH = 512
@@ -42,6 +43,10 @@ class TransferParams:
 
     role: Role
     source: RemoteSource | None = None
+    target: PushTarget | None = None
+    """In push mode, instead of `source`: who will write, for a DECODE role."""
+    transfer_id: str | None = None
+    """Push mode, either role: the router's name for the transfer."""
     retain: bool = False
     problem: str | None = None
 
@@ -50,17 +55,20 @@ class _InvalidError(Exception):
     pass
 
 
-def parse(raw: Any) -> TransferParams:
-    """Total: returns a record for any object whatever, raises nothing."""
+def parse(raw: Any, mode: TransferMode = "pull") -> TransferParams:
+    """Total: returns a record for any object whatever, raises nothing.
+
+    `mode` is how this engine, as D, gets KV from P.
+    """
     if raw is None:
         return TransferParams(Role.NONE)
     try:
-        return _parse(raw)
+        return _parse(raw, mode)
     except _InvalidError as problem:
         return TransferParams(Role.NONE, problem=str(problem))
 
 
-def _parse(raw: Any) -> TransferParams:
+def _parse(raw: Any, mode: TransferMode) -> TransferParams:
     if not isinstance(raw, dict):
         raise _InvalidError("kv_transfer_params is not an object")
     decode, prefill = (_flag(raw, key) for key in ("do_remote_decode", "do_remote_prefill"))
@@ -69,6 +77,11 @@ def _parse(raw: Any) -> TransferParams:
     retain = _flag(raw, "retain")
     if decode:
         return _prefill(raw)
+    if prefill and mode == "push":
+        target = _target(raw)
+        return TransferParams(
+            Role.DECODE, target=target, transfer_id=target.transfer_id, retain=retain
+        )
     if prefill:
         return TransferParams(Role.DECODE, source=_source(raw), retain=retain)
     return TransferParams(Role.NONE, retain=retain)
@@ -76,27 +89,48 @@ def _parse(raw: Any) -> TransferParams:
 
 def _prefill(raw: dict[Any, Any]) -> TransferParams:
     """An earlier turn that makes no sense costs its reuse, not the prefill."""
+    transfer_id = _optional_identifier(raw, "transfer_id")
     if not raw.get("remote_block_ids"):
-        return TransferParams(Role.PREFILL)
+        return TransferParams(Role.PREFILL, transfer_id=transfer_id)
     try:
-        return TransferParams(Role.PREFILL, source=_source(raw))
+        return TransferParams(Role.PREFILL, source=_source(raw), transfer_id=transfer_id)
     except _InvalidError as problem:
-        return TransferParams(Role.PREFILL, problem=str(problem))
+        return TransferParams(Role.PREFILL, transfer_id=transfer_id, problem=str(problem))
 
 
 def _source(raw: dict[Any, Any]) -> RemoteSource:
     num_tokens = raw.get("remote_num_tokens")
     return RemoteSource(
-        engine_id=_field(raw, "remote_engine_id", _identifier),
+        address=_address(raw),
         request_id=_field(raw, "remote_request_id", _notifiable),
-        host=_field(raw, "remote_host", _identifier),
-        port=_field(raw, "remote_port", _integer(1, 65535)),
         tp_size=_field(raw, "tp_size", _integer(1, 1024), default=1),
         block_ids=_field(raw, "remote_block_ids", _block_ids),
         num_tokens=None if num_tokens is None else _field(raw, "remote_num_tokens", _integer(0)),
         proof=PrefixProof.from_wire(raw.get("prefix_proof")),
         expires_at=_unix_time(raw.get("retained_until")),
     )
+
+
+def _target(raw: dict[Any, Any]) -> PushTarget:
+    return PushTarget(
+        address=_address(raw),
+        tp_size=_field(raw, "tp_size", _integer(1, 1024), default=1),
+        pp_size=_field(raw, "pp_size", _integer(1, 1024), default=1),
+        remote_request_id=_field(raw, "remote_request_id", _notifiable),
+        transfer_id=_optional_identifier(raw, "transfer_id"),
+    )
+
+
+def _address(raw: dict[Any, Any]) -> PeerAddress:
+    return PeerAddress(
+        engine_id=_field(raw, "remote_engine_id", _identifier),
+        host=_field(raw, "remote_host", _identifier),
+        port=_field(raw, "remote_port", _integer(1, 65535)),
+    )
+
+
+def _optional_identifier(raw: dict[Any, Any], key: str) -> str | None:
+    return None if raw.get(key) is None else _field(raw, key, _notifiable)
 
 
 def _flag(raw: dict[Any, Any], key: str) -> bool:

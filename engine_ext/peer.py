@@ -14,7 +14,7 @@ import zmq
 from engine_ext.agent import Agent, AgentError, PeerHandle
 from engine_ext.config import ConnectorConfig
 from engine_ext.plan import PlanError, match_peer
-from engine_ext.types import CacheGeometry, ConnectorStats, Region, RemoteSource
+from engine_ext.types import CacheGeometry, ConnectorStats, PeerAddress, Region
 from engine_ext.wire import (
     EXTENSION_VERSION,
     AgentMetadata,
@@ -28,8 +28,6 @@ from engine_ext.wire import (
 )
 
 logger = logging.getLogger(__name__)
-
-PeerKey = tuple[str, str, int]
 
 
 class PeerError(Exception):
@@ -71,66 +69,65 @@ class Peers:
         self._factors = factors
         self._stats = stats
         self._context: zmq.Context[Any] = zmq.Context()
-        self._ready: dict[PeerKey, PeerHandle] = {}
-        self._connecting: dict[PeerKey, Connecting] = {}
-        self._failed: dict[PeerKey, str] = {}
+        self._ready: dict[PeerAddress, PeerHandle] = {}
+        self._connecting: dict[PeerAddress, Connecting] = {}
+        self._failed: dict[PeerAddress, str] = {}
 
     @property
     def num_connecting(self) -> int:
         return len(self._connecting)
 
-    def connect(self, source: RemoteSource, now: float) -> PeerHandle | None:
-        """The peer that holds `source`, or None while its handshake runs.
+    def connect(self, address: PeerAddress, now: float) -> PeerHandle | None:
+        """The engine there, or None while its handshake runs.
 
         The first call starts the handshake; a call after it failed raises PeerError, once per
         `step`, and the next one starts a new one.
         """
-        key = _key(source)
-        if (ready := self._ready.get(key)) is not None:
+        if (ready := self._ready.get(address)) is not None:
             return ready
-        if key in self._failed:
-            raise PeerError(self._failed[key])
-        if key not in self._connecting:
-            self._start(key, source, now)
+        if address in self._failed:
+            raise PeerError(self._failed[address])
+        if address not in self._connecting:
+            self._start(address, now)
         return None
 
     def step(self, now: float) -> None:
         """Moves every handshake on. Failures are seen by `connect` until the next step."""
         self._failed.clear()
-        for key, connecting in list(self._connecting.items()):
+        for address, connecting in list(self._connecting.items()):
             try:
-                self._advance(key, connecting, now)
+                self._advance(address, connecting, now)
             except (WireError, PeerError, PlanError, AgentError) as error:
-                self._fail(key, str(error))
+                self._fail(address, str(error))
 
-    def forget(self, source: RemoteSource) -> None:
+    def forget(self, address: PeerAddress) -> None:
         """A transfer with this peer failed: the next use starts with a handshake."""
-        handle = self._ready.pop(_key(source), None)
+        handle = self._ready.pop(address, None)
         if handle is None:
             return
         try:
             self._agent.drop(handle)
             self._agent.remove_remote(handle.name)
         except AgentError as error:
-            logger.warning("engine %s: %s", source.engine_id, error)
+            logger.warning("engine %s: %s", address.engine_id, error)
 
     def close(self) -> None:
         for connecting in self._connecting.values():
             connecting.client.close()
         self._context.destroy(linger=0)
 
-    def _start(self, key: PeerKey, source: RemoteSource, now: float) -> None:
+    def _start(self, address: PeerAddress, now: float) -> None:
         try:
-            client = HandshakeClient(self._context, source.host, source.port, (0, 0))
+            client = HandshakeClient(self._context, address.host, address.port, (0, 0))
         except WireError as error:
             raise PeerError(str(error)) from None
-        self._connecting[key] = Connecting(client, now + self._config.handshake_timeout)
+        self._connecting[address] = Connecting(client, now + self._config.handshake_timeout)
 
-    def _advance(self, key: PeerKey, connecting: Connecting, now: float) -> None:
+    def _advance(self, address: PeerAddress, connecting: Connecting, now: float) -> None:
         payload = connecting.client.receive()
         if payload is not None:
             self._check(payload)
-            self._accept(key, decode_metadata(payload))
+            self._accept(address, decode_metadata(payload))
         elif now >= connecting.deadline:
             raise PeerError(f"no handshake within {self._config.handshake_timeout:g} s")
 
@@ -141,14 +138,13 @@ class Peers:
         if problem:
             logger.warning("%s; going on, enforce_handshake_compat is false", problem)
 
-    def _accept(self, key: PeerKey, metadata: AgentMetadata) -> None:
-        engine_id = key[0]
-        if metadata.engine_id != engine_id:
-            raise PeerError(f"engine {metadata.engine_id} answers where {engine_id} was")
-        self._ready[key] = self._introduce(metadata)
-        self._connecting.pop(key).client.close()
+    def _accept(self, address: PeerAddress, metadata: AgentMetadata) -> None:
+        if metadata.engine_id != address.engine_id:
+            raise PeerError(f"engine {metadata.engine_id} answers where {address.engine_id} was")
+        self._ready[address] = self._introduce(metadata)
+        self._connecting.pop(address).client.close()
         self._stats.handshakes_ok += 1
-        logger.info("connected to engine %s at %s:%d", *key)
+        logger.info("connected to engine %s at %s:%d", *address)
 
     def _introduce(self, metadata: AgentMetadata) -> PeerHandle:
         layout = match_peer(self._geometry, self._regions, metadata)
@@ -159,12 +155,8 @@ class Peers:
             self._agent.notify(name, encode_extension(Hello(self._agent.metadata())))
         return PeerHandle(name, layout, descriptors, has_extension, metadata.lease_extension)
 
-    def _fail(self, key: PeerKey, problem: str) -> None:
-        self._connecting.pop(key).client.close()
-        self._failed[key] = problem
+    def _fail(self, address: PeerAddress, problem: str) -> None:
+        self._connecting.pop(address).client.close()
+        self._failed[address] = problem
         self._stats.handshakes_failed += 1
-        logger.warning("engine %s at %s:%d: %s", *key, problem)
-
-
-def _key(source: RemoteSource) -> PeerKey:
-    return (source.engine_id, source.host, source.port)
+        logger.warning("engine %s at %s:%d: %s", *address, problem)

@@ -54,6 +54,24 @@ def pair_blocks(
     return BlockPairs(local[order], remote[order])
 
 
+def pair_tail(
+    local_block_ids: Sequence[int],
+    remote_block_ids: Sequence[int],
+    last_token: int,
+    block_size: int,
+) -> BlockPairs:
+    """Pairs a remote list that ends with the block of token `last_token - 1`, and may begin late.
+
+    `local_block_ids` cover the request from position 0. Raises PlanError when they do not reach.
+    """
+    last = -(-last_token // block_size)
+    first = last - len(remote_block_ids)
+    if first < 0:
+        raise PlanError(f"{len(remote_block_ids)} remote blocks for {last_token} tokens")
+    aligned = [*([0] * first), *remote_block_ids]
+    return pair_blocks(local_block_ids, aligned, first * block_size, last_token, block_size)
+
+
 def descriptor_indices(block_ids: Indices, region_num_blocks: Sequence[int]) -> Indices:
     """Indices of the same blocks in every region, region after region: shape [regions * blocks].
 

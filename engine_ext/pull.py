@@ -109,7 +109,7 @@ class Pulls:
             self._fail(order, "its lease has ended")
             return
         try:
-            peer = self._peers.connect(order.source, now)
+            peer = self._peers.connect(order.source.address, now)
         except PeerError as error:
             self._fail(order, str(error))
             return
@@ -137,7 +137,7 @@ class Pulls:
         sequence = next(self._sequence)
         read_done = _read_done(order, peer, sequence)
         transfer = self._agent.start_read(peer, pairs.local, pairs.remote, read_done)
-        deadline = now + self._config.pull_timeout
+        deadline = now + self._config.transfer_timeout
         self._reading.append(Reading(order, peer, transfer, deadline, len(pairs.local), sequence))
 
     def _poll(self, reading: Reading, now: float) -> None:
@@ -152,7 +152,7 @@ class Pulls:
             self._give_up(reading, "READ failed" if not reading.overdue else "READ came too late")
         elif now >= reading.deadline:
             reading.overdue = True
-            self._give_up(reading, f"no end of READ within {self._config.pull_timeout:g} s")
+            self._give_up(reading, f"no end of READ within {self._config.transfer_timeout:g} s")
         else:
             self._reading.append(reading)
 
@@ -199,7 +199,7 @@ class Pulls:
     def _forget(self, reading: Reading) -> None:
         """The peer is suspect, unless others still read from it and will find out themselves."""
         if all(other.peer is not reading.peer for other in self._reading):
-            self._peers.forget(reading.order.source)
+            self._peers.forget(reading.order.source.address)
 
     def _release(self, reading: Reading) -> bool:
         try:
@@ -214,14 +214,14 @@ class Pulls:
         try:
             self._agent.notify(peer.name, _read_done(order, peer, sequence=0))
         except AgentError as error:
-            logger.debug("engine %s: %s", order.source.engine_id, error)
+            logger.debug("engine %s: %s", order.source.address.engine_id, error)
 
     def _fail(self, order: PullOrder, problem: str) -> None:
         logger.warning(
             "request %s: KV of %s on engine %s was not loaded: %s",
             order.request_id,
             order.source.request_id,
-            order.source.engine_id,
+            order.source.address.engine_id,
             problem,
         )
         self._stats.pulls_failed += 1

@@ -19,25 +19,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_ext.config import ConnectorConfig, LoadFailurePolicy
+from engine_ext.orders import Orders
 from engine_ext.params import Role, TransferParams, parse
 from engine_ext.retain import RetainedTurns
+from engine_ext.transfer_name import base_id
 from engine_ext.types import (
-    EMPTY_STEP,
     BlockIds,
     CacheGeometry,
     EngineIdentity,
     EngineRequest,
     FinishDecision,
     FinishStatus,
+    LeaseCancel,
     LeaseGrant,
     MatchedTokens,
     PullOrder,
+    PushOffer,
+    PushRegistration,
+    PushTarget,
+    PushWithdrawal,
     RemoteSource,
     StepMetadata,
     TrackOrder,
     TransferResults,
 )
-from engine_ext.verify import PrefixProof
+from engine_ext.verify import PrefixProof, digest
 from engine_ext.wire import HandshakeServer, Rank
 
 logger = logging.getLogger(__name__)
@@ -54,10 +60,11 @@ class LoadState(enum.Enum):
 
 @dataclass(slots=True)
 class Load:
-    source: RemoteSource
+    origin: RemoteSource | PushTarget
+    """Whom we read from, or who writes to us."""
     role: Role
     num_tokens: int
-    """Leading prompt tokens whose KV the source holds, proven or trusted."""
+    """Leading prompt tokens whose KV can be had, proven or trusted."""
     state: LoadState = LoadState.OFFERED
 
 
@@ -76,12 +83,13 @@ class SchedulerConnector:
         self._block_size = geometry.block_size
         self._unix_time = unix_time
         self._loads: dict[str, Load] = {}
-        self._expected: set[str] = set()
+        self._expected: dict[str, str | None] = {}
+        """Request id -> the router's transfer id."""
         self._retaining: set[str] = set()
         self._leased: set[str] = set()
         self._retained = RetainedTurns(int(config.retain_share * geometry.num_blocks))
         self._listener: HandshakeServer | None = None
-        self._clear()
+        self._orders = Orders()
 
     @property
     def num_leased(self) -> int:
@@ -97,16 +105,18 @@ class SchedulerConnector:
             self._listener = None
 
     def on_new_request(self, request: EngineRequest) -> None:
-        params = parse(request.kv_transfer_params)
+        params = parse(request.kv_transfer_params, self._config.transfer_mode)
         if params.problem is not None:
             logger.warning("request %s: %s", request.request_id, params.problem)
         if params.role is Role.PREFILL:
-            self._expected.add(request.request_id)
-            self._expects.append(request.request_id)
+            self._expected[request.request_id] = params.transfer_id
+            self._orders.expects.append(request.request_id)
         elif params.retain and self._config.bidirectional:
             self._retaining.add(request.request_id)
         if params.source is not None:
             self._offer(request, params, params.source)
+        elif params.target is not None:
+            self._await_push(request, params.target)
 
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int
@@ -129,15 +139,13 @@ class SchedulerConnector:
             self._decline(request.request_id, load)
             return
         first_token = load.num_tokens - num_external_tokens
+        first_token -= first_token % self._block_size
         load.state = LoadState.LOADING
-        self._pulls.append(
-            PullOrder(
-                request.request_id,
-                load.source,
-                block_ids,
-                first_token - first_token % self._block_size,
-                load.num_tokens,
-            )
+        if isinstance(load.origin, PushTarget):
+            self._register(request, load.origin, block_ids, first_token)
+            return
+        self._orders.pulls.append(
+            PullOrder(request.request_id, load.origin, block_ids, first_token, load.num_tokens)
         )
 
     def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy:
@@ -149,32 +157,10 @@ class SchedulerConnector:
 
     def has_pending_work(self) -> bool:
         """True while `build_connector_meta` has something to hand over."""
-        return bool(
-            self._expects
-            or self._cancels
-            or self._grants
-            or self._revokes
-            or self._tracks
-            or self._pulls
-            or self._untracks
-            or self._releases
-        )
+        return bool(self._orders)
 
     def build_connector_meta(self) -> StepMetadata:
-        if not self.has_pending_work():
-            return EMPTY_STEP
-        meta = StepMetadata(
-            expects=tuple(self._expects),
-            cancels=tuple(self._cancels),
-            grants=tuple(self._grants),
-            revokes=tuple(self._revokes),
-            tracks=tuple(self._tracks),
-            pulls=tuple(self._pulls),
-            untracks=tuple(self._untracks),
-            releases=tuple(self._releases),
-        )
-        self._clear()
-        return meta
+        return self._orders.take()
 
     def update_connector_output(self, results: TransferResults) -> None:
         self._leased -= results.finished_sending
@@ -184,7 +170,7 @@ class SchedulerConnector:
             load = self._loads.get(request_id)
             if load is not None:
                 load.state = LoadState.USED
-                self._untracks.append(request_id)
+                self._orders.untracks.append(request_id)
 
     def request_finished(
         self, request: EngineRequest, block_ids: BlockIds, status: FinishStatus
@@ -192,8 +178,11 @@ class SchedulerConnector:
         self._end_load(request.request_id)
         has_kv = status.leaves_kv and request.num_computed_tokens > 0
         if request.request_id in self._expected:
-            self._expected.discard(request.request_id)
-            return self._lease(request, block_ids) if has_kv else self._cancel(request)
+            transfer_id = self._expected.pop(request.request_id)
+            if has_kv:
+                return self._lease(request, block_ids, transfer_id)
+            self._orders.cancels.append(LeaseCancel(request.request_id, transfer_id))
+            return NOT_KEPT
         if request.request_id in self._retaining:
             self._retaining.discard(request.request_id)
             return self._retain(request, block_ids) if has_kv else NOT_KEPT
@@ -201,16 +190,35 @@ class SchedulerConnector:
 
     def _offer(self, request: EngineRequest, params: TransferParams, source: RemoteSource) -> None:
         request_id = request.request_id
-        if source.engine_id == self._identity.engine_id:
+        if source.address.engine_id == self._identity.engine_id:
             # Both legs came to this engine: what is worth having is in our own prefix cache.
-            self._releases.append(source)
+            self._orders.releases.append(source)
             return
         load = Load(source, params.role, self._loadable_tokens(request, params.role, source))
         self._loads[request_id] = load
         if params.role is Role.PREFILL and load.num_tokens < self._config.recompute_threshold:
             self._decline(request_id, load)
         elif params.role is Role.DECODE:
-            self._tracks.append(TrackOrder(request_id, source))
+            self._orders.tracks.append(TrackOrder(request_id, source.address, source.request_id))
+
+    def _await_push(self, request: EngineRequest, target: PushTarget) -> None:
+        self._loads[request.request_id] = Load(target, Role.DECODE, request.num_prompt_tokens)
+        name = target.transfer_id or base_id(request.request_id)
+        self._orders.tracks.append(TrackOrder(request.request_id, target.address, name))
+
+    def _register(
+        self, request: EngineRequest, target: PushTarget, block_ids: BlockIds, first_token: int
+    ) -> None:
+        self._orders.registrations.append(
+            PushRegistration(
+                request.request_id,
+                target,
+                block_ids,
+                first_token,
+                request.num_prompt_tokens,
+                digest(request.prompt_token_ids, self._block_size),
+            )
+        )
 
     def _loadable_tokens(self, request: EngineRequest, role: Role, source: RemoteSource) -> int:
         """Tokens from position 0 whose KV the remote's blocks hold, and which are this prompt's."""
@@ -244,16 +252,29 @@ class SchedulerConnector:
         if load is not None and load.state is LoadState.OFFERED:
             self._decline(request_id, load)
         elif load is not None and load.state is LoadState.LOADING:
-            self._untracks.append(request_id)
+            self._orders.untracks.append(request_id)
+            if isinstance(load.origin, PushTarget):
+                self._orders.withdrawals.append(PushWithdrawal(request_id, load.origin))
 
     def _decline(self, request_id: str, load: Load) -> None:
         load.state = LoadState.USED
-        self._untracks.append(request_id)
-        self._releases.append(load.source)
+        self._orders.untracks.append(request_id)
+        if isinstance(load.origin, PushTarget):
+            self._orders.withdrawals.append(PushWithdrawal(request_id, load.origin))
+        else:
+            self._orders.releases.append(load.origin)
 
-    def _lease(self, request: EngineRequest, block_ids: BlockIds) -> FinishDecision:
+    def _lease(
+        self, request: EngineRequest, block_ids: BlockIds, transfer_id: str | None
+    ) -> FinishDecision:
         self._leased.add(request.request_id)
-        self._grants.append(LeaseGrant(request.request_id, self._config.lease_duration))
+        self._orders.grants.append(LeaseGrant(request.request_id, self._config.lease_duration))
+        if self._config.transfer_mode == "push":
+            num_tokens = request.num_computed_tokens
+            tokens = digest(request.token_ids[:num_tokens], self._block_size)
+            self._orders.offers.append(
+                PushOffer(request.request_id, block_ids, num_tokens, tokens, transfer_id)
+            )
         answer = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -262,18 +283,14 @@ class SchedulerConnector:
         }
         return FinishDecision(True, answer)
 
-    def _cancel(self, request: EngineRequest) -> FinishDecision:
-        self._cancels.append(request.request_id)
-        return NOT_KEPT
-
     def _retain(self, request: EngineRequest, block_ids: BlockIds) -> FinishDecision:
         num_blocks = -(-request.num_computed_tokens // self._block_size)
         if not self._retained.fits(num_blocks):
             return NOT_KEPT
         seconds = self._config.retain_seconds
         self._leased.add(request.request_id)
-        self._grants.append(LeaseGrant(request.request_id, seconds, renewable=False))
-        self._revokes += self._retained.add(request.request_id, num_blocks)
+        self._orders.grants.append(LeaseGrant(request.request_id, seconds, renewable=False))
+        self._orders.revokes += self._retained.add(request.request_id, num_blocks)
         answer = {
             "do_remote_prefill": False,
             "do_remote_decode": True,
@@ -299,16 +316,6 @@ class SchedulerConnector:
             "dcp_size": 1,
             "pp_size": 1,
             "remote_num_tokens": num_tokens,
-            "transfer_mode": "pull",
+            "transfer_mode": self._config.transfer_mode,
             "prefix_proof": proof.to_wire(),
         }
-
-    def _clear(self) -> None:
-        self._expects: list[str] = []
-        self._cancels: list[str] = []
-        self._grants: list[LeaseGrant] = []
-        self._revokes: list[str] = []
-        self._tracks: list[TrackOrder] = []
-        self._pulls: list[PullOrder] = []
-        self._untracks: list[str] = []
-        self._releases: list[RemoteSource] = []

@@ -10,13 +10,16 @@ from engine_ext.config import ConnectorConfig
 from engine_ext.lease import NEVER, Beat, HeartbeatTracker, LeaseTable
 from engine_ext.peer import PeerError, Peers
 from engine_ext.pull import Pulls
+from engine_ext.push import PushWriter
 from engine_ext.readers import Readers
+from engine_ext.registration import Registrations
 from engine_ext.results import Results
 from engine_ext.types import (
     CacheGeometry,
     ConnectorStats,
     EngineIdentity,
     LeaseGrant,
+    PeerAddress,
     Region,
     RemoteSource,
     StepMetadata,
@@ -25,11 +28,15 @@ from engine_ext.wire import (
     Gone,
     Heartbeat,
     Hello,
+    PushDone,
+    PushFailed,
+    PushRegistered,
     Read,
     ReadAck,
     ReadDone,
     Renew,
     Renewed,
+    Withdraw,
     batches,
     decode_notification,
     encode_extension,
@@ -80,6 +87,19 @@ class TransferLoop:
             regions,
             stats,
         )
+        self._writer = PushWriter(
+            agent,
+            self._peers,
+            self._readers,
+            self._leases,
+            results,
+            config,
+            geometry,
+            stats,
+        )
+        self._registrations = Registrations(
+            agent, self._peers, self._sequence, results, config, geometry, identity, stats
+        )
         self._releases: list[RemoteSource] = []
         self._last_event = NEVER
 
@@ -87,18 +107,25 @@ class TransferLoop:
         self._last_event = now
         for request_id in meta.expects:
             self._leases.expect(request_id)
-        for request_id in meta.cancels:
-            self._leases.cancel(request_id)
+        for cancel in meta.cancels:
+            self._leases.cancel(cancel.request_id)
+            self._writer.given_up(cancel.request_id, now, cancel.transfer_id)
         for grant in meta.grants:
             self._grant(grant, now)
         for request_id in meta.revokes:
             self._revoke(request_id, now)
         for track in meta.tracks:
-            self._beats.track(track.request_id, track.source, now)
+            self._beats.track(track.request_id, track.address, track.remote_id, now)
         for order in meta.pulls:
             self._pulls.start(order)
         for request_id in meta.untracks:
             self._beats.untrack(request_id)
+        for offer in meta.offers:
+            self._writer.offer(offer, now)
+        for registration in meta.registrations:
+            self._registrations.register(registration, now)
+        for withdrawal in meta.withdrawals:
+            self._registrations.withdraw(withdrawal, now)
         for source in meta.releases:
             self._release(source)
 
@@ -107,10 +134,13 @@ class TransferLoop:
         self._receive(now)
         self._peers.step(now)
         self._pulls.step(now)
+        self._writer.step(now)
+        self._registrations.step(now)
         self._send_releases(now)
         self._send_heartbeats(now)
         self._expire(now)
         self._stats.leases_active = self._leases.num_held
+        self._stats.pushes_active = self._writer.num_active + self._registrations.num_active
         return self._wait(now)
 
     def close(self) -> None:
@@ -118,11 +148,12 @@ class TransferLoop:
         self._agent.close()
 
     def _wait(self, now: float) -> float:
-        if self._pulls.is_busy:
+        if self._pulls.is_busy or self._writer.is_busy:
             return READING_WAIT
         if self._peers.num_connecting or now - self._last_event < RECENT:
             return RECENT_WAIT
-        return LEASED_WAIT if len(self._leases) or len(self._beats) else IDLE_WAIT
+        waiting = len(self._leases) or len(self._beats) or self._registrations.num_active
+        return LEASED_WAIT if waiting else IDLE_WAIT
 
     def _receive(self, now: float) -> None:
         for sender, message in self._notifications():
@@ -143,9 +174,11 @@ class TransferLoop:
         match decode_notification(message):
             case ReadDone(request_id, readers) if self._leases.knows(request_id):
                 self._read_done(request_id, readers)
+            case ReadDone(request_id) if self._registrations.written(request_id):
+                pass
             case Heartbeat(request_ids):
                 self._stats.heartbeats_received += 1
-                self._leases.renew(request_ids, now)
+                self._leases.renew(map(self._writer.request_of, request_ids), now)
             case Hello(metadata):
                 self._readers.hello(metadata)
             case Renew(sequence, request_ids):
@@ -158,13 +191,21 @@ class TransferLoop:
                 self._pulls.answered(sender, sequence, valid)
             case Gone(request_ids):
                 self._beats.lost(request_ids)
+            case PushRegistered() as registration:
+                self._writer.registered(registration, sender, now)
+            case PushDone(request_id, generation):
+                self._registrations.written(request_id, generation)
+            case PushFailed(request_id, generation, reason):
+                self._registrations.failed(request_id, generation, reason)
+            case Withdraw() as withdrawal:
+                self._writer.withdrawn(withdrawal, sender, now)
             case unknown:
                 self._stats.notifications_unknown += 1
                 logger.warning("ignored notification %.200r", unknown)
 
     def _renew(self, sender: str, sequence: int, request_ids: tuple[str, ...], now: float) -> None:
         self._stats.heartbeats_received += 1
-        gone = self._leases.renew(request_ids, now)
+        gone = self._leases.renew(map(self._writer.request_of, request_ids), now)
         self._readers.renewed(sender, set(request_ids).difference(gone))
         self._readers.answer(sender, Renewed(sequence, tuple(gone)))
 
@@ -200,6 +241,7 @@ class TransferLoop:
             self._stats.leases_expired += 1
             self._tell_gone(request_id)
         for request_id in self._leases.reap(now):
+            self._writer.given_up(request_id, now)
             self._results.sent(request_id)
 
     def _tell_gone(self, request_id: str) -> None:
@@ -208,7 +250,7 @@ class TransferLoop:
             self._readers.answer(reader, Gone((request_id,)))
 
     def _release(self, source: RemoteSource) -> None:
-        if source.engine_id == self._identity.engine_id:
+        if source.address.engine_id == self._identity.engine_id:
             self._read_done(source.request_id, 1)
         else:
             self._releases.append(source)
@@ -217,7 +259,7 @@ class TransferLoop:
         """Tells holders that we will not read; dropped when no handshake succeeds."""
         sources, self._releases = self._releases, []
         for source in sources:
-            if not self._with_peer(source, now, partial(self._send_release, source)):
+            if not self._with_peer(source.address, now, partial(self._send_release, source)):
                 self._releases.append(source)
 
     def _send_release(self, source: RemoteSource, peer: PeerHandle) -> None:
@@ -228,28 +270,28 @@ class TransferLoop:
 
     def _send_heartbeats(self, now: float) -> None:
         for beat in self._beats.due(now):
-            if not self._with_peer(beat.source, now, partial(self._send_beat, beat, now)):
-                self._beats.retry(beat.source, now)
+            if not self._with_peer(beat.address, now, partial(self._send_beat, beat, now)):
+                self._beats.retry(beat.address, now)
 
     def _send_beat(self, beat: Beat, now: float, peer: PeerHandle) -> None:
         for ids in batches(beat.remote_ids):
             if peer.has_extension:
                 sequence = next(self._sequence)
                 self._agent.notify(peer.name, encode_extension(Renew(sequence, ids)))
-                self._beats.sent(sequence, beat.source.engine_id, ids, now, peer.lease_extension)
+                self._beats.sent(sequence, beat.address, ids, now, peer.lease_extension)
             else:
                 self._agent.notify(peer.name, encode_heartbeat(ids))
         self._stats.heartbeats_sent += 1
 
     def _with_peer(
-        self, source: RemoteSource, now: float, action: Callable[[PeerHandle], None]
+        self, address: PeerAddress, now: float, action: Callable[[PeerHandle], None]
     ) -> bool:
         """False while the handshake runs: try again. A failure is logged and taken as done."""
         try:
-            peer = self._peers.connect(source, now)
+            peer = self._peers.connect(address, now)
             if peer is None:
                 return False
             action(peer)
         except (PeerError, AgentError) as error:
-            logger.warning("engine %s was not told: %s", source.engine_id, error)
+            logger.warning("engine %s was not told: %s", address.engine_id, error)
         return True

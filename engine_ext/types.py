@@ -7,7 +7,7 @@ nothing but these records: a `StepMetadata` travels scheduler -> worker once per
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 
 from engine_ext.verify import PrefixProof
@@ -75,14 +75,20 @@ class FinishDecision(NamedTuple):
     kv_transfer_params: dict[str, Any] | None
 
 
+class PeerAddress(NamedTuple):
+    """Which engine, and where its side channel is."""
+
+    engine_id: str
+    host: str
+    port: int
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteSource:
     """A request's KV as it lies on another engine. Parsed and checked, see params.py."""
 
-    engine_id: str
+    address: PeerAddress
     request_id: str
-    host: str
-    port: int
     tp_size: int
     block_ids: BlockIds
     num_tokens: int | None
@@ -121,11 +127,72 @@ class PullOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class TrackOrder:
-    """Heartbeat for `source` from now on, under our own request's id."""
+class PushTarget:
+    """The prefill engine that is to write into our blocks, and what it may know the request by."""
+
+    address: PeerAddress
+    tp_size: int
+    remote_request_id: str
+    """What the router told both engines, or P's own id where the router asked P first."""
+    pp_size: int = 1
+    transfer_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PushRegistration:
+    """D: these blocks wait for P's WRITE of token positions `first_token` to `last_token`.
+
+    `first_token` is a multiple of the block size. `local_block_ids` cover the request from position
+    0. The id comes back in `finished_recving` exactly once, whatever P does.
+    """
 
     request_id: str
-    source: RemoteSource
+    target: PushTarget
+    local_block_ids: BlockIds
+    first_token: int
+    last_token: int
+    digest: bytes
+    """Of the tokens that P must have prefilled, see verify.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushWithdrawal:
+    """D: the request is not wanted any more, registered or not; P may free its blocks."""
+
+    request_id: str
+    target: PushTarget
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseCancel:
+    """P: an expected request ended without KV to read."""
+
+    request_id: str
+    transfer_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PushOffer:
+    """P: this request's KV is ready for whoever registers. Comes with a `LeaseGrant` of its id.
+
+    The blocks cover token positions 0 to `num_tokens`.
+    """
+
+    request_id: str
+    block_ids: BlockIds
+    num_tokens: int
+    digest: bytes
+    transfer_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrackOrder:
+    """Heartbeat for a remote request from now on, on behalf of ours."""
+
+    request_id: str
+    address: PeerAddress
+    remote_id: str
+    """What the holder knows the request by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +201,7 @@ class StepMetadata:
 
     expects: tuple[str, ...] = ()
     """P: requests a remote will read; nothing is leased yet."""
-    cancels: tuple[str, ...] = ()
-    """P: expected requests that ended without KV to read."""
+    cancels: tuple[LeaseCancel, ...] = ()
     grants: tuple[LeaseGrant, ...] = ()
     """These leases start now; each id comes back in `finished_sending` exactly once."""
     revokes: tuple[str, ...] = ()
@@ -146,14 +212,17 @@ class StepMetadata:
     """D: each request id comes back in `finished_recving` exactly once."""
     untracks: tuple[str, ...] = ()
     """D: heartbeats that end."""
+    offers: tuple[PushOffer, ...] = ()
+    """P in push mode."""
+    registrations: tuple[PushRegistration, ...] = ()
+    """D in push mode."""
+    withdrawals: tuple[PushWithdrawal, ...] = ()
+    """D in push mode."""
     releases: tuple[RemoteSource, ...] = ()
     """D: KV that is not needed after all; the remote may free it. Nothing comes back."""
 
     def __bool__(self) -> bool:
-        return bool(
-            self.expects or self.cancels or self.grants or self.revokes or self.tracks
-            or self.pulls or self.untracks or self.releases
-        )  # fmt: skip
+        return any(getattr(self, one.name) for one in fields(self))
 
 
 EMPTY_STEP = StepMetadata()
@@ -224,6 +293,15 @@ class ConnectorStats:
     pulls_ok: int = 0
     pulls_failed: int = 0
     pulls_active: int = 0
+    pushes_ok: int = 0
+    """WRITEs that ended well, on P."""
+    pushes_failed: int = 0
+    pushes_active: int = 0
+    """Registrations on D and WRITEs on P that have not ended."""
+    pushes_received: int = 0
+    """Registrations that were written, on D."""
+    pushes_missed: int = 0
+    """Registrations that were not, on D."""
     leases_active: int = 0
     leases_granted: int = 0
     leases_released: int = 0

@@ -81,6 +81,12 @@ class PrefixProof:
         return cls(block_size, num_tokens, tuple(joined[i : i + HASH_BYTES] for i in starts))
 
 
+def digest(token_ids: Sequence[int], block_size: int) -> bytes:
+    """One hash over all tokens: the last of their proof; empty for no tokens."""
+    *_, last = b"", *_chain(token_ids, block_size)
+    return last
+
+
 def _chain(token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
     tokens = np.asarray(token_ids, dtype="<i4").tobytes()
     previous = b"\0" * HASH_BYTES

@@ -25,11 +25,15 @@ logger = logging.getLogger(__name__)
 CONNECTOR_VERSION = 14
 EXTENSION_VERSION = 1
 EXTENSION_PREFIX = b"DX:"
+REGISTRATION_PREFIX = b"PUSH_REG:"
 GET_METADATA = b"get_meta_msg"
 MAX_REQUEST_BYTES = 4096
 MAX_REPLY_BYTES = 64 << 20
 MAX_NOTIFICATION_BYTES = 16 << 10
 """Heartbeats longer than this are split."""
+
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not what they should be."""
 
 Unsigned = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -108,7 +112,7 @@ def encode_request(rank: Rank) -> bytes:
 def decode_request(message: bytes) -> Rank:
     try:
         name, pp_rank, tp_rank = msgspec.msgpack.decode(message, type=tuple[bytes, int, int])
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise WireError(f"handshake request: {error}") from None
     if name != GET_METADATA:
         raise WireError(f"handshake request: unknown message {name[:32]!r}")
@@ -136,14 +140,14 @@ def decode_payload(message: bytes) -> HandshakePayload:
         if refusal is not None:
             raise WireError(f"handshake refused by the peer: {str(refusal)[:500]}")
         return msgspec.msgpack.decode(message, type=HandshakePayload)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise WireError(f"handshake reply: {error}") from None
 
 
 def decode_metadata(payload: HandshakePayload) -> AgentMetadata:
     try:
         metadata = msgspec.msgpack.decode(payload.agent_metadata_bytes, type=AgentMetadata)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise WireError(f"agent metadata: {error}") from None
     regions = len(metadata.kv_caches_base_addr)
     for name in _PER_REGION:
@@ -212,12 +216,79 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
     request_ids: tuple[str, ...]
 
 
-ExtensionMessage = Hello | Renew | Renewed | Read | ReadAck | Gone
-Notification = ReadDone | Heartbeat | UnknownMessage | ExtensionMessage
+class PushDone(msgspec.Struct, frozen=True, tag="push_done"):
+    """P to D, behind a WRITE: the data stands in D's blocks."""
+
+    request_id: str
+    generation: int
+
+
+class PushFailed(msgspec.Struct, frozen=True, tag="push_failed"):
+    """P to D: this registration will never be written, now or later."""
+
+    request_id: str
+    generation: int
+    reason: str
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
+    """D to P: do not write, and free your blocks. Answered by `PushDone` if the WRITE was under
+    way, else by `PushFailed`, unless `generation` is 0: then nothing was registered."""
+
+    request_id: str
+    generation: int
+    remote_request_id: str
+    transfer_id: str | None = None
+
+
+class PushExtension(msgspec.Struct, frozen=True):
+    """What our registrations carry beyond stock's. Token positions; `digest` as in verify.py."""
+
+    generation: int
+    first_token: Unsigned
+    last_token: Unsigned
+    digest: bytes
+    remote_request_id: str
+
+
+class PushRegistered(msgspec.Struct, frozen=True, kw_only=True):
+    """D to P: write into these blocks. Field names are stock's; stock ignores `disagg`."""
+
+    request_id: str
+    decode_engine_id: str
+    decode_host: str
+    decode_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    decode_tp_size: int
+    local_block_ids: tuple[tuple[Unsigned, ...], ...]
+    remote_engine_id: str
+    remote_host: str
+    remote_port: int
+    remote_tp_size: int
+    remote_pp_size: int = 1
+    transfer_id: str | None = None
+    disagg: PushExtension | None = None
+
+
+ExtensionMessage = (
+    Hello | Renew | Renewed | Read | ReadAck | Gone | PushDone | PushFailed | Withdraw
+)
+Notification = ReadDone | Heartbeat | UnknownMessage | PushRegistered | ExtensionMessage
 
 _extension_decoder: msgspec.msgpack.Decoder[ExtensionMessage] = msgspec.msgpack.Decoder(
-    Hello | Renew | Renewed | Read | ReadAck | Gone
+    Hello | Renew | Renewed | Read | ReadAck | Gone | PushDone | PushFailed | Withdraw
 )
+_registration_decoder = msgspec.msgpack.Decoder(PushRegistered)
+
+
+def encode_registration(message: PushRegistered) -> bytes:
+    return REGISTRATION_PREFIX + msgspec.msgpack.encode(message)
+
+
+def _decode_registration(message: bytes) -> PushRegistered | UnknownMessage:
+    try:
+        return _registration_decoder.decode(message[len(REGISTRATION_PREFIX) :])
+    except MALFORMED:
+        return UnknownMessage(message)
 
 
 def encode_extension(message: ExtensionMessage) -> bytes:
@@ -227,7 +298,7 @@ def encode_extension(message: ExtensionMessage) -> bytes:
 def _decode_extension(message: bytes) -> "ExtensionMessage | UnknownMessage":
     try:
         return _extension_decoder.decode(message[len(EXTENSION_PREFIX) :])
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except MALFORMED:
         return UnknownMessage(message)
 
 
@@ -257,6 +328,8 @@ def decode_notification(message: bytes) -> Notification:
     """Total: whatever a peer sent, no exception."""
     if message.startswith(EXTENSION_PREFIX):
         return _decode_extension(message)
+    if message.startswith(REGISTRATION_PREFIX):
+        return _decode_registration(message)
     try:
         text = message.decode()
     except UnicodeDecodeError:

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine_ext.agent import AgentError, PeerHandle, TransferState
 from engine_ext.plan import Indices, PeerLayout
-from engine_ext.types import Region, RemoteSource
+from engine_ext.types import PeerAddress, Region, RemoteSource
 
 
 @dataclass
@@ -76,6 +76,12 @@ class FakeAgent:
         self.transfers.append(transfer)
         return transfer
 
+    def start_write(
+        self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
+    ) -> FakeTransfer:
+        self._check("start_write")
+        return self.start_read(peer, local, remote, notification)
+
     def poll(self, transfer: FakeTransfer) -> TransferState:
         self._check("poll")
         return transfer.state
@@ -115,5 +121,5 @@ def source(
     blocks: Sequence[int] = range(7),
     num_tokens: int | None = 100,
 ) -> RemoteSource:
-    block_ids = (tuple(blocks),)
-    return RemoteSource(engine_id, request_id, "127.0.0.1", port, 1, block_ids, num_tokens)
+    address = PeerAddress(engine_id, "127.0.0.1", port)
+    return RemoteSource(address, request_id, 1, (tuple(blocks),), num_tokens)

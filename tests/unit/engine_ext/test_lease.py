@@ -3,7 +3,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine_ext.lease import HeartbeatTracker, LeaseTable
-from tests.unit.engine_ext.fakes import source
+from engine_ext.types import PeerAddress
+
+
+def address(engine_id: str = "p") -> PeerAddress:
+    return PeerAddress(engine_id, "10.0.0.1", 5600)
 
 
 def table() -> LeaseTable:
@@ -187,16 +191,16 @@ TestLeaseMachine.settings = settings(max_examples=60, deadline=None)
 
 def test_one_message_renews_all_requests_of_an_engine() -> None:
     beats = HeartbeatTracker(interval=5)
-    beats.track("d1", source("p1", "x"), now=0)
-    beats.track("d2", source("p2", "x"), now=0)
-    beats.track("d3", source("p3", "y"), now=0)
-    due = {beat.source.engine_id: set(beat.remote_ids) for beat in beats.due(0)}
+    beats.track("d1", address("x"), "p1", now=0)
+    beats.track("d2", address("x"), "p2", now=0)
+    beats.track("d3", address("y"), "p3", now=0)
+    due = {beat.address.engine_id: set(beat.remote_ids) for beat in beats.due(0)}
     assert due == {"x": {"p1", "p2"}, "y": {"p3"}}
 
 
 def test_heartbeats_keep_the_interval() -> None:
     beats = HeartbeatTracker(interval=5)
-    beats.track("d1", source("p1"), now=0)
+    beats.track("d1", address(), "p1", now=0)
     assert beats.due(0)
     assert not beats.due(4.9)
     assert beats.due(5)
@@ -204,16 +208,16 @@ def test_heartbeats_keep_the_interval() -> None:
 
 def test_a_new_request_is_renewed_soon_but_an_engine_is_not_flooded() -> None:
     beats = HeartbeatTracker(interval=5)
-    beats.track("d1", source("p1"), now=0)
+    beats.track("d1", address(), "p1", now=0)
     beats.due(0)
-    beats.track("d2", source("p2"), now=0.1)
+    beats.track("d2", address(), "p2", now=0.1)
     assert not beats.due(0.2)
     assert beats.due(1)[0].remote_ids == ("p1", "p2")
 
 
 def test_heartbeats_stop_with_the_last_request_of_an_engine() -> None:
     beats = HeartbeatTracker(interval=5)
-    beats.track("d1", source("p1"), now=0)
+    beats.track("d1", address(), "p1", now=0)
     beats.untrack("d1")
     beats.untrack("d1")
     assert not beats.due(100)
@@ -222,8 +226,8 @@ def test_heartbeats_stop_with_the_last_request_of_an_engine() -> None:
 
 def test_an_answered_heartbeat_proves_the_lease_for_its_extension() -> None:
     beats = HeartbeatTracker(interval=5)
-    beats.track("d1", source("p1"), now=0)
-    beats.sent(1, "engine-p", ("p1",), now=10, extension=20)
+    beats.track("d1", address(), "p1", now=0)
+    beats.sent(1, address(), ("p1",), now=10, extension=20)
     assert beats.valid_until("d1") < 0
     beats.answered(1, gone=())
     assert beats.valid_until("d1") == 30
@@ -232,8 +236,8 @@ def test_an_answered_heartbeat_proves_the_lease_for_its_extension() -> None:
 def test_an_id_that_is_gone_is_known_to_be_and_proves_nothing() -> None:
     beats = HeartbeatTracker(interval=5)
     for number in (1, 2):
-        beats.track(f"d{number}", source(f"p{number}"), now=0)
-    beats.sent(1, "engine-p", ("p1", "p2"), now=10, extension=20)
+        beats.track(f"d{number}", address(), f"p{number}", now=0)
+    beats.sent(1, address(), ("p1", "p2"), now=10, extension=20)
     beats.answered(1, gone=("p1",))
     assert beats.is_gone("d1")
     assert beats.valid_until("d1") < 0
@@ -245,16 +249,16 @@ def test_an_id_that_is_gone_is_known_to_be_and_proves_nothing() -> None:
 
 def test_an_answer_to_no_question_proves_nothing() -> None:
     beats = HeartbeatTracker(interval=5)
-    beats.track("d1", source("p1"), now=0)
+    beats.track("d1", address(), "p1", now=0)
     beats.answered(99, gone=())
     assert beats.valid_until("d1") < 0
 
 
 def test_unanswered_heartbeats_are_bounded() -> None:
     beats = HeartbeatTracker(interval=5)
-    beats.track("d1", source("p1"), now=0)
+    beats.track("d1", address(), "p1", now=0)
     for sequence in range(10_000):
-        beats.sent(sequence, "engine-p", ("p1",), now=sequence, extension=20)
+        beats.sent(sequence, address(), ("p1",), now=sequence, extension=20)
     beats.answered(0, gone=())
     assert beats.valid_until("d1") < 0
     beats.answered(9_999, gone=())

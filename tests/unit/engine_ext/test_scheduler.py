@@ -9,6 +9,7 @@ from engine_ext.types import (
     CacheGeometry,
     EngineIdentity,
     FinishStatus,
+    LeaseCancel,
     LeaseGrant,
     RemoteSource,
     TransferResults,
@@ -73,7 +74,7 @@ def test_an_aborted_prefill_is_freed_at_once(
     scheduler.on_new_request(request)
     scheduler.build_connector_meta()
     assert scheduler.request_finished(request, BLOCKS, status) == (False, None)
-    assert scheduler.build_connector_meta().cancels == ("r",)
+    assert scheduler.build_connector_meta().cancels == (LeaseCancel("r"),)
 
 
 def test_a_local_request_leaves_no_trace(scheduler: SchedulerConnector) -> None:
@@ -89,7 +90,7 @@ def test_a_local_request_leaves_no_trace(scheduler: SchedulerConnector) -> None:
 def test_renewal_starts_with_the_arrival_of_the_request(scheduler: SchedulerConnector) -> None:
     offered(scheduler)
     (track,) = scheduler.build_connector_meta().tracks
-    assert (track.request_id, track.source.request_id) == ("d-1", "p-1")
+    assert (track.request_id, track.remote_id) == ("d-1", "p-1")
 
 
 def test_only_what_the_local_cache_lacks_is_pulled(scheduler: SchedulerConnector) -> None:

@@ -15,6 +15,7 @@ from engine_ext.types import (
     CacheGeometry,
     ConnectorStats,
     EngineIdentity,
+    LeaseCancel,
     LeaseGrant,
     PullOrder,
     RemoteSource,
@@ -198,7 +199,7 @@ def test_an_overdue_read_is_reported_only_when_nixl_let_go_of_it(
 ) -> None:
     transfer = harness.reading(source(port=prefiller.port))
     harness.agent.failing = {"release"}
-    harness.step(harness.config.pull_timeout + 1)
+    harness.step(harness.config.transfer_timeout + 1)
     assert not harness.results.take()
     transfer.state = TransferState.DONE
     harness.agent.failing = set()
@@ -244,7 +245,7 @@ def test_heartbeats_go_out_while_a_request_waits_and_stop_after(
     harness: Harness, prefiller: HandshakeServer
 ) -> None:
     origin = source(port=prefiller.port)
-    harness.apply(StepMetadata(tracks=(TrackOrder("d-1", origin),)))
+    harness.apply(StepMetadata(tracks=(TrackOrder("d-1", origin.address, "p-1"),)))
     harness.step_until(lambda: harness.agent.sent)
     assert harness.agent.sent == [("agent-p", b"HB:p-1")]
     harness.step(4.9)
@@ -330,7 +331,7 @@ def test_a_read_that_arrives_before_the_grant_frees_at_the_grant(harness: Harnes
 
 def test_a_cancelled_prefill_is_never_reported(harness: Harness) -> None:
     harness.apply(StepMetadata(expects=("p-1",)))
-    harness.apply(StepMetadata(cancels=("p-1",)))
+    harness.apply(StepMetadata(cancels=(LeaseCancel("p-1"),)))
     harness.agent.inbox = [b"p-1:1"]
     harness.step(1000)
     assert not harness.results.take()
@@ -418,7 +419,7 @@ def test_an_answered_heartbeat_spares_the_wait_for_the_answer(
     harness: Harness, extended: HandshakeServer
 ) -> None:
     origin = source(port=extended.port)
-    harness.apply(StepMetadata(tracks=(TrackOrder("d-1", origin),)))
+    harness.apply(StepMetadata(tracks=(TrackOrder("d-1", origin.address, "p-1"),)))
     harness.step_until(lambda: len(harness.agent.sent) == 2)
     _, renew = harness.sent()
     assert isinstance(renew, wire.Renew)
@@ -431,7 +432,7 @@ def test_an_answered_heartbeat_spares_the_wait_for_the_answer(
 
 def test_a_lease_known_to_be_gone_is_not_read(harness: Harness, extended: HandshakeServer) -> None:
     origin = source(port=extended.port)
-    harness.apply(StepMetadata(tracks=(TrackOrder("d-1", origin),)))
+    harness.apply(StepMetadata(tracks=(TrackOrder("d-1", origin.address, "p-1"),)))
     harness.step_until(lambda: len(harness.agent.sent) == 2)
     harness.hears(wire.Gone(("p-1",)))
     harness.apply(StepMetadata(pulls=(pull(origin),)))

@@ -1,0 +1,213 @@
+"""Push mode on D: blocks that wait for P's WRITE. Each registration ends in exactly one report.
+
+    connecting --> registered --(written)--> reported ok
+        |              |  \\--(P failed)----> reported failed
+        |              +--(deadline, abort)--> withdrawing --(P answered, or grace over)--> reported
+        +--(no handshake)--> reported failed
+
+Blocks are given back only when P can no longer write into them: it said so, or a grace passed that
+is longer than a transfer. A number tells one registration of a request from the next, so that what
+comes late is not taken for an answer.
+"""
+
+import enum
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine_ext.agent import Agent, AgentError, PeerHandle
+from engine_ext.config import ConnectorConfig
+from engine_ext.peer import PeerError, Peers
+from engine_ext.results import Results
+from engine_ext.types import (
+    CacheGeometry,
+    ConnectorStats,
+    EngineIdentity,
+    PushRegistration,
+    PushWithdrawal,
+)
+from engine_ext.wire import (
+    PushExtension,
+    PushRegistered,
+    Withdraw,
+    encode_extension,
+    encode_registration,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class State(enum.Enum):
+    CONNECTING = "connecting"
+    REGISTERED = "registered"
+    WITHDRAWING = "withdrawing"
+
+
+@dataclass(slots=True)
+class Waiting:
+    registration: PushRegistration
+    generation: int
+    deadline: float
+    state: State = State.CONNECTING
+    peer: PeerHandle | None = None
+
+
+class Registrations:
+    def __init__(
+        self,
+        agent: Agent,
+        peers: Peers,
+        sequence: Iterator[int],
+        results: Results,
+        config: ConnectorConfig,
+        geometry: CacheGeometry,
+        identity: EngineIdentity,
+        stats: ConnectorStats,
+    ) -> None:
+        self._agent = agent
+        self._peers = peers
+        self._sequence = sequence
+        self._results = results
+        self._config = config
+        self._block_size = geometry.block_size
+        self._identity = identity
+        self._stats = stats
+        self._waiting: dict[str, Waiting] = {}
+        self._farewells: list[PushWithdrawal] = []
+
+    @property
+    def num_active(self) -> int:
+        return len(self._waiting)
+
+    def register(self, registration: PushRegistration, now: float) -> None:
+        deadline = now + self._config.push_deadline
+        waiting = Waiting(registration, next(self._sequence), deadline)
+        self._waiting[registration.request_id] = waiting
+
+    def withdraw(self, withdrawal: PushWithdrawal, now: float) -> None:
+        waiting = self._waiting.get(withdrawal.request_id)
+        if waiting is None:
+            self._farewells.append(withdrawal)
+        elif waiting.state is State.CONNECTING:
+            self._end(waiting, ok=False)
+            self._farewells.append(withdrawal)
+        elif waiting.state is State.REGISTERED:
+            self._withdraw(waiting, now)
+
+    def written(self, request_id: str, generation: int | None = None) -> bool:
+        """P's WRITE has landed. False: for no registration that waits."""
+        waiting = self._find(request_id, generation)
+        if waiting is None:
+            return False
+        self._end(waiting, ok=True)
+        return True
+
+    def failed(self, request_id: str, generation: int, reason: str) -> None:
+        waiting = self._find(request_id, generation)
+        if waiting is not None:
+            if waiting.state is not State.WITHDRAWING:
+                logger.warning("request %s: P will not write: %.200s", request_id, reason)
+            self._end(waiting, ok=False)
+
+    def step(self, now: float) -> None:
+        for waiting in list(self._waiting.values()):
+            try:
+                self._advance(waiting, now)
+            except (PeerError, AgentError) as error:
+                logger.warning("request %s: %s", waiting.registration.request_id, error)
+                self._end(waiting, ok=False)
+        farewells, self._farewells = self._farewells, []
+        for withdrawal in farewells:
+            self._say_farewell(withdrawal, now)
+
+    def _advance(self, waiting: Waiting, now: float) -> None:
+        if waiting.state is State.CONNECTING:
+            self._register(waiting, now)
+        elif waiting.deadline > now:
+            return
+        elif waiting.state is State.REGISTERED:
+            logger.warning("request %s: P has not written", waiting.registration.request_id)
+            self._withdraw(waiting, now)
+        else:
+            self._end(waiting, ok=False)
+
+    def _register(self, waiting: Waiting, now: float) -> None:
+        peer = self._peers.connect(waiting.registration.target.address, now)
+        if peer is None:
+            return
+        message = self._message(waiting)
+        waiting.peer = peer
+        waiting.state = State.REGISTERED
+        self._agent.notify(peer.name, encode_registration(message))
+
+    def _withdraw(self, waiting: Waiting, now: float) -> None:
+        waiting.state = State.WITHDRAWING
+        waiting.deadline = now + self._config.withdraw_grace
+        if waiting.peer is None or not waiting.peer.has_extension:
+            return
+        target = waiting.registration.target
+        message = Withdraw(
+            waiting.registration.request_id,
+            waiting.generation,
+            target.remote_request_id,
+            target.transfer_id,
+        )
+        try:
+            self._agent.notify(waiting.peer.name, encode_extension(message))
+        except AgentError as error:
+            logger.warning("engine %s was not told: %s", target.address.engine_id, error)
+
+    def _say_farewell(self, withdrawal: PushWithdrawal, now: float) -> None:
+        """Nothing was registered, but P need not keep the blocks. Stock has no word for it."""
+        target = withdrawal.target
+        try:
+            peer = self._peers.connect(target.address, now)
+            if peer is None:
+                self._farewells.append(withdrawal)
+            elif peer.has_extension:
+                message = Withdraw(
+                    withdrawal.request_id, 0, target.remote_request_id, target.transfer_id
+                )
+                self._agent.notify(peer.name, encode_extension(message))
+        except (PeerError, AgentError) as error:
+            logger.warning("engine %s was not told: %s", target.address.engine_id, error)
+
+    def _message(self, waiting: Waiting) -> PushRegistered:
+        registration, target = waiting.registration, waiting.registration.target
+        first = registration.first_token // self._block_size
+        last = -(-registration.last_token // self._block_size)
+        return PushRegistered(
+            request_id=registration.request_id,
+            decode_engine_id=self._identity.engine_id,
+            decode_host=self._identity.host,
+            decode_port=self._identity.port,
+            decode_tp_size=self._identity.tp_size,
+            local_block_ids=tuple(ids[first:last] for ids in registration.local_block_ids),
+            remote_engine_id=target.address.engine_id,
+            remote_host=target.address.host,
+            remote_port=target.address.port,
+            remote_tp_size=target.tp_size,
+            remote_pp_size=target.pp_size,
+            transfer_id=target.transfer_id,
+            disagg=PushExtension(
+                generation=waiting.generation,
+                first_token=registration.first_token,
+                last_token=registration.last_token,
+                digest=registration.digest,
+                remote_request_id=target.remote_request_id,
+            ),
+        )
+
+    def _find(self, request_id: str, generation: int | None) -> Waiting | None:
+        waiting = self._waiting.get(request_id)
+        if waiting is None or waiting.state is State.CONNECTING:
+            return None
+        return waiting if generation in (None, waiting.generation) else None
+
+    def _end(self, waiting: Waiting, *, ok: bool) -> None:
+        del self._waiting[waiting.registration.request_id]
+        if ok:
+            self._stats.pushes_received += 1
+        else:
+            self._stats.pushes_missed += 1
+        self._results.received(waiting.registration.request_id, ok=ok)
