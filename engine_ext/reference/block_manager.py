@@ -72,6 +72,11 @@ class BlockManager:
             self._pool.remember(seq.block_ids[index], digests[index])
         seq.num_committed_blocks = full
 
+    def forget(self, seq: Request) -> None:
+        """Nobody is to find the contents of `seq`'s blocks again."""
+        for block in seq.block_ids:
+            self._pool.forget(block)
+
     def release(self, seq: Request) -> None:
         self.release_blocks(self.detach(seq))
 

@@ -68,6 +68,10 @@ class Scheduler:
         seq.num_computed_tokens += num_tokens
         self._blocks.commit(seq)
 
+    def distrust(self, seq: Sequence) -> None:
+        """Something in the KV of `seq` is broken: nobody else is to start from it."""
+        self._blocks.forget(seq)
+
     def abort(self, request_id: str) -> Sequence | None:
         seq = self.queues.find(request_id)
         if seq is not None:

@@ -128,6 +128,23 @@ def test_a_zeroed_block_would_be_noticed(make_driver: MakeDriver) -> None:
     assert decoder.result("d").token_ids != expected.token_ids
 
 
+def test_broken_kv_from_a_remote_harms_its_own_request_only(
+    make_driver: MakeDriver, connector: FakeConnector
+) -> None:
+    driver = make_driver(connector, num_blocks=9)
+    park(driver, connector)
+    for layer in driver.parts.cache.layers:
+        layer[list(connector.scheduler.blocks["d"][0])] = float("nan")
+    connector.worker.report(received=["d"])
+    driver.finish("d")
+    assert driver.result("d").finish_reason == "error"
+    # The same prompt finds none of it, and computes into the very blocks that held it.
+    again = driver.run(request("again", prompt(50), greedy(8)))[0]
+    expected = make_driver().run(request("x", prompt(50), greedy(8)))[0]
+    assert again.token_ids == expected.token_ids
+    assert again.num_cached_tokens == 0
+
+
 def test_only_what_the_prefix_cache_lacks_is_asked_for(
     make_driver: MakeDriver, connector: FakeConnector
 ) -> None:
