@@ -113,6 +113,27 @@ def test_fetched_blocks_give_the_tokens_of_a_local_prefill(
     decoder.assert_empty()
 
 
+@pytest.mark.parametrize("budget", [2048, 10])
+def test_what_the_remote_lacks_is_computed_here(make_driver: MakeDriver, budget: int) -> None:
+    p_side, d_side = FakeConnector(), FakeConnector()
+    prefiller = make_driver(p_side)
+    decoder = make_driver(d_side, max_num_batched_tokens=budget)
+    p_side.scheduler.held.add("p")
+    prefiller.run(request("p", prompt(50)[:20], greedy(1)))
+    d_side.scheduler.external["d"] = 20
+    decoder.add(request("d", prompt(50)))
+    decoder.step()
+    for layer in decoder.parts.cache.layers:
+        layer[list(d_side.scheduler.blocks["d"][0])] = float("nan")  # whatever was there before
+    source = p_side.scheduler.blocks["p"]
+    copy_blocks(prefiller.parts, source, decoder.parts, d_side.scheduler.blocks["d"])
+    d_side.worker.report(received=["d"])
+    decoder.finish("d")
+    expected = make_driver().run(request("x", prompt(50)))[0]
+    assert decoder.result("d").token_ids == expected.token_ids
+    assert decoder.core.stats().prompt_tokens_computed == 30
+
+
 def test_a_zeroed_block_would_be_noticed(make_driver: MakeDriver) -> None:
     p_side, d_side = FakeConnector(), FakeConnector()
     prefiller, decoder = make_driver(p_side), make_driver(d_side)
