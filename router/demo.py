@@ -32,9 +32,10 @@ TINY_MODEL = [*MODULE, "engine_ext.reference.tiny_model"]
 ROUTER = [*MODULE, "router.cli"]
 KV_CONFIG = json.dumps({"kv_connector": "DisaggConnector", "kv_role": "kv_both"})
 START_SECONDS = 600.0
-STOP_SECONDS = 8.0
+STOP_SECONDS = 5.0
 REPORT_SECONDS = 5.0
 PR_SET_PDEATHSIG = 1
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 RANDOM_MODEL = """\
 The built-in model is random: it shows the path of a request and talks gibberish.
@@ -118,17 +119,22 @@ class Family:
             child.process.wait()
 
 
-def main(argv: Sequence[str]) -> int:
-    parsed = vars(_parser().parse_args(argv))
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+def main(
+    argv: Sequence[str], engine: Sequence[str] = ENGINE, tiny_model: Sequence[str] = TINY_MODEL
+) -> int:
+    """`engine` and `tiny_model` are the commands that serve a model and make one."""
+    options = Options(**vars(_parser().parse_args(argv)))
+    before = {number: signal.signal(number, _interrupt) for number in SIGNALS}
     try:
-        run(Options(**parsed), ENGINE, TINY_MODEL)
+        run(options, list(engine), list(tiny_model))
     except KeyboardInterrupt:
         return 0
     except DemoError as error:
         print(f"disagg-router demo: error: {error}", file=sys.stderr)
         return 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return 0
 
 
@@ -287,8 +293,7 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 @contextlib.contextmanager
 def _signals_ignored() -> Iterator[None]:
     """Stopping is bounded, and must not stop halfway."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     try:
         yield
     finally:

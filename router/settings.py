@@ -76,7 +76,7 @@ def _words(text: str) -> list[object]:
 def _host(value: object) -> object:
     if not isinstance(value, str):
         return value
-    host = value.removeprefix("[").removesuffix("]") if value.startswith("[") else value
+    host = value[1:-1] if value.startswith("[") and value.endswith("]") else value
     if not (_is_ipv6(host) if ":" in host else HOST_NAME.fullmatch(host)):
         raise ValueError("not a host: give a name, IPv4 or IPv6, without scheme or port")
     return host

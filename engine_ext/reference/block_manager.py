@@ -43,20 +43,21 @@ class BlockManager:
             return []
         return self._pool.find(self._digests(seq, (seq.num_tokens - 1) // self._block_size))
 
-    def admit(self, seq: Request, prefix: Sequence[int], num_tokens: int) -> list[int] | None:
-        """Give `seq` the found `prefix` and new blocks for `num_tokens` tokens in all.
+    def admit(self, seq: Request, prefix: Sequence[int]) -> list[int] | None:
+        """Give `seq` the found `prefix` and new blocks for the rest of its tokens.
 
+        All at once: a chunk, or a load, that finds none half way would have to start over.
         Returns the new blocks; None, and nothing changed, where there are too few.
         """
         assert not seq.block_ids
-        fresh = self._pool.allocate(self._missing(len(prefix), num_tokens), sharing=prefix)
+        fresh = self._pool.allocate(self._missing(len(prefix), seq.num_tokens), sharing=prefix)
         if fresh is not None:
             seq.block_ids = [*prefix, *fresh]
             seq.num_committed_blocks = len(prefix)
         return fresh
 
     def grow(self, seq: Request, num_tokens: int) -> list[int] | None:
-        """Like `admit`, for a sequence that has blocks."""
+        """New blocks for `num_tokens` tokens in all, or None, and nothing changed."""
         fresh = self._pool.allocate(self._missing(len(seq.block_ids), num_tokens))
         if fresh is not None:
             seq.block_ids += fresh
@@ -71,6 +72,11 @@ class BlockManager:
         for index in range(seq.num_committed_blocks, full):
             self._pool.remember(seq.block_ids[index], digests[index])
         seq.num_committed_blocks = full
+
+    def forget(self, seq: Request) -> None:
+        """Nobody is to find the contents of `seq`'s blocks again."""
+        for block in seq.block_ids:
+            self._pool.forget(block)
 
     def release(self, seq: Request) -> None:
         self.release_blocks(self.detach(seq))

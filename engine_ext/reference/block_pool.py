@@ -63,6 +63,13 @@ class BlockPool:
             self._block_of[digest] = block
             self._digest_of[block] = digest
 
+    def forget(self, block: int) -> None:
+        """The held `block` cannot be found any more."""
+        assert block in self._refs
+        digest = self._digest_of.pop(block, None)
+        if digest is not None:
+            del self._block_of[digest]
+
     def release(self, blocks: Sequence[int]) -> None:
         """Last block first, so that a prefix outlives its continuations."""
         for block in reversed(blocks):

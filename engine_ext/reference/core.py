@@ -182,6 +182,7 @@ class EngineCore:
 
     def _accept(self, seq: Sequence, sampled: SampledToken | None) -> RequestOutput:
         if sampled is None:
+            self._scheduler.distrust(seq)
             return self._fail([seq], "the model's output is not finite")[0]
         seq.token_ids.append(sampled.token_id)
         self._counters.generation_tokens += 1

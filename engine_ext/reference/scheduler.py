@@ -68,6 +68,10 @@ class Scheduler:
         seq.num_computed_tokens += num_tokens
         self._blocks.commit(seq)
 
+    def distrust(self, seq: Sequence) -> None:
+        """Something in the KV of `seq` is broken: nobody else is to start from it."""
+        self._blocks.forget(seq)
+
     def abort(self, request_id: str) -> Sequence | None:
         seq = self.queues.find(request_id)
         if seq is not None:
@@ -127,25 +131,17 @@ class Scheduler:
         """Takes blocks from those who came last; None where that was `seq` itself."""
         while (fresh := self._blocks.grow(seq, seq.num_computed_tokens + num_tokens)) is None:
             victim = self.queues.running[-1]
-            if victim is seq and self.queues.loaded:
-                victim = self.queues.loaded[-1]
             self._preempt(victim, step)
             if victim is seq:
                 return None
         return fresh
 
     def _schedule_loaded(self, step: Step) -> None:
-        loaded = self.queues.loaded
-        while loaded and self._has_room(step):
-            seq = loaded[0]
+        while self.queues.loaded and self._has_room(step):
+            seq = self.queues.loaded[0]
+            num_loaded_blocks = -(-seq.num_computed_tokens // self._blocks.block_size)
             num_tokens = min(seq.num_tokens - seq.num_computed_tokens, step.budget)
-            fresh = self._blocks.grow(seq, seq.num_computed_tokens + num_tokens)
-            if fresh is not None:
-                self._start(seq, num_tokens, fresh, step)
-            elif self.queues.running or len(loaded) == 1:
-                return
-            else:
-                self._preempt(loaded[-1], step)
+            self._start(seq, num_tokens, seq.block_ids[num_loaded_blocks:], step)
 
     def _schedule_waiting(self, step: Step) -> None:
         waiting = self.queues.waiting
@@ -186,8 +182,7 @@ class Scheduler:
     def _admit_local(self, seq: Sequence, prefix: list[int], step: Step) -> _Admission:
         local = len(prefix) * self._blocks.block_size
         num_tokens = min(seq.num_tokens - local, step.budget)
-        # All of the prompt's blocks at once: a chunk that finds none would have to start over.
-        fresh = self._blocks.admit(seq, prefix, seq.num_tokens)
+        fresh = self._blocks.admit(seq, prefix)
         if fresh is None:
             return _Admission.NO_ROOM
         self._note_prefix_hit(seq, local)
@@ -196,7 +191,7 @@ class Scheduler:
 
     def _park(self, seq: Sequence, prefix: list[int], num_external: int, step: Step) -> _Admission:
         local = len(prefix) * self._blocks.block_size
-        if self._blocks.admit(seq, prefix, local + num_external) is None:
+        if self._blocks.admit(seq, prefix) is None:
             return _Admission.NO_ROOM
         self._note_prefix_hit(seq, local)
         seq.num_external_tokens = num_external

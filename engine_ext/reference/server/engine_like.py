@@ -1,6 +1,6 @@
 """What the server needs of an engine."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from engine_ext.reference.messages import EngineStats, GenerateRequest, RequestOutput
@@ -12,7 +12,7 @@ class EngineLike(Protocol):
     def is_healthy(self) -> bool:
         """False for good once the engine can make no more tokens."""
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[RequestOutput]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
         """What the request adds, piece by piece; the last piece has a finish reason.
 
         Closing or cancelling the iterator aborts the request.

@@ -1,8 +1,8 @@
 """Runs a job's requests on the engine, as one stream of outputs."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from engine_ext.reference.messages import RequestOutput
 from engine_ext.reference.server.engine_like import EngineLike
@@ -32,15 +32,15 @@ def _check(output: RequestOutput) -> None:
         raise UnavailableError(output.error or "the engine aborted this request")
 
 
-async def _enumerated(stream: AsyncIterator[RequestOutput]) -> Outputs:
-    async with _closing(stream):
+async def _enumerated(stream: AsyncGenerator[RequestOutput, None]) -> Outputs:
+    async with aclosing(stream):
         async for output in stream:
             yield 0, output
 
 
-async def _merged(streams: list[AsyncIterator[RequestOutput]]) -> Outputs:
+async def _merged(streams: list[AsyncGenerator[RequestOutput, None]]) -> Outputs:
     """A queue of one place a stream: a slow client slows the reading, and the engine coalesces."""
-    queue: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None] = asyncio.Queue(
+    queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(
         maxsize=len(streams)
     )
     pumps = [
@@ -50,7 +50,7 @@ async def _merged(streams: list[AsyncIterator[RequestOutput]]) -> Outputs:
     try:
         while running:
             item = await queue.get()
-            if isinstance(item, BaseException):
+            if isinstance(item, Exception):
                 raise item
             if item is None:
                 running -= 1
@@ -64,24 +64,14 @@ async def _merged(streams: list[AsyncIterator[RequestOutput]]) -> Outputs:
 
 async def _pump(
     choice: int,
-    stream: AsyncIterator[RequestOutput],
-    queue: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None],
+    stream: AsyncGenerator[RequestOutput, None],
+    queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None],
 ) -> None:
     try:
-        async with _closing(stream):
+        async with aclosing(stream):
             async for output in stream:
                 await queue.put((choice, output))
     except Exception as error:
         await queue.put(error)
     else:
         await queue.put(None)
-
-
-@asynccontextmanager
-async def _closing(stream: AsyncIterator[RequestOutput]) -> AsyncGenerator[None, None]:
-    try:
-        yield
-    finally:
-        close = getattr(stream, "aclose", None)
-        if close is not None:
-            await close()

@@ -20,7 +20,6 @@ class AnswerOptions:
     logprobs: int | None = None
     tokens_as_ids: bool = False
     """Logprobs name tokens `token_id:<id>`."""
-    echo: bool = False
     role: str = "assistant"
 
 

@@ -52,7 +52,7 @@ def prepare_completion(model: ServedModel, body: bytes, id_header: str | None) -
         sampling=_sampling(request, model, max_tokens, request.logprobs),
         n=request.n,
         kv_transfer_params=request.kv_transfer_params,
-        options=_options(request, logprobs=request.logprobs, echo=request.echo),
+        options=_options(request, request.logprobs),
     )
 
 
@@ -89,7 +89,7 @@ def prepare_chat(model: ServedModel, body: bytes, id_header: str | None) -> Job:
         sampling=_sampling(request, model, max_tokens, logprobs),
         n=request.n,
         kv_transfer_params=kv_transfer_params,
-        options=_options(request, logprobs=logprobs, role=conversation.answering_role(request)),
+        options=_options(request, logprobs, conversation.answering_role(request)),
     )
 
 
@@ -109,7 +109,9 @@ def _given_token_ids(
     return rest, tuple(ids)
 
 
-def _options(request: GenerationBody, **rest: Any) -> AnswerOptions:
+def _options(
+    request: GenerationBody, logprobs: int | None, role: str = "assistant"
+) -> AnswerOptions:
     streaming = request.stream_options or StreamOptions()
     return AnswerOptions(
         stream=request.stream,
@@ -117,7 +119,8 @@ def _options(request: GenerationBody, **rest: Any) -> AnswerOptions:
         continuous_usage=bool(streaming.include_usage and streaming.continuous_usage_stats),
         return_token_ids=request.return_token_ids,
         tokens_as_ids=request.return_tokens_as_token_ids,
-        **rest,
+        logprobs=logprobs,
+        role=role,
     )
 
 

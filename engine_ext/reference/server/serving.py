@@ -64,7 +64,12 @@ async def serve(app: ASGIApp, bound: socket.socket, *, shutdown_timeout: int) ->
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, _stop, server, number)
-    await server.serve(sockets=[bound])
+    try:
+        await server.serve(sockets=[bound])
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _stop(server: Server, number: signal.Signals) -> None:

@@ -211,7 +211,7 @@ def _announced_port(process: subprocess.Popen[str]) -> int:
 
 
 def _stream_forever(port: int) -> Any:
-    body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    body = {"prompt": "a", "max_tokens": 300, "ignore_eos": True, "stream": True}
     return httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30)
 
 

@@ -45,6 +45,14 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        blocks, digests = data.draw(st.sampled_from(self.holders))
+        for block in blocks:
+            self.pool.forget(block)
+        assert not set(self.pool.find(digests)) & set(blocks)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         blocks, _ = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
         self.pool.release(blocks)

@@ -113,6 +113,27 @@ def test_fetched_blocks_give_the_tokens_of_a_local_prefill(
     decoder.assert_empty()
 
 
+@pytest.mark.parametrize("budget", [2048, 10])
+def test_what_the_remote_lacks_is_computed_here(make_driver: MakeDriver, budget: int) -> None:
+    p_side, d_side = FakeConnector(), FakeConnector()
+    prefiller = make_driver(p_side)
+    decoder = make_driver(d_side, max_num_batched_tokens=budget)
+    p_side.scheduler.held.add("p")
+    prefiller.run(request("p", prompt(50)[:20], greedy(1)))
+    d_side.scheduler.external["d"] = 20
+    decoder.add(request("d", prompt(50)))
+    decoder.step()
+    for layer in decoder.parts.cache.layers:
+        layer[list(d_side.scheduler.blocks["d"][0])] = float("nan")  # whatever was there before
+    source = p_side.scheduler.blocks["p"]
+    copy_blocks(prefiller.parts, source, decoder.parts, d_side.scheduler.blocks["d"])
+    d_side.worker.report(received=["d"])
+    decoder.finish("d")
+    expected = make_driver().run(request("x", prompt(50)))[0]
+    assert decoder.result("d").token_ids == expected.token_ids
+    assert decoder.core.stats().prompt_tokens_computed == 30
+
+
 def test_a_zeroed_block_would_be_noticed(make_driver: MakeDriver) -> None:
     p_side, d_side = FakeConnector(), FakeConnector()
     prefiller, decoder = make_driver(p_side), make_driver(d_side)
@@ -126,6 +147,23 @@ def test_a_zeroed_block_would_be_noticed(make_driver: MakeDriver) -> None:
     decoder.finish("d")
     expected = make_driver().run(request("x", prompt(50)))[0]
     assert decoder.result("d").token_ids != expected.token_ids
+
+
+def test_broken_kv_from_a_remote_harms_its_own_request_only(
+    make_driver: MakeDriver, connector: FakeConnector
+) -> None:
+    driver = make_driver(connector, num_blocks=9)
+    park(driver, connector)
+    for layer in driver.parts.cache.layers:
+        layer[list(connector.scheduler.blocks["d"][0])] = float("nan")
+    connector.worker.report(received=["d"])
+    driver.finish("d")
+    assert driver.result("d").finish_reason == "error"
+    # The same prompt finds none of it, and computes into the very blocks that held it.
+    again = driver.run(request("again", prompt(50), greedy(8)))[0]
+    expected = make_driver().run(request("x", prompt(50), greedy(8)))[0]
+    assert again.token_ids == expected.token_ids
+    assert again.num_cached_tokens == 0
 
 
 def test_only_what_the_prefix_cache_lacks_is_asked_for(
@@ -203,6 +241,9 @@ def test_blocks_of_an_aborted_load_stay_until_the_load_has_ended(
     driver.step()
     assert free_blocks(driver) == driver.core.stats().num_blocks_total - 7
     assert driver.core.awaits_transfers
+    twin = driver.core.add(request("d", prompt(5)))
+    assert twin is not None
+    assert twin.finish_reason == "error"
     connector.worker.report(received=["d"])
     driver.step()
     driver.assert_empty()

@@ -234,6 +234,21 @@ async def test_blocked_requests_do_not_spin(start: Start) -> None:
     assert (await task).finish_reason == "length"
 
 
+async def test_asking_again_is_soon_and_cheap(start: Start) -> None:
+    connector = FakeConnector()
+    connector.scheduler.external["later"] = None
+    engine = start(connector)
+    task = asyncio.create_task(answer(engine, request("later", prompt(10), greedy(1))))
+    await until(lambda: engine.stats().num_waiting == 1)
+    before, asked = engine_cpu_seconds(), len(connector.calls)
+    done, _ = await asyncio.wait([task], timeout=0.5)
+    assert not done
+    assert len(connector.calls) > asked
+    assert engine_cpu_seconds() - before < 0.1
+    connector.scheduler.external["later"] = 0
+    assert (await task).finish_reason == "length"
+
+
 async def test_shutdown_ends_every_stream_and_then_refuses(start: Start) -> None:
     connector = FakeConnector()
     engine = start(connector)

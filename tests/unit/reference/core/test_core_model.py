@@ -146,7 +146,7 @@ def test_a_long_chunk_over_a_context_is_attended_in_tiles(write_model: WriteMode
     torch.testing.assert_close(got[0].log_softmax(-1).double(), expected, atol=5e-5, rtol=0)
 
 
-def test_stale_bytes_behind_a_sequence_do_not_reach_it(write_model: WriteModel) -> None:
+def test_zeroing_reaches_the_named_blocks_in_every_layer(write_model: WriteModel) -> None:
     directory = write_model()
     config = read_model_config(directory)
     cache = KVCache(config, num_blocks=4, block_size=BLOCK, device=CPU)

@@ -2,11 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import httpx
 import uvicorn
@@ -20,6 +20,7 @@ from engine_ext.reference.messages import (
     TokenLogprob,
 )
 from engine_ext.reference.server.app import Limits, build_app
+from engine_ext.reference.server.engine_like import EngineLike
 from engine_ext.reference.server.served_model import ServedModel
 from engine_ext.reference.server.serving import Server
 from engine_ext.reference.tokenizer import Tokenizer
@@ -95,7 +96,7 @@ class FakeEngine:
         self.gate.set()
         self.open_until = 0
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
         self.requests.append(request)
         self.started.set()
         try:
@@ -127,7 +128,7 @@ def served_model(directory: Path) -> ServedModel:
     )
 
 
-def in_process(model: ServedModel, engine: FakeEngine) -> httpx.AsyncClient:
+def in_process(model: ServedModel, engine: EngineLike) -> httpx.AsyncClient:
     """The application without a socket."""
     transport = httpx.ASGITransport(build_app(model, engine))
     return httpx.AsyncClient(transport=transport, base_url="http://engine")
@@ -140,8 +141,11 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-class RunningServer:
-    def __init__(self, engine: FakeEngine, port: int, client: httpx.AsyncClient) -> None:
+E = TypeVar("E", bound=EngineLike)
+
+
+class ServerOf(Generic[E]):
+    def __init__(self, engine: E, port: int, client: httpx.AsyncClient) -> None:
         self.engine = engine
         self.port = port
         self.client = client
@@ -151,10 +155,13 @@ class RunningServer:
         return await self.client.post(path, json=body)
 
 
+RunningServer = ServerOf[FakeEngine]
+
+
 @asynccontextmanager
 async def serving(
-    model: ServedModel, engine: FakeEngine, limits: Limits | None = None
-) -> AsyncIterator[RunningServer]:
+    model: ServedModel, engine: E, limits: Limits | None = None
+) -> AsyncIterator[ServerOf[E]]:
     app = build_app(model, engine, limits)
     config = uvicorn.Config(
         app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=2
@@ -165,7 +172,7 @@ async def serving(
         await until(lambda: server.started)
         port = server.servers[0].sockets[0].getsockname()[1]
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
-            yield RunningServer(engine, port, client)
+            yield ServerOf(engine, port, client)
     finally:
         server.should_exit = True
         await asyncio.wait_for(task, 10)

@@ -1,0 +1,131 @@
+"""The server in front of the engine it is made for."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine_ext.reference.build import build_engine
+from engine_ext.reference.engine import Engine
+from engine_ext.reference.engine_config import EngineConfig
+from engine_ext.reference.server.served_model import ServedModel
+from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
+from tests.unit.reference.server.fake_engine import (
+    events_of,
+    in_process,
+    served_model,
+    serving,
+    until,
+)
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+BODY: dict[str, Any] = {
+    "prompt": "Once upon a time",
+    "messages": [{"role": "user", "content": "Once upon a time"}],
+    "max_tokens": 24,
+    "temperature": 0,
+    "ignore_eos": True,
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), TinyModel(layers=2))
+
+
+@pytest.fixture
+def model(directory: Path) -> ServedModel:
+    return replace(served_model(directory), max_model_len=1024)
+
+
+@pytest.fixture
+async def engine(directory: Path) -> AsyncIterator[Engine]:
+    engine = build_engine(EngineConfig(model=directory, num_blocks=33, num_threads=1))
+    yield engine
+    engine.check_integrity()
+    engine.shutdown()
+
+
+@pytest.fixture
+async def client(model: ServedModel, engine: Engine) -> AsyncIterator[httpx.AsyncClient]:
+    async with in_process(model, engine) as client:
+        yield client
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    """Of either dialect, whole or chunk."""
+    said = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
+    return said["content"] or ""
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_stream_and_a_whole_answer_are_the_same_tokens(
+    path: str, client: httpx.AsyncClient
+) -> None:
+    body = {**BODY, "return_token_ids": True}
+    (whole,) = (await client.post(path, json=body)).json()["choices"]
+    chunks = events_of(await client.post(path, json={**body, "stream": True}))
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(map(text_of, choices)) == text_of(whole)
+    streamed = [token for choice in choices for token in choice.get("token_ids") or ()]
+    assert streamed == whole["token_ids"]
+    assert len(streamed) == 24
+    assert whole["finish_reason"] == choices[-1]["finish_reason"] == "length"
+
+
+async def test_the_chosen_token_of_a_greedy_answer_is_its_best_alternative(
+    client: httpx.AsyncClient,
+) -> None:
+    body = {**BODY, "logprobs": True, "top_logprobs": 3}
+    (choice,) = (await client.post(PATHS[1], json=body)).json()["choices"]
+    content = choice["logprobs"]["content"]
+    assert len(content) == 24
+    for entry in content:
+        assert len(entry["top_logprobs"]) == 3
+        assert entry["top_logprobs"][0]["bytes"] == entry["bytes"]
+        assert entry["top_logprobs"][0]["logprob"] == entry["logprob"] < 0
+
+
+async def test_siblings_with_a_seed_differ_and_come_again(client: httpx.AsyncClient) -> None:
+    body = {**BODY, "temperature": 1.0, "seed": 3, "n": 3}
+    answers = [(await client.post(PATHS[0], json=body)).json() for _ in range(2)]
+    first, again = ([choice["text"] for choice in answer["choices"]] for answer in answers)
+    assert first == again
+    assert len(set(first)) == 3
+
+
+async def test_a_stop_string_ends_the_answer_in_front_of_it(client: httpx.AsyncClient) -> None:
+    (whole,) = (await client.post(PATHS[0], json=BODY)).json()["choices"]
+    stop = whole["text"][9:11]
+    expected = whole["text"][: whole["text"].index(stop)]
+    (cut,) = (await client.post(PATHS[0], json={**BODY, "stop": stop})).json()["choices"]
+    assert (cut["text"], cut["finish_reason"], cut["stop_reason"]) == (expected, "stop", stop)
+    chunks = events_of(await client.post(PATHS[0], json={**BODY, "stop": stop, "stream": True}))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+
+
+async def test_a_prompt_seen_before_is_reported_as_cached(client: httpx.AsyncClient) -> None:
+    body = {**BODY, "prompt": "x" * 100}
+    usages = [(await client.post(PATHS[0], json=body)).json()["usage"] for _ in range(2)]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+    assert cached == [0, 96]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_gives_its_blocks_back(
+    stream: bool, model: ServedModel, engine: Engine
+) -> None:
+    body = json.dumps({**BODY, "max_tokens": 1000, "stream": stream}).encode()
+    head = f"POST {PATHS[0]} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    async with serving(model, engine) as server:
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(head.encode() + body)
+        await until(lambda: engine.stats().num_running == 1)
+        writer.close()
+        await until(lambda: engine.stats().requests_finished.get("abort") == 1)
+    assert engine.stats().num_blocks_free == engine.stats().num_blocks_total

@@ -1,0 +1,68 @@
+"""The demo with an engine that serves nothing but its part: run as a script by test_demo.
+
+As an engine: `fake_demo.py engine MODE --port N ...`, where MODE is good, stubborn (ignores
+SIGTERM) or dying. As a model maker: `fake_demo.py model DIR`. Else: `fake_demo.py demo PORT MODE`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from router import demo
+
+ME = [sys.executable, str(Path(__file__))]
+USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer({})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        side_channel = os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"]
+        self._answer({"got": body, "kv_transfer_params": {"remote_port": side_channel}})
+
+    def _answer(self, content: object) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def engine(mode: str, arguments: list[str]) -> None:
+    if mode == "dying":
+        sys.exit("no such device")
+    if mode == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    port = int(arguments[arguments.index("--port") + 1])
+    assert Path(arguments[arguments.index("--model") + 1]).is_dir()
+    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+def main(role: str, *arguments: str) -> int:
+    if role == "engine":
+        engine(arguments[0], list(arguments[1:]))
+    elif role == "model":
+        Path(arguments[0]).mkdir()
+    else:
+        port, mode = arguments
+        flags = ["--port", port, "--prefillers", "2", "--decoders", "1"]
+        return demo.main(flags, [*ME, "engine", mode], [*ME, "model"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

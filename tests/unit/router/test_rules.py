@@ -1,0 +1,195 @@
+"""The pure parts: bodies, headers, events, turns, errors, records."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.flows import errors, headers, legs
+from router.flows.request import parse_body, write_body
+from router.policies.round_robin import in_turn
+from router.telemetry.access import fields
+from router.telemetry.logs import FIELDS, JsonFormatter, TextFormatter
+from router.telemetry.record import Record
+from router.telemetry.throttle import Throttle
+from router.upstream import errors as upstream
+from router.upstream.errors import BrokenAnswerError
+from router.upstream.sse import HOLD_LIMIT, EventGate
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+BODIES = st.dictionaries(
+    st.sampled_from(
+        ["model", "prompt", "messages", "n", "best_of", "max_tokens", "stream", "vllm_xargs",
+         "min_tokens", "stream_options", "kv_transfer_params", "max_completion_tokens"]
+    ),
+    JSON_VALUES,
+)  # fmt: skip
+
+
+@given(BODIES)
+def test_a_prefill_body_changes_what_it_must_and_nothing_else(body: legs.Body) -> None:
+    before = orjson.dumps(body)
+    leg = legs.prefill_body(legs.without_params(body))
+    assert orjson.dumps(body) == before, "the client's body is needed again"
+    edited = {"max_tokens", "max_completion_tokens", "stream", "kv_transfer_params", "vllm_xargs"}
+    dropped = {"stream_options", "min_tokens", "min_completion_tokens", "n"}
+    assert leg["max_tokens"] == 1
+    assert leg["stream"] is False
+    assert leg["kv_transfer_params"] == legs.PREFILL_PARAMS
+    assert not dropped & leg.keys()
+    assert leg.get("max_completion_tokens", 1) == 1
+    assert ("max_completion_tokens" in leg) == ("max_completion_tokens" in body)
+    untouched = body.keys() - edited - dropped
+    assert {name: leg[name] for name in untouched} == {name: body[name] for name in untouched}
+
+
+@given(BODIES, JSON_VALUES)
+def test_no_params_of_a_client_survive(body: legs.Body, forged: object) -> None:
+    body = {**body, "kv_transfer_params": forged, "vllm_xargs": {"kv_transfer_params": forged}}
+    kept = legs.without_params(body)
+    assert not legs.has_params(kept)
+    assert kept["vllm_xargs"] == {}
+
+
+@given(JSON_VALUES)
+def test_whatever_json_a_prefiller_answers_is_read_or_refused(content: object) -> None:
+    try:
+        params = legs.params_of(orjson.dumps(content))
+    except BrokenAnswerError:
+        assert not isinstance(content, dict)
+    else:
+        assert params is None or params == content["kv_transfer_params"]  # type: ignore[index] # a dict
+    assert isinstance(legs.message_in(orjson.dumps(content)), str)
+
+
+@given(JSON_VALUES, JSON_VALUES, JSON_VALUES)
+def test_no_prompt_breaks_the_choice_of_a_plan(prompt: object, n: object, best: object) -> None:
+    reason = legs.why_decode_only({"prompt": prompt, "n": n, "best_of": best})
+    assert reason in (None, "n", "best_of", "prompt_list")
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"prompt": "x"}, None),
+        ({"prompt": [1, 2]}, None),
+        ({"prompt": [[1, 2]]}, None),
+        ({"prompt": []}, None),
+        ({"messages": [{"role": "user"}, {"role": "user"}]}, None),
+        ({"prompt": "x", "n": "2"}, "n"),
+        ({"prompt": "x", "n": 1.0}, None),
+        ({"prompt": ["x"], "prompt_embeds": "eA=="}, "prompt_list"),
+        ({"prompt_embeds": ["a", "b"]}, "prompt_list"),
+        ({"use_beam_search": False}, None),
+    ],
+)
+def test_only_a_single_sequence_is_pulled(body: legs.Body, reason: str | None) -> None:
+    assert legs.why_decode_only(body) == reason
+
+
+@given(st.lists(st.tuples(st.binary(min_size=1), st.binary())))
+def test_no_header_can_inject_a_line(given: list[tuple[bytes, bytes]]) -> None:
+    block = headers.to_engine([(name.lower(), value) for name, value in given])
+    head = headers.leg_head("/v1/completions", "h:1", block, "id", 0)
+    lines = head.split(b"\r\n")
+    assert head.endswith(b"\r\n\r\n")
+    assert len(lines) <= 5 + len(given) + 2
+    assert all(b"\n" not in line and b"\r" not in line for line in lines)
+
+
+def test_headers_nominated_by_connection_stay() -> None:
+    given = [(b"connection", b"X-One , close"), (b"connection", b"x-two"), (b"x-one", b"1")]
+    given += [(b"x-two", b"2"), (b"x-three", b"3")]
+    assert headers.to_engine(given) == b"x-three: 3\r\n"
+
+
+@given(st.lists(st.sampled_from([b"data: a\n\n", b"data: b\r\n\r\n", b": c\n", b"data:"])))
+def test_a_gate_loses_nothing_and_cuts_between_events(pieces: list[bytes]) -> None:
+    gate = EventGate()
+    passed = [gate.passing(piece) for piece in pieces]
+    assert all(not block or block.endswith((b"\n\n", b"\r\n\r\n")) for block in passed)
+    assert b"".join(passed) + gate.rest() == b"".join(pieces)
+
+
+def test_a_stream_without_events_passes_a_gate() -> None:
+    gate = EventGate()
+    passed = b"".join(gate.passing(b"x" * 10_000) for _ in range(100))
+    assert len(passed) > 1_000_000 - HOLD_LIMIT - 1
+
+
+@given(st.lists(st.integers(), unique=True), st.integers(0, 1000))
+def test_every_candidate_has_its_turn_and_its_stand_ins(items: list[int], turn: int) -> None:
+    order = in_turn(items, turn)
+    assert sorted(order) == sorted(items)
+    assert not items or order[0] == items[turn % len(items)]
+
+
+def _leaves(kind: type[Exception]) -> list[type[Exception]]:
+    below = kind.__subclasses__()
+    return [kind, *[leaf for sub in below for leaf in _leaves(sub)]]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [k for k in _leaves(upstream.UpstreamError) + _leaves(errors.RequestError)
+     if k not in (errors.RejectedError, errors.RequestError)],
+)  # fmt: skip
+def test_every_failure_has_a_status_of_its_own_and_a_body(kind: type[Exception]) -> None:
+    error = kind("why")
+    shape = errors.shape_of(error)
+    assert 400 <= shape.status < 600
+    assert shape.status != 500
+    content = json.loads(errors.body_of(error))["error"]
+    assert content["code"] == shape.status
+    assert json.loads(errors.event_of(error)[6:-2])["error"] == content
+
+
+def test_an_unexpected_exception_tells_a_client_nothing() -> None:
+    assert errors.shape_of(KeyError("secret")).status == 500
+    assert b"secret" not in errors.body_of(KeyError("secret"))
+
+
+@given(st.binary())
+def test_any_bytes_are_a_body_or_a_bad_request(raw: bytes) -> None:
+    try:
+        body = parse_body(raw)
+    except errors.BadRequestError:
+        return
+    assert orjson.loads(write_body(body)) == body
+
+
+def test_a_throttle_speaks_once_per_period_and_counts(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    throttle = Throttle(logging.getLogger("t"), period=10, clock=lambda: now[0])
+    for _ in range(5):
+        throttle.warn("it failed", "so")
+    throttle.warn("another", "thing")
+    now[0] = 10.0
+    throttle.warn("it failed", "again")
+    said = [record.getMessage() for record in caplog.records]
+    assert said[:2] == ["it failed: so", "another: thing"]
+    assert said[2] == "it failed: again (and 4 times since it was last said)"
+
+
+def test_an_access_line_says_what_is_known_in_both_formats() -> None:
+    record = Record("/v1/completions", 10.0, "id", flow="pull", outcome="ok", status=200)
+    record.prefiller, record.prefill_done, record.ended = "p:1", 10.25, 11.0
+    line = logging.LogRecord("a", logging.INFO, "", 0, "request", None, None)
+    setattr(line, FIELDS, fields(record))
+    content = json.loads(JsonFormatter().format(line))
+    assert content["request_id"] == "id"
+    assert content["prefill_ms"] == 250.0
+    assert content["total_ms"] == 1000.0
+    assert "decoder" not in content
+    text = TextFormatter().format(line)
+    assert text.endswith("total_ms=1000.0 stage=receive")
+    assert "request request_id=id endpoint=/v1/completions status=200 outcome=ok" in text

@@ -1,0 +1,232 @@
+"""Flags, variables and file: one model, one order, one line per problem."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.cli import main, parser
+from router.settings import Address, Settings, SettingsError, load
+
+ENGINES = {
+    "prefiller_hosts": ["p"],
+    "prefiller_ports": ["8100"],
+    "decoder_hosts": ["d"],
+    "decoder_ports": ["8200"],
+}
+FLAGS = [
+    "--prefiller-hosts=p",
+    "--prefiller-ports=8100",
+    "--decoder-hosts=d",
+    "--decoder-ports=8200",
+]
+
+
+def parsed(line: str) -> Settings:
+    return load(vars(parser().parse_args(line.split())))
+
+
+def problems(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """What a command line is refused with, at exit code 2."""
+    try:
+        code = main(arguments)
+    except SystemExit as left:
+        code = int(str(left.code))
+    assert code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.splitlines()
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        "--prefiller-hosts a b",
+        "--prefiller-hosts a,b",
+        "--prefiller-hosts a --prefiller-hosts b",
+        '--prefiller-hosts ["a","b"]',
+    ],
+)
+@pytest.mark.parametrize("ports", ["--prefiller-ports 1 2", "--prefiller-ports 1,2"])
+def test_lists_may_be_given_in_every_usual_way(hosts: str, ports: str) -> None:
+    settings = parsed(f"{hosts} {ports} --decoder-hosts d --decoder-ports 3")
+    assert settings.prefillers == (Address("a", 1), Address("b", 2))
+    assert settings.decoders == (Address("d", 3),)
+
+
+def test_one_port_serves_many_hosts() -> None:
+    settings = load(ENGINES | {"prefiller_hosts": ["a", "b", "c"]})
+    assert settings.prefillers == (Address("a", 8100), Address("b", 8100), Address("c", 8100))
+
+
+@pytest.mark.parametrize(
+    ("given", "host", "written"),
+    [
+        ("localhost", "localhost", "localhost:8100"),
+        ("10.0.0.1", "10.0.0.1", "10.0.0.1:8100"),
+        ("[::1]", "::1", "[::1]:8100"),
+        ("2001:db8::1", "2001:db8::1", "[2001:db8::1]:8100"),
+        ("my_pod-0.svc.cluster.local", "my_pod-0.svc.cluster.local", None),
+    ],
+)
+def test_a_host_is_a_name_or_an_address(given: str, host: str, written: str | None) -> None:
+    (address,) = load(ENGINES | {"prefiller_hosts": [given]}).prefillers
+    assert address.host == host
+    assert written is None or str(address) == written
+
+
+@pytest.mark.parametrize("host", ["http://a", "a:80", "a/b", "-a", "", "a b;c", "[::1", "1::2::3"])
+def test_anything_else_is_no_host(host: str) -> None:
+    with pytest.raises(SettingsError):
+        load(ENGINES | {"prefiller_hosts": [host]})
+
+
+@given(st.text())
+def test_no_text_breaks_the_parsing_of_lists(text: str) -> None:
+    try:
+        settings = load(ENGINES | {"prefiller_hosts": text})
+    except SettingsError as error:
+        lines = error.problems
+    else:
+        lines = list(map(str, settings.prefillers))
+    assert lines
+    assert all("\n" not in line for line in lines)
+
+
+def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text(
+        "port: 1\nkeep-alive-timeout: 2\nlog_level: error\nprefiller-hosts: [x, y]\n"
+        "prefiller-ports: 5\ndecoder-hosts: d\ndecoder-ports: [8200]\naccess-log: false\n"
+    )
+    monkeypatch.setenv("DISAGG_ROUTER_CONFIG", str(file))
+    monkeypatch.setenv("DISAGG_ROUTER_PORT", "3")
+    monkeypatch.setenv("DISAGG_ROUTER_LOG_LEVEL", "warning")
+    monkeypatch.setenv("DISAGG_ROUTER_MAX_BODY_SIZE", "2MiB")
+    settings = parsed("--log-level DEBUG")
+    assert settings.log_level == "debug"
+    assert settings.port == 3
+    assert settings.keep_alive_timeout == 2
+    assert settings.host == "127.0.0.1"
+    assert settings.max_body_size == 2 * 1024 * 1024
+    assert settings.prefillers == (Address("x", 5), Address("y", 5))
+    assert settings.access_log is False
+
+
+@pytest.mark.parametrize("text", ["a b", "a,b", "a, b", '["a", "b"]'])
+def test_lists_in_variables(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("DISAGG_ROUTER_PREFILLER_HOSTS", text)
+    flags = {name: value for name, value in ENGINES.items() if name != "prefiller_hosts"}
+    assert load(flags).prefiller_hosts == ("a", "b")
+
+
+def test_the_variables_of_a_kubernetes_service_of_our_name_are_not_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DISAGG_ROUTER_PORT", "tcp://10.0.0.1:8000")
+    monkeypatch.setenv("DISAGG_ROUTER_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("DISAGG_ROUTER_PORT_8000_TCP_ADDR", "10.0.0.1")
+    assert load(ENGINES).port == 8000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--port", "x"], "--port"),
+        (["--port", "70000"], "--port"),
+        (["--prefill-timeout", "0"], "--prefill-timeout"),
+        (["--prefill-timeout", "nan"], "--prefill-timeout"),
+        (["--prefill-timeout", "inf"], "--prefill-timeout"),
+        (["--max-body-size", "big"], "--max-body-size"),
+        (["--log-format", "xml"], "--log-format"),
+        (["--decoder-ports", "1", "2"], "--decoder-ports"),
+        (["--decoder-hosts", "d2", "--decoder-ports", "8201"], None),
+        (["--prefiller-hosts", "p"], "twice"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--por", "1"], "--por"),
+        (["strat"], "strat"),
+        (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
+        (["--port"], "--port"),
+    ],
+)
+def test_a_bad_value_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str | None
+) -> None:
+    if complaint is None:
+        assert len(parsed(" ".join(FLAGS + arguments)).decoders) == 2
+        return
+    (line,) = problems(capsys, *FLAGS, *arguments)
+    assert line.startswith("disagg-router: error: ")
+    assert complaint in line
+
+
+def test_every_problem_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = problems(capsys, *FLAGS, "--port", "x", "--host", "a b", "--log-level", "loud")
+    assert [line.split(": ")[2] for line in lines] == ["--host", "--port", "--log-level"]
+
+
+def test_no_engines_are_a_problem_each(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = problems(capsys)
+    assert len(lines) == 2
+    assert "--prefiller-hosts" in lines[0]
+    assert "--decoder-hosts" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("prot: 1", "prot"),
+        ("port: [1", "router.yaml"),
+        ("- 1", "router.yaml"),
+        ("config: other.yaml", "config"),
+        ("port: x", "port"),
+        ("1: 2", "1"),
+    ],
+)
+def test_a_bad_file_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, complaint: str
+) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text(content)
+    (line,) = problems(capsys, *FLAGS, "--config", str(file))
+    assert complaint in line
+
+
+def test_a_bad_variable_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISAGG_ROUTER_PORT", "x")
+    (line,) = problems(capsys, *FLAGS)
+    assert "DISAGG_ROUTER_PORT" in line
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load(ENGINES).port = 1
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["serve", "--help"], ["demo", "--help"], ["--version"]):
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        assert left.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"disagg-router {version('disagg-router')}" in shown
+    for name in Settings.model_fields:
+        assert "--" + name.replace("_", "-") in shown
+
+
+def test_the_command_itself_exits_with_2_and_no_traceback() -> None:
+    command = [sys.executable, "-m", "router.cli", "--port", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert all(line.startswith("disagg-router: error: ") for line in done.stderr.splitlines())

@@ -1,0 +1,146 @@
+"""Starting and stopping the real process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+
+import httpx
+import pytest
+
+from tests.unit.router.harness import eventually
+from tests.unit.router.mock_engine import (
+    DONE,
+    STREAM_HEAD,
+    MockEngine,
+    Peer,
+    Received,
+    chunk,
+    event,
+)
+from tests.unit.router.processes import router_process, serving_router
+
+STREAM = {"model": "m", "prompt": "x", "stream": True}
+
+
+class PausedStream:
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.left = asyncio.Event()
+
+    async def __call__(self, request: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD + chunk(event("a")))
+        await self.go_on.wait()
+        await peer.send(chunk(event("b")) + chunk(DONE) + b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_lets_running_streams_end(
+    p: MockEngine, d: MockEngine, number: signal.Signals
+) -> None:
+    script = PausedStream()
+    d.scripts = [script]
+    async with (
+        serving_router(p, d, "--shutdown-delay=0.5") as router,
+        httpx.AsyncClient(base_url=router.url) as client,
+        client.stream("POST", "/v1/completions", json=STREAM) as answer,
+    ):
+        blocks = answer.aiter_bytes()
+        assert await anext(blocks) == event("a")
+        router.process.send_signal(number)
+        await router.until("shutting down")
+        ready = await client.get("/ready")
+        assert ready.status_code == 503, "new connections are taken, but not wanted"
+        assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+        await _until_refused(router.url)
+        script.go_on.set()
+        assert b"".join([block async for block in blocks]) == event("b") + DONE
+        assert await router.ended() == 0
+
+
+async def _until_refused(url: str) -> None:
+    async with asyncio.timeout(5), httpx.AsyncClient() as client:
+        while True:
+            try:
+                await client.get(f"{url}/health")
+            except httpx.ConnectError:
+                return
+
+
+async def test_a_stream_that_does_not_end_is_ended_with_an_event(
+    p: MockEngine, d: MockEngine
+) -> None:
+    d.scripts = [PausedStream()]
+    limits = ("--shutdown-delay=0", "--shutdown-timeout=0.3")
+    async with (
+        serving_router(p, d, *limits) as router,
+        httpx.AsyncClient(base_url=router.url) as client,
+        client.stream("POST", "/v1/completions", json=STREAM) as answer,
+    ):
+        blocks = answer.aiter_bytes()
+        assert await anext(blocks) == event("a")
+        router.process.terminate()
+        rest = b"".join([block async for block in blocks])
+        error = json.loads(rest.removeprefix(b"data: "))["error"]
+        assert (error["code"], error["message"]) == (503, "the router is shutting down")
+        assert await router.ended() == 0
+        assert not [line for line in router.lines if "Traceback" in line]
+
+
+async def test_a_request_without_an_answer_yet_is_ended_with_a_503(
+    p: MockEngine, d: MockEngine
+) -> None:
+    async def hang(request: Received, peer: Peer) -> None:
+        await peer.wait_left()
+
+    p.scripts = [hang]
+    async with (
+        serving_router(p, d, "--shutdown-delay=0", "--shutdown-timeout=0.3") as router,
+        httpx.AsyncClient(base_url=router.url) as client,
+    ):
+        asking = asyncio.create_task(client.post("/v1/completions", json=STREAM))
+        await eventually(lambda: p.requests)
+        router.process.terminate()
+        assert (await asking).status_code == 503
+        assert await router.ended() == 0
+
+
+async def test_a_second_signal_exits_at_once(p: MockEngine, d: MockEngine) -> None:
+    async with serving_router(p, d, "--shutdown-delay=60") as router:
+        router.process.terminate()
+        await router.until("shutting down")
+        router.process.terminate()
+        assert await router.ended() == 128 + signal.SIGTERM
+
+
+async def test_a_port_in_use_is_one_line_and_exit_code_1(p: MockEngine, d: MockEngine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        async with router_process(p, d, f"--port={port}") as router:
+            assert await router.ended() == 1
+    (line,) = router.lines
+    assert line.startswith(f"disagg-router: error: cannot listen on 127.0.0.1:{port}: ")
+
+
+async def test_every_request_has_one_access_line(p: MockEngine, d: MockEngine) -> None:
+    async with serving_router(p, d, "--log-format=json") as router:
+        async with httpx.AsyncClient(base_url=router.url) as client:
+            answer = await client.post("/v1/completions", json={"prompt": "x"})
+        found = await router.until('"message":"request"')
+        line = json.loads(found.string)
+    assert line["request_id"] == answer.headers["x-request-id"]
+    assert line["prefiller"] == f"127.0.0.1:{p.port}"
+    assert line["decoder"] == f"127.0.0.1:{d.port}"
+    assert (line["status"], line["outcome"], line["flow"]) == (200, "ok", "pull")
+    assert 0 <= line["prefill_ms"] <= line["first_byte_ms"] <= line["total_ms"]
+
+
+async def test_access_lines_can_be_left_out(p: MockEngine, d: MockEngine) -> None:
+    async with serving_router(p, d, "--no-access-log", "--shutdown-delay=0") as router:
+        async with httpx.AsyncClient(base_url=router.url) as client:
+            assert (await client.post("/v1/completions", json={"prompt": "x"})).is_success
+        router.process.terminate()
+        assert await router.ended() == 0
+        assert not [line for line in router.lines if "/v1/completions" in line]
