@@ -115,7 +115,7 @@ def read_settings(arguments: Sequence[str] | None, environment: Mapping[str, str
 def _settings(options: dict[str, Any], environment: Mapping[str, str]) -> Settings:
     connector = _connector(options["kv_transfer_config"])
     return Settings(
-        engine=_engine(options, connector),
+        engine=_engine(options),
         connector=connector,
         side_channel=_side_channel(environment),
         served_model_names=tuple(options["served_model_name"] or [options["model"]]),
@@ -126,7 +126,7 @@ def _settings(options: dict[str, Any], environment: Mapping[str, str]) -> Settin
     )
 
 
-def _engine(options: dict[str, Any], connector: ConnectorConfig | None) -> EngineConfig:
+def _engine(options: dict[str, Any]) -> EngineConfig:
     model = Path(options["model"])
     if not model.is_dir():
         raise ValueError(f"--model {model} is not a directory")
@@ -139,8 +139,6 @@ def _engine(options: dict[str, Any], connector: ConnectorConfig | None) -> Engin
     }
     if options["kv_cache_memory_mib"] is not None:
         chosen["kv_cache_bytes"] = options["kv_cache_memory_mib"] * MEBIBYTE
-    if connector is not None:
-        chosen["kv_load_failure_policy"] = connector.load_failure_policy
     return EngineConfig(model=model, **chosen)
 
 

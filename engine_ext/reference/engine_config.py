@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-LoadFailurePolicy = Literal["fail", "recompute"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +24,6 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     """Most tokens one step runs through the model; longer prompts are computed in chunks."""
     enable_prefix_caching: bool = True
-    kv_load_failure_policy: LoadFailurePolicy = "fail"
     num_threads: int | None = None
     """Threads of a CPU forward pass. None: torch decides."""
     seed: int = 0
@@ -39,11 +35,6 @@ class EngineConfig:
         for name in ("max_model_len", "num_threads"):
             _at_least(name, getattr(self, name), 1)
         _at_least("num_blocks", self.num_blocks, 2)
-        if self.kv_load_failure_policy not in ("fail", "recompute"):
-            raise ValueError(
-                f"kv_load_failure_policy must be fail or recompute, "
-                f"not {self.kv_load_failure_policy!r}"
-            )
 
 
 def _at_least(name: str, value: int | None, least: int) -> None:

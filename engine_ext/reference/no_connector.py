@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from engine_ext.config import LoadFailurePolicy
 from engine_ext.types import (
     EMPTY_STEP,
     BlockIds,
@@ -29,6 +30,9 @@ class NoSchedulerHalf:
         self, request: EngineRequest, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
         pass
+
+    def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy:
+        return "fail"
 
     def has_pending_work(self) -> bool:
         return False

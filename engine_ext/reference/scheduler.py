@@ -243,7 +243,7 @@ class Scheduler:
 
     def _survives_failed_load(self, seq: Sequence) -> bool:
         self._send_back(seq)
-        if self._config.kv_load_failure_policy == "recompute":
+        if self._connector.load_failure_policy(seq) == "recompute":
             return True
         self.finish(seq, failed(_LOAD_FAILED))
         return False

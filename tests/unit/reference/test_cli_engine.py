@@ -83,11 +83,11 @@ def test_options_and_variables_arrive_where_they_belong(model: Path) -> None:
     )
     assert settings.connector is not None
     assert (settings.connector.lease_duration, settings.connector.engine_id) == (3, "me")
+    assert settings.connector.load_failure_policy == "recompute"
     assert (settings.side_channel.host, settings.side_channel.port) == ("10.0.0.1", 7)
     assert settings.served_model_names == ("a", "b")
     engine = settings.engine
     assert (engine.kv_cache_bytes, engine.seed, engine.max_model_len) == (3 * 2**20, 5, 100)
-    assert engine.kv_load_failure_policy == "recompute"
     assert not engine.enable_prefix_caching
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from engine_ext.config import LoadFailurePolicy
 from engine_ext.reference.build import ConnectorFactory, EngineParts, build_model
 from engine_ext.reference.engine_config import EngineConfig
 from engine_ext.reference.messages import GenerateRequest, RequestOutput, SamplingParams
@@ -137,6 +138,7 @@ class FakeScheduler:
     blocks: dict[str, BlockIds] = field(default_factory=dict)
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     pending: bool = False
+    policy: LoadFailurePolicy = "fail"
 
     def on_new_request(self, request: EngineRequest) -> None:
         self._called("on_new_request", request)
@@ -158,6 +160,9 @@ class FakeScheduler:
         if num_external_tokens:
             self.blocks[request.request_id] = block_ids
             self.external[request.request_id] = 0
+
+    def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy:
+        return self.policy
 
     def has_pending_work(self) -> bool:
         return self.pending

@@ -208,7 +208,7 @@ def test_nothing_else_waits_for_a_parked_request(
 def test_a_failed_load_under_policy_fail_ends_the_request(
     make_driver: MakeDriver, connector: FakeConnector
 ) -> None:
-    driver = make_driver(connector, kv_load_failure_policy="fail")
+    driver = make_driver(connector)
     park(driver, connector)
     connector.worker.report(failed=["d"])
     driver.finish("d")
@@ -222,7 +222,8 @@ def test_a_failed_load_under_policy_fail_ends_the_request(
 def test_a_failed_load_under_policy_recompute_is_computed_here(
     make_driver: MakeDriver, connector: FakeConnector
 ) -> None:
-    driver = make_driver(connector, kv_load_failure_policy="recompute")
+    driver = make_driver(connector)
+    connector.scheduler.policy = "recompute"
     park(driver, connector)
     connector.worker.report(failed=["d"])
     driver.finish("d")

@@ -300,7 +300,6 @@ def test_a_configuration_that_cannot_run_is_refused(
         {"num_blocks": 1},
         {"max_num_seqs": 0},
         {"max_num_batched_tokens": -1},
-        {"kv_load_failure_policy": "retry"},
     ],
 )
 def test_a_senseless_setting_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
