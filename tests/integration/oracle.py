@@ -1,6 +1,7 @@
 """The only oracle that catches wrong KV: tokens and log-probabilities against one engine alone."""
 
 import random
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,11 @@ def text_of(length: int, seed: int) -> str:
     return "".join(letters.choice("abcdefghij klmnop") for _ in range(length))
 
 
+def tokens_of(length: int, seed: int) -> list[int]:
+    """Ids of single bytes: answers can be appended as the tokens they were."""
+    return [random.Random(seed * 100_003 + i).randrange(256) for i in range(length)]
+
+
 def thirty_six_prompts() -> list[str]:
     """Short, around one block, several blocks, 1,500 tokens, and families that share a prefix."""
     lengths = (1, 2, 7, 31, 32, 33, 63, 64, 65, 100, 200, 255, 256, 257, 500, 1000, 1500, 1501)
@@ -36,7 +42,11 @@ def thirty_six_prompts() -> list[str]:
     return alone + shared + again
 
 
-def complete(server: Server, prompt: str, max_tokens: int = 12, **body: Any) -> Answer:
+Prompt = str | list[int]
+"""Text, or token ids."""
+
+
+def complete(server: Server, prompt: Prompt, max_tokens: int = 12, **body: Any) -> Answer:
     response = server.post(
         "/v1/completions",
         {
@@ -57,7 +67,9 @@ def complete(server: Server, prompt: str, max_tokens: int = 12, **body: Any) -> 
     )
 
 
-def complete_all(server: Server, prompts: list[str], at_once: int = 8, **body: Any) -> list[Answer]:
+def complete_all(
+    server: Server, prompts: Sequence[Prompt], at_once: int = 8, **body: Any
+) -> list[Answer]:
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(lambda prompt: complete(server, prompt, **body), prompts))
 

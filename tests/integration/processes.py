@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -45,7 +46,10 @@ class Server:
     def get(self, path: str) -> httpx.Response:
         return httpx.get(f"{self.url}{path}", timeout=30)
 
-    def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
+    def post(
+        self, path: str, body: dict[str, Any], request_id: str | None = None
+    ) -> httpx.Response:
+        headers = {} if request_id is None else {"X-Request-Id": request_id}
         return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=120)
 
     def metrics(self) -> dict[str, float]:
@@ -95,6 +99,20 @@ def _answers(server: Server, path: str) -> bool:
         return False
 
 
+@contextmanager
+def post_and_leave(
+    server: Server, body: dict[str, Any], request_id: str = "leaving"
+) -> Iterator[None]:
+    """A client that sends its request and hangs up when the block ends, answered or not."""
+    content = json.dumps(body).encode()
+    lines = {"host": "x", "content-type": "application/json", "x-request-id": request_id}
+    lines["content-length"] = str(len(content))
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + content)
+        yield
+
+
 @dataclass(frozen=True)
 class Launcher:
     """Starts servers on free ports; `directory` takes their logs."""
@@ -111,11 +129,12 @@ class Launcher:
         module: str = "engine_ext.reference.cli",
         extra: dict[str, Any] | None = None,
         policy: str = "fail",
+        connector: str = "DisaggConnector",
     ) -> Iterator[Server]:
         """A reference engine with a connector; `extra` is its kv_connector_extra_config."""
         port, side_channel = self.free_ports(2)
         transfer = {
-            "kv_connector": "DisaggConnector",
+            "kv_connector": connector,
             "kv_role": "kv_both",
             "engine_id": f"{name}-{port}",
             "kv_load_failure_policy": policy,

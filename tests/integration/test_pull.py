@@ -1,7 +1,5 @@
 """Prefill engine, decode engine and router as processes: KV crosses over real NIXL."""
 
-import json
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.integration.legs import prefill
 from tests.integration.oracle import (
     Answer,
     complete,
@@ -19,7 +18,7 @@ from tests.integration.oracle import (
     text_of,
     thirty_six_prompts,
 )
-from tests.integration.processes import Launcher, Server, metric, wait_for
+from tests.integration.processes import Launcher, Server, metric, post_and_leave, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -178,20 +177,6 @@ def test_a_client_cannot_point_the_decoder_at_an_address(router: Server, decoder
     assert metric(decoder, "disagg_engine_kv_handshakes_failed_total") == failed
 
 
-def prefill_only(server: Server, prompt: str) -> dict[str, Any]:
-    """The P leg alone, as the router sends it; returns P's kv_transfer_params."""
-    body = {
-        "model": "tiny",
-        "prompt": prompt,
-        "max_tokens": 1,
-        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
-    }
-    response = server.post("/v1/completions", body)
-    assert response.status_code == 200, response.text
-    params: dict[str, Any] = response.json()["kv_transfer_params"]
-    return params
-
-
 def test_a_decoder_killed_before_its_read_costs_the_prefiller_one_lease(
     launcher: Launcher,
 ) -> None:
@@ -201,7 +186,7 @@ def test_a_decoder_killed_before_its_read_costs_the_prefiller_one_lease(
         launcher.engine("decode") as decoder,
     ):
         granted_after = time.monotonic()
-        params = prefill_only(prefiller, text_of(100, 1))
+        params = prefill(prefiller, text_of(100, 1))
         answered = time.monotonic()
         decoder.kill()
         assert params["remote_num_tokens"] == 100
@@ -279,16 +264,3 @@ def test_a_client_that_leaves_while_the_decoder_queues_frees_the_prefiller_at_on
             assert not released(prefiller)
         wait_for(lambda: released(prefiller), "P's blocks are freed", 5)
         assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 0
-
-
-@contextmanager
-def post_and_leave(server: Server, body: dict[str, Any]) -> Iterator[None]:
-    """A client that sends its request and hangs up when the block ends, answered or not."""
-    content = json.dumps(body).encode()
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(content)}\r\n\r\n"
-    )
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
-        connection.sendall(head.encode() + content)
-        yield

@@ -1,0 +1,73 @@
+"""The two legs of a request, sent by hand: what a router does, step by step."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tests.integration.oracle import Answer, Prompt
+from tests.integration.processes import Server
+
+PREFILL: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@dataclass(frozen=True)
+class Turn:
+    answer: Answer
+    params: dict[str, Any] | None
+    """The decode engine's, for the next turn."""
+
+
+def prefill(
+    server: Server,
+    prompt: Prompt,
+    previous: dict[str, Any] | None = None,
+    request_id: str | None = None,
+) -> dict[str, Any]:
+    """The P leg; returns P's kv_transfer_params. `previous`: what D answered to the last turn."""
+    response = server.post("/v1/completions", prefill_body(prompt, previous), request_id=request_id)
+    assert response.status_code == 200, response.text
+    params: dict[str, Any] = response.json()["kv_transfer_params"]
+    return params
+
+
+def prefill_body(prompt: Prompt, previous: dict[str, Any] | None = None) -> dict[str, Any]:
+    params = {**(previous or {}), **PREFILL}
+    return {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
+
+
+def decode_body(prompt: Prompt, params: dict[str, Any], max_tokens: int = 12) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "logprobs": 1,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "kv_transfer_params": params,
+    }
+
+
+def decode(
+    server: Server,
+    prompt: Prompt,
+    params: dict[str, Any],
+    max_tokens: int = 12,
+    request_id: str | None = None,
+) -> Turn:
+    """The D leg."""
+    body = decode_body(prompt, params, max_tokens)
+    response = server.post("/v1/completions", body, request_id=request_id)
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    answer = Answer(
+        tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]), choice["text"]
+    )
+    return Turn(answer, response.json().get("kv_transfer_params"))
+
+
+def take_turn(
+    prefiller: Server, decoder: Server, prompt: Prompt, previous: dict[str, Any] | None = None
+) -> Turn:
+    """Both legs of one turn of a conversation, whose KV the decoder is asked to keep."""
+    params = prefill(prefiller, prompt, previous)
+    return decode(decoder, prompt, {**params, "retain": True})

@@ -1,0 +1,223 @@
+"""Push mode: P writes into the blocks that D registered, whichever comes first."""
+
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.integration.legs import Turn, decode, decode_body, prefill, prefill_body, take_turn
+from tests.integration.oracle import Answer, complete, complete_all, differences, text_of, tokens_of
+from tests.integration.processes import Launcher, Server, metric, post_and_leave, wait_for
+
+PUSH = "DisaggPushConnector"
+PUSHED = "disagg_engine_kv_pushes_ok_total"
+
+
+@pytest.fixture(scope="module")
+def prefiller(launcher: Launcher) -> Iterator[Server]:
+    with launcher.engine("prefill", connector=PUSH) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def decoder(launcher: Launcher) -> Iterator[Server]:
+    with launcher.engine("decode", "--no-enable-prefix-caching", connector=PUSH) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def coordinates(prefiller: Server) -> dict[str, Any]:
+    """Where P is, learned from an answer of its own; that prefill's blocks wait for their lease."""
+    answer = prefill(prefiller, "hello")
+    assert answer["transfer_mode"] == "push"
+    keys = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size")
+    return {key: answer[key] for key in keys}
+
+
+def push_params(coordinates: dict[str, Any], request_id: str) -> dict[str, Any]:
+    """What a push router tells D before P has answered."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_request_id": request_id,
+        **coordinates,
+    }
+
+
+def both_legs(
+    prefiller: Server, decoder: Server, coordinates: dict[str, Any], prompt: str, **more: Any
+) -> Answer:
+    request_id = str(uuid.uuid4())
+    params = {**push_params(coordinates, request_id), **more}
+    body = prefill_body(prompt)
+    body["kv_transfer_params"] = {**body["kv_transfer_params"], **more}
+    with ThreadPoolExecutor(2) as pool:
+        p_leg = pool.submit(prefiller.post, "/v1/completions", body, request_id=request_id)
+        d_leg = pool.submit(decode, decoder, prompt, params, request_id=request_id)
+        assert p_leg.result(timeout=60).status_code == 200
+        return d_leg.result(timeout=60).answer
+
+
+def released(server: Server, but: int = 0) -> bool:
+    return metric(server, "disagg_engine_kv_leases_active") <= but
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_pushed_tokens_are_those_of_one_engine_alone(
+    prefiller: Server, decoder: Server, coordinates: dict[str, Any], alone: Server, named: bool
+) -> None:
+    lengths = (1, 31, 32, 33, 64, 200, 500, 1500, 90, 70)
+    prompts = [text_of(length, 100 + length) for length in lengths]
+    right = complete_all(alone, prompts)
+    pushed = metric(prefiller, PUSHED)
+
+    def ask(prompt: str) -> Answer:
+        more = {"transfer_id": f"xfer-{uuid.uuid4()}"} if named else {}
+        return both_legs(prefiller, decoder, coordinates, prompt, **more)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert differences(right, list(pool.map(ask, prompts))) == []
+    assert metric(prefiller, PUSHED) - pushed == len(prompts)
+    assert metric(decoder, "disagg_engine_kv_pushes_missed_total") == 0
+    wait_for(lambda: released(prefiller, but=1), "P's blocks are freed")
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_either_side_may_come_first(
+    prefiller: Server, decoder: Server, coordinates: dict[str, Any], alone: Server, first: str
+) -> None:
+    prompt, request_id = text_of(150, 201 if first == "prefill" else 202), str(uuid.uuid4())
+    params = push_params(coordinates, request_id)
+    with ThreadPoolExecutor(1) as pool:
+        if first == "prefill":
+            prefill(prefiller, prompt, request_id=request_id)
+            turn = decode(decoder, prompt, params, request_id=request_id)
+        else:
+            leg = pool.submit(decode, decoder, prompt, params, request_id=request_id)
+            waiting = "disagg_engine_requests_waiting_for_remote_kv"
+            wait_for(lambda: metric(decoder, waiting) == 1, "D has registered")
+            prefill(prefiller, prompt, request_id=request_id)
+            turn = leg.result(timeout=30)
+    assert differences([complete(alone, prompt)], [turn.answer]) == []
+
+
+def test_a_router_that_asks_p_first_may_hand_ps_answer_to_d(
+    prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    prompt = text_of(140, 210)
+    turn = decode(decoder, prompt, prefill(prefiller, prompt))
+    assert differences([complete(alone, prompt)], [turn.answer]) == []
+
+
+def test_only_what_the_decoder_lacks_is_written(
+    launcher: Launcher, prefiller: Server, coordinates: dict[str, Any], alone: Server
+) -> None:
+    with launcher.engine("caching", connector=PUSH) as decoder:
+        prompt = text_of(300, 220)
+        both_legs(prefiller, decoder, coordinates, prompt)
+        longer = prompt + text_of(50, 221)
+        answer = both_legs(prefiller, decoder, coordinates, longer)
+        assert differences([complete(alone, longer)], [answer]) == []
+        again = both_legs(prefiller, decoder, coordinates, longer)
+        assert differences([complete(alone, longer)], [again]) == []
+        wait_for(lambda: released(prefiller, but=1), "P's blocks are freed, read or not")
+
+
+def test_a_prefill_that_is_aborted_ends_the_decoders_wait_at_once(
+    launcher: Launcher, decoder: Server
+) -> None:
+    with launcher.engine("busy", "--max-num-seqs", "1", connector=PUSH) as prefiller:
+        answer = prefill(prefiller, "hello")
+        keys = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size")
+        where = {key: answer[key] for key in keys}
+        request_id = str(uuid.uuid4())
+        occupant = {"model": "tiny", "prompt": "x", "max_tokens": 3000, "ignore_eos": True}
+        prompt = text_of(100, 230)
+        body = decode_body(prompt, push_params(where, request_id))
+        with ThreadPoolExecutor(1) as pool, post_and_leave(prefiller, occupant):
+            wait_for(lambda: metric(prefiller, "disagg_engine_requests_running") == 1, "P is busy")
+            leg = pool.submit(decoder.post, "/v1/completions", body, request_id=request_id)
+            with post_and_leave(prefiller, prefill_body(prompt), request_id=request_id):
+                waiting = "disagg_engine_requests_waiting"
+                wait_for(lambda: metric(prefiller, waiting) == 1, "the P leg queues")
+            started = time.monotonic()
+            assert leg.result(timeout=30).status_code == 500
+            assert time.monotonic() - started < 5
+
+
+def test_a_decode_that_is_aborted_frees_the_prefiller_and_is_not_written(
+    prefiller: Server, decoder: Server, coordinates: dict[str, Any]
+) -> None:
+    request_id = str(uuid.uuid4())
+    prompt = text_of(100, 240)
+    body = decode_body(prompt, push_params(coordinates, request_id))
+    pushed = metric(prefiller, PUSHED)
+    with post_and_leave(decoder, body, request_id=request_id):
+        waiting = "disagg_engine_requests_waiting_for_remote_kv"
+        wait_for(lambda: metric(decoder, waiting) == 1, "D has registered")
+    free = "disagg_engine_blocks_free"
+    total = metric(decoder, "disagg_engine_blocks")
+    wait_for(lambda: metric(decoder, free) == total, "D's blocks are free", 5)
+    prefill(prefiller, prompt, request_id=request_id)
+    wait_for(lambda: released(prefiller, but=1), "P's blocks are freed", 5)
+    assert metric(prefiller, PUSHED) == pushed
+
+
+def test_a_prefill_that_never_comes_ends_by_policy(
+    launcher: Launcher, coordinates: dict[str, Any], alone: Server
+) -> None:
+    extra = {"push_registration_timeout": 1}
+    prompt = text_of(100, 250)
+    for policy, status in (("fail", 500), ("recompute", 200)):
+        with launcher.engine("lonely", connector=PUSH, extra=extra, policy=policy) as decoder:
+            params = push_params(coordinates, str(uuid.uuid4()))
+            response = decoder.post("/v1/completions", decode_body(prompt, params))
+            assert response.status_code == status
+            if status == 200:
+                tokens = tuple(response.json()["choices"][0]["token_ids"])
+                assert tokens == complete(alone, prompt).tokens
+            assert metric(decoder, "disagg_engine_kv_pushes_missed_total") == 1
+
+
+def test_a_decoder_that_queues_beyond_the_lease_keeps_it(launcher: Launcher, alone: Server) -> None:
+    extra = {"kv_lease_duration": 1.5}
+    one = "--max-num-seqs"
+    prompt = text_of(200, 260)
+    with (
+        launcher.engine("prefill", connector=PUSH, extra=extra) as prefiller,
+        launcher.engine("decode", one, "1", connector=PUSH, extra=extra) as decoder,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        params = prefill(prefiller, prompt, request_id="queued")
+        occupant = {"model": "tiny", "prompt": "x", "max_tokens": 3000, "ignore_eos": True}
+        with post_and_leave(decoder, occupant), post_and_leave(decoder, occupant):
+            waiting = "disagg_engine_requests_waiting"
+            wait_for(lambda: metric(decoder, waiting) == 1, "D is busy")
+            started = time.monotonic()
+            leg = pool.submit(decode, decoder, prompt, params, request_id="queued")
+            wait_for(lambda: time.monotonic() - started > 4.5, "three leases have passed")
+            assert not leg.done()
+        assert differences([complete(alone, prompt)], [leg.result(timeout=60).answer]) == []
+        assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 0
+
+
+def test_turns_are_pulled_where_prompts_are_pushed(launcher: Launcher, alone: Server) -> None:
+    extra = {"bidirectional_kv_xfer": True}
+    with (
+        launcher.engine(
+            "prefill", "--no-enable-prefix-caching", connector=PUSH, extra=extra
+        ) as prefiller,
+        launcher.engine("decode", connector=PUSH, extra=extra) as decoder,
+    ):
+        prompt, turn = tokens_of(500, 270), Turn(complete(alone, "x", 1), None)
+        for number in range(3):
+            before = metric(prefiller, "disagg_engine_prompt_tokens_computed_total")
+            held = turn.params["remote_num_tokens"] if turn.params else 0
+            turn = take_turn(prefiller, decoder, prompt, turn.params)
+            assert differences([complete(alone, prompt)], [turn.answer]) == []
+            computed = metric(prefiller, "disagg_engine_prompt_tokens_computed_total") - before
+            assert computed == len(prompt) - held
+            prompt += [*turn.answer.tokens, *tokens_of(50, 280 + number)]

@@ -1,0 +1,147 @@
+"""A turn reuses what the last one left on the decode engine: proven tokens only, over real NIXL."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.legs import Turn, decode, prefill, take_turn
+from tests.integration.oracle import complete, differences, tokens_of
+from tests.integration.processes import Launcher, Server, metric, wait_for
+
+BOTH_WAYS = {"bidirectional_kv_xfer": True}
+COMPUTED = "disagg_engine_prompt_tokens_computed_total"
+
+
+@pytest.fixture(scope="module")
+def prefiller(launcher: Launcher) -> Iterator[Server]:
+    """Without a prefix cache of its own: what it does not pull, it computes, and counts."""
+    with launcher.engine("prefill", "--no-enable-prefix-caching", extra=BOTH_WAYS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def decoder(launcher: Launcher) -> Iterator[Server]:
+    with launcher.engine("decode", extra=BOTH_WAYS) as server:
+        yield server
+
+
+def freed(server: Server) -> bool:
+    return metric(server, "disagg_engine_blocks_delayed") == 0
+
+
+def test_three_turns_compute_only_what_is_new(
+    prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    prompt, turn = tokens_of(1100, 1), Turn(complete(alone, "x", 1), None)
+    for number in range(3):
+        before = metric(prefiller, COMPUTED)
+        held = turn.params["remote_num_tokens"] if turn.params else 0
+        turn = take_turn(prefiller, decoder, prompt, turn.params)
+        assert differences([complete(alone, prompt)], [turn.answer]) == []
+        assert metric(prefiller, COMPUTED) - before == len(prompt) - held
+        prompt += [*turn.answer.tokens, *tokens_of(50, 10 + number)]
+    assert turn.params is not None
+    wait_for(lambda: freed(prefiller), "P's blocks are freed")
+    assert metric(decoder, "disagg_engine_kv_leases_active") == 1
+
+
+@pytest.mark.parametrize("change", ["shortened", "edited", "stripped", "regenerated", "unrelated"])
+def test_another_history_than_the_one_held_is_answered_right(
+    prefiller: Server, decoder: Server, alone: Server, change: str
+) -> None:
+    prompt = tokens_of(300, 20)
+    turn = take_turn(prefiller, decoder, prompt)
+    whole = [*prompt, *turn.answer.tokens]
+    changed = {
+        "shortened": whole[:200],
+        "edited": [*whole[:150], whole[150] ^ 1, *whole[151:], *tokens_of(40, 21)],
+        "stripped": [*whole[:100], *whole[140:], *tokens_of(40, 22)],
+        "regenerated": prompt,
+        "unrelated": tokens_of(400, 23),
+    }[change]
+    again = take_turn(prefiller, decoder, changed, turn.params)
+    assert differences([complete(alone, changed)], [again.answer]) == []
+
+
+def test_a_turns_params_are_used_once(prefiller: Server, decoder: Server, alone: Server) -> None:
+    prompt = tokens_of(400, 30)
+    turn = take_turn(prefiller, decoder, prompt)
+    longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 31)]
+    right = complete(alone, longer)
+    for _ in range(2):
+        again = take_turn(prefiller, decoder, longer, turn.params)
+        assert differences([right], [again.answer]) == []
+
+
+def test_a_turn_that_was_not_asked_for_is_not_kept(prefiller: Server, decoder: Server) -> None:
+    prompt = tokens_of(100, 40)
+    held = metric(decoder, "disagg_engine_kv_leases_granted_total")
+    assert decode(decoder, prompt, prefill(prefiller, prompt)).params is None
+    assert metric(decoder, "disagg_engine_kv_leases_granted_total") == held
+
+
+def test_a_turn_that_waited_too_long_is_computed(launcher: Launcher, alone: Server) -> None:
+    extra = {**BOTH_WAYS, "decoder_kv_blocks_ttl": 1}
+    with (
+        launcher.engine("prefill", extra=BOTH_WAYS) as prefiller,
+        launcher.engine("decode", extra=extra) as decoder,
+    ):
+        prompt = tokens_of(300, 50)
+        turn = take_turn(prefiller, decoder, prompt)
+        wait_for(lambda: freed(decoder), "the turn has run out")
+        longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 51)]
+        assert turn.params is not None
+        for params in (turn.params, {**turn.params, "retained_until": time.time() + 100}):
+            again = take_turn(prefiller, decoder, longer, params)
+            assert differences([complete(alone, longer)], [again.answer]) == []
+
+
+def test_a_decoder_that_died_costs_the_next_turn_only_time(
+    launcher: Launcher, decoder: Server, alone: Server
+) -> None:
+    with launcher.engine("prefill", extra=BOTH_WAYS) as prefiller:
+        prompt = tokens_of(300, 60)
+        with launcher.engine("dying", extra=BOTH_WAYS) as dying:
+            turn = take_turn(prefiller, dying, prompt)
+            dying.kill()
+        longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 61)]
+        started = time.monotonic()
+        again = take_turn(prefiller, decoder, longer, turn.params)
+        assert time.monotonic() - started < 15
+        assert differences([complete(alone, longer)], [again.answer]) == []
+
+
+def test_a_prefiller_without_the_flag_computes_and_frees_the_decoder(
+    launcher: Launcher, alone: Server
+) -> None:
+    with (
+        launcher.engine("prefill") as prefiller,
+        launcher.engine("decode", extra=BOTH_WAYS) as decoder,
+    ):
+        prompt = tokens_of(300, 70)
+        turn = take_turn(prefiller, decoder, prompt)
+        longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 71)]
+        params = prefill(prefiller, longer, turn.params)
+        wait_for(lambda: freed(decoder), "D's blocks are freed", 5)
+        again = decode(decoder, longer, params)
+        assert differences([complete(alone, longer)], [again.answer]) == []
+
+
+def test_waiting_turns_leave_room_for_new_requests_and_turn_up_as_gone(
+    launcher: Launcher, alone: Server
+) -> None:
+    extra = {**BOTH_WAYS, "retained_blocks_share": 0.5}
+    with (
+        launcher.engine("prefill", extra=BOTH_WAYS) as prefiller,
+        launcher.engine("decode", "--num-blocks", "65", extra=extra) as decoder,
+    ):
+        prompts = [tokens_of(300, 80 + number) for number in range(8)]
+        turns = [take_turn(prefiller, decoder, prompt) for prompt in prompts]
+        assert metric(decoder, "disagg_engine_kv_leases_revoked_total") >= 4
+        delayed = "disagg_engine_blocks_delayed"
+        wait_for(lambda: metric(decoder, delayed) <= 32, "the oldest turns have made room")
+        for prompt, turn in zip(prompts, turns, strict=True):
+            longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 90)]
+            again = decode(decoder, longer, prefill(prefiller, longer, turn.params))
+            assert differences([complete(alone, longer)], [again.answer]) == []
