@@ -348,6 +348,14 @@ def _origin(name: str, flags: Mapping[str, Any]) -> str:
     return f"{name.replace('_', '-')} (in the configuration file)"
 
 
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """Variables with our prefix that are no setting: misspelt, most likely."""
+    links = (f"{PREFIX}SERVICE_", f"{PREFIX}PORT_")
+    known = {variable_of(name) for name in Settings.model_fields}
+    ours = {name for name in environment if name.startswith(PREFIX) and not name.startswith(links)}
+    return sorted(ours - known)
+
+
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 

@@ -52,6 +52,7 @@ class Answer:
         self.status = 0
         self.headers: Headers = []
         self.length: int | None = None
+        self.is_event_stream = False
         self.first_body_at: float | None = None
         self._wire = wire
         self._deadlines = deadlines
@@ -71,15 +72,12 @@ class Answer:
     def header(self, name: bytes) -> bytes | None:
         return next((value for key, value in self.headers if key == name), None)
 
-    @property
-    def is_event_stream(self) -> bool:
-        kind = self.header(b"content-type") or b""
-        return kind.lower().startswith(b"text/event-stream")
-
     # The engine's side: called by the connection.
 
     def start(self, status: int, headers: Headers, length: int | None) -> None:
         self.status, self.headers, self.length = status, headers, length
+        kind = self.header(b"content-type") or b""
+        self.is_event_stream = kind.lower().startswith(b"text/event-stream")
 
     def feed(self, pieces: list[bytes], done: bool) -> None:
         """Takes what one read of the socket brought."""
