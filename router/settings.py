@@ -249,7 +249,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        given = init_settings() | {}
+        given = init_settings()
         variables = VariableSource(settings_cls)
         path = given.get("config") or variables().get("config")
         file = InitSettingsSource(settings_cls, read_file(Path(path)) if path else {})
