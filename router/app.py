@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator
 from importlib.metadata import version
 from typing import Any
@@ -43,8 +44,8 @@ def build(settings: Settings) -> FastAPI:
             fleet.close()
             await client.aclose()
 
-    # trust_env: engines are never behind the proxy of HTTP_PROXY.
-    client = httpx.AsyncClient(trust_env=False)
+    # Engines speak plain HTTP, and are never behind the proxy of HTTP_PROXY.
+    client = httpx.AsyncClient(trust_env=False, verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
     app = FastAPI(
         title="disagg-router",
         version=version("disagg-router"),

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
 from router.parser import Parser
-from router.settings import Settings, SettingsError, default_of, flag_of, group_of, load, metavar_of
+from router.settings import (
+    Settings,
+    SettingsError,
+    default_of,
+    flag_of,
+    group_of,
+    load,
+    metavar_of,
+    unknown_variables,
+)
 
 PROGRAM = "disagg-router"
 DESCRIPTION = """\
@@ -88,6 +99,8 @@ def _serve(flags: dict[str, Any]) -> int:
             print(f"{PROGRAM}: error: {problem}", file=sys.stderr)
         return 2
     logs.configure(settings.log_level, settings.log_format)
+    for variable in unknown_variables(os.environ):
+        logging.getLogger("disagg_router").warning("%s is no setting, and ignored", variable)
     try:
         serve.run(settings)
     except serve.BindError as error:

@@ -1,29 +1,24 @@
-"""disagg-router demo: engines and a router on this machine, to see it work.
-
-Every process it starts is its child, in a session of its own: gone when the demo ends, however it
-ends. A child that ignores SIGTERM is killed; when the demo itself is killed, the kernel kills them.
-"""
+"""disagg-router demo: engines and a router on this machine, to see it work."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import httpx
 
+from router.children import Child, ChildEndedError, Family
 from router.parser import Parser
 
 MODULE = [sys.executable, "-m"]
@@ -32,9 +27,7 @@ TINY_MODEL = [*MODULE, "engine_ext.reference.tiny_model"]
 ROUTER = [*MODULE, "router.cli"]
 KV_CONFIG = json.dumps({"kv_connector": "DisaggConnector", "kv_role": "kv_both"})
 START_SECONDS = 600.0
-STOP_SECONDS = 5.0
 REPORT_SECONDS = 5.0
-PR_SET_PDEATHSIG = 1
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 RANDOM_MODEL = """\
@@ -59,66 +52,6 @@ class Options:
     model: Path | None
 
 
-@dataclass(slots=True)
-class Child:
-    name: str
-    process: subprocess.Popen[bytes]
-    log: Path | None = None
-    url: str = ""
-
-    def check(self) -> None:
-        """Raises DemoError when it has ended."""
-        code = self.process.poll()
-        if code is not None:
-            raise DemoError(f"{self.name} ended with status {code}{self._last_lines()}")
-
-    def _last_lines(self) -> str:
-        if self.log is None:
-            return ""
-        lines = self.log.read_text(errors="replace").splitlines()[-15:]
-        return "; its last words:\n" + "\n".join(f"  {line}" for line in lines)
-
-
-@dataclass(slots=True)
-class Family:
-    """All children, started here and stopped here."""
-
-    directory: Path
-    engine: list[str]
-    tiny_model: list[str]
-    children: list[Child] = field(default_factory=list)
-
-    def start(
-        self, name: str, command: list[str], url: str, *, logged: bool = True, **variables: str
-    ) -> Child:
-        log = self.directory / f"{name.replace(' ', '-')}.log" if logged else None
-        with contextlib.ExitStack() as stack:
-            output = stack.enter_context(log.open("wb")) if log else None
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT if log else None,
-                env={**os.environ, **variables},
-                start_new_session=True,
-                preexec_fn=_die_with(os.getpid()),
-            )
-        child = Child(name, process, log, url)
-        self.children.append(child)
-        return child
-
-    def stop(self) -> None:
-        """SIGTERM to all, SIGKILL to whoever is left after STOP_SECONDS; then nobody is."""
-        for child in self.children:
-            _signal(child, signal.SIGTERM)
-        deadline = time.monotonic() + STOP_SECONDS
-        for child in self.children:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(max(0.0, deadline - time.monotonic()))
-            _signal(child, signal.SIGKILL)
-            child.process.wait()
-
-
 def main(
     argv: Sequence[str], engine: Sequence[str] = ENGINE, tiny_model: Sequence[str] = TINY_MODEL
 ) -> int:
@@ -129,7 +62,7 @@ def main(
         run(options, list(engine), list(tiny_model))
     except KeyboardInterrupt:
         return 0
-    except DemoError as error:
+    except (DemoError, ChildEndedError) as error:
         print(f"disagg-router demo: error: {error}", file=sys.stderr)
         return 1
     finally:
@@ -139,12 +72,12 @@ def main(
 
 
 def run(options: Options, engine: list[str], tiny_model: list[str]) -> None:
-    """Runs until a signal raises KeyboardInterrupt, or a child ends: DemoError."""
+    """Runs until a signal raises KeyboardInterrupt, or a child ends: ChildEndedError."""
     _check_port(options.host, options.port)
     with tempfile.TemporaryDirectory(prefix="disagg-demo-") as directory:
-        family = Family(Path(directory), engine, tiny_model)
+        family = Family(Path(directory))
         try:
-            _start_all(family, options)
+            _start_all(family, options, engine, tiny_model)
             _say(_invitation(_url(options)))
             while True:
                 _check(family.children)
@@ -155,27 +88,35 @@ def run(options: Options, engine: list[str], tiny_model: list[str]) -> None:
                 family.stop()
 
 
-def _start_all(family: Family, options: Options) -> None:
-    model = options.model or _make_model(family)
+def _start_all(family: Family, options: Options, engine: list[str], tiny_model: list[str]) -> None:
+    model = options.model or _make_model(family, tiny_model)
     names = [f"prefill engine {number + 1}" for number in range(options.prefillers)]
     names += [f"decode engine {number + 1}" for number in range(options.decoders)]
     ports = _free_ports(2 * len(names))
-    engines = [_start_engine(family, name, options.device, model, ports) for name in names]
+    command = [*engine, "--device", options.device, *_model_flags(model)]
+    engines = [_start_engine(family, name, command, ports) for name in names]
     _wait_until_ready(engines, "/health")
     prefillers, decoders = engines[: options.prefillers], engines[options.prefillers :]
-    command = [*ROUTER, "--host", options.host, "--port", str(options.port)]
-    command += ["--shutdown-delay", "0", "--shutdown-timeout", "2"]
-    for role, children in (("prefiller", prefillers), ("decoder", decoders)):
-        command += [f"--{role}-hosts", *["127.0.0.1"] * len(children)]
-        command += [f"--{role}-ports", *[child.url.rpartition(":")[2] for child in children]]
+    command = _router_command(options, prefillers, decoders)
     router = family.start("router", command, _url(options), logged=False)
     _wait_until_ready([router], "/ready", [*engines, router])
 
 
-def _make_model(family: Family) -> Path:
+def _router_command(
+    options: Options, prefillers: Sequence[Child], decoders: Sequence[Child]
+) -> list[str]:
+    command = [*ROUTER, "--host", options.host, "--port", str(options.port)]
+    command += ["--shutdown-delay", "0", "--shutdown-timeout", "2"]
+    for role, children in (("prefiller", prefillers), ("decoder", decoders)):
+        ports = [child.url.rpartition(":")[2] for child in children]
+        command += [f"--{role}-hosts", *["127.0.0.1"] * len(children), f"--{role}-ports", *ports]
+    return command
+
+
+def _make_model(family: Family, command: list[str]) -> Path:
     _say(RANDOM_MODEL)
     model = family.directory / "tiny-random"
-    maker = family.start("model maker", [*family.tiny_model, str(model)], "")
+    maker = family.start("model maker", [*command, str(model)], "")
     while maker.process.poll() is None:
         time.sleep(0.05)
     family.children.remove(maker)
@@ -184,22 +125,16 @@ def _make_model(family: Family) -> Path:
     return model
 
 
-def _start_engine(
-    family: Family, name: str, device: str, model: Path, ports: Iterator[int]
-) -> Child:
+def _model_flags(model: Path) -> list[str]:
+    flags = ["--model", str(model), "--served-model-name", model.resolve().name]
+    return [*flags, "--kv-transfer-config", KV_CONFIG]
+
+
+def _start_engine(family: Family, name: str, command: list[str], ports: Iterator[int]) -> Child:
     port, side_channel = next(ports), next(ports)
-    options = {
-        "--model": str(model),
-        "--served-model-name": model.resolve().name,
-        "--host": "127.0.0.1",
-        "--port": str(port),
-        "--device": device,
-        "--kv-transfer-config": KV_CONFIG,
-    }
-    command = [*family.engine, *(word for option in options.items() for word in option)]
     return family.start(
         name,
-        command,
+        [*command, "--host", "127.0.0.1", "--port", str(port)],
         f"http://127.0.0.1:{port}",
         VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
         VLLM_NIXL_SIDE_CHANNEL_PORT=str(side_channel),
@@ -210,7 +145,7 @@ def _start_engine(
 def _wait_until_ready(
     waiting: list[Child], path: str, alive: Sequence[Child] | None = None
 ) -> None:
-    """Raises DemoError when a child ends, or is not ready after START_SECONDS."""
+    """Raises ChildEndedError, or DemoError for a child not ready after START_SECONDS."""
     waiting, everyone = list(waiting), alive or list(waiting)
     started = reported = time.monotonic()
     with httpx.Client(trust_env=False, timeout=2.0) as client:
@@ -266,24 +201,6 @@ def _invitation(url: str) -> str:
 def _url(options: Options) -> str:
     host = "localhost" if options.host in ("127.0.0.1", "0.0.0.0") else options.host
     return f"http://{host}:{options.port}"
-
-
-def _signal(child: Child, number: signal.Signals) -> None:
-    """To the child's whole session: an engine may have children of its own."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.process.pid, number)
-
-
-def _die_with(parent: int) -> Callable[[], None]:
-    """Run in the child: it dies when its parent does, even by SIGKILL."""
-    libc = ctypes.CDLL(None)
-
-    def prepare() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return prepare
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:

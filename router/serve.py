@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -79,6 +80,8 @@ def run(settings: Settings) -> None:
 
 async def _serve(settings: Settings, listener: socket.socket) -> None:
     app = build(settings)
+    gc.collect()
+    gc.freeze()  # what lives from here on dies young; the rest need not be looked at again
     server = Server(uvicorn_config(settings, app))
     shutdown = Shutdown(server, app.state.gateway, settings)
     loop = asyncio.get_running_loop()

@@ -249,7 +249,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        given = init_settings() | {}
+        given = init_settings()
         variables = VariableSource(settings_cls)
         path = given.get("config") or variables().get("config")
         file = InitSettingsSource(settings_cls, read_file(Path(path)) if path else {})
@@ -346,6 +346,14 @@ def _origin(name: str, flags: Mapping[str, Any]) -> str:
     if name in Settings.model_fields and variable_of(name) in os.environ:
         return variable_of(name)
     return f"{name.replace('_', '-')} (in the configuration file)"
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """Variables with our prefix that are no setting: misspelt, most likely."""
+    links = (f"{PREFIX}SERVICE_", f"{PREFIX}PORT_")
+    known = {variable_of(name) for name in Settings.model_fields}
+    ours = {name for name in environment if name.startswith(PREFIX) and not name.startswith(links)}
+    return sorted(ours - known)
 
 
 def flag_of(name: str) -> str:

@@ -13,15 +13,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.flows.dispatch import serve
+from router.flows.dispatch import refuse, serve
 from router.flows.errors import (
-    JSON,
     BadRequestError,
     BodyTooLargeError,
     RequestError,
     RequestTimeoutError,
-    body_of,
-    shape_of,
 )
 from router.flows.exchange import Header
 from router.flows.gateway import Gateway
@@ -32,12 +29,13 @@ from router.upstream.errors import ReaderStalledError
 class Served(Response):
     """A response that runs a flow. It reads the request's body itself."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, endpoint: str) -> None:
         super().__init__()
         self._gateway = gateway
+        self._endpoint = endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = AsgiExchange(scope, send)
+        exchange = AsgiExchange(scope, send, self._endpoint)
         settings = self._gateway.settings
         try:
             async with asyncio.timeout(settings.client_read_timeout):
@@ -45,9 +43,10 @@ class Served(Response):
         except ClientDisconnect:
             return
         except TimeoutError:
-            await exchange.refuse(RequestTimeoutError("the request was not received in time"))
-        except RequestError as error:
-            await exchange.refuse(error)
+            error = RequestTimeoutError("the request was not received in time")
+            await refuse(exchange, self._gateway, error)
+        except RequestError as refused:
+            await refuse(exchange, self._gateway, refused)
         else:
             await _serve_until_gone(exchange, self._gateway, receive)
 
@@ -89,16 +88,13 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class AsgiExchange:
-    def __init__(self, scope: Scope, send: Send) -> None:
-        self.endpoint: str = scope["path"]
+    def __init__(self, scope: Scope, send: Send, endpoint: str) -> None:
+        self.endpoint = endpoint
         self.headers: Sequence[Header] = [(n.lower(), v) for n, v in scope["headers"]]
         self.body = b""
         self.arrived = asyncio.get_running_loop().time()
         self.started = False
         self._send = send
-
-    async def refuse(self, error: Exception) -> None:
-        await self.respond(shape_of(error).status, JSON, body_of(error))
 
     async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         await self._start(status, headers, len(body))
@@ -148,6 +144,7 @@ class BlockQueue:
         self._held: list[bytes] = []
         self._size = 0
         self._last = False
+        self._stopped = False
         self._changed = asyncio.Event()
 
     def write(self, block: bytes, last: bool) -> None:
@@ -159,17 +156,24 @@ class BlockQueue:
             self._answer.pause()
 
     def stop(self, _: asyncio.Task[None]) -> None:
+        """Nothing more will come, whether the last block came or not."""
         self._stopped = True
         self._changed.set()
 
     async def __aiter__(self) -> AsyncIterator[tuple[bytes, bool]]:
-        while not self._last:
-            await self._changed.wait()
-            self._changed.clear()
-            if not self._held:
-                return
-            block = b"".join(self._held)
-            self._held.clear()
-            self._size = 0
-            self._answer.resume()
-            yield block, self._last
+        while self._held or not self._stopped:
+            if self._held:
+                block, last = self._take(), self._last
+                yield block, last
+                if last:
+                    return
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+
+    def _take(self) -> bytes:
+        block = b"".join(self._held)
+        self._held.clear()
+        self._size = 0
+        self._answer.resume()
+        return block

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from router.api import wire
-from router.flows.dispatch import serve
-from router.flows.errors import JSON, body_of, shape_of
+from router.flows.dispatch import refuse, serve
 from router.flows.exchange import Header
 from router.upstream.answer import Answer
 
@@ -74,6 +73,8 @@ class HotCycle:
 
     def refuse(self, error: Exception) -> None:
         """Answers with an error as soon as it is its turn, and closes the connection."""
+        if self._refusal is not None:
+            return
         self._refusal = error
         self._pieces.clear()
         self.keep_alive = False
@@ -99,7 +100,7 @@ class HotCycle:
         self._task = self._protocol.spawn(serve(self, self._protocol.gateway))
 
     def _send_refusal(self, error: Exception) -> None:
-        self._send(shape_of(error).status, JSON, body_of(error))
+        self._task = self._protocol.spawn(refuse(self, self._protocol.gateway, error))
 
     # Exchange: the flow's side.
 

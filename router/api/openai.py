@@ -102,7 +102,7 @@ def _responses() -> dict[int | str, dict[str, Any]]:
     openapi_extra=_operation({"messages": {"type": "array", "items": MESSAGE}}, ["messages"]),
 )
 async def chat_completions(request: Request) -> Response:
-    return Served(request.app.state.gateway)
+    return Served(request.app.state.gateway, CHAT)
 
 
 @router.post(
@@ -113,4 +113,4 @@ async def chat_completions(request: Request) -> Response:
     openapi_extra=_operation({"prompt": PROMPT}, ["prompt"]),
 )
 async def completions(request: Request) -> Response:
-    return Served(request.app.state.gateway)
+    return Served(request.app.state.gateway, COMPLETIONS)

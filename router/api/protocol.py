@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import httptools
-from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -34,6 +33,9 @@ from router.flows.errors import (
 )
 from router.flows.gateway import Gateway
 from router.upstream.deadlines import Deadlines
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
 
 LINGER = 5.0
 READ_AHEAD = 64 * 1024

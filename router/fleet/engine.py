@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from router.settings import Address
@@ -31,11 +31,9 @@ class Engine:
     reason: str = "not probed yet"
     failures: int = 0
     in_flight: int = 0
+    name: str = field(init=False)
+    url: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return str(self.address)
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.address}"
+    def __post_init__(self) -> None:
+        self.name = str(self.address)
+        self.url = f"http://{self.name}"

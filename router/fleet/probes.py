@@ -33,7 +33,7 @@ class Prober:
             answer = await self._client.get(f"{engine.url}/health", timeout=self._timeout)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             self._fleet.unreachable(engine, f"no connection: {error or 'timeout'}")
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except Exception as error:  # whatever it was, the probing must go on
             self._fleet.probe_failed(engine, f"{type(error).__name__}: {error}")
         else:
             if answer.is_success:

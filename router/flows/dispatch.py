@@ -16,18 +16,12 @@ from router.telemetry.record import Record
 from router.upstream.errors import ReaderStalledError
 
 logger = logging.getLogger("disagg_router.flows")
+CLIENT_LEFT = 499  # never sent: nginx's status for the books
 
 
 async def serve(exchange: Exchange, gateway: Gateway) -> None:
     """Answers the exchange, whatever happens, unless its client has left."""
-    record = Record(exchange.endpoint, exchange.arrived, headers.request_id_of(exchange.headers))
-    request = Request(
-        exchange,
-        record,
-        {},
-        headers.to_engine(exchange.headers),
-        exchange.arrived + gateway.settings.request_timeout,
-    )
+    request = _open_books(exchange, gateway)
     task = asyncio.current_task()
     assert task is not None
     gateway.running.add(task)
@@ -35,7 +29,24 @@ async def serve(exchange: Exchange, gateway: Gateway) -> None:
         await _run(request, gateway)
     finally:
         gateway.running.discard(task)
-        _close_books(record, gateway)
+        _close_books(request.record, gateway)
+
+
+async def refuse(exchange: Exchange, gateway: Gateway, error: Exception) -> None:
+    """Answers an exchange whose request was not even received with `error`."""
+    request = _open_books(exchange, gateway)
+    await _refuse(request, error)
+    _close_books(request.record, gateway)
+
+
+def _open_books(exchange: Exchange, gateway: Gateway) -> Request:
+    return Request(
+        exchange,
+        Record(exchange.endpoint, exchange.arrived, headers.request_id_of(exchange.headers)),
+        {},
+        headers.to_engine(exchange.headers),
+        exchange.arrived + gateway.settings.request_timeout,
+    )
 
 
 async def _run(request: Request, gateway: Gateway) -> None:
@@ -44,14 +55,19 @@ async def _run(request: Request, gateway: Gateway) -> None:
         await _plan(request, gateway)
     except asyncio.CancelledError:
         if not gateway.interrupted:
-            request.record.outcome = "disconnected"
-            gateway.metrics.client_disconnects.labels(request.record.stage).inc()
+            _note_disconnect(request.record, gateway)
             raise
         await _refuse(request, errors.ShuttingDownError("the router is shutting down"))
     except errors.RejectedError as rejected:
         await _pass_on(request, rejected)
     except Exception as error:
         await _refuse(request, error)
+
+
+def _note_disconnect(record: Record, gateway: Gateway) -> None:
+    record.outcome = "disconnected"
+    record.status = record.status or CLIENT_LEFT
+    gateway.metrics.client_disconnects.labels(record.stage).inc()
 
 
 async def _plan(request: Request, gateway: Gateway) -> None:

@@ -54,7 +54,9 @@ class NoEngineError(RequestError):
 
 
 class EngineError(RequestError):
-    pass
+    kind = "status_5xx"
+    phrase = "answered with an error"
+    role = ""
 
 
 class EngineOverloadedError(EngineError):

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from router.fleet.engine import Engine, Role
 from router.fleet.fleet import Fleet
-from router.flows.errors import NoEngineError
+from router.flows.errors import EngineError, NoEngineError
 from router.policies.round_robin import in_turn
 from router.settings import Settings
 from router.telemetry.metrics import Metrics
@@ -53,11 +53,11 @@ class Gateway:
             try:
                 return await leg(engine)
             except ConnectError as error:
-                self._count(engine, error)
+                self._note(engine, error)
                 self.fleet.unreachable(engine, str(error))
                 failure = error
-            except UpstreamError as error:
-                self._count(engine, error)
+            except (UpstreamError, EngineError) as error:
+                self._note(engine, error)
                 raise
             finally:
                 engine.in_flight -= 1
@@ -69,7 +69,7 @@ class Gateway:
         for task in list(self.running):
             task.cancel()
 
-    def _count(self, engine: Engine, error: UpstreamError) -> None:
+    def _note(self, engine: Engine, error: UpstreamError | EngineError) -> None:
         error.role = engine.role
         self.metrics.upstream_errors.labels(engine.role, error.kind).inc()
         self.throttle.warn(f"{engine.role} engine {engine.name} {error.phrase}", str(error))

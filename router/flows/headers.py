@@ -7,8 +7,8 @@ passed to both legs untouched: the router does not know the engines' ranks.
 
 from __future__ import annotations
 
+import os
 import re
-import uuid
 from collections.abc import Iterable
 
 from router.flows.exchange import Header
@@ -46,7 +46,7 @@ def request_id_of(headers: Iterable[Header]) -> str:
     for name, value in headers:
         if name == REQUEST_ID and SANE_REQUEST_ID.fullmatch(value):
             return value.decode("ascii")
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 def to_engine(headers: Iterable[Header]) -> bytes:

@@ -26,9 +26,11 @@ async def prefill(request: Request, gateway: Gateway) -> legs.Body | None:
     async def leg(engine: Engine) -> legs.Body | None:
         record.prefiller = engine.name
         deadline = min(_now() + settings.prefill_timeout, request.latest)
-        message = _message(request, engine, content)
-        answer = await engine.pool.fetch(message, deadline, settings.max_answer_size)
-        body = await answer.read(settings.max_answer_size)
+        answer = await engine.pool.ask(_message(request, engine, content), deadline)
+        try:
+            body = await answer.read(settings.max_answer_size)
+        finally:
+            answer.close()
         _check(answer, engine, body)
         return legs.params_of(body)
 
@@ -50,7 +52,7 @@ async def decode(request: Request, gateway: Gateway, params: legs.Body | None) -
     async def leg(engine: Engine) -> None:
         record.decoder, record.decode_started = engine.name, _now()
         deadline = min(record.decode_started + settings.decode_first_byte_timeout, request.latest)
-        answer = await engine.pool.open(_message(request, engine, content), deadline)
+        answer = await engine.pool.ask(_message(request, engine, content), deadline)
         try:
             if answer.status != 200:
                 _check(answer, engine, await answer.read(settings.max_answer_size))

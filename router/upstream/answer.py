@@ -1,13 +1,12 @@
 """One engine's answer to one request, while it arrives.
 
-Its life: *waiting* (asked) → *ready* (something to act on) → *done*. When it is ready depends on
-how it was asked for: a whole answer when all of it is here; one to be relayed at the first byte of
-its body when it is an event stream, else at its end or when HIGH_WATER bytes of it are here. Until
-then a failure can still become an honest status line.
+Its life: *waiting* (asked) → *ready* (something to act on) → *done*. An event stream is ready at
+the first byte of its body; anything else when it is done, or when HIGH_WATER bytes of it are here.
+Until then a failure can still become an honest status line.
 
-Bytes are held until someone takes them. An answer that holds more than HIGH_WATER bytes for a
-stream stops reading the engine's socket, so a slow client slows the engine down and does not fill
-the router's memory.
+Bytes are held until someone takes them. An answer that holds more than HIGH_WATER bytes stops
+reading the engine's socket, unless it is being read whole: so a slow client slows the engine down
+and does not fill the router's memory.
 """
 
 from __future__ import annotations
@@ -45,17 +44,16 @@ class Sink(Protocol):
 class Answer:
     """Times are seconds of the event loop's clock."""
 
-    def __init__(
-        self, wire: Wire, deadlines: Deadlines, deadline: float, whole_limit: int | None
-    ) -> None:
+    def __init__(self, wire: Wire, deadlines: Deadlines, deadline: float) -> None:
         self.deadline = deadline
         self.status = 0
         self.headers: Headers = []
         self.length: int | None = None
+        self.is_event_stream = False
         self.first_body_at: float | None = None
         self._wire = wire
         self._deadlines = deadlines
-        self._whole_limit = whole_limit
+        self._whole_limit: int | None = None
         self._held: list[bytes] = []
         self._held_size = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -71,15 +69,12 @@ class Answer:
     def header(self, name: bytes) -> bytes | None:
         return next((value for key, value in self.headers if key == name), None)
 
-    @property
-    def is_event_stream(self) -> bool:
-        kind = self.header(b"content-type") or b""
-        return kind.lower().startswith(b"text/event-stream")
-
     # The engine's side: called by the connection.
 
     def start(self, status: int, headers: Headers, length: int | None) -> None:
         self.status, self.headers, self.length = status, headers, length
+        kind = self.header(b"content-type") or b""
+        self.is_event_stream = kind.lower().startswith(b"text/event-stream")
 
     def feed(self, pieces: list[bytes], done: bool) -> None:
         """Takes what one read of the socket brought."""
@@ -121,7 +116,8 @@ class Answer:
         """The rest of the body. Raises UpstreamError, AnswerTooLargeError beyond `limit` bytes."""
         self._whole_limit = limit
         self._hold([])
-        self._wire.resume()
+        if not self._done:
+            self._wire.resume()
         await self.ready()
         return self._take()
 

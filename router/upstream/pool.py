@@ -40,17 +40,19 @@ class EnginePool:
     def idle_count(self) -> int:
         return len(self._idle)
 
-    async def fetch(self, request: list[bytes], deadline: float, limit: int) -> Answer:
-        """Asks and returns when the whole answer is here, at most `limit` bytes of body.
+    async def ask(self, request: list[bytes], deadline: float) -> Answer:
+        """Sends a request and returns when its answer is ready; the answer must be closed.
 
         `deadline` is in loop seconds. Raises UpstreamError; when cancelled, the connection is
         closed at once.
         """
-        return await self._send(request, deadline, limit)
-
-    async def open(self, request: list[bytes], deadline: float) -> Answer:
-        """Asks for an answer to relay: returns when that can start. The answer must be closed."""
-        return await self._send(request, deadline, None)
+        reused = self._youngest()
+        if reused is not None:
+            try:
+                return await self._ask(reused, request, deadline)
+            except DisconnectedError:
+                pass
+        return await self._ask(await self._connect(deadline), request, deadline)
 
     def close(self) -> None:
         while self._idle:
@@ -59,19 +61,10 @@ class EnginePool:
             self._reaper.cancel()
             self._reaper = None
 
-    async def _send(self, request: list[bytes], deadline: float, limit: int | None) -> Answer:
-        reused = self._youngest()
-        if reused is not None:
-            try:
-                return await self._ask(reused, request, deadline, limit)
-            except DisconnectedError:
-                pass
-        return await self._ask(await self._connect(deadline), request, deadline, limit)
-
     async def _ask(
-        self, connection: EngineConnection, request: list[bytes], deadline: float, limit: int | None
+        self, connection: EngineConnection, request: list[bytes], deadline: float
     ) -> Answer:
-        answer = Answer(connection, self._deadlines, deadline, limit)
+        answer = Answer(connection, self._deadlines, deadline)
         try:
             connection.ask(request, answer)
             await answer.ready()

@@ -9,7 +9,14 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.harness import RawClient, Router, eventually, post
+from tests.unit.router.harness import (
+    RawClient,
+    Router,
+    eventually,
+    post,
+    running_router,
+    settings_for,
+)
 from tests.unit.router.mock_engine import (
     STREAM_HEAD,
     USUAL,
@@ -24,11 +31,11 @@ BODY = b'{"prompt": "x"}'
 
 
 @pytest.fixture
-def hot(router: Router) -> Router:
-    """For what the server in front decides: only the protocol front is ours."""
-    if router.front != "protocol":
-        pytest.skip("parsed by the ASGI server, not by us")
-    return router
+async def hot(p: MockEngine, d: MockEngine) -> AsyncIterator[Router]:
+    """For what is decided before a request is one: behind ASGI that is the server's business."""
+    async with running_router(settings_for(p=[p], d=[d]), "protocol") as router:
+        await eventually(lambda: not router.gateway.fleet.missing())
+        yield router
 
 
 def status_of(head: bytes) -> int:
@@ -99,6 +106,19 @@ async def test_a_body_over_the_limit_is_a_413(start_router: StartRouter, size: i
         answer = await router.client.post("/v1/completions", content=content)
         assert answer.status_code == (413 if size > 1000 else 200)
     assert (await router.complete()).status_code == 200
+
+
+async def test_what_is_refused_unread_is_still_counted_and_has_an_id(
+    start_router: StartRouter,
+) -> None:
+    router = await start_router(max_body_size=10)
+    headers = {"x-request-id": "mine"}
+    answer = await router.client.post("/v1/completions", content=BODY, headers=headers)
+    assert (answer.status_code, answer.headers["x-request-id"]) == (413, "mine")
+    assert router.metric(
+        "requests_total",
+        endpoint="/v1/completions", flow="none", status="413", outcome="failed",
+    ) == 1  # fmt: skip
 
 
 async def test_a_client_that_sends_on_after_a_413_still_reads_it(
