@@ -93,7 +93,10 @@ def _start_all(family: Family, options: Options, engine: list[str], tiny_model: 
     names = [f"prefill engine {number + 1}" for number in range(options.prefillers)]
     names += [f"decode engine {number + 1}" for number in range(options.decoders)]
     ports = _free_ports(2 * len(names))
-    command = [*engine, "--device", options.device, *_model_flags(model)]
+    # Several engines whose threads outnumber the cores fight each other.
+    threads = max(1, (os.cpu_count() or 1) // len(names))
+    command = [*engine, "--device", options.device, "--num-threads", str(threads)]
+    command += _model_flags(model)
     engines = [_start_engine(family, name, command, ports) for name in names]
     _wait_until_ready(engines, "/health")
     prefillers, decoders = engines[: options.prefillers], engines[options.prefillers :]
