@@ -137,6 +137,10 @@ class LeaseTable:
         self._set_deadline(request_id, lease, now + self._grace)
         return True
 
+    def revoke_all(self, now: float) -> list[str]:
+        """Revokes everything granted; returns those ids."""
+        return [name for name in list(self._leases) if self.revoke(name, now)]
+
     def expire(self, now: float) -> list[str]:
         """Revokes what nobody read or renewed in time; returns those ids."""
         return [name for name in self._due(LeaseState.GRANTED, now) if self.revoke(name, now)]

@@ -79,6 +79,11 @@ class Registrations:
     def num_active(self) -> int:
         return len(self._waiting)
 
+    @property
+    def owes_messages(self) -> bool:
+        """Something is to be said, and the handshake for it still runs."""
+        return bool(self._farewells)
+
     def register(self, registration: PushRegistration, now: float) -> None:
         deadline = now + self._config.push_deadline
         waiting = Waiting(registration, next(self._sequence), deadline)

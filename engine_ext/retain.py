@@ -32,5 +32,12 @@ class RetainedTurns:
             leaving.append(oldest)
         return leaving
 
+    def clear(self) -> list[str]:
+        """All turns must go, oldest first; none counts any more."""
+        leaving = list(self._blocks)
+        self._blocks.clear()
+        self._num_blocks = 0
+        return leaving
+
     def remove(self, request_id: str) -> None:
         self._num_blocks -= self._blocks.pop(request_id, 0)

@@ -155,6 +155,11 @@ class SchedulerConnector:
             return "recompute"
         return self._config.load_failure_policy
 
+    def drain(self) -> None:
+        """The engine leaves: turns wait for nobody any more. Leases run on, for their readers."""
+        for request_id in self._retained.clear():
+            self._orders.revokes.append(request_id)
+
     def has_pending_work(self) -> bool:
         """True while `build_connector_meta` has something to hand over."""
         return bool(self._orders)

@@ -143,6 +143,17 @@ class TransferLoop:
         self._stats.pushes_active = self._writer.num_active + self._registrations.num_active
         return self._wait(now)
 
+    @property
+    def owes_messages(self) -> bool:
+        """Holders wait to hear that we will not read."""
+        return bool(self._releases) or self._registrations.owes_messages
+
+    def revoke_all(self, now: float) -> None:
+        """The memory goes away: whoever still waits to read it is told."""
+        for request_id in self._leases.revoke_all(now):
+            self._stats.leases_revoked += 1
+            self._tell_gone(request_id)
+
     def close(self) -> None:
         self._peers.close()
         self._agent.close()

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 Clock = Callable[[], float]
 AgentFactory = Callable[[Sequence[Region], ConnectorConfig], Agent]
 
+FAREWELL_SECONDS = 1.0
+
 
 def open_nixl(regions: Sequence[Region], config: ConnectorConfig) -> Agent:
     return NixlAgent(regions, config.backends, config.num_threads)
@@ -99,6 +101,7 @@ class WorkerConnector:
         return replace(self._stats)
 
     def shutdown(self) -> None:
+        """Tells other engines what they must know, for a second at most, and ends the thread."""
         self._stop.set()
         self._wake.set()
         if self._thread is not None:
@@ -117,6 +120,7 @@ class WorkerConnector:
             else:
                 self._wake.wait(wait)
                 self._wake.clear()
+        self._say_farewell(loop)
         self._close(loop)
 
     def _step(self, loop: TransferLoop) -> float:
@@ -124,6 +128,17 @@ class WorkerConnector:
         while self._inbox:
             loop.apply(self._inbox.popleft(), now)
         return loop.step(now)
+
+    def _say_farewell(self, loop: TransferLoop) -> None:
+        deadline = self._clock() + FAREWELL_SECONDS
+        try:
+            self._step(loop)
+            while loop.owes_messages and self._clock() < deadline:
+                time.sleep(RECENT_WAIT)
+                self._step(loop)
+            loop.revoke_all(self._clock())
+        except Exception:
+            logger.exception("farewell to other engines")
 
     def _close(self, loop: TransferLoop) -> None:
         try:

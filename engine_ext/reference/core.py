@@ -85,6 +85,10 @@ class EngineCore:
         outputs = [self.abort(seq.request_id) for seq in list(self._queues.live())]
         return [output for output in outputs if output is not None]
 
+    def drain(self) -> None:
+        """What is held for later is given up; what a remote reads now stays until it is read."""
+        self._scheduler.drain()
+
     @property
     def has_work(self) -> bool:
         """Whether a step could do anything without news from outside."""

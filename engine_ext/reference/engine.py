@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
@@ -21,6 +22,7 @@ _BACKSTOP = 1.0
 _ASK_AGAIN = 0.01
 """Seconds until a waiting request is asked about again, when the connector wants that."""
 _CALL_TIMEOUT = 30.0
+_DRAIN_POLL = 0.02
 _GONE = "the engine is not running"
 
 
@@ -101,6 +103,23 @@ class Engine:
         else:
             self._core.check_integrity()
 
+    def drain(self, timeout: float) -> bool:
+        """Waits until no remote reader needs our blocks. Blocks; False after `timeout` seconds.
+
+        Meant for an engine that takes no new requests any more.
+        """
+        deadline = time.monotonic() + timeout
+        self._inbox.put(Call(self._core.drain, Future()))
+        while self.is_healthy and not self._is_drained():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_DRAIN_POLL)
+        return True
+
+    def _is_drained(self) -> bool:
+        stats = self._stats
+        return not (stats.num_running or stats.num_waiting or stats.num_blocks_delayed)
+
     def shutdown(self, timeout: float = 10.0) -> None:
         """Aborts what runs, ends the thread, then the connector. Blocks; may be called again.
 
@@ -119,6 +138,8 @@ class Engine:
             self._prepare_thread()
             self._step_until_stopped()
             deliver(self._address(self._core.abort_all()))
+            # The connector hears of the aborts, so that remote engines do.
+            self._core.step()
         except BaseException:  # The tokenizer's panics are not Exceptions.
             logger.exception("the engine's thread has failed")
             self._failed = True

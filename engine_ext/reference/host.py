@@ -19,7 +19,7 @@ from engine_ext.reference.fingerprint import model_factors
 from engine_ext.reference.model_config import ModelConfig, read_model_config
 from engine_ext.reference.server.app import build_app
 from engine_ext.reference.server.served_model import SamplingDefaults, ServedModel
-from engine_ext.reference.server.serving import serve
+from engine_ext.reference.server.serving import Stopwatch, serve
 from engine_ext.reference.settings import Settings, SideChannel
 from engine_ext.reference.tokenizer import Tokenizer
 from engine_ext.types import CacheGeometry
@@ -42,12 +42,19 @@ class Host:
     def run(self, bound: socket.socket, *, shutdown_timeout: int) -> None:
         """Until a signal. Raises HostError where the engine does not stop in time."""
         app = build_app(self.model, self.engine)
+        signalled = Stopwatch()
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(serve(app, bound, shutdown_timeout=shutdown_timeout))
+                runner.run(serve(app, bound, signalled, shutdown_timeout=shutdown_timeout))
+            self._drain(shutdown_timeout - signalled.seconds())
         finally:
             self._stop()
         logger.info("stopped")
+
+    def _drain(self, seconds: float) -> None:
+        """A prefill engine's answers are worth nothing if its blocks go before they were read."""
+        if not self.engine.drain(max(0.0, seconds)):
+            logger.warning("leaving although other engines have not read all they were promised")
 
     def _stop(self) -> None:
         try:

@@ -37,6 +37,9 @@ class NoSchedulerHalf:
     def has_pending_work(self) -> bool:
         return False
 
+    def drain(self) -> None:
+        pass
+
     def build_connector_meta(self) -> StepMetadata:
         return EMPTY_STEP
 

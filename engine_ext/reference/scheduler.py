@@ -113,6 +113,12 @@ class Scheduler:
                 ended.append(seq)
         return ended
 
+    def drain(self) -> None:
+        try:
+            self._connector.drain()
+        except Exception:
+            logger.exception("connector: drain raised")
+
     def check_integrity(self) -> None:
         self.queues.check_integrity(self._blocks)
 

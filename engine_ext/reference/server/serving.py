@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 
 import uvicorn
@@ -50,7 +51,22 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-async def serve(app: ASGIApp, bound: socket.socket, *, shutdown_timeout: int) -> None:
+class Stopwatch:
+    """How long ago the first signal came."""
+
+    def __init__(self) -> None:
+        self._started: float | None = None
+
+    def start(self) -> None:
+        self._started = time.monotonic()
+
+    def seconds(self) -> float:
+        return 0.0 if self._started is None else time.monotonic() - self._started
+
+
+async def serve(
+    app: ASGIApp, bound: socket.socket, signalled: Stopwatch, *, shutdown_timeout: int
+) -> None:
     """Until SIGINT or SIGTERM; then requests have `shutdown_timeout` seconds to finish."""
     config = uvicorn.Config(
         app,
@@ -63,7 +79,7 @@ async def serve(app: ASGIApp, bound: socket.socket, *, shutdown_timeout: int) ->
     server = Server(config)
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
-        loop.add_signal_handler(number, _stop, server, number)
+        loop.add_signal_handler(number, _stop, server, signalled, number)
     try:
         await server.serve(sockets=[bound])
     finally:
@@ -72,7 +88,8 @@ async def serve(app: ASGIApp, bound: socket.socket, *, shutdown_timeout: int) ->
             signal.signal(number, signal.SIG_DFL)
 
 
-def _stop(server: Server, number: signal.Signals) -> None:
+def _stop(server: Server, signalled: Stopwatch, number: signal.Signals) -> None:
     if server.should_exit:
         os._exit(128 + number)
+    signalled.start()
     server.should_exit = True

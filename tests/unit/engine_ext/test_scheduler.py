@@ -340,3 +340,15 @@ def test_a_turn_larger_than_the_share_is_not_kept() -> None:
     decoder.on_new_request(request)
     decoder.update_state_after_alloc(request, BLOCKS, 100)
     assert decoder.request_finished(request, BLOCKS, FinishStatus.STOPPED) == (False, None)
+
+
+def test_an_engine_that_drains_gives_up_waiting_turns_and_keeps_leases() -> None:
+    decoder = make("d", bidirectional=True)
+    retained("t-1", decoder)
+    request = Request("r", {"do_remote_decode": True}, num_computed_tokens=33)
+    decoder.on_new_request(request)
+    decoder.request_finished(request, BLOCKS, FinishStatus.LENGTH_CAPPED)
+    decoder.drain()
+    assert decoder.build_connector_meta().revokes == ("t-1",)
+    decoder.drain()
+    assert not decoder.has_pending_work()

@@ -485,3 +485,22 @@ def test_a_reader_whose_agent_is_unknown_or_broken_ends_nothing(harness: Harness
     harness.hears(wire.Hello(b"broken"), sender="agent-d")
     harness.hears(wire.Read("p-1", sequence=1), sender="agent-d")
     assert harness.results.take() == SENT
+
+
+def test_a_holder_that_leaves_tells_every_reader_it_knows(harness: Harness) -> None:
+    lease(harness)
+    harness.hears(wire.Hello(b"agent-d"), sender="agent-d")
+    harness.hears(wire.Renew(5, ("p-1",)), sender="agent-d")
+    harness.sent()
+    harness.loop.revoke_all(harness.now)
+    assert harness.sent() == [wire.Gone(("p-1",))]
+
+
+def test_a_release_is_owed_until_it_was_sent_or_the_holder_is_known_dead(
+    harness: Harness, prefiller: HandshakeServer
+) -> None:
+    harness.apply(StepMetadata(releases=(source(port=prefiller.port), source(port=1))))
+    harness.step_until(lambda: harness.agent.sent)
+    assert harness.loop.owes_messages
+    harness.step(harness.config.handshake_timeout)
+    assert not harness.loop.owes_messages

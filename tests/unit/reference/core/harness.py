@@ -167,6 +167,9 @@ class FakeScheduler:
     def has_pending_work(self) -> bool:
         return self.pending
 
+    def drain(self) -> None:
+        self._called("drain")
+
     def build_connector_meta(self) -> StepMetadata:
         self._called("build_connector_meta")
         self.pending = False
