@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from engine_ext.config import ConnectorConfig
+from engine_ext.config import ConnectorConfig, TransferMode
 from engine_ext.connector import Connector, build_connector
 from engine_ext.types import (
     BlockIds,
@@ -40,6 +40,7 @@ class Memory:
     port: int
     lease: float = 30
     model: str = "bytes"
+    mode: TransferMode = "pull"
     cache: npt.NDArray[np.uint8] = field(init=False)
     connector: Connector = field(init=False)
 
@@ -48,7 +49,9 @@ class Memory:
         shape = (LAYERS, BLOCKS, BLOCK_BYTES)
         self.cache = rng.integers(0, 255, shape, dtype=np.uint8)
         self.connector = build_connector(
-            ConnectorConfig(engine_id=self.name, lease_duration=self.lease),
+            ConnectorConfig(
+                engine_id=self.name, lease_duration=self.lease, transfer_mode=self.mode
+            ),
             CacheGeometry(BLOCK_SIZE, BLOCKS),
             host="127.0.0.1",
             port=self.port,
@@ -69,6 +72,7 @@ class Memory:
         )
 
     def prefill(self, request_id: str, blocks: BlockIds) -> dict[str, Any]:
+        """Ends with the one step that hands the finished request over."""
         request = Request(request_id, {"do_remote_decode": True}, TOKENS, TOKENS)
         self.connector.scheduler.on_new_request(request)
         answer = self.connector.scheduler.request_finished(
@@ -164,3 +168,75 @@ def test_an_engine_of_another_model_is_not_read(
     assert stranger.results().failed_recving == frozenset(["d-1"])
     assert (stranger.cache == before).all()
     stranger.connector.shutdown()
+
+
+@pytest.fixture
+def pushing(free_ports: Callable[[int], list[int]]) -> Iterator[tuple[Memory, Memory]]:
+    first, second = free_ports(2)
+    prefiller, decoder = Memory("p", first, mode="push"), Memory("d", second, mode="push")
+    yield prefiller, decoder
+    decoder.connector.shutdown()
+    prefiller.connector.shutdown()
+
+
+def told_to_push(prefiller: Memory) -> dict[str, Any]:
+    return {
+        "do_remote_prefill": True,
+        "remote_engine_id": prefiller.name,
+        "remote_host": "127.0.0.1",
+        "remote_port": prefiller.port,
+        "tp_size": 1,
+        "remote_request_id": "x",
+    }
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+@pytest.mark.parametrize("cached", [0, 32])
+def test_a_push_needs_no_further_step_of_the_prefiller(
+    pushing: tuple[Memory, Memory], first: str, cached: int
+) -> None:
+    prefiller, decoder = pushing
+    before = decoder.cache.copy()
+    ids = ("cmpl-x-0-00000001", "cmpl-x-0-00000002")
+    params = told_to_push(prefiller)
+    if first == "prefill":
+        prefiller.prefill(ids[0], DESCENDING)
+        decoder.load(ids[1], params, SCATTERED, cached)
+    else:
+        decoder.load(ids[1], params, SCATTERED, cached)
+        prefiller.prefill(ids[0], DESCENDING)
+    # From here on nobody steps the prefiller: no start_load_kv, no get_transfer_results.
+    assert decoder.results() == TransferResults(finished_recving=frozenset([ids[1]]))
+    skipped = cached // BLOCK_SIZE
+    ours, theirs = SCATTERED[0][skipped:], DESCENDING[0][skipped:]
+    assert (decoder.cache[:, ours] == prefiller.cache[:, theirs]).all()
+    others = [block for block in range(BLOCKS) if block not in ours]
+    assert (decoder.cache[:, others] == before[:, others]).all()
+    assert prefiller.results() == TransferResults(finished_sending=frozenset([ids[0]]))
+
+
+def test_a_withdrawn_registration_is_never_written(pushing: tuple[Memory, Memory]) -> None:
+    prefiller, decoder = pushing
+    request = decoder.load("cmpl-x-0-00000002", told_to_push(prefiller), SCATTERED)
+    wait_for(lambda: decoder.connector.worker.stats().handshakes_ok)
+    decoder.connector.scheduler.request_finished(request, SCATTERED, FinishStatus.ABORTED)
+    decoder.step()
+    assert decoder.results().failed_recving == frozenset(["cmpl-x-0-00000002"])
+    # The blocks are the engine's again: a canary in them must survive the prefill that comes late.
+    decoder.cache[:, SCATTERED[0]] = 0xAA
+    prefiller.prefill("cmpl-x-0-00000001", DESCENDING)
+    assert prefiller.results() == TransferResults(finished_sending=frozenset(["cmpl-x-0-00000001"]))
+    assert (decoder.cache[:, SCATTERED[0]] == 0xAA).all()
+    assert prefiller.connector.worker.stats().pushes_ok == 0
+
+
+def test_a_push_of_another_prompt_is_refused(pushing: tuple[Memory, Memory]) -> None:
+    prefiller, decoder = pushing
+    request = Request("cmpl-x-0-00000002", told_to_push(prefiller), TOKENS - 1)
+    scheduler = decoder.connector.scheduler
+    scheduler.on_new_request(request)
+    scheduler.update_state_after_alloc(request, SCATTERED, TOKENS - 1)
+    decoder.step()
+    prefiller.prefill("cmpl-x-0-00000001", DESCENDING)
+    assert decoder.results().failed_recving == frozenset(["cmpl-x-0-00000002"])
+    assert prefiller.connector.worker.stats().pushes_ok == 0
