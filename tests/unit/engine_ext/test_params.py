@@ -40,7 +40,7 @@ def test_prefill_skeleton_of_the_router_makes_us_a_prefiller() -> None:
 def test_full_answer_of_a_prefiller_is_a_source() -> None:
     source = parse({**GOOD, "transfer_mode": "pull", "unknown": [1]}).source
     assert source is not None
-    assert source.address == ("e", "10.0.0.1", 5600)
+    assert source.address == ("e", "10.0.0.1", 5600, 1)
     assert source.num_tokens == 40
     assert source.block_ids == ((3, 2, 1),)
 
