@@ -267,8 +267,7 @@ def match_peer(
     if (unsupported := unsupported_by(remote)) is not None:
         raise PlanError(f"{unsupported} there: not supported")
     _require("attn_backend_name", geometry.attn_backend_name, remote.attn_backend_name)
-    if not permute:
-        _require("kv_cache_layout", geometry.kv_cache_layout, remote.kv_cache_layout)
+    _check_layouts(geometry.kv_cache_layout, remote.kv_cache_layout, permute)
     _check_block_sizes(geometry, remote)
     try:
         matcher = _Matcher(geometry, remote, us, them)
@@ -277,6 +276,15 @@ def match_peer(
         return matcher.finish()
     except (LayoutError, RankError, OverflowError) as error:
         raise PlanError(str(error)) from None
+
+
+def _check_layouts(ours: str, theirs: str, permute: bool) -> None:
+    """Where the layers are is a matter of addresses; to take heads and tokens apart costs much."""
+    inside = [layout.partition("B")[2].replace("L", "") for layout in (ours, theirs)]
+    if ours != theirs and inside[0] != inside[1] and not permute:
+        raise PlanError(
+            f"kv_cache_layout differs: {ours} here, {theirs} there; enable_permute_local_kv is off"
+        )
 
 
 def _check_block_sizes(geometry: CacheGeometry, remote: AgentMetadata) -> None:

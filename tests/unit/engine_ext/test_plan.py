@@ -78,7 +78,7 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        return self.kv.shape[2]
+        return int(self.kv.shape[2])
 
     def loaded(self) -> range:
         """In whole units of the smaller block; P's garbage behind the last token comes along."""
@@ -119,7 +119,8 @@ def cases(draw: st.DrawFn) -> Case:
     kv = model.kv(rounded)
     for cache in caches[0]:
         cache.store(kv, tables[0])
-    return Case(*caches, kv[:, :, :num_tokens], *tables, first)  # type: ignore[arg-type] # two
+    prefill, decode = caches
+    return Case(prefill, decode, kv[:, :, :num_tokens], tables[0], tables[1], first)
 
 
 @settings(max_examples=150, deadline=None)
