@@ -70,7 +70,7 @@ class GroupTable:
     """Where the descriptors of one group's blocks begin: `starts[unit in its block, piece]`, to
     which the block id is added."""
 
-    starts: npt.NDArray[np.int64]
+    starts: Indices
     num_blocks: int
 
     def indices(self, units: Units) -> Indices:
@@ -78,7 +78,9 @@ class GroupTable:
         blocks = units.blocks
         if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self.num_blocks:
             raise PlanError(f"block {blocks.max()} of {self.num_blocks}")
-        return (self.starts[units.places].T + blocks).ravel().astype(np.int32)
+        places = [0] if len(self.starts) == 1 else units.places
+        indices: Indices = self.starts[places].T + blocks.astype(np.int32)
+        return indices.ravel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +210,10 @@ class PeerLayout:
         """Where a window allows holes, what lies before the list is one."""
         per_block = side.block_size // self.unit
         index = positions // per_block - blocks.first
-        before = index < 0
-        if (index >= len(blocks.ids)).any() or (window is None and before.any()):
+        if len(index) and (index[-1] >= len(blocks.ids) or (window is None and index[0] < 0)):
             raise PlanError(f"{len(blocks.ids)} {name} blocks do not cover the tokens")
         ids = np.array([NULL_BLOCK, *blocks.ids], dtype=np.int64)
-        return Units(ids[np.where(before, 0, index + 1)], positions % per_block)
+        return Units(ids[np.maximum(index + 1, 0)], positions % per_block)
 
 
 def _blocks(tokens: int, side: Side) -> int:
@@ -337,7 +338,7 @@ class _Rows:
         return Side(
             self.block_size,
             np.array(self.rows, dtype=np.uint64).reshape(len(self.rows), 5),
-            tuple(GroupTable(np.array(starts, dtype=np.int64), count) for starts, count in groups),
+            tuple(GroupTable(np.array(starts, dtype=np.int32), count) for starts, count in groups),
         )
 
 

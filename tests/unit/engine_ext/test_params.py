@@ -106,3 +106,17 @@ def test_any_value_is_parsed_without_an_exception(value: Any) -> None:
 def test_any_value_of_any_field_is_parsed_without_an_exception(key: str, value: Any) -> None:
     params = parse({**GOOD, key: value})
     assert (params.source is not None) == (params.role is Role.DECODE)
+
+
+@pytest.mark.parametrize("key", ["pp_size", "dcp_size", "pcp_size"])
+def test_parallelism_that_is_not_supported_is_named_and_the_request_computed_here(key: str) -> None:
+    params = parse({**GOOD, key: 2})
+    assert params.role is Role.NONE
+    assert params.problem is not None
+    assert key in params.problem
+
+
+def test_the_number_of_tensor_ranks_is_part_of_the_address() -> None:
+    source = parse({**GOOD, "tp_size": 4}).source
+    assert source is not None
+    assert source.address.tp_size == source.tp_size == 4
