@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from nixl._api import nixl_agent, nixl_agent_config
 
-from engine_ext.plan import Indices, PeerLayout, descriptor_indices, strided_descriptors
+from engine_ext.plan import Indices, PeerLayout, Rows, strided_descriptors
 from engine_ext.types import Region
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ class PeerHandle:
     has_extension: bool = False
     lease_extension: float = 0.0
     """Seconds that an answered heartbeat proves a lease for."""
+    readers: int = 1
+    """How many ranks of ours read from this one: it keeps its blocks until it heard from all."""
 
 
 Transfer = Any
@@ -54,7 +56,7 @@ class Agent(Protocol):
 
     def remove_remote(self, name: str) -> None: ...
     def prepare(self, name: str, layout: PeerLayout) -> Any:
-        """The remote's descriptors, for `start_read`."""
+        """Both sides' descriptors, for `start_read`."""
 
     def drop(self, peer: PeerHandle) -> None:
         """Frees what `prepare` made."""
@@ -62,7 +64,8 @@ class Agent(Protocol):
     def start_read(
         self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
     ) -> Transfer:
-        """READs remote blocks into local ones, all regions. Shapes: [blocks], block ids.
+        """READs remote bytes into local ones. Shapes: [descriptors], indices into the rows of the
+        peer's layout.
 
         `notification` reaches the peer once the data is here and `poll` has been called.
         """
@@ -70,7 +73,7 @@ class Agent(Protocol):
     def start_write(
         self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
     ) -> Transfer:
-        """WRITEs local blocks into remote ones; else as `start_read`."""
+        """WRITEs local bytes into remote ones; else as `start_read`."""
 
     def poll(self, transfer: Transfer) -> TransferState: ...
     def release(self, transfer: Transfer) -> None:
@@ -83,13 +86,21 @@ class Agent(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """NIXL's handles of both sides' descriptors."""
+
+    local: Any
+    remote: Any
+
+
 class NixlAgent:
     """`Agent` over the real library. Raises AgentError when the memory cannot be registered."""
 
     def __init__(self, regions: Sequence[Region], backends: Sequence[str], threads: int) -> None:
         self._regions = tuple(regions)
         self._mem_type = self._only_mem_type()
-        self._region_num_blocks = [region.num_blocks for region in regions]
+        self._prepared: dict[bytes, Any] = {}
         with _errors("create the NIXL agent"):
             self._nixl = nixl_agent(
                 str(uuid.uuid4()),
@@ -105,9 +116,7 @@ class NixlAgent:
                 [(r.base_addr, self._extent(r), r.device_id, "") for r in self._regions],
                 self._mem_type,
             )
-            self._descriptors = self._nixl.prep_xfer_dlist(
-                "NIXL_INIT_AGENT", strided_descriptors(self._regions), self._mem_type
-            )
+            self._prepare_local(strided_descriptors(self._regions))
 
     def metadata(self) -> bytes:
         with _errors("read the agent's metadata"):
@@ -127,13 +136,13 @@ class NixlAgent:
         if len(mem_types) != 1:
             raise AgentError(f"the peer's regions mix memory types {sorted(mem_types)}")
         with _errors("prepare the remote agent's blocks"):
-            return self._nixl.prep_xfer_dlist(
-                name, strided_descriptors(layout.regions), mem_types.pop()
-            )
+            local = self._prepare_local(layout.local.rows)
+            remote = self._nixl.prep_xfer_dlist(name, layout.remote.rows, mem_types.pop())
+        return Prepared(local, remote)
 
     def drop(self, peer: PeerHandle) -> None:
         with _errors("drop the remote agent's blocks"):
-            self._nixl.release_dlist_handle(peer.descriptors)
+            self._nixl.release_dlist_handle(peer.descriptors.remote)
 
     def start_read(
         self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
@@ -165,7 +174,8 @@ class NixlAgent:
 
     def close(self) -> None:
         with _errors("close the agent"):
-            self._nixl.release_dlist_handle(self._descriptors)
+            for descriptors in self._prepared.values():
+                self._nixl.release_dlist_handle(descriptors)
             self._nixl.deregister_memory(self._registered)
 
     def _start(
@@ -176,14 +186,22 @@ class NixlAgent:
         remote: Indices,
         notification: bytes,
     ) -> Transfer:
-        here = descriptor_indices(local, self._region_num_blocks)
-        there = descriptor_indices(remote, peer.layout.region_num_blocks)
+        ours, theirs = peer.descriptors.local, peer.descriptors.remote
         with _errors(f"start a {operation}"):
             transfer = self._nixl.make_prepped_xfer(
-                operation, self._descriptors, here, peer.descriptors, there, notification
+                operation, ours, local, theirs, remote, notification
             )
             self._nixl.transfer(transfer)
         return transfer
+
+    def _prepare_local(self, rows: Rows) -> Any:
+        """Peers that are alike share ours; kept until the agent is closed."""
+        key = rows.tobytes()
+        if key not in self._prepared:
+            self._prepared[key] = self._nixl.prep_xfer_dlist(
+                "NIXL_INIT_AGENT", rows, self._mem_type
+            )
+        return self._prepared[key]
 
     def _only_mem_type(self) -> str:
         mem_types = {region.mem_type for region in self._regions}

@@ -39,6 +39,12 @@ class ConnectorConfig:
     trust_unproven_prefix: bool = False
     """Pull from a decode engine that does not say which tokens it holds."""
     enforce_handshake_compat: bool = True
+    permute_layout: bool = False
+    """Read and write peers whose blocks order heads and tokens the other way round."""
+    cross_layers_blocks: bool = False
+    """The host lays out all layers of a block together; without it, one that does not may start."""
+    buffer_device: Literal["cpu", "cuda"] | None = None
+    """Where the operator takes the KV memory to be."""
     handshake_timeout: float = 5.0
     registration_timeout: float | None = None
     """How long D waits for P's WRITE; None: as long as it would keep a turn."""
@@ -82,6 +88,9 @@ class ConnectorConfig:
             "backends": extra.get("backends"),
             "num_threads": extra.get("num_threads"),
             "lease_duration": extra.get("kv_lease_duration"),
+            "permute_layout": top.get("enable_permute_local_kv"),
+            "cross_layers_blocks": extra.get("enable_cross_layers_blocks"),
+            "buffer_device": top.get("kv_buffer_device"),
             "registration_timeout": extra.get("push_registration_timeout"),
             "enforce_handshake_compat": extra.get("enforce_handshake_compat"),
             "bidirectional": extra.get("bidirectional_kv_xfer"),
@@ -168,12 +177,6 @@ def _names(key: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _only_off(key: str, value: Any) -> bool:
-    if _switch(key, value):
-        raise ValueError(f"{key}: not supported by this version of DisaggConnector")
-    return False
-
-
 _TOP_LEVEL: dict[str, Check] = {
     "kv_connector": _one_of(*CONNECTORS),
     "kv_connector_module_path": _text,
@@ -181,7 +184,7 @@ _TOP_LEVEL: dict[str, Check] = {
     "kv_buffer_device": _one_of("cpu", "cuda"),
     "kv_load_failure_policy": _one_of("fail", "recompute"),
     "engine_id": _text,
-    "enable_permute_local_kv": _only_off,
+    "enable_permute_local_kv": _switch,
 }
 
 _EXTRA: dict[str, Check] = {
@@ -194,7 +197,7 @@ _EXTRA: dict[str, Check] = {
     "retained_blocks_share": _share,
     "kv_recompute_threshold": _count(0),
     "trust_unproven_prefix": _switch,
-    "enable_cross_layers_blocks": _only_off,
+    "enable_cross_layers_blocks": _switch,
     "push_registration_timeout": _seconds,
     # Accepted so that a configuration written for NixlConnector loads.
     "engine_ttl": _seconds,

@@ -8,6 +8,9 @@ tokens is considered; `update_state_after_alloc` after its blocks were allocated
 
 Worker half, where the KV memory is: `register_kv_caches` once, `start_load_kv` and
 `get_transfer_results` once per step.
+
+An engine with several tensor ranks has one scheduler half and a worker half per rank: each step's
+metadata goes to all of them, and `results.Aggregate` makes one of what they report.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +52,10 @@ def build_connector(
     port: int,
     model_factors: Mapping[str, str],
 ) -> Connector:
-    """`host` and `port` are the side channel's; `model_factors` what must be equal on both ends."""
+    """`host` and `port` are the side channel's; `model_factors` what must be equal on both ends.
+
+    Raises UnsupportedError for what `support` refuses.
+    """
     factors = {
         **model_factors,
         "connector_version": str(CONNECTOR_VERSION),

@@ -41,12 +41,12 @@ class Lease:
     state: LeaseState = LeaseState.EXPECTED
     deadline: float = 0.0
     renewable: bool = True
-    reads: int = 0
+    read_by: set[str] = field(default_factory=set)
     readers: int = 1
 
     @property
     def is_read(self) -> bool:
-        return self.reads >= self.readers
+        return len(self.read_by) >= self.readers
 
 
 class LeaseTable:
@@ -108,12 +108,12 @@ class LeaseTable:
         """The blocks are still those of this request."""
         return request_id in self._leases
 
-    def release(self, request_id: str, readers: int = 1) -> bool:
-        """One of `readers` has read. True: the lease ended by this call."""
+    def release(self, request_id: str, readers: int = 1, reader: str = "") -> bool:
+        """`reader`, one of `readers`, has read. True: the lease ended by this call."""
         lease = self._leases.get(request_id)
         if lease is None:
             return False
-        lease.reads += 1
+        lease.read_by.add(reader)
         lease.readers = max(lease.readers, readers)
         if not lease.is_read or lease.state is LeaseState.EXPECTED:
             return False

@@ -99,6 +99,7 @@ def _prefill(raw: dict[Any, Any]) -> TransferParams:
 
 
 def _source(raw: dict[Any, Any]) -> RemoteSource:
+    _refuse_other_parallelism(raw)
     num_tokens = raw.get("remote_num_tokens")
     return RemoteSource(
         address=_address(raw),
@@ -112,6 +113,7 @@ def _source(raw: dict[Any, Any]) -> RemoteSource:
 
 
 def _target(raw: dict[Any, Any]) -> PushTarget:
+    _refuse_other_parallelism(raw)
     return PushTarget(
         address=_address(raw),
         tp_size=_field(raw, "tp_size", _integer(1, 1024), default=1),
@@ -121,11 +123,18 @@ def _target(raw: dict[Any, Any]) -> PushTarget:
     )
 
 
+def _refuse_other_parallelism(raw: dict[Any, Any]) -> None:
+    for key in ("pp_size", "dcp_size", "pcp_size"):
+        if raw.get(key) not in (None, 1):
+            raise _InvalidError(f"{key} is not 1: not supported")
+
+
 def _address(raw: dict[Any, Any]) -> PeerAddress:
     return PeerAddress(
         engine_id=_field(raw, "remote_engine_id", _identifier),
         host=_field(raw, "remote_host", _identifier),
         port=_field(raw, "remote_port", _integer(1, 65535)),
+        tp_size=_field(raw, "tp_size", _integer(1, 1024), default=1),
     )
 
 

@@ -1,19 +1,21 @@
 """The other engines we talk to: handshakes in flight, and what they led to.
 
-A peer is CONNECTING, then READY, or it has failed and is gone, so that the next request starts
-afresh. Handshakes never block each other: each has its own socket and its own deadline.
+A peer is one rank of an engine. It is CONNECTING, then READY, or it has failed and is gone, so that
+the next request starts afresh. Handshakes never block each other: each has its own socket and its
+own deadline, and those of an engine's ranks run together.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
 from engine_ext.agent import Agent, AgentError, PeerHandle
 from engine_ext.config import ConnectorConfig
-from engine_ext.plan import PlanError, match_peer
+from engine_ext.plan import ALONE, PlanError, match_peer
+from engine_ext.ranks import RankError, TensorRank
 from engine_ext.types import CacheGeometry, ConnectorStats, PeerAddress, Region
 from engine_ext.wire import (
     EXTENSION_VERSION,
@@ -32,6 +34,15 @@ logger = logging.getLogger(__name__)
 
 class PeerError(Exception):
     """The peer cannot be used; the message says why."""
+
+
+class PeerRank(NamedTuple):
+    address: PeerAddress
+    rank: int
+
+    def __str__(self) -> str:
+        engine_id, host, port, _ = self.address
+        return f"engine {engine_id} at {host}:{port}, rank {self.rank}"
 
 
 @dataclass(slots=True)
@@ -61,7 +72,9 @@ class Peers:
         regions: Sequence[Region],
         factors: Mapping[str, str],
         stats: ConnectorStats,
+        us: TensorRank = ALONE,
     ) -> None:
+        self._us = us
         self._agent = agent
         self._config = config
         self._geometry = geometry
@@ -69,65 +82,81 @@ class Peers:
         self._factors = factors
         self._stats = stats
         self._context: zmq.Context[Any] = zmq.Context()
-        self._ready: dict[PeerAddress, PeerHandle] = {}
-        self._connecting: dict[PeerAddress, Connecting] = {}
-        self._failed: dict[PeerAddress, str] = {}
+        self._ready: dict[PeerRank, PeerHandle] = {}
+        self._connecting: dict[PeerRank, Connecting] = {}
+        self._failed: dict[PeerRank, str] = {}
 
     @property
     def num_connecting(self) -> int:
         return len(self._connecting)
 
-    def connect(self, address: PeerAddress, now: float) -> PeerHandle | None:
-        """The engine there, or None while its handshake runs.
+    def connect(
+        self, address: PeerAddress, now: float, rank: int | None = None
+    ) -> PeerHandle | None:
+        """That rank of the engine, by default the first that we face; None while its handshake
+        runs.
 
         The first call starts the handshake; a call after it failed raises PeerError, once per
         `step`, and the next one starts a new one.
         """
-        if (ready := self._ready.get(address)) is not None:
+        peer = PeerRank(address, self._faced(address)[0] if rank is None else rank)
+        if (ready := self._ready.get(peer)) is not None:
             return ready
-        if address in self._failed:
-            raise PeerError(self._failed[address])
-        if address not in self._connecting:
-            self._start(address, now)
+        if peer in self._failed:
+            raise PeerError(self._failed[peer])
+        if peer not in self._connecting:
+            self._start(peer, now)
         return None
+
+    def connect_all(self, address: PeerAddress, now: float) -> list[PeerHandle] | None:
+        """Every rank of the engine that we face; None while a handshake runs. Else as `connect`."""
+        handles = [self.connect(address, now, rank) for rank in self._faced(address)]
+        ready = [handle for handle in handles if handle is not None]
+        return ready if len(ready) == len(handles) else None
 
     def step(self, now: float) -> None:
         """Moves every handshake on. Failures are seen by `connect` until the next step."""
         self._failed.clear()
-        for address, connecting in list(self._connecting.items()):
+        for peer, connecting in list(self._connecting.items()):
             try:
-                self._advance(address, connecting, now)
+                self._advance(peer, connecting, now)
             except (WireError, PeerError, PlanError, AgentError) as error:
-                self._fail(address, str(error))
+                self._fail(peer, str(error))
 
     def forget(self, address: PeerAddress) -> None:
-        """A transfer with this peer failed: the next use starts with a handshake."""
-        handle = self._ready.pop(address, None)
-        if handle is None:
-            return
-        try:
-            self._agent.drop(handle)
-            self._agent.remove_remote(handle.name)
-        except AgentError as error:
-            logger.warning("engine %s: %s", address.engine_id, error)
+        """A transfer with this engine failed: the next use starts with handshakes."""
+        for peer in [peer for peer in self._ready if peer.address == address]:
+            handle = self._ready.pop(peer)
+            try:
+                self._agent.drop(handle)
+                self._agent.remove_remote(handle.name)
+            except AgentError as error:
+                logger.warning("%s: %s", peer, error)
 
     def close(self) -> None:
         for connecting in self._connecting.values():
             connecting.client.close()
         self._context.destroy(linger=0)
 
-    def _start(self, address: PeerAddress, now: float) -> None:
+    def _faced(self, address: PeerAddress) -> range:
         try:
-            client = HandshakeClient(self._context, address.host, address.port, (0, 0))
+            return self._us.faces(address.tp_size)
+        except RankError as error:
+            raise PeerError(str(error)) from None
+
+    def _start(self, peer: PeerRank, now: float) -> None:
+        address = peer.address
+        try:
+            client = HandshakeClient(self._context, address.host, address.port, (0, peer.rank))
         except WireError as error:
             raise PeerError(str(error)) from None
-        self._connecting[address] = Connecting(client, now + self._config.handshake_timeout)
+        self._connecting[peer] = Connecting(client, now + self._config.handshake_timeout)
 
-    def _advance(self, address: PeerAddress, connecting: Connecting, now: float) -> None:
+    def _advance(self, peer: PeerRank, connecting: Connecting, now: float) -> None:
         payload = connecting.client.receive()
         if payload is not None:
             self._check(payload)
-            self._accept(address, decode_metadata(payload))
+            self._accept(peer, decode_metadata(payload))
         elif now >= connecting.deadline:
             raise PeerError(f"no handshake within {self._config.handshake_timeout:g} s")
 
@@ -138,25 +167,42 @@ class Peers:
         if problem:
             logger.warning("%s; going on, enforce_handshake_compat is false", problem)
 
-    def _accept(self, address: PeerAddress, metadata: AgentMetadata) -> None:
-        if metadata.engine_id != address.engine_id:
-            raise PeerError(f"engine {metadata.engine_id} answers where {address.engine_id} was")
-        self._ready[address] = self._introduce(metadata)
-        self._connecting.pop(address).client.close()
+    def _accept(self, peer: PeerRank, metadata: AgentMetadata) -> None:
+        expected = peer.address.engine_id
+        if metadata.engine_id != expected:
+            raise PeerError(f"engine {metadata.engine_id} answers where {expected} was")
+        self._ready[peer] = self._introduce(TensorRank(peer.rank, peer.address.tp_size), metadata)
+        self._connecting.pop(peer).client.close()
         self._stats.handshakes_ok += 1
-        logger.info("connected to engine %s at %s:%d", *address)
+        logger.info("connected to %s", peer)
 
-    def _introduce(self, metadata: AgentMetadata) -> PeerHandle:
-        layout = match_peer(self._geometry, self._regions, metadata)
+    def _introduce(self, them: TensorRank, metadata: AgentMetadata) -> PeerHandle:
+        if metadata.tensor_rank not in (None, them):
+            raise PeerError(f"{TensorRank(*metadata.tensor_rank)} answers where {them} was")
+        layout = match_peer(
+            self._geometry,
+            self._regions,
+            metadata,
+            self._us,
+            them,
+            permute=self._config.permute_layout,
+        )
         name = self._agent.add_remote(metadata.agent_metadata)
         descriptors = self._agent.prepare(name, layout)
         has_extension = metadata.disagg_ext == EXTENSION_VERSION
         if has_extension:
             self._agent.notify(name, encode_extension(Hello(self._agent.metadata())))
-        return PeerHandle(name, layout, descriptors, has_extension, metadata.lease_extension)
+        return PeerHandle(
+            name,
+            layout,
+            descriptors,
+            has_extension,
+            metadata.lease_extension,
+            self._us.facing(them.size),
+        )
 
-    def _fail(self, address: PeerAddress, problem: str) -> None:
-        self._connecting.pop(address).client.close()
-        self._failed[address] = problem
+    def _fail(self, peer: PeerRank, problem: str) -> None:
+        self._connecting.pop(peer).client.close()
+        self._failed[peer] = problem
         self._stats.handshakes_failed += 1
-        logger.warning("engine %s at %s:%d: %s", *address, problem)
+        logger.warning("%s: %s", peer, problem)

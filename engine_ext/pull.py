@@ -9,36 +9,56 @@ else tells. Where it runs our extension, a READ counts only if its lease is know
 when it ended: by an answered heartbeat, or else by the holder's answer to the READ itself.
 A READ that outlives its deadline is reported only once NIXL has let go of it: until then it may
 still write into our blocks.
+
+Where the holder has more ranks than we do, an order is read in parts, one from each rank, all at
+once. It has ended well when all parts have, and badly when one has and the others were let go of.
 """
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from engine_ext.agent import Agent, AgentError, PeerHandle, Transfer, TransferState
 from engine_ext.config import ConnectorConfig
 from engine_ext.lease import HeartbeatTracker
 from engine_ext.peer import PeerError, Peers
-from engine_ext.plan import PlanError, pair_blocks
+from engine_ext.plan import Batch, PlanError
 from engine_ext.results import Results
-from engine_ext.types import CacheGeometry, ConnectorStats, PullOrder, Region
+from engine_ext.types import ConnectorStats, PullOrder
 from engine_ext.wire import Read, encode_extension, encode_read_done
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Reading:
-    order: PullOrder
+class Part:
+    """One READ, from one rank."""
+
     peer: PeerHandle
     transfer: Transfer
-    deadline: float
-    num_blocks: int
     sequence: int
+    is_running: bool = True
     answer: bool | None = None
     """The holder's, once it has come."""
+
+
+@dataclass(slots=True)
+class Reading:
+    order: PullOrder
+    peers: list[PeerHandle]
+    """Every rank that holds the request, read from or not."""
+    deadline: float
+    parts: list[Part] = field(default_factory=list)
+    num_blocks: int = 0
+    num_bytes: int = 0
+    problem: str | None = None
+    """Why it will fail, once no part runs."""
     overdue: bool = False
+
+    @property
+    def running(self) -> list[Part]:
+        return [part for part in self.parts if part.is_running]
 
 
 class Pulls:
@@ -50,8 +70,6 @@ class Pulls:
         sequence: Iterator[int],
         results: Results,
         config: ConnectorConfig,
-        geometry: CacheGeometry,
-        regions: tuple[Region, ...],
         stats: ConnectorStats,
     ) -> None:
         self._agent = agent
@@ -60,12 +78,10 @@ class Pulls:
         self._sequence = sequence
         self._results = results
         self._config = config
-        self._geometry = geometry
-        self._bytes_per_block = sum(region.block_len for region in regions)
         self._stats = stats
         self._connecting: list[PullOrder] = []
         self._reading: list[Reading] = []
-        self._confirming: dict[int, Reading] = {}
+        self._confirming: list[Reading] = []
 
     @property
     def is_busy(self) -> bool:
@@ -86,15 +102,17 @@ class Pulls:
         readings, self._reading = self._reading, []
         for reading in readings:
             self._guard(reading.order, partial(self._poll, reading, now))
-        for reading in list(self._confirming.values()):
+        confirming, self._confirming = self._confirming, []
+        for reading in confirming:
             self._guard(reading.order, partial(self._confirm, reading, now))
         self._stats.pulls_active = self.num_active
 
     def answered(self, peer_name: str, sequence: int, valid: bool) -> None:
         """The holder says whether what a READ found was still the request's."""
-        for reading in (*self._reading, *self._confirming.values()):
-            if reading.sequence == sequence and reading.peer.name == peer_name:
-                reading.answer = valid
+        for reading in (*self._reading, *self._confirming):
+            for part in reading.parts:
+                if part.sequence == sequence and part.peer.name == peer_name:
+                    part.answer = valid
 
     def _guard(self, order: PullOrder, action: Callable[[], None]) -> None:
         """A fault of ours must not park a request for ever."""
@@ -109,108 +127,149 @@ class Pulls:
             self._fail(order, "its lease has ended")
             return
         try:
-            peer = self._peers.connect(order.source.address, now)
+            peers = self._peers.connect_all(order.source.address, now)
         except PeerError as error:
             self._fail(order, str(error))
             return
-        if peer is None:
+        if peers is None:
             self._connecting.append(order)
             return
+        reading = Reading(order, peers, now + self._config.transfer_timeout)
         try:
-            self._read(order, peer, now)
+            self._read(reading)
         except (PlanError, AgentError) as error:
-            self._fail(order, str(error))
-            self._tell_done(order, peer)
+            reading.problem = str(error)
+        if reading.running and reading.problem is None:
+            self._reading.append(reading)
+        else:
+            self._settle(reading, now)
 
-    def _read(self, order: PullOrder, peer: PeerHandle, now: float) -> None:
-        if len(order.local_block_ids) != 1 or len(order.source.block_ids) != 1:
-            raise PlanError("several KV-cache groups are not supported")
-        if order.source.tp_size != 1:
-            raise PlanError(f"tensor parallel size differs: 1 here, {order.source.tp_size} there")
-        pairs = pair_blocks(
-            order.local_block_ids[0],
-            order.source.block_ids[0],
+    def _read(self, reading: Reading) -> None:
+        """Plans all parts before the first starts."""
+        order = reading.order
+        batches = [
+            (peer, self._plan(order, peer)) for peer in reading.peers if not peer.layout.skips_read
+        ]
+        for peer, batch in batches:
+            if not len(batch.local):
+                continue
+            sequence = next(self._sequence)
+            read_done = _read_done(order, peer, sequence)
+            transfer = self._agent.start_read(peer, batch.local, batch.remote, read_done)
+            reading.parts.append(Part(peer, transfer, sequence))
+            reading.num_bytes += batch.num_bytes
+            reading.num_blocks = max(reading.num_blocks, batch.num_blocks)
+
+    @staticmethod
+    def _plan(order: PullOrder, peer: PeerHandle) -> Batch:
+        source = order.source
+        return peer.layout.to_read(
+            order.local_block_ids,
+            source.block_ids,
             order.first_token,
             order.last_token,
-            self._geometry.block_size,
+            source.num_tokens,
         )
-        sequence = next(self._sequence)
-        read_done = _read_done(order, peer, sequence)
-        transfer = self._agent.start_read(peer, pairs.local, pairs.remote, read_done)
-        deadline = now + self._config.transfer_timeout
-        self._reading.append(Reading(order, peer, transfer, deadline, len(pairs.local), sequence))
 
     def _poll(self, reading: Reading, now: float) -> None:
-        try:
-            state = self._agent.poll(reading.transfer)
-        except AgentError as error:
-            self._give_up(reading, str(error))
-            return
-        if state is TransferState.DONE and not reading.overdue:
-            self._arrive(reading, now)
-        elif state is not TransferState.RUNNING:
-            self._give_up(reading, "READ failed" if not reading.overdue else "READ came too late")
-        elif now >= reading.deadline:
+        for part in reading.running:
+            self._poll_part(reading, part)
+        if reading.running and now >= reading.deadline and not reading.overdue:
             reading.overdue = True
-            self._give_up(reading, f"no end of READ within {self._config.transfer_timeout:g} s")
-        else:
+            problem = f"no end of READ within {self._config.transfer_timeout:g} s"
+            reading.problem = reading.problem or problem
+        self._settle(reading, now)
+
+    def _poll_part(self, reading: Reading, part: Part) -> None:
+        try:
+            state = self._agent.poll(part.transfer)
+        except AgentError as error:
+            reading.problem = reading.problem or str(error)
+            return
+        if state is TransferState.RUNNING:
+            return
+        self._release(reading, part)
+        part.is_running = False
+        if state is TransferState.FAILED:
+            reading.problem = reading.problem or "READ failed"
+
+    def _settle(self, reading: Reading, now: float) -> None:
+        """On to the next state, unless NIXL still holds a part."""
+        if reading.problem is not None:
+            for part in reading.running:
+                part.is_running = not self._release(reading, part)
+        if reading.running:
             self._reading.append(reading)
+        elif reading.problem is None:
+            self._arrive(reading, now)
+        else:
+            self._give_up(reading)
 
     def _arrive(self, reading: Reading, now: float) -> None:
-        self._release(reading)
-        if (
-            not reading.peer.has_extension
-            or self._beats.valid_until(reading.order.request_id) > now
-        ):
+        """With several holders, one's answered heartbeat proves nothing about the others."""
+        is_proven = (
+            len(reading.peers) == 1 and self._beats.valid_until(reading.order.request_id) > now
+        )
+        unproven = [] if is_proven else [p for p in reading.parts if p.peer.has_extension]
+        if not unproven:
             self._succeed(reading)
             return
         reading.deadline = now + self._config.confirm_timeout
-        self._confirming[reading.sequence] = reading
+        self._confirming.append(reading)
 
     def _confirm(self, reading: Reading, now: float) -> None:
-        if reading.answer is None and now < reading.deadline:
-            return
-        del self._confirming[reading.sequence]
-        if reading.answer:
+        answers = [part.answer for part in reading.parts if part.peer.has_extension]
+        if all(answers):
             self._succeed(reading)
-            return
-        self._stats.reads_unproven += 1
-        silent = reading.answer is None
-        self._fail(
-            reading.order, "no answer to the READ" if silent else "its lease ended meanwhile"
-        )
-        if silent:
-            self._forget(reading)
+        elif None in answers and False not in answers and now < reading.deadline:
+            self._confirming.append(reading)
+        else:
+            self._stats.reads_unproven += 1
+            silent = False not in answers
+            self._fail(
+                reading.order, "no answer to the READ" if silent else "its lease ended meanwhile"
+            )
+            self._tell_done(reading)
+            if silent:
+                self._forget(reading)
 
     def _succeed(self, reading: Reading) -> None:
         self._stats.pulls_ok += 1
         self._stats.blocks_received += reading.num_blocks
-        self._stats.bytes_received += reading.num_blocks * self._bytes_per_block
+        self._stats.bytes_received += reading.num_bytes
         self._results.received(reading.order.request_id, ok=True)
+        self._tell_done(reading)
 
-    def _give_up(self, reading: Reading, problem: str) -> None:
-        if not self._release(reading):
-            self._reading.append(reading)
-            return
-        self._fail(reading.order, problem)
-        self._tell_done(reading.order, reading.peer)
-        self._forget(reading)
+    def _give_up(self, reading: Reading) -> None:
+        self._fail(reading.order, reading.problem or "")
+        self._tell_done(reading, even_if_read=True)
+        if reading.parts:
+            self._forget(reading)
 
     def _forget(self, reading: Reading) -> None:
-        """The peer is suspect, unless others still read from it and will find out themselves."""
-        if all(other.peer is not reading.peer for other in self._reading):
-            self._peers.forget(reading.order.source.address)
+        """The engine is suspect, unless others still read from it and will find out themselves."""
+        address = reading.order.source.address
+        if all(other.order.source.address != address for other in self._reading):
+            self._peers.forget(address)
 
-    def _release(self, reading: Reading) -> bool:
+    def _release(self, reading: Reading, part: Part) -> bool:
+        """False while NIXL may still write into our blocks."""
         try:
-            self._agent.release(reading.transfer)
+            self._agent.release(part.transfer)
         except AgentError as error:
             if not reading.overdue:
                 logger.warning("request %s: %s", reading.order.request_id, error)
             return not reading.overdue
         return True
 
-    def _tell_done(self, order: PullOrder, peer: PeerHandle) -> None:
+    def _tell_done(self, reading: Reading, *, even_if_read: bool = False) -> None:
+        """Those whose READ has not told them already may free their blocks."""
+        told = set() if even_if_read else {part.peer.name for part in reading.parts}
+        for peer in reading.peers:
+            if peer.name not in told:
+                self._say_done(reading.order, peer)
+
+    def _say_done(self, order: PullOrder, peer: PeerHandle) -> None:
         try:
             self._agent.notify(peer.name, _read_done(order, peer, sequence=0))
         except AgentError as error:
@@ -231,5 +290,5 @@ class Pulls:
 def _read_done(order: PullOrder, peer: PeerHandle, sequence: int) -> bytes:
     """A stock peer gets stock bytes."""
     if peer.has_extension:
-        return encode_extension(Read(order.source.request_id, sequence=sequence))
-    return encode_read_done(order.source.request_id)
+        return encode_extension(Read(order.source.request_id, peer.readers, sequence))
+    return encode_read_done(order.source.request_id, peer.readers)

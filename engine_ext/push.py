@@ -8,21 +8,25 @@
 Either may come first: P and D work on the request at the same time, and each waits for the other in
 a table with a deadline. A side that gives up leaves a tombstone, so that the other hears of it
 instead of waiting. Everything runs in the owner thread, never in the engine's step.
+
+Where D has more ranks than we do, several of them register for one offer, each for blocks of its
+own. Each is written as soon as it has registered, and P's blocks are freed after the last.
 """
 
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from engine_ext.agent import Agent, AgentError, Transfer, TransferState
+from engine_ext.agent import Agent, AgentError, PeerHandle, Transfer, TransferState
 from engine_ext.config import ConnectorConfig
 from engine_ext.lease import LeaseTable
 from engine_ext.peer import PeerError, Peers
-from engine_ext.plan import BlockPairs, PlanError, pair_tail
+from engine_ext.plan import Batch, PlanError
+from engine_ext.ranks import RankError, TensorRank
 from engine_ext.readers import Readers
 from engine_ext.results import Results
 from engine_ext.transfer_name import base_id
-from engine_ext.types import CacheGeometry, ConnectorStats, PeerAddress, PushOffer
+from engine_ext.types import ConnectorStats, PeerAddress, PushOffer
 from engine_ext.wire import (
     PushDone,
     PushFailed,
@@ -66,13 +70,33 @@ def names_of(
 
 
 @dataclass(slots=True)
-class Writing:
-    """Matched: `offer`'s blocks are ours alone until the end is reported."""
+class Held:
+    """An offer. From its first match on, its blocks are ours alone until the end is reported."""
 
     offer: PushOffer
+    is_matched: bool = False
+    senders: set[str] = field(default_factory=set)
+    """Agents of D that have registered, or left."""
+    num_readers: int = 1
+    num_writing: int = 0
+    deadline: float = 0.0
+    """Until when the other ranks may register."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Nobody else will register."""
+        return self.is_matched and len(self.senders) >= self.num_readers
+
+
+@dataclass(slots=True)
+class Writing:
+    held: Held
     registered: Registered
     deadline: float
     transfer: Transfer = None
+
+    def is_of(self, request_id: str, sender: str) -> bool:
+        return self.registered.message.request_id == request_id and self.registered.sender == sender
 
 
 class NameTable:
@@ -129,7 +153,7 @@ class PushWriter:
         leases: LeaseTable,
         results: Results,
         config: ConnectorConfig,
-        geometry: CacheGeometry,
+        us: TensorRank,
         stats: ConnectorStats,
     ) -> None:
         self._agent = agent
@@ -138,11 +162,12 @@ class PushWriter:
         self._leases = leases
         self._results = results
         self._config = config
-        self._block_size = geometry.block_size
+        self._us = us
         self._stats = stats
-        self._offers: dict[str, PushOffer] = {}
+        self._offers: dict[str, Held] = {}
         self._offer_names = NameTable()
-        self._registrations: dict[str, Registered] = {}
+        self._registrations: dict[str, dict[str, Registered]] = {}
+        """By request id, then by sender."""
         self._registration_names = NameTable()
         self._failed = Tombstones(config.push_deadline)
         self._unwanted = Tombstones(config.push_deadline)
@@ -167,11 +192,10 @@ class PushWriter:
         if self._unwanted.take(names, now):
             self._release(offer.request_id)
             return
-        self._offers[offer.request_id] = offer
+        held = self._offers[offer.request_id] = Held(offer)
         self._offer_names.add(offer.request_id, names)
-        key = self._registration_names.find(names)
-        if key is not None:
-            self._match(offer, self._pop_registration(key), now)
+        for registered in self._pop_registrations(self._registration_names.find(names)):
+            self._match(held, registered, now)
 
     def registered(self, message: PushRegistered, sender: str, now: float) -> None:
         registered = Registered(message, sender, now + self._config.push_deadline)
@@ -182,37 +206,39 @@ class PushWriter:
         if key is not None:
             self._match(self._offers[key], registered, now)
             return
-        self._registrations[message.request_id] = registered
+        self._registrations.setdefault(message.request_id, {})[sender] = registered
         self._registration_names.add(message.request_id, registered.names)
 
     def withdrawn(self, message: Withdraw, sender: str, now: float) -> None:
         """D does not want it: nothing more is written, and P's blocks are freed."""
-        if any(w.registered.message.request_id == message.request_id for w in self._writing):
+        if any(w.is_of(message.request_id, sender) for w in self._writing):
             return  # The WRITE's own end answers.
-        registered = self._registrations.get(message.request_id)
+        registered = self._registrations.get(message.request_id, {}).get(sender)
         if registered is not None and registered.generation == message.generation:
-            self._pop_registration(message.request_id)
+            self._forget_registration(message.request_id, sender)
         names = names_of(message.request_id, message.transfer_id, message.remote_request_id)
         key = self._offer_names.find(names)
-        if key is not None:
-            self._release(key)
-        else:
+        if key is None:
             self._unwanted.add(names, now)
+        elif self._offers[key].is_matched:
+            self._leave(self._offers[key], sender)
+        else:
+            self._release(key)
         if message.generation:
             answer = PushFailed(message.request_id, message.generation, "withdrawn")
             self._readers.answer(sender, answer)
 
     def given_up(self, request_id: str, now: float, transfer_id: str | None = None) -> None:
         """P's request was aborted, or its lease ended: whoever registers for it must hear."""
-        offer = self._offers.get(request_id)
-        if offer is not None:
-            transfer_id = offer.transfer_id
+        held = self._offers.get(request_id)
+        if held is not None:
+            transfer_id = held.offer.transfer_id
         self._forget_offer(request_id)
         names = names_of(request_id, transfer_id)
-        key = self._registration_names.find(names)
-        if key is not None:
-            self._refuse(self._pop_registration(key), "P gave this request up")
-        else:
+        registrations = self._pop_registrations(self._registration_names.find(names))
+        for registered in registrations:
+            self._refuse(registered, "P gave this request up")
+        if not registrations:
             self._failed.add(names, now)
 
     def request_of(self, name: str) -> str:
@@ -220,26 +246,61 @@ class PushWriter:
         return self._offer_names.find((f"transfer {name}", name, base_id(name))) or name
 
     def step(self, now: float) -> None:
-        for registered in list(self._registrations.values()):
-            if registered.deadline <= now:
-                self._refuse(self._pop_registration(registered.message.request_id), "timed out")
+        self._expire(now)
         writing, self._writing = self._writing, []
         for one in writing:
             try:
                 self._advance(one, now)
-            except (PeerError, PlanError, AgentError) as error:
+            except (PeerError, PlanError, RankError, AgentError) as error:
                 self._fail(one, str(error))
             except Exception as error:
-                logger.exception("push of %s", one.offer.request_id)
+                logger.exception("push of %s", one.held.offer.request_id)
                 self._fail(one, repr(error))
 
-    def _match(self, offer: PushOffer, registered: Registered, now: float) -> None:
-        self._forget_offer(offer.request_id)
-        if not self._leases.take(offer.request_id):
-            self._refuse(registered, "P's lease has ended")
-            return
+    def _expire(self, now: float) -> None:
+        for registered in [r for by in self._registrations.values() for r in by.values()]:
+            if registered.deadline <= now:
+                self._forget_registration(registered.message.request_id, registered.sender)
+                self._refuse(registered, "timed out")
+        for held in [held for held in self._offers.values() if held.is_matched]:
+            if held.deadline <= now:
+                self._close(held, now)
+
+    def _match(self, held: Held, registered: Registered, now: float) -> None:
         deadline = now + self._config.transfer_timeout
-        self._writing.append(Writing(offer, registered, deadline))
+        if not held.is_matched and not self._begin(held, registered, deadline):
+            return
+        if registered.sender in held.senders:
+            return
+        held.senders.add(registered.sender)
+        held.num_writing += 1
+        if held.is_complete:
+            self._forget_offer(held.offer.request_id)
+        self._writing.append(Writing(held, registered, deadline))
+
+    def _begin(self, held: Held, registered: Registered, deadline: float) -> bool:
+        if not self._leases.take(held.offer.request_id):
+            self._forget_offer(held.offer.request_id)
+            self._refuse(registered, "P's lease has ended")
+            return False
+        held.is_matched = True
+        held.num_readers = max(1, registered.message.decode_tp_size // self._us.size)
+        held.deadline = deadline
+        return True
+
+    def _leave(self, held: Held, sender: str) -> None:
+        """A rank of D withdraws where others of it have registered."""
+        held.senders.add(sender)
+        if held.is_complete:
+            self._forget_offer(held.offer.request_id)
+        self._end_if_last(held)
+
+    def _close(self, held: Held, now: float) -> None:
+        """Ranks of D are missing: from now on their registrations come too late."""
+        self._failed.add(names_of(held.offer.request_id, held.offer.transfer_id), now)
+        held.num_readers = 0
+        self._forget_offer(held.offer.request_id)
+        self._end_if_last(held)
 
     def _advance(self, writing: Writing, now: float) -> None:
         if writing.transfer is None:
@@ -248,8 +309,7 @@ class PushWriter:
         state = self._agent.poll(writing.transfer)
         if state is TransferState.DONE:
             self._agent.release(writing.transfer)
-            self._end(writing)
-            self._stats.pushes_ok += 1
+            self._succeed(writing)
         elif state is TransferState.FAILED:
             raise AgentError("WRITE failed")
         elif now >= writing.deadline:
@@ -259,27 +319,36 @@ class PushWriter:
 
     def _connect(self, writing: Writing, now: float) -> None:
         message = writing.registered.message
-        address = PeerAddress(message.decode_engine_id, message.decode_host, message.decode_port)
-        peer = self._peers.connect(address, now)
-        if peer is not None:
-            pairs = self._plan(writing.offer, message)
-            writing.transfer = self._agent.start_write(
-                peer, pairs.local, pairs.remote, _done(writing.registered)
-            )
+        peer = self._peers.connect(_address(message), now, self._rank(message))
+        if peer is None:
+            self._writing.append(writing)
+            return
+        batch = self._plan(peer, writing.held.offer, message)
+        done = _done(writing.registered, self._us.size)
+        if peer.layout.skips_write or not len(batch.local):
+            self._agent.notify(peer.name, done)
+            self._succeed(writing)
+            return
+        writing.transfer = self._agent.start_write(peer, batch.local, batch.remote, done)
         self._writing.append(writing)
 
-    def _plan(self, offer: PushOffer, message: PushRegistered) -> BlockPairs:
-        if len(offer.block_ids) != 1 or len(message.local_block_ids) != 1:
-            raise PlanError("several KV-cache groups are not supported")
-        if message.decode_tp_size != 1:
-            raise PlanError(f"tensor parallel size differs: 1 here, {message.decode_tp_size} there")
-        last_token = offer.num_tokens
+    def _rank(self, message: PushRegistered) -> int:
+        """Of D, the rank that registered. Stock does not say which."""
+        faced = self._us.faces(message.decode_tp_size)
+        rank = message.disagg.tp_rank if message.disagg else faced[0]
+        if rank not in faced or (len(faced) > 1 and message.disagg is None):
+            raise PlanError(f"rank {self._us} here does not know which rank of D registered")
+        return rank
+
+    @staticmethod
+    def _plan(peer: PeerHandle, offer: PushOffer, message: PushRegistered) -> Batch:
+        first_token, last_token = None, offer.num_tokens
         if message.disagg is not None:
             if message.disagg.digest != offer.digest:
                 raise PlanError("the two engines' prompts differ")
-            last_token = message.disagg.last_token
-        return pair_tail(
-            offer.block_ids[0], message.local_block_ids[0], last_token, self._block_size
+            first_token, last_token = message.disagg.first_token, message.disagg.last_token
+        return peer.layout.to_write(
+            offer.block_ids, message.local_block_ids, first_token, last_token
         )
 
     def _fail(self, writing: Writing, problem: str) -> None:
@@ -297,9 +366,18 @@ class PushWriter:
             return False
         return True
 
+    def _succeed(self, writing: Writing) -> None:
+        self._stats.pushes_ok += 1
+        self._end(writing)
+
     def _end(self, writing: Writing) -> None:
-        self._stats.leases_released += 1
-        self._results.sent(writing.offer.request_id)
+        writing.held.num_writing -= 1
+        self._end_if_last(writing.held)
+
+    def _end_if_last(self, held: Held) -> None:
+        if held.is_complete and not held.num_writing:
+            self._stats.leases_released += 1
+            self._results.sent(held.offer.request_id)
 
     def _release(self, request_id: str) -> None:
         self._forget_offer(request_id)
@@ -318,13 +396,31 @@ class PushWriter:
         self._offers.pop(request_id, None)
         self._offer_names.remove(request_id)
 
-    def _pop_registration(self, key: str) -> Registered:
+    def _pop_registrations(self, key: str | None) -> list[Registered]:
+        """Of all ranks that registered this request."""
+        if key is None:
+            return []
         self._registration_names.remove(key)
-        return self._registrations.pop(key)
+        return list(self._registrations.pop(key).values())
+
+    def _forget_registration(self, key: str, sender: str) -> None:
+        by_sender = self._registrations[key]
+        del by_sender[sender]
+        if not by_sender:
+            self._pop_registrations(key)
 
 
-def _done(registered: Registered) -> bytes:
+def _address(message: PushRegistered) -> PeerAddress:
+    return PeerAddress(
+        message.decode_engine_id,
+        message.decode_host,
+        message.decode_port,
+        message.decode_tp_size,
+    )
+
+
+def _done(registered: Registered, world_size: int) -> bytes:
     """A stock decoder gets stock bytes."""
     if registered.message.disagg is None:
-        return encode_read_done(registered.message.request_id)
+        return encode_read_done(registered.message.request_id, world_size)
     return encode_extension(PushDone(registered.message.request_id, registered.generation))

@@ -5,6 +5,8 @@
         |              +--(deadline, abort)--> withdrawing --(P answered, or grace over)--> reported
         +--(no handshake)--> reported failed
 
+Where P has more ranks than we do, several write: the registration has ended well when all have, and
+badly when one has not and the others have said that they will not, or a grace has passed.
 Blocks are given back only when P can no longer write into them: it said so, or a grace passed that
 is longer than a transfer. A number tells one registration of a request from the next, so that what
 comes late is not taken for an answer.
@@ -13,11 +15,12 @@ comes late is not taken for an answer.
 import enum
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine_ext.agent import Agent, AgentError, PeerHandle
 from engine_ext.config import ConnectorConfig
 from engine_ext.peer import PeerError, Peers
+from engine_ext.plan import without_holes
 from engine_ext.results import Results
 from engine_ext.types import (
     CacheGeometry,
@@ -49,7 +52,10 @@ class Waiting:
     generation: int
     deadline: float
     state: State = State.CONNECTING
-    peer: PeerHandle | None = None
+    peers: dict[str, PeerHandle] = field(default_factory=dict)
+    """Those that may still write, by name."""
+    is_spoilt: bool = False
+    """One of them will not write."""
 
 
 class Registrations:
@@ -69,7 +75,7 @@ class Registrations:
         self._sequence = sequence
         self._results = results
         self._config = config
-        self._block_size = geometry.block_size
+        self._geometry = geometry
         self._identity = identity
         self._stats = stats
         self._waiting: dict[str, Waiting] = {}
@@ -99,20 +105,31 @@ class Registrations:
         elif waiting.state is State.REGISTERED:
             self._withdraw(waiting, now)
 
-    def written(self, request_id: str, generation: int | None = None) -> bool:
-        """P's WRITE has landed. False: for no registration that waits."""
-        waiting = self._find(request_id, generation)
+    def written(self, request_id: str, sender: str, generation: int | None = None) -> bool:
+        """That agent's WRITE has landed. False: for no registration that waits for it."""
+        waiting = self._find(request_id, sender, generation)
         if waiting is None:
             return False
-        self._end(waiting, ok=True)
+        self._settle(waiting, sender)
         return True
 
-    def failed(self, request_id: str, generation: int, reason: str) -> None:
-        waiting = self._find(request_id, generation)
-        if waiting is not None:
-            if waiting.state is not State.WITHDRAWING:
-                logger.warning("request %s: P will not write: %.200s", request_id, reason)
-            self._end(waiting, ok=False)
+    def failed(
+        self, request_id: str, sender: str, generation: int, reason: str, now: float
+    ) -> None:
+        waiting = self._find(request_id, sender, generation)
+        if waiting is None:
+            return
+        if waiting.state is not State.WITHDRAWING:
+            logger.warning("request %s: P will not write: %.200s", request_id, reason)
+        waiting.is_spoilt = True
+        self._settle(waiting, sender)
+        if waiting.peers and waiting.state is State.REGISTERED:
+            self._withdraw(waiting, now)
+
+    def _settle(self, waiting: Waiting, sender: str) -> None:
+        del waiting.peers[sender]
+        if not waiting.peers:
+            self._end(waiting, ok=not waiting.is_spoilt)
 
     def step(self, now: float) -> None:
         for waiting in list(self._waiting.values()):
@@ -137,19 +154,24 @@ class Registrations:
             self._end(waiting, ok=False)
 
     def _register(self, waiting: Waiting, now: float) -> None:
-        peer = self._peers.connect(waiting.registration.target.address, now)
-        if peer is None:
+        peers = self._peers.connect_all(waiting.registration.target.address, now)
+        if peers is None:
             return
-        message = self._message(waiting)
-        waiting.peer = peer
+        message = encode_registration(self._message(waiting))
         waiting.state = State.REGISTERED
-        self._agent.notify(peer.name, encode_registration(message))
+        try:
+            for peer in peers:
+                self._agent.notify(peer.name, message)
+                waiting.peers[peer.name] = peer
+        except AgentError:
+            if not waiting.peers:
+                raise
+            waiting.is_spoilt = True
+            self._withdraw(waiting, now)
 
     def _withdraw(self, waiting: Waiting, now: float) -> None:
         waiting.state = State.WITHDRAWING
         waiting.deadline = now + self._config.withdraw_grace
-        if waiting.peer is None or not waiting.peer.has_extension:
-            return
         target = waiting.registration.target
         message = Withdraw(
             waiting.registration.request_id,
@@ -157,37 +179,46 @@ class Registrations:
             target.remote_request_id,
             target.transfer_id,
         )
-        try:
-            self._agent.notify(waiting.peer.name, encode_extension(message))
-        except AgentError as error:
-            logger.warning("engine %s was not told: %s", target.address.engine_id, error)
+        for peer in waiting.peers.values():
+            self._tell(peer, message)
 
     def _say_farewell(self, withdrawal: PushWithdrawal, now: float) -> None:
-        """Nothing was registered, but P need not keep the blocks. Stock has no word for it."""
+        """Nothing was registered, but P need not keep the blocks."""
         target = withdrawal.target
+        message = Withdraw(withdrawal.request_id, 0, target.remote_request_id, target.transfer_id)
         try:
-            peer = self._peers.connect(target.address, now)
-            if peer is None:
-                self._farewells.append(withdrawal)
-            elif peer.has_extension:
-                message = Withdraw(
-                    withdrawal.request_id, 0, target.remote_request_id, target.transfer_id
-                )
-                self._agent.notify(peer.name, encode_extension(message))
-        except (PeerError, AgentError) as error:
+            peers = self._peers.connect_all(target.address, now)
+        except PeerError as error:
             logger.warning("engine %s was not told: %s", target.address.engine_id, error)
+            return
+        if peers is None:
+            self._farewells.append(withdrawal)
+        for peer in peers or ():
+            self._tell(peer, message)
+
+    def _tell(self, peer: PeerHandle, message: Withdraw) -> None:
+        """Stock has no word for it."""
+        if not peer.has_extension:
+            return
+        try:
+            self._agent.notify(peer.name, encode_extension(message))
+        except AgentError as error:
+            logger.warning("%s was not told: %s", peer.name, error)
 
     def _message(self, waiting: Waiting) -> PushRegistered:
         registration, target = waiting.registration, waiting.registration.target
-        first = registration.first_token // self._block_size
-        last = -(-registration.last_token // self._block_size)
+        first = registration.first_token // self._geometry.block_size
+        last = -(-registration.last_token // self._geometry.block_size)
         return PushRegistered(
             request_id=registration.request_id,
             decode_engine_id=self._identity.engine_id,
             decode_host=self._identity.host,
             decode_port=self._identity.port,
             decode_tp_size=self._identity.tp_size,
-            local_block_ids=tuple(ids[first:last] for ids in registration.local_block_ids),
+            local_block_ids=without_holes(
+                tuple(ids[first:last] for ids in registration.local_block_ids),
+                self._geometry.group_windows,
+            ),
             remote_engine_id=target.address.engine_id,
             remote_host=target.address.host,
             remote_port=target.address.port,
@@ -200,12 +231,13 @@ class Registrations:
                 last_token=registration.last_token,
                 digest=registration.digest,
                 remote_request_id=target.remote_request_id,
+                tp_rank=self._geometry.tp_rank,
             ),
         )
 
-    def _find(self, request_id: str, generation: int | None) -> Waiting | None:
+    def _find(self, request_id: str, sender: str, generation: int | None) -> Waiting | None:
         waiting = self._waiting.get(request_id)
-        if waiting is None or waiting.state is State.CONNECTING:
+        if waiting is None or sender not in waiting.peers:
             return None
         return waiting if generation in (None, waiting.generation) else None
 

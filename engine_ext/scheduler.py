@@ -21,7 +21,9 @@ from typing import Any
 from engine_ext.config import ConnectorConfig, LoadFailurePolicy
 from engine_ext.orders import Orders
 from engine_ext.params import Role, TransferParams, parse
+from engine_ext.plan import without_holes
 from engine_ext.retain import RetainedTurns
+from engine_ext.support import refuse_unsupported
 from engine_ext.transfer_name import base_id
 from engine_ext.types import (
     BlockIds,
@@ -69,7 +71,8 @@ class Load:
 
 
 class SchedulerConnector:
-    """See engine_ext.connector for who calls what when. A request makes no method raise."""
+    """One for all ranks of an engine; see engine_ext.connector for who calls what when. A request
+    makes no method raise. The constructor raises UnsupportedError."""
 
     def __init__(
         self,
@@ -78,9 +81,11 @@ class SchedulerConnector:
         geometry: CacheGeometry,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
+        refuse_unsupported(geometry, identity)
         self._config = config
         self._identity = identity
         self._block_size = geometry.block_size
+        self._windows = geometry.group_windows
         self._unix_time = unix_time
         self._loads: dict[str, Load] = {}
         self._expected: dict[str, str | None] = {}
@@ -221,7 +226,7 @@ class SchedulerConnector:
                 block_ids,
                 first_token,
                 request.num_prompt_tokens,
-                digest(request.prompt_token_ids, self._block_size),
+                digest(request.prompt_token_ids),
             )
         )
 
@@ -229,7 +234,7 @@ class SchedulerConnector:
         """Tokens from position 0 whose KV the remote's blocks hold, and which are this prompt's."""
         if role is Role.PREFILL and not self._may_pull_turn(source):
             return 0
-        held = min((len(group) for group in source.block_ids), default=0) * self._block_size
+        held = self._held_tokens(source)
         if source.num_tokens is not None:
             held = min(held, source.num_tokens)
         held = min(held, request.num_prompt_tokens)
@@ -244,6 +249,16 @@ class SchedulerConnector:
                 held,
             )
         return min(held, proven)
+
+    def _held_tokens(self, source: RemoteSource) -> int:
+        """At most what the remote's lists can hold. Groups with a window list only its end; a peer
+        that does not tell its block size is taken to have ours."""
+        block_size = self._block_size if source.proof is None else source.proof.block_size
+        groups = zip(source.block_ids, self._windows, strict=False)
+        lengths = [len(ids) for ids, window in groups if window is None]
+        if not lengths:
+            return source.num_tokens or 0
+        return min(lengths) * block_size
 
     def _may_pull_turn(self, source: RemoteSource) -> bool:
         if not self._config.bidirectional:
@@ -276,7 +291,7 @@ class SchedulerConnector:
         self._orders.grants.append(LeaseGrant(request.request_id, self._config.lease_duration))
         if self._config.transfer_mode == "push":
             num_tokens = request.num_computed_tokens
-            tokens = digest(request.token_ids[:num_tokens], self._block_size)
+            tokens = digest(request.token_ids[:num_tokens])
             self._orders.offers.append(
                 PushOffer(request.request_id, block_ids, num_tokens, tokens, transfer_id)
             )
@@ -310,9 +325,10 @@ class SchedulerConnector:
         """Where the KV is, in vLLM 0.32's words, and which tokens it is of, in ours."""
         num_tokens = request.num_computed_tokens
         num_blocks = -(-num_tokens // self._block_size)
+        listed = tuple(group[:num_blocks] for group in block_ids)
         proof = PrefixProof.of(request.token_ids[:num_tokens], self._block_size)
         return {
-            "remote_block_ids": [list(group[:num_blocks]) for group in block_ids],
+            "remote_block_ids": [list(group) for group in without_holes(listed, self._windows)],
             "remote_engine_id": self._identity.engine_id,
             "remote_request_id": request.request_id,
             "remote_host": self._identity.host,

@@ -11,6 +11,7 @@ from engine_ext.lease import NEVER, Beat, HeartbeatTracker, LeaseTable
 from engine_ext.peer import PeerError, Peers
 from engine_ext.pull import Pulls
 from engine_ext.push import PushWriter
+from engine_ext.ranks import TensorRank
 from engine_ext.readers import Readers
 from engine_ext.registration import Registrations
 from engine_ext.results import Results
@@ -75,7 +76,15 @@ class TransferLoop:
         self._leases = LeaseTable(config.lease_extension, config.revoke_grace)
         self._readers = Readers(agent)
         self._beats = HeartbeatTracker(config.heartbeat_interval)
-        self._peers = Peers(agent, config, geometry, regions, identity.compat_factors, stats)
+        self._peers = Peers(
+            agent,
+            config,
+            geometry,
+            regions,
+            identity.compat_factors,
+            stats,
+            TensorRank(geometry.tp_rank, identity.tp_size),
+        )
         self._pulls = Pulls(
             agent,
             self._peers,
@@ -83,8 +92,6 @@ class TransferLoop:
             self._sequence,
             results,
             config,
-            geometry,
-            regions,
             stats,
         )
         self._writer = PushWriter(
@@ -94,7 +101,7 @@ class TransferLoop:
             self._leases,
             results,
             config,
-            geometry,
+            TensorRank(geometry.tp_rank, identity.tp_size),
             stats,
         )
         self._registrations = Registrations(
@@ -184,8 +191,8 @@ class TransferLoop:
     def _handle(self, sender: str, message: bytes, now: float) -> None:
         match decode_notification(message):
             case ReadDone(request_id, readers) if self._leases.knows(request_id):
-                self._read_done(request_id, readers)
-            case ReadDone(request_id) if self._registrations.written(request_id):
+                self._read_done(request_id, readers, sender)
+            case ReadDone(request_id) if self._registrations.written(request_id, sender):
                 pass
             case Heartbeat(request_ids):
                 self._stats.heartbeats_received += 1
@@ -205,9 +212,9 @@ class TransferLoop:
             case PushRegistered() as registration:
                 self._writer.registered(registration, sender, now)
             case PushDone(request_id, generation):
-                self._registrations.written(request_id, generation)
+                self._registrations.written(request_id, sender, generation)
             case PushFailed(request_id, generation, reason):
-                self._registrations.failed(request_id, generation, reason)
+                self._registrations.failed(request_id, sender, generation, reason, now)
             case Withdraw() as withdrawal:
                 self._writer.withdrawn(withdrawal, sender, now)
             case unknown:
@@ -225,15 +232,15 @@ class TransferLoop:
         if sequence:
             self._readers.answer(sender, ReadAck(sequence, valid))
         if valid:
-            self._read_done(request_id, readers)
+            self._read_done(request_id, readers, sender)
 
     def _grant(self, grant: LeaseGrant, now: float) -> None:
         self._stats.leases_granted += 1
         if not self._leases.grant(grant.request_id, now, grant.seconds, grant.renewable):
             self._end_lease(grant.request_id)
 
-    def _read_done(self, request_id: str, readers: int) -> None:
-        if self._leases.release(request_id, readers):
+    def _read_done(self, request_id: str, readers: int = 1, reader: str = "") -> None:
+        if self._leases.release(request_id, readers, reader):
             self._end_lease(request_id)
 
     def _end_lease(self, request_id: str) -> None:
@@ -262,7 +269,7 @@ class TransferLoop:
 
     def _release(self, source: RemoteSource) -> None:
         if source.address.engine_id == self._identity.engine_id:
-            self._read_done(source.request_id, 1)
+            self._read_done(source.request_id)
         else:
             self._releases.append(source)
 
@@ -275,9 +282,9 @@ class TransferLoop:
 
     def _send_release(self, source: RemoteSource, peer: PeerHandle) -> None:
         if peer.has_extension:
-            self._agent.notify(peer.name, encode_extension(Read(source.request_id)))
+            self._agent.notify(peer.name, encode_extension(Read(source.request_id, peer.readers)))
         else:
-            self._agent.notify(peer.name, encode_read_done(source.request_id))
+            self._agent.notify(peer.name, encode_read_done(source.request_id, peer.readers))
 
     def _send_heartbeats(self, now: float) -> None:
         for beat in self._beats.due(now):
@@ -297,12 +304,14 @@ class TransferLoop:
     def _with_peer(
         self, address: PeerAddress, now: float, action: Callable[[PeerHandle], None]
     ) -> bool:
-        """False while the handshake runs: try again. A failure is logged and taken as done."""
+        """To every rank of the engine that we face. False while a handshake runs: try again. A
+        failure is logged and taken as done."""
         try:
-            peer = self._peers.connect(address, now)
-            if peer is None:
+            peers = self._peers.connect_all(address, now)
+            if peers is None:
                 return False
-            action(peer)
+            for peer in peers:
+                action(peer)
         except (PeerError, AgentError) as error:
             logger.warning("engine %s was not told: %s", address.engine_id, error)
         return True

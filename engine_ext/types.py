@@ -76,11 +76,12 @@ class FinishDecision(NamedTuple):
 
 
 class PeerAddress(NamedTuple):
-    """Which engine, and where its side channel is."""
+    """Which engine, where its side channel is, and how many tensor ranks answer there."""
 
     engine_id: str
     host: str
     port: int
+    tp_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +246,7 @@ class TransferResults:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One registered stretch of KV memory: `num_blocks` blocks of one layer.
+    """One registered stretch of KV memory: `num_blocks` blocks of one layer, or of all `members`.
 
     Block i starts at `base_addr + i * block_stride` and is `block_len` bytes long.
     """
@@ -258,17 +259,33 @@ class Region:
     device_id: int = 0
     mem_type: str = "DRAM"
     """NIXL's name: DRAM or VRAM."""
+    group: int = 0
+    """KV-cache group, an index into `CacheGeometry.group_windows`."""
+    members: tuple[str, ...] = ()
+    """Where one block holds several layers: their names, in the order they lie there."""
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return self.members or (self.name,)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGeometry:
-    """What two engines must agree on besides the model: how a block's bytes are laid out."""
+    """How one rank's blocks are laid out, and which part of the model's KV they hold."""
 
     block_size: int
     """Tokens per block."""
     num_blocks: int
     kv_cache_layout: str = "LBHNC"
+    """Axes from outermost to innermost, see layout.py."""
     attn_backend_name: str = "CPU_ATTN"
+    num_kv_heads: int | None = None
+    """Of the model, over all ranks. None: only engines laid out exactly alike can be read."""
+    tp_rank: int = 0
+    group_windows: tuple[int | None, ...] = (None,)
+    """Per KV-cache group: the tokens of its sliding window, None for full attention."""
+    uses_mla: bool = False
+    uses_mamba: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +297,9 @@ class EngineIdentity:
     """Side channel, where the handshake is answered. Not the HTTP address."""
     port: int
     tp_size: int = 1
+    pp_size: int = 1
+    dcp_size: int = 1
+    pcp_size: int = 1
     compat_factors: dict[str, str] = field(default_factory=dict)
     """Facts that must be equal on both ends; hashed into the compatibility hash."""
 

@@ -81,9 +81,9 @@ class PrefixProof:
         return cls(block_size, num_tokens, tuple(joined[i : i + HASH_BYTES] for i in starts))
 
 
-def digest(token_ids: Sequence[int], block_size: int) -> bytes:
-    """One hash over all tokens: the last of their proof; empty for no tokens."""
-    *_, last = b"", *_chain(token_ids, block_size)
+def digest(token_ids: Sequence[int]) -> bytes:
+    """One hash over all tokens, whatever the block size; empty for no tokens."""
+    *_, last = b"", *_chain(token_ids, max(1, len(token_ids)))
     return last
 
 

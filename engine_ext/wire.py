@@ -76,6 +76,8 @@ class AgentMetadata(msgspec.Struct, kw_only=True):
     """Version of our extension; stock neither sends nor reads it."""
     lease_extension: float = 0.0
     """Seconds that one heartbeat grants here from its arrival."""
+    tensor_rank: tuple[int, int] | None = None
+    """This worker's, and how many there are; stock neither sends nor reads it."""
 
 
 _PER_REGION = (
@@ -249,6 +251,8 @@ class PushExtension(msgspec.Struct, frozen=True):
     last_token: Unsigned
     digest: bytes
     remote_request_id: str
+    tp_rank: int = 0
+    """Whose blocks these are, of `decode_tp_size`."""
 
 
 class PushRegistered(msgspec.Struct, frozen=True, kw_only=True):

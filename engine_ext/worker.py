@@ -14,6 +14,7 @@ from dataclasses import replace
 from engine_ext.agent import Agent, AgentError, NixlAgent
 from engine_ext.config import ConnectorConfig
 from engine_ext.results import Results
+from engine_ext.support import refuse_unsupported, refuse_unsupported_memory
 from engine_ext.transfer import IDLE_WAIT, RECENT_WAIT, TransferLoop
 from engine_ext.types import (
     CacheGeometry,
@@ -38,7 +39,10 @@ def open_nixl(regions: Sequence[Region], config: ConnectorConfig) -> Agent:
 
 
 class WorkerConnector:
-    """See engine_ext.connector for who calls what when."""
+    """See engine_ext.connector for who calls what when. One per tensor rank.
+
+    Raises UnsupportedError for a model or a parallelism whose KV we cannot move.
+    """
 
     def __init__(
         self,
@@ -48,6 +52,7 @@ class WorkerConnector:
         open_agent: AgentFactory = open_nixl,
         clock: Clock = time.monotonic,
     ) -> None:
+        refuse_unsupported(geometry, identity)
         self._config = config
         self._geometry = geometry
         self._identity = identity
@@ -65,8 +70,12 @@ class WorkerConnector:
         self._results.set_wake(wake)
 
     def register_kv_caches(self, regions: Sequence[Region]) -> None:
-        """Registers the memory and starts the owner thread. Raises AgentError."""
+        """Registers the memory and starts the owner thread.
+
+        Raises AgentError, and UnsupportedError for memory that does not go with the configuration.
+        """
         self._regions = tuple(regions)
+        refuse_unsupported_memory(self._config, self._geometry, self._regions)
         agent = self._open_agent(self._regions, self._config)
         self._payload = encode_payload(
             self._metadata(agent.metadata()), self._identity.compat_factors
@@ -160,10 +169,11 @@ class WorkerConnector:
             block_size=self._geometry.block_size,
             attn_backend_name=self._geometry.attn_backend_name,
             region_num_blocks=[region.num_blocks for region in regions],
-            region_group_ids=[0] * len(regions),
+            region_group_ids=[region.group for region in regions],
             region_names=[region.name for region in regions],
             region_mem_types=[region.mem_type for region in regions],
-            region_members=[[region.name] for region in regions],
+            region_members=[list(region.layers) for region in regions],
             disagg_ext=EXTENSION_VERSION,
             lease_extension=self._config.lease_extension,
+            tensor_rank=(self._geometry.tp_rank, self._identity.tp_size),
         )

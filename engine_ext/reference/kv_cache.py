@@ -46,4 +46,8 @@ class KVCache:
         ]
 
     def geometry(self) -> CacheGeometry:
-        return CacheGeometry(block_size=self.block_size, num_blocks=self.num_blocks)
+        return CacheGeometry(
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            num_kv_heads=self.layers[0].shape[1],
+        )

@@ -45,7 +45,7 @@ def test_a_short_lease_still_beats_and_extends(duration: float) -> None:
         ({**BASE, "kv_connector_extra_config": {"num_threads": -1}}, "num_threads"),
         ({**BASE, "kv_connector_extra_config": {"bidirectional_kv_xfer": 1}}, "bidirectional"),
         ({**BASE, "kv_connector_extra_config": {"retained_blocks_share": 2}}, "retained_blocks"),
-        ({**BASE, "enable_permute_local_kv": True}, "enable_permute_local_kv"),
+        ({**BASE, "enable_permute_local_kv": 2}, "enable_permute_local_kv"),
     ],
 )
 def test_a_bad_value_is_refused_in_one_line_that_names_it(raw: Any, word: str) -> None:

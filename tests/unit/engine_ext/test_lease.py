@@ -78,8 +78,9 @@ def test_a_revoked_lease_can_be_read_in_its_grace_and_not_renewed() -> None:
 def test_a_lease_read_by_several_ranks_ends_with_the_last() -> None:
     leases = table()
     leases.grant("a", now=0, seconds=30)
-    assert not leases.release("a", readers=2)
-    assert leases.release("a", readers=2)
+    assert not leases.release("a", readers=2, reader="d-0")
+    assert not leases.release("a", readers=2, reader="d-0")
+    assert leases.release("a", readers=2, reader="d-1")
 
 
 def test_a_read_announced_before_the_grant_is_remembered() -> None:
