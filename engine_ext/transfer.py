@@ -75,7 +75,7 @@ class TransferLoop:
         self._leases = LeaseTable(config.lease_extension, config.revoke_grace)
         self._readers = Readers(agent)
         self._beats = HeartbeatTracker(config.heartbeat_interval)
-        self._peers = Peers(agent, config, geometry, regions, identity.compat_factors, stats)
+        self._peers = Peers(agent, config, geometry, regions, identity, stats)
         self._pulls = Pulls(
             agent,
             self._peers,
