@@ -30,6 +30,7 @@ from engine_ext.config import LoadFailurePolicy
 from engine_ext.scheduler import SchedulerConnector
 from engine_ext.types import BlockIds, StepMetadata, TransferResults
 from engine_ext.vllm import describe
+from engine_ext.vllm.news import NewsListener, NewsSender
 from engine_ext.vllm.request import RequestView
 from engine_ext.vllm.versions import require_supported_version
 from engine_ext.worker import WorkerConnector
@@ -85,6 +86,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._config = describe.connector_config(vllm_config)
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
+        self._news: NewsListener | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler()
 
@@ -159,6 +161,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         """For our scheduler class; vLLM's own has one policy for all requests."""
         return self.scheduler.load_failure_policy(RequestView(request))
 
+    def listen_for_news(self, on_news: Callable[[], None]) -> None:
+        """`on_news` is called when a worker has results, from another thread."""
+        self._news = NewsListener(self._config.engine_id, on_news)
+
     def has_pending_push_work(self) -> bool:
         """The engine takes another step, so that the workers hear what was decided."""
         return self._scheduler is not None and self._scheduler.has_pending_work()
@@ -174,6 +180,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         geometry = describe.cache_geometry(self._vllm_config, self._kv_cache_config)
         identity = describe.engine_identity(self._vllm_config, self._config, geometry)
         self._worker = WorkerConnector(self._config, geometry, identity)
+        self._worker.set_wake(NewsSender(self._config.engine_id))
         self._worker.register_kv_caches(describe.regions(kv_caches, geometry.num_blocks))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -210,6 +217,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def shutdown(self) -> None:
+        if self._news is not None:
+            self._news.close()
         if self._scheduler is not None:
             self._scheduler.shutdown()
         if self._worker is not None:

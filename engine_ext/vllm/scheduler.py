@@ -5,7 +5,9 @@ nothing but remote readers is waited for.
 """
 
 import logging
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -22,7 +24,7 @@ from engine_ext.vllm.finish_reason import cache_threshold_reason
 logger = logging.getLogger(__name__)
 
 REST_SECONDS = 0.02
-"""Pause between two steps that can only free blocks; a new request ends it no later."""
+"""Pause between two steps that can only free blocks, where nobody can wake the engine."""
 
 
 class DisaggMixin:
@@ -31,11 +33,26 @@ class DisaggMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._refused: list[tuple[Request, Verdict]] = []
+        self._wake: Callable[[], None] | None = None
+        self._news = threading.Event()
         config = self.vllm_config.kv_transfer_config  # type: ignore[attr-defined] # vLLM's
         extra = {} if config is None else config.kv_connector_extra_config
         self._default_threshold = parse_threshold(extra.get("global_cache_hit_threshold")) or 0.0
 
+    def set_wake(self, wake: Callable[[], None]) -> None:
+        """`wake` ends the sleep of the engine's loop; see engine_wake.py."""
+        connector = self.connector  # type: ignore[attr-defined] # vLLM's
+        if isinstance(connector, DisaggConnector):
+            self._wake = wake
+            connector.listen_for_news(self._on_news)
+
+    def _on_news(self) -> None:
+        self._news.set()
+        if self._wake is not None:
+            self._wake()
+
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._news.clear()
         self._refuse_below_threshold()
         return super().schedule(*args, **kwargs)  # type: ignore[misc] # vLLM's
 
@@ -55,10 +72,13 @@ class DisaggMixin:
 
     def has_finished_requests(self) -> bool:
         """vLLM steps every millisecond while a finished request's blocks wait for a reader."""
-        waiting = super().has_finished_requests()  # type: ignore[misc] # vLLM's
-        if waiting and not self.finished_req_ids and not self._has_live_requests():  # type: ignore[attr-defined] # vLLM's
-            time.sleep(REST_SECONDS)
-        return bool(waiting)
+        waiting = bool(super().has_finished_requests())  # type: ignore[misc] # vLLM's
+        if not waiting or self.finished_req_ids or self._has_live_requests():  # type: ignore[attr-defined] # vLLM's
+            return waiting
+        if self._wake is not None:
+            return self._news.is_set()
+        time.sleep(REST_SECONDS)
+        return True
 
     def _has_live_requests(self) -> bool:
         running, waiting = self.get_request_counts()  # type: ignore[attr-defined] # vLLM's
