@@ -1,5 +1,6 @@
 # make demo   install, start prefill + decode engine + router, print curl lines
-# make test   install, run every test
+# make test   install, run every test but those inside vLLM
+# make test-vllm   install vLLM's CPU build, run the connector inside it
 # make check  lint, types, layers
 
 PYTHON ?= python3
@@ -7,7 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check install clean help
+.PHONY: demo test test-vllm check install clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -23,6 +24,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@VENV="$(VENV)" scripts/test $(ARGS)
+
+test-vllm: $(STAMP)
+	PYTHON="$(PYTHON)" scripts/install_vllm
+	@VENV="$(VENV)" scripts/test tests/vllm --timeout 600 $(ARGS)
 
 check: $(STAMP)
 	@VENV="$(VENV)" scripts/check

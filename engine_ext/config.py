@@ -197,6 +197,8 @@ _EXTRA: dict[str, Check] = {
     "retained_blocks_share": _share,
     "kv_recompute_threshold": _count(0),
     "trust_unproven_prefix": _switch,
+    # Read by the scheduler class; checked here so that a typo is found at start.
+    "global_cache_hit_threshold": _share,
     "enable_cross_layers_blocks": _switch,
     "push_registration_timeout": _seconds,
     # Accepted so that a configuration written for NixlConnector loads.

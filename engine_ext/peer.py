@@ -16,7 +16,7 @@ from engine_ext.agent import Agent, AgentError, PeerHandle
 from engine_ext.config import ConnectorConfig
 from engine_ext.plan import ALONE, PlanError, match_peer
 from engine_ext.ranks import RankError, TensorRank
-from engine_ext.types import CacheGeometry, ConnectorStats, PeerAddress, Region
+from engine_ext.types import CacheGeometry, ConnectorStats, EngineIdentity, PeerAddress, Region
 from engine_ext.wire import (
     EXTENSION_VERSION,
     AgentMetadata,
@@ -51,9 +51,11 @@ class Connecting:
     deadline: float
 
 
-def compatibility_problem(ours: Mapping[str, str], payload: HandshakePayload) -> str | None:
+def compatibility_problem(
+    ours: Mapping[str, str], payload: HandshakePayload, our_hash: str | None = None
+) -> str | None:
     """Why the peer's model or cache is not ours, naming each field; None when it is."""
-    if payload.compatibility_hash == compatibility_hash(ours):
+    if payload.compatibility_hash == (our_hash or compatibility_hash(ours)):
         return None
     theirs = payload.compat_factors
     if theirs is None:
@@ -70,7 +72,7 @@ class Peers:
         config: ConnectorConfig,
         geometry: CacheGeometry,
         regions: Sequence[Region],
-        factors: Mapping[str, str],
+        identity: EngineIdentity,
         stats: ConnectorStats,
         us: TensorRank = ALONE,
     ) -> None:
@@ -79,7 +81,7 @@ class Peers:
         self._config = config
         self._geometry = geometry
         self._regions = regions
-        self._factors = factors
+        self._identity = identity
         self._stats = stats
         self._context: zmq.Context[Any] = zmq.Context()
         self._ready: dict[PeerRank, PeerHandle] = {}
@@ -161,7 +163,8 @@ class Peers:
             raise PeerError(f"no handshake within {self._config.handshake_timeout:g} s")
 
     def _check(self, payload: HandshakePayload) -> None:
-        problem = compatibility_problem(self._factors, payload)
+        identity = self._identity
+        problem = compatibility_problem(identity.compat_factors, payload, identity.compat_hash)
         if problem and self._config.enforce_handshake_compat:
             raise PeerError(problem)
         if problem:

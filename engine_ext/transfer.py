@@ -81,7 +81,7 @@ class TransferLoop:
             config,
             geometry,
             regions,
-            identity.compat_factors,
+            identity,
             stats,
             TensorRank(geometry.tp_rank, identity.tp_size),
         )

@@ -302,6 +302,8 @@ class EngineIdentity:
     pcp_size: int = 1
     compat_factors: dict[str, str] = field(default_factory=dict)
     """Facts that must be equal on both ends; hashed into the compatibility hash."""
+    compat_hash: str | None = None
+    """The host's own compatibility hash, where its peers compare that one (vLLM's)."""
 
 
 @dataclass(slots=True)

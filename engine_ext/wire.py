@@ -121,10 +121,12 @@ def decode_request(message: bytes) -> Rank:
     return pp_rank, tp_rank
 
 
-def encode_payload(metadata: AgentMetadata, factors: Mapping[str, str]) -> bytes:
+def encode_payload(
+    metadata: AgentMetadata, factors: Mapping[str, str], compat_hash: str | None = None
+) -> bytes:
     return msgspec.msgpack.encode(
         HandshakePayload(
-            compatibility_hash=compatibility_hash(factors),
+            compatibility_hash=compat_hash or compatibility_hash(factors),
             agent_metadata_bytes=msgspec.msgpack.encode(metadata),
             compat_factors=dict(factors),
         )

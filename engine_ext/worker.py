@@ -78,7 +78,9 @@ class WorkerConnector:
         refuse_unsupported_memory(self._config, self._geometry, self._regions)
         agent = self._open_agent(self._regions, self._config)
         self._payload = encode_payload(
-            self._metadata(agent.metadata()), self._identity.compat_factors
+            self._metadata(agent.metadata()),
+            self._identity.compat_factors,
+            self._identity.compat_hash,
         )
         loop = TransferLoop(
             agent,

@@ -66,21 +66,28 @@ class Server:
 
 @contextmanager
 def serving(
-    name: str, command: list[str], port: int, directory: Path, ready: str, **env: str
+    name: str,
+    command: list[str],
+    port: int,
+    directory: Path,
+    ready: str,
+    env: dict[str, str] | None = None,
+    python: Path = Path(sys.executable),
+    start_seconds: float = START_SECONDS,
 ) -> Iterator[Server]:
     """Runs `python -m command...` until the block ends; enters when GET `ready` answers 200."""
     log = directory / f"{name}-{port}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", *command],
+            [str(python), "-m", *command],
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **env},
+            env={**os.environ, **(env or {})},
         )
     server = Server(name, process, port, log)
     try:
-        wait_for(lambda: _answers(server, ready), f"{name} on port {port}", START_SECONDS)
+        wait_for(lambda: _answers(server, ready), f"{name} on port {port}", start_seconds)
         yield server
     finally:
         process.terminate()
@@ -146,7 +153,7 @@ class Launcher:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
         }
-        with serving(name, [*command, *options], port, self.directory, "/health", **side) as server:
+        with serving(name, [*command, *options], port, self.directory, "/health", side) as server:
             yield server
 
     @contextmanager

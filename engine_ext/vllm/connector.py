@@ -1,0 +1,238 @@
+"""vLLM's connector interface over the core's two halves: types in, types out.
+
+vLLM makes two instances in two processes; each has one half. An exception out of a hook would end
+the engine, so none gets out: a request whose hook fails is served locally or ends alone.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from engine_ext.config import LoadFailurePolicy
+from engine_ext.scheduler import SchedulerConnector
+from engine_ext.types import BlockIds, StepMetadata, TransferResults
+from engine_ext.vllm import describe
+from engine_ext.vllm.news import NewsListener, NewsSender
+from engine_ext.vllm.request import RequestView
+from engine_ext.vllm.versions import require_supported_version
+from engine_ext.worker import WorkerConnector
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass
+class DisaggMetadata(KVConnectorMetadata):
+    step: StepMetadata
+
+
+@dataclass
+class DisaggHandshake(KVConnectorHandshakeMetadata):
+    """What the listener answers for one worker."""
+
+    payload: bytes
+
+
+Matched = tuple[int | None, bool]
+Finished = tuple[bool, dict[str, Any] | None]
+
+NOTHING: Matched = (0, False)
+NOT_KEPT: Finished = (False, None)
+
+
+def guarded(fallback: T) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """A hook that fails answers `fallback` and says so in the log."""
+
+    def decorate(hook: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(hook)
+        def call(*args: Any, **kwargs: Any) -> T:
+            try:
+                return hook(*args, **kwargs)
+            except Exception:
+                logger.exception("KV connector: %s", hook.__name__)
+                return fallback
+
+        return call
+
+    return decorate
+
+
+class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        require_supported_version()
+        describe.refuse_unsupported(vllm_config, kv_cache_config)
+        self._config = describe.connector_config(vllm_config)
+        self._scheduler: SchedulerConnector | None = None
+        self._worker: WorkerConnector | None = None
+        self._news: NewsListener | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = self._make_scheduler()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        return "LBHNC"
+
+    # Scheduler side.
+
+    @property
+    def scheduler(self) -> SchedulerConnector:
+        assert self._scheduler is not None, "this is the worker's half"
+        return self._scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        payloads = {
+            rank: handshake.payload
+            for rank, handshake in metadata.items()
+            if isinstance(handshake, DisaggHandshake)
+        }
+        self.scheduler.set_handshake_metadata(payloads)
+
+    @guarded(None)
+    def on_new_request(self, request: Request) -> None:
+        self.scheduler.on_new_request(RequestView(request))
+
+    @guarded(NOTHING)
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Matched:
+        view = RequestView(request)
+        matched = self.scheduler.get_num_new_matched_tokens(view, num_computed_tokens)
+        return matched.num_tokens, matched.is_async
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
+        return groups
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        block_ids = _by_group(blocks.get_block_ids())
+        self.scheduler.update_state_after_alloc(
+            RequestView(request), block_ids, num_external_tokens
+        )
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return DisaggMetadata(self.scheduler.build_connector_meta())
+
+    @guarded(None)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.scheduler.update_connector_output(
+            TransferResults(
+                frozenset(connector_output.finished_sending or ()),
+                frozenset(connector_output.finished_recving or ()),
+                frozenset(getattr(connector_output, "failed_recving", None) or ()),
+            )
+        )
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @guarded(NOT_KEPT)
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> Finished:
+        view = RequestView(request)
+        decision = self.scheduler.request_finished(view, _by_group(block_ids), view.finish_status)
+        return decision.delay_free, decision.kv_transfer_params
+
+    def load_failure_policy(self, request: Request) -> LoadFailurePolicy:
+        """For our scheduler class; vLLM's own has one policy for all requests."""
+        return self.scheduler.load_failure_policy(RequestView(request))
+
+    def listen_for_news(self, on_news: Callable[[], None]) -> None:
+        """`on_news` is called when a worker has results, from another thread."""
+        self._news = NewsListener(self._config.engine_id, on_news)
+
+    def has_pending_push_work(self) -> bool:
+        """The engine takes another step, so that the workers hear what was decided."""
+        return self._scheduler is not None and self._scheduler.has_pending_work()
+
+    # Worker side.
+
+    @property
+    def worker(self) -> WorkerConnector:
+        assert self._worker is not None, "this is the scheduler's half, or has no KV cache yet"
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        geometry = describe.cache_geometry(self._vllm_config, self._kv_cache_config)
+        identity = describe.engine_identity(self._vllm_config, self._config, geometry)
+        self._worker = WorkerConnector(self._config, geometry, identity)
+        self._worker.set_wake(NewsSender(self._config.engine_id))
+        self._worker.register_kv_caches(describe.regions(kv_caches, geometry.num_blocks))
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        if self._worker is None:
+            return None
+        return DisaggHandshake(self._worker.get_handshake_payload())
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, DisaggMetadata)
+        self.worker.start_load_kv(metadata.step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads run beside the engine's steps."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing is saved: other engines read, or are written to, when a request has finished."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = self.worker.get_transfer_results()
+        return KVConnectorTransferResults(
+            set(results.finished_sending),
+            set(results.finished_recving),
+            set(results.failed_recving),
+        )
+
+    def shutdown(self) -> None:
+        if self._news is not None:
+            self._news.close()
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    def _make_scheduler(self) -> SchedulerConnector:
+        identity = describe.engine_identity(self._vllm_config, self._config, geometry=None)
+        geometry = describe.scheduler_geometry(self._vllm_config, self._kv_cache_config)
+        return SchedulerConnector(self._config, identity, geometry)
+
+
+class DisaggPushConnector(DisaggConnector):
+    """The prefill engine writes; chosen by name."""
+
+
+def _by_group(block_ids: tuple[list[int], ...]) -> BlockIds:
+    return tuple(tuple(group) for group in block_ids)

@@ -1,0 +1,124 @@
+"""vLLM's configuration and memory, in the core's words."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    compute_nixl_compatibility_hash,
+)
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from engine_ext.config import ConnectorConfig
+from engine_ext.types import CacheGeometry, EngineIdentity, Region
+
+CONFIG_KEYS = ("kv_connector", "kv_role", "kv_load_failure_policy", "engine_id")
+
+
+def connector_config(vllm_config: VllmConfig) -> ConnectorConfig:
+    """Raises ValueError, one line, for what is wrong or not supported."""
+    given = vllm_config.kv_transfer_config
+    raw: dict[str, Any] = {key: getattr(given, key) for key in CONFIG_KEYS}
+    raw["kv_connector_extra_config"] = given.kv_connector_extra_config
+    return ConnectorConfig.from_kv_transfer_config(
+        {key: value for key, value in raw.items() if value is not None}
+    )
+
+
+def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raises ValueError naming what the connector cannot move."""
+    parallel = vllm_config.parallel_config
+    problems = {
+        "MLA": vllm_config.model_config.use_mla,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "tensor parallelism": parallel.tensor_parallel_size > 1,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "several KV-cache groups": len(kv_cache_config.kv_cache_groups) > 1,
+    }
+    found = [name for name, present in problems.items() if present]
+    if found:
+        raise ValueError(f"DisaggConnector does not support {', '.join(found)} yet")
+
+
+def scheduler_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheGeometry:
+    """What the scheduler half needs; layout and backend are the workers' to know."""
+    return CacheGeometry(vllm_config.cache_config.block_size, kv_cache_config.num_blocks)
+
+
+def cache_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheGeometry:
+    cache = vllm_config.cache_config
+    return CacheGeometry(
+        block_size=cache.block_size,
+        num_blocks=kv_cache_config.num_blocks,
+        kv_cache_layout=cache.get_resolved_kv_cache_layout().name,
+        attn_backend_name=get_current_attn_backends(vllm_config)[0].get_name(),
+    )
+
+
+def engine_identity(
+    vllm_config: VllmConfig, config: ConnectorConfig, geometry: CacheGeometry | None
+) -> EngineIdentity:
+    """`geometry` is known to workers only; without it there is nothing to compare."""
+    host, port = side_channel(vllm_config)
+    compat_hash, factors = None, {}
+    if geometry is not None:
+        backend = geometry.attn_backend_name
+        compat_hash = compute_nixl_compatibility_hash(vllm_config, backend, config.transfer_mode)
+        factors = _factors(vllm_config, backend, config)
+    return EngineIdentity(
+        config.engine_id, host, port, compat_factors=factors, compat_hash=compat_hash
+    )
+
+
+def side_channel(vllm_config: VllmConfig) -> tuple[str, int]:
+    rank: int = vllm_config.parallel_config.data_parallel_index
+    return envs.VLLM_NIXL_SIDE_CHANNEL_HOST, envs.VLLM_NIXL_SIDE_CHANNEL_PORT + rank
+
+
+def _factors(vllm_config: VllmConfig, backend: str, config: ConnectorConfig) -> dict[str, str]:
+    """What vLLM hashes, field by field, so that a mismatch can be named."""
+    from vllm import __version__
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    return {
+        "vllm_version": __version__,
+        "model": str(model.model),
+        "dtype": str(model.dtype),
+        "num_kv_heads": str(model.get_total_num_kv_heads()),
+        "head_size": str(model.get_head_size()),
+        "num_layers": str(model.get_total_num_hidden_layers()),
+        "cache_dtype": str(cache.cache_dtype),
+        "attn_backend": backend,
+        "transfer_mode": config.transfer_mode,
+    }
+
+
+def regions(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> list[Region]:
+    """One per layer, K and V packed, in the order of layer numbers that stock peers expect."""
+    return [_region(name, kv_caches[name], num_blocks) for name in sorted(kv_caches, key=_natural)]
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """`layers.2` before `layers.10`."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]
+
+
+def _region(name: str, cache: torch.Tensor, num_blocks: int) -> Region:
+    block = cache[0]
+    if cache.shape[0] != num_blocks or not block.is_contiguous():
+        raise ValueError(
+            f"KV cache of {name} has shape {tuple(cache.shape)} and strides {cache.stride()}: "
+            "blocks must come first, each in one piece (set VLLM_KV_CACHE_LAYOUT=LBHNC)"
+        )
+    return Region(
+        name=name,
+        base_addr=cache.data_ptr(),
+        block_len=block.numel() * cache.element_size(),
+        block_stride=cache.stride(0) * cache.element_size(),
+        num_blocks=num_blocks,
+        device_id=max(cache.get_device(), 0),
+        mem_type="DRAM" if cache.device.type == "cpu" else "VRAM",
+    )

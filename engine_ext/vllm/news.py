@@ -1,0 +1,69 @@
+"""How a worker tells the engine's process that a transfer has ended.
+
+vLLM asks its workers once per step, and steps all the time while a finished request's blocks wait
+for a reader: that keeps two processes busy. Here the worker sends a datagram, and the engine sleeps
+until it comes. Both are on one machine; a Unix socket in the abstract namespace leaves no file.
+"""
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 5.0
+"""News are assumed after this long, in case a datagram was lost."""
+
+
+def _address(engine_id: str) -> str:
+    return f"\0disagg-news-{engine_id}"
+
+
+class NewsSender:
+    """Called from the worker's owner thread; never blocks, never raises."""
+
+    def __init__(self, engine_id: str) -> None:
+        self._address = _address(engine_id)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+
+    def __call__(self) -> None:
+        try:
+            self._socket.sendto(b"1", self._address)
+        except BlockingIOError:
+            return  # Enough are under way.
+        except OSError as error:
+            logger.debug("the engine was not woken: %s", error)
+
+
+class NewsListener:
+    """Calls `on_news` from a thread of its own. Raises OSError when the address is taken."""
+
+    def __init__(self, engine_id: str, on_news: Callable[[], None]) -> None:
+        self._on_news = on_news
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(_address(engine_id))
+        self._socket.settimeout(PATIENCE_SECONDS)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-news", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopping.set()
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            logger.debug("news: %s", error)
+        self._thread.join(timeout=PATIENCE_SECONDS + 1)
+        self._socket.close()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._socket.recv(16)
+            except TimeoutError:
+                pass  # Look all the same.
+            except OSError:
+                return
+            self._on_news()

@@ -1,0 +1,27 @@
+"""vLLM calls `register` in every process before anything is built (`vllm.general_plugins`).
+
+It adds what the HTTP server of vLLM 0.32 cannot say by itself: the request field
+`cache_hit_threshold`, the finish reason `cache_threshold`, and `kv_transfer_params` in streams,
+in a chunk of their own before `[DONE]`.
+"""
+
+import logging
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Idempotent. On a vLLM that was not tested nothing is changed, and the log says so."""
+    from engine_ext.vllm.versions import require_supported_version
+
+    try:
+        require_supported_version()
+    except RuntimeError as error:
+        logger.warning("%s: no streamed kv_transfer_params, no cache_hit_threshold", error)
+        return
+    from engine_ext.vllm import engine_wake, finish_reason, request_field, streams
+
+    finish_reason.install()
+    request_field.install()
+    streams.install()
+    engine_wake.install()

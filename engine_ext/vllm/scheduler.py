@@ -1,0 +1,166 @@
+"""A scheduler class for `--scheduler-cls engine_ext.vllm.scheduler.DisaggScheduler`.
+
+What vLLM's own lacks: a load-failure policy per request, `cache_hit_threshold`, and rest while
+nothing but remote readers is waited for.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from engine_ext.admission import FIELD, Verdict, judge, parse_threshold
+from engine_ext.vllm.connector import DisaggConnector
+from engine_ext.vllm.finish_reason import cache_threshold_reason
+
+logger = logging.getLogger(__name__)
+
+REST_SECONDS = 0.02
+"""Pause between two steps that can only free blocks, where nobody can wake the engine."""
+
+
+class DisaggMixin:
+    """Over vLLM 0.32's Scheduler. Only names that exist there are overridden."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._refused: list[tuple[Request, Verdict]] = []
+        self._wake: Callable[[], None] | None = None
+        self._news = threading.Event()
+        config = self.vllm_config.kv_transfer_config  # type: ignore[attr-defined] # vLLM's
+        extra = {} if config is None else config.kv_connector_extra_config
+        self._default_threshold = parse_threshold(extra.get("global_cache_hit_threshold")) or 0.0
+
+    def set_wake(self, wake: Callable[[], None]) -> None:
+        """`wake` ends the sleep of the engine's loop; see engine_wake.py."""
+        connector = self.connector  # type: ignore[attr-defined] # vLLM's
+        if isinstance(connector, DisaggConnector):
+            self._wake = wake
+            connector.listen_for_news(self._on_news)
+
+    def _on_news(self) -> None:
+        self._news.set()
+        if self._wake is not None:
+            self._wake()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._news.clear()
+        self._refuse_below_threshold()
+        return super().schedule(*args, **kwargs)  # type: ignore[misc] # vLLM's
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc] # vLLM's
+        refused, self._refused = self._refused, []
+        for request, verdict in refused:
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(
+                _refusal(request, verdict)
+            )
+        return outputs
+
+    def has_requests(self) -> bool:
+        return bool(self._refused) or super().has_requests()  # type: ignore[misc] # vLLM's
+
+    def has_finished_requests(self) -> bool:
+        """vLLM steps every millisecond while a finished request's blocks wait for a reader."""
+        waiting = bool(super().has_finished_requests())  # type: ignore[misc] # vLLM's
+        if not waiting or self.finished_req_ids or self._has_live_requests():  # type: ignore[attr-defined] # vLLM's
+            return waiting
+        if self._wake is not None:
+            return self._news.is_set()
+        time.sleep(REST_SECONDS)
+        return True
+
+    def _has_live_requests(self) -> bool:
+        running, waiting = self.get_request_counts()  # type: ignore[attr-defined] # vLLM's
+        return bool(running or waiting)
+
+    def _handle_failed_recving(self, failed_req_ids: set[str]) -> set[str]:
+        default = self.recompute_kv_load_failures  # type: ignore[has-type]
+        affected: set[str] = set()
+        for recompute in (True, False):
+            self.recompute_kv_load_failures = recompute
+            ids = {name for name in failed_req_ids if self._recomputes(name, default) is recompute}
+            affected |= super()._handle_failed_recving(ids)  # type: ignore[misc] # vLLM's
+        self.recompute_kv_load_failures = default
+        return affected
+
+    def _recomputes(self, request_id: str, default: bool) -> bool:
+        request = self.requests.get(request_id)  # type: ignore[attr-defined] # vLLM's
+        connector = self.connector  # type: ignore[attr-defined] # vLLM's
+        if request is None or not isinstance(connector, DisaggConnector):
+            return default
+        return connector.load_failure_policy(request) == "recompute"
+
+    def _refuse_below_threshold(self) -> None:
+        """Before anything is allocated, those whose turn may come in this step."""
+        room = self.max_num_running_reqs - len(self.running)  # type: ignore[attr-defined] # vLLM's
+        candidates = [request for request, _ in zip(self.waiting, range(room), strict=False)]  # type: ignore[attr-defined] # vLLM's
+        for request in candidates:
+            verdict = self._judge(request)
+            if verdict is not None and verdict.is_refused:
+                self._refused.append((request, verdict))
+                self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)  # type: ignore[attr-defined] # vLLM's
+
+    def _judge(self, request: Request) -> Verdict | None:
+        """None where there is nothing to judge: no threshold, or blocks already there."""
+        threshold = self._threshold_of(request)
+        if threshold <= 0 or request.num_computed_tokens > 0:
+            return None
+        if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            return None
+        params = request.kv_transfer_params
+        prefills = isinstance(params, dict) and bool(params.get("do_remote_decode"))
+        local, external = self._tokens_at_hand(request)
+        return judge(threshold, local, external, request.num_tokens, prefills=prefills)
+
+    def _threshold_of(self, request: Request) -> float:
+        given = getattr(request.sampling_params, "extra_args", None) or {}
+        try:
+            threshold = parse_threshold(given.get(FIELD))
+        except ValueError as error:
+            logger.warning("request %s: %s", request.request_id, error)
+            return 0.0
+        return self._default_threshold if threshold is None else threshold
+
+    def _tokens_at_hand(self, request: Request) -> tuple[int, int]:
+        manager = self.kv_cache_manager  # type: ignore[attr-defined] # vLLM's
+        counted, manager.log_stats = manager.log_stats, False
+        try:
+            local = int(self._get_local_prefix_cache_hit(request)[1])  # type: ignore[attr-defined] # vLLM's
+        finally:
+            manager.log_stats = counted
+        if self.connector is None:  # type: ignore[attr-defined] # vLLM's
+            return local, 0
+        aligned = local - local % self.block_size  # type: ignore[attr-defined] # vLLM's
+        external, _ = self.connector.get_num_new_matched_tokens(request, aligned)  # type: ignore[attr-defined] # vLLM's
+        return aligned if external else local, external or 0
+
+
+def _refusal(request: Request, verdict: Verdict) -> EngineCoreOutput:
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        finish_reason=cache_threshold_reason(),
+        stop_reason=verdict.stop_reason,
+        events=request.take_events(),
+        trace_headers=request.trace_headers,
+        kv_transfer_params={"cache_hit_rate": verdict.rate, FIELD: verdict.threshold},
+    )
+
+
+class DisaggScheduler(DisaggMixin, Scheduler):
+    pass
+
+
+class DisaggAsyncScheduler(DisaggMixin, AsyncScheduler):
+    """For platforms where vLLM schedules ahead of the model (GPUs)."""

@@ -1,0 +1,113 @@
+"""What vLLM 0.32's streams leave out: `kv_transfer_params`, and a refusal without any text.
+
+Both generators get their results from an async iterator, which is watched on its way in; what it
+brought and the chunks did not say is said in one chunk before `[DONE]`.
+"""
+
+import functools
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.entrypoints.openai.chat_completion import serving as chat
+from vllm.entrypoints.openai.completion import serving as completion
+
+from engine_ext.admission import FINISH_REASON
+
+DONE = "data: [DONE]"
+MARK = "_disagg_stream"
+CHAT = "chat.completion.chunk"
+TEXT = "text_completion"
+
+
+@dataclass
+class Seen:
+    """Of the results that went into a stream."""
+
+    kv_transfer_params: dict[str, Any] | None = None
+    refused: list[tuple[int, Any]] = field(default_factory=list)
+    """(choice, stop reason)."""
+
+    def __bool__(self) -> bool:
+        return self.kv_transfer_params is not None or bool(self.refused)
+
+    async def watch(self, results: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for item in results:
+            self._look_at(item[1] if isinstance(item, tuple) else item)
+            yield item
+
+    def chunk(self, request_id: str, model: str, kind: str) -> str:
+        choices = [_choice(kind, index, reason) for index, reason in self.refused]
+        body: dict[str, Any] = {
+            "id": request_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+            "choices": choices,
+        }
+        if self.kv_transfer_params is not None:
+            body["kv_transfer_params"] = self.kv_transfer_params
+        return f"data: {json.dumps(body)}\n\n"
+
+    def _look_at(self, result: Any) -> None:
+        params = getattr(result, "kv_transfer_params", None)
+        if params:
+            self.kv_transfer_params = params
+        for output in result.outputs:
+            if output.finish_reason == FINISH_REASON:
+                self.refused.append((output.index, output.stop_reason))
+
+
+def install() -> None:
+    """Idempotent."""
+    _wrap(chat, "chat_completion_stream_generator", CHAT)
+    _wrap(completion, "completion_stream_generator", TEXT)
+
+
+def _wrap(module: Any, name: str, kind: str) -> None:
+    for owner in vars(module).values():
+        if isinstance(owner, type) and name in vars(owner):
+            original = vars(owner)[name]
+            if not hasattr(original, MARK):
+                setattr(owner, name, _saying_more(original, kind))
+
+
+def _saying_more(original: Any, kind: str) -> Any:
+    @functools.wraps(original)
+    async def generator(self: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
+        seen = Seen()
+        watched = [seen.watch(each) if _is_results(each) else each for each in args]
+        if "result_generator" in kwargs:
+            kwargs["result_generator"] = seen.watch(kwargs["result_generator"])
+        async with aclosing(original(self, request, *watched, **kwargs)) as chunks:
+            async for chunk in chunks:
+                if seen and chunk.startswith(DONE):
+                    yield seen.chunk(_request_id(args, kwargs), request.model, kind)
+                yield chunk
+
+    setattr(generator, MARK, True)
+    return generator
+
+
+def _is_results(value: Any) -> bool:
+    return hasattr(value, "__aiter__")
+
+
+def _request_id(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The first string among the arguments, as both generators are declared."""
+    given = kwargs.get("request_id")
+    return str(given or next((each for each in args if isinstance(each, str)), ""))
+
+
+def _choice(kind: str, index: int, stop_reason: Any) -> dict[str, Any]:
+    said: dict[str, Any] = {"delta": {}} if kind == CHAT else {"text": ""}
+    return {
+        "index": index,
+        **said,
+        "logprobs": None,
+        "finish_reason": FINISH_REASON,
+        "stop_reason": stop_reason,
+    }

