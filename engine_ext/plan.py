@@ -18,7 +18,7 @@ import numpy.typing as npt
 from engine_ext.layout import BlockShape, Box, LayoutError, joint_axes, piece_length, pieces
 from engine_ext.ranks import RankError, TensorRank, is_spare
 from engine_ext.support import unsupported_by
-from engine_ext.types import BlockIds, CacheGeometry, Region
+from engine_ext.types import SHARED, BlockIds, CacheGeometry, Region
 from engine_ext.wire import AgentMetadata
 
 Indices = npt.NDArray[np.int32]
@@ -159,8 +159,8 @@ class PeerLayout:
     def _batch(
         self, local: Sequence[Blocks], remote: Sequence[Blocks], first_token: int, last_token: int
     ) -> Batch:
-        number = (last_token - first_token) // self.unit
-        if first_token % self.unit or not 0 <= first_token <= last_token or number > MAX_UNITS:
+        in_reach = 0 <= first_token <= last_token <= MAX_UNITS * self.unit
+        if first_token % self.unit or not in_reach:
             raise PlanError(f"tokens {first_token} to {last_token} in units of {self.unit}")
         parts = [
             self._pair(group, local[group], remote[group], first_token, last_token)
@@ -212,7 +212,10 @@ class PeerLayout:
         index = positions // per_block - blocks.first
         if len(index) and (index[-1] >= len(blocks.ids) or (window is None and index[0] < 0)):
             raise PlanError(f"{len(blocks.ids)} {name} blocks do not cover the tokens")
-        ids = np.array([NULL_BLOCK, *blocks.ids], dtype=np.int64)
+        try:
+            ids = np.array([NULL_BLOCK, *blocks.ids], dtype=np.int64)
+        except OverflowError:
+            raise PlanError(f"{name} block ids beyond 63 bits") from None
         return Units(ids[np.maximum(index + 1, 0)], positions % per_block)
 
 
@@ -317,8 +320,16 @@ class _Rows:
         self.starts = [[[] for _ in self.places] for _ in range(self.num_groups)]
         self.num_blocks = [MAX_DESCRIPTORS] * self.num_groups
 
+    def groups_of(self, region: Region) -> range:
+        """Blocks of all groups lie in a shared region."""
+        if region.group == SHARED:
+            return range(self.num_groups)
+        return range(region.group, region.group + 1)
+
     def add(self, region: Region, place: int, offset: int, length: int) -> None:
-        self.starts[region.group][place].append(self.size)
+        for group in self.groups_of(region):
+            self.starts[group][place].append(self.size)
+            self.num_blocks[group] = min(self.num_blocks[group], region.num_blocks)
         self.rows.append(
             (
                 region.base_addr + offset,
@@ -329,7 +340,6 @@ class _Rows:
             )
         )
         self.size += region.num_blocks
-        self.num_blocks[region.group] = min(self.num_blocks[region.group], region.num_blocks)
         if len(self.rows) > MAX_ROWS or self.size >= MAX_DESCRIPTORS:
             raise LayoutError("too many pieces for one peer")
 
@@ -393,7 +403,7 @@ class _Matcher:
         _require(f"block_len of {ours.name}", ours.block_len, theirs.block_len)
         self._ours.add(ours, 0, 0, ours.block_len)
         self._theirs.add(theirs, 0, 0, theirs.block_len)
-        self._unit_bytes[ours.group] += ours.block_len
+        self._count(ours, ours.block_len)
 
     def _add_pieces(self, span: Span) -> None:
         here, there = self._our_box(span), self._their_box(span)
@@ -408,8 +418,11 @@ class _Matcher:
             for place in rows.places:
                 for offset in pieces(box(place), joint):
                     rows.add(region, place, offset, length)
-        number = sum(1 for _ in pieces(here(0), joint))
-        self._unit_bytes[span.ours.group] += number * length
+        self._count(span.ours, length * sum(1 for _ in pieces(here(0), joint)))
+
+    def _count(self, region: Region, unit_bytes: int) -> None:
+        for group in self._ours.groups_of(region):
+            self._unit_bytes[group] += unit_bytes
 
     def _our_box(self, span: Span) -> Callable[[int], Box]:
         return self._box(
@@ -463,7 +476,7 @@ class _Matcher:
 
 def _spans(local: Sequence[Region], remote: Sequence[Region]) -> Iterator[Span]:
     """Region by region where both have the same layers in a region, else layer by layer."""
-    alike = {(r.name,): r for r in remote} | {r.layers: r for r in remote}
+    alike = {region.layers: region for region in remote}
     place = {layer: (r, i) for r in remote for i, layer in enumerate(r.layers)}
     for ours in local:
         theirs = alike.get(ours.layers)
@@ -481,8 +494,9 @@ def _remote_regions(local: Sequence[Region], remote: AgentMetadata) -> list[Regi
     """Named by the peer, else in the order of ours."""
     number = len(remote.kv_caches_base_addr)
     names = remote.region_names or [region.name for region in local]
-    members = _members(names, number, remote.region_members)
-    _require("number of layers", sum(len(r.layers) for r in local), sum(map(_layers_of, members)))
+    _require("number of regions", number, len(names))
+    layers = remote.block_layers or [[name] for name in names]
+    _require("number of layers", sum(len(r.layers) for r in local), sum(map(len, layers)))
     groups = remote.region_group_ids or [0] * number
     if len({region.group for region in local}) == 1:
         groups = [local[0].group] * number
@@ -498,24 +512,10 @@ def _remote_regions(local: Sequence[Region], remote: AgentMetadata) -> list[Regi
             remote.device_id,
             types[i],
             groups[i],
-            members[i],
+            tuple(layers[i]),
         )
         for i in range(number)
     ]
-
-
-def _members(
-    names: Sequence[str], number: int, told: Sequence[Sequence[object]]
-) -> list[tuple[str, ...]]:
-    """The layers of each region, where the peer tells them."""
-    _require("number of regions", number, len(names))
-    if len(told) != number:
-        return [()] * number
-    return [tuple(map(str, layers)) for layers in told]
-
-
-def _layers_of(members: tuple[str, ...]) -> int:
-    return len(members) or 1
 
 
 def _require(what: str, ours: object, theirs: object) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from engine_ext.config import ConnectorConfig
-from engine_ext.types import CacheGeometry, EngineIdentity, Region
+from engine_ext.types import SHARED, CacheGeometry, EngineIdentity, Region
 from engine_ext.wire import AgentMetadata
 
 
@@ -32,7 +32,7 @@ def refuse_unsupported_memory(
     KV moves between the engines' own memories; there are no staging buffers in between.
     """
     for region in regions:
-        if not 0 <= region.group < len(geometry.group_windows):
+        if not SHARED <= region.group < len(geometry.group_windows):
             raise UnsupportedError(f"region {region.name} is of no KV-cache group")
     in_host = {region.mem_type == "DRAM" for region in regions}
     asked = config.buffer_device

@@ -244,6 +244,10 @@ class TransferResults:
         return bool(self.finished_sending or self.finished_recving)
 
 
+SHARED = -1
+"""The group of a region that all KV-cache groups share."""
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """One registered stretch of KV memory: `num_blocks` blocks of one layer, or of all `members`.
@@ -260,7 +264,7 @@ class Region:
     mem_type: str = "DRAM"
     """NIXL's name: DRAM or VRAM."""
     group: int = 0
-    """KV-cache group, an index into `CacheGeometry.group_windows`."""
+    """KV-cache group, an index into `CacheGeometry.group_windows`, or SHARED."""
     members: tuple[str, ...] = ()
     """Where one block holds several layers: their names, in the order they lie there."""
 

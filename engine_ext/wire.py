@@ -78,12 +78,17 @@ class AgentMetadata(msgspec.Struct, kw_only=True):
     """Seconds that one heartbeat grants here from its arrival."""
     tensor_rank: tuple[int, int] | None = None
     """This worker's, and how many there are; stock neither sends nor reads it."""
+    block_layers: list[list[str]] | None = None
+    """Per region, the layers that one block holds, in their order; stock neither sends nor reads
+    it. Stock's `region_members` are layers that share the memory."""
 
 
 _PER_REGION = (
     "block_lens",
     "block_strides",
     "region_num_blocks",
+    "region_group_ids",
+    "block_layers",
     "region_names",
     "region_mem_types",
 )

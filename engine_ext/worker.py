@@ -174,8 +174,9 @@ class WorkerConnector:
             region_group_ids=[region.group for region in regions],
             region_names=[region.name for region in regions],
             region_mem_types=[region.mem_type for region in regions],
-            region_members=[list(region.layers) for region in regions],
+            region_members=[[region.name] for region in regions],
             disagg_ext=EXTENSION_VERSION,
             lease_extension=self._config.lease_extension,
+            block_layers=[list(region.layers) for region in regions],
             tensor_rank=(self._geometry.tp_rank, self._identity.tp_size),
         )

@@ -120,7 +120,7 @@ class RankCache:
             attn_backend_name="CPU_ATTN",
             region_group_ids=[region.group for region in regions],
             region_names=[region.name for region in regions],
-            region_members=[list(region.layers) for region in regions],
+            block_layers=[list(region.layers) for region in regions],
         )
 
     def store(self, kv: Bytes, block_ids: Sequence[int]) -> None:

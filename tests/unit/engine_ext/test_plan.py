@@ -227,7 +227,15 @@ def test_lists_that_do_not_cover_the_tokens_are_refused(
 
 @pytest.mark.parametrize(
     ("registered", "first", "last"),
-    [((1, 2, 3), 0, 32), ((1,), 0, 32), ((1,), 3, 16), ((), 0, 16), ((1,), 0, 1 << 60)],
+    [
+        ((1 << 63,), 0, 16),
+        ((1,), 1 << 63, 1 << 63),
+        ((1, 2, 3), 0, 32),
+        ((1,), 0, 32),
+        ((1,), 3, 16),
+        ((), 0, 16),
+        ((1,), 0, 1 << 60),
+    ],
 )
 def test_a_registration_that_does_not_name_the_blocks_is_refused(
     registered: tuple[int, ...], first: int, last: int
@@ -315,6 +323,26 @@ def test_a_window_is_read_by_position_and_its_holes_are_left_alone(
     assert (reader.memory == expected).all()
 
 
+def test_groups_that_share_their_memory_are_each_moved_in_their_own_blocks() -> None:
+    caches = [replace(windowed(), groups=(-1, -1)) for _ in range(2)]
+    holder, reader = caches
+    kvs = WINDOWED.kv(20, seed=3), WINDOWED.kv(20, seed=4)
+    theirs, ours = ((1, 2, 3, 4, 5), (0, 0, 13, 14, 15)), ((9, 8, 7, 6, 5), (0, 0, 3, 2, 1))
+    for kv, ids in zip(kvs, theirs, strict=True):
+        holder.store(kv, ids)
+    expected = reader.memory
+    for kv, ids in zip(kvs, ours, strict=True):
+        expected = reader.after(kv, ids, range(20))
+        held, reader.memory[:] = reader.memory.copy(), expected
+        if kv is kvs[0]:
+            start = held
+    reader.memory[:] = start
+    plan = match(reader, holder)
+    batch = plan.to_read(ours, theirs, 0, 20, 20)
+    carry_out(batch, (holder, plan.remote), (reader, plan.local), write=False)
+    assert (reader.memory == expected).all()
+
+
 def test_a_holder_that_keeps_less_than_the_window_is_refused() -> None:
     plan = match(windowed(), windowed())
     full_list = (1, 2, 3, 4, 5)
@@ -363,6 +391,7 @@ def test_regions_are_lined_up_by_name() -> None:
 @pytest.mark.parametrize(
     ("change", "word"),
     [
+        ({"region_group_ids": [0, -1], "region_names": None}, None),
         ({"block_size": 24}, "block_size"),
         ({"block_size": 0}, "block_size"),
         ({"block_size": 1 << 40}, "block_size"),
@@ -376,7 +405,6 @@ def test_regions_are_lined_up_by_name() -> None:
             {"kv_caches_base_addr": [1], "block_lens": [1], "block_strides": [1]},
             "number of regions",
         ),
-        ({"kv_caches_base_addr": [1, (1 << 64) - 1]}, None),
         ({"attn_backend_name": "TRITON_MLA"}, "MLA"),
         ({"ssm_sizes": (1, 1)}, "Mamba"),
         ({"dcp_size": 2}, "decode context parallel"),

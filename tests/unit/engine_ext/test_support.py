@@ -48,7 +48,7 @@ TOGETHER = (Region("all", 0x1000, 64, 64, 8, members=("a", "b")),)
         (replace(CONFIG, buffer_device="cpu"), VRAM, "kv_buffer_device cpu"),
         (replace(CONFIG, buffer_device="cuda"), regions(), "kv_buffer_device cuda"),
         (replace(CONFIG, cross_layers_blocks=True), regions(), "enable_cross_layers_blocks"),
-        (CONFIG, (replace(regions()[0], group=1),), "no KV-cache group"),
+        (CONFIG, (replace(regions()[0], group=-2),), "no KV-cache group"),
     ],
 )
 def test_memory_that_does_not_go_with_the_configuration_is_refused_at_start(
@@ -66,6 +66,7 @@ def test_memory_that_does_not_go_with_the_configuration_is_refused_at_start(
         (replace(CONFIG, buffer_device="cuda"), VRAM),
         (replace(CONFIG, cross_layers_blocks=True), TOGETHER),
         (CONFIG, VRAM),
+        (CONFIG, (replace(regions()[0], group=-1),)),
     ],
 )
 def test_memory_that_does_is_accepted(config: ConnectorConfig, memory: tuple[Region, ...]) -> None:

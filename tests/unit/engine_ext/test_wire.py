@@ -62,7 +62,15 @@ def test_metadata_of_a_newer_peer_with_more_keys_is_read() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"num_blocks": -1}, {"kv_caches_base_addr": [-1]}, {"block_lens": [1, 2]}, {"engine_id": 1}],
+    [
+        {"num_blocks": -1},
+        {"kv_caches_base_addr": [-1]},
+        {"block_lens": [1, 2]},
+        {"engine_id": 1},
+        {"region_group_ids": []},
+        {"block_layers": [["a"], ["b"]]},
+        {"tensor_rank": [1]},
+    ],
 )
 def test_metadata_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
     inner = {**msgspec.to_builtins(METADATA), "agent_metadata": b"", **change}
