@@ -40,6 +40,7 @@ class TimedAgent(NixlAgent):
         self.began = 0.0
         self.ended = 0.0
         self.ready = threading.Event()
+        self.answered = threading.Event()
 
     def add_remote(self, metadata: bytes) -> str:
         self.began = time.monotonic()
@@ -57,6 +58,12 @@ class TimedAgent(NixlAgent):
             super().notify(name, message)
         self.ended = time.monotonic()
         self.ready.set()
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        received = super().notifications()
+        if received:
+            self.answered.set()
+        return received
 
     @contextmanager
     def _timing(self, part: str) -> Iterator[None]:
@@ -100,8 +107,8 @@ class Newcomer:
         try:
             started = time.monotonic()
             worker.start_load_kv(StepMetadata(tracks=(TrackOrder("d-1", peer, "p-1"),)))
-            if not agents[0].ready.wait(WAIT_SECONDS):
-                raise BenchError("no handshake")
+            if not agents[0].answered.wait(WAIT_SECONDS):
+                raise BenchError("no handshake, or no answer to the first heartbeat")
             return _spent(agents[0], started)
         finally:
             worker.shutdown()
