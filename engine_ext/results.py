@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 
-from engine_ext.types import TransferResults
+from engine_ext.types import NO_RESULTS, TransferResults
 
 
 class Results:
@@ -30,6 +30,8 @@ class Results:
         self._wake()
 
     def take(self) -> TransferResults:
+        if not (self._sent or self._received):
+            return NO_RESULTS
         with self._lock:
             results = TransferResults(
                 frozenset(self._sent), frozenset(self._received), frozenset(self._failed)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from scripts.transfer_bench.errors import ActorError
+
 T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
@@ -13,15 +15,15 @@ P = ParamSpec("P")
 CALL_SECONDS = 300.0
 
 
-class ActorError(Exception):
-    """The other process raised, died or did not answer in time."""
-
-
 class Actor(Generic[T]):
-    """`Actor(Thing, argument)` makes a Thing elsewhere; `actor.call(Thing.method, argument)`."""
+    """`Actor(Thing, argument)` makes a Thing elsewhere; `actor.call(Thing.method, argument)`.
+
+    Processes come from a fork server that has imported NIXL, which takes seconds, and nothing else.
+    """
 
     def __init__(self, make: Callable[..., T], *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["scripts.transfer_bench.throughput"])
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
         self._process.start()

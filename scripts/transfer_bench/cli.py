@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.transfer_bench import handover, handshake, idle, stepping, throughput
-from scripts.transfer_bench.actor import ActorError
-from scripts.transfer_bench.engine import BenchError
+from scripts.transfer_bench.errors import BenchError
 from scripts.transfer_bench.machine import available_bytes, describe
 from scripts.transfer_bench.memory import Shape
 from scripts.transfer_bench.report import Report
@@ -33,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = Report(describe(options.device), _plain(options), options.max_spread)
         report.header()
         _measure(report, options)
-    except (BenchError, ActorError, ValueError) as error:
+    except BenchError as error:
         sys.stderr.write(f"{PROGRAM}: error: {error}\n")
         return 1
     return _conclude(report, options)
@@ -49,6 +47,9 @@ def _measure(report: Report, options: argparse.Namespace) -> None:
 def _sections(
     report: Report, options: argparse.Namespace, directory: Path
 ) -> dict[str, Callable[[], None]]:
+    # Late: NIXL's bindings import torch, and --help should not wait for that.
+    from scripts.transfer_bench import handover, handshake, idle, stepping, throughput
+
     device, rounds = options.device, options.rounds
     block_bytes = options.block_kib * KIBIBYTE
     cache = Shape(options.layers, max(options.blocks) + 64, block_bytes)

@@ -22,15 +22,12 @@ from engine_ext.types import (
 )
 from engine_ext.wire import CONNECTOR_VERSION
 from engine_ext.worker import WorkerConnector, open_nixl
+from scripts.transfer_bench.errors import BenchError
 from scripts.transfer_bench.memory import Shape, allocate, regions
 
 BLOCK_SIZE = 16
 """Tokens per block; only the sizes of prompts follow from it."""
 WAIT_SECONDS = 120.0
-
-
-class BenchError(Exception):
-    """What was to be measured did not happen; one line."""
 
 
 @dataclass(frozen=True, slots=True)

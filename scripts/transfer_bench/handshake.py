@@ -15,10 +15,10 @@ from scripts.transfer_bench.actor import Actor
 from scripts.transfer_bench.engine import (
     WAIT_SECONDS,
     BenchEngine,
-    BenchError,
     EngineSpec,
     make_connector,
 )
+from scripts.transfer_bench.errors import BenchError
 from scripts.transfer_bench.memory import Shape, allocate, regions
 from scripts.transfer_bench.ports import free_ports
 from scripts.transfer_bench.report import Aim, Report, Row

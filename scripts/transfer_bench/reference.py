@@ -11,12 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from scripts.transfer_bench.engine import BenchError
+from scripts.transfer_bench.errors import BenchError
 from scripts.transfer_bench.ports import free_ports
 
 START_SECONDS = 120.0
 BLOCK_SIZE = 32
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class ReferenceEngine:
@@ -76,9 +75,9 @@ class ReferenceEngine:
         self.close()
 
     def _cpu_seconds(self) -> float:
-        """Of all threads, in user and kernel mode: fields 14 and 15 of proc(5)'s stat."""
-        stat = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(stat[11]) + int(stat[12])) / TICKS
+        """Of all threads now alive: the first number of proc(5)'s schedstat, in nanoseconds."""
+        threads = Path(f"/proc/{self._process.pid}/task").glob("*/schedstat")
+        return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
     def _prefill(self, index: int) -> None:
         """Every prompt differs from its first token on: no block is shared."""

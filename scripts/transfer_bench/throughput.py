@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from engine_ext.config import ConnectorConfig
 from scripts.transfer_bench.actor import Actor
-from scripts.transfer_bench.engine import BenchEngine, BenchError, EngineSpec
+from scripts.transfer_bench.engine import BenchEngine, EngineSpec
+from scripts.transfer_bench.errors import BenchError
 from scripts.transfer_bench.memory import Shape
 from scripts.transfer_bench.ports import free_ports
 from scripts.transfer_bench.raw import Extent, RawSide
