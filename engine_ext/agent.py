@@ -6,6 +6,7 @@ notifications leave only when the initiator polls, so an owner polls its own tra
 
 import enum
 import logging
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from engine_ext.plan import Indices, PeerLayout, Rows, strided_descriptors
 from engine_ext.types import Region
 
 logger = logging.getLogger(__name__)
+
+
+REHEARSAL_SECONDS = 1.0
 
 
 class AgentError(Exception):
@@ -117,6 +121,7 @@ class NixlAgent:
                 self._mem_type,
             )
             self._prepare_local(strided_descriptors(self._regions))
+        self._rehearse(list(backends))
 
     def metadata(self) -> bytes:
         with _errors("read the agent's metadata"):
@@ -124,8 +129,7 @@ class NixlAgent:
 
     def add_remote(self, metadata: bytes) -> str:
         with _errors("add a remote agent"):
-            name = self._nixl.add_remote_agent(metadata)
-        return name.decode() if isinstance(name, bytes) else str(name)
+            return _add(self._nixl, metadata)
 
     def remove_remote(self, name: str) -> None:
         with _errors("remove a remote agent"):
@@ -203,6 +207,21 @@ class NixlAgent:
             )
         return self._prepared[key]
 
+    def _rehearse(self, backends: list[str]) -> None:
+        """Calls an agent that goes away again, and is called by another.
+
+        At the first connection either way UCX weighs its protocols, for some twenty milliseconds in
+        which nothing else moves. Later peers on the same kind of path find that done.
+        """
+        config = nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=backends)
+        try:
+            for we_call in (True, False):
+                other = nixl_agent(str(uuid.uuid4()), config)
+                pair = (self._nixl, other) if we_call else (other, self._nixl)
+                _say_a_word(*pair)
+        except Exception as error:
+            logger.info("no rehearsal, the first handshake takes longer: %s", error)
+
     def _only_mem_type(self) -> str:
         mem_types = {region.mem_type for region in self._regions}
         if len(mem_types) != 1:
@@ -212,6 +231,21 @@ class NixlAgent:
     @staticmethod
     def _extent(region: Region) -> int:
         return region.block_stride * (region.num_blocks - 1) + region.block_len
+
+
+def _add(agent: nixl_agent, metadata: bytes) -> str:
+    name = agent.add_remote_agent(metadata)
+    return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def _say_a_word(caller: nixl_agent, callee: nixl_agent) -> None:
+    """Returns when it has arrived, or after a second."""
+    name = _add(caller, callee.get_agent_metadata())
+    caller.send_notif(name, b"rehearsal")
+    deadline = time.monotonic() + REHEARSAL_SECONDS
+    while not callee.get_new_notifs() and time.monotonic() < deadline:
+        caller.get_new_notifs()
+    caller.remove_remote_agent(name)
 
 
 _STATES = {"DONE": TransferState.DONE, "PROC": TransferState.RUNNING}

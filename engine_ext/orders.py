@@ -1,6 +1,9 @@
 """What the scheduler half has decided and the worker half has not heard yet."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any
 
 from engine_ext.types import (
     EMPTY_STEP,
@@ -33,13 +36,19 @@ class Orders:
     releases: list[RemoteSource] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return any(getattr(self, one.name) for one in fields(self))
+        return any(map(len, _contents(self)))
 
     def take(self) -> StepMetadata:
         """All of it, for the next step; nothing is left."""
         if not self:
             return EMPTY_STEP
-        meta = StepMetadata(**{one.name: tuple(getattr(self, one.name)) for one in fields(self)})
-        for one in fields(self):
-            getattr(self, one.name).clear()
+        contents = _contents(self)
+        meta = StepMetadata(*map(tuple, contents))
+        for content in contents:
+            content.clear()
         return meta
+
+
+# Asked several times per engine step: reflection at each would cost more than all the rest. The
+# fields are those of `StepMetadata`, in its order.
+_contents: Callable[[Orders], tuple[list[Any], ...]] = attrgetter(*(f.name for f in fields(Orders)))

@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from engine_ext.types import TransferResults
+from engine_ext.types import NO_RESULTS, TransferResults
 
 
 class Results:
@@ -31,6 +31,8 @@ class Results:
         self._wake()
 
     def take(self) -> TransferResults:
+        if not (self._sent or self._received):
+            return NO_RESULTS
         with self._lock:
             results = TransferResults(
                 frozenset(self._sent), frozenset(self._received), frozenset(self._failed)

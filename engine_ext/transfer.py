@@ -49,10 +49,12 @@ logger = logging.getLogger(__name__)
 
 READING_WAIT = 20e-6
 RECENT_WAIT = 1e-3
-LEASED_WAIT = 5e-3
+REGISTERED_WAIT = 5e-3
+LEASED_WAIT = 25e-3
 IDLE_WAIT = 50e-3
-RECENT = 0.25
-"""Seconds during which a transfer or message makes the next one likely."""
+PATIENCE = 0.01
+"""What comes next is noticed after at most this share of the time that nothing came, within the
+waits above: waking costs more than looking."""
 
 
 class TransferLoop:
@@ -168,10 +170,14 @@ class TransferLoop:
     def _wait(self, now: float) -> float:
         if self._pulls.is_busy or self._writer.is_busy:
             return READING_WAIT
-        if self._peers.num_connecting or now - self._last_event < RECENT:
+        if self._peers.num_connecting:
             return RECENT_WAIT
-        waiting = len(self._leases) or len(self._beats) or self._registrations.num_active
-        return LEASED_WAIT if waiting else IDLE_WAIT
+        return max(RECENT_WAIT, min(PATIENCE * (now - self._last_event), self._longest_wait()))
+
+    def _longest_wait(self) -> float:
+        if self._registrations.num_active:
+            return REGISTERED_WAIT
+        return LEASED_WAIT if len(self._leases) or len(self._beats) else IDLE_WAIT
 
     def _receive(self, now: float) -> None:
         for sender, message in self._notifications():

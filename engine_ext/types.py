@@ -7,7 +7,7 @@ nothing but these records: a `StepMetadata` travels scheduler -> worker once per
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from engine_ext.verify import PrefixProof
@@ -223,7 +223,7 @@ class StepMetadata:
     """D: KV that is not needed after all; the remote may free it. Nothing comes back."""
 
     def __bool__(self) -> bool:
-        return any(getattr(self, one.name) for one in fields(self))
+        return self is not EMPTY_STEP and self != EMPTY_STEP
 
 
 EMPTY_STEP = StepMetadata()
@@ -243,6 +243,8 @@ class TransferResults:
     def __bool__(self) -> bool:
         return bool(self.finished_sending or self.finished_recving)
 
+
+NO_RESULTS = TransferResults()
 
 SHARED = -1
 """The group of a region that all KV-cache groups share."""

@@ -10,7 +10,13 @@ from engine_ext import wire
 from engine_ext.agent import TransferState
 from engine_ext.config import ConnectorConfig
 from engine_ext.results import Results
-from engine_ext.transfer import IDLE_WAIT, LEASED_WAIT, READING_WAIT, TransferLoop
+from engine_ext.transfer import (
+    IDLE_WAIT,
+    LEASED_WAIT,
+    READING_WAIT,
+    RECENT_WAIT,
+    TransferLoop,
+)
 from engine_ext.types import (
     CacheGeometry,
     ConnectorStats,
@@ -505,3 +511,11 @@ def test_a_release_is_owed_until_it_was_sent_or_the_holder_is_known_dead(
     assert harness.loop.owes_messages
     harness.step(harness.config.handshake_timeout)
     assert not harness.loop.owes_messages
+
+
+def test_the_longer_nothing_happens_the_later_the_loop_looks_again(harness: Harness) -> None:
+    lease(harness)
+    waits = [harness.step(seconds) for seconds in (0.05, 0.25, 0.7, 4, 10)]
+    assert waits == pytest.approx([RECENT_WAIT, 0.003, 0.01, LEASED_WAIT, LEASED_WAIT])
+    harness.hears(wire.Renew(1, ("p-1",)))
+    assert harness.step() == RECENT_WAIT

@@ -1,0 +1,174 @@
+"""The connector over some memory, driven as an engine would drive it, without a model."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_ext.agent import Agent
+from engine_ext.config import ConnectorConfig, TransferMode
+from engine_ext.connector import Connector
+from engine_ext.scheduler import SchedulerConnector
+from engine_ext.types import (
+    CacheGeometry,
+    EngineIdentity,
+    FinishStatus,
+    Region,
+    TransferResults,
+)
+from engine_ext.wire import CONNECTOR_VERSION
+from engine_ext.worker import WorkerConnector, open_nixl
+from scripts.transfer_bench.errors import BenchError
+from scripts.transfer_bench.memory import Shape, allocate, regions
+
+BLOCK_SIZE = 16
+"""Tokens per block; only the sizes of prompts follow from it."""
+WAIT_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    name: str
+    port: int
+    shape: Shape
+    device: str = "cpu"
+    mode: TransferMode = "pull"
+    lease_seconds: float = 600.0
+
+
+@dataclass(slots=True)
+class BenchRequest:
+    """The least an engine's request can be."""
+
+    request_id: str
+    kv_transfer_params: Any
+    num_prompt_tokens: int
+    num_computed_tokens: int = 0
+    prompt_token_ids: Sequence[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_token_ids = list(range(self.num_prompt_tokens))
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return self.prompt_token_ids
+
+
+class Granted(NamedTuple):
+    """P has finished a prefill: what it answers, and when it had the last token."""
+
+    params: dict[str, Any]
+    last_token_at: float
+    answered_at: float
+
+
+class Loaded(NamedTuple):
+    """D may compute its first token. Clock: time.monotonic, the same in all processes."""
+
+    arrived_at: float
+    ordered_at: float
+    loaded_at: float
+
+    @property
+    def seconds(self) -> float:
+        """From the order to the report that wakes the engine."""
+        return self.loaded_at - self.ordered_at
+
+
+def make_connector(
+    spec: EngineSpec, open_agent: Callable[[Sequence[Region], ConnectorConfig], Agent] = open_nixl
+) -> Connector:
+    """What `build_connector` builds, with another way to open NIXL."""
+    factors = {
+        "model": "bench",
+        "connector_version": str(CONNECTOR_VERSION),
+        "transfer_mode": spec.mode,
+    }
+    config = ConnectorConfig(
+        engine_id=spec.name, transfer_mode=spec.mode, lease_duration=spec.lease_seconds
+    )
+    geometry = CacheGeometry(BLOCK_SIZE, spec.shape.blocks)
+    identity = EngineIdentity(spec.name, "127.0.0.1", spec.port, compat_factors=factors)
+    return Connector(
+        SchedulerConnector(config, identity, geometry),
+        WorkerConnector(config, geometry, identity, open_agent),
+    )
+
+
+class BenchEngine:
+    def __init__(self, spec: EngineSpec) -> None:
+        self.memory = allocate(spec.shape, spec.device)
+        self.regions = regions(self.memory, spec.shape)
+        self.connector = make_connector(spec)
+        self._news = threading.Event()
+        self.connector.worker.set_wake(self._news.set)
+        self.connector.start(self.regions)
+
+    def stamp(self, seed: int) -> None:
+        self.memory.stamp(seed)
+
+    def marks(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        return self.memory.marks(block_ids)
+
+    def prefill(self, request_id: str, block_ids: Sequence[int]) -> Granted:
+        """Ends a prefill whose KV is in these blocks."""
+        num_tokens = len(block_ids) * BLOCK_SIZE
+        request = BenchRequest(request_id, {"do_remote_decode": True}, num_tokens, num_tokens)
+        scheduler = self.connector.scheduler
+        scheduler.on_new_request(request)
+        self.step()
+        last_token_at = time.monotonic()
+        answer = scheduler.request_finished(
+            request, (tuple(block_ids),), FinishStatus.LENGTH_CAPPED
+        )
+        self.step()
+        if answer.kv_transfer_params is None:
+            raise BenchError("the prefill was not leased")
+        return Granted(answer.kv_transfer_params, last_token_at, time.monotonic())
+
+    def load(self, request_id: str, params: dict[str, Any], block_ids: Sequence[int]) -> Loaded:
+        """One request from its arrival to its KV."""
+        arrived_at = time.monotonic()
+        request = BenchRequest(request_id, params, len(block_ids) * BLOCK_SIZE)
+        scheduler = self.connector.scheduler
+        scheduler.on_new_request(request)
+        missing, _ = scheduler.get_num_new_matched_tokens(request, 0)
+        if missing != request.num_prompt_tokens:
+            raise BenchError(f"{missing} of {request.num_prompt_tokens} tokens can be loaded")
+        ordered_at = time.monotonic()
+        scheduler.update_state_after_alloc(request, (tuple(block_ids),), missing)
+        self.step()
+        results = self._result_of(request_id)
+        loaded_at = time.monotonic()
+        if request_id in results.failed_recving:
+            raise BenchError(f"the load of {request_id} failed")
+        scheduler.request_finished(request, ((),), FinishStatus.ABORTED)
+        self.step()
+        return Loaded(arrived_at, ordered_at, loaded_at)
+
+    def step(self) -> None:
+        self.connector.worker.start_load_kv(self.connector.scheduler.build_connector_meta())
+
+    def drain(self) -> None:
+        """Takes the reports of leases that ended."""
+        self.connector.scheduler.update_connector_output(
+            self.connector.worker.get_transfer_results()
+        )
+
+    def close(self) -> None:
+        self.connector.shutdown()
+
+    def _result_of(self, request_id: str) -> TransferResults:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while time.monotonic() < deadline:
+            results = self.connector.worker.get_transfer_results()
+            self.connector.scheduler.update_connector_output(results)
+            if request_id in results.finished_recving:
+                return results
+            self._news.wait(1.0)
+            self._news.clear()
+        raise BenchError(f"no report of {request_id} within {WAIT_SECONDS:g} s")

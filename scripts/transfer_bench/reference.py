@@ -1,0 +1,111 @@
+"""A reference engine with a tiny model, as a process."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from scripts.transfer_bench.errors import BenchError
+from scripts.transfer_bench.ports import free_ports
+
+START_SECONDS = 120.0
+BLOCK_SIZE = 32
+
+
+class ReferenceEngine:
+    def __init__(self, directory: Path, num_blocks: int, lease_seconds: int = 600) -> None:
+        from engine_ext.reference.tiny_model import write_tiny_model
+
+        self._port, side_channel = free_ports(2)
+        self._log = directory / "engine.log"
+        model = write_tiny_model(directory / "model")
+        transfer = {
+            "kv_connector": "DisaggConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"kv_lease_duration": lease_seconds},
+        }
+        options = {
+            "--model": model,
+            "--port": self._port,
+            "--served-model-name": "tiny",
+            "--num-threads": 1,
+            "--num-blocks": num_blocks,
+            "--block-size": BLOCK_SIZE,
+            "--kv-transfer-config": json.dumps(transfer),
+        }
+        command = [sys.executable, "-m", "engine_ext.reference.cli"]
+        command += [str(word) for option in options.items() for word in option]
+        environment = {
+            **os.environ,
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
+        }
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        self._wait_until_ready()
+
+    def lease(self, count: int) -> None:
+        """Prefills whose single block each nobody reads."""
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(self._prefill, range(count)))
+
+    def cpu_percent(self, seconds: float) -> float:
+        started, spent = time.monotonic(), self._cpu_seconds()
+        time.sleep(seconds)
+        return 100 * (self._cpu_seconds() - spent) / (time.monotonic() - started)
+
+    def close(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(timeout=10)
+
+    def __enter__(self) -> "ReferenceEngine":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _cpu_seconds(self) -> float:
+        """Of all threads now alive: the first number of proc(5)'s schedstat, in nanoseconds."""
+        threads = Path(f"/proc/{self._process.pid}/task").glob("*/schedstat")
+        return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+
+    def _prefill(self, index: int) -> None:
+        """Every prompt differs from its first token on: no block is shared."""
+        prompt = [index % 256, index // 256, *range(BLOCK_SIZE // 2)]
+        params = {"do_remote_decode": True}
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
+        self._post("/v1/completions", body)
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}{path}",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not self._is_ready():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.close()
+                raise BenchError(f"the engine did not start; see {self._log}")
+            time.sleep(0.05)
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/health", timeout=5):
+                return True
+        except (urllib.error.URLError, OSError):
+            return False
