@@ -182,7 +182,11 @@ class NixlAgent:
             transfer = self._nixl.make_prepped_xfer(
                 operation, self._descriptors, here, peer.descriptors, there, notification
             )
+        try:
             self._nixl.transfer(transfer)
+        except Exception as error:
+            # Part of it may be under way: whoever polls it finds out, and lets go of it.
+            logger.warning("could not start a %s: %s", operation, error)
         return transfer
 
     def _only_mem_type(self) -> str:

@@ -5,9 +5,10 @@ afresh. Handshakes never block each other: each has its own socket and its own d
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import zmq
 
@@ -34,9 +35,20 @@ class PeerError(Exception):
     """The peer cannot be used; the message says why."""
 
 
+class Handshake(Protocol):
+    """One in flight. Neither method blocks; `receive` raises WireError, and is None until then."""
+
+    def receive(self) -> HandshakePayload | None: ...
+    def close(self) -> None: ...
+
+
+Dial = Callable[[PeerAddress], Handshake]
+"""Begins a handshake. Raises WireError."""
+
+
 @dataclass(slots=True)
 class Connecting:
-    client: HandshakeClient
+    client: Handshake
     deadline: float
 
 
@@ -61,13 +73,18 @@ class Peers:
         regions: Sequence[Region],
         factors: Mapping[str, str],
         stats: ConnectorStats,
+        is_in_use: Callable[[PeerHandle], bool] = lambda handle: False,
+        dial: Dial | None = None,
     ) -> None:
+        """`is_in_use`: a transfer with that peer is under way, and it must stay known."""
         self._agent = agent
         self._config = config
         self._geometry = geometry
         self._regions = regions
         self._factors = factors
         self._stats = stats
+        self._is_in_use = is_in_use
+        self._dial = dial or self._dial_zmq
         self._context: zmq.Context[Any] = zmq.Context()
         self._ready: dict[PeerAddress, PeerHandle] = {}
         self._connecting: dict[PeerAddress, Connecting] = {}
@@ -99,17 +116,27 @@ class Peers:
                 self._advance(address, connecting, now)
             except (WireError, PeerError, PlanError, AgentError) as error:
                 self._fail(address, str(error))
+            except Exception as error:
+                logger.exception("engine %s", address.engine_id)
+                self._fail(address, repr(error))
 
     def forget(self, address: PeerAddress) -> None:
-        """A transfer with this peer failed: the next use starts with a handshake."""
-        handle = self._ready.pop(address, None)
-        if handle is None:
+        """Something failed with this peer: the next use starts with a handshake.
+
+        Not while a transfer with it runs, which will find out itself whether the peer lives.
+        """
+        handle = self._ready.get(address)
+        if handle is None or self._is_in_use(handle):
             return
-        try:
-            self._agent.drop(handle)
-            self._agent.remove_remote(handle.name)
-        except AgentError as error:
-            logger.warning("engine %s: %s", address.engine_id, error)
+        del self._ready[address]
+        for undo in (
+            partial(self._agent.drop, handle),
+            partial(self._agent.remove_remote, handle.name),
+        ):
+            try:
+                undo()
+            except AgentError as error:
+                logger.warning("engine %s: %s", address.engine_id, error)
 
     def close(self) -> None:
         for connecting in self._connecting.values():
@@ -118,10 +145,13 @@ class Peers:
 
     def _start(self, address: PeerAddress, now: float) -> None:
         try:
-            client = HandshakeClient(self._context, address.host, address.port, (0, 0))
+            client = self._dial(address)
         except WireError as error:
             raise PeerError(str(error)) from None
         self._connecting[address] = Connecting(client, now + self._config.handshake_timeout)
+
+    def _dial_zmq(self, address: PeerAddress) -> Handshake:
+        return HandshakeClient(self._context, address.host, address.port, (0, 0))
 
     def _advance(self, address: PeerAddress, connecting: Connecting, now: float) -> None:
         payload = connecting.client.receive()

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from engine_ext.agent import Agent, AgentError, PeerHandle, Transfer, TransferState
+from engine_ext.agent import Agent, AgentError, PeerHandle
 from engine_ext.config import ConnectorConfig
 from engine_ext.lease import HeartbeatTracker
+from engine_ext.moving import Moving
 from engine_ext.peer import PeerError, Peers
 from engine_ext.plan import PlanError, pair_blocks
 from engine_ext.results import Results
@@ -32,13 +33,12 @@ logger = logging.getLogger(__name__)
 class Reading:
     order: PullOrder
     peer: PeerHandle
-    transfer: Transfer
-    deadline: float
+    moving: Moving
     num_blocks: int
     sequence: int
     answer: bool | None = None
     """The holder's, once it has come."""
-    overdue: bool = False
+    answer_by: float = 0.0
 
 
 class Pulls:
@@ -64,7 +64,7 @@ class Pulls:
         self._bytes_per_block = sum(region.block_len for region in regions)
         self._stats = stats
         self._connecting: list[PullOrder] = []
-        self._reading: list[Reading] = []
+        self._reading: dict[int, Reading] = {}
         self._confirming: dict[int, Reading] = {}
 
     @property
@@ -76,6 +76,10 @@ class Pulls:
     def num_active(self) -> int:
         return len(self._reading) + len(self._confirming) + len(self._connecting)
 
+    def uses(self, peer: PeerHandle) -> bool:
+        """A READ from this peer is under way."""
+        return any(reading.peer is peer for reading in self._reading.values())
+
     def start(self, order: PullOrder) -> None:
         self._connecting.append(order)
 
@@ -83,8 +87,7 @@ class Pulls:
         orders, self._connecting = self._connecting, []
         for order in orders:
             self._guard(order, partial(self._try_to_read, order, now))
-        readings, self._reading = self._reading, []
-        for reading in readings:
+        for reading in list(self._reading.values()):
             self._guard(reading.order, partial(self._poll, reading, now))
         for reading in list(self._confirming.values()):
             self._guard(reading.order, partial(self._confirm, reading, now))
@@ -92,7 +95,7 @@ class Pulls:
 
     def answered(self, peer_name: str, sequence: int, valid: bool) -> None:
         """The holder says whether what a READ found was still the request's."""
-        for reading in (*self._reading, *self._confirming.values()):
+        for reading in (*self._reading.values(), *self._confirming.values()):
             if reading.sequence == sequence and reading.peer.name == peer_name:
                 reading.answer = valid
 
@@ -102,6 +105,9 @@ class Pulls:
             action()
         except Exception as error:
             logger.exception("request %s", order.request_id)
+            for table in (self._reading, self._confirming):
+                for sequence in [key for key, one in table.items() if one.order is order]:
+                    del table[sequence]
             self._fail(order, repr(error))
 
     def _try_to_read(self, order: PullOrder, now: float) -> None:
@@ -121,6 +127,8 @@ class Pulls:
         except (PlanError, AgentError) as error:
             self._fail(order, str(error))
             self._tell_done(order, peer)
+            if isinstance(error, AgentError):
+                self._peers.forget(order.source.address)
 
     def _read(self, order: PullOrder, peer: PeerHandle, now: float) -> None:
         if len(order.local_block_ids) != 1 or len(order.source.block_ids) != 1:
@@ -137,38 +145,29 @@ class Pulls:
         sequence = next(self._sequence)
         read_done = _read_done(order, peer, sequence)
         transfer = self._agent.start_read(peer, pairs.local, pairs.remote, read_done)
-        deadline = now + self._config.transfer_timeout
-        self._reading.append(Reading(order, peer, transfer, deadline, len(pairs.local), sequence))
+        moving = Moving(transfer, now + self._config.transfer_timeout)
+        self._reading[sequence] = Reading(order, peer, moving, len(pairs.local), sequence)
 
     def _poll(self, reading: Reading, now: float) -> None:
-        try:
-            state = self._agent.poll(reading.transfer)
-        except AgentError as error:
-            self._give_up(reading, str(error))
+        if not reading.moving.has_ended(self._agent, now):
             return
-        if state is TransferState.DONE and not reading.overdue:
+        del self._reading[reading.sequence]
+        if reading.moving.problem is None:
             self._arrive(reading, now)
-        elif state is not TransferState.RUNNING:
-            self._give_up(reading, "READ failed" if not reading.overdue else "READ came too late")
-        elif now >= reading.deadline:
-            reading.overdue = True
-            self._give_up(reading, f"no end of READ within {self._config.transfer_timeout:g} s")
         else:
-            self._reading.append(reading)
+            self._give_up(reading, f"READ: {reading.moving.problem}")
 
     def _arrive(self, reading: Reading, now: float) -> None:
-        self._release(reading)
-        if (
-            not reading.peer.has_extension
-            or self._beats.valid_until(reading.order.request_id) > now
-        ):
+        is_proven = self._beats.valid_until(reading.order.request_id) > now
+        self._beats.read(reading.order.source.address, reading.order.source.request_id)
+        if not reading.peer.has_extension or is_proven:
             self._succeed(reading)
             return
-        reading.deadline = now + self._config.confirm_timeout
+        reading.answer_by = now + self._config.confirm_timeout
         self._confirming[reading.sequence] = reading
 
     def _confirm(self, reading: Reading, now: float) -> None:
-        if reading.answer is None and now < reading.deadline:
+        if reading.answer is None and now < reading.answer_by:
             return
         del self._confirming[reading.sequence]
         if reading.answer:
@@ -180,7 +179,7 @@ class Pulls:
             reading.order, "no answer to the READ" if silent else "its lease ended meanwhile"
         )
         if silent:
-            self._forget(reading)
+            self._peers.forget(reading.order.source.address)
 
     def _succeed(self, reading: Reading) -> None:
         self._stats.pulls_ok += 1
@@ -189,28 +188,12 @@ class Pulls:
         self._results.received(reading.order.request_id, ok=True)
 
     def _give_up(self, reading: Reading, problem: str) -> None:
-        if not self._release(reading):
-            self._reading.append(reading)
-            return
         self._fail(reading.order, problem)
         self._tell_done(reading.order, reading.peer)
-        self._forget(reading)
-
-    def _forget(self, reading: Reading) -> None:
-        """The peer is suspect, unless others still read from it and will find out themselves."""
-        if all(other.peer is not reading.peer for other in self._reading):
-            self._peers.forget(reading.order.source.address)
-
-    def _release(self, reading: Reading) -> bool:
-        try:
-            self._agent.release(reading.transfer)
-        except AgentError as error:
-            if not reading.overdue:
-                logger.warning("request %s: %s", reading.order.request_id, error)
-            return not reading.overdue
-        return True
+        self._peers.forget(reading.order.source.address)
 
     def _tell_done(self, order: PullOrder, peer: PeerHandle) -> None:
+        self._beats.read(order.source.address, order.source.request_id)
         try:
             self._agent.notify(peer.name, _read_done(order, peer, sequence=0))
         except AgentError as error:

@@ -8,15 +8,20 @@
 Either may come first: P and D work on the request at the same time, and each waits for the other in
 a table with a deadline. A side that gives up leaves a tombstone, so that the other hears of it
 instead of waiting. Everything runs in the owner thread, never in the engine's step.
+
+Messages may come twice, late or in another order. How a registration ended is remembered by its
+generation, so that what comes again is answered again and never written again.
 """
 
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
-from engine_ext.agent import Agent, AgentError, Transfer, TransferState
+from engine_ext.agent import Agent, AgentError, PeerHandle
 from engine_ext.config import ConnectorConfig
 from engine_ext.lease import LeaseTable
+from engine_ext.moving import Moving
 from engine_ext.peer import PeerError, Peers
 from engine_ext.plan import BlockPairs, PlanError, pair_tail
 from engine_ext.readers import Readers
@@ -33,6 +38,17 @@ from engine_ext.wire import (
 )
 
 logger = logging.getLogger(__name__)
+
+K = TypeVar("K")
+
+
+class RegistrationKey(NamedTuple):
+    """One registration among all that were ever made."""
+
+    sender: str
+    request_id: str
+    generation: int
+    transfer_id: str | None
 
 
 @dataclass(slots=True)
@@ -56,6 +72,18 @@ class Registered:
     def generation(self) -> int:
         return self.message.disagg.generation if self.message.disagg else 0
 
+    @property
+    def key(self) -> RegistrationKey:
+        message = self.message
+        return RegistrationKey(
+            self.sender, message.request_id, self.generation, message.transfer_id
+        )
+
+    @property
+    def address(self) -> PeerAddress:
+        message = self.message
+        return PeerAddress(message.decode_engine_id, message.decode_host, message.decode_port)
+
 
 def names_of(
     request_id: str, transfer_id: str | None, remote_request_id: str | None = None
@@ -65,6 +93,17 @@ def names_of(
     return tuple(dict.fromkeys(name for name in names if name is not None))
 
 
+def _lasting(names: tuple[str, ...], transfer_id: str | None) -> tuple[str, ...]:
+    """What to remember of a request that ended: the router's name for the transfer is used once,
+    all others come back when it tries again."""
+    return names if transfer_id is None else names[:1]
+
+
+def _are_different(transfer_id: str | None, other: str | None) -> bool:
+    """Two attempts of one request share its id, not the transfer's."""
+    return transfer_id is not None and other is not None and transfer_id != other
+
+
 @dataclass(slots=True)
 class Writing:
     """Matched: `offer`'s blocks are ours alone until the end is reported."""
@@ -72,25 +111,27 @@ class Writing:
     offer: PushOffer
     registered: Registered
     deadline: float
-    transfer: Transfer = None
+    peer: PeerHandle | None = None
+    moving: Moving | None = None
 
 
-class NameTable:
+class NameTable(Generic[K]):
     """Things to be found by any of several names; the last one to claim a name has it."""
 
     def __init__(self) -> None:
-        self._key_of: dict[str, str] = {}
-        self._names: dict[str, tuple[str, ...]] = {}
+        self._key_of: dict[str, K] = {}
+        self._names: dict[K, tuple[str, ...]] = {}
 
-    def add(self, key: str, names: tuple[str, ...]) -> None:
+    def add(self, key: K, names: tuple[str, ...]) -> None:
+        self.remove(key)
         self._names[key] = names
         for name in names:
             self._key_of[name] = key
 
-    def find(self, names: tuple[str, ...]) -> str | None:
+    def find(self, names: tuple[str, ...]) -> K | None:
         return next((self._key_of[name] for name in names if name in self._key_of), None)
 
-    def remove(self, key: str) -> None:
+    def remove(self, key: K) -> None:
         for name in self._names.pop(key, ()):
             if self._key_of.get(name) == key:
                 del self._key_of[name]
@@ -120,6 +161,23 @@ class Tombstones:
         return bool(found)
 
 
+class Outcomes:
+    """How registrations ended, for those who ask again. Bounded by number."""
+
+    LIMIT = 8192
+
+    def __init__(self) -> None:
+        self._answers: OrderedDict[RegistrationKey, PushDone | PushFailed] = OrderedDict()
+
+    def add(self, key: RegistrationKey, answer: PushDone | PushFailed) -> None:
+        self._answers[key] = answer
+        while len(self._answers) > self.LIMIT:
+            self._answers.popitem(last=False)
+
+    def find(self, key: RegistrationKey) -> PushDone | PushFailed | None:
+        return self._answers.get(key)
+
+
 class PushWriter:
     def __init__(
         self,
@@ -141,16 +199,17 @@ class PushWriter:
         self._block_size = geometry.block_size
         self._stats = stats
         self._offers: dict[str, PushOffer] = {}
-        self._offer_names = NameTable()
-        self._registrations: dict[str, Registered] = {}
-        self._registration_names = NameTable()
+        self._offer_names: NameTable[str] = NameTable()
+        self._registrations: dict[RegistrationKey, Registered] = {}
+        self._registration_names: NameTable[RegistrationKey] = NameTable()
         self._failed = Tombstones(config.push_deadline)
         self._unwanted = Tombstones(config.push_deadline)
-        self._writing: list[Writing] = []
+        self._outcomes = Outcomes()
+        self._writing: dict[RegistrationKey, Writing] = {}
 
     @property
     def is_busy(self) -> bool:
-        return any(writing.transfer is not None for writing in self._writing)
+        return any(writing.moving is not None for writing in self._writing.values())
 
     @property
     def num_active(self) -> int:
@@ -161,59 +220,87 @@ class PushWriter:
         """Offers and registrations without their counterpart."""
         return len(self._offers) + len(self._registrations)
 
+    def uses(self, peer: PeerHandle) -> bool:
+        """A WRITE to this peer is under way."""
+        return any(writing.peer is peer for writing in self._writing.values())
+
     def offer(self, offer: PushOffer, now: float) -> None:
         """P's request has finished; its lease has just been granted."""
         names = names_of(offer.request_id, offer.transfer_id)
-        if self._unwanted.take(names, now):
-            self._release(offer.request_id)
+        if not self._leases.is_held(offer.request_id):
+            self.given_up(offer.request_id, now, offer.transfer_id)
             return
-        self._offers[offer.request_id] = offer
-        self._offer_names.add(offer.request_id, names)
         key = self._registration_names.find(names)
-        if key is not None:
+        if key is not None and not _are_different(key.transfer_id, offer.transfer_id):
             self._match(offer, self._pop_registration(key), now)
+        elif self._unwanted.take(names, now):
+            self._release(offer.request_id)
+        else:
+            self._offers[offer.request_id] = offer
+            self._offer_names.add(offer.request_id, names)
 
     def registered(self, message: PushRegistered, sender: str, now: float) -> None:
         registered = Registered(message, sender, now + self._config.push_deadline)
+        key = registered.key
+        if key in self._registrations or key in self._writing:
+            return
+        if message.disagg is not None and (answer := self._outcomes.find(key)) is not None:
+            self._readers.answer(sender, answer)
+            return
         if self._failed.take(registered.names, now):
             self._refuse(registered, "P gave this request up")
             return
-        key = self._offer_names.find(registered.names)
-        if key is not None:
-            self._match(self._offers[key], registered, now)
+        offer = self._offer_for(registered)
+        if offer is not None:
+            self._match(offer, registered, now)
             return
-        self._registrations[message.request_id] = registered
-        self._registration_names.add(message.request_id, registered.names)
+        self._registrations[key] = registered
+        self._registration_names.add(key, registered.names)
 
     def withdrawn(self, message: Withdraw, sender: str, now: float) -> None:
         """D does not want it: nothing more is written, and P's blocks are freed."""
-        if any(w.registered.message.request_id == message.request_id for w in self._writing):
+        key = RegistrationKey(sender, message.request_id, message.generation, message.transfer_id)
+        writing = self._writing.get(key)
+        if writing is not None:
+            if writing.moving is None:
+                self._give_up(writing, "withdrawn")
             return  # The WRITE's own end answers.
-        registered = self._registrations.get(message.request_id)
-        if registered is not None and registered.generation == message.generation:
-            self._pop_registration(message.request_id)
-        names = names_of(message.request_id, message.transfer_id, message.remote_request_id)
-        key = self._offer_names.find(names)
-        if key is not None:
-            self._release(key)
-        else:
-            self._unwanted.add(names, now)
         if message.generation:
-            answer = PushFailed(message.request_id, message.generation, "withdrawn")
-            self._readers.answer(sender, answer)
+            if (answer := self._outcomes.find(key)) is not None:
+                self._readers.answer(sender, answer)
+                return
+            if key in self._registrations:
+                self._pop_registration(key)
+            self._answer(key, PushFailed(message.request_id, message.generation, "withdrawn"))
+        self._free_unwanted(message, now)
+
+    def _free_unwanted(self, message: Withdraw, now: float) -> None:
+        names = names_of(message.request_id, message.transfer_id, message.remote_request_id)
+        request_id = self._offer_names.find(names)
+        if request_id is not None and not _are_different(
+            self._offers[request_id].transfer_id, message.transfer_id
+        ):
+            self._release(request_id)
+        elif not self._failed.take(names, now):
+            self._unwanted.add(_lasting(names, message.transfer_id), now)
 
     def given_up(self, request_id: str, now: float, transfer_id: str | None = None) -> None:
         """P's request was aborted, or its lease ended: whoever registers for it must hear."""
         offer = self._offers.get(request_id)
         if offer is not None:
             transfer_id = offer.transfer_id
-        self._forget_offer(request_id)
+        self.forget(request_id)
         names = names_of(request_id, transfer_id)
         key = self._registration_names.find(names)
-        if key is not None:
+        if key is not None and not _are_different(key.transfer_id, transfer_id):
             self._refuse(self._pop_registration(key), "P gave this request up")
-        else:
-            self._failed.add(names, now)
+        elif not self._unwanted.take(names, now):
+            self._failed.add(_lasting(names, transfer_id), now)
+
+    def forget(self, request_id: str) -> None:
+        """Its lease has ended: there is nothing to offer any more."""
+        self._offers.pop(request_id, None)
+        self._offer_names.remove(request_id)
 
     def request_of(self, name: str) -> str:
         """P's own id of what a decode engine calls `name`, for heartbeats; else `name`."""
@@ -222,51 +309,52 @@ class PushWriter:
     def step(self, now: float) -> None:
         for registered in list(self._registrations.values()):
             if registered.deadline <= now:
-                self._refuse(self._pop_registration(registered.message.request_id), "timed out")
-        writing, self._writing = self._writing, []
-        for one in writing:
+                self._refuse(self._pop_registration(registered.key), "timed out")
+        for writing in list(self._writing.values()):
             try:
-                self._advance(one, now)
+                self._advance(writing, now)
             except (PeerError, PlanError, AgentError) as error:
-                self._fail(one, str(error))
+                self._give_up(writing, str(error))
             except Exception as error:
-                logger.exception("push of %s", one.offer.request_id)
-                self._fail(one, repr(error))
+                logger.exception("push of %s", writing.offer.request_id)
+                self._give_up(writing, repr(error))
+
+    def _offer_for(self, registered: Registered) -> PushOffer | None:
+        request_id = self._offer_names.find(registered.names)
+        if request_id is None:
+            return None
+        offer = self._offers[request_id]
+        return None if _are_different(offer.transfer_id, registered.key.transfer_id) else offer
 
     def _match(self, offer: PushOffer, registered: Registered, now: float) -> None:
-        self._forget_offer(offer.request_id)
+        self.forget(offer.request_id)
         if not self._leases.take(offer.request_id):
             self._refuse(registered, "P's lease has ended")
             return
-        deadline = now + self._config.transfer_timeout
-        self._writing.append(Writing(offer, registered, deadline))
+        self._readers.ended(offer.request_id)
+        deadline = now + self._config.handshake_timeout
+        self._writing[registered.key] = Writing(offer, registered, deadline)
 
     def _advance(self, writing: Writing, now: float) -> None:
-        if writing.transfer is None:
+        if writing.moving is None:
             self._connect(writing, now)
-            return
-        state = self._agent.poll(writing.transfer)
-        if state is TransferState.DONE:
-            self._agent.release(writing.transfer)
-            self._end(writing)
-            self._stats.pushes_ok += 1
-        elif state is TransferState.FAILED:
-            raise AgentError("WRITE failed")
-        elif now >= writing.deadline:
-            raise AgentError(f"no end of WRITE within {self._config.transfer_timeout:g} s")
-        else:
-            self._writing.append(writing)
+        elif writing.moving.has_ended(self._agent, now):
+            if writing.moving.problem is None:
+                self._succeed(writing)
+            else:
+                self._give_up(writing, f"WRITE: {writing.moving.problem}")
 
     def _connect(self, writing: Writing, now: float) -> None:
-        message = writing.registered.message
-        address = PeerAddress(message.decode_engine_id, message.decode_host, message.decode_port)
-        peer = self._peers.connect(address, now)
+        peer = self._peers.connect(writing.registered.address, now)
+        if peer is None and now >= writing.deadline:
+            raise PeerError(f"no handshake within {self._config.handshake_timeout:g} s")
         if peer is not None:
-            pairs = self._plan(writing.offer, message)
-            writing.transfer = self._agent.start_write(
+            pairs = self._plan(writing.offer, writing.registered.message)
+            transfer = self._agent.start_write(
                 peer, pairs.local, pairs.remote, _done(writing.registered)
             )
-        self._writing.append(writing)
+            writing.peer = peer
+            writing.moving = Moving(transfer, now + self._config.transfer_timeout)
 
     def _plan(self, offer: PushOffer, message: PushRegistered) -> BlockPairs:
         if len(offer.block_ids) != 1 or len(message.local_block_ids) != 1:
@@ -282,28 +370,29 @@ class PushWriter:
             offer.block_ids[0], message.local_block_ids[0], last_token, self._block_size
         )
 
-    def _fail(self, writing: Writing, problem: str) -> None:
-        if writing.transfer is not None and not self._let_go(writing):
-            self._writing.append(writing)
-            return
-        self._refuse(writing.registered, problem)
+    def _succeed(self, writing: Writing) -> None:
+        self._stats.pushes_ok += 1
+        registered = writing.registered
+        # The WRITE's own notification says so; this is for those who ask again.
+        done = PushDone(registered.message.request_id, registered.generation)
+        self._outcomes.add(registered.key, done)
         self._end(writing)
 
-    def _let_go(self, writing: Writing) -> bool:
-        """False while NIXL may still read the blocks: they cannot be freed yet."""
-        try:
-            self._agent.release(writing.transfer)
-        except AgentError:
-            return False
-        return True
+    def _give_up(self, writing: Writing, problem: str) -> None:
+        self._refuse(writing.registered, problem)
+        self._end(writing)
+        if writing.peer is not None:
+            self._peers.forget(writing.registered.address)
 
     def _end(self, writing: Writing) -> None:
+        del self._writing[writing.registered.key]
         self._stats.leases_released += 1
         self._results.sent(writing.offer.request_id)
 
     def _release(self, request_id: str) -> None:
-        self._forget_offer(request_id)
+        self.forget(request_id)
         if self._leases.take(request_id):
+            self._readers.ended(request_id)
             self._stats.leases_released += 1
             self._results.sent(request_id)
 
@@ -311,14 +400,16 @@ class PushWriter:
         logger.warning("push to request %s: %s", registered.message.request_id, reason)
         self._stats.pushes_failed += 1
         if registered.message.disagg is not None:
-            answer = PushFailed(registered.message.request_id, registered.generation, reason)
-            self._readers.answer(registered.sender, answer)
+            self._answer(
+                registered.key,
+                PushFailed(registered.message.request_id, registered.generation, reason),
+            )
 
-    def _forget_offer(self, request_id: str) -> None:
-        self._offers.pop(request_id, None)
-        self._offer_names.remove(request_id)
+    def _answer(self, key: RegistrationKey, answer: PushDone | PushFailed) -> None:
+        self._outcomes.add(key, answer)
+        self._readers.answer(key.sender, answer)
 
-    def _pop_registration(self, key: str) -> Registered:
+    def _pop_registration(self, key: RegistrationKey) -> Registered:
         self._registration_names.remove(key)
         return self._registrations.pop(key)
 

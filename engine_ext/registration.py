@@ -6,8 +6,9 @@
         +--(no handshake)--> reported failed
 
 Blocks are given back only when P can no longer write into them: it said so, or a grace passed that
-is longer than a transfer. A number tells one registration of a request from the next, so that what
-comes late is not taken for an answer.
+is longer than a transfer, a shorter one where P cannot be reached. A number tells one registration
+of a request from the next, so that what comes late is not taken for an answer. P remembers how each
+one ended: what was lost on the way is asked for again.
 """
 
 import enum
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 from engine_ext.agent import Agent, AgentError, PeerHandle
 from engine_ext.config import ConnectorConfig
+from engine_ext.lease import HeartbeatTracker
 from engine_ext.peer import PeerError, Peers
 from engine_ext.results import Results
 from engine_ext.types import (
@@ -50,6 +52,7 @@ class Waiting:
     deadline: float
     state: State = State.CONNECTING
     peer: PeerHandle | None = None
+    ask_again_at: float = 0.0
 
 
 class Registrations:
@@ -57,6 +60,7 @@ class Registrations:
         self,
         agent: Agent,
         peers: Peers,
+        beats: HeartbeatTracker,
         sequence: Iterator[int],
         results: Results,
         config: ConnectorConfig,
@@ -66,6 +70,7 @@ class Registrations:
     ) -> None:
         self._agent = agent
         self._peers = peers
+        self._beats = beats
         self._sequence = sequence
         self._results = results
         self._config = config
@@ -121,46 +126,86 @@ class Registrations:
             except (PeerError, AgentError) as error:
                 logger.warning("request %s: %s", waiting.registration.request_id, error)
                 self._end(waiting, ok=False)
+            except Exception:
+                logger.exception("request %s", waiting.registration.request_id)
+                self._end(waiting, ok=False)
         farewells, self._farewells = self._farewells, []
         for withdrawal in farewells:
             self._say_farewell(withdrawal, now)
 
     def _advance(self, waiting: Waiting, now: float) -> None:
+        address = waiting.registration.target.address
         if waiting.state is State.CONNECTING:
             self._register(waiting, now)
-        elif waiting.deadline > now:
-            return
-        elif waiting.state is State.REGISTERED:
+        elif waiting.state is State.WITHDRAWING and waiting.deadline <= now:
+            self._end(waiting, ok=False)
+        elif waiting.state is State.WITHDRAWING:
+            self._ask_again(waiting, now)
+        elif waiting.deadline <= now:
             logger.warning("request %s: P has not written", waiting.registration.request_id)
             self._withdraw(waiting, now)
+        elif self._beats.silence(address, now) >= self._config.silence_timeout:
+            self._lose(waiting, "P is silent", now)
         else:
-            self._end(waiting, ok=False)
+            self._ask_again(waiting, now)
 
     def _register(self, waiting: Waiting, now: float) -> None:
-        peer = self._peers.connect(waiting.registration.target.address, now)
+        address = waiting.registration.target.address
+        peer = self._peers.connect(address, now)
         if peer is None:
             return
-        message = self._message(waiting)
+        try:
+            self._agent.notify(peer.name, encode_registration(self._message(waiting)))
+        except AgentError:
+            self._peers.forget(address)
+            raise
         waiting.peer = peer
         waiting.state = State.REGISTERED
-        self._agent.notify(peer.name, encode_registration(message))
+        waiting.ask_again_at = now + self._config.heartbeat_interval
+
+    def _ask_again(self, waiting: Waiting, now: float) -> None:
+        """The same message once more, to a peer that remembers what it answered."""
+        if waiting.ask_again_at > now or waiting.peer is None or not waiting.peer.has_extension:
+            return
+        address = waiting.registration.target.address
+        try:
+            peer = self._peers.connect(address, now)
+            if peer is None:
+                return
+            waiting.ask_again_at = now + self._config.heartbeat_interval
+            self._agent.notify(peer.name, self._question(waiting))
+        except PeerError as error:
+            self._lose(waiting, str(error), now)
+        except AgentError as error:
+            logger.warning("request %s: %s", waiting.registration.request_id, error)
+            self._peers.forget(address)
+
+    def _question(self, waiting: Waiting) -> bytes:
+        if waiting.state is State.REGISTERED:
+            return encode_registration(self._message(waiting))
+        target = waiting.registration.target
+        return encode_extension(
+            Withdraw(
+                waiting.registration.request_id,
+                waiting.generation,
+                target.remote_request_id,
+                target.transfer_id,
+            )
+        )
+
+    def _lose(self, waiting: Waiting, problem: str, now: float) -> None:
+        """P cannot be reached; what it has under way ends in the grace."""
+        logger.warning("request %s: %s", waiting.registration.request_id, problem)
+        if waiting.state is State.REGISTERED:
+            self._withdraw(waiting, now)
+        waiting.deadline = min(waiting.deadline, now + self._config.withdraw_grace)
+        self._peers.forget(waiting.registration.target.address)
 
     def _withdraw(self, waiting: Waiting, now: float) -> None:
         waiting.state = State.WITHDRAWING
-        waiting.deadline = now + self._config.withdraw_grace
-        if waiting.peer is None or not waiting.peer.has_extension:
-            return
-        target = waiting.registration.target
-        message = Withdraw(
-            waiting.registration.request_id,
-            waiting.generation,
-            target.remote_request_id,
-            target.transfer_id,
-        )
-        try:
-            self._agent.notify(waiting.peer.name, encode_extension(message))
-        except AgentError as error:
-            logger.warning("engine %s was not told: %s", target.address.engine_id, error)
+        waiting.deadline = now + self._config.write_bound
+        waiting.ask_again_at = now
+        self._ask_again(waiting, now)
 
     def _say_farewell(self, withdrawal: PushWithdrawal, now: float) -> None:
         """Nothing was registered, but P need not keep the blocks. Stock has no word for it."""
@@ -205,7 +250,9 @@ class Registrations:
 
     def _find(self, request_id: str, generation: int | None) -> Waiting | None:
         waiting = self._waiting.get(request_id)
-        if waiting is None or waiting.state is State.CONNECTING:
+        if waiting is None or waiting.peer is None:
+            return None
+        if generation is None and waiting.peer.has_extension:
             return None
         return waiting if generation in (None, waiting.generation) else None
 
