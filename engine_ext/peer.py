@@ -42,8 +42,22 @@ class Handshake(Protocol):
     def close(self) -> None: ...
 
 
-Dial = Callable[[PeerAddress], Handshake]
-"""Begins a handshake. Raises WireError."""
+class Dialer(Protocol):
+    def dial(self, address: PeerAddress) -> Handshake:
+        """Begins a handshake, without blocking. Raises WireError."""
+
+    def close(self) -> None: ...
+
+
+class ZmqDialer:
+    def __init__(self) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+
+    def dial(self, address: PeerAddress) -> Handshake:
+        return HandshakeClient(self._context, address.host, address.port, (0, 0))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
 
 
 @dataclass(slots=True)
@@ -74,7 +88,7 @@ class Peers:
         factors: Mapping[str, str],
         stats: ConnectorStats,
         is_in_use: Callable[[PeerHandle], bool] = lambda handle: False,
-        dial: Dial | None = None,
+        dialer: Dialer | None = None,
     ) -> None:
         """`is_in_use`: a transfer with that peer is under way, and it must stay known."""
         self._agent = agent
@@ -84,8 +98,7 @@ class Peers:
         self._factors = factors
         self._stats = stats
         self._is_in_use = is_in_use
-        self._dial = dial or self._dial_zmq
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._dialer = dialer or ZmqDialer()
         self._ready: dict[PeerAddress, PeerHandle] = {}
         self._connecting: dict[PeerAddress, Connecting] = {}
         self._failed: dict[PeerAddress, str] = {}
@@ -141,17 +154,14 @@ class Peers:
     def close(self) -> None:
         for connecting in self._connecting.values():
             connecting.client.close()
-        self._context.destroy(linger=0)
+        self._dialer.close()
 
     def _start(self, address: PeerAddress, now: float) -> None:
         try:
-            client = self._dial(address)
+            client = self._dialer.dial(address)
         except WireError as error:
             raise PeerError(str(error)) from None
         self._connecting[address] = Connecting(client, now + self._config.handshake_timeout)
-
-    def _dial_zmq(self, address: PeerAddress) -> Handshake:
-        return HandshakeClient(self._context, address.host, address.port, (0, 0))
 
     def _advance(self, address: PeerAddress, connecting: Connecting, now: float) -> None:
         payload = connecting.client.receive()

@@ -8,7 +8,7 @@ from functools import partial
 from engine_ext.agent import Agent, AgentError, PeerHandle
 from engine_ext.config import ConnectorConfig
 from engine_ext.lease import NEVER, Beat, HeartbeatTracker, LeaseTable
-from engine_ext.peer import Dial, PeerError, Peers
+from engine_ext.peer import Dialer, PeerError, Peers
 from engine_ext.pull import Pulls
 from engine_ext.push import PushWriter
 from engine_ext.readers import Readers
@@ -66,7 +66,7 @@ class TransferLoop:
         regions: tuple[Region, ...],
         results: Results,
         stats: ConnectorStats,
-        dial: Dial | None = None,
+        dialer: Dialer | None = None,
     ) -> None:
         self._agent = agent
         self._identity = identity
@@ -84,7 +84,7 @@ class TransferLoop:
             identity.compat_factors,
             stats,
             self._is_in_use,
-            dial,
+            dialer,
         )
         self._pulls = Pulls(
             agent,
@@ -177,6 +177,19 @@ class TransferLoop:
     def owes_messages(self) -> bool:
         """Holders wait to hear that we will not read."""
         return bool(self._releases) or self._registrations.owes_messages
+
+    @property
+    def num_open(self) -> int:
+        """Leases, loads, heartbeats and messages that have not come to an end."""
+        return (
+            len(self._leases)
+            + len(self._beats)
+            + self._pulls.num_active
+            + self._writer.num_active
+            + self._writer.num_waiting
+            + self._registrations.num_active
+            + len(self._releases)
+        )
 
     def revoke_all(self, now: float) -> None:
         """The memory goes away: whoever still waits to read it is told."""
