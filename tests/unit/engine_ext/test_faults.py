@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.wire import PushRegistered, encode_registration
+from engine_ext.wire import PushExtension, PushRegistered, encode_registration
 from tests.unit.engine_ext.simulation import SimRequest, Weather, World
 
 METHODS = (
@@ -318,6 +318,7 @@ def test_a_registration_with_other_names_than_its_last_one_stops_nothing() -> No
             remote_port=1,
             remote_tp_size=1,
             transfer_id=transfer_id,
+            disagg=PushExtension(int(transfer_id[1]), 0, 10, b"of another prompt", "z"),
         )
         network.send(*names, encode_registration(message))
     pair.world.pass_time(1)
