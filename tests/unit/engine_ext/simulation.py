@@ -184,6 +184,7 @@ class Network:
     lost_at: list[float] = field(default_factory=list)
     losses: int = 2
     """At most so many messages are lost in `WINDOW` seconds: a link, not a wall."""
+    num_writes: int = 0
     violations: list[str] = field(default_factory=list)
     """Not raised where they happen: the loops survive exceptions."""
     _messages: list[tuple[float, int, str, str, bytes]] = field(default_factory=list)
@@ -228,6 +229,7 @@ class Network:
             self.now + self.weather.transfer,
         )
         self.transfers.append(transfer)
+        self.num_writes += kind == "WRITE"
         self._move(transfer, slice(0, None, 2))
         return transfer
 

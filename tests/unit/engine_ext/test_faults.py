@@ -284,9 +284,7 @@ def test_a_request_sent_twice_is_never_answered_with_another_requests_kv() -> No
 def test_two_attempts_with_one_request_id_are_told_apart_by_their_transfer() -> None:
     """The router gives up an attempt and makes another, with the same X-Request-Id."""
     pair = Pair("push")
-    first = pair.decoder.decode(
-        "cmpl-x-0-0000000d", tokens(1), pair.where("x", transfer_id="t1")
-    )
+    first = pair.decoder.decode("cmpl-x-0-0000000d", tokens(1), pair.where("x", transfer_id="t1"))
     assert first is not None
     pair.world.pass_time(1)
     pair.decoder.abort(first)
@@ -297,6 +295,29 @@ def test_two_attempts_with_one_request_id_are_told_apart_by_their_transfer() -> 
     pair.prefiller.finish(leg)
     pair.world.pass_time(1)
     assert pair.decoder.outcomes == {"cmpl-x-0-0000000d": False, "cmpl-x-0-0000000e": True}
+    pair.assert_all_ended()
+
+
+@pytest.mark.parametrize("end", ["written", "withdrawn"])
+def test_a_registration_that_comes_again_after_its_end_is_never_written(end: str) -> None:
+    """Its blocks are others' by then, and another attempt of the request offers its KV."""
+    pair = Pair("push")
+    assert pair.is_served()
+    network = pair.world.network
+    network.weather = Weather(copies=2, spread=3.0)
+    request = pair.decoder.decode("cmpl-x-0-0000000d", tokens(9), pair.where("x"))
+    assert request is not None
+    if end == "written":
+        pair.prefiller.finish(pair.prefiller.prefill("cmpl-x-0-0000000a", tokens(9)))
+    else:
+        pair.decoder.step()
+        pair.decoder.abort(request)
+    pair.world.pass_time(5)
+    assert pair.decoder.outcomes[request.request_id] is (end == "written")
+    writes = network.num_writes
+    pair.prefiller.finish(pair.prefiller.prefill("cmpl-x-0-0000000b", tokens(9)))
+    pair.world.pass_time(5)
+    assert network.num_writes == writes
     pair.assert_all_ended()
 
 
