@@ -195,7 +195,11 @@ class NixlAgent:
             transfer = self._nixl.make_prepped_xfer(
                 operation, ours, local, theirs, remote, notification
             )
+        try:
             self._nixl.transfer(transfer)
+        except Exception as error:
+            # Part of it may be under way: whoever polls it finds out, and lets go of it.
+            logger.warning("could not start a %s: %s", operation, error)
         return transfer
 
     def _prepare_local(self, rows: Rows) -> Any:

@@ -49,7 +49,7 @@ class ConnectorConfig:
     registration_timeout: float | None = None
     """How long D waits for P's WRITE; None: as long as it would keep a turn."""
     withdraw_grace: float = 10.0
-    """How long D keeps blocks that P might still write, when P does not say that it won't."""
+    """How long D keeps blocks that P might still write, when P cannot be reached."""
     transfer_timeout: float = 120.0
     """Bound on one READ or WRITE: past it, the transfer has failed."""
     confirm_timeout: float = 2.0
@@ -66,6 +66,17 @@ class ConnectorConfig:
     def lease_extension(self) -> float:
         """Two thirds of the lease: what one heartbeat grants from the moment it arrives."""
         return float(self.lease_duration * 2 // 3) or self.lease_duration * 2 / 3
+
+    @property
+    def silence_timeout(self) -> float:
+        """A holder that has not answered heartbeats for so long is taken for dead."""
+        return max(3.0, 3 * self.heartbeat_interval)
+
+    @property
+    def write_bound(self) -> float:
+        """The longest that P may go on writing after D has withdrawn: until it hears of it, the
+        handshake, and the WRITE."""
+        return self.handshake_timeout + self.transfer_timeout + self.withdraw_grace
 
     @property
     def push_deadline(self) -> float:

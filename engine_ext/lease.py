@@ -104,6 +104,21 @@ class LeaseTable:
                 lease.deadline = max(lease.deadline, now + self._extension)
         return gone
 
+    def is_held(self, request_id: str) -> bool:
+        lease = self._leases.get(request_id)
+        return lease is not None and lease.state is not LeaseState.EXPECTED
+
+    def is_read_by(self, request_id: str, reader: str) -> bool:
+        lease = self._leases.get(request_id)
+        return lease is not None and reader in lease.read_by
+
+    def would_end(self, request_id: str, readers: int = 1, reader: str = "") -> bool:
+        """Whether `release` would end a lease that still runs."""
+        lease = self._leases.get(request_id)
+        if lease is None or lease.state is not LeaseState.GRANTED:
+            return False
+        return len(lease.read_by | {reader}) >= max(lease.readers, readers)
+
     def knows(self, request_id: str) -> bool:
         """The blocks are still those of this request."""
         return request_id in self._leases
@@ -186,6 +201,8 @@ class _EngineBeat:
     """Our request id -> the id the holder knows."""
     last_sent: float = NEVER
     due: float = 0.0
+    silent_since: float | None = None
+    """When the first heartbeat was sent that was not answered, nor any after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +283,9 @@ class HeartbeatTracker:
         extension: float,
     ) -> None:
         """A heartbeat that will be answered left; each answer extends by `extension` seconds."""
+        beat = self._engines.get(address)
+        if beat is not None and beat.silent_since is None:
+            beat.silent_since = now
         self._unanswered[sequence] = _Sent(now, address, remote_ids, extension)
         while len(self._unanswered) > self.MAX_UNANSWERED:
             del self._unanswered[next(iter(self._unanswered))]
@@ -275,11 +295,12 @@ class HeartbeatTracker:
         beat = self._engines.get(sent.address) if sent is not None else None
         if sent is None or beat is None:
             return
+        beat.silent_since = None
         missing = set(gone)
         for request_id, remote_id in beat.remote_ids.items():
             if remote_id in missing:
                 self._lose(request_id)
-            elif remote_id in sent.remote_ids:
+            elif remote_id in sent.remote_ids and request_id not in self._gone:
                 self._valid_until[request_id] = sent.at + sent.extension
 
     def lost(self, remote_ids: Iterable[str]) -> None:
@@ -289,6 +310,19 @@ class HeartbeatTracker:
             for request_id, remote_id in beat.remote_ids.items():
                 if remote_id in missing:
                     self._lose(request_id)
+
+    def silence(self, address: PeerAddress, now: float) -> float:
+        """For how many seconds an engine that answers heartbeats has answered none."""
+        beat = self._engines.get(address)
+        return 0.0 if beat is None or beat.silent_since is None else now - beat.silent_since
+
+    def read(self, address: PeerAddress, remote_id: str) -> None:
+        """We have read it, so the holder frees it: for others of ours who wait for the same, what
+        was proven before proves nothing any more."""
+        beat = self._engines.get(address)
+        for request_id, waits_for in beat.remote_ids.items() if beat is not None else ():
+            if waits_for == remote_id:
+                self._lose(request_id)
 
     def valid_until(self, request_id: str) -> float:
         return self._valid_until.get(request_id, NEVER)

@@ -6,9 +6,10 @@ own deadline, and those of an engine's ranks run together.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import zmq
 
@@ -45,9 +46,35 @@ class PeerRank(NamedTuple):
         return f"engine {engine_id} at {host}:{port}, rank {self.rank}"
 
 
+class Handshake(Protocol):
+    """One in flight. Neither method blocks; `receive` raises WireError, and is None until then."""
+
+    def receive(self) -> HandshakePayload | None: ...
+    def close(self) -> None: ...
+
+
+class Dialer(Protocol):
+    def dial(self, peer: PeerRank) -> Handshake:
+        """Begins a handshake, without blocking. Raises WireError."""
+
+    def close(self) -> None: ...
+
+
+class ZmqDialer:
+    def __init__(self) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+
+    def dial(self, peer: PeerRank) -> Handshake:
+        host, port = peer.address.host, peer.address.port
+        return HandshakeClient(self._context, host, port, (0, peer.rank))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
 @dataclass(slots=True)
 class Connecting:
-    client: HandshakeClient
+    client: Handshake
     deadline: float
 
 
@@ -75,7 +102,10 @@ class Peers:
         identity: EngineIdentity,
         stats: ConnectorStats,
         us: TensorRank = ALONE,
+        is_in_use: Callable[[PeerHandle], bool] = lambda handle: False,
+        dialer: Dialer | None = None,
     ) -> None:
+        """`is_in_use`: a transfer with that peer is under way, and it must stay known."""
         self._us = us
         self._agent = agent
         self._config = config
@@ -83,7 +113,8 @@ class Peers:
         self._regions = regions
         self._identity = identity
         self._stats = stats
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._is_in_use = is_in_use
+        self._dialer = dialer or ZmqDialer()
         self._ready: dict[PeerRank, PeerHandle] = {}
         self._connecting: dict[PeerRank, Connecting] = {}
         self._failed: dict[PeerRank, str] = {}
@@ -124,21 +155,24 @@ class Peers:
                 self._advance(peer, connecting, now)
             except (WireError, PeerError, PlanError, AgentError) as error:
                 self._fail(peer, str(error))
+            except Exception as error:
+                logger.exception("%s", peer)
+                self._fail(peer, repr(error))
 
     def forget(self, address: PeerAddress) -> None:
-        """A transfer with this engine failed: the next use starts with handshakes."""
-        for peer in [peer for peer in self._ready if peer.address == address]:
-            handle = self._ready.pop(peer)
-            try:
-                self._agent.drop(handle)
-                self._agent.remove_remote(handle.name)
-            except AgentError as error:
-                logger.warning("%s: %s", peer, error)
+        """Something failed with this engine: the next use starts with handshakes.
+
+        Ranks that a transfer runs with stay: it will find out itself whether they live.
+        """
+        for peer, handle in list(self._ready.items()):
+            if peer.address == address and not self._is_in_use(handle):
+                del self._ready[peer]
+                self._undo(peer, handle)
 
     def close(self) -> None:
         for connecting in self._connecting.values():
             connecting.client.close()
-        self._context.destroy(linger=0)
+        self._dialer.close()
 
     def _faced(self, address: PeerAddress) -> range:
         try:
@@ -146,10 +180,19 @@ class Peers:
         except RankError as error:
             raise PeerError(str(error)) from None
 
+    def _undo(self, peer: PeerRank, handle: PeerHandle) -> None:
+        for undo in (
+            partial(self._agent.drop, handle),
+            partial(self._agent.remove_remote, handle.name),
+        ):
+            try:
+                undo()
+            except AgentError as error:
+                logger.warning("%s: %s", peer, error)
+
     def _start(self, peer: PeerRank, now: float) -> None:
-        address = peer.address
         try:
-            client = HandshakeClient(self._context, address.host, address.port, (0, peer.rank))
+            client = self._dialer.dial(peer)
         except WireError as error:
             raise PeerError(str(error)) from None
         self._connecting[peer] = Connecting(client, now + self._config.handshake_timeout)

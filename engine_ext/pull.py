@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from engine_ext.agent import Agent, AgentError, PeerHandle, Transfer, TransferState
+from engine_ext.agent import Agent, AgentError, PeerHandle
 from engine_ext.config import ConnectorConfig
 from engine_ext.lease import HeartbeatTracker
+from engine_ext.moving import Moving
 from engine_ext.peer import PeerError, Peers
 from engine_ext.plan import Batch, PlanError
 from engine_ext.results import Results
@@ -36,25 +37,26 @@ class Part:
     """One READ, from one rank."""
 
     peer: PeerHandle
-    transfer: Transfer
+    moving: Moving
     sequence: int
     is_running: bool = True
     answer: bool | None = None
     """The holder's, once it has come."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Reading:
     order: PullOrder
     peers: list[PeerHandle]
     """Every rank that holds the request, read from or not."""
-    deadline: float
     parts: list[Part] = field(default_factory=list)
     num_blocks: int = 0
     num_bytes: int = 0
     problem: str | None = None
     """Why it will fail, once no part runs."""
-    overdue: bool = False
+    has_begun: bool = False
+    """It could be planned: what fails from here on is the engine's fault, or the way's."""
+    answer_by: float = 0.0
 
     @property
     def running(self) -> list[Part]:
@@ -92,6 +94,10 @@ class Pulls:
     def num_active(self) -> int:
         return len(self._reading) + len(self._confirming) + len(self._connecting)
 
+    def uses(self, peer: PeerHandle) -> bool:
+        """A READ is under way for which this peer is needed."""
+        return any(peer is one for reading in self._reading for one in reading.peers)
+
     def start(self, order: PullOrder) -> None:
         self._connecting.append(order)
 
@@ -99,11 +105,9 @@ class Pulls:
         orders, self._connecting = self._connecting, []
         for order in orders:
             self._guard(order, partial(self._try_to_read, order, now))
-        readings, self._reading = self._reading, []
-        for reading in readings:
+        for reading in list(self._reading):
             self._guard(reading.order, partial(self._poll, reading, now))
-        confirming, self._confirming = self._confirming, []
-        for reading in confirming:
+        for reading in list(self._confirming):
             self._guard(reading.order, partial(self._confirm, reading, now))
         self._stats.pulls_active = self.num_active
 
@@ -120,6 +124,8 @@ class Pulls:
             action()
         except Exception as error:
             logger.exception("request %s", order.request_id)
+            self._reading = [one for one in self._reading if one.order is not order]
+            self._confirming = [one for one in self._confirming if one.order is not order]
             self._fail(order, repr(error))
 
     def _try_to_read(self, order: PullOrder, now: float) -> None:
@@ -134,29 +140,35 @@ class Pulls:
         if peers is None:
             self._connecting.append(order)
             return
-        reading = Reading(order, peers, now + self._config.transfer_timeout)
+        reading = Reading(order, peers)
         try:
-            self._read(reading)
+            self._read(reading, now)
         except (PlanError, AgentError) as error:
             reading.problem = str(error)
-        if reading.running and reading.problem is None:
+        except Exception as error:
+            # Not for `_guard`: parts may be under way.
+            logger.exception("request %s", order.request_id)
+            reading.problem = repr(error)
+        if reading.running:
             self._reading.append(reading)
         else:
             self._settle(reading, now)
 
-    def _read(self, reading: Reading) -> None:
+    def _read(self, reading: Reading, now: float) -> None:
         """Plans all parts before the first starts."""
         order = reading.order
         batches = [
             (peer, self._plan(order, peer)) for peer in reading.peers if not peer.layout.skips_read
         ]
+        reading.has_begun = True
         for peer, batch in batches:
             if not len(batch.local):
                 continue
             sequence = next(self._sequence)
             read_done = _read_done(order, peer, sequence)
             transfer = self._agent.start_read(peer, batch.local, batch.remote, read_done)
-            reading.parts.append(Part(peer, transfer, sequence))
+            moving = Moving(transfer, now + self._config.transfer_timeout)
+            reading.parts.append(Part(peer, moving, sequence))
             reading.num_bytes += batch.num_bytes
             reading.num_blocks = max(reading.num_blocks, batch.num_blocks)
 
@@ -172,66 +184,52 @@ class Pulls:
         )
 
     def _poll(self, reading: Reading, now: float) -> None:
+        """What has failed is settled once NIXL has let go of every part."""
         for part in reading.running:
-            self._poll_part(reading, part)
-        if reading.running and now >= reading.deadline and not reading.overdue:
-            reading.overdue = True
-            problem = f"no end of READ within {self._config.transfer_timeout:g} s"
-            reading.problem = reading.problem or problem
-        self._settle(reading, now)
-
-    def _poll_part(self, reading: Reading, part: Part) -> None:
-        try:
-            state = self._agent.poll(part.transfer)
-        except AgentError as error:
-            reading.problem = reading.problem or str(error)
-            return
-        if state is TransferState.RUNNING:
-            return
-        self._release(reading, part)
-        part.is_running = False
-        if state is TransferState.FAILED:
-            reading.problem = reading.problem or "READ failed"
+            moving = part.moving
+            moving.problem = moving.problem or reading.problem
+            part.is_running = not moving.has_ended(self._agent, now)
+            if moving.problem is not None:
+                reading.problem = reading.problem or f"READ: {moving.problem}"
+        if not reading.running:
+            self._reading.remove(reading)
+            self._settle(reading, now)
 
     def _settle(self, reading: Reading, now: float) -> None:
-        """On to the next state, unless NIXL still holds a part."""
-        if reading.problem is not None:
-            for part in reading.running:
-                part.is_running = not self._release(reading, part)
-        if reading.running:
-            self._reading.append(reading)
-        elif reading.problem is None:
+        if reading.problem is None:
             self._arrive(reading, now)
         else:
-            self._give_up(reading)
+            self._give_up(reading, reading.problem)
 
     def _arrive(self, reading: Reading, now: float) -> None:
         """With several holders, one's answered heartbeat proves nothing about the others."""
         is_proven = (
             len(reading.peers) == 1 and self._beats.valid_until(reading.order.request_id) > now
         )
+        self._read_by_us(reading.order)
         unproven = [] if is_proven else [p for p in reading.parts if p.peer.has_extension]
         if not unproven:
             self._succeed(reading)
             return
-        reading.deadline = now + self._config.confirm_timeout
+        reading.answer_by = now + self._config.confirm_timeout
         self._confirming.append(reading)
 
     def _confirm(self, reading: Reading, now: float) -> None:
         answers = [part.answer for part in reading.parts if part.peer.has_extension]
+        if None in answers and False not in answers and now < reading.answer_by:
+            return
+        self._confirming.remove(reading)
         if all(answers):
             self._succeed(reading)
-        elif None in answers and False not in answers and now < reading.deadline:
-            self._confirming.append(reading)
-        else:
-            self._stats.reads_unproven += 1
-            silent = False not in answers
-            self._fail(
-                reading.order, "no answer to the READ" if silent else "its lease ended meanwhile"
-            )
-            self._tell_done(reading)
-            if silent:
-                self._forget(reading)
+            return
+        self._stats.reads_unproven += 1
+        silent = False not in answers
+        self._fail(
+            reading.order, "no answer to the READ" if silent else "its lease ended meanwhile"
+        )
+        self._tell_done(reading)
+        if silent:
+            self._peers.forget(reading.order.source.address)
 
     def _succeed(self, reading: Reading) -> None:
         self._stats.pulls_ok += 1
@@ -240,27 +238,15 @@ class Pulls:
         self._results.received(reading.order.request_id, ok=True)
         self._tell_done(reading)
 
-    def _give_up(self, reading: Reading) -> None:
-        self._fail(reading.order, reading.problem or "")
+    def _give_up(self, reading: Reading, problem: str) -> None:
+        self._fail(reading.order, problem)
+        self._read_by_us(reading.order)
         self._tell_done(reading, even_if_read=True)
-        if reading.parts:
-            self._forget(reading)
+        if reading.has_begun:
+            self._peers.forget(reading.order.source.address)
 
-    def _forget(self, reading: Reading) -> None:
-        """The engine is suspect, unless others still read from it and will find out themselves."""
-        address = reading.order.source.address
-        if all(other.order.source.address != address for other in self._reading):
-            self._peers.forget(address)
-
-    def _release(self, reading: Reading, part: Part) -> bool:
-        """False while NIXL may still write into our blocks."""
-        try:
-            self._agent.release(part.transfer)
-        except AgentError as error:
-            if not reading.overdue:
-                logger.warning("request %s: %s", reading.order.request_id, error)
-            return not reading.overdue
-        return True
+    def _read_by_us(self, order: PullOrder) -> None:
+        self._beats.read(order.source.address, order.source.request_id)
 
     def _tell_done(self, reading: Reading, *, even_if_read: bool = False) -> None:
         """Those whose READ has not told them already may free their blocks."""

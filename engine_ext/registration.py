@@ -8,8 +8,9 @@
 Where P has more ranks than we do, several write: the registration has ended well when all have, and
 badly when one has not and the others have said that they will not, or a grace has passed.
 Blocks are given back only when P can no longer write into them: it said so, or a grace passed that
-is longer than a transfer. A number tells one registration of a request from the next, so that what
-comes late is not taken for an answer.
+is longer than a transfer, a shorter one where P cannot be reached. A number tells one registration
+of a request from the next, so that what comes late is not taken for an answer. P remembers how each
+one ended: what was lost on the way is asked for again.
 """
 
 import enum
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 
 from engine_ext.agent import Agent, AgentError, PeerHandle
 from engine_ext.config import ConnectorConfig
+from engine_ext.lease import HeartbeatTracker
 from engine_ext.peer import PeerError, Peers
 from engine_ext.plan import without_holes
 from engine_ext.results import Results
@@ -54,8 +56,18 @@ class Waiting:
     state: State = State.CONNECTING
     peers: dict[str, PeerHandle] = field(default_factory=dict)
     """Those that may still write, by name."""
+    ranks: list[str] = field(default_factory=list)
+    """The names of all ranks that we face, in their order, whether they have written or not."""
     is_spoilt: bool = False
     """One of them will not write."""
+    ask_again_at: float = 0.0
+
+    def replace(self, peers: list[PeerHandle]) -> None:
+        """An engine that was met again may have come back under other names."""
+        for name, peer in zip(self.ranks, peers, strict=True):
+            if self.peers.pop(name, None) is not None:
+                self.peers[peer.name] = peer
+        self.ranks = [peer.name for peer in peers]
 
 
 class Registrations:
@@ -63,6 +75,7 @@ class Registrations:
         self,
         agent: Agent,
         peers: Peers,
+        beats: HeartbeatTracker,
         sequence: Iterator[int],
         results: Results,
         config: ConnectorConfig,
@@ -72,6 +85,7 @@ class Registrations:
     ) -> None:
         self._agent = agent
         self._peers = peers
+        self._beats = beats
         self._sequence = sequence
         self._results = results
         self._config = config
@@ -138,49 +152,102 @@ class Registrations:
             except (PeerError, AgentError) as error:
                 logger.warning("request %s: %s", waiting.registration.request_id, error)
                 self._end(waiting, ok=False)
+            except Exception:
+                logger.exception("request %s", waiting.registration.request_id)
+                self._end(waiting, ok=False)
         farewells, self._farewells = self._farewells, []
         for withdrawal in farewells:
             self._say_farewell(withdrawal, now)
 
     def _advance(self, waiting: Waiting, now: float) -> None:
+        address = waiting.registration.target.address
         if waiting.state is State.CONNECTING:
             self._register(waiting, now)
-        elif waiting.deadline > now:
-            return
-        elif waiting.state is State.REGISTERED:
+        elif waiting.state is State.WITHDRAWING and waiting.deadline <= now:
+            self._end(waiting, ok=False)
+        elif waiting.state is State.WITHDRAWING:
+            self._ask_again(waiting, now)
+        elif waiting.deadline <= now:
             logger.warning("request %s: P has not written", waiting.registration.request_id)
             self._withdraw(waiting, now)
+        elif self._beats.silence(address, now) >= self._config.silence_timeout:
+            self._lose(waiting, "P is silent", now)
         else:
-            self._end(waiting, ok=False)
+            self._ask_again(waiting, now)
 
     def _register(self, waiting: Waiting, now: float) -> None:
-        peers = self._peers.connect_all(waiting.registration.target.address, now)
+        address = waiting.registration.target.address
+        peers = self._peers.connect_all(address, now)
         if peers is None:
             return
+        waiting.ranks = [peer.name for peer in peers]
+        waiting.ask_again_at = now + self._config.heartbeat_interval
         message = encode_registration(self._message(waiting))
-        waiting.state = State.REGISTERED
         try:
             for peer in peers:
                 self._agent.notify(peer.name, message)
+                waiting.state = State.REGISTERED
                 waiting.peers[peer.name] = peer
         except AgentError:
+            self._peers.forget(address)
             if not waiting.peers:
                 raise
             waiting.is_spoilt = True
             self._withdraw(waiting, now)
 
+    def _ask_again(self, waiting: Waiting, now: float) -> None:
+        """The same message once more, to peers that remember what they answered."""
+        speaks = any(peer.has_extension for peer in waiting.peers.values())
+        if waiting.ask_again_at > now or not speaks:
+            return
+        try:
+            peers = self._peers.connect_all(waiting.registration.target.address, now)
+        except PeerError as error:
+            self._lose(waiting, str(error), now)
+            return
+        if peers is not None:
+            waiting.ask_again_at = now + self._config.heartbeat_interval
+            waiting.replace(peers)
+            self._ask(waiting)
+
+    def _ask(self, waiting: Waiting) -> None:
+        question = self._question(waiting)
+        is_well = True
+        for peer in [peer for peer in waiting.peers.values() if peer.has_extension]:
+            try:
+                self._agent.notify(peer.name, question)
+            except AgentError as error:
+                logger.warning("request %s: %s", waiting.registration.request_id, error)
+                is_well = False
+        if not is_well:
+            self._peers.forget(waiting.registration.target.address)
+
+    def _question(self, waiting: Waiting) -> bytes:
+        if waiting.state is State.REGISTERED:
+            return encode_registration(self._message(waiting))
+        target = waiting.registration.target
+        return encode_extension(
+            Withdraw(
+                waiting.registration.request_id,
+                waiting.generation,
+                target.remote_request_id,
+                target.transfer_id,
+            )
+        )
+
+    def _lose(self, waiting: Waiting, problem: str, now: float) -> None:
+        """P cannot be reached; what it has under way ends in the grace."""
+        logger.warning("request %s: %s", waiting.registration.request_id, problem)
+        if waiting.state is State.REGISTERED:
+            self._withdraw(waiting, now)
+        waiting.deadline = min(waiting.deadline, now + self._config.withdraw_grace)
+        self._peers.forget(waiting.registration.target.address)
+
     def _withdraw(self, waiting: Waiting, now: float) -> None:
         waiting.state = State.WITHDRAWING
-        waiting.deadline = now + self._config.withdraw_grace
-        target = waiting.registration.target
-        message = Withdraw(
-            waiting.registration.request_id,
-            waiting.generation,
-            target.remote_request_id,
-            target.transfer_id,
-        )
-        for peer in waiting.peers.values():
-            self._tell(peer, message)
+        waiting.deadline = now + self._config.write_bound
+        waiting.ask_again_at = now
+        self._ask_again(waiting, now)
 
     def _say_farewell(self, withdrawal: PushWithdrawal, now: float) -> None:
         """Nothing was registered, but P need not keep the blocks."""
@@ -238,6 +305,8 @@ class Registrations:
     def _find(self, request_id: str, sender: str, generation: int | None) -> Waiting | None:
         waiting = self._waiting.get(request_id)
         if waiting is None or sender not in waiting.peers:
+            return None
+        if generation is None and waiting.peers[sender].has_extension:
             return None
         return waiting if generation in (None, waiting.generation) else None
 

@@ -8,7 +8,7 @@ from functools import partial
 from engine_ext.agent import Agent, AgentError, PeerHandle
 from engine_ext.config import ConnectorConfig
 from engine_ext.lease import NEVER, Beat, HeartbeatTracker, LeaseTable
-from engine_ext.peer import PeerError, Peers
+from engine_ext.peer import Dialer, PeerError, Peers
 from engine_ext.pull import Pulls
 from engine_ext.push import PushWriter
 from engine_ext.ranks import TensorRank
@@ -69,6 +69,7 @@ class TransferLoop:
         regions: tuple[Region, ...],
         results: Results,
         stats: ConnectorStats,
+        dialer: Dialer | None = None,
     ) -> None:
         self._agent = agent
         self._identity = identity
@@ -86,6 +87,8 @@ class TransferLoop:
             identity,
             stats,
             TensorRank(geometry.tp_rank, identity.tp_size),
+            self._is_in_use,
+            dialer,
         )
         self._pulls = Pulls(
             agent,
@@ -107,10 +110,28 @@ class TransferLoop:
             stats,
         )
         self._registrations = Registrations(
-            agent, self._peers, self._sequence, results, config, geometry, identity, stats
+            agent,
+            self._peers,
+            self._beats,
+            self._sequence,
+            results,
+            config,
+            geometry,
+            identity,
+            stats,
         )
         self._releases: list[RemoteSource] = []
         self._last_event = NEVER
+        self._parts: tuple[Callable[[float], None], ...] = (
+            self._receive,
+            self._peers.step,
+            self._pulls.step,
+            self._writer.step,
+            self._registrations.step,
+            self._send_releases,
+            self._send_heartbeats,
+            self._expire,
+        )
 
     def apply(self, meta: StepMetadata, now: float) -> None:
         self._last_event = now
@@ -139,23 +160,38 @@ class TransferLoop:
             self._release(source)
 
     def step(self, now: float) -> float:
-        """Moves everything on; returns the seconds after which it wants to be called again."""
-        self._receive(now)
-        self._peers.step(now)
-        self._pulls.step(now)
-        self._writer.step(now)
-        self._registrations.step(now)
-        self._send_releases(now)
-        self._send_heartbeats(now)
-        self._expire(now)
+        """Moves everything on; returns the seconds after which it wants to be called again.
+
+        A fault of ours in one part does not stop the others: leases end whatever a READ does.
+        """
+        is_faulty = False
+        for part in self._parts:
+            try:
+                part(now)
+            except Exception:
+                logger.exception("transfer loop")
+                is_faulty = True
         self._stats.leases_active = self._leases.num_held
         self._stats.pushes_active = self._writer.num_active + self._registrations.num_active
-        return self._wait(now)
+        return IDLE_WAIT if is_faulty else self._wait(now)
 
     @property
     def owes_messages(self) -> bool:
         """Holders wait to hear that we will not read."""
         return bool(self._releases) or self._registrations.owes_messages
+
+    @property
+    def num_open(self) -> int:
+        """Leases, loads, heartbeats and messages that have not come to an end."""
+        return (
+            len(self._leases)
+            + len(self._beats)
+            + self._pulls.num_active
+            + self._writer.num_active
+            + self._writer.num_waiting
+            + self._registrations.num_active
+            + len(self._releases)
+        )
 
     def revoke_all(self, now: float) -> None:
         """The memory goes away: whoever still waits to read it is told."""
@@ -166,6 +202,9 @@ class TransferLoop:
     def close(self) -> None:
         self._peers.close()
         self._agent.close()
+
+    def _is_in_use(self, peer: PeerHandle) -> bool:
+        return self._pulls.uses(peer) or self._writer.uses(peer)
 
     def _wait(self, now: float) -> float:
         if self._pulls.is_busy or self._writer.is_busy:
@@ -186,6 +225,8 @@ class TransferLoop:
                 self._handle(sender, message, now)
             except AgentError as error:
                 logger.warning("a notification of %s was not handled: %s", sender, error)
+            except Exception:
+                logger.exception("a notification of %s was not handled: %.200r", sender, message)
 
     def _notifications(self) -> list[tuple[str, bytes]]:
         try:
@@ -210,7 +251,7 @@ class TransferLoop:
             case Renewed(sequence, gone):
                 self._beats.answered(sequence, gone)
             case Read(request_id, readers, sequence):
-                self._read(sender, request_id, readers, sequence)
+                self._read(sender, request_id, readers, sequence, now)
             case ReadAck(sequence, valid):
                 self._pulls.answered(sender, sequence, valid)
             case Gone(request_ids):
@@ -229,15 +270,25 @@ class TransferLoop:
 
     def _renew(self, sender: str, sequence: int, request_ids: tuple[str, ...], now: float) -> None:
         self._stats.heartbeats_received += 1
-        gone = self._leases.renew(map(self._writer.request_of, request_ids), now)
-        self._readers.renewed(sender, set(request_ids).difference(gone))
-        self._readers.answer(sender, Renewed(sequence, tuple(gone)))
+        asked = {self._writer.request_of(name): name for name in request_ids}
+        gone = self._leases.renew(asked, now)
+        kept = asked.keys() - set(gone)
+        # A rank that has read its share renews until the other ranks of its engine have.
+        waiting = {name for name in kept if not self._leases.is_read_by(name, sender)}
+        self._readers.renewed(sender, waiting)
+        self._readers.answer(sender, Renewed(sequence, tuple(asked[name] for name in gone)))
 
-    def _read(self, sender: str, request_id: str, readers: int, sequence: int) -> None:
+    def _read(self, sender: str, request_id: str, readers: int, sequence: int, now: float) -> None:
         valid = self._leases.knows(request_id)
         if sequence:
             self._readers.answer(sender, ReadAck(sequence, valid))
-        if valid:
+        if not valid:
+            return
+        others_wait = self._readers.has_read(sender, request_id)
+        if others_wait and self._leases.would_end(request_id, readers, sender):
+            # A request sent twice: what the other is reading must not change before it is told.
+            self._revoke(request_id, now)
+        else:
             self._read_done(request_id, readers, sender)
 
     def _grant(self, grant: LeaseGrant, now: float) -> None:
@@ -252,6 +303,7 @@ class TransferLoop:
     def _end_lease(self, request_id: str) -> None:
         self._stats.leases_released += 1
         self._readers.ended(request_id)
+        self._writer.forget(request_id)
         self._results.sent(request_id)
 
     def _revoke(self, request_id: str, now: float) -> None:
@@ -269,8 +321,7 @@ class TransferLoop:
             self._results.sent(request_id)
 
     def _tell_gone(self, request_id: str) -> None:
-        reader = self._readers.ended(request_id)
-        if reader is not None:
+        for reader in self._readers.ended(request_id):
             self._readers.answer(reader, Gone((request_id,)))
 
     def _release(self, source: RemoteSource) -> None:
@@ -301,8 +352,9 @@ class TransferLoop:
         for ids in batches(beat.remote_ids):
             if peer.has_extension:
                 sequence = next(self._sequence)
-                self._agent.notify(peer.name, encode_extension(Renew(sequence, ids)))
+                # Before it is: one that cannot be sent is a heartbeat that nobody answers.
                 self._beats.sent(sequence, beat.address, ids, now, peer.lease_extension)
+                self._agent.notify(peer.name, encode_extension(Renew(sequence, ids)))
             else:
                 self._agent.notify(peer.name, encode_heartbeat(ids))
         self._stats.heartbeats_sent += 1
@@ -314,10 +366,18 @@ class TransferLoop:
         failure is logged and taken as done."""
         try:
             peers = self._peers.connect_all(address, now)
-            if peers is None:
-                return False
-            for peer in peers:
-                action(peer)
-        except (PeerError, AgentError) as error:
+        except PeerError as error:
             logger.warning("engine %s was not told: %s", address.engine_id, error)
+            return True
+        if peers is None:
+            return False
+        is_well = True
+        for peer in peers:
+            try:
+                action(peer)
+            except AgentError as error:
+                logger.warning("engine %s was not told: %s", address.engine_id, error)
+                is_well = False
+        if not is_well:
+            self._peers.forget(address)
         return True

@@ -29,6 +29,9 @@ REGISTRATION_PREFIX = b"PUSH_REG:"
 GET_METADATA = b"get_meta_msg"
 MAX_REQUEST_BYTES = 4096
 MAX_REPLY_BYTES = 64 << 20
+SILENT_CONNECTION_MS = 5000
+"""What a connection that does not begin to speak is kept for."""
+UNREAD_ANSWERS = 16
 MAX_NOTIFICATION_BYTES = 16 << 10
 """Heartbeats longer than this are split."""
 
@@ -387,6 +390,10 @@ class HandshakeServer:
         try:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+            socket.setsockopt(zmq.HANDSHAKE_IVL, SILENT_CONNECTION_MS)
+            # A reader has one question at a time; who does not read the answers loses them.
+            socket.setsockopt(zmq.SNDHWM, UNREAD_ANSWERS)
+            socket.setsockopt(zmq.RCVHWM, UNREAD_ANSWERS)
             socket.setsockopt(zmq.IPV6, int(":" in host))
             socket.bind(zmq_address(host, port))
         except zmq.ZMQError:
@@ -428,11 +435,14 @@ class HandshakeClient:
     """One handshake in flight. Never blocks: poll `socket` for reading, then call `receive`."""
 
     def __init__(self, context: "zmq.Context[Any]", host: str, port: int, rank: Rank) -> None:
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
-        self.socket.setsockopt(zmq.IPV6, int(":" in host))
         try:
+            self.socket = context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise WireError(f"handshake with {host}:{port}: {error}") from None
+        try:
+            self.socket.setsockopt(zmq.LINGER, 0)
+            self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
+            self.socket.setsockopt(zmq.IPV6, int(":" in host))
             self.socket.connect(zmq_address(host, port))
             self.socket.send_multipart([b"", encode_request(rank)], zmq.NOBLOCK)
         except zmq.ZMQError as error:

@@ -23,6 +23,8 @@ _ASK_AGAIN = 0.01
 """Seconds until a waiting request is asked about again, when the connector wants that."""
 _CALL_TIMEOUT = 30.0
 _DRAIN_POLL = 0.02
+_CHECK_INTERVAL = 10.0
+"""Seconds between two checks of the bookkeeping; one costs milliseconds for a large cache."""
 _GONE = "the engine is not running"
 
 
@@ -49,6 +51,9 @@ class Engine:
         self._stats = core.stats()
         self._stopping = threading.Event()
         self._failed = False
+        self._unchecked = False
+        """Something ran since the last check of the bookkeeping."""
+        self._next_check = 0.0
         connector.worker.set_wake(self._inbox.wake)
         try:
             connector.start(regions)
@@ -95,6 +100,11 @@ class Engine:
     def is_healthy(self) -> bool:
         return self._thread.is_alive() and not self._failed
 
+    @property
+    def has_failed(self) -> bool:
+        """Its thread ended by a fault of its own, not because it was told to."""
+        return self._failed
+
     def check_integrity(self) -> None:
         """Between two steps. Raises IntegrityError, or TimeoutError after half a minute."""
         call = Call(self._core.check_integrity, Future())
@@ -140,6 +150,7 @@ class Engine:
             deliver(self._address(self._core.abort_all()))
             # The connector hears of the aborts, so that remote engines do.
             self._core.step()
+            self._core.check_integrity()
         except BaseException:  # The tokenizer's panics are not Exceptions.
             logger.exception("the engine's thread has failed")
             self._failed = True
@@ -155,8 +166,17 @@ class Engine:
                 result = self._core.step()
                 deliveries += self._address(result.outputs)
                 timeout = _pause(result)
+                self._unchecked = True
+            elif self._unchecked and time.monotonic() >= self._next_check:
+                self._check_integrity()
             self._stats = self._core.stats()
             deliver(deliveries)
+
+    def _check_integrity(self) -> None:
+        """Of an idle engine, now and then: an engine that lost count gives wrong answers."""
+        self._core.check_integrity()
+        self._unchecked = False
+        self._next_check = time.monotonic() + _CHECK_INTERVAL
 
     def _leave(self) -> None:
         """Nobody who waits is left waiting."""

@@ -61,6 +61,8 @@ class Host:
             self.engine.shutdown(STEP_SECONDS)
         except TimeoutError as error:
             raise HostError(str(error)) from error
+        if self.engine.has_failed:
+            raise HostError("the engine had failed; the log says how")
 
 
 def build_host(settings: Settings) -> Host:

@@ -155,6 +155,8 @@ class Launcher:
         }
         with serving(name, [*command, *options], port, self.directory, "/health", side) as server:
             yield server
+            if server.process.poll() is None:
+                leaves_nothing_behind(server)
 
     @contextmanager
     def router(
@@ -167,6 +169,27 @@ class Launcher:
             command += [f"--{role}-ports", *(str(server.port) for server in servers)]
         with serving("router", [*command, *options], port, self.directory, "/ready") as server:
             yield server
+
+
+def leaves_nothing_behind(server: Server, seconds: float = 30) -> None:
+    """Whatever a test did: once no request is left, every block is free or held by a live lease,
+    and the engine's own check of its bookkeeping finds nothing when it ends."""
+    wait_for(lambda: is_settled(server.metrics()), f"{server.name} has settled", seconds)
+    server.process.terminate()
+    server.process.wait(timeout=45)
+    assert server.process.returncode == 0, server.log.read_text()[-4000:]
+
+
+def is_settled(metrics: dict[str, float]) -> bool:
+    values = {name.removeprefix("disagg_engine_"): value for name, value in metrics.items()}
+    if any(values[f"requests_{where}"] for where in ("running", "waiting")):
+        return False
+    if values["requests_waiting_for_remote_kv"] or values["kv_pulls_active"]:
+        return False
+    held = values["blocks_delayed"]
+    return values["blocks_free"] + held == values["blocks"] and held <= (
+        values["kv_leases_active"] and values["blocks"]
+    )
 
 
 def metric(server: Server, pattern: str) -> float:

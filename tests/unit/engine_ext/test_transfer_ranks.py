@@ -18,6 +18,7 @@ from engine_ext.transfer import TransferLoop
 from engine_ext.types import (
     ConnectorStats,
     EngineIdentity,
+    LeaseCancel,
     LeaseGrant,
     PeerAddress,
     PullOrder,
@@ -304,13 +305,23 @@ def test_a_rank_that_will_not_write_makes_the_others_stop_before_blocks_are_give
     assert rank.results.take() == FAILED
 
 
-def test_a_rank_that_does_not_answer_a_withdrawal_is_waited_for_no_longer_than_the_grace(
+def test_a_rank_that_does_not_answer_a_withdrawal_is_waited_for_as_long_as_it_might_write(
     launch: Launch,
 ) -> None:
     rank = launch(1, 2)
     rank.hears(wire.PushFailed("d-1", generation(registered(rank)), "no"), 0)
-    rank.step(rank.config.withdraw_grace)
+    rank.step(rank.config.write_bound - 1)
+    assert not rank.results.take()
+    rank.step(1)
     assert rank.results.take() == FAILED
+
+
+def test_only_the_rank_that_has_not_written_is_asked_again(launch: Launch) -> None:
+    rank = launch(1, 2)
+    rank.hears(wire.PushDone("d-1", generation(registered(rank))), 0)
+    rank.sent()
+    rank.step(rank.config.heartbeat_interval)
+    assert [(name, type(one)) for name, one in rank.sent()] == [("agent-1", wire.PushRegistered)]
 
 
 # Writing.
@@ -412,3 +423,38 @@ def test_a_registration_of_a_rank_that_is_not_ours_to_write_is_refused(
     rank.step()
     assert rank.agent.transfers == []
     assert rank.stats.pushes_failed == 1
+
+
+def test_every_rank_of_d_hears_that_the_prefill_was_given_up(launch: Launch) -> None:
+    rank = launch(1, 2)
+    register(rank, 0)
+    rank.apply(StepMetadata(cancels=(LeaseCancel("p-1"),)))
+    register(rank, 1)
+    refused = [(name, type(one)) for name, one in rank.sent()]
+    assert refused == [("agent-0", wire.PushFailed), ("agent-1", wire.PushFailed)]
+
+
+def test_withdrawals_of_all_ranks_are_one_and_spare_the_next_attempt(launch: Launch) -> None:
+    rank = launch(1, 2)
+    offer(rank)
+    for their_rank in (0, 1):
+        rank.hears(wire.Withdraw("d-1", 0, "p-1"), their_rank)
+    assert rank.results.take() == SENT
+    offer(rank)
+    rank.step()
+    assert not rank.results.take()
+
+
+# Holding.
+
+
+def test_a_rank_that_renews_after_its_read_is_no_reader_that_still_waits(launch: Launch) -> None:
+    rank = launch(1, 2)
+    rank.apply(StepMetadata(grants=(LeaseGrant("p-1", 30),)))
+    rank.hears(wire.Read("p-1", readers=2, sequence=1), 0)
+    rank.hears(wire.Renew(2, ("p-1",)), 0)
+    rank.hears(wire.Renew(2, ("p-1",)), 1)
+    assert not rank.results.take()
+    rank.hears(wire.Read("p-1", readers=2, sequence=3), 1)
+    assert rank.results.take() == SENT
+    assert rank.stats.leases_revoked == 0
