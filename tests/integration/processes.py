@@ -137,17 +137,23 @@ class Launcher:
         extra: dict[str, Any] | None = None,
         policy: str = "fail",
         connector: str = "DisaggConnector",
+        model: Path | None = None,
+        ports: tuple[int, int] | None = None,
     ) -> Iterator[Server]:
-        """A reference engine with a connector; `extra` is its kv_connector_extra_config."""
-        port, side_channel = self.free_ports(2)
+        """A reference engine with a connector; `extra` is its kv_connector_extra_config.
+
+        `ports`: HTTP and side channel, where it must be at a known place.
+        """
+        port, side_channel = ports or self.free_ports(2)
         transfer = {
             "kv_connector": connector,
             "kv_role": "kv_both",
-            "engine_id": f"{name}-{port}",
+            "engine_id": f"{name}-{port}-{time.monotonic_ns()}",
             "kv_load_failure_policy": policy,
             "kv_connector_extra_config": extra or {},
         }
-        command = [module, "--model", str(self.model), "--port", str(port), "--num-threads", "1"]
+        command = [module, "--model", str(model or self.model), "--port", str(port)]
+        command += ["--num-threads", "1"]
         command += ["--served-model-name", "tiny", "--kv-transfer-config", json.dumps(transfer)]
         side = {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",

@@ -1,8 +1,8 @@
 """Nothing that a request or a peer sends stops an engine.
 
 R1 to R14 are stock failures that were reproduced on vLLM 0.32: bodies and messages that ended the
-engine, hung a request or gave wrong tokens. While each is sent, another request runs; afterwards the
-engine is healthy, the next answer is right, and every block has come back.
+engine, hung a request or gave wrong tokens. While each is sent, another request runs; afterwards
+the engine is healthy, the next answer is right, and every block has come back.
 """
 
 import os
@@ -28,6 +28,9 @@ from tests.integration.processes import Launcher, Server, metric, wait_for
 
 PUSH = "DisaggPushConnector"
 BOTH_WAYS = {"bidirectional_kv_xfer": True}
+LEASE = 3
+"""Seconds: what a request that is not followed leaves to expire."""
+EXPIRED = "disagg_engine_kv_leases_expired_total"
 LEFT = {"do_remote_prefill": True}
 BYSTANDER = text_of(120, 1)
 
@@ -40,7 +43,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def prefiller(launcher: Launcher, mode: str) -> Iterator[Server]:
     connector = "DisaggConnector" if mode == "pull" else PUSH
-    extra = {**BOTH_WAYS, "kv_lease_duration": 6}
+    extra = {**BOTH_WAYS, "kv_lease_duration": LEASE}
     with launcher.engine("prefill", extra=extra, connector=connector) as server:
         yield server
 
@@ -48,7 +51,12 @@ def prefiller(launcher: Launcher, mode: str) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def decoder(launcher: Launcher, mode: str) -> Iterator[Server]:
     connector = "DisaggConnector" if mode == "pull" else PUSH
-    extra = {**BOTH_WAYS, "push_registration_timeout": 2, "decoder_kv_blocks_ttl": 5}
+    extra = {
+        **BOTH_WAYS,
+        "kv_lease_duration": LEASE,
+        "push_registration_timeout": 2,
+        "decoder_kv_blocks_ttl": 5,
+    }
     with launcher.engine("decode", extra=extra, connector=connector) as server:
         yield server
 
@@ -73,14 +81,16 @@ def every_block_is_back(server: Server, seconds: float = 20) -> None:
     wait_for(lambda: metric(server, free) == total, f"{server.name} has its blocks back", seconds)
 
 
-def ask(server: Server, prompt: Any, params: Any, **more: Any) -> tuple[int, Any]:
-    response = server.post("/v1/completions", {**decode_body(prompt, params), **more})
+def ask(
+    server: Server, prompt: Any, params: Any, more: dict[str, Any] | None = None
+) -> tuple[int, Any]:
+    response = server.post("/v1/completions", {**decode_body(prompt, params), **(more or {})})
     return response.status_code, response.json()
 
 
-def answered_locally(server: Server, alone: Server, prompt: Any, params: Any, **more: Any) -> None:
+def answered_locally(server: Server, alone: Server, prompt: Any, params: Any) -> None:
     """Params that make no sense cost the transfer, not the answer."""
-    status, answer = ask(server, prompt, params, **more)
+    status, answer = ask(server, prompt, params)
     assert status == 200, answer
     assert tuple(answer["choices"][0]["token_ids"]) == complete(alone, prompt).tokens
 
@@ -90,12 +100,6 @@ def where(prefiller: Server) -> dict[str, Any]:
     answer = prefill(prefiller, "hello")
     keys = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size")
     return {key: answer[key] for key in keys}
-
-
-def whole(prefiller: Server, prompt: Any, mode: str) -> dict[str, Any]:
-    """Params that D could follow: P's own answer."""
-    del mode
-    return prefill(prefiller, prompt)
 
 
 def test_r1_r2_a_remote_prefill_that_names_nobody_is_computed_here(
@@ -222,6 +226,7 @@ def handshake(params: dict[str, Any]) -> wire.HandshakePayload:
     payload = wait_for(client.receive, "the handshake is answered", 5)
     client.close()
     context.destroy(linger=0)
+    assert payload is not None
     return payload
 
 
@@ -242,20 +247,17 @@ def test_r10_a_turn_that_has_expired_is_computed(
     prefiller: Server, decoder: Server, alone: Server
 ) -> None:
     prompt = tokens_of(200, 12)
-    turn = take_turn_in_order(prefiller, decoder, prompt)
+    turn = take_turn(prefiller, decoder, prompt)
     longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 13)]
     assert turn.params is not None
     every_block_is_back(decoder)
-    for until in (turn.params["retained_until"], time.time() + 100, None, "soon", -1):
-        params = {**turn.params, "retained_until": until}
-        with unharmed(prefiller, alone):
-            answer = prefill(prefiller, longer, params)
-        again = decode(decoder, longer, answer)
-        assert differences([complete(alone, longer)], [again.answer]) == []
+    right = complete(alone, longer)
+    with unharmed(prefiller, alone):
+        for until in (turn.params["retained_until"], time.time() + 100, None, "soon", -1):
+            answer = prefill(prefiller, longer, {**turn.params, "retained_until": until})
+            again = decode(decoder, longer, answer)
+            assert differences([right], [again.answer]) == []
     every_block_is_back(prefiller)
-
-
-take_turn_in_order = take_turn
 
 
 def test_r11_a_shorter_turn_is_answered_right(
@@ -349,22 +351,27 @@ def test_r14_notifications_that_make_no_sense_are_counted_and_survived(
         b"x" * 60_000,
     ]
     for server in (prefiller, decoder):
-        params = _address_of(server)
-        unknown = metric(server, "disagg_engine_kv_notifications_unknown_total")
         with unharmed(server, alone), stranger() as agent:
-            name = agent.add_remote(wire.decode_metadata(handshake(params)).agent_metadata)
+            # Any engine answers a prefill leg, and so says where it is.
+            metadata = wire.decode_metadata(handshake(prefill(server, text_of(8, 18))))
+            name = agent.add_remote(metadata.agent_metadata)
             for message in garbage:
                 agent.notify(name, message)
-            name_of = "disagg_engine_kv_notifications_unknown_total"
-            wait_for(lambda: metric(server, name_of) > unknown + 5, "they have arrived", 10)
+            hears_of_garbage(server, agent)
     prompt = text_of(64, 17)
     turn = decode(decoder, prompt, prefill(prefiller, prompt))
     assert differences([complete(alone, prompt)], [turn.answer]) == []
 
 
-def _address_of(server: Server) -> dict[str, Any]:
-    """Any engine answers a prefill leg, and so says where it is."""
-    return prefill(server, text_of(8, 18))
+def hears_of_garbage(server: Server, sender: NixlAgent) -> None:
+    """What an agent sends leaves when it polls."""
+    unknown = "disagg_engine_kv_notifications_unknown_total"
+
+    def heard() -> bool:
+        sender.notifications()
+        return metric(server, unknown) > 5
+
+    wait_for(heard, "the notifications have arrived", 10)
 
 
 @contextmanager
@@ -381,24 +388,24 @@ def test_a10_bodies_with_several_choices_and_ps_params_release_p_at_once(
     prefiller: Server, decoder: Server, alone: Server, mode: str, several: dict[str, Any]
 ) -> None:
     prompt = text_of(80, 20)
-    started = time.monotonic()
+    known = where(prefiller)
+    leases = "disagg_engine_kv_leases_active"
+    wait_for(lambda: metric(prefiller, leases) == 0, "the coordinates' own lease has ended", 20)
+    expired = metric(prefiller, EXPIRED)
     if mode == "pull":
         params = prefill(prefiller, prompt)
     else:
         name = str(uuid.uuid4())
-        params = {**LEFT, **where(prefiller), "remote_request_id": name, "transfer_id": name}
+        params = {**LEFT, **known, "remote_request_id": name, "transfer_id": name}
         body = prefill_body(prompt)
         body["kv_transfer_params"] = {**body["kv_transfer_params"], "transfer_id": name}
         assert prefiller.post("/v1/completions", body).status_code == 200
-    status, answer = ask(decoder, prompt, params, **several)
+    status, answer = ask(decoder, prompt, params, several)
     assert status == 200, answer
     assert len(answer["choices"]) == 2
     assert tuple(answer["choices"][0]["token_ids"]) == complete(alone, prompt).tokens
-    # A lease here is 6 s; `where` left one behind in push mode.
-    left = 0 if mode == "pull" else 1
-    leases = "disagg_engine_kv_leases_active"
-    wait_for(lambda: metric(prefiller, leases) <= left, "P's blocks are released", 5)
-    assert time.monotonic() - started < 6 or mode == "push"
+    wait_for(lambda: metric(prefiller, leases) == 0, "P's blocks are released", 20)
+    assert metric(prefiller, EXPIRED) == expired
     every_block_is_back(decoder)
 
 

@@ -1,0 +1,251 @@
+"""Engines that die, come back, or are not what they should be."""
+
+import json
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
+from tests.integration.legs import decode, decode_body, prefill, prefill_body
+from tests.integration.oracle import complete, complete_all, differences, text_of
+from tests.integration.processes import Launcher, Server, metric, wait_for
+
+PUSH = "DisaggPushConnector"
+SLOW = {"UCX_TLS": "tcp"}
+"""Without shared memory a READ takes long enough to be interrupted, and needs both ends."""
+BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Half:
+    """A `memory_engine` process."""
+
+    process: "subprocess.Popen[str]"
+
+    def hears(self, params: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(params) + "\n")
+        self.process.stdin.flush()
+
+    def says(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the process is gone"
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+
+@contextmanager
+def half(
+    role: str, name: str, port: int, directory: Path, lease: float = 30, seed: int = 1
+) -> Iterator[Half]:
+    import os
+
+    module = "tests.integration.memory_engine"
+    arguments = [role, name, str(port), str(BLOCK_BYTES), str(lease), str(seed)]
+    with (directory / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, **SLOW},
+        )
+    try:
+        yield Half(process)
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.05, 0.2])
+def test_a_prefiller_killed_in_mid_read_fails_that_read_and_the_next_is_served(
+    free_ports: Callable[[int], list[int]], tmp_path: Path, after: float
+) -> None:
+    ports = free_ports(3)
+    with (
+        half("hold", "dying", ports[0], tmp_path) as dying,
+        half("hold", "other", ports[1], tmp_path) as other,
+        half("read", "reader", ports[2], tmp_path) as reader,
+    ):
+        reader.hears(dying.says()["params"])
+        assert reader.says() == {"reading": True}
+        time.sleep(after)
+        dying.process.kill()
+        died = time.monotonic()
+        outcome = reader.says()
+        assert time.monotonic() - died < 30
+        assert not outcome["ok"] or outcome["is_right"]
+        reader.hears(other.says()["params"])
+        assert reader.says() == {"reading": True}
+        outcome = reader.says()
+        assert outcome["ok"]
+        assert outcome["is_right"]
+
+
+def test_a_read_that_outlives_its_lease_is_found_out(
+    free_ports: Callable[[int], list[int]], tmp_path: Path
+) -> None:
+    """The holder frees and reuses the blocks while they are read: what arrived is not used."""
+    ports = free_ports(2)
+    with (
+        half("hold", "holder", ports[0], tmp_path, lease=0.05) as holder,
+        half("read", "reader", ports[1], tmp_path) as reader,
+    ):
+        params = holder.says()["params"]
+        assert holder.says() == {"freed": True}
+        reader.hears(params)
+        assert reader.says() == {"reading": True}
+        outcome = reader.says()
+        assert not outcome["ok"]
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_requests_in_flight_when_their_prefiller_is_killed_end_by_policy(
+    launcher: Launcher, alone: Server, policy: str
+) -> None:
+    prompts = [text_of(700 + length, 50 + length) for length in range(16)]
+    right = complete_all(alone, prompts)
+    with (
+        launcher.engine("dying") as dying,
+        launcher.engine("other") as other,
+        launcher.engine("decode", policy=policy) as decoder,
+        ThreadPoolExecutor(16) as pool,
+    ):
+        params = [prefill(dying, prompt) for prompt in prompts]
+        decode(decoder, prompts[0], params[0])
+        legs = [
+            pool.submit(decoder.post, "/v1/completions", decode_body(prompt, one))
+            for prompt, one in zip(prompts[1:], params[1:], strict=True)
+        ]
+        dying.kill()
+        died = time.monotonic()
+        responses = [leg.result(timeout=60) for leg in legs]
+        assert time.monotonic() - died < 30
+        for response, answer in zip(responses, right[1:], strict=True):
+            assert response.status_code == 200 or policy == "fail", response.text
+            if response.status_code == 200:
+                assert tuple(response.json()["choices"][0]["token_ids"]) == answer.tokens
+            else:
+                assert response.status_code == 500
+                assert "KV cache" in response.json()["error"]["message"]
+        again = decode(decoder, prompts[3], prefill(other, prompts[3]))
+        assert differences([right[3]], [again.answer]) == []
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_decoder_registered_with_a_prefiller_that_is_killed_ends_by_policy(
+    launcher: Launcher, alone: Server, policy: str
+) -> None:
+    """Nothing tells D but silence, and it does not wait for the registration's own timeout."""
+    extra = {"kv_lease_duration": 6}
+    prompt = text_of(150, 3)
+    with (
+        launcher.engine("dying", connector=PUSH, extra=extra) as dying,
+        launcher.engine("decode", connector=PUSH, extra=extra, policy=policy) as decoder,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        params = coordinates(dying)
+        leg = pool.submit(decoder.post, "/v1/completions", decode_body(prompt, params))
+        waiting = "disagg_engine_requests_waiting_for_remote_kv"
+        wait_for(lambda: metric(decoder, waiting) == 1, "D has registered")
+        handshakes = "disagg_engine_kv_handshakes_ok_total"
+        wait_for(lambda: metric(decoder, handshakes) == 1, "D has connected")
+        dying.kill()
+        died = time.monotonic()
+        response = leg.result(timeout=60)
+        assert time.monotonic() - died < 40
+        assert response.status_code == (500 if policy == "fail" else 200)
+        if policy == "recompute":
+            tokens = tuple(response.json()["choices"][0]["token_ids"])
+            assert tokens == complete(alone, prompt).tokens
+
+
+def coordinates(prefiller: Server, transfer_id: str | None = None) -> dict[str, Any]:
+    """What a router tells D before P has prefilled."""
+    answer = prefill(prefiller, "hello")
+    keys = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size")
+    name = transfer_id or str(uuid.uuid4())
+    return {
+        "do_remote_prefill": True,
+        "remote_request_id": name,
+        "transfer_id": name,
+        **{key: answer[key] for key in keys},
+    }
+
+
+@pytest.mark.parametrize("connector", ["DisaggConnector", PUSH])
+def test_a_prefiller_that_is_back_on_its_address_is_used_within_ten_seconds(
+    launcher: Launcher,
+    free_ports: Callable[[int], list[int]],
+    alone: Server,
+    connector: str,
+) -> None:
+    port, side_channel = free_ports(2)
+    prompts = [text_of(100, seed) for seed in (1, 2, 3)]
+    right = complete_all(alone, prompts)
+    with launcher.engine("decode", connector=connector) as decoder:
+        for prompt, answer in zip(prompts, right, strict=True):
+            with launcher.engine(
+                "prefill", connector=connector, ports=(port, side_channel)
+            ) as prefiller:
+                started = time.monotonic()
+                turn = decode(decoder, prompt, prefill(prefiller, prompt))
+                assert time.monotonic() - started < 10
+                assert differences([answer], [turn.answer]) == []
+                prefiller.kill()
+        assert metric(decoder, "disagg_engine_prompt_tokens_fetched_total") == 300
+        assert metric(decoder, "disagg_engine_kv_handshakes_ok_total") == 3
+
+
+def test_other_weights_are_refused_by_name_unless_told_otherwise(
+    launcher: Launcher, alone: Server, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    stranger = write_tiny_model(tmp_path_factory.mktemp("other"), TinyModel(seed=7))
+    prompt = text_of(100, 5)
+    with ExitStack() as engines:
+        prefiller = engines.enter_context(launcher.engine("prefill", model=stranger))
+        strict = engines.enter_context(launcher.engine("strict"))
+        lax = engines.enter_context(
+            launcher.engine("lax", extra={"enforce_handshake_compat": False})
+        )
+        body = decode_body(prompt, prefill(prefiller, prompt))
+        response = strict.post("/v1/completions", body)
+        assert response.status_code == 500
+        refusal = strict.log.read_text()
+        assert "incompatible engines: weights (" in refusal
+        assert complete(strict, prompt) == complete(alone, prompt)
+        body = decode_body(prompt, prefill(prefiller, prompt))
+        assert lax.post("/v1/completions", body).status_code == 200
+        assert metric(lax, "disagg_engine_prompt_tokens_fetched_total") == 100
+        assert "weights (" in lax.log.read_text()
+
+
+def test_a_push_between_other_weights_is_refused_on_the_writing_side_too(
+    launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """D does not check that P fits, P does before it writes: D's blocks stay as they are."""
+    stranger = write_tiny_model(tmp_path_factory.mktemp("other"), TinyModel(seed=7))
+    prompt, name = text_of(100, 5), str(uuid.uuid4())
+    with (
+        launcher.engine("prefill", connector=PUSH, model=stranger) as prefiller,
+        launcher.engine("decode", connector=PUSH) as decoder,
+    ):
+        body = decode_body(prompt, coordinates(prefiller, name))
+        with ThreadPoolExecutor(1) as pool:
+            leg = pool.submit(decoder.post, "/v1/completions", body)
+            p_body = prefill_body(prompt)
+            p_body["kv_transfer_params"]["transfer_id"] = name
+            prefiller.post("/v1/completions", p_body)
+            assert leg.result(timeout=30).status_code == 500
+        assert metric(prefiller, "disagg_engine_kv_pushes_ok_total") == 0
