@@ -102,13 +102,15 @@ class Pulls:
         self._connecting.append(order)
 
     def step(self, now: float) -> None:
-        orders, self._connecting = self._connecting, []
-        for order in orders:
-            self._guard(order, partial(self._try_to_read, order, now))
+        """New READs come last: in shared memory they are over when they are posted, seconds after
+        `now`, and whether their lease lasted is judged by the next step's clock."""
         for reading in list(self._reading):
             self._guard(reading.order, partial(self._poll, reading, now))
         for reading in list(self._confirming):
             self._guard(reading.order, partial(self._confirm, reading, now))
+        orders, self._connecting = self._connecting, []
+        for order in orders:
+            self._guard(order, partial(self._try_to_read, order, now))
         self._stats.pulls_active = self.num_active
 
     def answered(self, peer_name: str, sequence: int, valid: bool) -> None:

@@ -19,10 +19,19 @@ BLOCK_SIZE = 32
 
 
 class ReferenceEngine:
-    def __init__(self, directory: Path, num_blocks: int, lease_seconds: int = 600) -> None:
+    """Serves the tiny model, which it writes into `directory`; the log is there too."""
+
+    def __init__(
+        self,
+        directory: Path,
+        num_blocks: int,
+        device: str = "cpu",
+        lease_seconds: int = 600,
+    ) -> None:
         from engine_ext.reference.tiny_model import write_tiny_model
 
         self._port, side_channel = free_ports(2)
+        directory.mkdir(exist_ok=True)
         self._log = directory / "engine.log"
         model = write_tiny_model(directory / "model")
         transfer = {
@@ -35,6 +44,8 @@ class ReferenceEngine:
             "--port": self._port,
             "--served-model-name": "tiny",
             "--num-threads": 1,
+            "--device": device,
+            "--dtype": "float32",
             "--num-blocks": num_blocks,
             "--block-size": BLOCK_SIZE,
             "--kv-transfer-config": json.dumps(transfer),
@@ -83,17 +94,41 @@ class ReferenceEngine:
         """Every prompt differs from its first token on: no block is shared."""
         prompt = [index % 256, index // 256, *range(BLOCK_SIZE // 2)]
         params = {"do_remote_decode": True}
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
-        self._post("/v1/completions", body)
+        self.complete(prompt, 1, params)
 
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
+    def complete(
+        self, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Greedy; the answer carries token ids. Raises BenchError."""
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "kv_transfer_params": params,
+        }
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}{path}",
+            f"http://127.0.0.1:{self._port}/v1/completions",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                answer: dict[str, Any] = json.load(response)
+                return answer
+        except urllib.error.HTTPError as error:
+            raise BenchError(f"the engine answered {error.code}: {error.read()!r}") from None
+
+    def blocks_received(self) -> int:
+        """KV blocks that came from another engine."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=10) as page:
+            lines = page.read().decode().splitlines()
+        found = [line for line in lines if line.startswith("disagg_engine_kv_blocks_received")]
+        if not found:
+            raise BenchError("the engine does not count received blocks")
+        return int(float(found[0].rpartition(" ")[2]))
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS

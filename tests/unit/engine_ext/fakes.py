@@ -49,6 +49,8 @@ class FakeAgent:
     transfers: list[FakeTransfer] = field(default_factory=list)
     peers: list[str] = field(default_factory=list)
     closed: bool = False
+    starts_as: TransferState = TransferState.RUNNING
+    """DONE: as in shared memory, where the post is the transfer."""
 
     def metadata(self) -> bytes:
         return b"fake"
@@ -72,7 +74,7 @@ class FakeAgent:
         self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
     ) -> FakeTransfer:
         self._check("start_read")
-        transfer = FakeTransfer(notification, local.tolist(), remote.tolist())
+        transfer = FakeTransfer(notification, local.tolist(), remote.tolist(), self.starts_as)
         self.transfers.append(transfer)
         return transfer
 

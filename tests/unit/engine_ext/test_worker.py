@@ -437,6 +437,28 @@ def test_an_answered_heartbeat_spares_the_wait_for_the_answer(
     assert harness.results.take() == OK
 
 
+def test_a_read_that_is_over_when_posted_is_judged_by_the_time_after_it(
+    harness: Harness, extended: HandshakeServer
+) -> None:
+    """Posting copies, for seconds: the lease that was valid before may have ended meanwhile."""
+    origin = source(port=extended.port)
+    harness.apply(StepMetadata(tracks=(TrackOrder("d-1", origin.address, "p-1"),)))
+    harness.step_until(lambda: len(harness.agent.sent) == 2)
+    _, renew = harness.sent()
+    assert isinstance(renew, wire.Renew)
+    harness.hears(wire.Renewed(renew.sequence))
+    harness.agent.starts_as = TransferState.DONE
+    harness.apply(StepMetadata(pulls=(pull(origin),)))
+    harness.step()
+    assert len(harness.agent.transfers) == 1
+    harness.step(25)
+    assert not harness.results.take()
+    read = wire.decode_notification(harness.agent.transfers[0].notification)
+    assert isinstance(read, wire.Read)
+    harness.hears(wire.ReadAck(read.sequence, valid=False))
+    assert harness.results.take() == FAILED
+
+
 def test_a_lease_known_to_be_gone_is_not_read(harness: Harness, extended: HandshakeServer) -> None:
     origin = source(port=extended.port)
     harness.apply(StepMetadata(tracks=(TrackOrder("d-1", origin.address, "p-1"),)))

@@ -1,0 +1,70 @@
+#!/bin/sh
+# On a machine with a CUDA device: two reference engines on one GPU answer as one alone, then the
+# transfer benchmark with KV in GPU memory. One command, about ten minutes:
+#
+#     scripts/gpu_check.sh            figures go to ${OUT:-build/gpu}
+#
+# Without network, put the wheels that are missing into ./.whl beforehand, on a machine with the
+# same Python: pip download -d .whl -c constraints.txt nixl msgspec pyzmq
+#
+# NOT YET RUN on a GPU: none was at hand when this was written. The same steps pass on a CPU:
+#
+#     DEVICE=cpu scripts/gpu_check.sh
+set -eu
+cd "$(dirname "$0")/.."
+DEVICE="${DEVICE:-cuda}"
+OUT="${OUT:-build/gpu}"
+MODULES="nixl msgspec zmq numpy torch tokenizers safetensors jinja2 fastapi uvicorn uvloop httptools orjson"
+
+fail() {
+    echo "gpu_check: error: $1" >&2
+    exit 1
+}
+
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=python3
+    [ -x "${VENV:-.venv}/bin/python" ] && PYTHON="${VENV:-.venv}/bin/python"
+fi
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail "Python 3.11 or newer is needed; set PYTHON"
+
+missing() {
+    "$PYTHON" - $MODULES <<'END'
+import importlib.util
+import sys
+
+packages = {"zmq": "pyzmq"}
+absent = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
+print(" ".join(packages.get(name, name) for name in absent))
+END
+}
+
+if [ "$DEVICE" != cpu ]; then
+    command -v nvidia-smi >/dev/null || fail "no nvidia-smi: this machine has no CUDA device"
+    nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader ||
+        fail "nvidia-smi does not answer"
+fi
+
+packages=$(missing)
+if [ -n "$packages" ]; then
+    echo "installing: $packages"
+    # shellcheck disable=SC2086  # A list of names.
+    timeout 300 "$PYTHON" -m pip install -q -c constraints.txt --retries 1 $packages ||
+        "$PYTHON" -m pip install -q --no-index --find-links .whl $packages ||
+        fail "pip has no network, and ./.whl does not hold: $packages (see this file's head)"
+fi
+if [ "$DEVICE" != cpu ]; then
+    "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+        fail "torch sees no CUDA device (is it a CPU build?)"
+fi
+
+mkdir -p "$OUT"
+PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH
+echo "== two engines on $DEVICE against one alone"
+"$PYTHON" -m scripts.transfer_bench.equality --device "$DEVICE" | tee "$OUT/equality.txt"
+grep -q "every token equal" "$OUT/equality.txt" || fail "the engines disagree"
+echo "== transfer benchmark on $DEVICE"
+"$PYTHON" scripts/bench_transfer.py --device "$DEVICE" --json "$OUT/bench.json" ${BENCH_ARGS:-} \
+    >"$OUT/bench.txt" || fail "the benchmark did not end well"
+cat "$OUT/bench.txt"
