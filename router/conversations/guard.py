@@ -29,7 +29,7 @@ class Fit(StrEnum):
 
 
 class Verdict(NamedTuple):
-    """`tokens`, of a cut: how many leading tokens are surely the same."""
+    """`tokens`: how many leading tokens, all of them prompt before, are surely the same."""
 
     fit: Fit
     reason: str = ""
@@ -46,10 +46,10 @@ def judge(entry: Entry, prompt: Prompt, scope: Scope) -> Verdict:
         return Verdict(Fit.MISMATCH, "tools")
     if scope.template != entry.scope.template:
         return Verdict(Fit.MISMATCH, "template")
+    tokens = max((_tokens(mark) for mark in entry.prompts if _is_safe(mark, prompt)), default=0)
     reason = _why_not_whole(entry, prompt)
     if reason is None:
-        return Verdict(Fit.HIT)
-    tokens = max((_tokens(mark) for mark in entry.prompts if _is_safe(mark, prompt)), default=0)
+        return Verdict(Fit.HIT, "", tokens)
     return Verdict(Fit.CUT, reason, tokens) if tokens else Verdict(Fit.MISMATCH, reason)
 
 
