@@ -13,11 +13,16 @@ import httpx
 from fastapi import FastAPI
 
 from router.api import failures, models, openai, operations
+from router.conversations.breaker import Breaker
+from router.conversations.conversations import Conversations
+from router.conversations.identity import Identity
+from router.conversations.memory_store import MemoryStore
+from router.conversations.store import Store
 from router.fleet.engine import Engine, Role, State
 from router.fleet.fleet import Fleet
 from router.fleet.probes import Prober
 from router.flows.gateway import Gateway
-from router.settings import Settings
+from router.settings import Settings, SettingsError
 from router.telemetry.metrics import Metrics
 from router.upstream.deadlines import Deadlines
 from router.upstream.pool import EnginePool, PoolLimits
@@ -30,7 +35,7 @@ def build(settings: Settings) -> FastAPI:
     uvicorn runs it with RouterProtocol. Engines are probed while its lifespan runs."""
     deadlines, metrics = Deadlines(), Metrics()
     fleet = _fleet(settings, deadlines, metrics)
-    gateway = Gateway(settings, fleet, metrics)
+    gateway = Gateway(settings, fleet, metrics, _conversations(settings, metrics))
     metrics.in_flight.set_function(lambda: len(gateway.running))
 
     @contextlib.asynccontextmanager
@@ -41,6 +46,7 @@ def build(settings: Settings) -> FastAPI:
         finally:
             probing.cancel()
             await asyncio.gather(probing, return_exceptions=True)
+            await gateway.close()
             fleet.close()
             await client.aclose()
 
@@ -57,6 +63,33 @@ def build(settings: Settings) -> FastAPI:
         app.include_router(room.router)
     failures.install(app)
     return app
+
+
+def _conversations(settings: Settings, metrics: Metrics) -> Conversations | None:
+    """Raises SettingsError."""
+    if settings.conversation_store == "off":
+        return None
+    if settings.conversation_store == "memory":
+        memory = MemoryStore(settings.conversation_max_entries, settings.conversation_max_bytes)
+        metrics.conversation_entries.set_function(lambda: len(memory))
+        store: Store = memory
+    else:
+        store = Breaker(_redis(settings), metrics.conversation_store_errors)
+    identity = Identity(settings.conversation_ids, settings.tenant_header)
+    return Conversations(store, identity, settings.conversation_ttl)
+
+
+def _redis(settings: Settings) -> Store:
+    from router.conversations.redis_store import RedisStore  # slow to import, and seldom needed
+
+    try:
+        return RedisStore(
+            settings.conversation_store,
+            settings.store_password(),
+            settings.conversation_store_timeout,
+        )
+    except ValueError as error:
+        raise SettingsError([f"--conversation-store: {error}"]) from error
 
 
 def _prober(settings: Settings, fleet: Fleet, client: httpx.AsyncClient) -> Prober:

@@ -103,6 +103,10 @@ def _serve(flags: dict[str, Any]) -> int:
         logging.getLogger("disagg_router").warning("%s is no setting, and ignored", variable)
     try:
         serve.run(settings)
+    except SettingsError as error:
+        for problem in error.problems:
+            print(f"{PROGRAM}: error: {problem}", file=sys.stderr)
+        return 2
     except serve.BindError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 1

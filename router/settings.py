@@ -19,6 +19,7 @@ from pydantic import (
     BeforeValidator,
     ByteSize,
     Field,
+    SecretStr,
     ValidationError,
     model_validator,
 )
@@ -36,6 +37,17 @@ PREFIX = "DISAGG_ROUTER_"
 # pod of its namespace.
 SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
 LONGEST = 366 * 86400.0
+STORES = re.compile(r"memory|off|rediss?(\+cluster|\+sentinel)?://.+")
+SECRETS = frozenset(("conversation_store", "conversation_store_password"))
+IDS = (
+    "conversation_id",
+    "x-conversation-id",
+    "x-session-id",
+    "session_id",
+    "x-session-affinity",
+    "x-correlation-id",
+)
+NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?")
 
 
@@ -90,7 +102,24 @@ def _is_ipv6(text: str) -> bool:
     return True
 
 
+def _store(value: object) -> object:
+    if isinstance(value, str) and not STORES.fullmatch(value):
+        raise ValueError(
+            "not a store: memory, off, or redis://, rediss://, redis+cluster://, redis+sentinel://"
+        )
+    return value
+
+
+def _name(value: object) -> object:
+    if isinstance(value, str) and not NAME.fullmatch(value):
+        raise ValueError("not the name of a header or of a field")
+    return value
+
+
 Host = Annotated[str, BeforeValidator(_host)]
+Name = Annotated[str, BeforeValidator(_name)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_items)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Hosts = Annotated[tuple[Host, ...], BeforeValidator(_items)]
 Ports = Annotated[tuple[Port, ...], BeforeValidator(_items)]
@@ -224,6 +253,90 @@ class Settings(BaseSettings):
         "SIZE",
     )
 
+    conversation_store: Annotated[str, BeforeValidator(_store)] = _setting(
+        "memory",
+        "Conversations",
+        "Where a turn's decoder is remembered for the next turn: memory (this process), a Redis "
+        "URL for several routers (redis://, rediss://, redis+cluster://, redis+sentinel://), or "
+        "off.",
+        "STORE",
+    )
+    conversation_store_password: SecretStr | None = _setting(
+        None, "Conversations", "Redis password; a variable is safer than a flag.", "PASSWORD"
+    )
+    conversation_store_password_file: Path | None = _setting(
+        None, "Conversations", "File with the Redis password, read at start.", "FILE"
+    )
+    conversation_store_timeout: Seconds = _setting(
+        0.25,
+        "Conversations",
+        "Longest wait for Redis. A turn that gets no answer goes on without reuse.",
+        "SECONDS",
+    )
+    conversation_ttl: Seconds = _setting(
+        450.0,
+        "Conversations",
+        "How long a turn can be reused: less than the decoders' decoder_kv_blocks_ttl (480).",
+        "SECONDS",
+    )
+    conversation_max_entries: Annotated[int, Field(ge=1)] = _setting(
+        100_000, "Conversations", "Most turns in the memory store; the oldest give way.", "N"
+    )
+    conversation_max_bytes: ByteSize = _setting(
+        ByteSize(256 * 1024 * 1024), "Conversations", "Most bytes in the memory store.", "SIZE"
+    )
+    conversation_ids: Names = _setting(
+        IDS,
+        "Conversations",
+        "Where a conversation's id is looked for, in this order: x-... is a header, prefix "
+        "recognises a chat by its messages, anything else is a field of the body.",
+        "NAME",
+    )
+    conversation_stream: Annotated[Literal["auto", "exact"], Lower] = _setting(
+        "auto",
+        "Conversations",
+        "auto: streams are relayed as they come, and reused where the decoder puts its "
+        "kv_transfer_params into them. exact: the decoder is asked without streaming, and the "
+        "stream is made from its whole answer. Per request: conversation_stream.",
+        "{auto,exact}",
+    )
+    conversation_unproven: Annotated[Literal["whole", "prompt", "off"], Lower] = _setting(
+        "whole",
+        "Conversations",
+        "What is reused where engines cannot prove which tokens they hold (stock vLLM): the whole "
+        "last turn when the messages extend it, at most its prompt, or nothing.",
+        "{whole,prompt,off}",
+    )
+    tenant_header: Name = _setting(
+        "authorization",
+        "Conversations",
+        "The header that tells callers apart: nobody reuses another one's turns.",
+        "NAME",
+    )
+    affinity_load_factor: Annotated[float, Field(ge=1)] = _setting(
+        1.5,
+        "Conversations",
+        "A turn leaves its engine when that has more than this many times the mean load.",
+        "FACTOR",
+    )
+    affinity_load_floor: Annotated[int, Field(ge=0)] = _setting(
+        8, "Conversations", "An engine with fewer legs than this is never overloaded.", "N"
+    )
+    decode_first_threshold: Share = _setting(
+        0.0,
+        "Decode first",
+        "Ask a decoder first, with this cache_hit_threshold: it answers alone if its cache holds "
+        "this share of the prompt; 0: do not. A request's own cache_hit_threshold wins.",
+        "SHARE",
+    )
+    decode_first_turns: Share = _setting(
+        0.9,
+        "Decode first",
+        "Do so with a turn whose decoder holds about this share of it or more, if that is known to "
+        "understand cache_hit_threshold; 0: never.",
+        "SHARE",
+    )
+
     trust_client_kv_params: bool = _setting(
         False,
         "Security",
@@ -258,9 +371,25 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _pair_hosts_and_ports(self) -> Self:
         problems = [*_pairing(self, "prefiller"), *_pairing(self, "decoder")]
+        if self.conversation_store_password and self.conversation_store_password_file:
+            problems.append("--conversation-store-password and its -file are both set")
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def store_password(self) -> str | None:
+        """Raises SettingsError when its file cannot be read."""
+        if self.conversation_store_password is not None:
+            return self.conversation_store_password.get_secret_value()
+        path = self.conversation_store_password_file
+        if path is None:
+            return None
+        try:
+            return path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            problem = f"--conversation-store-password-file {path}: {reason}"
+            raise SettingsError([problem]) from error
 
     @property
     def prefillers(self) -> tuple[Address, ...]:
@@ -333,7 +462,9 @@ def _problems(error: ValidationError, flags: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     for problem in error.errors(include_url=False, include_context=False):
         message = problem["msg"].removeprefix("Value error, ")
-        if problem["loc"]:
+        if problem["loc"] and problem["loc"][0] in SECRETS:
+            message = f"{_origin(str(problem['loc'][0]), flags)}: {message}"
+        elif problem["loc"]:
             got = textwrap.shorten(repr(problem["input"]), 80)
             message = f"{_origin(str(problem['loc'][0]), flags)}: {message} (got {got})"
         lines += message.split("\n")
@@ -385,7 +516,9 @@ def default_of(field: FieldInfo) -> str:
         return str(default).lower()
     if isinstance(default, float):
         return f"{default:g}"
-    return "" if default in (None, ()) else str(default)
+    if isinstance(default, tuple):
+        return " ".join(default)
+    return "" if default is None else str(default)
 
 
 def settings_table() -> str:

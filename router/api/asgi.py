@@ -20,9 +20,9 @@ from router.flows.errors import (
     RequestError,
     RequestTimeoutError,
 )
-from router.flows.exchange import Header
+from router.flows.exchange import Header, Relayed
 from router.flows.gateway import Gateway
-from router.upstream.answer import HIGH_WATER, Answer
+from router.upstream.answer import HIGH_WATER
 from router.upstream.errors import ReaderStalledError
 
 
@@ -101,7 +101,7 @@ class AsgiExchange:
         await self._send_body(body, more=False)
 
     async def relay(
-        self, status: int, headers: Sequence[Header], answer: Answer, idle: float, latest: float
+        self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
     ) -> None:
         length = None if answer.is_event_stream else answer.length
         blocks = BlockQueue(answer)
@@ -139,7 +139,7 @@ class AsgiExchange:
 class BlockQueue:
     """A Sink that is read by iteration: all that came since the last step, as one block."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Relayed) -> None:
         self._answer = answer
         self._held: list[bytes] = []
         self._size = 0

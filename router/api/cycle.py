@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from router.api import wire
 from router.flows.dispatch import refuse, serve
-from router.flows.exchange import Header
-from router.upstream.answer import Answer
+from router.flows.exchange import Header, Relayed
 
 if TYPE_CHECKING:
     from router.api.protocol import RouterProtocol
@@ -43,7 +42,7 @@ class HotCycle:
         self._active = False
         self._refusal: Exception | None = None
         self._task: asyncio.Task[None] | None = None
-        self._answer: Answer | None = None
+        self._answer: Relayed | None = None
         self._head = b""
         self._chunked = False
 
@@ -108,7 +107,7 @@ class HotCycle:
         self._send(status, headers, body)
 
     async def relay(
-        self, status: int, headers: Sequence[Header], answer: Answer, idle: float, latest: float
+        self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
     ) -> None:
         self._head = self._open(status, headers, answer)
         self._answer = answer
@@ -139,7 +138,7 @@ class HotCycle:
         if last:
             self._end()
 
-    def _open(self, status: int, headers: Sequence[Header], answer: Answer) -> bytes:
+    def _open(self, status: int, headers: Sequence[Header], answer: Relayed) -> bytes:
         common = self._common()
         if answer.length is not None and not answer.is_event_stream:
             return wire.head(status, headers, wire.length(answer.length), *common)

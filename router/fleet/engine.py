@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from router.fleet.learned import Learned
 from router.settings import Address
 from router.upstream.pool import EnginePool
 
@@ -31,6 +32,9 @@ class Engine:
     reason: str = "not probed yet"
     failures: int = 0
     in_flight: int = 0
+    learned: Learned = field(default_factory=Learned)
+    lost_at: float = 0.0
+    """Unix time when it was last found unhealthy: what it held before may be gone."""
     name: str = field(init=False)
     url: str = field(init=False)
 

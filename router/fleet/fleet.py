@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from router.fleet.engine import Engine, Role, State
+from router.fleet.learned import Learned
 
 logger = logging.getLogger("disagg_router.fleet")
 
@@ -16,17 +18,23 @@ class Fleet:
         engines: list[Engine],
         tolerated_failures: int,
         on_change: Callable[[Engine], None],
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.engines = tuple(engines)
         self._by_role = {role: tuple(e for e in engines if e.role is role) for role in Role}
         self._tolerated_failures = tolerated_failures
         self._on_change = on_change
+        self._clock = clock
 
     def candidates(self, role: Role) -> list[Engine]:
         """The engines that may be asked: the healthy ones, or else those not probed yet."""
         engines = self._by_role[role]
         healthy = [engine for engine in engines if engine.state is State.HEALTHY]
         return healthy or [engine for engine in engines if engine.state is State.UNKNOWN]
+
+    def named(self, role: Role, name: str) -> Engine | None:
+        """The engine of that name, if it may be asked."""
+        return next((engine for engine in self.candidates(role) if engine.name == name), None)
 
     def missing(self) -> dict[Role, str]:
         """For each role without a healthy engine: why."""
@@ -59,6 +67,8 @@ class Fleet:
         if engine.state is state:
             return
         engine.state = state
+        if state is State.UNHEALTHY:
+            engine.lost_at, engine.learned = self._clock(), Learned()
         level = logging.WARNING if state is State.UNHEALTHY else logging.INFO
         detail = f": {reason}" if reason else ""
         logger.log(level, "%s engine %s is %s%s", engine.role, engine.name, state, detail)

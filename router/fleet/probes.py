@@ -41,8 +41,22 @@ class Prober:
             else:
                 self._fleet.probe_failed(engine, f"/health says {answer.status_code}")
 
+    async def ask_identity(self, engine: Engine) -> None:
+        """What our engines say of themselves; others have no such page."""
+        learned = engine.learned
+        learned.wanted = False
+        try:
+            answer = await self._client.get(f"{engine.url}/disagg/identity", timeout=self._timeout)
+            content = answer.json() if answer.is_success else None
+        except (httpx.HTTPError, ValueError):
+            return
+        if isinstance(content, dict):
+            learned.note_identity(content)
+
     async def _watch(self, engine: Engine) -> None:
         while True:
             await self.probe(engine)
             healthy = engine.state is State.HEALTHY
+            if healthy and engine.learned.wanted and not engine.learned.told:
+                await self.ask_identity(engine)
             await asyncio.sleep(self._interval if healthy else min(self._interval, IMPATIENT))

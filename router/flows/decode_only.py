@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from router.fleet.engine import Role
+from router.flows import legs
 from router.flows.gateway import Gateway
 from router.flows.request import Request
 from router.flows.steps import decode
@@ -11,4 +12,7 @@ from router.flows.steps import decode
 async def decode_only(request: Request, gateway: Gateway, reason: str) -> None:
     gateway.metrics.decode_only.labels(reason).inc()
     gateway.require(Role.DECODE)
-    await decode(request, gateway, None)
+    body = request.body
+    if legs.THRESHOLD in body:
+        body = legs.with_threshold(body, 0)
+    await decode(request, gateway, body)

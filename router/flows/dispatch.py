@@ -6,11 +6,14 @@ import asyncio
 import logging
 
 from router.flows import errors, headers, legs
+from router.flows.decode_first import decoder_or_both
 from router.flows.decode_only import decode_only
 from router.flows.exchange import Exchange, Header
 from router.flows.gateway import Gateway
+from router.flows.options import Options, take_options
 from router.flows.pull import pull
 from router.flows.request import Request, parse_body
+from router.flows.turn import take_turn
 from router.telemetry.access import log_access
 from router.telemetry.record import Record
 from router.upstream.errors import ReaderStalledError
@@ -75,11 +78,23 @@ async def _plan(request: Request, gateway: Gateway) -> None:
         if gateway.settings.trust_client_kv_params:
             return await _decode_only(request, gateway, "client_params")
         request.body = legs.without_params(request.body)
+    options = take_options(request, gateway)
     reason = legs.why_decode_only(request.body)
     if reason is not None:
         return await _decode_only(request, gateway, reason)
+    if options is not None:
+        return await _with_options(request, gateway, options)
     request.record.flow = "pull"
     await pull(request, gateway)
+
+
+async def _with_options(request: Request, gateway: Gateway, options: Options) -> None:
+    if options.turn is not None:
+        request.record.flow = "turn"
+        await take_turn(request, gateway, options.turn, options.threshold, options.exact)
+    else:
+        request.record.flow = "decode_first"
+        await decoder_or_both(request, gateway, options.threshold)
 
 
 async def _decode_only(request: Request, gateway: Gateway, reason: str) -> None:

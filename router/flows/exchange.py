@@ -9,9 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from router.upstream.answer import Answer
+from router.upstream.answer import Sink
 
 Header = tuple[bytes, bytes]
+
+
+class Relayed(Protocol):
+    """An answer as a front needs it: see router.upstream.answer.Answer."""
+
+    @property
+    def is_event_stream(self) -> bool: ...
+    @property
+    def length(self) -> int | None: ...
+    async def relay(self, sink: Sink, idle: float, latest: float) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
 
 
 class Exchange(Protocol):
@@ -27,7 +39,7 @@ class Exchange(Protocol):
         """Sends a complete answer."""
 
     async def relay(
-        self, status: int, headers: Sequence[Header], answer: Answer, idle: float, latest: float
+        self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
     ) -> None:
         """Sends a head and then the answer's body as it comes, ended when that ends.
 

@@ -29,8 +29,12 @@ HOP_BY_HOP = frozenset(
         b"http2-settings",
     )
 )
+CONVERSATION_ID = b"x-conversation-id"
+CONVERSATION_STREAM = b"x-conversation-stream"
 NOT_TO_ENGINE = HOP_BY_HOP | {
     REQUEST_ID,
+    CONVERSATION_ID,
+    CONVERSATION_STREAM,
     b"accept-encoding",  # answers are read and spliced: never compressed
     b"content-encoding",
     b"content-length",

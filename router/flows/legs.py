@@ -6,7 +6,7 @@ the same prompt.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -25,7 +25,19 @@ PREFILL_PARAMS = {
     "remote_host": None,
     "remote_port": None,
 }
+# Of the last turn's decoder, whose params then say where its blocks are (bidirectional mode).
+PULL_TURN = {"do_remote_decode": True, "do_remote_prefill": False}
+# Our decoders keep an answer's KV only when asked; stock vLLM ignores the key.
+RETAIN = {"retain": True}
+THRESHOLD = "cache_hit_threshold"
 DROPPED_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens", "n")
+
+
+class Prefilled(NamedTuple):
+    """What a prefiller answered: its kv_transfer_params and how long the prompt was, if given."""
+
+    params: Body | None
+    prompt_tokens: int | None
 
 
 def has_params(body: Body) -> bool:
@@ -48,14 +60,17 @@ def _has_nested_params(body: Body) -> bool:
     return isinstance(extra, dict) and KV_PARAMS in extra
 
 
-def prefill_body(body: Body) -> Body:
-    """One token, not streamed, once: the prefiller computes the prompt and keeps its blocks."""
+def prefill_body(body: Body, last_turn: Body | None = None) -> Body:
+    """One token, not streamed, once: the prefiller computes the prompt and keeps its blocks.
+
+    `last_turn` are a decoder's params, from which the prefiller pulls what it need not compute.
+    """
     leg = {name: value for name, value in body.items() if name not in DROPPED_FOR_PREFILL}
     leg["max_tokens"] = 1
     if "max_completion_tokens" in leg:
         leg["max_completion_tokens"] = 1
     leg["stream"] = False
-    leg[KV_PARAMS] = PREFILL_PARAMS
+    leg[KV_PARAMS] = PREFILL_PARAMS if last_turn is None else {**last_turn, **PULL_TURN}
     return leg
 
 
@@ -63,16 +78,38 @@ def decode_body(body: Body, params: Body | None) -> Body:
     return body if params is None else {**body, KV_PARAMS: params}
 
 
+def retaining(params: Body | None) -> Body:
+    return RETAIN if params is None else {**params, **RETAIN}
+
+
+def whole_body(body: Body) -> Body:
+    """The same request without streaming."""
+    return {**{name: body[name] for name in body if name != "stream_options"}, "stream": False}
+
+
+def with_threshold(body: Body, threshold: float) -> Body:
+    return {**body, THRESHOLD: threshold}
+
+
 def params_of(answer: bytes) -> Body | None:
     """The kv_transfer_params of a prefiller's answer, if it gave any. Raises BrokenAnswerError."""
+    return prefilled(answer).params
+
+
+def prefilled(answer: bytes) -> Prefilled:
+    """Raises BrokenAnswerError."""
     try:
         content = orjson.loads(answer)
     except orjson.JSONDecodeError as error:
         raise BrokenAnswerError(f"not JSON: {error}") from error
     if not isinstance(content, dict):
         raise BrokenAnswerError("not a JSON object")
-    params = content.get(KV_PARAMS)
-    return params if isinstance(params, dict) and params else None
+    params, usage = content.get(KV_PARAMS), content.get("usage")
+    tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    return Prefilled(
+        params if isinstance(params, dict) and params else None,
+        tokens if type(tokens) is int else None,
+    )
 
 
 def message_in(answer: bytes) -> str:

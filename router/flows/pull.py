@@ -5,19 +5,33 @@ Nothing waits between the two: the blocks are leased, 30 s by default.
 
 from __future__ import annotations
 
-from router.fleet.engine import Role
+from collections.abc import Sequence
+
+from router.fleet.engine import Engine, Role
+from router.flows import legs
 from router.flows.gateway import Gateway
+from router.flows.release import give_up
 from router.flows.request import Request
 from router.flows.steps import decode, prefill
 
 
-async def pull(request: Request, gateway: Gateway) -> None:
+async def pull(
+    request: Request, gateway: Gateway, decoders: Sequence[Engine] | None = None
+) -> None:
     gateway.require(Role.PREFILL, Role.DECODE)
-    params = await prefill(request, gateway)
+    params = (await prefill(request, gateway)).params
     if params is None:
-        gateway.metrics.prefill_without_params.inc()
-        gateway.throttle.warn(
-            "a prefiller answered without kv_transfer_params, so the decoder prefills again",
-            request.record.prefiller,
-        )
-    await decode(request, gateway, params)
+        note_no_params(request, gateway)
+    try:
+        await decode(request, gateway, legs.decode_body(request.body, params), decoders)
+    except BaseException as cause:
+        give_up(request, gateway, params, cause)
+        raise
+
+
+def note_no_params(request: Request, gateway: Gateway) -> None:
+    gateway.metrics.prefill_without_params.inc()
+    gateway.throttle.warn(
+        "a prefiller answered without kv_transfer_params, so the decoder prefills again",
+        request.record.prefiller,
+    )

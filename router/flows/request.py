@@ -22,6 +22,13 @@ class Request:
     shared_headers: bytes
     latest: float
     event_stream: bool = False
+    attempt: int = 0
+
+    @property
+    def leg_id(self) -> str:
+        """The X-Request-Id of this attempt's legs: push mode matches on it, so never twice."""
+        request_id = self.record.request_id
+        return request_id if self.attempt == 0 else f"{request_id}-{self.attempt}"
 
 
 def parse_body(raw: bytes) -> Body:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 
 from router.fleet.engine import Engine, Role
 from router.flows import headers, legs
@@ -12,69 +13,103 @@ from router.flows.request import Request, write_body
 from router.upstream.answer import Answer
 from router.upstream.errors import BrokenAnswerError
 
+Deliver = Callable[[Request, Gateway, Engine, Answer], Awaitable[None]]
+LastTurn = Callable[[Engine], legs.Body | None]
 
-async def prefill(request: Request, gateway: Gateway) -> legs.Body | None:
+
+async def prefill(
+    request: Request,
+    gateway: Gateway,
+    order: Sequence[Engine] | None = None,
+    last_turn: LastTurn | None = None,
+) -> legs.Prefilled:
     """Asks a prefiller; returns its kv_transfer_params, if it gave any.
+
+    `last_turn` says what each prefiller may pull from the last turn's decoder.
 
     Raises UpstreamError, EngineError, or RejectedError with the prefiller's own 4xx.
     """
     record, settings = request.record, gateway.settings
     record.stage = "prefill"
-    content = write_body(legs.prefill_body(request.body))
-    started = _now()
+    started = now()
 
-    async def leg(engine: Engine) -> legs.Body | None:
+    async def leg(engine: Engine) -> legs.Prefilled:
         record.prefiller = engine.name
-        deadline = min(_now() + settings.prefill_timeout, request.latest)
-        answer = await engine.pool.ask(_message(request, engine, content), deadline)
+        held = None if last_turn is None else last_turn(engine)
+        content = write_body(legs.prefill_body(request.body, held))
+        deadline = min(now() + settings.prefill_timeout, request.latest)
+        # A decoder's blocks can be read once: what asks for them is not sent a second time.
+        once = held is not None
+        answer = await engine.pool.ask(_message(request, engine, content), deadline, once)
         try:
             body = await answer.read(settings.max_answer_size)
         finally:
             answer.close()
         _check(answer, engine, body)
-        return legs.params_of(body)
+        result = legs.prefilled(body)
+        engine.learned.note_prefill(result.params)
+        return result
 
-    params = await gateway.on_engine(Role.PREFILL, leg)
-    record.prefill_done = _now()
+    result = await gateway.on_engine(Role.PREFILL, leg, order)
+    record.prefill_done = now()
     gateway.metrics.prefill_seconds.observe(record.prefill_done - started)
-    return params
+    return result
 
 
-async def decode(request: Request, gateway: Gateway, params: legs.Body | None) -> None:
-    """Asks a decoder and relays its answer to the client.
+async def relay(request: Request, gateway: Gateway, engine: Engine, answer: Answer) -> None:
+    """Passes the decoder's answer to the client as it comes."""
+    note_first_byte(request, answer)
+    request.event_stream = answer.is_event_stream
+    await request.exchange.relay(
+        answer.status,
+        headers.to_client(answer.headers, request.record.request_id),
+        answer,
+        gateway.settings.stream_idle_timeout,
+        request.latest,
+    )
+    note_done(request)
+
+
+async def decode(
+    request: Request,
+    gateway: Gateway,
+    body: legs.Body,
+    order: Sequence[Engine] | None = None,
+    deliver: Deliver = relay,
+) -> None:
+    """Asks a decoder with `body` and delivers its answer to the client.
 
     Raises UpstreamError, EngineError, or RejectedError with the decoder's own 4xx.
     """
     record, settings = request.record, gateway.settings
     record.stage = "decode"
-    content = write_body(legs.decode_body(request.body, params))
+    content = write_body(body)
 
     async def leg(engine: Engine) -> None:
-        record.decoder, record.decode_started = engine.name, _now()
+        record.decoder, record.decode_started = engine.name, now()
         deadline = min(record.decode_started + settings.decode_first_byte_timeout, request.latest)
         answer = await engine.pool.ask(_message(request, engine, content), deadline)
         try:
             if answer.status != 200:
                 _check(answer, engine, await answer.read(settings.max_answer_size))
-            await _relay(request, gateway, answer)
+            await deliver(request, gateway, engine, answer)
         finally:
             answer.close()
 
-    await gateway.on_engine(Role.DECODE, leg)
+    await gateway.on_engine(Role.DECODE, leg, order)
 
 
-async def _relay(request: Request, gateway: Gateway, answer: Answer) -> None:
+def note_first_byte(request: Request, answer: Answer) -> None:
     record = request.record
     record.stage, record.status, record.first_byte = "stream", answer.status, answer.first_body_at
-    request.event_stream = answer.is_event_stream
-    await request.exchange.relay(
-        answer.status,
-        headers.to_client(answer.headers, record.request_id),
-        answer,
-        gateway.settings.stream_idle_timeout,
-        request.latest,
-    )
-    record.stage, record.outcome = "done", "ok"
+
+
+def note_done(request: Request) -> None:
+    request.record.stage, request.record.outcome = "done", "ok"
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _message(request: Request, engine: Engine, content: bytes) -> list[bytes]:
@@ -82,7 +117,7 @@ def _message(request: Request, engine: Engine, content: bytes) -> list[bytes]:
         request.record.endpoint,
         engine.name,
         request.shared_headers,
-        request.record.request_id,
+        request.leg_id,
         len(content),
     )
     return [head, content]
@@ -98,7 +133,3 @@ def _check(answer: Answer, engine: Engine, body: bytes) -> None:
         raise BrokenAnswerError(f"an answer with status {answer.status}")
     kind = EngineOverloadedError if answer.status == 503 else EngineError
     raise kind(f"the {engine.role} engine answered {answer.status}{legs.message_in(body)}")
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -22,6 +22,7 @@ def fields(record: Record) -> dict[str, object]:
         "status": record.status,
         "outcome": record.outcome,
         "flow": record.flow,
+        "conversation": record.conversation or None,
         "prefiller": record.prefiller or None,
         "decoder": record.decoder or None,
         "prefill_ms": _since(record, record.prefill_done),

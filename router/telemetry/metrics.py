@@ -61,6 +61,34 @@ class Metrics:
         self.decode_only = self._counter(
             "decode_only", "Requests that went to a decoder alone.", "reason"
         )
+        self.conversation_turns = self._counter(
+            "conversation_turns",
+            "Turns of conversations, by what became of the last turn's KV and why.",
+            "outcome",
+            "reason",
+        )
+        self.conversation_tokens = self._counter(
+            "conversation_tokens_offered",
+            "Tokens of last turns that prefillers were told to pull from decoders.",
+        )
+        self.conversation_kept = self._counter(
+            "conversation_kept", "Turns that ended, by what they left for the next.", "outcome"
+        )
+        self.conversation_entries = self._gauge(
+            "conversation_entries", "Turns that wait in the memory store."
+        )
+        self.conversation_store_errors = self._counter(
+            "conversation_store_errors",
+            "Operations on the conversation store that failed, or were skipped after a failure.",
+            "operation",
+            "result",
+        )
+        self.decode_first = self._counter(
+            "decode_first", "Requests for a decoder first, by what came of it.", "outcome"
+        )
+        self.releases = self._counter(
+            "releases", "Prefills given up before a decoder read them, by how it went.", "outcome"
+        )
         self._cached: dict[tuple[str, str, int, str], Counter] = {}
 
     def finish(self, record: Record) -> None:

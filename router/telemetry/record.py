@@ -10,6 +10,7 @@ class Record:
     """Filled in by the flow as it goes. Times are seconds of the event loop's clock.
 
     `stage` is where the request is: "receive", "prefill", "decode", "stream" or "done".
+    `conversation` is what became of the last turn's KV, empty outside conversations.
     `outcome` is "ok", "engine_error" (an engine's own error, passed on), "failed" (the router's
     error), "broken_stream" (an error after the first byte) or "disconnected" (the client left).
     """
@@ -23,6 +24,7 @@ class Record:
     status: int = 0
     prefiller: str = ""
     decoder: str = ""
+    conversation: str = ""
     prefill_done: float | None = None
     decode_started: float | None = None
     first_byte: float | None = None

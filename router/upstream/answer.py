@@ -12,6 +12,7 @@ and does not fill the router's memory.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 from router.upstream.deadlines import Deadlines
@@ -120,6 +121,18 @@ class Answer:
             self._wire.resume()
         await self.ready()
         return self._take()
+
+    async def until(self, enough: Callable[[bytes], bool]) -> bytes:
+        """What has come so far, left in place, as soon as `enough` of it is here.
+
+        Or when all is here, or HIGH_WATER bytes. Raises UpstreamError.
+        """
+        while True:
+            self._check()
+            block = b"".join(self._held)
+            if self._done or len(block) > HIGH_WATER or enough(block):
+                return block
+            await self._wait()
 
     async def relay(self, sink: Sink, idle: float, latest: float) -> None:
         """Passes the body to `sink` as it arrives, until it ends.

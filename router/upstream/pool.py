@@ -40,13 +40,14 @@ class EnginePool:
     def idle_count(self) -> int:
         return len(self._idle)
 
-    async def ask(self, request: list[bytes], deadline: float) -> Answer:
+    async def ask(self, request: list[bytes], deadline: float, once: bool = False) -> Answer:
         """Sends a request and returns when its answer is ready; the answer must be closed.
 
-        `deadline` is in loop seconds. Raises UpstreamError; when cancelled, the connection is
-        closed at once.
+        `deadline` is in loop seconds. `once`: the request uses something up, so it is not sent a
+        second time, and not on a connection that may be closing. Raises UpstreamError; when
+        cancelled, the connection is closed at once.
         """
-        reused = self._youngest()
+        reused = None if once else self._youngest()
         if reused is not None:
             try:
                 return await self._ask(reused, request, deadline)

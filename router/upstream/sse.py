@@ -26,7 +26,7 @@ class EventGate:
             block, self._held = self._held + block, b""
         if block.endswith(BOUNDARIES):
             return block
-        cut = _end_of_last_event(block)
+        cut = end_of_last_event(block)
         if len(block) - cut > HOLD_LIMIT:
             return block
         self._held = block[cut:]
@@ -37,5 +37,5 @@ class EventGate:
         return held
 
 
-def _end_of_last_event(block: bytes) -> int:
+def end_of_last_event(block: bytes) -> int:
     return max(at + len(mark) if (at := block.rfind(mark)) >= 0 else 0 for mark in BOUNDARIES)

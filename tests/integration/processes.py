@@ -47,9 +47,15 @@ class Server:
         return httpx.get(f"{self.url}{path}", timeout=30)
 
     def post(
-        self, path: str, body: dict[str, Any], request_id: str | None = None
+        self,
+        path: str,
+        body: dict[str, Any],
+        request_id: str | None = None,
+        headers: dict[str, str] | None = None,
     ) -> httpx.Response:
-        headers = {} if request_id is None else {"X-Request-Id": request_id}
+        headers = dict(headers or {})
+        if request_id is not None:
+            headers["X-Request-Id"] = request_id
         return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=120)
 
     def metrics(self) -> dict[str, float]:

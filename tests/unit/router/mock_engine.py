@@ -127,6 +127,7 @@ class MockEngine:
     usual: Script
     scripts: list[Script] = field(default_factory=list)
     requests: list[Received] = field(default_factory=list)
+    identity: dict[str, Any] | None = None
     models: list[str] = field(default_factory=lambda: ["m"])
     healthy: bool = True
     probes: int = 0
@@ -183,6 +184,8 @@ class MockEngine:
         elif request.path == "/v1/models":
             data = [{"id": name, "object": "model"} for name in self.models]
             await peer.answer({"object": "list", "data": data})
+        elif request.path == "/disagg/identity":
+            await peer.answer(self.identity or {}, 404 if self.identity is None else 200)
         else:
             self.requests.append(request)
             script = self.scripts.pop(0) if self.scripts else self.usual
@@ -210,3 +213,8 @@ async def running_engine(usual: Script) -> AsyncIterator[MockEngine]:
     finally:
         await engine.stop()
         assert not engine.failures, engine.failures
+
+
+def is_release(request: Received) -> bool:
+    """A request that exists to free a prefiller's blocks."""
+    return (request.header("x-request-id") or "").endswith("-release")

@@ -1,0 +1,51 @@
+"""Entries in Redis, shared by every router that has the same store."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from router.conversations.redis_url import connect
+from router.conversations.store import StoreError
+
+NAMESPACE = "disagg-router:turn:"
+
+
+class RedisStore:
+    """A Store over any URL that redis_url knows.
+
+    GETDEL (Redis 6.2) makes taking atomic. No operation lasts longer than `timeout` seconds; one
+    that does, or fails, raises StoreError. Nothing is tried twice: GETDEL may have succeeded.
+    """
+
+    def __init__(self, url: str, password: str | None, timeout: float) -> None:
+        self._timeout = timeout
+        self._client, self._others = connect(url, password, timeout)
+
+    async def take(self, key: str) -> bytes | None:
+        value = await self._in_time(self._client.getdel(NAMESPACE + key))
+        return value if isinstance(value, bytes) else None
+
+    async def put(self, key: str, value: bytes, seconds: float) -> None:
+        milliseconds = max(1, int(seconds * 1000))
+        await self._in_time(self._client.set(NAMESPACE + key, value, px=milliseconds))
+
+    async def close(self) -> None:
+        for client in (self._client, *self._others):
+            try:
+                await client.aclose()
+            except (RedisError, OSError) as error:
+                logging.getLogger(__name__).debug("closing Redis: %s", error)
+
+    async def _in_time(self, answer: Awaitable[Any]) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await answer
+        except TimeoutError as error:
+            raise StoreError(f"Redis did not answer within {self._timeout:g} s") from error
+        except (RedisError, OSError) as error:
+            raise StoreError(f"{type(error).__name__}: {error}") from error

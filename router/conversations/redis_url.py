@@ -1,0 +1,72 @@
+"""The URLs of a Redis store, and the client that each one means.
+
+    redis://[user:password@]host[:6379][/db]        rediss:// for TLS
+    redis+cluster://host[:6379]                     one node of a cluster; rediss+cluster://
+    redis+sentinel://host[:26379],host/name[/db]    the master `name`; rediss+sentinel://
+
+What follows a "?" goes to redis-py, as in rediss://host?ssl_ca_certs=/ca.pem.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from redis.asyncio import Redis, RedisCluster, Sentinel
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+SENTINEL_PORT = 26379
+
+
+class Clients(NamedTuple):
+    """The one to ask, and those that it needs and that are closed with it."""
+
+    main: Redis | RedisCluster
+    others: tuple[Redis, ...] = ()
+
+
+def connect(url: str, password: str | None, timeout: float) -> Clients:
+    """Connects to nothing yet. `timeout` is for every step, in seconds. Raises ValueError."""
+    scheme, _, rest = url.partition("://")
+    transport, _, topology = scheme.partition("+")
+    options: dict[str, Any] = {
+        "socket_timeout": timeout,
+        "socket_connect_timeout": timeout,
+        "retry": Retry(NoBackoff(), 0),
+    }
+    if password is not None:
+        options["password"] = password
+    if topology == "sentinel":
+        return _by_sentinel(url, options, tls=transport == "rediss")
+    plain = f"{transport}://{rest}"
+    if topology == "cluster":
+        return Clients(RedisCluster.from_url(plain, **options))
+    return Clients(Redis.from_url(plain, **options))
+
+
+def _by_sentinel(url: str, options: dict[str, Any], tls: bool) -> Clients:
+    parts = urlsplit(url)
+    name, _, database = parts.path.strip("/").partition("/")
+    if not name:
+        raise ValueError("the URL ends with the master's name, as in redis+sentinel://host/main")
+    given, _, hosts = parts.netloc.rpartition("@")
+    user, _, secret = given.partition(":")
+    options = {**dict(parse_qsl(parts.query)), **options, "db": int(database or 0), "ssl": tls}
+    if user:
+        options["username"] = unquote(user)
+    if secret:
+        options.setdefault("password", unquote(secret))
+    nodes = [_node(host) for host in hosts.split(",")]
+    quick = {key: options[key] for key in ("socket_timeout", "socket_connect_timeout", "ssl")}
+    sentinel = Sentinel(  # type: ignore[no-untyped-call] # redis-py leaves it without hints
+        nodes, sentinel_kwargs=quick, **options
+    )
+    return Clients(sentinel.master_for(name), tuple(sentinel.sentinels))
+
+
+def _node(text: str) -> tuple[str, int]:
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname:
+        raise ValueError(f"{text!r} is not a host with a port")
+    return parts.hostname, parts.port or SENTINEL_PORT

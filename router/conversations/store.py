@@ -1,0 +1,22 @@
+"""Where entries wait for the next turn."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class StoreError(Exception):
+    """The store cannot be asked now. The turn goes on without it."""
+
+
+class Store(Protocol):
+    """Bytes by key, each readable once. Every method may raise StoreError."""
+
+    async def take(self, key: str) -> bytes | None:
+        """Removes and returns the value. Of any number of takers, in any process, one gets it."""
+
+    async def put(self, key: str, value: bytes, seconds: float) -> None:
+        """Keeps the value for at most `seconds`, in place of an older one."""
+
+    async def close(self) -> None:
+        """Gives connections back. Nothing is asked afterwards."""

@@ -1,0 +1,285 @@
+"""Conversations through the router, over real engines: what a turn reuses, and that it is right."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+
+from tests.integration.oracle import Answer, complete, differences, tokens_of
+from tests.integration.processes import Launcher, Server, metric, post_and_leave, wait_for
+from tests.redis_server import PASSWORD, running_redis
+
+BOTH_WAYS = {"bidirectional_kv_xfer": True}
+COMPUTED = "disagg_engine_prompt_tokens_computed_total"
+TURNS = "disagg_router_conversation_turns_total"
+
+
+@pytest.fixture(scope="module")
+def prefiller(launcher: Launcher) -> Iterator[Server]:
+    """Without a prefix cache of its own: what it does not pull, it computes, and counts."""
+    with launcher.engine("prefill", "--no-enable-prefix-caching", extra=BOTH_WAYS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def decoder(launcher: Launcher) -> Iterator[Server]:
+    with launcher.engine("decode", extra=BOTH_WAYS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def router(launcher: Launcher, prefiller: Server, decoder: Server) -> Iterator[Server]:
+    with launcher.router([prefiller], [decoder]) as server:
+        yield server
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A conversation over /v1/completions in token ids, which can be repeated as they were said."""
+
+    router: Server
+    name: str
+    stream: bool = False
+    options: dict[str, Any] | None = None
+
+    def say(self, prompt: list[int], **fields: Any) -> Answer:
+        body = {"conversation_id": self.name, **(self.options or {}), **fields}
+        if self.stream:
+            return streamed(self.router, prompt, **body)
+        return complete(self.router, prompt, **body)
+
+
+def streamed(server: Server, prompt: list[int], **fields: Any) -> Answer:
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 12,
+        "temperature": 0,
+        "logprobs": 1,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": True,
+        **fields,
+    }
+    response = server.post("/v1/completions", body)
+    assert response.status_code == 200, response.text
+    assert "kv_transfer_params" not in response.text
+    assert response.text.endswith("data: [DONE]\n\n")
+    lines = response.text.replace("data: [DONE]", "").split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.strip()]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    return Answer(
+        tuple(token for choice in choices for token in choice.get("token_ids") or ()),
+        tuple(p for c in choices if c.get("logprobs") for p in c["logprobs"]["token_logprobs"]),
+        "".join(choice["text"] for choice in choices),
+    )
+
+
+def turns(router: Server, outcome: str) -> float:
+    samples = router.metrics().items()
+    wanted = f'outcome="{outcome}"'
+    return sum(value for name, value in samples if name.startswith(TURNS) and wanted in name)
+
+
+MODES: dict[str, Any] = {
+    "whole": {},
+    "streamed": {"stream": True},
+    "exact": {"stream": True, "options": {"conversation_stream": "exact"}},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_three_turns_prefill_only_what_is_new(
+    router: Server, prefiller: Server, alone: Server, mode: str
+) -> None:
+    talk = Talk(router, f"three-{mode}", **MODES[mode])
+    prompt, hits = tokens_of(1100, list(MODES).index(mode)), turns(router, "hit")
+    for number in range(3):
+        before = metric(prefiller, COMPUTED)
+        answer = talk.say(prompt)
+        assert differences([complete(alone, prompt)], [answer]) == []
+        computed = metric(prefiller, COMPUTED) - before
+        assert computed == 1100 if number == 0 else computed <= 51
+        prompt += [*answer.tokens, *tokens_of(50, 100 + number)]
+    assert turns(router, "hit") - hits == 2
+    wait_for(lambda: metric(prefiller, "disagg_engine_blocks_delayed") == 0, "P's blocks are freed")
+
+
+@pytest.mark.parametrize("change", ["stripped", "edited", "shortened", "regenerated", "unrelated"])
+def test_another_history_is_answered_right(
+    router: Server, prefiller: Server, alone: Server, change: str
+) -> None:
+    talk = Talk(router, f"changed-{change}", stream=True)
+    prompt = tokens_of(1000, 20)
+    whole = [*prompt, *talk.say(prompt).tokens]
+    changed, held = {
+        "stripped": ([*whole[:1000], *whole[1006:], *tokens_of(40, 22)], 992),
+        "edited": ([*whole[:500], whole[500] ^ 1, *whole[501:], *tokens_of(40, 21)], 480),
+        "shortened": (whole[:700], 672),
+        "regenerated": (prompt, 992),
+        "unrelated": (tokens_of(400, 23), 0),
+    }[change]
+    before = metric(prefiller, COMPUTED)
+    answer = talk.say(changed)
+    assert differences([complete(alone, changed)], [answer]) == []
+    # Whole blocks of 32 tokens are pulled, up to the one that differs.
+    assert metric(prefiller, COMPUTED) - before == len(changed) - held
+
+
+CHAT: list[Any] = [
+    {"role": "system", "content": "You answer in gibberish. " * 40},
+    {"role": "user", "content": "What does a prefill engine do, and why?"},
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+def chat(server: Server, messages: list[Any], **fields: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 16, **fields}
+    response = server.post("/v1/chat/completions", body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+@pytest.mark.parametrize("change", ["none", "tools", "history"])
+def test_a_chat_is_that_of_one_engine_alone(
+    router: Server, prefiller: Server, alone: Server, change: str
+) -> None:
+    fields = {"conversation_id": f"chat-{change}"}
+    first = chat(router, CHAT, **fields)
+    assert first["choices"] == chat(alone, CHAT)["choices"]
+    said = first["choices"][0]["message"]["content"]
+    after = [*CHAT, {"role": "assistant", "content": said}, {"role": "user", "content": "Why?"}]
+    extra: dict[str, Any] = {"tools": TOOLS} if change == "tools" else {}
+    if change == "history":
+        after[1] = {"role": "user", "content": "What does a decode engine do?"}
+    before = metric(prefiller, COMPUTED)
+    second = chat(router, after, **fields, **extra)
+    assert second["choices"] == chat(alone, after, **extra)["choices"]
+    computed = metric(prefiller, COMPUTED) - before
+    assert computed < second["usage"]["prompt_tokens"] - 900 or change == "tools"
+
+
+def test_two_routers_share_one_redis_and_one_of_fifty_takers_pulls(
+    launcher: Launcher, prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    with running_redis() as redis, ExitStack() as stack:
+        options = ["--conversation-store", redis.url, "--tenant-header", "x-tenant"]
+        options += ["--conversation-store-password", redis.password]
+        routers = [
+            stack.enter_context(launcher.router([prefiller], [decoder], *options)) for _ in range(2)
+        ]
+        prompt = tokens_of(1000, 30)
+        for number in range(3):
+            before = metric(prefiller, COMPUTED)
+            answer = Talk(routers[number % 2], "shared").say(prompt)
+            assert differences([complete(alone, prompt)], [answer]) == []
+            if number:
+                assert metric(prefiller, COMPUTED) - before <= 51
+            prompt += [*answer.tokens, *tokens_of(50, 31 + number)]
+        (key,) = redis.keys()
+        assert "shared" not in key + redis.dump()
+        hits = sum(turns(router, "hit") for router in routers)
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "conversation_id": "shared"}
+        leaving = {**body, "n": 1}
+        with ThreadPoolExecutor(10) as pool:
+            posts = [
+                pool.submit(routers[i % 2].post, "/v1/completions", leaving) for i in range(10)
+            ]
+            assert all(post.result(timeout=100).status_code == 200 for post in posts)
+        assert sum(turns(router, "hit") for router in routers) > hits
+
+
+def test_redis_stopped_in_mid_run_costs_reuse_and_no_request(
+    launcher: Launcher, prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    port = launcher.free_ports(1)[0]
+    options = ["--conversation-store", f"redis://127.0.0.1:{port}"]
+    options += ["--conversation-store-password", PASSWORD]
+    prompt = tokens_of(300, 40)
+    right = complete(alone, prompt)
+    with launcher.router([prefiller], [decoder], *options) as router:
+        talk = Talk(router, "redis-dies")
+        with running_redis(port) as redis:
+            assert differences([right], [talk.say(prompt)]) == []
+            assert len(redis.keys()) == 1
+            redis.freeze()
+            assert differences([right], [talk.say(prompt)]) == []
+            redis.thaw()
+        for _ in range(5):
+            assert differences([right], [talk.say(prompt)]) == []
+        errors = "disagg_router_conversation_store_errors_total.*"
+        assert metric(router, errors) > 0
+        assert router.log.read_text().count("the conversation store fails") == 1
+        with running_redis(port) as redis:
+            wait_for(lambda: talk.say(prompt) and redis.keys(), "the store is used again", 60)
+            assert "the conversation store answers again" in router.log.read_text()
+
+
+@contextmanager
+def holding_back(decoder: Server) -> Iterator[tuple[Server, Event]]:
+    """A decoder behind a proxy that never passes the first POST on; the event says it came."""
+    held = Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                Thread(target=forward, args=(client,), daemon=True).start()
+
+    def forward(client: socket.socket) -> None:
+        with client, suppress(OSError):
+            start = client.recv(65536)
+            if start.startswith(b"POST") and not held.is_set():
+                held.set()
+                while client.recv(65536):
+                    pass
+                return
+            with socket.create_connection(("127.0.0.1", decoder.port)) as upstream:
+                upstream.sendall(start)
+                back = Thread(target=pump, args=(upstream, client), daemon=True)
+                back.start()
+                pump(client, upstream)
+                back.join()
+
+    def pump(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    Thread(target=serve, daemon=True).start()
+    try:
+        yield replace(decoder, port=listener.getsockname()[1]), held
+    finally:
+        listener.close()
+
+
+@pytest.mark.parametrize("conversation", [True, False])
+def test_a_client_that_leaves_between_the_legs_frees_the_prefiller_at_once(
+    launcher: Launcher, prefiller: Server, decoder: Server, conversation: bool
+) -> None:
+    """Even if the decoder never got its leg: here it is lost on the way."""
+    expired = metric(prefiller, "disagg_engine_kv_leases_expired_total")
+    with (
+        holding_back(decoder) as (slow, held),
+        launcher.router([prefiller], [slow]) as router,
+    ):
+        body: dict[str, Any] = {"model": "tiny", "prompt": tokens_of(300, 50), "stream": True}
+        if conversation:
+            body["conversation_id"] = "left"
+        with post_and_leave(router, body):
+            assert held.wait(30)
+            assert metric(prefiller, "disagg_engine_blocks_delayed") > 0
+        left = time.monotonic()
+        wait_for(lambda: metric(prefiller, "disagg_engine_blocks_delayed") == 0, "P is free", 10)
+        assert time.monotonic() - left < 3, "about 0.1 s on a quiet machine; the lease is 30 s"
+    assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == expired

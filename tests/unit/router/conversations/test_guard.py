@@ -1,0 +1,332 @@
+"""The prefix guard: what of the last turn's KV is surely the next prompt's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.conversations.conversations import Conversations
+from router.conversations.entry import Entry
+from router.conversations.guard import MARGIN_TOKENS, Fit, cut, judge
+from router.conversations.identity import Identity
+from router.conversations.memory_store import MemoryStore
+from router.conversations.prompt import prompt_of
+from router.conversations.said import Said, said_in
+from router.conversations.scope import scope_of
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+SYSTEM = {"role": "system", "content": "Be brief."}
+FIRST = {"role": "user", "content": "What is a block?"}
+ANSWER = {"role": "assistant", "content": "Sixteen tokens of KV."}
+SECOND = {"role": "user", "content": "And a lease?"}
+CALL = {
+    "id": "call-1",
+    "type": "function",
+    "function": {"name": "look_up", "arguments": '{"word": "lease"}'},
+}
+PARAMS = {
+    "remote_engine_id": "d-1",
+    "remote_block_ids": [list(range(40))],
+    "remote_num_tokens": 633,
+}
+
+
+def chat(*messages: object, **fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": list(messages), **fields}
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Desk:
+    """Conversations over a memory store: one turn after the other."""
+
+    def __init__(self, *names: str) -> None:
+        self.clock = Clock()
+        identity = Identity(names or ("conversation_id",), "authorization")
+        self.conversations = Conversations(
+            MemoryStore(100, 10**6), identity, ttl=450, clock=self.clock
+        )
+
+    async def leave(
+        self, body: dict[str, Any], answer: Said | None, tokens: int | None = 600, **params: Any
+    ) -> None:
+        turn = self.conversations.turn_of((), {"conversation_id": "c", **body})
+        assert turn is not None
+        await self.conversations.recall(turn)
+        assert await self.conversations.keep(turn, "d:1", {**PARAMS, **params}, answer, tokens)
+
+    async def entry(self, body: dict[str, Any]) -> Entry | None:
+        turn = self.conversations.turn_of((), {"conversation_id": "c", **body})
+        assert turn is not None
+        await self.conversations.recall(turn)
+        return turn.entry
+
+
+def said(**message: Any) -> Said:
+    answer = said_in({"choices": [{"message": {"role": "assistant", **message}}]})
+    assert answer is not None
+    return answer
+
+
+async def left(
+    answer: Said | None = None, body: dict[str, Any] | None = None, tokens: int | None = 600
+) -> Entry:
+    desk = Desk()
+    first = body or chat(SYSTEM, FIRST)
+    await desk.leave(first, answer or said(content=ANSWER["content"]), tokens)
+    entry = await desk.entry(first)
+    assert entry is not None
+    return entry
+
+
+def verdict(entry: Entry, body: dict[str, Any]) -> tuple[str, str, int]:
+    prompt = prompt_of(body)
+    assert prompt is not None
+    found = judge(entry, prompt, scope_of(body))
+    return found.fit.value, found.reason, found.tokens
+
+
+SAFE = 600 - MARGIN_TOKENS
+
+
+async def test_a_turn_that_extends_the_last_one_reuses_all_of_it() -> None:
+    assert verdict(await left(), chat(SYSTEM, FIRST, ANSWER, SECOND))[:2] == ("hit", "")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {**ANSWER, "refusal": None, "tool_calls": [], "audio": None, "annotations": None},
+        {"role": "assistant", "content": [{"type": "text", "text": ANSWER["content"]}]},
+    ],
+)
+async def test_an_answer_may_be_repeated_as_any_client_does(answer: dict[str, Any]) -> None:
+    assert verdict(await left(), chat(SYSTEM, FIRST, answer, SECOND))[0] == "hit"
+
+
+CHANGED: dict[str, tuple[dict[str, Any], tuple[str, str, int]]] = {
+    "answer edited": (
+        chat(SYSTEM, FIRST, {**ANSWER, "content": "Thirty-two."}, SECOND),
+        ("cut", "history", SAFE),
+    ),
+    "answer gone": (chat(SYSTEM, FIRST, SECOND), ("cut", "history", SAFE)),
+    "regenerated": (chat(SYSTEM, FIRST), ("cut", "history", SAFE)),
+    "question edited": (
+        chat(SYSTEM, {**FIRST, "content": "What is a page?"}, ANSWER, SECOND),
+        ("mismatch", "history", 0),
+    ),
+    "system edited": (
+        chat({**SYSTEM, "content": "Be long."}, FIRST, ANSWER, SECOND),
+        ("mismatch", "history", 0),
+    ),
+    "role changed": (
+        chat({**SYSTEM, "role": "developer"}, FIRST, ANSWER, SECOND),
+        ("mismatch", "history", 0),
+    ),
+    "truncated": (chat(FIRST, ANSWER, SECOND), ("mismatch", "history", 0)),
+    "tool call added": (
+        chat(SYSTEM, FIRST, {**ANSWER, "tool_calls": [CALL]}, SECOND),
+        ("cut", "history", SAFE),
+    ),
+    "model": (chat(SYSTEM, FIRST, ANSWER, SECOND, model="n"), ("mismatch", "model", 0)),
+    "salt": (chat(SYSTEM, FIRST, ANSWER, SECOND, cache_salt="s"), ("mismatch", "model", 0)),
+    "tools": (
+        chat(SYSTEM, FIRST, ANSWER, SECOND, tools=[{"type": "function"}]),
+        ("mismatch", "tools", 0),
+    ),
+    "template": (
+        chat(SYSTEM, FIRST, ANSWER, SECOND, chat_template_kwargs={"date": "today"}),
+        ("mismatch", "template", 0),
+    ),
+    "another endpoint": ({"model": "m", "prompt": "Be brief."}, ("mismatch", "history", 0)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+async def test_what_does_not_extend_the_last_turn_is_cut_back_or_not_reused(change: str) -> None:
+    body, expected = CHANGED[change]
+    assert verdict(await left(), body) == expected
+
+
+async def test_without_the_prompts_length_there_is_no_cut() -> None:
+    assert verdict(await left(tokens=None), chat(SYSTEM, FIRST, SECOND)) == (
+        "mismatch",
+        "history",
+        0,
+    )
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": ANSWER["content"], "reasoning": "Hm."},
+        {"content": ANSWER["content"], "reasoning_content": "Hm."},
+        {"content": "<think>Hm.</think>" + str(ANSWER["content"])},
+    ],
+)
+@pytest.mark.parametrize("stripped", [True, False])
+async def test_what_was_reasoned_is_never_reused(answer: dict[str, Any], stripped: bool) -> None:
+    repeated = ANSWER if stripped else {"role": "assistant", **answer}
+    fit, reason, tokens = verdict(await left(said(**answer)), chat(SYSTEM, FIRST, repeated, SECOND))
+    assert (fit, tokens) == ("cut", SAFE)
+    assert reason == "reasoning" or "<think>" in str(answer["content"])
+
+
+async def test_reasoning_that_a_client_adds_to_the_history_ends_what_is_safe() -> None:
+    changed = {**ANSWER, "reasoning_content": "Hm."}
+    assert verdict(await left(), chat(SYSTEM, FIRST, changed, SECOND)) == (
+        "cut",
+        "reasoning",
+        SAFE,
+    )
+
+
+@pytest.mark.parametrize("answer", [{"content": "Yes.\n"}, {"content": None, "tool_calls": [CALL]}])
+async def test_what_a_template_renders_in_its_own_way_is_not_reused(answer: dict[str, Any]) -> None:
+    body = chat(SYSTEM, FIRST, {"role": "assistant", **answer}, SECOND)
+    assert verdict(await left(said(**answer)), body) == ("cut", "rendering", SAFE)
+
+
+async def test_a_thinking_switch_makes_the_answer_inexact() -> None:
+    body = chat(SYSTEM, FIRST, chat_template_kwargs={"enable_thinking": False})
+    after = {**body, "messages": [SYSTEM, FIRST, ANSWER, SECOND]}
+    assert verdict(await left(body=body), after) == ("cut", "reasoning", SAFE)
+
+
+async def test_a_later_edit_is_cut_back_to_an_earlier_turn() -> None:
+    desk = Desk()
+    await desk.leave(chat(SYSTEM, FIRST), said(content=ANSWER["content"]), 600)
+    await desk.leave(chat(SYSTEM, FIRST, ANSWER, SECOND), said(content="Thirty seconds."), 900)
+    entry = await desk.entry(chat(SYSTEM, FIRST))
+    assert entry is not None
+    edited = chat(SYSTEM, FIRST, {**ANSWER, "content": "No."}, SECOND)
+    assert verdict(entry, edited) == ("cut", "history", SAFE)
+    shorter = chat(SYSTEM, FIRST, ANSWER, SECOND, {"role": "user", "content": "?"})
+    assert verdict(entry, shorter) == ("cut", "history", 900 - MARGIN_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "after", "fit"),
+    [
+        ("abc", {"text": "def"}, "abcdefg", "hit"),
+        ("abc", {"text": "def"}, "abcdeXg", "cut"),
+        ("abc", {"text": "def"}, "aXcdefg", "mismatch"),
+        ("abc", {"text": "def"}, "ab", "mismatch"),
+        ([1, 2], {"text": "x", "token_ids": [3, 4]}, [1, 2, 3, 4, 5], "hit"),
+        ([1, 2], {"text": "x", "token_ids": [3, 4]}, [1, 2, 3, 5, 5], "cut"),
+        ([1, 2], {"text": "x"}, [1, 2, 3, 4, 5], "cut"),
+        (["abc"], {"text": "def"}, "abcdefg", "hit"),
+    ],
+)
+async def test_completions_are_compared_by_characters_and_by_ids(
+    prompt: object, answer: dict[str, Any], after: object, fit: str
+) -> None:
+    body = {"model": "m", "prompt": prompt}
+    entry = await left(said_in({"choices": [answer]}), body)
+    assert verdict(entry, {**body, "prompt": after})[0] == fit
+
+
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "tool"]), "content": st.text(max_size=3)}
+    ),
+    max_size=5,
+)
+
+
+@given(MESSAGES, MESSAGES, st.text(max_size=3))
+async def test_a_hit_is_an_extension_and_a_cut_a_common_beginning(
+    before: list[Any], after: list[Any], answer: str
+) -> None:
+    entry = await left(said(content=answer), chat(*before))
+    fit, _, _ = verdict(entry, chat(*after))
+    extended = [*before, {"role": "assistant", "content": answer}]
+    if fit == Fit.HIT:
+        assert after[: len(extended)] == extended
+    if fit == Fit.CUT:
+        assert after[: len(before)] == before
+
+
+@given(JSON_VALUES, JSON_VALUES, JSON_VALUES)
+def test_any_json_is_a_prompt_or_none_and_an_answer_or_none(
+    messages: object, prompt: object, choices: object
+) -> None:
+    for body in ({"messages": messages}, {"prompt": prompt}, {"messages": [messages]}):
+        found = prompt_of(body)
+        assert found is None or found.digest_at(found.count) is not None
+        assert found is None or found.digest_at(found.count + 1) is None
+    said_in({"choices": choices})
+    said_in({"choices": [choices]})
+    assert scope_of({"model": messages, "tools": prompt}) is not None
+
+
+@given(JSON_VALUES)
+def test_whatever_is_in_a_store_is_an_entry_or_none(content: object) -> None:
+    assert Entry.from_bytes(orjson.dumps(content)) is None
+    assert Entry.from_bytes(orjson.dumps({"v": 1, "x": content})) is None
+
+
+async def test_an_entry_survives_its_store_bit_for_bit() -> None:
+    entry = replace(await left(), params={**PARAMS, "nested": {"é": [1.5, None]}})
+    assert Entry.from_bytes(entry.to_bytes()) == entry
+    assert Entry.from_bytes(entry.to_bytes()[:-1]) is None
+
+
+@given(st.integers(1, 5000), st.integers(0, 6000), st.sampled_from([8, 16, 32, 64, 128]))
+def test_a_cut_keeps_whole_blocks_within_the_safe_tokens(held: int, safe: int, size: int) -> None:
+    blocks = list(range(-(-held // size)))
+    params = {"remote_block_ids": [blocks], "remote_num_tokens": held, "other": 1}
+    found = cut(params, safe)
+    if found is None:
+        return
+    kept = found["remote_block_ids"][0]
+    assert kept == blocks[: len(kept)]
+    assert found["remote_num_tokens"] == len(kept) * size
+    assert 0 < found["remote_num_tokens"] <= min(safe, held)
+    assert found["other"] == 1
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"remote_block_ids": [[1], [2]], "remote_num_tokens": 10},
+        {"remote_block_ids": [1, 2], "remote_num_tokens": 20},
+        {"remote_block_ids": [[1, 2]], "remote_num_tokens": None},
+        {"remote_block_ids": [[1]], "remote_num_tokens": 10},
+        {"remote_block_ids": None, "remote_num_tokens": 10},
+    ],
+)
+def test_blocks_that_cannot_be_told_apart_are_not_cut(params: dict[str, Any]) -> None:
+    assert cut(params, 1000) is None
+
+
+async def test_an_entry_is_valid_for_less_than_the_decoder_keeps_its_blocks() -> None:
+    for retained, valid in ((None, 450), (160.0, 150), (100_000.0, 450)):
+        desk = Desk()
+        until = None if retained is None else desk.clock.now + retained
+        await desk.leave(chat(FIRST), said(content="x"), retained_until=until)
+        desk.clock.now += valid - 1
+        entry = await desk.entry(chat(FIRST))
+        assert entry is not None
+        desk = Desk()
+        await desk.leave(chat(FIRST), said(content="x"), retained_until=until)
+        desk.clock.now += valid
+        turn = desk.conversations.turn_of((), {"conversation_id": "c", **chat(FIRST)})
+        assert turn is not None
+        await desk.conversations.recall(turn)
+        assert (turn.entry, turn.found.value) == (None, "expired")

@@ -1,0 +1,211 @@
+"""Stores: one taker gets an entry, bounds hold, a dead store costs one call in a while."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from prometheus_client import Counter
+
+from router.conversations.breaker import Breaker
+from router.conversations.memory_store import MemoryStore
+from router.conversations.redis_store import NAMESPACE, RedisStore
+from router.conversations.redis_url import connect
+from router.conversations.store import Store, StoreError
+from tests.redis_server import RedisServer, running_redis
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def store(request: pytest.FixtureRequest, redis: RedisServer) -> AsyncIterator[Store]:
+    made: Store = MemoryStore(100, 10_000)
+    if request.param == "redis":
+        made = RedisStore(redis.url, redis.password, 2.0)
+    yield made
+    await made.close()
+
+
+async def test_what_is_put_is_taken_once(store: Store) -> None:
+    await store.put("once", b"\x00 anything \xff", 10)
+    assert await store.take("once") == b"\x00 anything \xff"
+    assert await store.take("once") is None
+
+
+async def test_the_latest_put_counts(store: Store) -> None:
+    await store.put("twice", b"old", 10)
+    await store.put("twice", b"new", 10)
+    assert await store.take("twice") == b"new"
+    assert await store.take("twice") is None
+
+
+async def test_of_fifty_takers_one_gets_it(store: Store) -> None:
+    await store.put("contended", b"x", 10)
+    taken = await asyncio.gather(*(store.take("contended") for _ in range(50)))
+    assert [value for value in taken if value is not None] == [b"x"]
+
+
+async def test_of_fifty_takers_in_two_clients_one_gets_it(redis: RedisServer) -> None:
+    stores = [RedisStore(redis.url, redis.password, 5.0) for _ in range(2)]
+    await stores[0].put("shared", b"x", 10)
+    taken = await asyncio.gather(*(stores[i % 2].take("shared") for i in range(50)))
+    assert [value for value in taken if value is not None] == [b"x"]
+    for store in stores:
+        await store.close()
+
+
+async def test_redis_forgets_by_itself(redis: RedisServer) -> None:
+    store = RedisStore(redis.url, redis.password, 2.0)
+    await store.put("short", b"x", 7)
+    client = connect(redis.url, redis.password, 2.0).main
+    assert 0 < await client.pttl(NAMESPACE + "short") <= 7000
+    await client.aclose()
+    await store.close()
+
+
+async def test_memory_forgets_what_is_too_old() -> None:
+    clock = Clock()
+    store = MemoryStore(10, 1000, clock)
+    await store.put("a", b"x", 5)
+    clock.now += 5
+    assert await store.take("a") is None
+
+
+async def test_memory_stays_within_its_bounds_and_keeps_the_youngest() -> None:
+    store = MemoryStore(3, 25)
+    for number in range(10):
+        await store.put(str(number), b"x" * 10, 100)
+        assert len(store) <= 3
+        assert store.num_bytes <= 25
+    assert [await store.take(str(n)) is not None for n in range(10)] == [False] * 8 + [True] * 2
+    assert (len(store), store.num_bytes) == (0, 0)
+
+
+async def test_memory_refuses_what_can_never_fit() -> None:
+    store = MemoryStore(3, 25)
+    await store.put("small", b"x", 100)
+    await store.put("large", b"x" * 26, 100)
+    assert await store.take("small") == b"x"
+    assert await store.take("large") is None
+
+
+async def test_memory_drops_what_has_expired() -> None:
+    clock = Clock()
+    store = MemoryStore(10, 1000, clock)
+    for name in "abc":
+        await store.put(name, b"x", 5)
+    clock.now += 6
+    await store.put("d", b"x", 5)
+    assert len(store) == 1
+
+
+class Failing:
+    """A Store that fails until told otherwise."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.broken = True
+
+    async def take(self, key: str) -> bytes | None:
+        self.calls += 1
+        if self.broken:
+            raise StoreError("no connection")
+        return b"x"
+
+    async def put(self, key: str, value: bytes, seconds: float) -> None:
+        await self.take(key)
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_a_failing_store_is_asked_once_in_a_while_and_again_when_it_is_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    clock, store = Clock(), Failing()
+    errors = Counter("errors", "", ("operation", "result"), registry=None)
+    breaker = Breaker(store, errors, pause=5, clock=clock)
+    for _ in range(20):
+        with pytest.raises(StoreError):
+            await breaker.take("k")
+    assert store.calls == 1
+    clock.now += 5
+    with pytest.raises(StoreError):
+        await breaker.put("k", b"", 1)
+    assert store.calls == 2
+    store.broken = False
+    clock.now += 5
+    assert await breaker.take("k") == b"x"
+    assert await breaker.take("k") == b"x"
+    said = [record.levelname for record in caplog.records]
+    assert said == ["WARNING", "INFO"], "one line when it goes, one when it is back"
+    assert errors.labels("take", "failed")._value.get() == 1
+    assert errors.labels("take", "skipped")._value.get() == 19
+
+
+async def test_only_one_call_tries_a_store_that_may_be_back() -> None:
+    clock, store = Clock(), Failing()
+    errors = Counter("errors", "", ("operation", "result"), registry=None)
+    breaker = Breaker(store, errors, pause=5, clock=clock)
+    with pytest.raises(StoreError):
+        await breaker.take("k")
+    clock.now += 5
+    outcomes = await asyncio.gather(*(breaker.take("k") for _ in range(10)), return_exceptions=True)
+    assert all(isinstance(outcome, StoreError) for outcome in outcomes)
+    assert store.calls == 2
+
+
+async def test_a_redis_that_does_not_answer_costs_its_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store = RedisStore(f"redis://127.0.0.1:{silent.getsockname()[1]}", None, 0.1)
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(StoreError):
+            await store.take("k")
+        assert asyncio.get_running_loop().time() - started < 2
+        await store.close()
+
+
+async def test_a_redis_that_is_not_there_or_refuses_is_a_store_error(redis: RedisServer) -> None:
+    for url, password in (("redis://127.0.0.1:1", None), (redis.url, "wrong")):
+        store = RedisStore(url, password, 2.0)
+        with pytest.raises(StoreError):
+            await store.put("k", b"x", 1)
+        await store.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://host",
+        "rediss://user:pw@host:1/2",
+        "redis+cluster://host:7000",
+        "rediss+cluster://host",
+        "redis+sentinel://a:26379,b,c/main/1",
+        "rediss+sentinel://:pw@a/main",
+    ],
+)
+async def test_every_kind_of_url_makes_a_client(url: str) -> None:
+    clients = connect(url, None, 0.1)
+    for client in (clients.main, *clients.others):
+        await client.aclose()
+
+
+def test_a_sentinel_url_needs_a_master() -> None:
+    with pytest.raises(ValueError, match="master"):
+        connect("redis+sentinel://host", None, 0.1)

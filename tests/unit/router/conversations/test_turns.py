@@ -1,0 +1,521 @@
+"""Turns through a real router to mock engines: what goes to whom, and what the client sees."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from router.fleet.engine import Role
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.conversations.engines import KEPT, PROOF, decoding, prefilling, stream
+from tests.unit.router.harness import Router, eventually, post
+from tests.unit.router.mock_engine import (
+    PARAMS,
+    STREAM_HEAD,
+    MockEngine,
+    Peer,
+    Received,
+    chunk,
+    is_release,
+    running_engine,
+    usual_decode,
+)
+
+ASKED: list[Any] = [{"role": "user", "content": "how are you?"}]
+SAID = {"role": "assistant", "content": "fine"}
+AGAIN: list[Any] = [*ASKED, SAID, {"role": "user", "content": "and now?"}]
+PLAIN = {"do_remote_decode", "do_remote_prefill", "remote_engine_id", "remote_block_ids"}
+PLAIN |= {"remote_host", "remote_port"}
+
+
+@pytest.fixture(autouse=True)
+def engines(p: MockEngine, d: MockEngine) -> None:
+    p.usual, d.usual = prefilling(), decoding()
+
+
+async def chat(
+    router: Router, messages: list[Any], headers: dict[str, str] | None = None, **fields: Any
+) -> httpx.Response:
+    body = {"model": "m", "messages": messages, "conversation_id": "c", **fields}
+    body = {name: value for name, value in body.items() if value is not None}
+    answer = await router.client.post("/v1/chat/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def offered(p: MockEngine) -> Any:
+    """What the prefiller was told to pull."""
+    params = p.last.json["kv_transfer_params"]
+    return None if params["remote_block_ids"] is None else params
+
+
+def turns(router: Router, outcome: str, reason: str = "") -> float:
+    return router.metric("conversation_turns_total", outcome=outcome, reason=reason)
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}])
+async def test_the_next_turns_prefiller_gets_the_decoders_params_verbatim(
+    router: Router, p: MockEngine, d: MockEngine, fields: dict[str, Any]
+) -> None:
+    await chat(router, ASKED, **fields)
+    assert offered(p) is None
+    assert d.last.json["kv_transfer_params"] == {**PARAMS, "retain": True}
+    assert turns(router, "new") == 1
+    await chat(router, AGAIN, **fields)
+    assert offered(p) == KEPT
+    assert d.last.json["kv_transfer_params"] == {**PARAMS, "retain": True}
+    assert turns(router, "hit") == 1
+    for engine in (p, d):
+        assert all("conversation_id" not in request.json for request in engine.requests)
+
+
+async def test_an_entry_is_used_once(router: Router, p: MockEngine, d: MockEngine) -> None:
+    await chat(router, ASKED)
+    d.usual = decoding(kept=None)
+    await chat(router, AGAIN)
+    assert offered(p) == KEPT
+    await chat(router, AGAIN)
+    assert offered(p) is None
+    assert turns(router, "new") == 2
+
+
+async def test_of_many_turns_at_once_one_reuses(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    await chat(router, ASKED)
+    d.usual = decoding(kept=None)
+    await asyncio.gather(*(chat(router, AGAIN) for _ in range(50)))
+    pulled = [r for r in p.requests if r.json["kv_transfer_params"]["remote_block_ids"] is not None]
+    assert len(p.requests) == 51
+    assert len(pulled) == 1
+    assert turns(router, "hit") == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"x-conversation-id": "c"},
+        {"X-Session-ID": "c"},
+        {"x-session-affinity": "c"},
+        {"x-correlation-id": "c"},
+    ],
+)
+async def test_an_id_may_come_in_other_ways(
+    router: Router, p: MockEngine, d: MockEngine, given: dict[str, str]
+) -> None:
+    for messages in (ASKED, AGAIN):
+        await chat(router, messages, given, conversation_id=None)
+    assert offered(p) == KEPT
+    (name,) = given
+    forwarded = name != "x-conversation-id"
+    assert (d.last.header(name.lower()) == "c") is forwarded
+
+
+async def test_a_session_id_in_the_body_is_an_id_and_goes_on(router: Router, p: MockEngine) -> None:
+    for messages in (ASKED, AGAIN):
+        await chat(router, messages, conversation_id=None, session_id="s")
+    assert offered(p) == KEPT
+    assert p.last.json["session_id"] == "s"
+
+
+async def test_a_chat_is_recognised_by_its_messages_where_that_is_wanted(
+    start_router: StartRouter, p: MockEngine
+) -> None:
+    router = await start_router(conversation_ids=("conversation_id", "prefix"))
+    for messages in (ASKED, AGAIN):
+        await chat(router, messages, conversation_id=None, stream=True)
+    assert offered(p) == KEPT
+    assert turns(router, "hit") == 1
+
+
+async def test_another_callers_id_is_worth_nothing(router: Router, p: MockEngine) -> None:
+    await chat(router, ASKED, {"authorization": "Bearer alice"})
+    await chat(router, AGAIN, {"authorization": "Bearer mallory"})
+    assert offered(p) is None
+    await chat(router, AGAIN, {"authorization": "Bearer alice"})
+    assert offered(p) == KEPT
+
+
+async def test_the_decoders_params_are_not_for_the_client(router: Router, d: MockEngine) -> None:
+    for alone in (False, True):
+        d.usual = decoding(alone=alone)
+        streamed = await chat(router, ASKED, stream=True)
+        assert "kv_transfer_params" not in streamed.text
+        events = streamed.text.split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    whole = (await chat(router, ASKED)).json()
+    assert "kv_transfer_params" not in whole
+    assert whole["choices"][0]["message"]["content"] == "fine"
+    assert whole["usage"]["total_tokens"] == 602
+
+
+async def test_text_that_speaks_of_params_passes_untouched(router: Router, d: MockEngine) -> None:
+    text = 'say "kv_transfer_params": {"a": 1}'
+    d.usual = decoding({"content": text})
+    streamed = await chat(router, ASKED, stream=True)
+    parts = [json.loads(e[6:]) for e in streamed.text.split("\n\n") if e.startswith("data: {")]
+    said = "".join(part["choices"][0]["delta"].get("content") or "" for part in parts)
+    assert said == text
+
+
+async def test_a_stream_that_comes_byte_by_byte_is_kept_and_cleaned(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    whole = b"".join(stream(SAID, KEPT, alone=False))
+
+    async def slowly(request: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD)
+        for start in range(0, len(whole), 7):
+            await peer.send(chunk(whole[start : start + 7]))
+        await peer.send(b"0\r\n\r\n")
+
+    d.scripts = [slowly]
+    answer = await chat(router, ASKED, stream=True)
+    assert "kv_transfer_params" not in answer.text
+    await chat(router, AGAIN)
+    assert offered(p) == KEPT
+
+
+CHANGES: dict[str, tuple[list[Any], dict[str, Any], str, str]] = {
+    "answer edited": ([*ASKED, {**SAID, "content": "bad"}, *ASKED], {}, "cut", "history"),
+    "question edited": ([{**ASKED[0], "content": "?"}, SAID, *ASKED], {}, "mismatch", "history"),
+    "tools": (AGAIN, {"tools": [{"type": "function"}]}, "mismatch", "tools"),
+    "model": (AGAIN, {"model": "other"}, "mismatch", "model"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_stock_prefiller_pulls_nothing_that_is_not_surely_the_same(
+    router: Router, p: MockEngine, change: str
+) -> None:
+    messages, fields, outcome, reason = CHANGES[change]
+    await chat(router, ASKED)
+    await chat(router, messages, **fields)
+    pulled = offered(p)
+    assert turns(router, outcome, reason) == 1
+    if outcome == "mismatch":
+        assert pulled is None
+    else:
+        # 600 prompt tokens, less a margin of 16, in whole blocks of 16.
+        assert pulled == {**KEPT, "remote_block_ids": [list(range(36))], "remote_num_tokens": 576}
+
+
+async def test_stripped_reasoning_is_cut_back_to_the_prompt(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    d.usual = decoding({"reasoning_content": "hm"})
+    for streamed in (True, False):
+        await chat(router, ASKED, stream=streamed)
+        await chat(router, AGAIN)
+        assert offered(p)["remote_num_tokens"] == 576
+    assert turns(router, "cut", "reasoning") == 2
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_engines_that_prove_the_prefix_decide_for_themselves(
+    router: Router, p: MockEngine, d: MockEngine, change: str
+) -> None:
+    p.usual, d.usual = (
+        prefilling(prefix_proof=PROOF),
+        decoding(kept={**KEPT, "prefix_proof": PROOF}),
+    )
+    messages, fields, _, reason = CHANGES[change]
+    await chat(router, ASKED)
+    await chat(router, messages, **fields)
+    if reason == "model":
+        assert offered(p) is None, "the same tokens have other KV in another model"
+    else:
+        assert offered(p) == {**KEPT, "prefix_proof": PROOF}
+
+
+@pytest.mark.parametrize(("unproven", "tokens"), [("whole", 633), ("prompt", 576), ("off", None)])
+async def test_how_much_is_trusted_without_proof_is_the_operators_choice(
+    start_router: StartRouter, p: MockEngine, unproven: str, tokens: int | None
+) -> None:
+    router = await start_router(conversation_unproven=unproven)
+    await chat(router, ASKED)
+    await chat(router, AGAIN)
+    pulled = offered(p)
+    assert (None if pulled is None else pulled["remote_num_tokens"]) == tokens
+
+
+async def test_a_turn_goes_back_to_its_decoder(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async with running_engine(decoding()) as other, running_engine(prefilling()) as second:
+        router = await start_router(ps=[p, second], ds=[d, other])
+        everyone = (d, other, p, second)
+        for name in "abcdef":
+            await chat(router, ASKED, conversation_id=name)
+            first = [len(engine.requests) for engine in everyone]
+            await chat(router, AGAIN, conversation_id=name)
+            again = [len(engine.requests) for engine in everyone]
+            for engine in everyone:
+                engine.requests.clear()
+            assert sorted(first) == [0, 0, 1, 1]
+            assert again == [2 * count for count in first]
+        assert turns(router, "hit") == 6
+
+
+async def test_an_entry_whose_decoder_is_gone_is_dropped(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async with running_engine(decoding()) as other:
+        router = await start_router(ds=[d, other])
+        await chat(router, ASKED)
+        lost = d if d.requests else other
+        lost.healthy = False
+        await eventually(lambda: len(router.gateway.fleet.candidates(Role.DECODE)) == 1)
+        await chat(router, AGAIN)
+        assert offered(p) is None
+        assert turns(router, "decoder_gone") == 1
+
+
+async def test_an_entry_from_before_its_decoder_was_lost_is_dropped(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    await chat(router, ASKED)
+    d.healthy = False
+    await eventually(lambda: router.gateway.fleet.missing())
+    d.healthy = True
+    await eventually(lambda: not router.gateway.fleet.missing())
+    await chat(router, AGAIN)
+    assert offered(p) is None
+    assert turns(router, "decoder_gone") == 1
+
+
+async def test_an_entry_of_another_engine_at_the_same_address_is_dropped(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    await chat(router, ASKED)
+    d.usual = decoding(kept={**KEPT, "remote_engine_id": "decoder-2"})
+    await chat(router, ASKED, conversation_id="another")
+    await chat(router, AGAIN)
+    assert offered(p) is None
+    assert turns(router, "decoder_gone") == 1
+
+
+async def test_the_ranks_of_one_engine_are_one_engine(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    for rank, name in enumerate("ab"):
+        d.usual = decoding(kept={**KEPT, "remote_engine_id": f"decoder-1_dp{rank}"})
+        await chat(router, ASKED, conversation_id=name)
+    await chat(router, AGAIN, conversation_id="a")
+    assert offered(p)["remote_engine_id"] == "decoder-1_dp0"
+
+
+async def test_an_overloaded_decoder_is_left(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    release = asyncio.Event()
+
+    async def slow(request: Received, peer: Peer) -> None:
+        await release.wait()
+        await usual_decode(request, peer)
+
+    async with running_engine(decoding()) as other:
+        router = await start_router(ds=[d, other], affinity_load_floor=2, affinity_load_factor=1.0)
+        await chat(router, ASKED)
+        home = d if d.requests else other
+        engine = router.gateway.fleet.named(Role.DECODE, f"127.0.0.1:{home.port}")
+        assert engine is not None
+        home.usual = slow
+        waiting: list[asyncio.Task[Any]] = []
+        while engine.in_flight < 3:
+            waiting.append(asyncio.create_task(router.complete()))
+            count = len(waiting)
+            await eventually(lambda n=count: sum(len(e.requests) for e in (d, other)) > n)  # type: ignore[misc] # the default binds the loop's value
+        await chat(router, AGAIN)
+        assert offered(p) is None
+        assert turns(router, "decoder_overloaded") == 1
+        release.set()
+        await asyncio.gather(*waiting)
+
+
+async def test_a_failed_pull_is_tried_again_without_and_nobody_hears_of_it(
+    router: Router, p: MockEngine
+) -> None:
+    async def broken(request: Received, peer: Peer) -> None:
+        await peer.answer({"error": {"message": "load failed"}}, 500)
+
+    await chat(router, ASKED)
+    p.scripts = [broken]
+    await chat(router, AGAIN)
+    _, first, second = p.requests
+    assert first.json["kv_transfer_params"]["remote_block_ids"] is not None
+    assert second.json["kv_transfer_params"]["remote_block_ids"] is None
+    assert first.header("x-request-id") != second.header("x-request-id")
+    assert turns(router, "failed") == 1
+
+
+async def test_a_leg_that_uses_an_entry_up_is_never_sent_twice(
+    router: Router, p: MockEngine
+) -> None:
+    """A kept connection may die unseen; what is sent again elsewhere is a leg without reuse."""
+
+    async def dies(request: Received, peer: Peer) -> None:
+        peer.reset()
+
+    await chat(router, ASKED)
+    p.scripts = [dies]
+    await chat(router, AGAIN)
+    pulls = [r for r in p.requests if r.json["kv_transfer_params"]["remote_block_ids"] is not None]
+    assert len(pulls) == 1
+    assert len(p.requests) == 3
+
+
+async def test_several_answers_reuse_nothing_and_leave_the_entry(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    await chat(router, ASKED)
+    await chat(router, AGAIN, n=2)
+    assert "kv_transfer_params" not in d.last.json
+    assert "conversation_id" not in d.last.json
+    await chat(router, AGAIN)
+    assert offered(p) == KEPT
+
+
+async def test_stock_streams_bring_no_reuse_and_the_log_says_what_would(
+    router: Router, p: MockEngine, d: MockEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    d.usual = decoding(in_stream=False)
+    for name in "abc":
+        await chat(router, ASKED, conversation_id=name, stream=True)
+    await chat(router, AGAIN, conversation_id="a", stream=True)
+    assert offered(p) is None
+    (said,) = [r.getMessage() for r in caplog.records if "conversation_stream exact" in r.message]
+    assert str(d.port) in said
+    assert router.metric("conversation_kept_total", outcome="not_offered") == 4
+
+
+@pytest.mark.parametrize("how", ["setting", "field", "header"])
+async def test_exact_streams_are_made_from_whole_answers_and_reused(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, how: str
+) -> None:
+    d.usual = decoding({"tool_calls": [TOOL_CALL]}, in_stream=False)
+    router = await start_router(conversation_stream="exact" if how == "setting" else "auto")
+    async with openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="k") as client:
+        answer = await client.chat.completions.create(
+            model="m",
+            messages=ASKED,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"conversation_id": "c"}
+            | ({"conversation_stream": "exact"} if how == "field" else {}),
+            extra_headers={"x-conversation-stream": "exact"} if how == "header" else {},
+        )
+        parts = [part async for part in answer]
+    assert d.last.json["stream"] is False
+    assert "stream_options" not in d.last.json
+    assert "conversation_stream" not in d.last.json
+    said = [part.choices[0].delta for part in parts if part.choices]
+    assert "".join(part.content or "" for part in said) == "fine"
+    (call,) = [call for part in said for call in part.tool_calls or []]
+    assert call.function is not None
+    assert call.function.arguments == "{}"
+    assert parts[-1].usage is not None
+    assert parts[-1].usage.total_tokens == 602
+    assert [p.choices[0].finish_reason for p in parts if p.choices][-1] == "stop"
+    said_again = [*ASKED, {**SAID, "tool_calls": [TOOL_CALL]}, *ASKED]
+    await chat(router, said_again, {"authorization": "Bearer k"}, conversation_stream="auto")
+    assert offered(p) is not None
+
+
+TOOL_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+async def test_a_mode_that_does_not_exist_is_a_bad_request(router: Router) -> None:
+    body = {"messages": ASKED, "conversation_id": "c", "conversation_stream": "magic"}
+    answer = await router.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert "conversation_stream" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("value", [None, "", 5, True, [], {"id": "x"}, "x" * 100_000, "\x00 é\n"])
+async def test_whatever_a_conversation_id_is_the_request_is_answered(
+    router: Router, p: MockEngine, value: object
+) -> None:
+    body = {"model": "m", "messages": ASKED, "conversation_id": value}
+    answer = await router.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200
+    assert "conversation_id" not in p.last.json
+
+
+async def test_without_a_store_nothing_is_kept_and_ids_are_still_consumed(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start_router(conversation_store="off")
+    for messages in (ASKED, AGAIN):
+        await chat(router, messages)
+    assert offered(p) is None
+    assert d.last.json["kv_transfer_params"] == PARAMS
+    assert "conversation_id" not in d.last.json
+
+
+async def test_plain_requests_ask_a_decoder_to_keep_nothing(router: Router, d: MockEngine) -> None:
+    await router.complete()
+    assert d.last.json["kv_transfer_params"] == PARAMS
+
+
+async def test_a_broken_stream_leaves_nothing(router: Router, p: MockEngine, d: MockEngine) -> None:
+    async def breaks(request: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD + chunk(b'data: {"choices": []}\n\n'))
+        peer.reset()
+
+    d.scripts = [breaks]
+    answer = await chat(router, ASKED, stream=True)
+    assert "error" in answer.text
+    await chat(router, AGAIN)
+    assert offered(p) is None
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("conversation", [True, False])
+async def test_a_client_that_leaves_before_the_decoders_first_byte_releases_the_prefill(
+    router: Router, p: MockEngine, d: MockEngine, ours: bool, conversation: bool
+) -> None:
+    p.usual = prefilling(prefix_proof=PROOF) if ours else prefilling()
+    reached = asyncio.Event()
+
+    async def waits(request: Received, peer: Peer) -> None:
+        reached.set()
+        await peer.wait_left()
+
+    d.scripts = [waits]
+    body = {"model": "m", "messages": ASKED} | ({"conversation_id": "c"} if conversation else {})
+    async with router.socket() as client:
+        await client.send(post(json.dumps(body).encode(), "/v1/chat/completions"))
+        await asyncio.wait_for(reached.wait(), 5)
+    await eventually(lambda: is_release(d.last))
+    release = d.last
+    assert release.path == "/v1/completions"
+    params = release.json["kv_transfer_params"]
+    assert params == ({**PARAMS, "prefix_proof": PROOF} if ours else PARAMS)
+    assert (release.json["model"] == "m") is ours, "stock is asked for a model it does not serve"
+    await eventually(lambda: router.metric("releases_total", outcome="done") == 1)
+
+
+async def test_a_decoder_that_rejects_or_fails_releases_the_prefill(
+    router: Router, d: MockEngine
+) -> None:
+    async def rejects(request: Received, peer: Peer) -> None:
+        await peer.answer({"error": {"message": "no"}}, 400)
+
+    d.scripts = [rejects]
+    assert (await router.complete()).status_code == 400
+    await eventually(lambda: is_release(d.last))
+
+
+async def test_a_prefill_that_was_read_is_not_released(router: Router, d: MockEngine) -> None:
+    for streamed in (True, False):
+        await chat(router, ASKED, stream=streamed)
+        await router.complete(stream=streamed)
+    assert not any(map(is_release, d.requests))
