@@ -23,6 +23,7 @@ demo: $(STAMP)
 	@exec $(BIN)/disagg-router demo $(ARGS)
 
 test: $(STAMP)
+	@scripts/install_redis
 	@VENV="$(VENV)" scripts/test $(ARGS)
 
 test-vllm: $(STAMP)
