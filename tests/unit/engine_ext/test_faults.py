@@ -268,15 +268,16 @@ def test_a_request_sent_twice_is_never_answered_with_another_requests_kv(
     """A router that repeats a decode leg: the first read frees the blocks, and others fill them."""
     pair = Pair("pull")
     network = pair.world.network
-    network.weather = Weather(transfer=0.5)
+    twin = pair.decoder if where == "the same engine" else pair.world.engine("d2", port=3)
     leg = pair.prefiller.prefill("cmpl-x-0-0000000a", tokens(1))
     params = pair.prefiller.finish(leg)
-    twin = pair.decoder if where == "the same engine" else pair.world.engine("d2", port=3)
+    # Both leases are proven by a heartbeat's answer before the first read ends.
+    network.weather = Weather(transfer=3.0)
     pair.decoder.decode("cmpl-x-0-0000000d", tokens(1), params)
-    pair.world.pass_time(0.3)
-    network.weather = Weather(transfer=2.0)
-    twin.decode("cmpl-x-0-0000000e", tokens(1), params)
     pair.world.pass_time(0.1)
+    network.weather = Weather(transfer=4.5)
+    twin.decode("cmpl-x-0-0000000e", tokens(1), params)
+    pair.world.pass_time(2.5)
     if fate == "fails":
         network.transfers[0].state = TransferState.FAILED
     for number in range(20):
