@@ -1,11 +1,13 @@
 """One half of a transfer in a process of its own, so that it can be killed: `python -m ... ROLE`.
 
-`hold` fills memory, leases it and prints its params; `read PARAMS` reads it and prints what came of
-it. A line of JSON each, in the order in which things happen.
+`hold` fills memory, leases it and prints its params; any line it is given makes it take the blocks
+back and fill them anew. `read` reads for each line of params. Both print a line of JSON for what
+happens.
 """
 
 import json
 import sys
+import threading
 import time
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 
 from engine_ext.config import ConnectorConfig
 from engine_ext.connector import Connector, build_connector
-from engine_ext.types import CacheGeometry, FinishStatus, Region
+from engine_ext.types import CacheGeometry, FinishStatus, Region, StepMetadata
 from tests.unit.engine_ext.fakes import Request
 
 LAYERS, BLOCKS, BLOCK_SIZE = 4, 64, 16
@@ -25,11 +27,16 @@ def say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
+def contents(seed: int) -> Any:
+    """One byte value for every block of every layer."""
+    return ((np.arange(LAYERS * BLOCKS) * 7 + seed) % 251).reshape(LAYERS, BLOCKS)
+
+
 class Memory:
-    def __init__(self, name: str, port: int, block_bytes: int, lease: float) -> None:
+    def __init__(self, name: str, port: int, block_bytes: int) -> None:
         self.cache = np.zeros((LAYERS, BLOCKS, block_bytes), dtype=np.uint8)
         self.connector: Connector = build_connector(
-            ConnectorConfig(engine_id=name, lease_duration=lease),
+            ConnectorConfig(engine_id=name),
             CacheGeometry(BLOCK_SIZE, BLOCKS),
             host="127.0.0.1",
             port=port,
@@ -50,16 +57,14 @@ class Memory:
         )
 
     def fill(self, seed: int) -> None:
-        """Every block of every layer is one byte of its own."""
-        values = (np.arange(LAYERS * BLOCKS) * 7 + seed) % 251
-        self.cache[:] = values.reshape(LAYERS, BLOCKS, 1)
+        self.cache[:] = contents(seed)[:, :, None]
 
     def step(self) -> None:
         self.connector.worker.start_load_kv(self.connector.scheduler.build_connector_meta())
 
 
-def hold(memory: Memory, seed: int) -> None:
-    memory.fill(seed)
+def hold(memory: Memory) -> None:
+    memory.fill(1)
     request = Request("p-1", {"do_remote_decode": True}, TOKENS, TOKENS)
     scheduler = memory.connector.scheduler
     scheduler.on_new_request(request)
@@ -67,12 +72,19 @@ def hold(memory: Memory, seed: int) -> None:
     answer = scheduler.request_finished(request, blocks, FinishStatus.LENGTH_CAPPED)
     memory.step()
     say(params=answer.kv_transfer_params)
+    threading.Thread(target=revoke_when_told, args=(memory,), daemon=True).start()
     wait_for_results(memory)
+    memory.fill(2)
     say(freed=True)
-    sys.stdin.read()
+    time.sleep(PATIENCE)
 
 
-def read(memory: Memory, seed: int) -> None:
+def revoke_when_told(memory: Memory) -> None:
+    sys.stdin.readline()
+    memory.connector.worker.start_load_kv(StepMetadata(revokes=("p-1",)))
+
+
+def read(memory: Memory) -> None:
     """Once for each line of params on standard input."""
     for number, line in enumerate(sys.stdin):
         request = Request(f"d-{number}", json.loads(line), TOKENS)
@@ -90,13 +102,13 @@ def read(memory: Memory, seed: int) -> None:
         say(
             seconds=time.monotonic() - started,
             ok=request.request_id not in results.failed_recving,
-            is_right=bool(is_right(memory, seed)),
+            is_right=bool(is_right(memory)),
             unproven=worker.stats().reads_unproven,
         )
 
 
-def is_right(memory: Memory, seed: int) -> bool:
-    values = ((np.arange(LAYERS * BLOCKS) * 7 + seed) % 251).reshape(LAYERS, BLOCKS)
+def is_right(memory: Memory) -> bool:
+    values = contents(1)
     ours, theirs = np.arange(BLOCKS - 1, 0, -1), np.arange(1, BLOCKS)
     return bool((memory.cache[:, ours] == values[:, theirs, None]).all())
 
@@ -111,9 +123,9 @@ def wait_for_results(memory: Memory) -> Any:
     return results
 
 
-def main(role: str, name: str, port: str, block_bytes: str, lease: str, seed: str) -> None:
-    memory = Memory(name, int(port), int(block_bytes), float(lease))
-    (hold if role == "hold" else read)(memory, int(seed))
+def main(role: str, name: str, port: str, block_bytes: str) -> None:
+    memory = Memory(name, int(port), int(block_bytes))
+    (hold if role == "hold" else read)(memory)
     memory.connector.shutdown()
 
 

@@ -70,6 +70,8 @@ class SimTransfer:
     remote: list[int]
     notification: bytes
     ends_at: float
+    owners: list[str | None]
+    """Who held the initiator's blocks when it began."""
     state: TransferState = TransferState.RUNNING
     has_told: bool = False
     is_released: bool = False
@@ -88,6 +90,7 @@ class SimAgent:
     is_alive: bool = True
     may_write: Callable[[bytes, int], bool] = lambda notification, block: True
     """Whether a WRITE that ends with this notification may change this block now."""
+    owner_of: Callable[[int], str | None] = lambda block: None
 
     def metadata(self) -> bytes:
         return self.name.encode()
@@ -227,6 +230,7 @@ class Network:
             remote.tolist(),
             notification,
             self.now + self.weather.transfer,
+            [agent.owner_of(block) for block in local.tolist()],
         )
         self.transfers.append(transfer)
         self.num_writes += kind == "WRITE"
@@ -260,7 +264,10 @@ class Network:
 
     def _move(self, transfer: SimTransfer, part: slice) -> None:
         theirs = self.agents[transfer.remote_name]
-        for local, remote in zip(transfer.local[part], transfer.remote[part], strict=True):
+        blocks = zip(transfer.local[part], transfer.remote[part], strict=True)
+        for (local, remote), owner in zip(blocks, transfer.owners[part], strict=True):
+            if transfer.agent.owner_of(local) != owner:
+                self.violations.append(f"block {local} was given back during a {transfer.kind}")
             if transfer.kind == "READ":
                 transfer.agent.memory[local] = theirs.memory[remote]
             else:
@@ -315,6 +322,7 @@ class SimEngine:
         self.identity = EngineIdentity(config.engine_id, "sim", port, compat_factors={"model": "m"})
         self.agent = network.agent(f"agent of {config.engine_id} at {network.now:g}")
         self.agent.may_write = self._may_be_written
+        self.agent.owner_of = self._owner_of
         self.results = Results()
         self.stats = ConnectorStats()
         self.scheduler = SchedulerConnector(config, self.identity, GEOMETRY, lambda: network.now)
@@ -431,6 +439,10 @@ class SimEngine:
         done = decode_notification(notification)
         owner = self.loading.get(done.request_id) if isinstance(done, PushDone) else None
         return owner is not None and block in owner.blocks
+
+    def _owner_of(self, block: int) -> str | None:
+        requests = (*self.loading.values(), *self.held.values())
+        return next((one.request_id for one in requests if block in one.blocks), None)
 
     def _metadata(self, extension: int | None) -> AgentMetadata:
         return AgentMetadata(

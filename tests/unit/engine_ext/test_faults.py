@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engine_ext.agent import TransferState
 from engine_ext.wire import PushExtension, PushRegistered, encode_registration
 from tests.unit.engine_ext.simulation import SimRequest, Weather, World
 
@@ -259,26 +260,67 @@ def test_a_prefiller_that_comes_back_on_its_address_is_used_within_ten_seconds(
     pair.assert_all_ended()
 
 
-def test_a_request_sent_twice_is_never_answered_with_another_requests_kv() -> None:
+@pytest.mark.parametrize("fate", ["ends well", "fails"])
+@pytest.mark.parametrize("where", ["the same engine", "another engine"])
+def test_a_request_sent_twice_is_never_answered_with_another_requests_kv(
+    where: str, fate: str
+) -> None:
     """A router that repeats a decode leg: the first read frees the blocks, and others fill them."""
     pair = Pair("pull")
-    pair.world.network.weather = Weather(transfer=0.5)
+    network = pair.world.network
+    twin = pair.decoder if where == "the same engine" else pair.world.engine("d2", port=3)
     leg = pair.prefiller.prefill("cmpl-x-0-0000000a", tokens(1))
     params = pair.prefiller.finish(leg)
-    twin = pair.world.engine("d2", port=3)
+    # Both leases are proven by a heartbeat's answer before the first read ends.
+    network.weather = Weather(transfer=3.0)
     pair.decoder.decode("cmpl-x-0-0000000d", tokens(1), params)
-    pair.world.pass_time(0.3)
-    pair.decoder.decode("cmpl-x-0-0000000e", tokens(1), params)
-    twin.decode("cmpl-x-0-0000000f", tokens(1), params)
+    pair.world.pass_time(0.1)
+    network.weather = Weather(transfer=4.5)
+    twin.decode("cmpl-x-0-0000000e", tokens(1), params)
+    pair.world.pass_time(2.5)
+    if fate == "fails":
+        network.transfers[0].state = TransferState.FAILED
     for number in range(20):
         pair.world.pass_time(0.1)
         other = pair.prefiller.prefill(f"cmpl-y{number}-0-0000000a", tokens(100 + number))
         if pair.prefiller.finish(other) is None:
             break
     pair.world.pass_time(LONGEST)
-    assert pair.decoder.outcomes["cmpl-x-0-0000000d"]
-    assert "cmpl-x-0-0000000e" in pair.decoder.outcomes
-    assert "cmpl-x-0-0000000f" in twin.outcomes
+    assert pair.decoder.outcomes["cmpl-x-0-0000000d"] is (fate == "ends well")
+    assert not twin.outcomes["cmpl-x-0-0000000e"]
+
+
+def test_a_read_that_nixl_neither_ends_nor_lets_go_of_keeps_its_blocks() -> None:
+    pair = Pair("pull")
+    assert pair.is_served()
+    pair.world.network.weather = Weather(transfer=20.0)
+    asked = pair.ask()
+    pair.world.pass_time(1)
+    pair.decoder.agent.failing = {"poll", "release"}
+    pair.world.pass_time(25)
+    assert asked not in pair.decoder.outcomes
+    pair.decoder.agent.failing = set()
+    pair.world.until(lambda: asked in pair.decoder.outcomes)
+    pair.assert_all_ended()
+
+
+@pytest.mark.parametrize("loss", [False, True])
+def test_a_write_under_way_keeps_the_blocks_of_an_aborted_decode(loss: bool) -> None:
+    """Far longer than the grace for a prefiller that cannot be reached."""
+    pair = Pair("push")
+    assert pair.is_served()
+    network = pair.world.network
+    network.weather = Weather(transfer=100.0)
+    request = pair.decoder.decode("cmpl-x-0-0000000d", tokens(9), pair.where("x"))
+    assert request is not None
+    pair.prefiller.finish(pair.prefiller.prefill("cmpl-x-0-0000000a", tokens(9)))
+    pair.world.until(lambda: network.num_writes == 2)
+    network.weather = Weather(lose=loss, transfer=100.0)
+    pair.decoder.abort(request)
+    pair.world.pass_time(90)
+    assert request.request_id not in pair.decoder.outcomes
+    pair.world.until(lambda: request.request_id in pair.decoder.outcomes, 20)
+    pair.assert_all_ended()
 
 
 def test_two_attempts_with_one_request_id_are_told_apart_by_their_transfer() -> None:
