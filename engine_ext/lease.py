@@ -271,11 +271,11 @@ class HeartbeatTracker:
         beat = self._engines.get(sent.address) if sent is not None else None
         if sent is None or beat is None:
             return
-        missing = set(gone)
+        missing, renewed = set(gone), set(sent.remote_ids)
         for request_id, remote_id in beat.remote_ids.items():
             if remote_id in missing:
                 self._lose(request_id)
-            elif remote_id in sent.remote_ids:
+            elif remote_id in renewed:
                 self._valid_until[request_id] = sent.at + sent.extension
 
     def lost(self, remote_ids: Iterable[str]) -> None:
