@@ -296,11 +296,11 @@ class HeartbeatTracker:
         if sent is None or beat is None:
             return
         beat.silent_since = None
-        missing = set(gone)
+        missing, renewed = set(gone), set(sent.remote_ids)
         for request_id, remote_id in beat.remote_ids.items():
             if remote_id in missing:
                 self._lose(request_id)
-            elif remote_id in sent.remote_ids and request_id not in self._gone:
+            elif remote_id in renewed and request_id not in self._gone:
                 self._valid_until[request_id] = sent.at + sent.extension
 
     def lost(self, remote_ids: Iterable[str]) -> None:

@@ -29,6 +29,7 @@ from engine_ext.wire import (
     Gone,
     Heartbeat,
     Hello,
+    Notification,
     PushDone,
     PushFailed,
     PushRegistered,
@@ -220,9 +221,11 @@ class TransferLoop:
 
     def _receive(self, now: float) -> None:
         for sender, message in self._notifications():
-            self._last_event = now
+            notification = decode_notification(message)
+            if not isinstance(notification, Renewed):  # It ends an exchange: nothing follows.
+                self._last_event = now
             try:
-                self._handle(sender, message, now)
+                self._handle(sender, notification, now)
             except AgentError as error:
                 logger.warning("a notification of %s was not handled: %s", sender, error)
             except Exception:
@@ -235,8 +238,8 @@ class TransferLoop:
             logger.warning("%s", error)
             return []
 
-    def _handle(self, sender: str, message: bytes, now: float) -> None:
-        match decode_notification(message):
+    def _handle(self, sender: str, notification: Notification, now: float) -> None:
+        match notification:
             case ReadDone(request_id, readers) if self._leases.knows(request_id):
                 self._read_done(request_id, readers, sender)
             case ReadDone(request_id) if self._registrations.written(request_id, sender):
