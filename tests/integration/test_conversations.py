@@ -4,7 +4,6 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from threading import Event, Thread
@@ -167,7 +166,7 @@ def test_a_chat_is_that_of_one_engine_alone(
     assert computed < second["usage"]["prompt_tokens"] - 900 or change == "tools"
 
 
-def test_two_routers_share_one_redis_and_one_of_fifty_takers_pulls(
+def test_two_routers_share_one_redis(
     launcher: Launcher, prefiller: Server, decoder: Server, alone: Server
 ) -> None:
     with running_redis() as redis, ExitStack() as stack:
@@ -186,15 +185,7 @@ def test_two_routers_share_one_redis_and_one_of_fifty_takers_pulls(
             prompt += [*answer.tokens, *tokens_of(50, 31 + number)]
         (key,) = redis.keys()
         assert "shared" not in key + redis.dump()
-        hits = sum(turns(router, "hit") for router in routers)
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "conversation_id": "shared"}
-        leaving = {**body, "n": 1}
-        with ThreadPoolExecutor(10) as pool:
-            posts = [
-                pool.submit(routers[i % 2].post, "/v1/completions", leaving) for i in range(10)
-            ]
-            assert all(post.result(timeout=100).status_code == 200 for post in posts)
-        assert sum(turns(router, "hit") for router in routers) > hits
+        assert sum(turns(router, "hit") for router in routers) == 2
 
 
 def test_redis_stopped_in_mid_run_costs_reuse_and_no_request(
@@ -281,5 +272,5 @@ def test_a_client_that_leaves_between_the_legs_frees_the_prefiller_at_once(
             assert metric(prefiller, "disagg_engine_blocks_delayed") > 0
         left = time.monotonic()
         wait_for(lambda: metric(prefiller, "disagg_engine_blocks_delayed") == 0, "P is free", 10)
-        assert time.monotonic() - left < 3, "about 0.1 s on a quiet machine; the lease is 30 s"
+        assert time.monotonic() - left < 3, "at once, not when the lease of 30 s runs out"
     assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == expired
