@@ -44,17 +44,22 @@ class Identity:
     """Reads ids out of requests. Costs one pass over the headers and some look-ups."""
 
     def __init__(self, names: Sequence[str], tenant_header: str) -> None:
-        self._names = tuple(name.lower() for name in names)
+        lowered = tuple(name.lower() for name in names)
+        self.by_prefix = PREFIX in lowered
+        self._names = tuple(name for name in lowered if name != PREFIX)
+        self._fields = frozenset(n for n in self._names if not n.startswith("x-"))
         self._headers = {n.encode("latin-1"): n for n in self._names if n.startswith("x-")}
         self._tenant_header = tenant_header.lower().encode("latin-1")
-        self.by_prefix = PREFIX in self._names
 
     def id_of(self, headers: Sequence[Header], body: Json) -> tuple[str, str] | None:
         """The name that is set and its value, or None. PREFIX is left to `recognised`."""
         given: dict[str, str] = {}
+        wanted = self._headers
         for name, value in headers:
-            if value and name in self._headers:
-                given.setdefault(self._headers[name], value.decode("latin-1"))
+            if name in wanted and value:
+                given.setdefault(wanted[name], value.decode("latin-1"))
+        if not given and self._fields.isdisjoint(body):
+            return None
         for known in self._names:
             text = given.get(known) or _text(body.get(known))
             if text:

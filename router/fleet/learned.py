@@ -28,6 +28,7 @@ class Learned:
     streams_params: bool | None = None
     knows_threshold: bool | None = None
     wanted: bool = False
+    asked: bool = False
     told: bool = False
     _bare_streams: int = 0
     _bare_accepts: int = 0

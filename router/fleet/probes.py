@@ -44,9 +44,9 @@ class Prober:
     async def ask_identity(self, engine: Engine) -> None:
         """What our engines say of themselves; others have no such page."""
         learned = engine.learned
-        learned.wanted = False
         try:
             answer = await self._client.get(f"{engine.url}/disagg/identity", timeout=self._timeout)
+            learned.asked = True
             content = answer.json() if answer.is_success else None
         except (httpx.HTTPError, ValueError):
             return
@@ -57,6 +57,6 @@ class Prober:
         while True:
             await self.probe(engine)
             healthy = engine.state is State.HEALTHY
-            if healthy and engine.learned.wanted and not engine.learned.told:
+            if healthy and engine.learned.wanted and not engine.learned.asked:
                 await self.ask_identity(engine)
             await asyncio.sleep(self._interval if healthy else min(self._interval, IMPATIENT))

@@ -12,7 +12,7 @@ from router.flows.headers import CONVERSATION_STREAM
 from router.flows.request import Request
 
 STREAM_FIELD = "conversation_stream"
-CONSUMED = ("conversation_id", STREAM_FIELD)
+CONSUMED = frozenset(("conversation_id", STREAM_FIELD))
 MODES = ("auto", "exact")
 
 
@@ -36,7 +36,7 @@ def take_options(request: Request, gateway: Gateway) -> Options | None:
     if gateway.conversations is not None:
         turn = gateway.conversations.turn_of(request.exchange.headers, body)
     mode = _mode(request, settings.conversation_stream) if turn is not None else ""
-    if any(name in body for name in CONSUMED):
+    if not CONSUMED.isdisjoint(body):
         request.body = {name: body[name] for name in body if name not in CONSUMED}
     if turn is None and not threshold:
         return None

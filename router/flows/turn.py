@@ -40,6 +40,7 @@ class Reuse:
     decoder: Engine | None = None
     entry: Entry | None = None
     verdict: Verdict | None = None
+    offered: legs.Body | None = None
 
 
 async def take_turn(
@@ -120,14 +121,15 @@ async def _prefill(request: Request, gateway: Gateway, turn: Turn, reuse: Reuse)
     order = by_session(candidates, turn.conversation.session, gateway.load_bound)
 
     def last_turn(engine: Engine) -> legs.Body | None:
-        return _offer(reuse, turn, engine, gateway.settings.conversation_unproven)
+        reuse.offered = _offer(reuse, turn, engine, gateway.settings.conversation_unproven)
+        return reuse.offered
 
     try:
         return await prefill(request, gateway, order, last_turn)
     except (UpstreamError, EngineError):
         if reuse.entry is None:
             raise
-        reuse.outcome, reuse.reason, reuse.entry = "failed", "", None
+        reuse.outcome, reuse.reason, reuse.entry, reuse.offered = "failed", "", None, None
         request.attempt += 1
         return await prefill(request, gateway, order)
 
@@ -193,3 +195,6 @@ def _decode_body(body: legs.Body, params: legs.Body | None, turn: Turn, exact: b
 def _count(request: Request, gateway: Gateway, reuse: Reuse) -> None:
     request.record.conversation = reuse.outcome
     gateway.metrics.conversation_turns.labels(reuse.outcome, reuse.reason).inc()
+    tokens = None if reuse.offered is None else reuse.offered.get("remote_num_tokens")
+    if type(tokens) is int and tokens > 0:
+        gateway.metrics.conversation_tokens.inc(tokens)

@@ -10,7 +10,7 @@ from router.conversations.identity import Conversation, Header, Identity
 from router.conversations.prompt import prompt_of
 from router.conversations.said import Said
 
-ORDER = ("conversation_id", "x-conversation-id", "x-session-id", "session_id")
+ORDER = ("conversation_id", "x-conversation-id", "x-session-id", "session_id", "prefix")
 
 
 def id_of(headers: list[Header], body: dict[str, object]) -> str | None:
@@ -32,6 +32,7 @@ def id_of(headers: list[Header], body: dict[str, object]) -> str | None:
         ([], {"conversation_id": {"id": "x"}}, None),
         ([], {"conversation_id": ["x"]}, None),
         ([(b"session_id", b"h")], {}, None),
+        ([], {"prefix": "def f(x):"}, None),
     ],
 )
 def test_the_first_name_that_is_set_wins(

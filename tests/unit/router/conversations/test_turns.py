@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from router.fleet.engine import Role
+from tests.redis_server import running_redis
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, PROOF, decoding, prefilling, stream
 from tests.unit.router.harness import Router, eventually, post
@@ -25,6 +26,7 @@ from tests.unit.router.mock_engine import (
     running_engine,
     usual_decode,
 )
+from tests.unit.router.processes import serving_router
 
 ASKED: list[Any] = [{"role": "user", "content": "how are you?"}]
 SAID = {"role": "assistant", "content": "fine"}
@@ -70,6 +72,7 @@ async def test_the_next_turns_prefiller_gets_the_decoders_params_verbatim(
     assert offered(p) == KEPT
     assert d.last.json["kv_transfer_params"] == {**PARAMS, "retain": True}
     assert turns(router, "hit") == 1
+    assert router.metric("conversation_tokens_offered_total") == KEPT["remote_num_tokens"]
     for engine in (p, d):
         assert all("conversation_id" not in request.json for request in engine.requests)
 
@@ -370,6 +373,32 @@ async def test_a_leg_that_uses_an_entry_up_is_never_sent_twice(
     pulls = [r for r in p.requests if r.json["kv_transfer_params"]["remote_block_ids"] is not None]
     assert len(pulls) == 1
     assert len(p.requests) == 3
+
+
+async def test_of_fifty_turns_at_two_routers_with_one_redis_one_reuses(
+    p: MockEngine, d: MockEngine
+) -> None:
+    with running_redis() as redis:
+        options = ["--conversation-store", redis.url]
+        options += ["--conversation-store-password", redis.password]
+        options += ["--conversation-store-timeout", "10"]
+        async with (
+            serving_router(p, d, *options) as one,
+            serving_router(p, d, *options) as two,
+            httpx.AsyncClient(timeout=20) as client,
+        ):
+
+            async def ask(url: str, messages: list[Any]) -> int:
+                body = {"model": "m", "messages": messages, "conversation_id": "c"}
+                return (await client.post(f"{url}/v1/chat/completions", json=body)).status_code
+
+            assert await ask(one.url, ASKED) == 200
+            d.usual = decoding(kept=None)
+            asked = [ask((one, two)[i % 2].url, AGAIN) for i in range(50)]
+            assert set(await asyncio.gather(*asked)) == {200}
+    pulled = [r for r in p.requests if r.json["kv_transfer_params"]["remote_block_ids"] is not None]
+    assert len(p.requests) == 51
+    assert len(pulled) == 1
 
 
 async def test_several_answers_reuse_nothing_and_leave_the_entry(

@@ -1,0 +1,35 @@
+"""docs/conversations.md names what the code has."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from router.settings import IDS, Settings, flag_of
+from router.telemetry.metrics import Metrics
+
+TEXT = (Path(__file__).parents[4] / "docs" / "conversations.md").read_text(encoding="utf-8")
+
+
+def test_every_metric_in_the_document_exists() -> None:
+    known = {sample.name for family in Metrics().registry.collect() for sample in family.samples}
+    known |= {
+        name + "_total"
+        for family in Metrics().registry.collect()
+        if family.type == "counter"
+        for name in [family.name]
+    }
+    named = set(re.findall(r"`(disagg_router_\w+)`", TEXT))
+    assert len(named) >= 7
+    assert named <= known
+
+
+def test_every_flag_in_the_document_exists() -> None:
+    named = set(re.findall(r"`(--[a-z-]+)", TEXT))
+    assert named
+    assert named <= set(map(flag_of, Settings.model_fields))
+
+
+def test_the_ids_are_documented_in_their_order() -> None:
+    places = [TEXT.lower().index(f"`{name}`") for name in IDS]
+    assert places == sorted(places)
