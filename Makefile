@@ -1,6 +1,7 @@
 # make demo   install, start prefill + decode engine + router, print curl lines
 # make test   install, run every test but those inside vLLM
 # make test-vllm   install vLLM's CPU build, run the connector inside it
+# make soak   thousands of requests, clients that leave, engines that are killed
 # make check  lint, types, layers
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-vllm check install clean help
+.PHONY: demo test test-vllm soak check install clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -29,6 +30,9 @@ test: $(STAMP)
 test-vllm: $(STAMP)
 	PYTHON="$(PYTHON)" scripts/install_vllm
 	@VENV="$(VENV)" scripts/test tests/vllm --timeout 600 $(ARGS)
+
+soak: $(STAMP)
+	@VENV="$(VENV)" scripts/test tests/soak $(ARGS)
 
 check: $(STAMP)
 	@VENV="$(VENV)" scripts/check

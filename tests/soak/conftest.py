@@ -1,0 +1,3 @@
+from tests.integration.conftest import alone, expected, launcher, model
+
+__all__ = ["alone", "expected", "launcher", "model"]
