@@ -177,6 +177,7 @@ class NameTable(Generic[K]):
         self._names: dict[K, tuple[str, ...]] = {}
 
     def add(self, key: K, names: tuple[str, ...]) -> None:
+        self.remove(key)
         self._names[key] = names
         for name in names:
             self._key_of[name] = key

@@ -335,7 +335,7 @@ def offer(rank: Rank) -> None:
     )
 
 
-def register(rank: Rank, their_rank: int) -> None:
+def register(rank: Rank, their_rank: int, name: str = "p-1") -> None:
     message = wire.PushRegistered(
         request_id="d-1",
         decode_engine_id="remote",
@@ -347,7 +347,7 @@ def register(rank: Rank, their_rank: int) -> None:
         remote_host="127.0.0.1",
         remote_port=1,
         remote_tp_size=1,
-        disagg=wire.PushExtension(1, 0, 32, b"x", "p-1", their_rank),
+        disagg=wire.PushExtension(1, 0, 32, b"x", name, their_rank),
     )
     rank.hears(wire.encode_registration(message), their_rank)
 
@@ -443,6 +443,17 @@ def test_withdrawals_of_all_ranks_are_one_and_spare_the_next_attempt(launch: Lau
     offer(rank)
     rank.step()
     assert not rank.results.take()
+
+
+def test_ranks_that_call_one_request_by_other_names_leave_no_name_behind(launch: Launch) -> None:
+    rank = launch(1, 2)
+    register(rank, 0, name="p-1")
+    register(rank, 1, name="p-2")
+    for their_rank in (0, 1):
+        rank.hears(wire.Withdraw("d-1", 1, "p-3"), their_rank)
+    offer(rank)
+    rank.step()
+    assert rank.loop.num_open == 2, "the offer and its lease, which wait for D"
 
 
 # Holding.
