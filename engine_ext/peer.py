@@ -8,18 +8,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
-
-import zmq
 
 from engine_ext.agent import Agent, AgentError, PeerHandle
 from engine_ext.config import ConnectorConfig
+from engine_ext.dial import Dialer, Handshake, ZmqDialer
 from engine_ext.plan import PlanError, match_peer
 from engine_ext.types import CacheGeometry, ConnectorStats, PeerAddress, Region
 from engine_ext.wire import (
     EXTENSION_VERSION,
     AgentMetadata,
-    HandshakeClient,
     HandshakePayload,
     Hello,
     WireError,
@@ -33,31 +30,6 @@ logger = logging.getLogger(__name__)
 
 class PeerError(Exception):
     """The peer cannot be used; the message says why."""
-
-
-class Handshake(Protocol):
-    """One in flight. Neither method blocks; `receive` raises WireError, and is None until then."""
-
-    def receive(self) -> HandshakePayload | None: ...
-    def close(self) -> None: ...
-
-
-class Dialer(Protocol):
-    def dial(self, address: PeerAddress) -> Handshake:
-        """Begins a handshake, without blocking. Raises WireError."""
-
-    def close(self) -> None: ...
-
-
-class ZmqDialer:
-    def __init__(self) -> None:
-        self._context: zmq.Context[Any] = zmq.Context()
-
-    def dial(self, address: PeerAddress) -> Handshake:
-        return HandshakeClient(self._context, address.host, address.port, (0, 0))
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
 
 
 @dataclass(slots=True)
