@@ -9,19 +9,16 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
-
-import zmq
 
 from engine_ext.agent import Agent, AgentError, PeerHandle
 from engine_ext.config import ConnectorConfig
+from engine_ext.dial import Dialer, Handshake, PeerRank, ZmqDialer
 from engine_ext.plan import ALONE, PlanError, match_peer
 from engine_ext.ranks import RankError, TensorRank
 from engine_ext.types import CacheGeometry, ConnectorStats, EngineIdentity, PeerAddress, Region
 from engine_ext.wire import (
     EXTENSION_VERSION,
     AgentMetadata,
-    HandshakeClient,
     HandshakePayload,
     Hello,
     WireError,
@@ -35,41 +32,6 @@ logger = logging.getLogger(__name__)
 
 class PeerError(Exception):
     """The peer cannot be used; the message says why."""
-
-
-class PeerRank(NamedTuple):
-    address: PeerAddress
-    rank: int
-
-    def __str__(self) -> str:
-        engine_id, host, port, _ = self.address
-        return f"engine {engine_id} at {host}:{port}, rank {self.rank}"
-
-
-class Handshake(Protocol):
-    """One in flight. Neither method blocks; `receive` raises WireError, and is None until then."""
-
-    def receive(self) -> HandshakePayload | None: ...
-    def close(self) -> None: ...
-
-
-class Dialer(Protocol):
-    def dial(self, peer: PeerRank) -> Handshake:
-        """Begins a handshake, without blocking. Raises WireError."""
-
-    def close(self) -> None: ...
-
-
-class ZmqDialer:
-    def __init__(self) -> None:
-        self._context: zmq.Context[Any] = zmq.Context()
-
-    def dial(self, peer: PeerRank) -> Handshake:
-        host, port = peer.address.host, peer.address.port
-        return HandshakeClient(self._context, host, port, (0, peer.rank))
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
 
 
 @dataclass(slots=True)

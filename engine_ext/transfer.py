@@ -7,8 +7,9 @@ from functools import partial
 
 from engine_ext.agent import Agent, AgentError, PeerHandle
 from engine_ext.config import ConnectorConfig
+from engine_ext.dial import Dialer
 from engine_ext.lease import NEVER, Beat, HeartbeatTracker, LeaseTable
-from engine_ext.peer import Dialer, PeerError, Peers
+from engine_ext.peer import PeerError, Peers
 from engine_ext.pull import Pulls
 from engine_ext.push import PushWriter
 from engine_ext.ranks import TensorRank

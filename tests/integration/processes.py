@@ -18,7 +18,7 @@ import httpx
 
 T = TypeVar("T")
 
-START_SECONDS = 60
+START_SECONDS = 120
 
 
 def wait_for(condition: Callable[[], T], what: str, seconds: float = 20) -> T:

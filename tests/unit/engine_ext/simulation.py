@@ -21,7 +21,7 @@ from typing import Any
 
 from engine_ext.agent import AgentError, PeerHandle, TransferState
 from engine_ext.config import ConnectorConfig
-from engine_ext.peer import Handshake, PeerRank
+from engine_ext.dial import Handshake, PeerRank
 from engine_ext.plan import Indices, PeerLayout
 from engine_ext.results import Results
 from engine_ext.scheduler import SchedulerConnector
