@@ -72,10 +72,10 @@ class Shutdown:
 
 
 def run(settings: Settings) -> None:
-    """Serves until a signal. Raises BindError."""
-    listener = bind(settings)
-    _allow_many_connections()
-    uvloop.run(_serve(settings, listener))
+    """Serves until a signal. Raises BindError, or SettingsError for a store that makes no sense."""
+    with bind(settings) as listener:
+        _allow_many_connections()
+        uvloop.run(_serve(settings, listener))
 
 
 async def _serve(settings: Settings, listener: socket.socket) -> None:

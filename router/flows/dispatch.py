@@ -89,9 +89,10 @@ async def _plan(request: Request, gateway: Gateway) -> None:
 
 
 async def _with_options(request: Request, gateway: Gateway, options: Options) -> None:
-    if options.turn is not None:
+    turn, conversations = options.turn, gateway.conversations
+    if turn is not None and conversations is not None:
         request.record.flow = "turn"
-        await take_turn(request, gateway, options.turn, options.threshold, options.exact)
+        await take_turn(request, gateway, conversations, turn, options)
     else:
         request.record.flow = "decode_first"
         await decoder_or_both(request, gateway, options.threshold)

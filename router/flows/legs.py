@@ -91,13 +91,8 @@ def with_threshold(body: Body, threshold: float) -> Body:
     return {**body, THRESHOLD: threshold}
 
 
-def params_of(answer: bytes) -> Body | None:
-    """The kv_transfer_params of a prefiller's answer, if it gave any. Raises BrokenAnswerError."""
-    return prefilled(answer).params
-
-
 def prefilled(answer: bytes) -> Prefilled:
-    """Raises BrokenAnswerError."""
+    """What a prefiller's answer says. Raises BrokenAnswerError."""
     try:
         content = orjson.loads(answer)
     except orjson.JSONDecodeError as error:

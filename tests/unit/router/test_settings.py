@@ -230,3 +230,39 @@ def test_the_command_itself_exits_with_2_and_no_traceback() -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert all(line.startswith("disagg-router: error: ") for line in done.stderr.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--conversation-store", "reddis://:pa55@host"], "--conversation-store"),
+        (["--conversation-store", "redis://:pa55@host:port"], "--conversation-store"),
+        (["--conversation-store", "redis+sentinel://:pa55@host"], "master"),
+        (["--conversation-store", "redis://h", "--conversation-store-password-file", "/no"], "/no"),
+        (["--conversation-ids", "a b!c"], "--conversation-ids"),
+        (["--decode-first-threshold", "1.5"], "--decode-first-threshold"),
+        (["--affinity-load-factor", "0.5"], "--affinity-load-factor"),
+    ],
+)
+def test_a_bad_conversation_setting_is_one_line_without_its_secret(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+) -> None:
+    (line,) = problems(capsys, *FLAGS, "--port", "0", *arguments)
+    assert complaint in line
+    assert "pa55" not in line
+
+
+def test_a_password_comes_from_a_flag_a_variable_or_a_file_but_not_from_two(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "password"
+    file.write_text("from file\n")
+    assert load(ENGINES).store_password() is None
+    path = {"conversation_store_password_file": str(file)}
+    assert load(ENGINES | path).store_password() == "from file"
+    monkeypatch.setenv("DISAGG_ROUTER_CONVERSATION_STORE_PASSWORD", "from variable")
+    settings = load(ENGINES)
+    assert settings.store_password() == "from variable"
+    assert "from variable" not in repr(settings)
+    with pytest.raises(SettingsError):
+        load(ENGINES | path)
