@@ -186,7 +186,10 @@ class Launcher:
 def leaves_nothing_behind(server: Server, seconds: float = 30) -> None:
     """Whatever a test did: once no request is left, every block is free or held by a live lease,
     and the engine's own check of its bookkeeping finds nothing when it ends."""
-    wait_for(lambda: is_settled(server.metrics()), f"{server.name} has settled", seconds)
+    deadline = time.monotonic() + seconds
+    while not is_settled(metrics := server.metrics()):
+        assert time.monotonic() < deadline, f"{server.name} has not settled: {metrics}"
+        time.sleep(0.005)
     server.process.terminate()
     server.process.wait(timeout=45)
     assert server.process.returncode == 0, server.log.read_text()[-4000:]

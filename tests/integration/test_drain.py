@@ -97,3 +97,4 @@ def test_a_decoder_that_leaves_frees_the_prefillers_blocks(launcher: Launcher) -
         delayed = "disagg_engine_blocks_delayed"
         wait_for(lambda: metric(prefiller, delayed) == 0, "P's blocks are freed", 5)
         assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 0
+        assert decoder.process.wait(timeout=10) == 0

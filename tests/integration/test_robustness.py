@@ -26,7 +26,7 @@ from tests.integration.legs import PREFILL, decode, decode_body, prefill, prefil
 from tests.integration.oracle import complete, differences, text_of, tokens_of
 from tests.integration.processes import Launcher, Server, metric, wait_for
 
-PUSH = "DisaggPushConnector"
+CONNECTORS = {"pull": "DisaggConnector", "push": "DisaggPushConnector"}
 BOTH_WAYS = {"bidirectional_kv_xfer": True}
 LEASE = 3
 """Seconds: what a request that is not followed leaves to expire."""
@@ -42,22 +42,20 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def prefiller(launcher: Launcher, mode: str) -> Iterator[Server]:
-    connector = "DisaggConnector" if mode == "pull" else PUSH
     extra = {**BOTH_WAYS, "kv_lease_duration": LEASE}
-    with launcher.engine("prefill", extra=extra, connector=connector) as server:
+    with launcher.engine("prefill", extra=extra, connector=CONNECTORS[mode]) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def decoder(launcher: Launcher, mode: str) -> Iterator[Server]:
-    connector = "DisaggConnector" if mode == "pull" else PUSH
     extra = {
         **BOTH_WAYS,
         "kv_lease_duration": LEASE,
         "push_registration_timeout": 2,
         "decoder_kv_blocks_ttl": 5,
     }
-    with launcher.engine("decode", extra=extra, connector=connector) as server:
+    with launcher.engine("decode", extra=extra, connector=CONNECTORS[mode]) as server:
         yield server
 
 
@@ -231,10 +229,11 @@ def handshake(params: dict[str, Any]) -> wire.HandshakePayload:
 
 
 def test_r9_turn_params_for_a_prefiller_without_the_flag_are_computed(
-    launcher: Launcher, decoder: Server, alone: Server
+    launcher: Launcher, decoder: Server, alone: Server, mode: str
 ) -> None:
     prompt = tokens_of(100, 10)
-    with launcher.engine("plain") as plain, unharmed(plain, alone):
+    connector = CONNECTORS[mode]
+    with launcher.engine("plain", connector=connector) as plain, unharmed(plain, alone):
         turn = take_turn(plain, decoder, prompt)
         longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 11)]
         response = plain.post("/v1/completions", prefill_body(longer, turn.params))
@@ -305,7 +304,7 @@ def test_r12_params_that_ask_for_nothing_pin_no_block(
 def test_r13_an_idle_engine_and_one_that_holds_a_lease_burn_no_core(
     launcher: Launcher, mode: str
 ) -> None:
-    connector = "DisaggConnector" if mode == "pull" else PUSH
+    connector = CONNECTORS[mode]
     with launcher.engine("idle", connector=connector) as engine:
         prefill(engine, text_of(100, 16))
         assert metric(engine, "disagg_engine_kv_leases_active") == 1
