@@ -165,6 +165,14 @@ class SchedulerConnector:
         for request_id in self._retained.clear():
             self._orders.revokes.append(request_id)
 
+    def release(self, engine_id: str, request_id: str) -> bool:
+        """Nobody will read this request's KV. True: it was held. A reader who comes all the same
+        is told, and finds it for a moment more."""
+        if engine_id != self._identity.engine_id or request_id not in self._leased:
+            return False
+        self._orders.revokes.append(request_id)
+        return True
+
     def has_pending_work(self) -> bool:
         """True while `build_connector_meta` has something to hand over."""
         return bool(self._orders)

@@ -37,6 +37,9 @@ class NoSchedulerHalf:
     def has_pending_work(self) -> bool:
         return False
 
+    def release(self, engine_id: str, request_id: str) -> bool:
+        return False
+
     def drain(self) -> None:
         pass
 

@@ -4,16 +4,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from vllm import __version__ as vllm_version
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     compute_nixl_compatibility_hash,
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from engine_ext.config import ConnectorConfig
+from engine_ext import identity
+from engine_ext.config import CONNECTORS, ConnectorConfig
 from engine_ext.types import CacheGeometry, EngineIdentity, Region
+
+SCHEDULERS = "engine_ext.vllm.scheduler"
+"""The module of our scheduler classes."""
 
 CONFIG_KEYS = ("kv_connector", "kv_role", "kv_load_failure_policy", "engine_id")
 
@@ -80,11 +85,9 @@ def side_channel(vllm_config: VllmConfig) -> tuple[str, int]:
 
 def _factors(vllm_config: VllmConfig, backend: str, config: ConnectorConfig) -> dict[str, str]:
     """What vLLM hashes, field by field, so that a mismatch can be named."""
-    from vllm import __version__
-
     model, cache = vllm_config.model_config, vllm_config.cache_config
     return {
-        "vllm_version": __version__,
+        "vllm_version": vllm_version,
         "model": str(model.model),
         "dtype": str(model.dtype),
         "num_kv_heads": str(model.get_total_num_kv_heads()),
@@ -94,6 +97,49 @@ def _factors(vllm_config: VllmConfig, backend: str, config: ConnectorConfig) -> 
         "attn_backend": backend,
         "transfer_mode": config.transfer_mode,
     }
+
+
+def engine(vllm_config: VllmConfig) -> identity.Engine:
+    """What this server says of itself, whichever connector it has, if any."""
+    parallel = vllm_config.parallel_config
+    transfer = vllm_config.kv_transfer_config
+    return identity.Engine(
+        name="vllm",
+        side_channels=_side_channels(vllm_config) if transfer is not None else (),
+        transfer_modes=_transfer_modes(transfer),
+        capabilities=_capabilities(vllm_config),
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        dp_size=parallel.data_parallel_size,
+        versions={"vllm": vllm_version},
+    )
+
+
+def _side_channels(vllm_config: VllmConfig) -> list[identity.SideChannel]:
+    """Of the data-parallel ranks on this machine: others have a host of their own."""
+    host, port = envs.VLLM_NIXL_SIDE_CHANNEL_HOST, envs.VLLM_NIXL_SIDE_CHANNEL_PORT
+    parallel = vllm_config.parallel_config
+    first = parallel.data_parallel_index
+    ranks = range(first, first + max(1, parallel.data_parallel_size_local))
+    return [identity.SideChannel(rank, host, port + rank) for rank in ranks]
+
+
+def _transfer_modes(transfer: KVTransferConfig | None) -> tuple[str, ...]:
+    if transfer is None:
+        return ()
+    return ("push",) if "Push" in str(transfer.kv_connector) else ("pull",)
+
+
+def _capabilities(vllm_config: VllmConfig) -> tuple[str, ...]:
+    named = vllm_config.scheduler_config.scheduler_cls
+    name = named if isinstance(named, str) else getattr(named, "__module__", "")
+    is_ours = name.startswith(SCHEDULERS)
+    threshold = ("cache_hit_threshold",) if is_ours else ()
+    transfer = vllm_config.kv_transfer_config
+    config = None
+    if transfer is not None and transfer.kv_connector in CONNECTORS:
+        config = connector_config(vllm_config)
+    return (*threshold, "streamed_kv_transfer_params", *identity.capabilities_of(config))
 
 
 def regions(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> list[Region]:

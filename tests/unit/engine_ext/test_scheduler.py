@@ -352,3 +352,17 @@ def test_an_engine_that_drains_gives_up_waiting_turns_and_keeps_leases() -> None
     assert decoder.build_connector_meta().revokes == ("t-1",)
     decoder.drain()
     assert not decoder.has_pending_work()
+
+
+def test_what_is_released_by_name_is_revoked_once_and_nothing_else_is() -> None:
+    prefiller = make("p")
+    request = Request("r", {"do_remote_decode": True}, num_computed_tokens=33)
+    prefiller.on_new_request(request)
+    assert not prefiller.release("p", "r"), "it is not finished"
+    prefiller.request_finished(request, BLOCKS, FinishStatus.LENGTH_CAPPED)
+    assert not prefiller.release("another", "r")
+    assert prefiller.release("p", "r")
+    assert prefiller.build_connector_meta().revokes == ("r",)
+    prefiller.update_connector_output(TransferResults(frozenset({"r"})))
+    assert not prefiller.release("p", "r")
+    assert not prefiller.has_pending_work()
