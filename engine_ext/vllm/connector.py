@@ -212,7 +212,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         identity = describe.engine_identity(self._vllm_config, self._config, geometry)
         self._worker = WorkerConnector(self._config, geometry, identity)
         self._worker.set_wake(NewsSender(self._config.engine_id))
-        self._worker.register_kv_caches(describe.regions(kv_caches, geometry.num_blocks))
+        self._worker.register_kv_caches(describe.regions(kv_caches, self._kv_cache_config))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if self._worker is None:
