@@ -1,7 +1,11 @@
 """What vLLM and the connector in it count, and the prompts that tests send."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
 from tests.integration.oracle import Prompt, tokens_of
-from tests.integration.processes import Server, metric
+from tests.integration.processes import Server, metric, wait_for
 
 COMPUTED = r'vllm:prompt_tokens_by_source_total\{.*source="local_compute"\}'
 FETCHED = r'vllm:prompt_tokens_by_source_total\{.*source="external_kv_transfer"\}'
@@ -19,6 +23,20 @@ def prompts() -> list[Prompt]:
 
 def freed(server: Server) -> bool:
     return metric(server, USED) == 0
+
+
+@contextmanager
+def nothing_left(*servers: Server, seconds: float = 20) -> Iterator[None]:
+    """What the block asks for leaves no KV block behind; what was held before may stay."""
+    before = {server: metric(server, USED) for server in servers}
+    yield
+    for server, used in before.items():
+        what = f"{server.name} has its blocks back"
+        wait_for(partial(_uses_at_most, server, used), what, seconds)
+
+
+def _uses_at_most(server: Server, used: float) -> bool:
+    return metric(server, USED) <= used
 
 
 def counted(server: Server, name: str) -> float:

@@ -6,9 +6,9 @@ import pytest
 
 from tests.integration.legs import decode, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Server, wait_for
+from tests.integration.processes import Server
 from tests.vllm.hybrid_model import WINDOW, write_hybrid_model
-from tests.vllm.measures import counted, freed
+from tests.vllm.measures import counted, nothing_left
 from tests.vllm.servers import OURS, SCHEDULER, STOCK, Fleet, Kind
 
 LENGTHS = (1, 33, 63, 64, 65, 96, 97, 128, 129, 200, 500, 1500)
@@ -41,13 +41,13 @@ def test_prompts_are_those_of_one_vllm_alone(servers: list[Server], pair: str) -
     stock, ours_p, ours_d = servers
     first = stock if pair.startswith("stock") else ours_p
     second = stock if pair.endswith("stock D") else ours_d
-    for length in LENGTHS:
-        prompt = tokens_of(length, 100 * len(pair) + length)
-        params = prefill(first, prompt)
-        assert len(params["remote_block_ids"]) == 2, "a list for each group"
-        turn = decode(second, prompt, params)
-        assert differences([complete(stock, prompt)], [turn.answer]) == [], length
-    wait_for(lambda: freed(first), "P's blocks are freed")
+    with nothing_left(first):
+        for length in LENGTHS:
+            prompt = tokens_of(length, 2000 * len(pair) + length)
+            params = prefill(first, prompt)
+            assert len(params["remote_block_ids"]) == 2, "a list for each group"
+            turn = decode(second, prompt, params)
+            assert differences([complete(stock, prompt)], [turn.answer]) == [], length
 
 
 def test_of_a_window_only_its_blocks_move(servers: list[Server]) -> None:

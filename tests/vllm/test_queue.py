@@ -13,7 +13,7 @@ import pytest
 from tests.integration.legs import decode, decode_body, prefill, prefill_body, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, metric, post_and_leave, wait_for
-from tests.vllm.measures import RUNNING, WAITING, freed
+from tests.vllm.measures import RUNNING, WAITING, freed, nothing_left
 from tests.vllm.servers import ONE_WAY, SCHEDULER, Fleet, Kind
 
 LEASE = 6
@@ -51,13 +51,13 @@ def test_r9_a_turn_given_to_a_prefiller_without_turns_is_computed(
 ) -> None:
     plain = pair[0]
     prompt = tokens_of(300, 40)
-    turn = take_turn(plain, decoder, prompt)
-    longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 41)]
-    response = plain.post("/v1/completions", prefill_body(longer, turn.params))
-    assert response.status_code == 200, response.text
-    again = decode(decoder, longer, response.json()["kv_transfer_params"])
-    assert differences([complete(alone, longer)], [again.answer]) == []
-    wait_for(lambda: freed(decoder), "P has given the turn back")
+    with nothing_left(plain, decoder):
+        turn = take_turn(plain, decoder, prompt)
+        longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 41)]
+        response = plain.post("/v1/completions", prefill_body(longer, turn.params))
+        assert response.status_code == 200, response.text
+        again = decode(decoder, longer, response.json()["kv_transfer_params"])
+        assert differences([complete(alone, longer)], [again.answer]) == []
 
 
 def test_an_abort_while_queued_frees_the_prefiller_in_a_second(pair: list[Server]) -> None:

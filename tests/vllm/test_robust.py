@@ -16,7 +16,7 @@ from tests.integration.legs import decode, decode_body, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, wait_for
 from tests.integration.stranger import GARBAGE, handshake, stranger
-from tests.vllm.measures import counted, freed
+from tests.vllm.measures import counted, nothing_left
 
 PULL = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_request_id": "r", "tp_size": 1}
 NOBODY = {"remote_host": "127.0.0.1", "remote_port": 1}
@@ -43,10 +43,10 @@ def test_forged_params_cost_their_request_at_most(
     params, status = FORGED[name]
     # A prompt of its own: what D holds already, it does not fetch.
     prompt = tokens_of(100, 3000 + list(FORGED).index(name))
-    response = decoder.post("/v1/completions", decode_body(prompt, params))
-    assert response.status_code == status, response.text
-    assert complete(decoder, prompt).tokens == complete(alone, prompt).tokens
-    wait_for(lambda: freed(decoder), "D keeps no block")
+    with nothing_left(decoder):
+        response = decoder.post("/v1/completions", decode_body(prompt, params))
+        assert response.status_code == status, response.text
+        assert complete(decoder, prompt).tokens == complete(alone, prompt).tokens
 
 
 CHANGED: dict[str, tuple[Callable[[list[int]], list[int]], dict[str, Any], int]] = {
@@ -97,14 +97,15 @@ def test_r10_a_turn_that_is_over_is_computed(
 ) -> None:
     """Expired by its own word; then read once, and once more."""
     prompt = tokens_of(300, 3300)
-    turn = take_turn(prefiller, decoder, prompt)
-    assert turn.params is not None
-    longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 3301)]
-    right = complete(alone, longer)
-    for until in (time.time() - 1, turn.params["retained_until"], turn.params["retained_until"]):
-        answer = prefill(prefiller, longer, {**turn.params, "retained_until": until})
-        assert differences([right], [decode(decoder, longer, answer).answer]) == []
-    wait_for(lambda: freed(prefiller) and freed(decoder), "nothing is kept")
+    with nothing_left(prefiller, decoder):
+        turn = take_turn(prefiller, decoder, prompt)
+        assert turn.params is not None
+        longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 3301)]
+        right = complete(alone, longer)
+        until = turn.params["retained_until"]
+        for claimed in (time.time() - 1, until, until):
+            answer = prefill(prefiller, longer, {**turn.params, "retained_until": claimed})
+            assert differences([right], [decode(decoder, longer, answer).answer]) == []
 
 
 def test_r14_notifications_that_make_no_sense_are_survived(

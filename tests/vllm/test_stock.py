@@ -6,8 +6,8 @@ import pytest
 
 from tests.integration.legs import decode, prefill
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Server, metric, wait_for
-from tests.vllm.measures import COMPUTED, FETCHED, freed
+from tests.integration.processes import Server, metric
+from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
 from tests.vllm.servers import STOCK, Fleet, Kind
 
 
@@ -28,37 +28,36 @@ def test_prompts_are_those_of_one_vllm_alone(pair: tuple[Server, Server], alone:
     first, second = pair
     before = metric(second, FETCHED)
     lengths = (1, 33, 200, 1500)
-    for length in lengths:
-        prompt = tokens_of(length, 70 + length)
-        turn = decode(second, prompt, prefill(first, prompt))
-        assert differences([complete(alone, prompt)], [turn.answer]) == []
+    with nothing_left(first):
+        for length in lengths:
+            prompt = tokens_of(length, 70 + length)
+            turn = decode(second, prompt, prefill(first, prompt))
+            assert differences([complete(alone, prompt)], [turn.answer]) == []
     assert metric(second, FETCHED) - before == sum(lengths) - 1
-    wait_for(lambda: freed(first), "P's blocks are freed")
 
 
 def test_a_request_that_the_decoder_rejects_frees_the_prefiller(
     pair: tuple[Server, Server],
 ) -> None:
     first, second = pair
-    params = prefill(first, tokens_of(300, 90))
-    assert not freed(first)
-    body = {"model": "nobody's", "prompt": [1], "max_tokens": 1, "kv_transfer_params": params}
-    assert second.post("/v1/completions", body).status_code == 404
-    wait_for(lambda: freed(first), "P is told", 2)
+    with nothing_left(first, seconds=2):
+        params = prefill(first, tokens_of(300, 90))
+        body = {"model": "nobody's", "prompt": [1], "max_tokens": 1, "kv_transfer_params": params}
+        assert second.post("/v1/completions", body).status_code == 404
 
 
 def test_two_turns_are_those_of_one_vllm_alone(pair: tuple[Server, Server], alone: Server) -> None:
     first, second = pair
     prompt = tokens_of(300, 80)
-    turn = decode(second, prompt, {**prefill(first, prompt), "retain": True})
-    assert turn.params is not None
-    assert differences([complete(alone, prompt)], [turn.answer]) == []
-    longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 81)]
-    before = metric(first, COMPUTED)
-    params = prefill(first, longer, turn.params)
-    computed = metric(first, COMPUTED) - before
-    again = decode(second, longer, params)
-    assert differences([complete(alone, longer)], [again.answer]) == []
+    with nothing_left(first):
+        turn = decode(second, prompt, {**prefill(first, prompt), "retain": True})
+        assert turn.params is not None
+        assert differences([complete(alone, prompt)], [turn.answer]) == []
+        longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 81)]
+        before = metric(first, COMPUTED)
+        params = prefill(first, longer, turn.params)
+        computed = metric(first, COMPUTED) - before
+        again = decode(second, longer, params)
+        assert differences([complete(alone, longer)], [again.answer]) == []
     # D holds all but the last token of its answer.
     assert computed <= len(longer) - (len(prompt) + len(turn.answer.tokens) - 1) + 1
-    wait_for(lambda: freed(first), "P's blocks are freed")

@@ -6,8 +6,8 @@ import pytest
 
 from tests.integration.legs import decode, prefill
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Server, metric, wait_for
-from tests.vllm.measures import FETCHED, freed
+from tests.integration.processes import Server, metric
+from tests.vllm.measures import FETCHED, nothing_left
 from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
 
 LENGTHS = (1, 32, 33, 100, 257, 700, 1500)
@@ -26,11 +26,11 @@ def test_prompts_are_those_of_one_vllm_alone(
 ) -> None:
     first, second = (two_ranks, decoder) if order == "2 to 1" else (prefiller, two_ranks)
     before = metric(second, FETCHED)
-    for length in LENGTHS:
-        prompt = tokens_of(length, 5000 + length + 2000 * (order == "2 to 1"))
-        params = prefill(first, prompt)
-        assert params["tp_size"] == (2 if first is two_ranks else 1)
-        turn = decode(second, prompt, params)
-        assert differences([complete(alone, prompt)], [turn.answer]) == [], length
+    with nothing_left(first):
+        for length in LENGTHS:
+            prompt = tokens_of(length, 5000 + length + 2000 * (order == "2 to 1"))
+            params = prefill(first, prompt)
+            assert params["tp_size"] == (2 if first is two_ranks else 1)
+            turn = decode(second, prompt, params)
+            assert differences([complete(alone, prompt)], [turn.answer]) == [], length
     assert metric(second, FETCHED) - before == sum(LENGTHS) - 1
-    wait_for(lambda: freed(first), "P's blocks are freed")

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from tests.integration.legs import PREFILL, prefill_body
-from tests.integration.oracle import tokens_of
-from tests.integration.processes import Server
+from tests.integration.oracle import complete, differences, tokens_of
+from tests.integration.processes import Launcher, Server, metric
+from tests.vllm.measures import COMPUTED
+from tests.vllm.servers import Fleet
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -47,3 +49,16 @@ def test_prefill_legs_are_not_measured_by_the_threshold(decoder: Server) -> None
     response = decoder.post("/v1/completions", body)
     assert response.json()["choices"][0]["finish_reason"] == "length"
     assert PREFILL["do_remote_decode"]
+
+
+def test_a_prompt_that_the_decoder_refuses_is_prefilled_and_the_next_time_it_answers_alone(
+    fleet: Fleet, prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
+    prompt = tokens_of(500, 81)
+    right = complete(alone, prompt)
+    with launcher.router([prefiller], [decoder], "--decode-first-threshold", "0.5") as router:
+        for computed in (len(prompt), 0):
+            before = metric(prefiller, COMPUTED)
+            assert differences([right], [complete(router, prompt)]) == []
+            assert metric(prefiller, COMPUTED) - before == computed
