@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 from tests.integration.oracle import Prompt, tokens_of
 from tests.integration.processes import Server, metric, wait_for
@@ -42,3 +43,17 @@ def _uses_at_most(server: Server, used: float) -> bool:
 def counted(server: Server, name: str) -> float:
     """A counter or a gauge of the connector's."""
     return metric(server, rf"disagg_engine_kv_{name}(_total)?\{{.*")
+
+
+def family(pid: int) -> list[int]:
+    """The process and all that it started, and they: vLLM is an engine and workers besides."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(each for child in children for each in family(int(child)))]
+
+
+def cpu_seconds(processes: list[int]) -> float:
+    ticks = 0
+    for pid in processes:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / 100

@@ -3,7 +3,6 @@
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +12,15 @@ from tests.integration.legs import decode, decode_body, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric, wait_for
 from tests.integration.stranger import handshake
-from tests.vllm.measures import COMPUTED, FETCHED, counted, freed, prompts
+from tests.vllm.measures import (
+    COMPUTED,
+    FETCHED,
+    counted,
+    cpu_seconds,
+    family,
+    freed,
+    prompts,
+)
 from tests.vllm.servers import Fleet
 
 
@@ -119,19 +126,6 @@ def test_an_engine_that_waits_for_readers_rests(prefiller: Server) -> None:
     assert counted(prefiller, "leases_active") == 1
     release(prefiller, params)
     assert share < 0.05
-
-
-def family(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(each for child in children for each in family(int(child)))]
-
-
-def cpu_seconds(processes: list[int]) -> float:
-    ticks = 0
-    for pid in processes:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / 100
 
 
 def test_an_engine_says_who_it_is_as_its_answers_do(prefiller: Server, alone: Server) -> None:
