@@ -42,6 +42,7 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         "MLA": vllm_config.model_config.use_mla,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         **{f"KV cache of {kind}": True for kind in _unknown_kinds(kv_cache_config)},
         "KV-cache groups of different block sizes": len(_block_sizes(kv_cache_config)) > 1,
         "KV-cache groups that are not transferred": _has_private_groups(kv_cache_config),
@@ -123,6 +124,7 @@ def side_channel(vllm_config: VllmConfig) -> tuple[str, int]:
 def _factors(vllm_config: VllmConfig, backend: str, config: ConnectorConfig) -> dict[str, str]:
     """What vLLM hashes, field by field, so that a mismatch can be named."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
+    scheduler = vllm_config.scheduler_config
     return {
         "vllm_version": vllm_version,
         "model": str(model.model),
@@ -132,8 +134,14 @@ def _factors(vllm_config: VllmConfig, backend: str, config: ConnectorConfig) -> 
         "num_layers": str(model.get_total_num_hidden_layers()),
         "cache_dtype": str(cache.cache_dtype),
         "attn_backend": backend,
+        "hybrid_kv_cache_manager": str(not scheduler.disable_hybrid_kv_cache_manager),
+        "speculative_decoding": str(_speculation(vllm_config.speculative_config)),
         "transfer_mode": config.transfer_mode,
     }
+
+
+def _speculation(config: Any) -> str | None:
+    return None if config is None else f"{config.method} {config.num_speculative_tokens}"
 
 
 def engine(vllm_config: VllmConfig) -> identity.Engine:

@@ -12,6 +12,9 @@ from tests.vllm.measures import counted, nothing_left
 from tests.vllm.servers import OURS, SCHEDULER, STOCK, Fleet, Kind
 
 LENGTHS = (1, 33, 63, 64, 65, 96, 97, 128, 129, 200, 500, 1500)
+ENDING = (95, 127, 159, 191, 255, 319)
+"""The last token's window begins with the last token of a block. A stock D answers these wrong,
+whoever computed them: when it computes that token, it has given the block up."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,7 @@ def test_prompts_are_those_of_one_vllm_alone(servers: list[Server], pair: str) -
     first = stock if pair.startswith("stock") else ours_p
     second = stock if pair.endswith("stock D") else ours_d
     with nothing_left(first):
-        for length in LENGTHS:
+        for length in LENGTHS if second is stock else LENGTHS + ENDING:
             prompt = tokens_of(length, 2000 * len(pair) + length)
             params = prefill(first, prompt)
             assert len(params["remote_block_ids"]) == 2, "a list for each group"
