@@ -6,8 +6,9 @@ tokens is considered; `update_state_after_alloc` after its blocks were allocated
 `build_connector_meta` once per step, `update_connector_output` after each step's results, and
 `request_finished` before its blocks are freed.
 
-Worker half, where the KV memory is: `register_kv_caches` once, `start_load_kv` and
-`get_transfer_results` once per step.
+Worker half, where the KV memory is: `register_kv_caches` once; per step `start_load_kv`, then the
+forward pass, `wait_for_save` and `get_transfer_results`. With host buffers (`wants_steps`) the
+scheduler half is told by `on_step` of each request in a step, before `build_connector_meta`.
 
 An engine with several tensor ranks has one scheduler half and a worker half per rank: each step's
 metadata goes to all of them, and `results.Aggregate` makes one of what they report.
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 from engine_ext.config import ConnectorConfig
 from engine_ext.scheduler import SchedulerConnector
+from engine_ext.staging import StagingFactory
 from engine_ext.types import CacheGeometry, EngineIdentity, Region
 from engine_ext.wire import CONNECTOR_VERSION
 from engine_ext.worker import WorkerConnector
@@ -31,12 +33,12 @@ class Connector(NamedTuple):
     scheduler: SchedulerConnector
     worker: WorkerConnector
 
-    def start(self, regions: Sequence[Region]) -> None:
-        """Registers the KV memory and starts to answer handshakes.
+    def start(self, regions: Sequence[Region], stage: StagingFactory | None = None) -> None:
+        """Registers the KV memory and starts to answer handshakes. `stage` makes host buffers.
 
         Raises AgentError when NIXL refuses, OSError when the side channel is taken.
         """
-        self.worker.register_kv_caches(regions)
+        self.worker.register_kv_caches(regions, stage)
         self.scheduler.set_handshake_metadata({(0, 0): self.worker.get_handshake_payload()})
 
     def shutdown(self) -> None:

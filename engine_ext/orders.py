@@ -14,6 +14,7 @@ from engine_ext.types import (
     PushRegistration,
     PushWithdrawal,
     RemoteSource,
+    SaveOrder,
     StepMetadata,
     TrackOrder,
 )
@@ -34,6 +35,7 @@ class Orders:
     registrations: list[PushRegistration] = field(default_factory=list)
     withdrawals: list[PushWithdrawal] = field(default_factory=list)
     releases: list[RemoteSource] = field(default_factory=list)
+    saves: list[SaveOrder] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return any(map(len, _contents(self)))

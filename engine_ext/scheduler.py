@@ -23,6 +23,7 @@ from engine_ext.orders import Orders
 from engine_ext.params import Role, TransferParams, parse
 from engine_ext.plan import without_holes
 from engine_ext.retain import RetainedTurns
+from engine_ext.staging import SavePlanner
 from engine_ext.support import refuse_unsupported
 from engine_ext.transfer_name import base_id
 from engine_ext.types import (
@@ -95,6 +96,7 @@ class SchedulerConnector:
         self._retained = RetainedTurns(int(config.retain_share * geometry.num_blocks))
         self._listener: HandshakeServer | None = None
         self._orders = Orders()
+        self._saves = SavePlanner(geometry.block_size) if geometry.is_staged else None
 
     @property
     def num_leased(self) -> int:
@@ -153,6 +155,22 @@ class SchedulerConnector:
             PullOrder(request.request_id, load.origin, block_ids, first_token, load.num_tokens)
         )
 
+    @property
+    def wants_steps(self) -> bool:
+        """Whether `on_step` has anything to do."""
+        return self._saves is not None
+
+    def on_step(
+        self, request_id: str, block_ids: BlockIds, num_computed_tokens: int, num_new_tokens: int
+    ) -> None:
+        """The step that is being built computes `num_new_tokens` of this request's tokens."""
+        if self._saves is None:
+            return
+        if request_id in self._expected or request_id in self._retaining:
+            self._orders.saves.append(
+                self._saves.plan(request_id, block_ids, num_computed_tokens, num_new_tokens)
+            )
+
     def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy:
         """A prefill that cannot have the last turn's KV computes it: that is what it is for."""
         load = self._loads.get(request.request_id)
@@ -186,6 +204,8 @@ class SchedulerConnector:
         self, request: EngineRequest, block_ids: BlockIds, status: FinishStatus
     ) -> FinishDecision:
         self._end_load(request.request_id)
+        if self._saves is not None:
+            self._saves.forget(request.request_id)
         has_kv = status.leaves_kv and request.num_computed_tokens > 0
         if request.request_id in self._expected:
             transfer_id = self._expected.pop(request.request_id)

@@ -27,10 +27,7 @@ def refuse_unsupported(geometry: CacheGeometry, identity: EngineIdentity) -> Non
 def refuse_unsupported_memory(
     config: ConnectorConfig, geometry: CacheGeometry, regions: Sequence[Region]
 ) -> None:
-    """Raises UnsupportedError where configuration or geometry speak of other memory than there is.
-
-    KV moves between the engines' own memories; there are no staging buffers in between.
-    """
+    """Raises UnsupportedError where configuration or geometry speak of other memory than this."""
     for region in regions:
         if not SHARED <= region.group < len(geometry.group_windows):
             raise UnsupportedError(f"region {region.name} is of no KV-cache group")
@@ -38,7 +35,7 @@ def refuse_unsupported_memory(
     asked = config.buffer_device
     if asked == "cpu" and False in in_host:
         raise UnsupportedError(
-            "kv_buffer_device cpu: KV in device memory is not staged in host memory"
+            "kv_buffer_device cpu: this engine does not stage its KV in host memory"
         )
     if asked == "cuda" and True in in_host:
         raise UnsupportedError("kv_buffer_device cuda: this engine's KV is in host memory")

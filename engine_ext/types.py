@@ -197,6 +197,14 @@ class TrackOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveOrder:
+    """Copy these blocks to host memory after this step's forward pass, see staging.py."""
+
+    request_id: str
+    block_ids: BlockIds
+
+
+@dataclass(frozen=True, slots=True)
 class StepMetadata:
     """Scheduler -> worker, once per step. Applied in the order of the fields."""
 
@@ -221,6 +229,8 @@ class StepMetadata:
     """D in push mode."""
     releases: tuple[RemoteSource, ...] = ()
     """D: KV that is not needed after all; the remote may free it. Nothing comes back."""
+    saves: tuple[SaveOrder, ...] = ()
+    """With host buffers."""
 
     def __bool__(self) -> bool:
         return self is not EMPTY_STEP and self != EMPTY_STEP
@@ -292,6 +302,8 @@ class CacheGeometry:
     """Per KV-cache group: the tokens of its sliding window, None for full attention."""
     uses_mla: bool = False
     uses_mamba: bool = False
+    is_staged: bool = False
+    """KV travels by way of host memory, see staging.py."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from dataclasses import replace
 from engine_ext.agent import Agent, AgentError, NixlAgent
 from engine_ext.config import ConnectorConfig
 from engine_ext.results import Results
-from engine_ext.support import refuse_unsupported, refuse_unsupported_memory
+from engine_ext.staging import StagedTransfers, StagingFactory
+from engine_ext.support import UnsupportedError, refuse_unsupported, refuse_unsupported_memory
 from engine_ext.transfer import IDLE_WAIT, RECENT_WAIT, TransferLoop
 from engine_ext.types import (
     CacheGeometry,
@@ -64,16 +65,26 @@ class WorkerConnector:
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._staged: StagedTransfers | None = None
 
     def set_wake(self, wake: Callable[[], None]) -> None:
         """`wake` is called from the owner thread whenever there are new results."""
         self._results.set_wake(wake)
 
-    def register_kv_caches(self, regions: Sequence[Region]) -> None:
-        """Registers the memory and starts the owner thread.
+    def register_kv_caches(
+        self, regions: Sequence[Region], stage: StagingFactory | None = None
+    ) -> None:
+        """Registers the memory and starts the owner thread. `stage` makes the host buffers, where
+        the geometry asks for them.
 
         Raises AgentError, and UnsupportedError for memory that does not go with the configuration.
         """
+        if self._geometry.is_staged:
+            if stage is None:
+                raise UnsupportedError("this engine has no host buffers to stage its KV in")
+            staging = stage(regions)
+            self._staged = StagedTransfers(staging, self._geometry.block_size)
+            regions = staging.regions
         self._regions = tuple(regions)
         refuse_unsupported_memory(self._config, self._geometry, self._regions)
         agent = self._open_agent(self._regions, self._config)
@@ -102,11 +113,17 @@ class WorkerConnector:
 
     def start_load_kv(self, meta: StepMetadata) -> None:
         if meta:
-            self._inbox.append(meta)
+            self._inbox.append(self._staged.begin(meta) if self._staged else meta)
             self._wake.set()
 
+    def wait_for_save(self, meta: StepMetadata) -> None:
+        """After the step's forward pass, before its tokens leave the engine."""
+        if self._staged and meta.saves:
+            self._staged.save(meta.saves)
+
     def get_transfer_results(self) -> TransferResults:
-        return self._results.take()
+        results = self._results.take()
+        return self._staged.arrived(results) if self._staged and results else results
 
     def stats(self) -> ConnectorStats:
         return replace(self._stats)

@@ -53,6 +53,7 @@ class EngineParts:
             self.core,
             self.connector,
             self.cache.regions(),
+            self.cache.stage,
             prepare_thread=lambda: _set_num_threads(self.config.num_threads),
         )
 

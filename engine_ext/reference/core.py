@@ -1,8 +1,8 @@
 """The engine without its thread: requests in, one step at a time, outputs out.
 
 A step runs as vLLM's does: schedule, `build_connector_meta`, `start_load_kv`, the forward pass,
-`get_transfer_results`, then the new tokens (`request_finished` for those that end) and last
-`update_connector_output`.
+`wait_for_save`, `get_transfer_results`, then the new tokens (`request_finished` for those that end)
+and last `update_connector_output`.
 """
 
 import logging
@@ -103,7 +103,7 @@ class EngineCore:
         step = self._scheduler.schedule()
         outputs = [self._last_output(seq) for seq in step.ended]
         meta = self._load(step, outputs)
-        tokens = self._compute(step, outputs) if step.chunks else {}
+        tokens = self._compute(step, meta, outputs) if step.chunks else {}
         results = self._transfer_results()
         for seq, sampled in tokens.items():
             outputs.append(self._accept(seq, sampled))
@@ -120,7 +120,7 @@ class EngineCore:
             num_waiting_for_remote_kv=len(queues.parked),
             num_blocks_total=self._blocks.num_total,
             num_blocks_free=self._blocks.num_free,
-            num_blocks_delayed=sum(map(len, queues.delayed.values())),
+            num_blocks_delayed=len(set().union(*queues.delayed.values())),
             prompt_tokens=counters.prompt_tokens,
             prompt_tokens_computed=counters.prompt_tokens_computed,
             prompt_tokens_cached=counters.prompt_tokens_cached,
@@ -154,6 +154,8 @@ class EngineCore:
         """Hands the step's orders to the worker half. Where that fails nobody knows which loads
         began: those parked in this step end, their blocks stay until a report comes."""
         try:
+            if self._connector.scheduler.wants_steps:
+                self._announce(step)
             meta = self._connector.scheduler.build_connector_meta()
             self._connector.worker.start_load_kv(meta)
             return meta
@@ -162,11 +164,21 @@ class EngineCore:
             outputs += self._fail(step.parked, "the KV connector failed")
             return EMPTY_STEP
 
+    def _announce(self, step: Step) -> None:
+        for chunk in step.chunks:
+            self._connector.scheduler.on_step(
+                chunk.seq.request_id,
+                chunk.seq.blocks_by_group(),
+                chunk.seq.num_computed_tokens,
+                chunk.num_tokens,
+            )
+
     def _compute(
-        self, step: Step, outputs: list[RequestOutput]
+        self, step: Step, meta: StepMetadata, outputs: list[RequestOutput]
     ) -> dict[Sequence, SampledToken | None]:
         try:
             tokens = self._runner.run(step)
+            self._connector.worker.wait_for_save(meta)
         except Exception:
             logger.exception("the forward pass failed for %d requests", len(step.chunks))
             outputs += self._fail([c.seq for c in step.chunks], "the forward pass failed")

@@ -13,6 +13,7 @@ from engine_ext.reference.inbox import Abort, Call, Command, Inbox, Submit
 from engine_ext.reference.kv_connector import KVConnector
 from engine_ext.reference.messages import EngineStats, GenerateRequest, RequestOutput
 from engine_ext.reference.output_stream import Delivery, OutputStream, deliver
+from engine_ext.staging import StagingFactory
 from engine_ext.types import ConnectorStats, Region
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class Engine:
         core: EngineCore,
         connector: KVConnector,
         regions: list[Region],
+        stage: StagingFactory | None = None,
         *,
         prepare_thread: Callable[[], None] = lambda: None,
     ) -> None:
@@ -56,7 +58,7 @@ class Engine:
         self._next_check = 0.0
         connector.worker.set_wake(self._inbox.wake)
         try:
-            connector.start(regions)
+            connector.start(regions, stage)
         except BaseException:
             connector.shutdown()
             raise

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import uvloop
 
@@ -111,8 +111,12 @@ class _ConnectorFactory:
     def __call__(self, model_config: ModelConfig, geometry: CacheGeometry) -> Connector:
         return build_connector(
             self.config,
-            geometry,
+            replace(geometry, is_staged=is_staged(self.config, self.engine)),
             host=self.side_channel.host,
             port=self.side_channel.port,
             model_factors=model_factors(self.engine.model, model_config),
         )
+
+
+def is_staged(config: ConnectorConfig, engine: EngineConfig) -> bool:
+    return config.buffer_device == "cpu" and engine.device != "cpu"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine_ext.host_buffer import HostBuffer
 from engine_ext.reference.model_config import ModelConfig
 from engine_ext.types import CacheGeometry, Region
 
@@ -44,6 +45,10 @@ class KVCache:
             )
             for i, layer in enumerate(self.layers)
         ]
+
+    def stage(self, regions: Sequence[Region]) -> HostBuffer:
+        """A mirror of these, which are this cache's `regions`."""
+        return HostBuffer(regions, [layer.untyped_storage() for layer in self.layers])
 
     def geometry(self) -> CacheGeometry:
         return CacheGeometry(

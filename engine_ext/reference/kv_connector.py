@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine_ext.config import LoadFailurePolicy
+from engine_ext.staging import StagingFactory
 from engine_ext.types import (
     BlockIds,
     ConnectorStats,
@@ -25,6 +26,13 @@ class SchedulerHalf(Protocol):
     def update_state_after_alloc(
         self, request: EngineRequest, block_ids: BlockIds, num_external_tokens: int
     ) -> None: ...
+    @property
+    def wants_steps(self) -> bool:
+        """Whether `on_step` is to be called."""
+
+    def on_step(
+        self, request_id: str, block_ids: BlockIds, num_computed_tokens: int, num_new_tokens: int
+    ) -> None: ...
     def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy: ...
     def has_pending_work(self) -> bool: ...
     def drain(self) -> None:
@@ -40,6 +48,7 @@ class SchedulerHalf(Protocol):
 class WorkerHalf(Protocol):
     def set_wake(self, wake: Callable[[], None]) -> None: ...
     def start_load_kv(self, meta: StepMetadata) -> None: ...
+    def wait_for_save(self, meta: StepMetadata) -> None: ...
     def get_transfer_results(self) -> TransferResults: ...
     def stats(self) -> ConnectorStats: ...
 
@@ -49,8 +58,8 @@ class KVConnector(Protocol):
     def scheduler(self) -> SchedulerHalf: ...
     @property
     def worker(self) -> WorkerHalf: ...
-    def start(self, regions: Sequence[Region]) -> None:
-        """Register the KV memory; transfers may begin."""
+    def start(self, regions: Sequence[Region], stage: StagingFactory | None = None) -> None:
+        """Register the KV memory, or the host buffers that `stage` makes; transfers may begin."""
 
     def shutdown(self) -> None:
         """No access to the KV memory after this."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from engine_ext.config import LoadFailurePolicy
+from engine_ext.staging import StagingFactory
 from engine_ext.types import (
     EMPTY_STEP,
     BlockIds,
@@ -28,6 +29,13 @@ class NoSchedulerHalf:
 
     def update_state_after_alloc(
         self, request: EngineRequest, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        pass
+
+    wants_steps = False
+
+    def on_step(
+        self, request_id: str, block_ids: BlockIds, num_computed_tokens: int, num_new_tokens: int
     ) -> None:
         pass
 
@@ -59,6 +67,9 @@ class NoWorkerHalf:
     def start_load_kv(self, meta: StepMetadata) -> None:
         pass
 
+    def wait_for_save(self, meta: StepMetadata) -> None:
+        pass
+
     def get_transfer_results(self) -> TransferResults:
         return TransferResults()
 
@@ -71,7 +82,7 @@ class NoConnector:
         self.scheduler = NoSchedulerHalf()
         self.worker = NoWorkerHalf()
 
-    def start(self, regions: Sequence[Region]) -> None:
+    def start(self, regions: Sequence[Region], stage: StagingFactory | None = None) -> None:
         pass
 
     def shutdown(self) -> None:

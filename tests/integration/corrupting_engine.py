@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from engine_ext import connector
 from engine_ext.reference import cli
+from engine_ext.staging import StagingFactory
 from engine_ext.types import Region, StepMetadata, TransferResults
 from engine_ext.worker import WorkerConnector
 
@@ -16,10 +17,12 @@ from engine_ext.worker import WorkerConnector
 class CorruptingWorker(WorkerConnector):
     """Everything is real until a load has ended; then its second block is zero in layer 0."""
 
-    def register_kv_caches(self, regions: Sequence[Region]) -> None:
+    def register_kv_caches(
+        self, regions: Sequence[Region], stage: StagingFactory | None = None
+    ) -> None:
         self._first_layer = regions[0]
         self._loading: dict[str, int] = {}
-        super().register_kv_caches(regions)
+        super().register_kv_caches(regions, stage)
 
     def start_load_kv(self, meta: StepMetadata) -> None:
         for order in meta.pulls:

@@ -14,6 +14,7 @@ from engine_ext.reference.messages import GenerateRequest, RequestOutput, Sampli
 from engine_ext.reference.model.decoder import LanguageModel
 from engine_ext.reference.model_config import read_model_config
 from engine_ext.reference.output_stream import merge
+from engine_ext.staging import StagingFactory
 from engine_ext.types import (
     BlockIds,
     ConnectorStats,
@@ -163,6 +164,13 @@ class FakeScheduler:
             self.blocks[request.request_id] = block_ids
             self.external[request.request_id] = 0
 
+    wants_steps = False
+
+    def on_step(
+        self, request_id: str, block_ids: BlockIds, num_computed_tokens: int, num_new_tokens: int
+    ) -> None:
+        pass
+
     def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy:
         return self.policy
 
@@ -212,6 +220,9 @@ class FakeWorker:
     def start_load_kv(self, meta: StepMetadata) -> None:
         self._called("start_load_kv")
 
+    def wait_for_save(self, meta: StepMetadata) -> None:
+        pass
+
     def get_transfer_results(self) -> TransferResults:
         self._called("get_transfer_results")
         results, self.results = self.results, TransferResults()
@@ -242,7 +253,7 @@ class FakeConnector:
         self.regions: list[Region] = []
         self.was_shut_down = False
 
-    def start(self, regions: Sequence[Region]) -> None:
+    def start(self, regions: Sequence[Region], stage: StagingFactory | None = None) -> None:
         self.regions = list(regions)
 
     def shutdown(self) -> None:

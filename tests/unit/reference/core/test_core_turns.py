@@ -9,6 +9,7 @@ import pytest
 from engine_ext.config import ConnectorConfig
 from engine_ext.reference.model.decoder import Decoder
 from engine_ext.scheduler import SchedulerConnector
+from engine_ext.staging import StagingFactory
 from engine_ext.types import CacheGeometry, EngineIdentity, Region
 from engine_ext.verify import PrefixProof
 from tests.unit.reference.core.conftest import MakeDriver
@@ -34,7 +35,7 @@ class RealHalf:
         self.scheduler = SchedulerConnector(config, EngineIdentity("p", "x", 1), geometry)
         self.worker = FakeWorker([])
 
-    def start(self, regions: Sequence[Region]) -> None:
+    def start(self, regions: Sequence[Region], stage: StagingFactory | None = None) -> None:
         pass
 
     def shutdown(self) -> None:

@@ -1,0 +1,104 @@
+"""Host buffers: KV that travels between mirrors of the caches is as right as without them."""
+
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.integration.legs import decode, prefill, prefill_body, take_turn
+from tests.integration.oracle import Answer, complete, differences, text_of, tokens_of
+from tests.integration.processes import Launcher, Server, metric
+
+STAGING = "tests.integration.staging_engine"
+CONNECTORS = {"pull": "DisaggConnector", "push": "DisaggPushConnector"}
+BOTH_WAYS = {"bidirectional_kv_xfer": True}
+FETCHED = "disagg_engine_prompt_tokens_fetched_total"
+COMPUTED = "disagg_engine_prompt_tokens_computed_total"
+
+
+@pytest.fixture(scope="module", params=["pull", "push"])
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def prefiller(launcher: Launcher, mode: str) -> Iterator[Server]:
+    """A small step, so that a prompt takes several."""
+    small = ("--max-num-batched-tokens", "128")
+    connector = CONNECTORS[mode]
+    with launcher.engine(
+        "prefill", *small, module=STAGING, extra=BOTH_WAYS, connector=connector
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def decoder(launcher: Launcher, mode: str) -> Iterator[Server]:
+    connector = CONNECTORS[mode]
+    with launcher.engine("decode", module=STAGING, extra=BOTH_WAYS, connector=connector) as server:
+        yield server
+
+
+def both_legs(prefiller: Server, decoder: Server, prompt: str, mode: str) -> Answer:
+    if mode == "pull":
+        return decode(decoder, prompt, prefill(prefiller, prompt)).answer
+    name = str(uuid.uuid4())
+    answer = prefill(prefiller, "hello")
+    keys = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size")
+    params = {key: answer[key] for key in keys}
+    params |= {"do_remote_prefill": True, "remote_request_id": name, "transfer_id": name}
+    body = prefill_body(prompt)
+    body["kv_transfer_params"]["transfer_id"] = name
+    with ThreadPoolExecutor(1) as pool:
+        p_leg = pool.submit(prefiller.post, "/v1/completions", body)
+        turn = decode(decoder, prompt, params)
+        assert p_leg.result(timeout=60).status_code == 200
+    return turn.answer
+
+
+@pytest.mark.parametrize("length", [1, 31, 33, 300, 700])
+def test_tokens_and_logprobs_are_those_of_one_engine_alone(
+    prefiller: Server, decoder: Server, alone: Server, mode: str, length: int
+) -> None:
+    prompt = text_of(length, 800 + length)
+    fetched = metric(decoder, FETCHED)
+    assert (
+        differences([complete(alone, prompt)], [both_legs(prefiller, decoder, prompt, mode)]) == []
+    )
+    assert metric(decoder, FETCHED) == fetched + length
+
+
+def test_what_the_prefillers_cache_held_is_saved_too(
+    prefiller: Server, decoder: Server, alone: Server, mode: str
+) -> None:
+    """Computed for a request that nobody was to read from."""
+    prompt = text_of(320, 900)
+    complete(prefiller, prompt)
+    answer = both_legs(prefiller, decoder, prompt + " and more", mode)
+    assert differences([complete(alone, prompt + " and more")], [answer]) == []
+
+
+def test_turns_come_back_and_are_handed_on(
+    prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    prompt = tokens_of(300, 901)
+    turn = take_turn(prefiller, decoder, prompt)
+    longer = [*prompt, *turn.answer.tokens, *tokens_of(70, 902)]
+    computed = metric(prefiller, COMPUTED)
+    again = take_turn(prefiller, decoder, longer, turn.params)
+    assert differences([complete(alone, longer)], [again.answer]) == []
+    assert metric(prefiller, COMPUTED) - computed < 100
+
+
+def test_blocks_that_were_not_saved_are_seen_by_the_oracle(
+    launcher: Launcher, alone: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISAGG_TEST_UNSAVED", "1")
+    prompt = text_of(100, 903)
+    with (
+        launcher.engine("unsaved", module=STAGING) as prefiller,
+        launcher.engine("decode") as decoder,
+    ):
+        answer = decode(decoder, prompt, prefill(prefiller, prompt)).answer
+        assert differences([complete(alone, prompt)], [answer]) != []
