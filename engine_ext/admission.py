@@ -5,9 +5,9 @@ remote, before anything is allocated. Source: vLLM RFC #24256 (never merged ther
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-FINISH_REASON = "cache_threshold"
+FINISH_REASON: Final = "cache_threshold"
 FIELD = "cache_hit_threshold"
 
 
@@ -35,6 +35,11 @@ def parse_threshold(value: Any) -> float | None:
     if not number or not 0 <= value <= 1:
         raise ValueError(f"{FIELD} must be a number from 0 to 1, not {value!r}")
     return float(value)
+
+
+def prefills(params: Any) -> bool:
+    """Whether a request with these `kv_transfer_params` is a prefill leg."""
+    return isinstance(params, dict) and bool(params.get("do_remote_decode"))
 
 
 def judge(

@@ -38,6 +38,8 @@ class ConnectorConfig:
     """Fewer tokens than this are computed rather than pulled from a decode engine."""
     trust_unproven_prefix: bool = False
     """Pull from a decode engine that does not say which tokens it holds."""
+    global_cache_hit_threshold: float = 0.0
+    """For the host's scheduler: see engine_ext.admission."""
     enforce_handshake_compat: bool = True
     permute_layout: bool = False
     """Read and write peers whose blocks order heads and tokens the other way round."""
@@ -109,6 +111,7 @@ class ConnectorConfig:
             "retain_share": extra.get("retained_blocks_share"),
             "recompute_threshold": extra.get("kv_recompute_threshold"),
             "trust_unproven_prefix": extra.get("trust_unproven_prefix"),
+            "global_cache_hit_threshold": extra.get("global_cache_hit_threshold"),
         }
         chosen: dict[str, Any] = {"engine_id": str(uuid.uuid4())}
         chosen |= {key: value for key, value in given.items() if value is not None}

@@ -38,6 +38,11 @@ _ENGINE_OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("max_num_batched_tokens", int, "most tokens in one step; longer prompts go in chunks"),
     ("seed", int, "for requests without a seed of their own"),
     ("num_threads", int, "threads of a forward pass on a CPU; the default is torch's"),
+    (
+        "global_cache_hit_threshold",
+        float,
+        "share of a prompt that must be cached or announced, else the request is rejected",
+    ),
 )
 
 
@@ -115,7 +120,7 @@ def read_settings(arguments: Sequence[str] | None, environment: Mapping[str, str
 def _settings(options: dict[str, Any], environment: Mapping[str, str]) -> Settings:
     connector = _connector(options["kv_transfer_config"])
     return Settings(
-        engine=_engine(options),
+        engine=_engine(options, connector),
         connector=connector,
         side_channel=_side_channel(environment),
         served_model_names=tuple(options["served_model_name"] or [options["model"]]),
@@ -126,7 +131,7 @@ def _settings(options: dict[str, Any], environment: Mapping[str, str]) -> Settin
     )
 
 
-def _engine(options: dict[str, Any]) -> EngineConfig:
+def _engine(options: dict[str, Any], connector: ConnectorConfig | None) -> EngineConfig:
     model = Path(options["model"])
     if not model.is_dir():
         raise ValueError(f"--model {model} is not a directory")
@@ -137,6 +142,8 @@ def _engine(options: dict[str, Any]) -> EngineConfig:
         for name in ("dtype", "num_blocks", "enable_prefix_caching", *_engine_names())
         if options.get(name) is not None
     }
+    if connector is not None:
+        chosen.setdefault("global_cache_hit_threshold", connector.global_cache_hit_threshold)
     if options["kv_cache_memory_mib"] is not None:
         chosen["kv_cache_bytes"] = options["kv_cache_memory_mib"] * MEBIBYTE
     return EngineConfig(model=model, **chosen)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine_ext.admission import parse_threshold
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -28,6 +30,8 @@ class EngineConfig:
     """Threads of a CPU forward pass. None: torch decides."""
     seed: int = 0
     """For sampled requests that bring no seed of their own."""
+    global_cache_hit_threshold: float = 0.0
+    """Share of a request's tokens whose KV must be at hand, where the request does not say."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens"):
@@ -35,6 +39,7 @@ class EngineConfig:
         for name in ("max_model_len", "num_threads"):
             _at_least(name, getattr(self, name), 1)
         _at_least("num_blocks", self.num_blocks, 2)
+        parse_threshold(self.global_cache_hit_threshold)
 
 
 def _at_least(name: str, value: int | None, least: int) -> None:

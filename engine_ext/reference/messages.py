@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "cache_threshold"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,8 @@ class GenerateRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     kv_transfer_params: dict[str, Any] | None = None
+    cache_hit_threshold: float | None = None
+    """Share of its tokens whose KV must be at hand, 0 to 1. None: what the engine wants."""
 
 
 @dataclass(frozen=True, slots=True)

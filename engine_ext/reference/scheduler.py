@@ -12,12 +12,13 @@ import enum
 import logging
 from collections import deque
 
+from engine_ext.admission import FIELD, Verdict, judge, prefills
 from engine_ext.reference.block_manager import BlockManager
 from engine_ext.reference.counters import Counters
 from engine_ext.reference.engine_config import EngineConfig
 from engine_ext.reference.kv_connector import SchedulerHalf
 from engine_ext.reference.queues import Queues
-from engine_ext.reference.sequence import ABORTED, Finish, Sequence, failed
+from engine_ext.reference.sequence import ABORTED, Finish, Sequence, failed, refused
 from engine_ext.reference.step import Step
 from engine_ext.types import FinishDecision, TransferResults
 
@@ -184,6 +185,9 @@ class Scheduler:
             step.must_ask_again = True
             return _Admission.LATER
         external = min(matched.num_tokens, seq.num_tokens - local)
+        verdict = self._judge(seq, local, external)
+        if verdict.is_refused:
+            return self._refuse(seq, verdict, step)
         if external <= 0:
             return self._admit_local(seq, prefix, step)
         if not matched.is_async:
@@ -191,6 +195,19 @@ class Scheduler:
         if len(self.queues.parked) >= self._config.max_num_seqs:
             return _Admission.LATER
         return self._park(seq, prefix, external, step)
+
+    def _judge(self, seq: Sequence, local: int, external: int) -> Verdict:
+        threshold = seq.cache_hit_threshold
+        if threshold is None:
+            threshold = self._config.global_cache_hit_threshold
+        is_prefill = prefills(seq.kv_transfer_params)
+        return judge(threshold, local, external, seq.num_tokens, prefills=is_prefill)
+
+    def _refuse(self, seq: Sequence, verdict: Verdict, step: Step) -> _Admission:
+        self.finish(seq, refused(verdict.stop_reason))
+        seq.kv_transfer_answer = {"cache_hit_rate": verdict.rate, FIELD: verdict.threshold}
+        step.ended.append(seq)
+        return _Admission.TAKEN
 
     def _admit_local(self, seq: Sequence, prefix: list[int], step: Step) -> _Admission:
         local = len(prefix) * self._blocks.block_size

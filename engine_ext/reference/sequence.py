@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from engine_ext import admission
 from engine_ext.reference.messages import FinishReason, GenerateRequest, SamplingParams
 from engine_ext.types import BlockIds, FinishStatus
 
@@ -32,6 +33,11 @@ def failed(error: str) -> Finish:
     return Finish("error", FinishStatus.ERROR, error=error)
 
 
+def refused(stop_reason: str) -> Finish:
+    """Too little of its KV is at hand: the connector takes it for aborted."""
+    return Finish(admission.FINISH_REASON, FinishStatus.ABORTED, stop_reason)
+
+
 class Sequence:
     """Satisfies `engine_ext.types.EngineRequest`. Where it stands is told by the scheduler's
     containers, never by a flag here."""
@@ -40,6 +46,7 @@ class Sequence:
         self.request_id = request.request_id
         self.kv_transfer_params: Any = request.kv_transfer_params
         self.sampling: SamplingParams = request.sampling
+        self.cache_hit_threshold = request.cache_hit_threshold
         self.prompt_token_ids: Seq[int] = request.prompt_token_ids
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.generator = _generator(request.sampling.seed)

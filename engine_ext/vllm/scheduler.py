@@ -17,7 +17,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from engine_ext.admission import FIELD, Verdict, judge, parse_threshold
+from engine_ext.admission import FIELD, Verdict, judge, parse_threshold, prefills
 from engine_ext.vllm.connector import DisaggConnector
 from engine_ext.vllm.finish_reason import cache_threshold_reason
 
@@ -118,10 +118,9 @@ class DisaggMixin:
             return None
         if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             return None
-        params = request.kv_transfer_params
-        prefills = isinstance(params, dict) and bool(params.get("do_remote_decode"))
+        is_prefill = prefills(request.kv_transfer_params)
         local, external = self._tokens_at_hand(request)
-        return judge(threshold, local, external, request.num_tokens, prefills=prefills)
+        return judge(threshold, local, external, request.num_tokens, prefills=is_prefill)
 
     def _threshold_of(self, request: Request) -> float:
         given = getattr(request.sampling_params, "extra_args", None) or {}

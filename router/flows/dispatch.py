@@ -74,11 +74,11 @@ def _note_disconnect(record: Record, gateway: Gateway) -> None:
 
 
 async def _plan(request: Request, gateway: Gateway) -> None:
+    options = take_options(request, gateway)
     if legs.has_params(request.body):
         if gateway.settings.trust_client_kv_params:
             return await _decode_only(request, gateway, "client_params")
         request.body = legs.without_params(request.body)
-    options = take_options(request, gateway)
     reason = legs.why_decode_only(request.body)
     if reason is not None:
         return await _decode_only(request, gateway, reason)

@@ -78,7 +78,7 @@ class Keeper:
     ) -> None:
         """Leaves `params` for the next turn, if they are some."""
         conversations, kept = gateway.conversations, "not_offered"
-        if conversations is not None and isinstance(params, dict) and params:
+        if conversations is not None and isinstance(params, dict) and _tells_where(params):
             engine.learned.note_kept(params)
             tokens = self._prompt_tokens
             if tokens is None and said is not None:
@@ -86,6 +86,11 @@ class Keeper:
             done = await conversations.keep(self._turn, engine.name, params, said, tokens)
             kept = "kept" if done else "not_kept"
         gateway.metrics.conversation_kept.labels(kept).inc()
+
+
+def _tells_where(params: Json) -> bool:
+    """A decoder that rejects has params too: why it did."""
+    return any(name.startswith("remote_") for name in params)
 
 
 class Tapped:

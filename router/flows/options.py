@@ -35,7 +35,8 @@ def take_options(request: Request, gateway: Gateway) -> Options | None:
     turn = None
     if gateway.conversations is not None:
         turn = gateway.conversations.turn_of(request.exchange.headers, body)
-    mode = _mode(request, settings.conversation_stream) if turn is not None else ""
+    asked = turn is not None or STREAM_FIELD in body
+    mode = _mode(request, settings.conversation_stream) if asked else ""
     if not CONSUMED.isdisjoint(body):
         request.body = {name: body[name] for name in body if name not in CONSUMED}
     if turn is None and not threshold:
@@ -44,9 +45,11 @@ def take_options(request: Request, gateway: Gateway) -> Options | None:
 
 
 def _mode(request: Request, default: str) -> str:
-    headers = request.exchange.headers
-    given = next((value for name, value in headers if name == CONVERSATION_STREAM), b"")
-    mode = request.body.get(STREAM_FIELD) or given.decode("latin-1").lower() or default
+    mode = request.body.get(STREAM_FIELD)
+    if mode is None:
+        headers = request.exchange.headers
+        given = next((value for name, value in headers if name == CONVERSATION_STREAM), b"")
+        mode = given.decode("latin-1").lower() or default
     if mode not in MODES:
         raise BadRequestError(f"{STREAM_FIELD} must be one of {', '.join(MODES)}")
     return str(mode)

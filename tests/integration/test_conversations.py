@@ -4,6 +4,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from threading import Event, Thread
@@ -17,6 +18,7 @@ from tests.redis_server import PASSWORD, running_redis
 
 BOTH_WAYS = {"bidirectional_kv_xfer": True}
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
+FAILED = "disagg_engine_kv_pulls_failed_total"
 TURNS = "disagg_router_conversation_turns_total"
 
 
@@ -35,7 +37,8 @@ def decoder(launcher: Launcher) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def router(launcher: Launcher, prefiller: Server, decoder: Server) -> Iterator[Server]:
-    with launcher.router([prefiller], [decoder]) as server:
+    """Turns take both legs here, whatever it finds out about its decoder."""
+    with launcher.router([prefiller], [decoder], "--decode-first-turns", "0") as server:
         yield server
 
 
@@ -166,11 +169,93 @@ def test_a_chat_is_that_of_one_engine_alone(
     assert computed < second["usage"]["prompt_tokens"] - 900 or change == "tools"
 
 
+def test_a_streamed_chat_of_three_turns_prefills_only_what_is_new(
+    router: Server, prefiller: Server, alone: Server
+) -> None:
+    """As a client holds it: text, appended as it came."""
+    messages = [*CHAT, {"role": "user", "content": "And " * 60}]
+    before, lengths = metric(prefiller, COMPUTED), []
+    for question in ("Why?", "Really?", "Since when?"):
+        fields = {"conversation_id": "talk", "stream": True, "stream_options": USAGE}
+        said, usage = streamed_chat(router, messages, **fields)
+        assert said == chat(alone, messages)["choices"][0]["message"]["content"]
+        lengths.append(usage["prompt_tokens"])
+        messages = [*messages, {"role": "assistant", "content": said}]
+        messages.append({"role": "user", "content": question})
+    assert lengths[0] >= 1000
+    # A text that comes back may be tokenized otherwise at its seam: not the last blocks' worth.
+    assert metric(prefiller, COMPUTED) - before <= lengths[-1] + 2 * 64
+
+
+USAGE = {"include_usage": True}
+
+
+def streamed_chat(server: Server, messages: list[Any], **fields: Any) -> tuple[str, dict[str, Any]]:
+    body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 16, **fields}
+    text = server.post("/v1/chat/completions", body).text
+    events = text.removesuffix("data: [DONE]\n\n").split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events if event]
+    said = [choice["delta"].get("content") for chunk in chunks for choice in chunk["choices"]]
+    return "".join(filter(None, said)), chunks[-1]["usage"]
+
+
+THOUGHT = "Because it can. "
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_reasoning_that_comes_and_goes_is_answered_right(
+    router: Server, prefiller: Server, alone: Server, kept: bool
+) -> None:
+    """The tiny model does not reason, but a client may say that it did, and then leave it out."""
+    fields = {"conversation_id": f"reasoned-{kept}"}
+    said = chat(router, CHAT, **fields)["choices"][0]["message"]["content"]
+    thought = {"role": "assistant", "content": f"<think>{THOUGHT}</think>{said}"}
+    why = {"role": "user", "content": "Why?"}
+    second = [*CHAT, thought, why]
+    answer = chat(router, second, **fields)["choices"][0]["message"]["content"]
+    assert answer == chat(alone, second)["choices"][0]["message"]["content"]
+    history = thought if kept else {"role": "assistant", "content": said}
+    third = [*CHAT, history, why, {"role": "assistant", "content": answer}, why]
+    before = metric(prefiller, COMPUTED)
+    got = chat(router, third, **fields)
+    assert got["choices"] == chat(alone, third)["choices"]
+    assert 0 < metric(prefiller, COMPUTED) - before < got["usage"]["prompt_tokens"] - 900
+
+
+def test_of_many_takers_at_two_routers_one_pulls_and_all_are_right(
+    launcher: Launcher, prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    prompt = tokens_of(1000, 60)
+    with running_redis() as redis, ExitStack() as stack:
+        options = ["--conversation-store", redis.url, "--decode-first-turns", "0"]
+        options += ["--conversation-store-password", redis.password]
+        options += ["--conversation-store-timeout", "10"]
+        routers = [
+            stack.enter_context(launcher.router([prefiller], [decoder], *options)) for _ in range(2)
+        ]
+        first = Talk(routers[0], "many").say(prompt)
+        longer = [*prompt, *first.tokens, *tokens_of(50, 61)]
+        right, failed = complete(alone, longer), metric(prefiller, FAILED)
+        with ThreadPoolExecutor(50) as pool:
+            asked = [
+                pool.submit(Talk(routers[number % 2], "many").say, longer) for number in range(50)
+            ]
+            answers = [each.result() for each in asked]
+        assert differences([right] * 50, answers) == []
+        # One takes the first turn's entry; who comes after another's answer may take that one's.
+        # Whoever takes what another took finds it gone at the decoder.
+        assert metric(prefiller, FAILED) == failed
+        outcomes = [turns(router, name) for router in routers for name in ("hit", "new")]
+        assert sum(outcomes) == 51
+        assert turns(routers[0], "hit") + turns(routers[1], "hit") >= 1
+
+
 def test_two_routers_share_one_redis(
     launcher: Launcher, prefiller: Server, decoder: Server, alone: Server
 ) -> None:
     with running_redis() as redis, ExitStack() as stack:
         options = ["--conversation-store", redis.url, "--tenant-header", "x-tenant"]
+        options += ["--decode-first-turns", "0"]
         options += ["--conversation-store-password", redis.password]
         routers = [
             stack.enter_context(launcher.router([prefiller], [decoder], *options)) for _ in range(2)

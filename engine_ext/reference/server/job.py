@@ -35,6 +35,7 @@ class Job:
     sampling: SamplingParams
     n: int = 1
     kv_transfer_params: dict[str, Any] | None = None
+    cache_hit_threshold: float | None = None
     options: AnswerOptions = field(default_factory=AnswerOptions)
 
     @property
@@ -58,6 +59,7 @@ class Job:
                 prompt_token_ids=self.prompts[prompt].token_ids,
                 sampling=self._sampling(child),
                 kv_transfer_params=self.kv_transfer_params if choice == 0 else None,
+                cache_hit_threshold=self.cache_hit_threshold,
             )
 
     def _sampling(self, child: int) -> SamplingParams:

@@ -52,6 +52,7 @@ def prepare_completion(model: ServedModel, body: bytes, id_header: str | None) -
         sampling=_sampling(request, model, max_tokens, request.logprobs),
         n=request.n,
         kv_transfer_params=request.kv_transfer_params,
+        cache_hit_threshold=request.cache_hit_threshold,
         options=_options(request, request.logprobs),
     )
 
@@ -89,6 +90,7 @@ def prepare_chat(model: ServedModel, body: bytes, id_header: str | None) -> Job:
         sampling=_sampling(request, model, max_tokens, logprobs),
         n=request.n,
         kv_transfer_params=kv_transfer_params,
+        cache_hit_threshold=request.cache_hit_threshold,
         options=_options(request, logprobs, conversation.answering_role(request)),
     )
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 import pydantic
 from pydantic import BaseModel, BeforeValidator, Field
 
+from engine_ext.admission import parse_threshold
 from engine_ext.reference.server.body import json_object
 from engine_ext.reference.server.errors import BadRequestError
 
@@ -87,6 +88,7 @@ class GenerationBody(_Body):
     return_tokens_as_token_ids: bool = False
     request_id: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    cache_hit_threshold: Annotated[float | None, BeforeValidator(parse_threshold)] = None
 
 
 class CompletionBody(GenerationBody):

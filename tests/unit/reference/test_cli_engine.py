@@ -39,6 +39,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--model", "MODEL", "--num-blocks", "1"], "num_blocks must be at least 2"),
         (["--model", "MODEL", "--max-num-seqs", "many"], "--max-num-seqs"),
         (["--model", "MODEL", "--dtype", "int4"], "--dtype"),
+        (["--model", "MODEL", "--global-cache-hit-threshold", "1.1"], "from 0 to 1"),
+        (["--model", "MODEL", "--global-cache-hit-threshold", "nan"], "from 0 to 1"),
         (["--model", "MODEL", "--shutdown-timeout", "-1"], "--shutdown-timeout"),
         (["--model", "MODEL", "--frobnicate"], "--frobnicate"),
         (["--model", "MODEL", "--kv-transfer-config", "{"], "not valid JSON"),
@@ -89,6 +91,14 @@ def test_options_and_variables_arrive_where_they_belong(model: Path) -> None:
     engine = settings.engine
     assert (engine.kv_cache_bytes, engine.seed, engine.max_model_len) == (3 * 2**20, 5, 100)
     assert not engine.enable_prefix_caching
+
+
+def test_the_flag_decides_over_the_connectors_global_threshold(model: Path) -> None:
+    extra = {"kv_connector_extra_config": {"global_cache_hit_threshold": 0.25}}
+    options = ["--model", str(model), "--kv-transfer-config", json.dumps({**KV_CONFIG, **extra})]
+    assert read_settings(options, {}).engine.global_cache_hit_threshold == 0.25
+    options += ["--global-cache-hit-threshold", "0"]
+    assert read_settings(options, {}).engine.global_cache_hit_threshold == 0
 
 
 def test_what_is_left_open_has_vllms_defaults(model: Path) -> None:

@@ -45,12 +45,14 @@ def request(
     tokens: Sequence[int],
     sampling: SamplingParams | None = None,
     params: dict[str, Any] | None = None,
+    threshold: float | None = None,
 ) -> GenerateRequest:
     return GenerateRequest(
         request_id=request_id,
         prompt_token_ids=tuple(tokens),
         sampling=sampling or greedy(),
         kv_transfer_params=params,
+        cache_hit_threshold=threshold,
     )
 
 

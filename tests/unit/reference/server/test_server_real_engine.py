@@ -116,6 +116,35 @@ async def test_a_prompt_seen_before_is_reported_as_cached(client: httpx.AsyncCli
     assert cached == [0, 96]
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_rejection_is_an_answer_without_tokens(
+    path: str, stream: bool, client: httpx.AsyncClient, engine: Engine
+) -> None:
+    body = {**BODY, "cache_hit_threshold": 0.5, "stream": stream}
+    response = await client.post(path, json=body)
+    assert response.status_code == 200
+    answers = events_of(response) if stream else [response.json()]
+    last = answers[-1]
+    assert last["choices"][0]["finish_reason"] == "cache_threshold"
+    assert last["choices"][0]["stop_reason"] == "cache_hit_rate=0.0000<0.5000"
+    assert last["kv_transfer_params"] == {"cache_hit_rate": 0, "cache_hit_threshold": 0.5}
+    assert "".join(text_of(answer["choices"][0]) for answer in answers) == ""
+    if not stream:
+        assert last["usage"]["completion_tokens"] == 0
+    assert engine.stats().requests_finished == {"cache_threshold": 1}
+    assert engine.stats().prompt_tokens_computed == 0
+    assert engine.stats().num_blocks_free == engine.stats().num_blocks_total
+
+
+async def test_a_prompt_seen_before_is_not_rejected(client: httpx.AsyncClient) -> None:
+    body = {**BODY, "prompt": "x" * 128}
+    await client.post(PATHS[0], json=body)
+    for threshold, reason in ((0.75, "length"), (0.76, "cache_threshold")):
+        answer = await client.post(PATHS[0], json={**body, "cache_hit_threshold": threshold})
+        assert answer.json()["choices"][0]["finish_reason"] == reason
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_gives_its_blocks_back(
     stream: bool, model: ServedModel, engine: Engine

@@ -468,6 +468,36 @@ async def test_a_mode_that_does_not_exist_is_a_bad_request(router: Router) -> No
     assert "conversation_stream" in answer.json()["error"]["message"]
 
 
+async def test_a_mode_is_checked_without_a_conversation_too(router: Router, p: MockEngine) -> None:
+    for mode in ("magic", "", ["exact"]):
+        body = {"messages": ASKED, "conversation_stream": mode}
+        answer = await router.client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400
+    assert not p.requests
+
+
+async def test_ids_are_consumed_of_requests_that_bring_their_own_params(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    router = await start_router(trust_client_kv_params=True)
+    await chat(router, ASKED, kv_transfer_params=PARAMS, conversation_stream="auto")
+    assert d.last.json["kv_transfer_params"] == PARAMS
+    assert {"conversation_id", "conversation_stream"}.isdisjoint(d.last.json)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_params_that_say_why_an_answer_ended_are_nothing_to_pull(
+    router: Router, p: MockEngine, d: MockEngine, streamed: bool
+) -> None:
+    """A preempted turn: the decoder has begun to answer, and then rejects."""
+    d.usual = decoding(kept={"cache_hit_rate": 0.25, "cache_hit_threshold": 0.5})
+    answer = await chat(router, ASKED, stream=streamed)
+    assert "cache_hit_rate" not in answer.text
+    await chat(router, AGAIN)
+    assert offered(p) is None
+    assert router.metric("conversation_kept_total", outcome="not_offered") == 2
+
+
 @pytest.mark.parametrize("value", [None, "", 5, True, [], {"id": "x"}, "x" * 100_000, "\x00 é\n"])
 async def test_whatever_a_conversation_id_is_the_request_is_answered(
     router: Router, p: MockEngine, value: object
