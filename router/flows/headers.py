@@ -7,9 +7,9 @@ passed to both legs untouched: the router does not know the engines' ranks.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
+from random import getrandbits
 
 from router.flows.exchange import Header
 
@@ -50,7 +50,7 @@ def request_id_of(headers: Iterable[Header]) -> str:
     for name, value in headers:
         if name == REQUEST_ID and SANE_REQUEST_ID.fullmatch(value):
             return value.decode("ascii")
-    return os.urandom(16).hex()
+    return f"{getrandbits(128):032x}"
 
 
 def to_engine(headers: Iterable[Header]) -> bytes:
