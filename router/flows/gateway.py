@@ -71,7 +71,7 @@ class Gateway:
         tries at most: a prefiller's blocks wait for the decoder no longer than their lease. `order`
         takes the place of taking turns.
         """
-        failure: Exception = NoEngineError(f"no {role} engine is healthy")
+        failure: Exception | None = None
         for engine in (self.in_turn(role) if order is None else order)[:MOST_TRIED]:
             engine.in_flight += 1
             try:
@@ -85,7 +85,7 @@ class Gateway:
                 raise
             finally:
                 engine.in_flight -= 1
-        raise failure
+        raise failure or NoEngineError(f"no {role} engine is healthy")
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs something that outlives its request; it must end by itself, soon."""

@@ -1,4 +1,7 @@
-"""A histogram that is cheap to observe and makes its samples when it is read."""
+"""Metrics that are cheap to count, and made into samples only when they are read.
+
+Counted by one thread, read by any.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,35 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 
 class Tally(Collector):
-    """`bounds` ascend; observed by one thread, read by any."""
+    """A counter with labels."""
+
+    def __init__(
+        self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry
+    ) -> None:
+        self._name = name
+        self._text = text
+        self._labels = labels
+        self._counts: dict[tuple[str, ...], int] = {}
+        registry.register(self)
+
+    def add(self, values: tuple[str, ...]) -> None:
+        """`values` are those of the labels, in their order."""
+        self._counts[values] = self._counts.get(values, 0) + 1
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for values, count in list(self._counts.items()):
+            family.add_metric(values, count)
+        yield family
+
+
+class Buckets(Collector):
+    """A histogram; `bounds` ascend."""
 
     def __init__(
         self, name: str, text: str, bounds: Sequence[float], registry: CollectorRegistry
