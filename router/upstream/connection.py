@@ -107,8 +107,8 @@ class EngineConnection(asyncio.Protocol):
         pieces = self._pieces
         if self._complete:
             self._answer = None
-            answer.feed(pieces, done=True)
             self._finish(error)
+            answer.feed(pieces, done=True)
             return
         if pieces:
             self._pieces = []
@@ -147,7 +147,6 @@ class EngineConnection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         if self._complete:
             raise BrokenAnswerError("an answer that nobody asked for")
-        self._begin_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._head_done:
@@ -168,6 +167,7 @@ class EngineConnection(asyncio.Protocol):
         if status < 200:
             if status < 100 or status == 101:
                 raise BrokenAnswerError(f"an answer with status {status}")
+            self._begin_head()
             return
         if status > 599:
             raise BrokenAnswerError(f"an answer with status {status}")
