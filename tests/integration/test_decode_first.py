@@ -143,7 +143,7 @@ def test_a_turn_that_its_decoder_rejects_is_pulled(
 ) -> None:
     """No prompt is in a cache to its last token: what asks for all of it is rejected."""
     prompt = tokens_of(1000, 40)
-    fields = {"conversation_id": "rejected", "cache_hit_threshold": 1}
+    fields: dict[str, Any] = {"conversation_id": "rejected", "cache_hit_threshold": 1}
     first = complete(router, prompt, **fields)
     longer = [*prompt, *first.tokens, *tokens_of(50, 41)]
     before, rejected = metric(prefiller, COMPUTED), rejections(decoder)
