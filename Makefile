@@ -25,7 +25,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@scripts/install_redis
-	@VENV="$(VENV)" scripts/test $(ARGS)
+	@VENV="$(VENV)" scripts/test -n 2 --dist loadfile $(ARGS)
 
 test-vllm: $(STAMP)
 	PYTHON="$(PYTHON)" scripts/install_vllm

@@ -51,7 +51,7 @@ def compatibility_problem(
         return "compatibility hash differs, and the peer does not say in what"
     keys = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
     fields = ", ".join(f"{key} ({ours.get(key)} here, {theirs.get(key)} there)" for key in keys)
-    return f"incompatible engines: {fields}"
+    return f"incompatible engines: {fields or 'in nothing that either names'}"
 
 
 class Peers:

@@ -149,7 +149,7 @@ class SchedulerConnector:
         first_token -= first_token % self._block_size
         load.state = LoadState.LOADING
         if isinstance(load.origin, PushTarget):
-            self._register(request, load.origin, block_ids, first_token)
+            self._register(request, load.origin, block_ids, first_token, load.num_tokens)
             return
         self._orders.pulls.append(
             PullOrder(request.request_id, load.origin, block_ids, first_token, load.num_tokens)
@@ -182,6 +182,14 @@ class SchedulerConnector:
         """The engine leaves: turns wait for nobody any more. Leases run on, for their readers."""
         for request_id in self._retained.clear():
             self._orders.revokes.append(request_id)
+
+    def release(self, engine_id: str, request_id: str) -> bool:
+        """Nobody will read this request's KV. True: it was held. A reader who comes all the same
+        is told, and finds it for a moment more."""
+        if engine_id != self._identity.engine_id or request_id not in self._leased:
+            return False
+        self._orders.revokes.append(request_id)
+        return True
 
     def has_pending_work(self) -> bool:
         """True while `build_connector_meta` has something to hand over."""
@@ -232,12 +240,17 @@ class SchedulerConnector:
             self._orders.tracks.append(TrackOrder(request_id, source.address, source.request_id))
 
     def _await_push(self, request: EngineRequest, target: PushTarget) -> None:
-        self._loads[request.request_id] = Load(target, Role.DECODE, request.num_prompt_tokens)
+        self._loads[request.request_id] = Load(target, Role.DECODE, self._most_tokens(request))
         name = target.transfer_id or base_id(request.request_id)
         self._orders.tracks.append(TrackOrder(request.request_id, target.address, name))
 
     def _register(
-        self, request: EngineRequest, target: PushTarget, block_ids: BlockIds, first_token: int
+        self,
+        request: EngineRequest,
+        target: PushTarget,
+        block_ids: BlockIds,
+        first_token: int,
+        last_token: int,
     ) -> None:
         self._orders.registrations.append(
             PushRegistration(
@@ -245,7 +258,7 @@ class SchedulerConnector:
                 target,
                 block_ids,
                 first_token,
-                request.num_prompt_tokens,
+                last_token,
                 digest(request.prompt_token_ids),
             )
         )
@@ -257,7 +270,7 @@ class SchedulerConnector:
         held = self._held_tokens(source)
         if source.num_tokens is not None:
             held = min(held, source.num_tokens)
-        held = min(held, request.num_prompt_tokens)
+        held = min(held, self._most_tokens(request))
         if source.proof is None:
             return held
         proven = source.proof.proven_tokens(request.prompt_token_ids)
@@ -269,6 +282,13 @@ class SchedulerConnector:
                 held,
             )
         return min(held, proven)
+
+    def _most_tokens(self, request: EngineRequest) -> int:
+        """A host that has the whole prompt computes its last token again. Where a group has a
+        window, vLLM's block manager has by then given up the block in which that token's window
+        begins, if it begins at the end of one; so the last token is left to compute."""
+        has_windows = any(window is not None for window in self._windows)
+        return request.num_prompt_tokens - has_windows
 
     def _held_tokens(self, source: RemoteSource) -> int:
         """At most what the remote's lists can hold. Groups with a window list only its end; a peer

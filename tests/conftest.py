@@ -1,18 +1,39 @@
+import itertools
 import os
+import random
 import socket
-from contextlib import ExitStack
+from collections.abc import Iterator
 
 # UCX otherwise looks for RDMA devices only.
 os.environ.setdefault("UCX_NET_DEVICES", "all")
 os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
 
 
+LOWEST_PORT, HIGHEST_PORT = 15_000, 32_000
+"""Below those that outgoing connections are given: one of these may take a port that was free a
+moment ago, and a server that is killed finds its own taken when it comes back."""
+
+
+def _own_ports() -> Iterator[int]:
+    """This test process's share of them, over and over, from a random one on."""
+    name, count = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), "PYTEST_XDIST_WORKER_COUNT"
+    share = range(LOWEST_PORT + int(name[2:]), HIGHEST_PORT, int(os.environ.get(count, "1")))
+    start = random.SystemRandom().randrange(len(share))
+    return itertools.cycle([*share[start:], *share[:start]])
+
+
+_ports = _own_ports()
+
+
 def find_free_ports(count: int) -> list[int]:
     """Ports nobody listened on a moment ago, all different."""
-    with ExitStack() as open_sockets:
-        ports = []
-        for _ in range(count):
-            listener = open_sockets.enter_context(socket.socket())
-            listener.bind(("127.0.0.1", 0))
-            ports.append(listener.getsockname()[1])
-        return ports
+    return list(itertools.islice(filter(_is_free, _ports), count))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True

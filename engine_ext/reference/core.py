@@ -89,6 +89,10 @@ class EngineCore:
         """What is held for later is given up; what a remote reads now stays until it is read."""
         self._scheduler.drain()
 
+    def release(self, engine_id: str, request_id: str) -> bool:
+        """No remote will read this request's KV. True: it was held."""
+        return self._scheduler.release(engine_id, request_id)
+
     @property
     def has_work(self) -> bool:
         """Whether a step could do anything without news from outside."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from engine_ext.reference.core import EngineCore, StepResult
@@ -114,6 +115,14 @@ class Engine:
             call.result.result(_CALL_TIMEOUT)
         else:
             self._core.check_integrity()
+
+    async def release(self, engine_id: str, request_id: str) -> bool:
+        """No remote will read this request's KV. True: it was held."""
+        call = Call(partial(self._core.release, engine_id, request_id), Future())
+        if not self._inbox.put(call):
+            return False
+        async with asyncio.timeout(_CALL_TIMEOUT):
+            return bool(await asyncio.wrap_future(call.result))
 
     def drain(self, timeout: float) -> bool:
         """Waits until no remote reader needs our blocks. Blocks; False after `timeout` seconds.

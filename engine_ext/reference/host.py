@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import uvloop
 
+from engine_ext import identity
 from engine_ext.agent import AgentError
 from engine_ext.config import ConnectorConfig
 from engine_ext.connector import Connector, build_connector
@@ -30,6 +31,10 @@ STEP_SECONDS = 10.0
 """What the engine's current step may take once it is told to stop: it cannot be interrupted."""
 
 
+CAPABILITIES = ("streamed_kv_transfer_params",)
+"""What this engine can do besides what the connector can."""
+
+
 class HostError(Exception):
     """The engine cannot start, or cannot stop: one line that says why."""
 
@@ -38,10 +43,11 @@ class HostError(Exception):
 class Host:
     model: ServedModel
     engine: Engine
+    itself: identity.Engine
 
     def run(self, bound: socket.socket, *, shutdown_timeout: int) -> None:
         """Until a signal. Raises HostError where the engine does not stop in time."""
-        app = build_app(self.model, self.engine)
+        app = build_app(self.model, self.engine, itself=self.itself)
         signalled = Stopwatch()
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -79,7 +85,7 @@ def _build(settings: Settings) -> Host:
     started = time.monotonic()
     engine = build_engine(config, _connector_factory(settings))
     logger.info("loaded %s in %.1f s", config.model, time.monotonic() - started)
-    return Host(model, engine)
+    return Host(model, engine, _itself(settings))
 
 
 def _served_model(settings: Settings, model_config: ModelConfig) -> ServedModel:
@@ -93,6 +99,17 @@ def _served_model(settings: Settings, model_config: ModelConfig) -> ServedModel:
         chat_template=ChatTemplate.load(directory, tokenizer),
         defaults=SamplingDefaults.load(directory),
         created=int(time.time()),
+    )
+
+
+def _itself(settings: Settings) -> identity.Engine:
+    connector, at = settings.connector, settings.side_channel
+    return identity.Engine(
+        name="disagg-engine",
+        side_channels=() if connector is None else (identity.SideChannel(0, at.host, at.port),),
+        transfer_modes=() if connector is None else (connector.transfer_mode,),
+        capabilities=(*CAPABILITIES, *identity.capabilities_of(connector)),
+        versions={"torch": identity.installed_version("torch")},
     )
 
 

@@ -35,6 +35,9 @@ class SchedulerHalf(Protocol):
     ) -> None: ...
     def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy: ...
     def has_pending_work(self) -> bool: ...
+    def release(self, engine_id: str, request_id: str) -> bool:
+        """Give up what is kept for a remote reader. True: it was kept."""
+
     def drain(self) -> None:
         """Give up what is kept for later; what a remote reader waits for stays."""
 

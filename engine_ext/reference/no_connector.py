@@ -45,6 +45,9 @@ class NoSchedulerHalf:
     def has_pending_work(self) -> bool:
         return False
 
+    def release(self, engine_id: str, request_id: str) -> bool:
+        return False
+
     def drain(self) -> None:
         pass
 

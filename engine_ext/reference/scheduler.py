@@ -120,6 +120,13 @@ class Scheduler:
         except Exception:
             logger.exception("connector: drain raised")
 
+    def release(self, engine_id: str, request_id: str) -> bool:
+        try:
+            return self._connector.release(engine_id, request_id)
+        except Exception:
+            logger.exception("connector: release raised")
+            return False
+
     def check_integrity(self) -> None:
         self.queues.check_integrity(self._blocks)
 

@@ -4,6 +4,19 @@
 "engine_ext.vllm", "kv_role": "kv_both"}'`; `DisaggPushConnector` for push mode.
 """
 
-from engine_ext.vllm.connector import DisaggConnector, DisaggPushConnector
+from typing import Any
 
-__all__ = ["DisaggConnector", "DisaggPushConnector"]
+from engine_ext.vllm.versions import require_supported_version
+
+CONNECTORS = ("DisaggConnector", "DisaggPushConnector")
+
+
+def __getattr__(name: str) -> Any:
+    """The connectors, when vLLM asks for one: on a version that was not tested their very import
+    might fail, in less than clear words. Raises RuntimeError there."""
+    if name not in CONNECTORS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require_supported_version()
+    from engine_ext.vllm import connector
+
+    return getattr(connector, name)

@@ -32,6 +32,13 @@ from engine_ext.types import BlockIds, StepMetadata, TransferResults
 from engine_ext.vllm import describe
 from engine_ext.vllm.news import NewsListener, NewsSender
 from engine_ext.vllm.request import RequestView
+from engine_ext.vllm.stats import (
+    Differences,
+    DisaggPromMetrics,
+    DisaggStats,
+    of_scheduler,
+    of_worker,
+)
 from engine_ext.vllm.versions import require_supported_version
 from engine_ext.worker import WorkerConnector
 
@@ -56,6 +63,7 @@ Matched = tuple[int | None, bool]
 Finished = tuple[bool, dict[str, Any] | None]
 
 NOTHING: Matched = (0, False)
+UNCHANGED: DisaggStats | None = None
 NOT_KEPT: Finished = (False, None)
 
 
@@ -87,12 +95,30 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
         self._news: NewsListener | None = None
+        self._differences = Differences()
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         return "LBHNC"
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> DisaggStats:
+        return DisaggStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> DisaggPromMetrics:
+        return DisaggPromMetrics(*args)
+
+    @guarded(UNCHANGED)
+    def get_kv_connector_stats(self) -> DisaggStats | None:
+        """Of this half, since the last call."""
+        if self._scheduler is not None:
+            return self._differences.take(of_scheduler(self._scheduler.num_leased))
+        if self._worker is not None:
+            return self._differences.take(of_worker(self._worker.stats()))
+        return None
 
     # Scheduler side.
 
@@ -161,6 +187,11 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         """For our scheduler class; vLLM's own has one policy for all requests."""
         return self.scheduler.load_failure_policy(RequestView(request))
 
+    @guarded(False)
+    def release(self, engine_id: str, request_id: str) -> bool:
+        """See engine_ext.release; for our HTTP page, by way of vLLM's engine process."""
+        return self.scheduler.release(engine_id, request_id)
+
     def listen_for_news(self, on_news: Callable[[], None]) -> None:
         """`on_news` is called when a worker has results, from another thread."""
         self._news = NewsListener(self._config.engine_id, on_news)
@@ -181,7 +212,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         identity = describe.engine_identity(self._vllm_config, self._config, geometry)
         self._worker = WorkerConnector(self._config, geometry, identity)
         self._worker.set_wake(NewsSender(self._config.engine_id))
-        self._worker.register_kv_caches(describe.regions(kv_caches, geometry.num_blocks))
+        self._worker.register_kv_caches(describe.regions(kv_caches, self._kv_cache_config))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if self._worker is None:

@@ -1,19 +1,26 @@
 """vLLM's configuration and memory, in the core's words."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+from vllm import __version__ as vllm_version
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     compute_nixl_compatibility_hash,
 )
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
-from engine_ext.config import ConnectorConfig
-from engine_ext.types import CacheGeometry, EngineIdentity, Region
+from engine_ext import identity
+from engine_ext.config import CONNECTORS, ConnectorConfig
+from engine_ext.types import SHARED, CacheGeometry, EngineIdentity, Region
+
+SCHEDULERS = "engine_ext.vllm.scheduler"
+"""The module of our scheduler classes."""
 
 CONFIG_KEYS = ("kv_connector", "kv_role", "kv_load_failure_policy", "engine_id")
 
@@ -34,27 +41,58 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     problems = {
         "MLA": vllm_config.model_config.use_mla,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "tensor parallelism": parallel.tensor_parallel_size > 1,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
-        "several KV-cache groups": len(kv_cache_config.kv_cache_groups) > 1,
+        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
+        **{f"KV cache of {kind}": True for kind in _unknown_kinds(kv_cache_config)},
+        "KV-cache groups of different block sizes": len(_block_sizes(kv_cache_config)) > 1,
+        "KV-cache groups that are not transferred": _has_private_groups(kv_cache_config),
     }
     found = [name for name, present in problems.items() if present]
     if found:
         raise ValueError(f"DisaggConnector does not support {', '.join(found)} yet")
 
 
+def _unknown_kinds(kv_cache_config: KVCacheConfig) -> set[str]:
+    """Kinds of attention whose blocks are not simply those of the tokens, or of the last ones."""
+    kinds = {type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups}
+    return {kind.__name__ for kind in kinds - {FullAttentionSpec, SlidingWindowSpec}}
+
+
+def _block_sizes(kv_cache_config: KVCacheConfig) -> set[int]:
+    return {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
+
+
+def _has_private_groups(kv_cache_config: KVCacheConfig) -> bool:
+    return len(kv_cache_config.transfer_group_ids) < len(kv_cache_config.kv_cache_groups)
+
+
+def _windows(kv_cache_config: KVCacheConfig) -> tuple[int | None, ...]:
+    specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    return tuple(
+        spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs
+    )
+
+
 def scheduler_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheGeometry:
     """What the scheduler half needs; layout and backend are the workers' to know."""
-    return CacheGeometry(vllm_config.cache_config.block_size, kv_cache_config.num_blocks)
+    return CacheGeometry(
+        vllm_config.cache_config.block_size,
+        kv_cache_config.num_blocks,
+        group_windows=_windows(kv_cache_config),
+    )
 
 
 def cache_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheGeometry:
+    """Of this worker: only workers have a tensor rank."""
     cache = vllm_config.cache_config
     return CacheGeometry(
         block_size=cache.block_size,
         num_blocks=kv_cache_config.num_blocks,
         kv_cache_layout=cache.get_resolved_kv_cache_layout().name,
         attn_backend_name=get_current_attn_backends(vllm_config)[0].get_name(),
+        num_kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
+        tp_rank=get_tensor_model_parallel_rank(),
+        group_windows=_windows(kv_cache_config),
     )
 
 
@@ -69,7 +107,12 @@ def engine_identity(
         compat_hash = compute_nixl_compatibility_hash(vllm_config, backend, config.transfer_mode)
         factors = _factors(vllm_config, backend, config)
     return EngineIdentity(
-        config.engine_id, host, port, compat_factors=factors, compat_hash=compat_hash
+        config.engine_id,
+        host,
+        port,
+        tp_size=vllm_config.parallel_config.tensor_parallel_size,
+        compat_factors=factors,
+        compat_hash=compat_hash,
     )
 
 
@@ -80,11 +123,10 @@ def side_channel(vllm_config: VllmConfig) -> tuple[str, int]:
 
 def _factors(vllm_config: VllmConfig, backend: str, config: ConnectorConfig) -> dict[str, str]:
     """What vLLM hashes, field by field, so that a mismatch can be named."""
-    from vllm import __version__
-
     model, cache = vllm_config.model_config, vllm_config.cache_config
+    scheduler = vllm_config.scheduler_config
     return {
-        "vllm_version": __version__,
+        "vllm_version": vllm_version,
         "model": str(model.model),
         "dtype": str(model.dtype),
         "num_kv_heads": str(model.get_total_num_kv_heads()),
@@ -92,13 +134,77 @@ def _factors(vllm_config: VllmConfig, backend: str, config: ConnectorConfig) -> 
         "num_layers": str(model.get_total_num_hidden_layers()),
         "cache_dtype": str(cache.cache_dtype),
         "attn_backend": backend,
+        "hybrid_kv_cache_manager": str(not scheduler.disable_hybrid_kv_cache_manager),
+        "speculative_decoding": str(_speculation(vllm_config.speculative_config)),
         "transfer_mode": config.transfer_mode,
     }
 
 
-def regions(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> list[Region]:
-    """One per layer, K and V packed, in the order of layer numbers that stock peers expect."""
-    return [_region(name, kv_caches[name], num_blocks) for name in sorted(kv_caches, key=_natural)]
+def _speculation(config: Any) -> str | None:
+    return None if config is None else f"{config.method} {config.num_speculative_tokens}"
+
+
+def engine(vllm_config: VllmConfig) -> identity.Engine:
+    """What this server says of itself, whichever connector it has, if any."""
+    parallel = vllm_config.parallel_config
+    transfer = vllm_config.kv_transfer_config
+    return identity.Engine(
+        name="vllm",
+        side_channels=_side_channels(vllm_config) if transfer is not None else (),
+        transfer_modes=_transfer_modes(transfer),
+        capabilities=_capabilities(vllm_config),
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        dp_size=parallel.data_parallel_size,
+        versions={"vllm": vllm_version},
+    )
+
+
+def _side_channels(vllm_config: VllmConfig) -> list[identity.SideChannel]:
+    """Of the data-parallel ranks on this machine: others have a host of their own."""
+    host, port = envs.VLLM_NIXL_SIDE_CHANNEL_HOST, envs.VLLM_NIXL_SIDE_CHANNEL_PORT
+    parallel = vllm_config.parallel_config
+    first = parallel.data_parallel_index
+    ranks = range(first, first + max(1, parallel.data_parallel_size_local))
+    return [identity.SideChannel(rank, host, port + rank) for rank in ranks]
+
+
+def _transfer_modes(transfer: KVTransferConfig | None) -> tuple[str, ...]:
+    if transfer is None:
+        return ()
+    return ("push",) if "Push" in str(transfer.kv_connector) else ("pull",)
+
+
+def _capabilities(vllm_config: VllmConfig) -> tuple[str, ...]:
+    named = vllm_config.scheduler_config.scheduler_cls
+    name = named if isinstance(named, str) else getattr(named, "__module__", "")
+    is_ours = name.startswith(SCHEDULERS)
+    threshold = ("cache_hit_threshold",) if is_ours else ()
+    transfer = vllm_config.kv_transfer_config
+    config = None
+    if transfer is not None and transfer.kv_connector in CONNECTORS:
+        config = connector_config(vllm_config)
+    return (*threshold, "streamed_kv_transfer_params", *identity.capabilities_of(config))
+
+
+def regions(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig) -> list[Region]:
+    """One per layer, K and V packed, in the order of layer numbers that stock peers expect.
+
+    Layers of different groups lie on the same memory, since a block is only ever of one group:
+    they are one region, named by the first. Layers that use the cache of another have none.
+    """
+    groups = {
+        layer: number
+        for number, group in enumerate(kv_cache_config.kv_cache_groups)
+        for layer in group.layer_names
+    }
+    found: dict[int, Region] = {}
+    for name in sorted(kv_caches.keys() & groups.keys(), key=_natural):
+        region = _region(name, kv_caches[name], kv_cache_config.num_blocks, groups[name])
+        first = found.setdefault(region.base_addr, region)
+        if first.group != region.group:
+            found[region.base_addr] = replace(first, group=SHARED)
+    return list(found.values())
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:
@@ -106,7 +212,7 @@ def _natural(name: str) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]
 
 
-def _region(name: str, cache: torch.Tensor, num_blocks: int) -> Region:
+def _region(name: str, cache: torch.Tensor, num_blocks: int, group: int) -> Region:
     block = cache[0]
     if cache.shape[0] != num_blocks or not block.is_contiguous():
         raise ValueError(
@@ -121,4 +227,5 @@ def _region(name: str, cache: torch.Tensor, num_blocks: int) -> Region:
         num_blocks=num_blocks,
         device_id=max(cache.get_device(), 0),
         mem_type="DRAM" if cache.device.type == "cpu" else "VRAM",
+        group=group,
     )

@@ -12,8 +12,10 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_SECONDS = 5.0
-"""News are assumed after this long, in case a datagram was lost."""
+PATIENCE_SECONDS = 60.0
+"""News are assumed after this long, in case a datagram was lost. Each look costs a second of a
+core: vLLM's workers spin for so long after every step."""
+STOP_SECONDS = 5.0
 
 
 def _address(engine_id: str) -> str:
@@ -55,7 +57,7 @@ class NewsListener:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError as error:
             logger.debug("news: %s", error)
-        self._thread.join(timeout=PATIENCE_SECONDS + 1)
+        self._thread.join(timeout=STOP_SECONDS)
         self._socket.close()
 
     def _run(self) -> None:

@@ -1,8 +1,8 @@
 """vLLM calls `register` in every process before anything is built (`vllm.general_plugins`).
 
 It adds what the HTTP server of vLLM 0.32 cannot say by itself: the request field
-`cache_hit_threshold`, the finish reason `cache_threshold`, and `kv_transfer_params` in streams,
-in a chunk of their own before `[DONE]`.
+`cache_hit_threshold`, the finish reason `cache_threshold`, `kv_transfer_params` in streams, in a
+chunk of their own before `[DONE]`, and the pages `/disagg/identity` and `/disagg/release`.
 """
 
 import logging
@@ -19,9 +19,10 @@ def register() -> None:
     except RuntimeError as error:
         logger.warning("%s: no streamed kv_transfer_params, no cache_hit_threshold", error)
         return
-    from engine_ext.vllm import engine_wake, finish_reason, request_field, streams
+    from engine_ext.vllm import engine_wake, finish_reason, pages, request_field, streams
 
     finish_reason.install()
     request_field.install()
     streams.install()
     engine_wake.install()
+    pages.install()

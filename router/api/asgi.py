@@ -23,6 +23,7 @@ from router.flows.errors import (
 from router.flows.exchange import Header, Relayed
 from router.flows.gateway import Gateway
 from router.upstream.answer import HIGH_WATER
+from router.upstream.deadlines import now
 from router.upstream.errors import ReaderStalledError
 
 
@@ -89,10 +90,11 @@ async def _disconnected(receive: Receive) -> None:
 
 class AsgiExchange:
     def __init__(self, scope: Scope, send: Send, endpoint: str) -> None:
+        self.loop = asyncio.get_running_loop()
         self.endpoint = endpoint
         self.headers: Sequence[Header] = [(n.lower(), v) for n, v in scope["headers"]]
         self.body = b""
-        self.arrived = asyncio.get_running_loop().time()
+        self.arrived = now()
         self.started = False
         self._send = send
 

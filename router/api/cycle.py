@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from router.api import wire
 from router.flows.dispatch import refuse, serve
 from router.flows.exchange import Header, Relayed
+from router.upstream.deadlines import now
 
 if TYPE_CHECKING:
     from router.api.protocol import RouterProtocol
@@ -25,10 +26,11 @@ class HotCycle:
 
     def __init__(self, protocol: RouterProtocol, endpoint: str, headers: list[Header]) -> None:
         http_1_1 = protocol.parser.get_http_version() != "1.0"
+        self.loop = protocol.loop
         self.endpoint = endpoint
         self.headers: Sequence[Header] = headers
         self.body = b""
-        self.arrived = protocol.loop.time()
+        self.arrived = now()
         self.started = False
         self.response_complete = False
         self.disconnected = False

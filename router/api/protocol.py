@@ -32,7 +32,7 @@ from router.flows.errors import (
     shape_of,
 )
 from router.flows.gateway import Gateway
-from router.upstream.deadlines import Deadlines
+from router.upstream.deadlines import NEVER, Deadlines, now
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
@@ -61,7 +61,8 @@ class RouterProtocol(HttpToolsProtocol):
         self._active: HotCycle | RequestResponseCycle | None = None
         self._hot: HotCycle | None = None
         self._receiving = False
-        self._watched = False
+        # Whether `deadline` is the one of the request that is being received.
+        self._timed = False
         # Once deaf, what still comes is thrown away: it follows something that made no sense.
         self._deaf = False
         # Bytes since the last piece of body: heads and trailers, which the parser does not limit.
@@ -76,14 +77,13 @@ class RouterProtocol(HttpToolsProtocol):
         self._watch(self._settings.client_read_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._unwatch()
+        self._deadlines.drop(self)
         self.pipeline.clear()
         if isinstance(self._active, HotCycle):
             self._active.disconnect()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
         if self._deaf:
             return
         self._overhead += len(data)
@@ -97,10 +97,11 @@ class RouterProtocol(HttpToolsProtocol):
 
     def _watch_receiving(self) -> None:
         if not self._receiving:
-            self._unwatch()
+            self.deadline = NEVER  # until an answer ends: see on_response_complete
         elif self._overhead > self._settings.max_header_size:
             self._give_up(self._head_too_large())
-        elif not self._watched:
+        elif not self._timed:
+            self._timed = True
             self._watch(self._settings.client_read_timeout)
 
     def _limit_pipeline(self, size: int) -> None:
@@ -124,8 +125,11 @@ class RouterProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if self._deaf or self.transport.is_closing():
             raise MalformedRequestError("the connection is closing")
-        super().on_message_begin()
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
         self._receiving = True
+        self._timed = False
         self._hot = None
 
     def on_headers_complete(self) -> None:
@@ -136,6 +140,7 @@ class RouterProtocol(HttpToolsProtocol):
             return
         endpoint = HOT.get(self.url)
         if endpoint is None or self.parser.get_method() != b"POST":
+            self._make_scope()
             super().on_headers_complete()
         else:
             self._queue(HotCycle(self, endpoint, self.headers))
@@ -158,6 +163,17 @@ class RouterProtocol(HttpToolsProtocol):
         elif not self._hot.response_complete:
             self._hot.complete_request()
 
+    def on_response_complete(self) -> None:
+        """uvicorn's, with our deadlines in the place of a timer for each answer."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        elif not self._receiving and not self._deaf:
+            self._watch(self.timeout_keep_alive)
+
     # What a HotCycle needs.
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -174,7 +190,6 @@ class RouterProtocol(HttpToolsProtocol):
     # Expiring: a request must be received in time.
 
     def expire(self) -> None:
-        self._watched = False
         if self._deaf or not self._receiving:
             self.transport.close()
         elif self.pipeline or self.flow.read_paused:
@@ -188,6 +203,13 @@ class RouterProtocol(HttpToolsProtocol):
             active.begin()
         else:
             super()._start_asgi_task(cycle, app)
+
+    def _make_scope(self) -> None:
+        """What uvicorn makes when a request begins, and hot requests do without."""
+        url, headers, expects = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()
+        self.url, self.headers, self.expect_100_continue = url, headers, expects
+        self.scope["headers"] = headers
 
     def _queue(self, hot: HotCycle) -> None:
         latest, cycle = self.cycle, cast(RequestResponseCycle, hot)
@@ -259,14 +281,8 @@ class RouterProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _watch(self, seconds: float) -> None:
-        self._watched = True
-        self.deadline = self.loop.time() + seconds
+        self.deadline = now() + seconds
         self._deadlines.watch(self)
-
-    def _unwatch(self) -> None:
-        if self._watched:
-            self._watched = False
-            self._deadlines.drop(self)
 
     def _head_too_large(self) -> HeadTooLargeError:
         return HeadTooLargeError(
@@ -289,4 +305,7 @@ def _size(headers: list[tuple[bytes, bytes]]) -> int:
 
 
 def _announced_size(headers: list[tuple[bytes, bytes]]) -> int:
-    return next((int(value) for name, value in headers if name == b"content-length"), 0)
+    for name, value in headers:
+        if name == b"content-length":
+            return int(value)
+    return 0

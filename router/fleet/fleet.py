@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from router.fleet.engine import Engine, Role, State
 from router.fleet.learned import Learned
@@ -22,15 +22,14 @@ class Fleet:
     ) -> None:
         self.engines = tuple(engines)
         self._by_role = {role: tuple(e for e in engines if e.role is role) for role in Role}
+        self._candidates = {role: _candidates(found) for role, found in self._by_role.items()}
         self._tolerated_failures = tolerated_failures
         self._on_change = on_change
         self._clock = clock
 
-    def candidates(self, role: Role) -> list[Engine]:
+    def candidates(self, role: Role) -> Sequence[Engine]:
         """The engines that may be asked: the healthy ones, or else those not probed yet."""
-        engines = self._by_role[role]
-        healthy = [engine for engine in engines if engine.state is State.HEALTHY]
-        return healthy or [engine for engine in engines if engine.state is State.UNKNOWN]
+        return self._candidates[role]
 
     def named(self, role: Role, name: str) -> Engine | None:
         """The engine of that name, if it may be asked."""
@@ -67,9 +66,15 @@ class Fleet:
         if engine.state is state:
             return
         engine.state = state
+        self._candidates[engine.role] = _candidates(self._by_role[engine.role])
         if state is State.UNHEALTHY:
             engine.lost_at, engine.learned = self._clock(), Learned()
         level = logging.WARNING if state is State.UNHEALTHY else logging.INFO
         detail = f": {reason}" if reason else ""
         logger.log(level, "%s engine %s is %s%s", engine.role, engine.name, state, detail)
         self._on_change(engine)
+
+
+def _candidates(engines: Sequence[Engine]) -> tuple[Engine, ...]:
+    healthy = tuple(engine for engine in engines if engine.state is State.HEALTHY)
+    return healthy or tuple(engine for engine in engines if engine.state is State.UNKNOWN)

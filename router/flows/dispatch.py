@@ -14,8 +14,8 @@ from router.flows.options import Options, take_options
 from router.flows.pull import pull
 from router.flows.request import Request, parse_body
 from router.flows.turn import take_turn
-from router.telemetry.access import log_access
 from router.telemetry.record import Record
+from router.upstream.deadlines import now
 from router.upstream.errors import ReaderStalledError
 
 logger = logging.getLogger("disagg_router.flows")
@@ -25,7 +25,7 @@ CLIENT_LEFT = 499  # never sent: nginx's status for the books
 async def serve(exchange: Exchange, gateway: Gateway) -> None:
     """Answers the exchange, whatever happens, unless its client has left."""
     request = _open_books(exchange, gateway)
-    task = asyncio.current_task()
+    task = asyncio.current_task(exchange.loop)
     assert task is not None
     gateway.running.add(task)
     try:
@@ -133,7 +133,7 @@ def _error_headers(record: Record) -> list[Header]:
 
 
 def _close_books(record: Record, gateway: Gateway) -> None:
-    record.ended = asyncio.get_running_loop().time()
+    record.ended = now()
     gateway.metrics.finish(record)
-    if gateway.settings.access_log:
-        log_access(record)
+    if gateway.access is not None:
+        gateway.access.add(record)

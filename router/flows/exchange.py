@@ -6,6 +6,7 @@ front cancels when the client has left.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -27,8 +28,11 @@ class Relayed(Protocol):
 
 
 class Exchange(Protocol):
-    """Header names are lower case. Nothing can be answered twice; `started` says that it was."""
+    """`loop` is the one that runs the flow, so that it need not be looked for.
 
+    Header names are lower case. Nothing can be answered twice; `started` says that it was."""
+
+    loop: asyncio.AbstractEventLoop
     endpoint: str
     headers: Sequence[Header]
     body: bytes

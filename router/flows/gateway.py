@@ -14,6 +14,7 @@ from router.flows.errors import EngineError, NoEngineError
 from router.policies.affinity import LoadBound
 from router.policies.round_robin import in_turn
 from router.settings import Settings
+from router.telemetry.access import AccessLog
 from router.telemetry.metrics import Metrics
 from router.telemetry.throttle import Throttle
 from router.upstream.errors import ConnectError, UpstreamError
@@ -38,6 +39,7 @@ class Gateway:
         self.metrics = metrics
         self.conversations = conversations
         self.load_bound = LoadBound(settings.affinity_load_factor, settings.affinity_load_floor)
+        self.access = AccessLog() if settings.access_log else None
         self.running: set[asyncio.Task[None]] = set()
         self.draining = False
         self.interrupted = False
@@ -69,7 +71,7 @@ class Gateway:
         tries at most: a prefiller's blocks wait for the decoder no longer than their lease. `order`
         takes the place of taking turns.
         """
-        failure: Exception = NoEngineError(f"no {role} engine is healthy")
+        failure: Exception | None = None
         for engine in (self.in_turn(role) if order is None else order)[:MOST_TRIED]:
             engine.in_flight += 1
             try:
@@ -83,7 +85,7 @@ class Gateway:
                 raise
             finally:
                 engine.in_flight -= 1
-        raise failure
+        raise failure or NoEngineError(f"no {role} engine is healthy")
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs something that outlives its request; it must end by itself, soon."""
@@ -100,6 +102,8 @@ class Gateway:
             await asyncio.gather(*late, return_exceptions=True)
         if self.conversations is not None:
             await self.conversations.close()
+        if self.access is not None:
+            self.access.flush()
 
     def interrupt(self) -> None:
         """Ends every running request; each tells its client so."""

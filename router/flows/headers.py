@@ -7,9 +7,9 @@ passed to both legs untouched: the router does not know the engines' ranks.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from random import getrandbits
 
 from router.flows.exchange import Header
 
@@ -28,6 +28,11 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
         b"http2-settings",
     )
+)
+PLAIN_CONNECTION = (b"keep-alive", b"close")
+LEG_HEAD = (
+    b"POST %s HTTP/1.1\r\nhost: %s\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\nx-request-id: %s\r\n%s\r\n"
 )
 CONVERSATION_ID = b"x-conversation-id"
 CONVERSATION_STREAM = b"x-conversation-stream"
@@ -50,38 +55,41 @@ def request_id_of(headers: Iterable[Header]) -> str:
     for name, value in headers:
         if name == REQUEST_ID and SANE_REQUEST_ID.fullmatch(value):
             return value.decode("ascii")
-    return os.urandom(16).hex()
+    return f"{getrandbits(128):032x}"
 
 
-def to_engine(headers: Iterable[Header]) -> bytes:
+def to_engine(headers: Sequence[Header]) -> bytes:
     """The header lines that both legs share."""
-    lines = [b"%s: %s\r\n" % header for header in _travelling(headers, NOT_TO_ENGINE)]
+    dropped = _dropped(headers, NOT_TO_ENGINE)
+    lines = [b"%s: %s\r\n" % header for header in headers if header[0] not in dropped]
     block = b"".join(lines)
     if block.count(b"\n") != len(lines) or block.count(b"\r") != len(lines) or b"\0" in block:
         return b"".join(line for line in lines if _is_one_line(line))
     return block
 
 
-def to_client(headers: Iterable[Header], request_id: str) -> list[Header]:
-    kept = _travelling(headers, NOT_TO_CLIENT)
+def to_client(headers: Sequence[Header], request_id: str) -> list[Header]:
+    dropped = _dropped(headers, NOT_TO_CLIENT)
+    kept = [header for header in headers if header[0] not in dropped]
     kept.append((REQUEST_ID, request_id.encode("ascii")))
     return kept
 
 
 def leg_head(path: str, host: str, shared: bytes, request_id: str, length: int) -> bytes:
-    return (
-        f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-        f"content-length: {length}\r\nx-request-id: {request_id}\r\n"
-    ).encode("ascii") + b"%s\r\n" % shared
+    return LEG_HEAD % (path.encode(), host.encode(), length, request_id.encode(), shared)
 
 
-def _travelling(headers: Iterable[Header], dropped: frozenset[bytes]) -> list[Header]:
-    headers = list(headers)
-    nominated = [value for name, value in headers if name == b"connection"]
-    if nominated:
-        tokens = b",".join(nominated).lower().split(b",")
-        dropped = dropped | {token.strip() for token in tokens}
-    return [header for header in headers if header[0] not in dropped]
+def _dropped(headers: Sequence[Header], always: frozenset[bytes]) -> frozenset[bytes]:
+    """Also those that a Connection header nominates."""
+    for name, value in headers:
+        if name == b"connection" and value.lower() not in PLAIN_CONNECTION:
+            return always | _nominated(headers)
+    return always
+
+
+def _nominated(headers: Sequence[Header]) -> frozenset[bytes]:
+    values = [value for name, value in headers if name == b"connection"]
+    return frozenset(token.strip() for token in b",".join(values).lower().split(b","))
 
 
 def _is_one_line(line: bytes) -> bool:

@@ -15,7 +15,7 @@ from router.fleet.engine import Engine, Role
 from router.flows import headers, legs
 from router.flows.gateway import Gateway
 from router.flows.request import Request, write_body
-from router.flows.steps import now
+from router.upstream.deadlines import now
 from router.upstream.errors import UpstreamError
 
 TIMEOUT = 5.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from router.fleet.engine import Engine, Role
@@ -11,6 +10,7 @@ from router.flows.errors import EngineError, EngineOverloadedError, RejectedErro
 from router.flows.gateway import Gateway
 from router.flows.request import Request, write_body
 from router.upstream.answer import Answer
+from router.upstream.deadlines import now
 from router.upstream.errors import BrokenAnswerError
 
 Deliver = Callable[[Request, Gateway, Engine, Answer], Awaitable[None]]
@@ -106,10 +106,6 @@ def note_first_byte(request: Request, answer: Answer) -> None:
 
 def note_done(request: Request) -> None:
     request.record.stage, request.record.outcome = "done", "ok"
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _message(request: Request, engine: Engine, content: bytes) -> list[bytes]:

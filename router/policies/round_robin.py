@@ -10,7 +10,5 @@ T = TypeVar("T")
 
 def in_turn(candidates: Sequence[T], turn: int) -> list[T]:
     """All candidates, starting with the one whose turn it is; the rest are its stand-ins."""
-    if not candidates:
-        return []
-    start = turn % len(candidates)
-    return [*candidates[start:], *candidates[:start]]
+    start = turn % len(candidates) if candidates else 0
+    return [*candidates[start:], *candidates[:start]] if start else list(candidates)

@@ -4,41 +4,52 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import orjson
 
 LogFormat = Literal["text", "json"]
-FIELDS = "fields"
+LINES = "lines"
+
+
+class Line(NamedTuple):
+    """One of the many lines that a log record may carry as LINES; `at` is Unix time."""
+
+    at: float
+    message: str
+    fields: dict[str, object]
 
 
 class TextFormatter(logging.Formatter):
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")
-        self.converter = time.gmtime
-
     def format(self, record: logging.LogRecord) -> str:
-        line = super().format(record)
-        fields: dict[str, object] = getattr(record, FIELDS, {})
-        return line + "".join(f" {name}={value}" for name, value in fields.items())
+        lines: list[Line] | None = getattr(record, LINES, None)
+        if lines is not None:
+            return "\n".join([self._line(line, record.levelname) for line in lines])
+        return f"{_moment(record.created)} {record.levelname} {super().format(record)}"
+
+    def _line(self, line: Line, level: str) -> str:
+        said = "".join([f" {name}={value}" for name, value in line.fields.items()])
+        return f"{_moment(line.at)} {level} {line.message}{said}"
 
 
 class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, object] = {
-            "time": self._time(record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
+        head = {"level": record.levelname.lower(), "logger": record.name}
+        lines: list[Line] | None = getattr(record, LINES, None)
+        if lines is not None:
+            return "\n".join([self._line(line, head) for line in lines])
+        content: dict[str, object] = {
+            "time": _moment(record.created),
+            **head,
             "message": record.getMessage(),
         }
-        line |= getattr(record, FIELDS, {})
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(line, default=str).decode()
+            content["exception"] = self.formatException(record.exc_info)
+        return _json(content)
 
-    def _time(self, record: logging.LogRecord) -> str:
-        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        return f"{seconds}.{int(record.msecs):03d}Z"
+    def _line(self, line: Line, head: dict[str, str]) -> str:
+        return _json({"time": _moment(line.at), **head, "message": line.message, **line.fields})
 
 
 def configure(level: str, log_format: LogFormat) -> None:
@@ -48,3 +59,17 @@ def configure(level: str, log_format: LogFormat) -> None:
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     for noisy in ("httpx", "httpcore", "uvicorn", "asyncio"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def _json(content: dict[str, object]) -> str:
+    return orjson.dumps(content, default=str).decode()
+
+
+def _moment(at: float) -> str:
+    second = int(at)
+    return f"{_second(second)}.{int((at - second) * 1000):03d}Z"
+
+
+@lru_cache(maxsize=8)
+def _second(at: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at))

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from router.telemetry.record import Record
+from router.telemetry.tally import Buckets, Tally
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -19,13 +20,11 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = self._counter(
-            "requests",
+        self.requests = Tally(
+            "disagg_router_requests",
             "Requests that ended, by what the client was told.",
-            "endpoint",
-            "flow",
-            "status",
-            "outcome",
+            ("endpoint", "flow", "status", "outcome"),
+            self.registry,
         )
         self.prefill_seconds = self._histogram(
             "prefill_seconds", "From asking a prefiller to its whole answer."
@@ -89,15 +88,9 @@ class Metrics:
         self.releases = self._counter(
             "releases", "Prefills given up before a decoder read them, by how it went.", "outcome"
         )
-        self._cached: dict[tuple[str, str, int, str], Counter] = {}
 
     def finish(self, record: Record) -> None:
-        key = (record.endpoint, record.flow, record.status, record.outcome)
-        counter = self._cached.get(key)
-        if counter is None:
-            counter = self.requests.labels(*map(str, key))
-            self._cached[key] = counter
-        counter.inc()
+        self.requests.add((record.endpoint, record.flow, str(record.status), record.outcome))
         if record.ended is not None:
             self.request_seconds.observe(record.ended - record.started)
         if record.first_byte is not None:
@@ -117,5 +110,5 @@ class Metrics:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"disagg_router_{name}", text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"disagg_router_{name}", text, buckets=SECONDS, registry=self.registry)
+    def _histogram(self, name: str, text: str) -> Buckets:
+        return Buckets(f"disagg_router_{name}", text, SECONDS, self.registry)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Record:
-    """Filled in by the flow as it goes. Times are seconds of the event loop's clock.
+    """Filled in by the flow as it goes. Times are seconds of the monotonic clock.
 
     `stage` is where the request is: "receive", "prefill", "decode", "stream" or "done".
     `conversation` is what became of the last turn's KV, empty outside conversations.

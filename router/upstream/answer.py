@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from router.upstream.deadlines import Deadlines
+from router.upstream.deadlines import Deadlines, now
 from router.upstream.errors import (
     AnswerTimeoutError,
     AnswerTooLargeError,
@@ -31,6 +31,8 @@ HIGH_WATER = 256 * 1024
 class Wire(Protocol):
     """What an answer needs of the connection that it arrives on."""
 
+    loop: asyncio.AbstractEventLoop
+
     def pause(self) -> None: ...
     def resume(self) -> None: ...
     def abort(self) -> None: ...
@@ -43,7 +45,7 @@ class Sink(Protocol):
 
 
 class Answer:
-    """Times are seconds of the event loop's clock."""
+    """Times are seconds of the monotonic clock."""
 
     def __init__(self, wire: Wire, deadlines: Deadlines, deadline: float) -> None:
         self.deadline = deadline
@@ -72,23 +74,24 @@ class Answer:
 
     # The engine's side: called by the connection.
 
-    def start(self, status: int, headers: Headers, length: int | None) -> None:
+    def start(
+        self, status: int, headers: Headers, length: int | None, is_event_stream: bool
+    ) -> None:
         self.status, self.headers, self.length = status, headers, length
-        kind = self.header(b"content-type") or b""
-        self.is_event_stream = kind.lower().startswith(b"text/event-stream")
+        self.is_event_stream = is_event_stream
 
     def feed(self, pieces: list[bytes], done: bool) -> None:
         """Takes what one read of the socket brought."""
-        now = asyncio.get_running_loop().time()
+        moment = now()
         if pieces and self.first_body_at is None:
-            self.first_body_at = now
+            self.first_body_at = moment
         if done:
             self._done = True
             self._deadlines.drop(self)
         if self._sink is None:
             self._hold(pieces)
         else:
-            self._pass_on(self._sink, b"".join(pieces), now)
+            self._pass_on(self._sink, b"".join(pieces), moment)
         if done or (self._sink is None and self._is_ready()):
             self._wake()
 
@@ -119,7 +122,8 @@ class Answer:
         self._hold([])
         if not self._done:
             self._wire.resume()
-        await self.ready()
+            await self.ready()
+        self._check()
         return self._take()
 
     async def until(self, enough: Callable[[bytes], bool]) -> bytes:
@@ -143,9 +147,10 @@ class Answer:
         self._sink, self._idle, self._latest = sink, idle, latest
         if self.is_event_stream:
             self._gate = EventGate()
-        self._pass_on(sink, self._take(), asyncio.get_running_loop().time())
+        self._pass_on(sink, self._take(), now())
         if self._done:
             return
+        self._deadlines.watch(self)
         if self._error is None:
             if not self._stalled:
                 self._wire.resume()
@@ -194,8 +199,8 @@ class Answer:
         self._held_size = 0
         return block
 
-    def _pass_on(self, sink: Sink, block: bytes, now: float) -> None:
-        self.deadline = min(now + self._idle, self._latest)
+    def _pass_on(self, sink: Sink, block: bytes, moment: float) -> None:
+        self.deadline = min(moment + self._idle, self._latest)
         if self._gate is not None:
             block = self._gate.passing(block)
             if self._done:
@@ -204,7 +209,7 @@ class Answer:
             sink.write(block, self._done)
 
     async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = self._wire.loop.create_future()
         try:
             await self._waiter
         finally:

@@ -26,7 +26,8 @@ class Owner(Protocol):
 
 
 class EngineConnection(asyncio.Protocol):
-    def __init__(self, owner: Owner, header_limit: int) -> None:
+    def __init__(self, owner: Owner, header_limit: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
         self.idle_since = 0.0
         self._owner = owner
         self._header_limit = header_limit
@@ -36,15 +37,21 @@ class EngineConnection(asyncio.Protocol):
         self._reset()
 
     def _reset(self) -> None:
-        self._headers: Headers = []
+        self._begin_head()
         self._pieces: list[bytes] = []
-        self._length: int | None = None
         self._overhead = 0
         self._heard = False
         self._head_done = False
         self._until_close = False
         self._complete = False
         self._keep_alive = False
+
+    def _begin_head(self) -> None:
+        """An interim answer has a head of its own, which is forgotten."""
+        self._headers: Headers = []
+        self._length: int | None = None
+        self._framed = False
+        self._is_event_stream = False
 
     @property
     def is_usable(self) -> bool:
@@ -97,19 +104,21 @@ class EngineConnection(asyncio.Protocol):
             return
         self._heard = True
         error = self._parse(data)
-        pieces, self._pieces = self._pieces, []
+        pieces = self._pieces
         if self._complete:
             self._answer = None
-            answer.feed(pieces, done=True)
             self._finish(error)
+            answer.feed(pieces, done=True)
             return
         if pieces:
+            self._pieces = []
             answer.feed(pieces, done=False)
         if error is not None:
             answer.fail(error)
             self.abort()
 
     def _parse(self, data: bytes) -> BrokenAnswerError | None:
+        self._overhead += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
@@ -117,9 +126,10 @@ class EngineConnection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             return BrokenAnswerError(f"not an HTTP/1.1 answer: {error}")
         # Bytes that are no body: a head or trailers, which the parser gathers without a limit.
-        self._overhead = 0 if self._pieces else self._overhead + len(data)
-        if self._overhead > self._header_limit and not self._complete:
-            return BrokenAnswerError(f"headers of more than {self._header_limit} bytes")
+        if self._pieces:
+            self._overhead = 0
+        elif self._overhead > self._header_limit and not self._complete:
+            return self._head_too_large()
         return None
 
     def _finish(self, error: BrokenAnswerError | None) -> None:
@@ -137,41 +147,36 @@ class EngineConnection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         if self._complete:
             raise BrokenAnswerError("an answer that nobody asked for")
-        self._headers = []
-        self._length = None
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._head_done:
             return  # trailers say nothing to a relay
-        self._headers.append((name.lower(), value))
+        name = name.lower()
+        self._headers.append((name, value))
+        if name == b"content-length":
+            self._length, self._framed = int(value), True
+        elif name == b"content-type":
+            self._is_event_stream = value.lower().startswith(b"text/event-stream")
+        elif name == b"transfer-encoding":
+            if value.strip().lower() != b"chunked":
+                raise BrokenAnswerError("an unknown transfer encoding")
+            self._framed = True
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200:
             if status < 100 or status == 101:
                 raise BrokenAnswerError(f"an answer with status {status}")
+            self._begin_head()
             return
         if status > 599:
             raise BrokenAnswerError(f"an answer with status {status}")
-        self._read_framing(status)
+        if self._overhead > self._header_limit and _size(self._headers) > self._header_limit:
+            raise self._head_too_large()
+        self._until_close = not self._framed and status not in NO_BODY
         self._head_done = True
         assert self._answer is not None
-        self._answer.start(status, self._headers, self._length)
-
-    def _read_framing(self, status: int) -> None:
-        framed = status in NO_BODY
-        size = 0
-        for name, value in self._headers:
-            size += len(name) + len(value) + 4
-            if name == b"content-length":
-                self._length, framed = int(value), True
-            elif name == b"transfer-encoding":
-                if value.strip().lower() != b"chunked":
-                    raise BrokenAnswerError("an unknown transfer encoding")
-                framed = True
-        if size > self._header_limit:
-            raise BrokenAnswerError(f"headers of more than {self._header_limit} bytes")
-        self._until_close = not framed
+        self._answer.start(status, self._headers, self._length, self._is_event_stream)
 
     def on_body(self, body: bytes) -> None:
         self._pieces.append(body)
@@ -180,3 +185,10 @@ class EngineConnection(asyncio.Protocol):
         if self._head_done:
             self._complete = True
             self._keep_alive = self._parser.should_keep_alive()
+
+    def _head_too_large(self) -> BrokenAnswerError:
+        return BrokenAnswerError(f"headers of more than {self._header_limit} bytes")
+
+
+def _size(headers: Headers) -> int:
+    return sum(len(name) + len(value) + 4 for name, value in headers)

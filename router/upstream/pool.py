@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from router.upstream.answer import Answer
 from router.upstream.connection import EngineConnection
-from router.upstream.deadlines import Deadlines
+from router.upstream.deadlines import Deadlines, now
 from router.upstream.errors import ConnectRefusedError, ConnectTimeoutError, DisconnectedError
 
 
@@ -43,7 +43,7 @@ class EnginePool:
     async def ask(self, request: list[bytes], deadline: float, once: bool = False) -> Answer:
         """Sends a request and returns when its answer is ready; the answer must be closed.
 
-        `deadline` is in loop seconds. `once`: the request uses something up, so it is not sent a
+        `deadline` is a time of `now`. `once`: the request uses something up, so it is not sent a
         second time, and not on a connection that may be closing. Raises UpstreamError; when
         cancelled, the connection is closed at once.
         """
@@ -76,11 +76,11 @@ class EnginePool:
 
     async def _connect(self, deadline: float) -> EngineConnection:
         loop = asyncio.get_running_loop()
-        latest = min(deadline, loop.time() + self._limits.connect_timeout)
+        latest = min(deadline, now() + self._limits.connect_timeout)
         try:
             async with asyncio.timeout_at(latest):
                 _, connection = await loop.create_connection(
-                    lambda: EngineConnection(self, self._limits.header_limit),
+                    lambda: EngineConnection(self, self._limits.header_limit, loop),
                     self._host,
                     self._port,
                 )
@@ -98,10 +98,10 @@ class EnginePool:
         if len(self._idle) >= self._limits.idle_connections:
             connection.abort()
             return
-        loop = asyncio.get_running_loop()
-        connection.idle_since = loop.time()
+        connection.idle_since = now()
         self._idle.append(connection)
         if self._reaper is None:
+            loop = connection.loop
             self._reaper = loop.call_later(self._limits.idle_age, self._reap, loop)
 
     def lost(self, connection: EngineConnection) -> None:
@@ -109,7 +109,7 @@ class EnginePool:
             self._idle.remove(connection)
 
     def _youngest(self) -> EngineConnection | None:
-        oldest_allowed = asyncio.get_running_loop().time() - self._limits.idle_age
+        oldest_allowed = now() - self._limits.idle_age
         while self._idle:
             connection = self._idle.pop()
             if connection.is_usable and connection.idle_since >= oldest_allowed:
@@ -119,7 +119,7 @@ class EnginePool:
 
     def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
         self._reaper = None
-        expired = loop.time() - self._limits.idle_age
+        expired = now() - self._limits.idle_age
         keep = next((i for i, c in enumerate(self._idle) if c.idle_since > expired), None)
         old, self._idle = self._idle[:keep], self._idle[keep:] if keep is not None else []
         for connection in old:

@@ -14,17 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 import zmq
 
 from engine_ext import wire
 from engine_ext.agent import NixlAgent
-from engine_ext.types import Region
 from tests.integration.legs import PREFILL, decode, decode_body, prefill, prefill_body, take_turn
 from tests.integration.oracle import complete, differences, text_of, tokens_of
 from tests.integration.processes import Launcher, Server, metric, wait_for
+from tests.integration.stranger import GARBAGE, handshake, stranger
 
 CONNECTORS = {"pull": "DisaggConnector", "push": "DisaggPushConnector"}
 BOTH_WAYS = {"bidirectional_kv_xfer": True}
@@ -217,17 +215,6 @@ def test_r8_a_message_that_is_no_handshake_does_not_end_the_listener(
     every_block_is_back(prefiller)
 
 
-def handshake(params: dict[str, Any]) -> wire.HandshakePayload:
-    """As a reader makes it, with the engine that these params name."""
-    context: zmq.Context[Any] = zmq.Context()
-    client = wire.HandshakeClient(context, params["remote_host"], params["remote_port"], (0, 0))
-    payload = wait_for(client.receive, "the handshake is answered", 5)
-    client.close()
-    context.destroy(linger=0)
-    assert payload is not None
-    return payload
-
-
 def test_r9_turn_params_for_a_prefiller_without_the_flag_are_computed(
     launcher: Launcher, decoder: Server, alone: Server, mode: str
 ) -> None:
@@ -325,36 +312,12 @@ def test_r14_notifications_that_make_no_sense_are_counted_and_survived(
     prefiller: Server, decoder: Server, alone: Server, mode: str
 ) -> None:
     """From any process that can fetch the metadata."""
-    garbage = [
-        b"",
-        b"no colon",
-        b":",
-        b"\xff\xfe",
-        b"x:0",
-        b"HB:",
-        b"HB:,,,",
-        b"PUSH_REG:",
-        b"PUSH_REG:\xc1",
-        b"PUSH_REG:" + msgspec.msgpack.encode({"request_id": 1}),
-        b"DX:",
-        b"DX:\x81",
-        b"DX:" + msgspec.msgpack.encode({"type": "hello", "metadata": b"nonsense"}),
-        b"DX:"
-        + msgspec.msgpack.encode({"type": "renew", "sequence": -1, "request_ids": ["", "x"]}),
-        b"DX:" + msgspec.msgpack.encode({"type": "withdraw", "request_id": "x", "generation": 3}),
-        wire.encode_extension(wire.Withdraw("x", 3, "y")),
-        wire.encode_extension(wire.PushDone("x", 3)),
-        wire.encode_extension(wire.PushFailed("x", 3, "y" * 10_000)),
-        wire.encode_extension(wire.ReadAck(99, True)),
-        wire.encode_extension(wire.Gone(("x",) * 1000)),
-        b"x" * 60_000,
-    ]
     for server in (prefiller, decoder):
         with unharmed(server, alone), stranger() as agent:
             # Any engine answers a prefill leg, and so says where it is.
             metadata = wire.decode_metadata(handshake(prefill(server, text_of(8, 18))))
             name = agent.add_remote(metadata.agent_metadata)
-            for message in garbage:
+            for message in GARBAGE:
                 agent.notify(name, message)
             hears_of_garbage(server, agent)
     prompt = text_of(64, 17)
@@ -371,15 +334,6 @@ def hears_of_garbage(server: Server, sender: NixlAgent) -> None:
         return metric(server, unknown) > 5
 
     wait_for(heard, "the notifications have arrived", 10)
-
-
-@contextmanager
-def stranger() -> Iterator[NixlAgent]:
-    """A process that speaks NIXL and nothing else."""
-    memory = np.zeros(4096, dtype=np.uint8)
-    agent = NixlAgent([Region("none", memory.ctypes.data, 1024, 1024, 4)], ["UCX"], 0)
-    yield agent
-    agent.close()
 
 
 @pytest.mark.parametrize("several", [{"n": 2}, {"prompt": [text_of(80, 20), text_of(90, 21)]}])

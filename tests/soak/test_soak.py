@@ -2,10 +2,8 @@
 dawdle and engines are killed. No answer may be wrong, and no block may stay behind."""
 
 import asyncio
-import contextlib
 import logging
 import random
-import socket
 import time
 import uuid
 from collections import Counter
@@ -16,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.conftest import find_free_ports
 from tests.integration.legs import decode_body, prefill, prefill_body
 from tests.integration.oracle import complete_all, text_of
 from tests.integration.processes import Launcher, Server, metric, wait_for
@@ -30,16 +29,6 @@ KILLS = {250: "d1", 550: "p2"}
 """Which engine is killed, and started again, before which request."""
 CONNECTORS = {"pull": "DisaggConnector", "push": "DisaggPushConnector"}
 EXTRA = {"kv_lease_duration": 6, "push_registration_timeout": 10}
-
-
-def quiet_port() -> int:
-    """Free, and not one of those that outgoing connections are given: who dials a dead engine's
-    address there may take it, and then the engine cannot come back."""
-    for port in random.Random().sample(range(20_000, 32_000), 100):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no free port")
 
 
 class Fleet:
@@ -59,7 +48,8 @@ class Fleet:
         self.servers: dict[str, Server] = {}
         self.coordinates: dict[str, dict[str, Any]] = {}
         for name in ("p1", "p2", "d1", "d2"):
-            self._ports[name] = (quiet_port(), quiet_port())
+            http, side_channel = find_free_ports(2)
+            self._ports[name] = (http, side_channel)
             self.start(name)
 
     def start(self, name: str) -> None:

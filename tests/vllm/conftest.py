@@ -7,7 +7,7 @@ import pytest
 from engine_ext.reference.tiny_model import write_tiny_model
 from tests.conftest import find_free_ports
 from tests.integration.processes import Server
-from tests.vllm.servers import OURS, SCHEDULER, Fleet
+from tests.vllm.servers import OURS, SCHEDULER, TRUSTING, Fleet, Kind
 
 
 def _python() -> Path:
@@ -25,20 +25,28 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
 
 
 @pytest.fixture(scope="session")
-def alone(fleet: Fleet) -> Iterator[Server]:
+def trio(fleet: Fleet) -> Iterator[list[Server]]:
+    with fleet.servers(
+        Kind("alone"),
+        Kind("prefill", TRUSTING, (*SCHEDULER, "--no-enable-prefix-caching")),
+        Kind("decode", OURS, SCHEDULER),
+    ) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="session")
+def alone(trio: list[Server]) -> Server:
     """One vLLM that answers everything by itself: what the right answer is."""
-    with fleet.server("alone") as server:
-        yield server
+    return trio[0]
 
 
 @pytest.fixture(scope="session")
-def prefiller(fleet: Fleet) -> Iterator[Server]:
-    """Without a prefix cache of its own: what it does not pull, it computes, and counts."""
-    with fleet.server("prefill", OURS, *SCHEDULER, "--no-enable-prefix-caching") as server:
-        yield server
+def prefiller(trio: list[Server]) -> Server:
+    """Without a prefix cache of its own: what it does not pull, it computes, and counts. It
+    believes stock decode engines, which prove nothing, that they hold the prompt's tokens."""
+    return trio[1]
 
 
 @pytest.fixture(scope="session")
-def decoder(fleet: Fleet) -> Iterator[Server]:
-    with fleet.server("decode", OURS, *SCHEDULER) as server:
-        yield server
+def decoder(trio: list[Server]) -> Server:
+    return trio[2]

@@ -1,9 +1,10 @@
 """vLLM servers on the CPU, each with a connector or without one."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,16 @@ OURS: dict[str, Any] = {
     "kv_connector_extra_config": {"bidirectional_kv_xfer": True},
 }
 PUSH: dict[str, Any] = {**OURS, "kv_connector": "DisaggPushConnector"}
+TRUSTING: dict[str, Any] = {
+    **OURS,
+    "kv_connector_extra_config": {"bidirectional_kv_xfer": True, "trust_unproven_prefix": True},
+}
+ONE_WAY: dict[str, Any] = {**OURS, "kv_connector_extra_config": {}}
 STOCK: dict[str, Any] = {
     "kv_connector": "NixlConnector",
     "kv_role": "kv_both",
     "kv_buffer_device": "cpu",
+    "kv_connector_extra_config": {"bidirectional_kv_xfer": True},
 }
 SCHEDULER = ("--scheduler-cls", "engine_ext.vllm.scheduler.DisaggScheduler")
 ENVIRONMENT = {
@@ -35,6 +42,17 @@ START_SECONDS = 300
 
 
 @dataclass(frozen=True)
+class Kind:
+    """How a server is started. `model` None: the fleet's."""
+
+    name: str
+    transfer: Mapping[str, Any] | None = None
+    options: tuple[str, ...] = ()
+    model: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Fleet:
     python: Path
     model: Path
@@ -42,23 +60,38 @@ class Fleet:
     free_ports: Callable[[int], list[int]]
 
     @contextmanager
-    def server(
-        self, name: str, transfer: dict[str, Any] | None = None, *options: str
-    ) -> Iterator[Server]:
-        port, side_channel = self.free_ports(2)
-        command = ["vllm.entrypoints.openai.api_server", "--model", str(self.model)]
+    def server(self, kind: Kind) -> Iterator[Server]:
+        with self.servers(kind) as (server,):
+            yield server
+
+    @contextmanager
+    def servers(self, *kinds: Kind) -> Iterator[list[Server]]:
+        """At once: one that starts leaves most of a second core idle."""
+        ports = iter(self.free_ports(2 * len(kinds)))
+        with ExitStack() as stack, ThreadPoolExecutor(len(kinds)) as pool:
+            starting = [
+                pool.submit(stack.enter_context, self._start(kind, next(ports), next(ports)))
+                for kind in kinds
+            ]
+            yield [each.result() for each in starting]
+
+    @contextmanager
+    def _start(self, kind: Kind, port: int, side_channel: int) -> Iterator[Server]:
+        model = str(kind.model or self.model)
+        command = ["vllm.entrypoints.openai.api_server", "--model", model]
         command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--block-size", "32", "--enforce-eager", "--dtype", "float32"]
-        command += ["--max-model-len", "2048", *options]
-        if transfer is not None:
-            command += ["--kv-transfer-config", json.dumps(transfer)]
+        command += ["--max-model-len", "2048", *kind.options]
+        if kind.transfer is not None:
+            command += ["--kv-transfer-config", json.dumps(kind.transfer)]
+        side = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
         with serving(
-            name,
+            kind.name,
             command,
             port,
             self.logs,
             "/health",
-            {**ENVIRONMENT, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)},
+            {**ENVIRONMENT, **side, **kind.environment},
             python=self.python,
             start_seconds=START_SECONDS,
         ) as server:

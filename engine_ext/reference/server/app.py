@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import orjson
@@ -14,13 +13,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from engine_ext import identity, release
 from engine_ext.reference.server import answer, generation, tokenization
-from engine_ext.reference.server.body import read_body
+from engine_ext.reference.server.body import json_object, read_body
 from engine_ext.reference.server.dialect import ChatDialect, CompletionDialect, Dialect
 from engine_ext.reference.server.disconnect import ClientGoneError, until_disconnect
 from engine_ext.reference.server.engine_like import EngineLike
 from engine_ext.reference.server.errors import (
     ApiError,
+    BadRequestError,
     NotFoundError,
     UnavailableError,
     error_body,
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that left. Nobody reads it."""
 
+NAMELESS = identity.Engine(name="disagg-engine", versions={})
+
 Prepare = Callable[[ServedModel, bytes, str | None], Job]
 
 
@@ -48,10 +51,13 @@ class Limits:
 class Endpoints:
     """The handlers. They own nothing but the way from a request to the engine and back."""
 
-    def __init__(self, model: ServedModel, engine: EngineLike, limits: Limits) -> None:
+    def __init__(
+        self, model: ServedModel, engine: EngineLike, limits: Limits, itself: identity.Engine
+    ) -> None:
         self._model = model
         self._engine = engine
         self._limits = limits
+        self._itself = itself
         self._registry = registry_of(engine)
 
     def routes(self) -> list[tuple[str, str, Callable[..., Any]]]:
@@ -66,6 +72,8 @@ class Endpoints:
             ("GET", "/version", self.version),
             ("GET", "/load", self.load),
             ("GET", "/metrics", self.metrics),
+            ("GET", identity.PATH, self.identity),
+            ("POST", release.PATH, self.release),
         ]
 
     async def completions(self, request: Request) -> Response:
@@ -104,6 +112,19 @@ class Endpoints:
 
     async def metrics(self) -> Response:
         return Response(exposition(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def identity(self) -> Response:
+        try:
+            return _json(await asyncio.to_thread(identity.identity, self._itself))
+        except identity.IdentityError as error:
+            raise UnavailableError(str(error)) from None
+
+    async def release(self, request: Request) -> Response:
+        try:
+            names = release.parse(json_object(await self._body(request)))
+        except ValueError as error:
+            raise BadRequestError(str(error)) from None
+        return _json({"released": await self._engine.release(*names)})
 
     async def _generate(
         self, request: Request, prepare: Prepare, dialect_of: type[Dialect]
@@ -148,7 +169,13 @@ class Endpoints:
         }
 
 
-def build_app(model: ServedModel, engine: EngineLike, limits: Limits | None = None) -> FastAPI:
+def build_app(
+    model: ServedModel,
+    engine: EngineLike,
+    limits: Limits | None = None,
+    itself: identity.Engine | None = None,
+) -> FastAPI:
+    """`itself`: what the engine says of itself at `/disagg/identity`."""
     app = FastAPI(
         title="disagg-engine",
         version=package_version(),
@@ -162,17 +189,14 @@ def build_app(model: ServedModel, engine: EngineLike, limits: Limits | None = No
             Exception: _internal_error,
         },
     )
-    endpoints = Endpoints(model, engine, limits or Limits())
+    endpoints = Endpoints(model, engine, limits or Limits(), itself or NAMELESS)
     for method, path, handler in endpoints.routes():
         app.add_api_route(path, handler, methods=[method], response_class=Response)
     return app
 
 
 def package_version() -> str:
-    try:
-        return version("disagg-router")
-    except PackageNotFoundError:
-        return "unknown"
+    return identity.installed_version("disagg-router")
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -18,5 +18,8 @@ class EngineLike(Protocol):
         Closing or cancelling the iterator aborts the request.
         """
 
+    async def release(self, engine_id: str, request_id: str) -> bool:
+        """No remote will read this request's KV. True: it was held."""
+
     def stats(self) -> EngineStats: ...
     def connector_stats(self) -> ConnectorStats: ...

@@ -1,12 +1,12 @@
 """`/metrics`: what the engine and its connector count, read at the moment of the scrape."""
 
-import dataclasses
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from engine_ext.counted import COUNTED
 from engine_ext.reference.messages import EngineStats
 from engine_ext.reference.server.engine_like import EngineLike
 from engine_ext.types import ConnectorStats
@@ -64,7 +64,6 @@ def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
 
 
 def _connector_metrics(stats: ConnectorStats) -> Iterator[Metric]:
-    for field in dataclasses.fields(stats):
-        family = GaugeMetricFamily if "active" in field.name else CounterMetricFamily
-        text = f"KV connector: {field.name.replace('_', ' ')}"
-        yield family(f"{PREFIX}_kv_{field.name}", text, value=getattr(stats, field.name))
+    for each in COUNTED:
+        family = GaugeMetricFamily if each.is_gauge else CounterMetricFamily
+        yield family(each.name, each.text, value=getattr(stats, each.field))

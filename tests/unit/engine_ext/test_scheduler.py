@@ -352,3 +352,32 @@ def test_an_engine_that_drains_gives_up_waiting_turns_and_keeps_leases() -> None
     assert decoder.build_connector_meta().revokes == ("t-1",)
     decoder.drain()
     assert not decoder.has_pending_work()
+
+
+def test_what_is_released_by_name_is_revoked_once_and_nothing_else_is() -> None:
+    prefiller = make("p")
+    request = Request("r", {"do_remote_decode": True}, num_computed_tokens=33)
+    prefiller.on_new_request(request)
+    assert not prefiller.release("p", "r"), "it is not finished"
+    prefiller.request_finished(request, BLOCKS, FinishStatus.LENGTH_CAPPED)
+    assert not prefiller.release("another", "r")
+    assert prefiller.release("p", "r")
+    assert prefiller.build_connector_meta().revokes == ("r",)
+    prefiller.update_connector_output(TransferResults(frozenset({"r"})))
+    assert not prefiller.release("p", "r")
+    assert not prefiller.has_pending_work()
+
+
+@pytest.mark.parametrize(("windows", "loaded"), [((None,), 100), ((64, None), 99)])
+def test_where_a_group_has_a_window_the_last_token_is_left_to_compute(
+    windows: tuple[int | None, ...], loaded: int
+) -> None:
+    geometry = CacheGeometry(16, 32, group_windows=windows)
+    config = ConnectorConfig(engine_id="d")
+    decoder = SchedulerConnector(config, EngineIdentity("d", "10.0.0.2", 5600), geometry)
+    blocks = BLOCKS * len(windows)
+    request = offered(decoder, remote_block_ids=[list(group) for group in blocks])
+    assert decoder.get_num_new_matched_tokens(request, 32) == (loaded - 32, True)
+    decoder.update_state_after_alloc(request, blocks, loaded - 32)
+    (order,) = decoder.build_connector_meta().pulls
+    assert (order.first_token, order.last_token) == (32, loaded)

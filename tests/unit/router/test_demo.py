@@ -17,15 +17,9 @@ import httpx
 import pytest
 
 from router.cli import main
+from tests.conftest import find_free_ports
 
 SCRIPT = Path(__file__).with_name("fake_demo.py")
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 30) -> None:
@@ -81,7 +75,7 @@ def demo(mode: str, port: int, output: Path) -> Iterator[subprocess.Popen[bytes]
 def test_the_demo_serves_and_leaves_no_process_behind(
     tmp_path: Path, mode: str, number: signal.Signals
 ) -> None:
-    port, output = free_port(), tmp_path / "output"
+    port, output = find_free_ports(1)[0], tmp_path / "output"
     with demo(mode, port, output) as process:
         wait_for(lambda: "Ready. Try" in output.read_text() or process.poll() is not None)
         said = output.read_text()
@@ -100,7 +94,7 @@ def test_the_demo_serves_and_leaves_no_process_behind(
 
 def test_an_engine_that_dies_ends_the_demo_with_its_last_words(tmp_path: Path) -> None:
     output = tmp_path / "output"
-    with demo("dying", free_port(), output) as process:
+    with demo("dying", find_free_ports(1)[0], output) as process:
         assert process.wait(30) == 1
     # Whichever of the three is looked at first.
     assert re.search(

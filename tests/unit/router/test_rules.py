@@ -14,7 +14,7 @@ from router.flows import errors, headers, legs
 from router.flows.request import parse_body, write_body
 from router.policies.round_robin import in_turn
 from router.telemetry.access import fields
-from router.telemetry.logs import FIELDS, JsonFormatter, TextFormatter
+from router.telemetry.logs import LINES, JsonFormatter, Line, TextFormatter
 from router.telemetry.record import Record
 from router.telemetry.throttle import Throttle
 from router.upstream import errors as upstream
@@ -183,13 +183,14 @@ def test_a_throttle_speaks_once_per_period_and_counts(caplog: pytest.LogCaptureF
 def test_an_access_line_says_what_is_known_in_both_formats() -> None:
     record = Record("/v1/completions", 10.0, "id", flow="pull", outcome="ok", status=200)
     record.prefiller, record.prefill_done, record.ended = "p:1", 10.25, 11.0
-    line = logging.LogRecord("a", logging.INFO, "", 0, "request", None, None)
-    setattr(line, FIELDS, fields(record))
+    line = logging.LogRecord("a", logging.INFO, "", 0, "%d requests", (1,), None)
+    setattr(line, LINES, [Line(0.25, "request", fields(record))])
     content = json.loads(JsonFormatter().format(line))
     assert content["request_id"] == "id"
     assert content["prefill_ms"] == 250.0
     assert content["total_ms"] == 1000.0
     assert "decoder" not in content
+    assert content["time"] == "1970-01-01T00:00:00.250Z"
     text = TextFormatter().format(line)
     assert text.endswith("total_ms=1000.0 stage=receive")
     assert "request request_id=id endpoint=/v1/completions status=200 outcome=ok" in text

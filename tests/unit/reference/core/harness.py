@@ -177,6 +177,10 @@ class FakeScheduler:
     def has_pending_work(self) -> bool:
         return self.pending
 
+    def release(self, engine_id: str, request_id: str) -> bool:
+        self._called("release")
+        return request_id in self.held
+
     def drain(self) -> None:
         self._called("drain")
 

@@ -82,6 +82,10 @@ def _logprobs(ids: tuple[int, ...], request: GenerateRequest) -> Iterable[TokenL
         yield TokenLogprob(token, -0.5, tuple(alternatives[:wanted]))
 
 
+HELD = ("me", "held")
+"""Engine and request whose KV waits for a reader."""
+
+
 class FakeEngine:
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -95,6 +99,7 @@ class FakeEngine:
         """Nothing is said beyond the first `open_until` outputs while it is not set."""
         self.gate.set()
         self.open_until = 0
+        self.released: list[tuple[str, str]] = []
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
         self.requests.append(request)
@@ -111,6 +116,10 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         return STATS
+
+    async def release(self, engine_id: str, request_id: str) -> bool:
+        self.released.append((engine_id, request_id))
+        return (engine_id, request_id) == HELD
 
     def connector_stats(self) -> ConnectorStats:
         return ConnectorStats(blocks_received=12, leases_active=2)

@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine_ext.reference.server.app import Limits, package_version
 from engine_ext.reference.server.served_model import ServedModel
-from tests.unit.reference.server.fake_engine import FakeEngine, RunningServer, serving
+from tests.unit.reference.server.fake_engine import HELD, FakeEngine, RunningServer, serving
 
 
 async def test_every_served_name_is_listed_and_can_be_asked_for(server: RunningServer) -> None:
@@ -131,3 +131,29 @@ async def test_a_body_that_never_comes_is_given_up(model: ServedModel, engine: F
         status = await asyncio.wait_for(reader.readline(), 10)
         writer.close()
     assert status.split()[1] == b"408"
+
+
+async def test_kv_is_released_by_the_params_that_announced_it(server: RunningServer) -> None:
+    for request_id, held in (("held", True), ("other", False)):
+        params = {"remote_engine_id": "me", "remote_request_id": request_id, "tp_size": 1}
+        answer = await server.post("/disagg/release", kv_transfer_params=params)
+        assert answer.json() == {"released": held}
+    assert server.engine.released == [HELD, ("me", "other")]
+
+
+@pytest.mark.parametrize(
+    "params", [None, "x", {}, {"remote_engine_id": "me"}, {"remote_request_id": [1]}]
+)
+async def test_a_release_that_names_nothing_is_refused(
+    server: RunningServer, params: object
+) -> None:
+    answer = await server.post("/disagg/release", kv_transfer_params=params)
+    assert answer.status_code == 400
+    assert "kv_transfer_params" in answer.json()["error"]["message"]
+    assert not server.engine.released
+
+
+async def test_an_engine_without_a_connector_says_who_it_is(server: RunningServer) -> None:
+    said = (await server.client.get("/disagg/identity")).json()
+    assert said["versions"]["disagg_router"] == package_version()
+    assert (said["engine"], said["ranks"], said["dp_size"]) == ("disagg-engine", [], 1)

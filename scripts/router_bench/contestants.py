@@ -1,0 +1,142 @@
+"""The routers that are compared, each a process on the same core, and no router at all."""
+
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import venv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import URLError
+
+from scripts.router_bench.errors import BenchError
+
+START = 60.0
+"""Seconds that a router may take until it answers /health."""
+TOY = Path(__file__).with_name("toy.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """Ports on 127.0.0.1."""
+
+    prefiller: int
+    decoder: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another router: what pip installs for it, and how it is started."""
+
+    packages: tuple[str, ...]
+    command: tuple[str, ...]
+
+    def arguments(self, environment: Path, port: int, engines: Engines) -> list[str]:
+        known = {
+            "bin": environment / "bin",
+            "port": port,
+            "metrics": free_port(),
+            "prefiller": f"http://127.0.0.1:{engines.prefiller}",
+            "decoder": f"http://127.0.0.1:{engines.decoder}",
+            "toy": TOY,
+        }
+        return [part.format(**known) for part in self.command]
+
+
+PEERS: Mapping[str, Peer] = {
+    "vllm-router": Peer(
+        ("vllm-router",),
+        (
+            *("{bin}/vllm-router", "--host", "127.0.0.1", "--port", "{port}"),
+            *("--vllm-pd-disaggregation", "--kv-connector", "nixl"),
+            *("--prefill", "{prefiller}", "--decode", "{decoder}"),
+            *("--prometheus-port", "{metrics}"),
+        ),
+    ),
+    "toy": Peer(
+        ("fastapi", "httpx", "uvicorn"),
+        ("{bin}/python", "{toy}", "{port}", "{prefiller}", "{decoder}"),
+    ),
+}
+
+
+def ours(port: int, engines: Engines) -> list[str]:
+    """This checkout's router, with every setting as it is by default."""
+    return [
+        *(sys.executable, "-m", "router.cli", "--port", str(port)),
+        *("--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(engines.prefiller)),
+        *("--decoder-hosts", "127.0.0.1", "--decoder-ports", str(engines.decoder)),
+    ]
+
+
+def prepare(name: str, environment: Path) -> None:
+    """Makes the peer's virtual environment, unless it is there. Raises BenchError."""
+    if (environment / "bin" / "python").exists():
+        return
+    venv.create(environment, with_pip=True)
+    pip = [str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    done = subprocess.run([*pip, *PEERS[name].packages], check=False)
+    if done.returncode:
+        shutil.rmtree(environment)
+        raise BenchError(f"{name} could not be installed")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port: int = taken.getsockname()[1]
+        return port
+
+
+class Process:
+    """A child on given cores, killed at the end. Its output goes to a file, as under a service."""
+
+    def __init__(self, command: Sequence[str], cores: set[int], log: Path | None) -> None:
+        self._log = log
+        out = subprocess.PIPE if log is None else log.open("wb")
+        self.child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=None if log is None else subprocess.STDOUT,
+            preexec_fn=lambda: _settle(cores),
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
+    def until_healthy(self, port: int) -> None:
+        """Raises BenchError when it ends or does not answer in time."""
+        latest = time.monotonic() + START
+        while not _answers(port):
+            if self.child.poll() is not None or time.monotonic() > latest:
+                raise BenchError(f"{self.child.args!r} does not serve: see {self._log}")
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        self.child.terminate()
+        try:
+            self.child.wait(10)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+            self.child.wait()
+
+
+def _settle(cores: set[int]) -> None:
+    os.sched_setaffinity(0, cores)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
+            return True
+    except (URLError, OSError):
+        return False

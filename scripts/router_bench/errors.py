@@ -1,0 +1,9 @@
+"""What goes wrong while measuring."""
+
+
+class BenchError(Exception):
+    """What was to be measured did not happen; one line."""
+
+
+class NotInterleavedError(BenchError):
+    """Two sets of runs that did not take turns: the machine's mood is not the same in both."""

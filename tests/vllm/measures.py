@@ -1,0 +1,59 @@
+"""What vLLM and the connector in it count, and the prompts that tests send."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from tests.integration.oracle import Prompt, tokens_of
+from tests.integration.processes import Server, metric, wait_for
+
+COMPUTED = r'vllm:prompt_tokens_by_source_total\{.*source="local_compute"\}'
+FETCHED = r'vllm:prompt_tokens_by_source_total\{.*source="external_kv_transfer"\}'
+RUNNING = r"vllm:num_requests_running\{.*"
+WAITING = r"vllm:num_requests_waiting\{.*"
+USED = r"vllm:kv_cache_usage_perc\{.*"
+
+SHORT = (1, 2, 31, 32, 33, 63, 64, 65, 90, 100)
+LONG = (200, 255, 256, 257, 300, 500, 700, 900, 1200, 1500)
+
+
+def prompts() -> list[Prompt]:
+    return [tokens_of(length, 1000 + length) for length in SHORT + LONG]
+
+
+def freed(server: Server) -> bool:
+    return metric(server, USED) == 0
+
+
+@contextmanager
+def nothing_left(*servers: Server, seconds: float = 20) -> Iterator[None]:
+    """What the block asks for leaves no KV block behind; what was held before may stay."""
+    before = {server: metric(server, USED) for server in servers}
+    yield
+    for server, used in before.items():
+        what = f"{server.name} has its blocks back"
+        wait_for(partial(_uses_at_most, server, used), what, seconds)
+
+
+def _uses_at_most(server: Server, used: float) -> bool:
+    return metric(server, USED) <= used
+
+
+def counted(server: Server, name: str) -> float:
+    """A counter or a gauge of the connector's."""
+    return metric(server, rf"disagg_engine_kv_{name}(_total)?\{{.*")
+
+
+def family(pid: int) -> list[int]:
+    """The process and all that it started, and they: vLLM is an engine and workers besides."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(each for child in children for each in family(int(child)))]
+
+
+def cpu_seconds(processes: list[int]) -> float:
+    ticks = 0
+    for pid in processes:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / 100

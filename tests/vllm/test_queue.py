@@ -1,0 +1,93 @@
+"""A decode engine that is busy, left and killed; a prefill engine that knows no turns.
+
+One server with one place, which plays both.
+"""
+
+import os
+import signal
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from tests.integration.legs import decode, decode_body, prefill, prefill_body, take_turn
+from tests.integration.oracle import complete, differences, tokens_of
+from tests.integration.processes import Server, metric, post_and_leave, wait_for
+from tests.vllm.measures import RUNNING, WAITING, family, freed, nothing_left
+from tests.vllm.servers import ONE_WAY, SCHEDULER, Fleet, Kind
+
+LEASE = 6
+SHORT = {**ONE_WAY, "kv_connector_extra_config": {"kv_lease_duration": LEASE}}
+
+
+@pytest.fixture(scope="module")
+def pair(fleet: Fleet) -> Iterator[list[Server]]:
+    """P whose leases are short; D with one place, without turns."""
+    with fleet.servers(
+        Kind("short", SHORT, SCHEDULER),
+        Kind("queue", ONE_WAY, (*SCHEDULER, "--max-num-seqs", "1")),
+    ) as servers:
+        yield servers
+
+
+@contextmanager
+def busy(decoder: Server) -> Iterator[None]:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 1900, "ignore_eos": True}
+    with post_and_leave(decoder, body, str(uuid.uuid4())):
+        wait_for(lambda: metric(decoder, RUNNING) == 1, "D is busy")
+        yield
+
+
+@contextmanager
+def queued(decoder: Server, prompt: list[int], params: dict[str, Any]) -> Iterator[None]:
+    before = metric(decoder, WAITING)
+    with post_and_leave(decoder, decode_body(prompt, params), str(uuid.uuid4())):
+        wait_for(lambda: metric(decoder, WAITING) == before + 1, "the D leg queues")
+        yield
+
+
+def test_r9_a_turn_given_to_a_prefiller_without_turns_is_computed(
+    pair: list[Server], decoder: Server, alone: Server
+) -> None:
+    plain = pair[0]
+    prompt = tokens_of(300, 40)
+    with nothing_left(plain, decoder):
+        turn = take_turn(plain, decoder, prompt)
+        longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 41)]
+        response = plain.post("/v1/completions", prefill_body(longer, turn.params))
+        assert response.status_code == 200, response.text
+        again = decode(decoder, longer, response.json()["kv_transfer_params"])
+        assert differences([complete(alone, longer)], [again.answer]) == []
+
+
+def test_an_abort_while_queued_frees_the_prefiller_in_a_second(pair: list[Server]) -> None:
+    prefiller, decoder = pair
+    wait_for(lambda: freed(prefiller), "P is idle")
+    prompt = tokens_of(300, 50)
+    with busy(decoder):
+        params = prefill(prefiller, prompt)
+        with queued(decoder, prompt, params):
+            assert not freed(prefiller)
+        wait_for(lambda: freed(prefiller), "P's blocks are freed", 1)
+
+
+def test_a_decoder_killed_with_requests_in_its_queue_costs_the_prefiller_one_lease(
+    pair: list[Server], decoder: Server, alone: Server
+) -> None:
+    """The last test of this file: `queue` is gone."""
+    prefiller, dying = pair
+    prompts = [tokens_of(length, 60) for length in (100, 300, 700)]
+    with ExitStack() as clients:
+        clients.enter_context(busy(dying))
+        for prompt in prompts:
+            clients.enter_context(queued(dying, prompt, prefill(prefiller, prompt)))
+        for pid in family(dying.process.pid):
+            os.kill(pid, signal.SIGKILL)
+        dying.process.wait(timeout=10)
+        assert not freed(prefiller)
+        wait_for(lambda: freed(prefiller), "P's blocks are freed by the end of their leases", 15)
+    for prompt in prompts:
+        turn = decode(decoder, prompt, prefill(prefiller, prompt))
+        assert differences([complete(alone, prompt)], [turn.answer]) == []

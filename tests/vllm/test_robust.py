@@ -1,0 +1,135 @@
+"""Requests and messages that end stock vLLM 0.32, or hang it, or make it answer wrong.
+
+R1 to R14 as in docs/engine-tests.md; R2 and R3 are push mode's, R9 is in test_queue.py, R13 in
+test_answers.py.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import zmq
+
+from engine_ext import wire
+from tests.integration.legs import decode, decode_body, prefill, take_turn
+from tests.integration.oracle import complete, differences, tokens_of
+from tests.integration.processes import Server, wait_for
+from tests.integration.stranger import GARBAGE, handshake, stranger
+from tests.vllm.measures import counted, nothing_left
+
+PULL = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_request_id": "r", "tp_size": 1}
+NOBODY = {"remote_host": "127.0.0.1", "remote_port": 1}
+FAR = [[2**30, 5, 6, 7]]
+
+FORGED: dict[str, tuple[dict[str, Any], int]] = {
+    "R1 nobody named": ({"do_remote_prefill": True}, 200),
+    "R4 no host": ({**PULL, "remote_block_ids": [[1]]}, 200),
+    "R6 block ids that are none": ({**PULL, **NOBODY, "remote_block_ids": ["a"]}, 200),
+    "a port that is none": (
+        {**PULL, **NOBODY, "remote_port": "x", "remote_block_ids": [[1]]},
+        200,
+    ),
+    "R7 a flat list, nobody there": ({**PULL, **NOBODY, "remote_block_ids": [0, 1, 2, 3]}, 500),
+    "nobody there": ({**PULL, **NOBODY, "remote_block_ids": [[0]]}, 500),
+    "R12 nothing asked": ({"foo": 1}, 200),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_forged_params_cost_their_request_at_most(
+    decoder: Server, alone: Server, name: str
+) -> None:
+    params, status = FORGED[name]
+    # A prompt of its own: what D holds already, it does not fetch.
+    prompt = tokens_of(100, 3000 + list(FORGED).index(name))
+    with nothing_left(decoder):
+        response = decoder.post("/v1/completions", decode_body(prompt, params))
+        assert response.status_code == status, response.text
+        assert complete(decoder, prompt).tokens == complete(alone, prompt).tokens
+
+
+CHANGED: dict[str, tuple[Callable[[list[int]], list[int]], dict[str, Any], int]] = {
+    "R5 a shorter prefill": (lambda prompt: prompt[:40], {}, 200),
+    "A2 a longer prefill": (lambda prompt: [*prompt, *tokens_of(100, 8)], {}, 200),
+    "blocks that P has not": (lambda prompt: prompt, {"remote_block_ids": FAR}, 500),
+    "another engine's name": (lambda prompt: prompt, {"remote_engine_id": "other"}, 500),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_legs_that_do_not_fit_are_answered_right_or_fail_alone(
+    prefiller: Server, decoder: Server, alone: Server, name: str
+) -> None:
+    change, forged, status = CHANGED[name]
+    prompt = tokens_of(100, 3100 + list(CHANGED).index(name))
+    params = prefill(prefiller, change(prompt))
+    response = decoder.post("/v1/completions", decode_body(prompt, {**params, **forged}))
+    assert response.status_code == status, response.text
+    right = complete(alone, prompt)
+    if status == 200:
+        assert tuple(response.json()["choices"][0]["token_ids"]) == right.tokens
+    else:
+        again = decode(decoder, prompt, prefill(prefiller, prompt))
+        assert differences([right], [again.answer]) == []
+
+
+def test_r8_the_handshake_is_answered_whatever_was_sent_before(
+    prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    prompt = tokens_of(50, 3200)
+    params = prefill(prefiller, prompt)
+    context: zmq.Context[Any] = zmq.Context()
+    peer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    peer.connect(f"tcp://127.0.0.1:{params['remote_port']}")
+    for message in (b"", b"\xc1\xc1", b"x" * 5000, wire.encode_request((0, 7))):
+        for frames in ([message], [b"", message], [b"a", b"b", message, b"d"]):
+            peer.send_multipart(frames)
+    payload = handshake(params)
+    assert wire.decode_metadata(payload).engine_id == params["remote_engine_id"]
+    context.destroy(linger=0)
+    turn = decode(decoder, prompt, params)
+    assert differences([complete(alone, prompt)], [turn.answer]) == []
+
+
+def test_r10_a_turn_that_is_over_is_computed(
+    prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    """Expired by its own word; then read once, and once more."""
+    prompt = tokens_of(300, 3300)
+    with nothing_left(prefiller, decoder):
+        turn = take_turn(prefiller, decoder, prompt)
+        assert turn.params is not None
+        longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 3301)]
+        right = complete(alone, longer)
+        until = turn.params["retained_until"]
+        for claimed in (time.time() - 1, until, until):
+            answer = prefill(prefiller, longer, {**turn.params, "retained_until": claimed})
+            assert differences([right], [decode(decoder, longer, answer).answer]) == []
+
+
+def test_r14_notifications_that_make_no_sense_are_survived(
+    prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    for server in (prefiller, decoder):
+        hears_garbage(server)
+    prompt = tokens_of(64, 3401)
+    turn = decode(decoder, prompt, prefill(prefiller, prompt))
+    assert differences([complete(alone, prompt)], [turn.answer]) == []
+
+
+def hears_garbage(server: Server) -> None:
+    before = counted(server, "notifications_unknown")
+    with stranger() as agent:
+        metadata = wire.decode_metadata(handshake(prefill(server, tokens_of(8, 3400))))
+        name = agent.add_remote(metadata.agent_metadata)
+        for message in GARBAGE:
+            agent.notify(name, message)
+
+        def heard() -> bool:
+            """What an agent sends leaves when it polls; vLLM counts when it steps."""
+            agent.notifications()
+            complete(server, [1], 1)
+            return counted(server, "notifications_unknown") - before > 5
+
+        wait_for(heard, "the notifications have arrived")
