@@ -123,6 +123,10 @@ def test_the_decoder_is_left_without_blocks_by_a_rejection(router: Server, decod
     wait_for(lambda: metric(decoder, free) + held == total, "nothing is held")
 
 
+def test_an_engine_says_that_it_judges(decoder: Server) -> None:
+    assert "cache_hit_threshold" in decoder.get("/disagg/identity").json()["capabilities"]
+
+
 def test_a_turn_goes_to_the_decoder_that_holds_it_and_to_nobody_else(
     router: Server, prefiller: Server, alone: Server
 ) -> None:
