@@ -5,9 +5,11 @@ scripts/bench_multiturn.py --router URL --alone URL --model NAME
                                                measures running ones, a real model
 
 One line for each length: with reuse (the prefiller pulls the last turn from the decoder), without
-(the same turn outside its conversation), and one engine alone whose prefix cache has the history.
-The engines that are started here have prefillers without a prefix cache: what is measured is a turn
-that meets a prefiller which has not seen the conversation.
+(the same turn outside its conversation), by the decoder alone (decode first: it holds the history),
+and one engine alone whose prefix cache has the history. Medians; the cases take turns. The engines
+that are started here have prefillers without a prefix cache: what is measured is a turn that meets
+a prefiller which has not seen the conversation. Running ones are best measured with
+--decode-first-turns 0, or the decoder may answer alone where the prefiller is to pull.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import random
 import statistics
 import sys
@@ -23,6 +26,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = str(Path(__file__).resolve().parents[1])
@@ -31,7 +35,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.getenv("PYTHON
 
 import httpx  # noqa: E402 # the checkout's own packages come first
 
-from router.children import Child, Family  # noqa: E402
+from router.children import Child, ChildEndedError, Family  # noqa: E402
 from tests.conftest import find_free_ports  # noqa: E402
 
 TINY = "engine_ext.reference.tiny_model"
@@ -39,6 +43,10 @@ ENGINE = "engine_ext.reference.cli"
 NEW_TOKENS = 64
 ANSWER_TOKENS = 16
 VOCABULARY = 256
+WARM_UP = 256
+DECODE_FIRST = 0.5
+REUSED = 'disagg_router_conversation_turns_total{outcome="hit",reason=""}'
+ALONE = 'disagg_router_decode_first_total{outcome="answered"}'
 START_SECONDS = 120.0
 
 
@@ -54,8 +62,10 @@ class Result:
     """Medians, in milliseconds."""
 
     history: int
+    repeats: int
     reuse_ms: float
     without_ms: float
+    decoder_ms: float
     alone_ms: float
 
     def line(self) -> str:
@@ -63,7 +73,8 @@ class Result:
             f"history {self.history:>6} tokens: reuse {self.reuse_ms:8.1f} ms | "
             f"without {self.without_ms:8.1f} ms (reuse takes {self.over(self.without_ms)}) | "
             f"one engine's prefix cache {self.alone_ms:8.1f} ms "
-            f"(reuse takes {self.over(self.alone_ms)})"
+            f"(reuse takes {self.over(self.alone_ms)}) | "
+            f"decoder alone {self.decoder_ms:8.1f} ms"
         )
 
     def over(self, other_ms: float) -> str:
@@ -83,47 +94,107 @@ def main() -> int:
     options = parser.parse_args()
     if options.router and not (options.alone and options.model):
         parser.error("--router needs --alone and --model")
-    with _servers(options) as servers, httpx.Client(timeout=600) as client:
-        results = []
-        for history in options.histories:
-            results.append(measure(client, servers, history, options.repeats))
-            print(results[-1].line(), flush=True)
+    try:
+        results = _results(options)
+    except ChildEndedError as error:
+        raise SystemExit(str(error)) from None
     if options.json is not None:
-        options.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
+        options.json.write_text(json.dumps(_report(results), indent=2) + "\n")
     return 0
 
 
+def _results(options: argparse.Namespace) -> list[Result]:
+    results = []
+    with _servers(options) as servers, httpx.Client(timeout=600, verify=False) as client:
+        _say("warming up")
+        _round(client, servers, WARM_UP, "warm-up")
+        for history in options.histories:
+            results.append(measure(client, servers, history, options.repeats))
+            print(results[-1].line(), flush=True)
+    return results
+
+
+def _report(results: list[Result]) -> dict[str, object]:
+    machine = f"{os.cpu_count()} CPUs, {platform.platform()}, Python {platform.python_version()}"
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine,
+        "load": os.getloadavg()[0],
+        "command": " ".join(sys.argv),
+        "results": [asdict(result) for result in results],
+    }
+
+
+def _say(text: str) -> None:
+    """Progress, for people."""
+    sys.stderr.write(f"{text}\n")
+
+
 def measure(client: httpx.Client, servers: Servers, history: int, repeats: int) -> Result:
-    """The first round warms connections and caches up, and does not count."""
-    rounds = [_round(client, servers, history, number) for number in range(repeats + 1)][1:]
-    reuse, without, alone = (1000 * statistics.median(times) for times in zip(*rounds, strict=True))
-    return Result(history, reuse, without, alone)
+    rounds = []
+    for number in range(repeats):
+        rounds.append(_round(client, servers, history, str(number)))
+        shown = ", ".join(f"{1000 * seconds:.0f}" for seconds in rounds[-1])
+        _say(f"{history} tokens, round {number + 1} of {repeats}: {shown} ms")
+    medians = (1000 * statistics.median(times) for times in zip(*rounds, strict=True))
+    return Result(history, repeats, *medians)
 
 
 def _round(
-    client: httpx.Client, servers: Servers, history: int, number: int
-) -> tuple[float, float, float]:
-    seeds = [f"{history}-{number}-{case}" for case in ("reuse", "without", "alone")]
-    return (
-        _second_turn(client, servers.router, servers.model, history, seeds[0], seeds[0]),
-        _second_turn(client, servers.router, servers.model, history, seeds[1], None),
-        _second_turn(client, servers.alone, servers.model, history, seeds[2], None),
-    )
+    client: httpx.Client, servers: Servers, history: int, name: str
+) -> tuple[float, float, float, float]:
+    """Seconds: with reuse, without, by the decoder alone, by one engine alone."""
+
+    def turn(url: str, case: str, **second: object) -> float:
+        return _second_turn(client, url, servers.model, history, f"{history}-{name}-{case}", second)
+
+    with _counted(client, servers.router, REUSED), _counted(client, servers.router, ALONE):
+        reuse = turn(
+            servers.router, "reuse", conversation_id=f"bench-{os.getpid()}-{history}-{name}"
+        )
+        without = turn(servers.router, "without")
+        decoder = turn(servers.router, "decoder", cache_hit_threshold=DECODE_FIRST)
+    return reuse, without, decoder, turn(servers.alone, "alone")
+
+
+@contextmanager
+def _counted(client: httpx.Client, url: str, sample: str) -> Iterator[None]:
+    """Says so when what is to be measured did not happen just once."""
+    before = _value(client, url, sample)
+    yield
+    count = _value(client, url, sample) - before
+    if count != 1:
+        _say(f"not what was to be measured: {sample} went up by {count:g}, not by 1")
+
+
+def _value(client: httpx.Client, url: str, sample: str) -> float:
+    lines = client.get(f"{url}/metrics").text.splitlines()
+    found = [line.rpartition(" ")[2] for line in lines if line.startswith(f"{sample} ")]
+    return float(found[0]) if found else 0.0
 
 
 def _second_turn(
-    client: httpx.Client, url: str, model: str, history: int, seed: str, conversation: str | None
+    client: httpx.Client,
+    url: str,
+    model: str,
+    history: int,
+    seed: str,
+    second: dict[str, object],
 ) -> float:
-    """Two turns over a prompt of their own; returns seconds to the second's first token."""
+    """Two turns over a prompt of their own; returns seconds to the second's first token.
+
+    `second` are fields of the second turn; of these the first has the conversation only.
+    """
     words = random.Random(seed)
     prompt = [words.randrange(1, VOCABULARY) for _ in range(history)]
-    first = ask(client, url, model, prompt, conversation)
+    fields = {name: value for name, value in second.items() if name == "conversation_id"}
+    first = ask(client, url, model, prompt, fields)
     new = [words.randrange(1, VOCABULARY) for _ in range(NEW_TOKENS)]
-    return ask(client, url, model, [*prompt, *first.tokens, *new], conversation).first_after
+    return ask(client, url, model, [*prompt, *first.tokens, *new], second).first_after
 
 
 def ask(
-    client: httpx.Client, url: str, model: str, prompt: list[int], conversation: str | None
+    client: httpx.Client, url: str, model: str, prompt: list[int], fields: dict[str, object]
 ) -> Spoken:
     body: dict[str, object] = {
         "model": model,
@@ -133,9 +204,8 @@ def ask(
         "ignore_eos": True,
         "stream": True,
         "return_token_ids": True,
+        **fields,
     }
-    if conversation is not None:
-        body["conversation_id"] = conversation
     tokens: list[int] = []
     started, first_after = time.perf_counter(), 0.0
     with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
@@ -164,6 +234,7 @@ def _servers(options: argparse.Namespace) -> Iterator[Servers]:
         return
     with tempfile.TemporaryDirectory(prefix="bench-multiturn-") as directory:
         family = Family(Path(directory))
+        _say("starting a prefiller, a decoder, one engine alone, and a router")
         try:
             yield _start(family, max(options.histories))
         finally:
@@ -186,6 +257,7 @@ def _start(family: Family, longest: int) -> Servers:
     prefill, decode, alone = (engine.url for engine in engines)
     (port,) = find_free_ports(1)
     command = [sys.executable, "-m", "router.cli", "--port", str(port)]
+    command += ["--decode-first-turns", "0"]
     for role, url in (("prefiller", prefill), ("decoder", decode)):
         command += [f"--{role}-hosts", "127.0.0.1", f"--{role}-ports", url.rpartition(":")[2]]
     router = family.start("router", command, f"http://127.0.0.1:{port}")
@@ -219,7 +291,7 @@ def _wait(child: Child, path: str) -> None:
     while True:
         child.check()
         try:
-            if httpx.get(child.url + path, timeout=2).status_code == 200:
+            if httpx.get(child.url + path, timeout=2, verify=False).status_code == 200:
                 return
         except httpx.TransportError:
             pass
@@ -234,7 +306,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     lengths = [1024, 4096, 16384]
     parser.add_argument("--histories", type=int, nargs="+", default=lengths, help="in tokens")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds that count; default 3")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds; default 3")
     parser.add_argument("--router", help="URL of a running router; needs --alone and --model")
     parser.add_argument("--alone", help="URL of a running engine that answers everything itself")
     parser.add_argument("--model", help="the model's name there")

@@ -9,8 +9,9 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.conftest import find_free_ports
 
@@ -28,11 +29,11 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}"
 
     def keys(self) -> list[str]:
-        return self._cli("keys", "*").split()
+        return self.cli("keys", "*").split()
 
     def dump(self) -> str:
         """Everything it holds, as text."""
-        return " ".join(self._cli("get", key) for key in self.keys())
+        return " ".join(self.cli("get", key) for key in self.keys())
 
     def freeze(self) -> None:
         """It keeps its connections and answers nothing."""
@@ -41,20 +42,67 @@ class RedisServer:
     def thaw(self) -> None:
         self.process.send_signal(signal.SIGCONT)
 
-    def _cli(self, *command: str) -> str:
+    def cli(self, *command: str) -> str:
         given = ["redis-cli", "-p", str(self.port), "--no-auth-warning", "-a", self.password]
         done = subprocess.run([*given, *command], capture_output=True, timeout=10, check=True)
         return done.stdout.decode(errors="replace")
 
 
 @contextlib.contextmanager
-def running_redis(port: int | None = None) -> Iterator[RedisServer]:
+def running_redis(port: int | None = None, *options: str) -> Iterator[RedisServer]:
+    port = port or find_free_ports(1)[0]
+    given = ["--port", str(port), "--save", "", "--appendonly", "no", "--requirepass", PASSWORD]
+    with _running(port, [*given, *options]) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running_tls_redis(certificate: Path, key: Path) -> Iterator[RedisServer]:
+    (port,) = find_free_ports(1)
+    options = ["--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no"]
+    options += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+    options += ["--tls-ca-cert-file", str(certificate), "--requirepass", PASSWORD]
+    with _running(port, options) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running_cluster(at: int | None = None) -> Iterator[RedisServer]:
+    """One node that has all slots."""
+    port, bus = find_free_ports(2)
+    port = at or port
+    options = ["--cluster-enabled", "yes", "--cluster-port", str(bus)]
+    with running_redis(port, *options) as server:
+        server.cli("cluster", "addslotsrange", "0", "16383")
+        deadline = time.monotonic() + 20
+        while "cluster_state:ok" not in server.cli("cluster", "info"):
+            assert time.monotonic() < deadline, "the cluster does not come up"
+            time.sleep(0.01)
+        yield server
+
+
+@contextlib.contextmanager
+def running_sentinel(
+    directory: Path, masters: Mapping[str, RedisServer], *options: str
+) -> Iterator[RedisServer]:
+    """One sentinel, which alone decides."""
+    (port,) = find_free_ports(1)
+    lines = []
+    for name, master in masters.items():
+        lines.append(f"sentinel monitor {name} 127.0.0.1 {master.port} 1")
+        lines.append(f'sentinel auth-pass {name} "{PASSWORD}"')
+    config = directory / "sentinel.conf"
+    config.write_text("\n".join(lines))
+    with _running(port, [str(config), "--sentinel", "--port", str(port), *options]) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _running(port: int, options: Sequence[str]) -> Iterator[RedisServer]:
     path = shutil.which("redis-server")
     assert path, "redis-server is missing: install Debian's package redis-server"
-    port = port or find_free_ports(1)[0]
     with tempfile.TemporaryDirectory() as directory:
-        command = [path, "--port", str(port), "--bind", "127.0.0.1", "--dir", directory]
-        command += ["--save", "", "--appendonly", "no", "--requirepass", PASSWORD]
+        command = [path, *options, "--bind", "127.0.0.1", "--dir", directory]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             _wait_until_it_listens(process, port)

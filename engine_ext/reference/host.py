@@ -31,7 +31,7 @@ STEP_SECONDS = 10.0
 """What the engine's current step may take once it is told to stop: it cannot be interrupted."""
 
 
-CAPABILITIES = ("streamed_kv_transfer_params",)
+CAPABILITIES = ("cache_hit_threshold", "streamed_kv_transfer_params")
 """What this engine can do besides what the connector can."""
 
 

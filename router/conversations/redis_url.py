@@ -4,7 +4,8 @@
     redis+cluster://host[:6379]                     one node of a cluster; rediss+cluster://
     redis+sentinel://host[:26379],host/name[/db]    the master `name`; rediss+sentinel://
 
-What follows a "?" goes to redis-py, as in rediss://host?ssl_ca_certs=/ca.pem.
+What follows a "?" goes to redis-py, as in rediss://host?ssl_ca_certs=/ca.pem. Sentinels that want
+the password too: ?sentinel_auth=true.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 SENTINEL_PORT = 26379
+SAME_FOR_SENTINELS = ("socket_timeout", "socket_connect_timeout", "retry")
 
 
 class Clients(NamedTuple):
@@ -52,15 +54,18 @@ def _by_sentinel(url: str, options: dict[str, Any], tls: bool) -> Clients:
         raise ValueError("the URL ends with the master's name, as in redis+sentinel://host/main")
     given, _, hosts = parts.netloc.rpartition("@")
     user, _, secret = given.partition(":")
-    options = {**dict(parse_qsl(parts.query)), **options, "db": int(database or 0), "ssl": tls}
+    given_options = dict(parse_qsl(parts.query))
+    wants_password = given_options.pop("sentinel_auth", "").lower() == "true"
+    options = {**given_options, **options, "db": int(database or 0), "ssl": tls}
     if user:
         options["username"] = unquote(user)
     if secret:
         options.setdefault("password", unquote(secret))
     nodes = [_node(host) for host in hosts.split(",")]
-    quick = {key: options[key] for key in ("socket_timeout", "socket_connect_timeout", "ssl")}
+    same = (*SAME_FOR_SENTINELS, *(("username", "password") if wants_password else ()))
+    shared = {key: value for key, value in options.items() if key.startswith("ssl") or key in same}
     sentinel = Sentinel(  # type: ignore[no-untyped-call] # redis-py leaves it without hints
-        nodes, sentinel_kwargs=quick, **options
+        nodes, sentinel_kwargs=shared, **options
     )
     return Clients(sentinel.master_for(name), tuple(sentinel.sentinels))
 

@@ -27,6 +27,8 @@ class Learned:
     proves_prefix: bool = False
     streams_params: bool | None = None
     knows_threshold: bool | None = None
+    releases: bool = False
+    """It has POST /disagg/release, which frees what it keeps for another engine."""
     wanted: bool = False
     asked: bool = False
     told: bool = False
@@ -70,3 +72,4 @@ class Learned:
         if isinstance(capabilities, list | dict):
             self.told = True
             self.knows_threshold = "cache_hit_threshold" in capabilities
+            self.releases = "release" in capabilities

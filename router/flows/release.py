@@ -5,6 +5,8 @@ leave, or the decoder fail, before the decoder has it: then a small request tell
 Our decoders find that it shares nothing with the prefilled prompt and tell the prefiller at once.
 Stock vLLM would read; so it is asked for a model that nobody serves, and when it rejects a request
 with kv_transfer_params it tells the prefiller too (vllm#41269). Told twice is told once.
+
+A decoder that keeps a turn which nobody will pull is told so itself, if it has an ear for that.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ TIMEOUT = 5.0
 # Seconds after which a decoder has read, tokenized and queued a request, even under load.
 ARRIVED = 5.0
 ENDPOINT = "/v1/completions"
+TURN_ENDPOINT = "/disagg/release"
 NO_MODEL = "disagg-router/released"
 ANSWER_LIMIT = 1024 * 1024
 
@@ -48,11 +51,24 @@ async def release(request: Request, gateway: Gateway, params: legs.Body) -> None
     if decoder is None:
         gateway.metrics.releases.labels("no_decoder").inc()
         return
-    content = write_body(_body(request.body, params))
+    await _tell(request, gateway, decoder, ENDPOINT, _body(request.body, params))
+
+
+def give_up_turn(request: Request, gateway: Gateway, decoder: Engine, params: legs.Body) -> None:
+    """The last turn's KV was taken from the store and is not pulled: free it before its time."""
+    decoder.learned.wanted = True
+    if decoder.learned.releases:
+        body = {legs.KV_PARAMS: params}
+        gateway.spawn(_tell(request, gateway, decoder, TURN_ENDPOINT, body))
+
+
+async def _tell(
+    request: Request, gateway: Gateway, decoder: Engine, endpoint: str, body: legs.Body
+) -> None:
     try:
-        status = await _ask(request, decoder, content)
+        status = await _ask(request, decoder, endpoint, write_body(body))
     except UpstreamError as error:
-        gateway.throttle.warn("a prefill could not be released", f"{decoder.name}: {error}")
+        gateway.throttle.warn("KV could not be released", f"{decoder.name}: {error}")
         status = 0
     gateway.metrics.releases.labels("done" if 200 <= status < 500 else "failed").inc()
 
@@ -71,9 +87,9 @@ def _body(body: legs.Body, params: legs.Body) -> legs.Body:
     return leg if model is None else {"model": model, **leg}
 
 
-async def _ask(request: Request, decoder: Engine, content: bytes) -> int:
+async def _ask(request: Request, decoder: Engine, endpoint: str, content: bytes) -> int:
     leg_id = f"{request.leg_id}-release"
-    head = headers.leg_head(ENDPOINT, decoder.name, request.shared_headers, leg_id, len(content))
+    head = headers.leg_head(endpoint, decoder.name, request.shared_headers, leg_id, len(content))
     answer = await decoder.pool.ask([head, content], now() + TIMEOUT)
     try:
         await answer.read(ANSWER_LIMIT)

@@ -16,7 +16,7 @@ from router.flows.gateway import Gateway
 from router.flows.kept import Keeper
 from router.flows.options import Options
 from router.flows.pull import note_no_params
-from router.flows.release import give_up
+from router.flows.release import give_up, give_up_turn
 from router.flows.request import Request
 from router.flows.reuse import Reuse, find_reuse
 from router.flows.steps import decode, prefill
@@ -58,12 +58,15 @@ class TurnFlow:
         attempt = Attempt(threshold, self._decode_body(None), self._decoders, deliver)
         answered = await decode_first(self._request, self._gateway, attempt)
         if answered:
+            self._give_up_turn()
             self._reuse.outcome, self._reuse.reason = "decoder_alone", ""
             self._count()
         return answered
 
     async def both_legs(self) -> None:
         params, prompt_tokens = await self._prefill()
+        if self._reuse.offered is None:
+            self._give_up_turn()
         self._count()
         if params is None:
             note_no_params(self._request, self._gateway)
@@ -88,6 +91,11 @@ class TurnFlow:
             self._reuse.fail()
             self._request.attempt += 1
             return await prefill(self._request, gateway, order)
+
+    def _give_up_turn(self) -> None:
+        decoder, entry = self._reuse.decoder, self._reuse.entry
+        if decoder is not None and entry is not None:
+            give_up_turn(self._request, self._gateway, decoder, entry.params)
 
     def _offer(self, prefiller: Engine) -> legs.Body | None:
         unproven = self._gateway.settings.conversation_unproven

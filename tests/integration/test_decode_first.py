@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.integration.processes import Launcher, Server, metric, wait_for
 BOTH_WAYS = {"bidirectional_kv_xfer": True}
 ASKED = "disagg_engine_prompt_tokens_total"
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
+LEASES = "disagg_engine_kv_leases_active"
 REJECTED = 'disagg_engine_requests_finished_total{reason="cache_threshold"}'
 MESSAGES = [{"role": "user", "content": text_of(900, 7)}]
 
@@ -123,19 +125,38 @@ def test_the_decoder_is_left_without_blocks_by_a_rejection(router: Server, decod
     wait_for(lambda: metric(decoder, free) + held == total, "nothing is held")
 
 
+def test_an_engine_says_that_it_judges(decoder: Server) -> None:
+    assert "cache_hit_threshold" in decoder.get("/disagg/identity").json()["capabilities"]
+
+
 def test_a_turn_goes_to_the_decoder_that_holds_it_and_to_nobody_else(
     router: Server, prefiller: Server, alone: Server
 ) -> None:
     said(router, "/v1/completions", False, 30, cache_hit_threshold=0.5)
     turns = 'disagg_router_conversation_turns_total{outcome="decoder_alone",reason=""}'
-    prompt, count = tokens_of(1100, 31), router.metrics().get(turns, 0)
+    prompt, before_it = tokens_of(1100, 31), router.metrics().get(turns, 0)
     for number in range(3):
         before = metric(prefiller, ASKED)
         answer = complete(router, prompt, conversation_id="held")
         assert differences([complete(alone, prompt)], [answer]) == []
         assert (metric(prefiller, ASKED) == before) is (number > 0)
         prompt += [*answer.tokens, *tokens_of(50, 32 + number)]
-    assert metric(router, turns.replace("{", r"\{").replace("}", r"\}")) == count + 2
+    assert router.metrics()[turns] == before_it + 2
+
+
+def test_a_decoder_keeps_the_last_turn_only(router: Server, decoder: Server) -> None:
+    """Once the router has heard that it can be told so."""
+    names = (f"one-lease-{number}" for number in count())
+
+    def keeps_one() -> bool:
+        name, leases = next(names), metric(decoder, LEASES)
+        prompt = tokens_of(400, 50)
+        first = complete(router, prompt, conversation_id=name)
+        longer = [*prompt, *first.tokens, 1, 2, 3]
+        complete(router, longer, conversation_id=name)
+        return metric(decoder, LEASES) == leases + 1
+
+    wait_for(keeps_one, "the turn before the last is given back", 60)
 
 
 def test_a_turn_that_its_decoder_rejects_is_pulled(

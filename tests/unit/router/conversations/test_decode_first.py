@@ -219,6 +219,24 @@ async def test_a_turn_goes_to_its_decoder_alone_once_that_is_known_to_judge(
     assert turns(router, "decoder_alone") == 1
 
 
+@pytest.mark.parametrize("case", ["decoder_alone", "mismatch", "hit"])
+async def test_a_turn_that_nobody_pulls_is_given_back_to_its_decoder(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, case: str
+) -> None:
+    router = await start_router(decode_first_turns=0.1 if case == "decoder_alone" else 0)
+    d.identity = {"capabilities": ["cache_hit_threshold", "release"]}
+    (engine,) = router.gateway.fleet.candidates(Role.DECODE)
+    engine.learned.wanted = True
+    await eventually(lambda: engine.learned.told)
+    await chat(router, ASKED)
+    await chat(router, AGAIN, model="m" if case != "mismatch" else "other")
+    assert turns(router, case, "model" if case == "mismatch" else "") == 1
+    wanted = 0 if case == "hit" else 1
+    await eventually(lambda: router.metric("releases_total", outcome="done") == wanted)
+    told = [r.json for r in d.requests if r.path == "/disagg/release"]
+    assert told == [{"kv_transfer_params": KEPT}] * wanted
+
+
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_a_turn_that_its_decoder_rejects_is_still_pulled(
     start_router: StartRouter, p: MockEngine, d: MockEngine, streamed: bool
