@@ -59,6 +59,7 @@ def build(settings: Settings) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.gateway, app.state.client = gateway, client
+    app.state.exposition = metrics.exposition
     for room in (openai, models, operations):
         app.include_router(room.router)
     failures.install(app)

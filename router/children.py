@@ -64,7 +64,7 @@ class Family:
                 stderr=subprocess.STDOUT if log else None,
                 env={**os.environ, **variables},
                 start_new_session=True,
-                preexec_fn=_die_with(os.getpid()),
+                preexec_fn=die_with(os.getpid()),
             )
         child = Child(name, process, log, url)
         self.children.append(child)
@@ -88,7 +88,7 @@ def _signal(child: Child, number: signal.Signals) -> None:
         os.killpg(child.process.pid, number)
 
 
-def _die_with(parent: int) -> Callable[[], None]:
+def die_with(parent: int) -> Callable[[], None]:
     """Run in the child: it dies when its parent does, even by SIGKILL."""
     libc = ctypes.CDLL(None)
 

@@ -89,7 +89,7 @@ def _options(name: str) -> dict[str, Any]:
 
 
 def _serve(flags: dict[str, Any]) -> int:
-    from router import serve  # not needed for --help and for mistakes, and slow to import
+    from router import serve, supervisor  # not needed for --help, and slow to import
     from router.telemetry import logs
 
     try:
@@ -102,6 +102,8 @@ def _serve(flags: dict[str, Any]) -> int:
     for variable in unknown_variables(os.environ):
         logging.getLogger("disagg_router").warning("%s is no setting, and ignored", variable)
     try:
+        if settings.workers > 1:
+            return supervisor.run(settings)
         serve.run(settings)
     except SettingsError as error:
         for problem in error.problems:

@@ -16,15 +16,20 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 
 from router.api.protocol import RouterProtocol
 from router.app import build
 from router.flows.gateway import Gateway
 from router.settings import Address, Settings
+from router.telemetry.family import family_exposition, telling
+from router.telemetry.liveness import LivenessServer, answering
 
 logger = logging.getLogger("disagg_router")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -78,21 +83,61 @@ class Shutdown:
 def run(settings: Settings) -> None:
     """Serves until a signal. Raises BindError, or SettingsError for a store that makes no sense."""
     with bind(settings) as listener:
-        _allow_many_connections()
-        uvloop.run(_serve(settings, listener))
+        uvloop.run(_serve_alone(settings, listener))
 
 
-async def _serve(settings: Settings, listener: socket.socket) -> None:
+def work(settings: Settings, listener: socket.socket, directory: Path, number: int) -> None:
+    """Serves as one of several processes, until SIGTERM. Raises SettingsError.
+
+    All tell their metrics in `directory`, and each answers with those of all.
+    """
+    uvloop.run(_serve_in_family(settings, listener, directory, number))
+
+
+async def _serve_alone(settings: Settings, listener: socket.socket) -> None:
     app = build(settings)
+    with watched(settings, app.state.exposition):
+        announce(settings, listener)
+        await _serve(settings, listener, app, SIGNALS)
+
+
+async def _serve_in_family(
+    settings: Settings, listener: socket.socket, directory: Path, number: int
+) -> None:
+    app = build(settings)
+    own, app.state.exposition = app.state.exposition, partial(family_exposition, directory)
+    with telling(directory / f"{number}.sock", own):
+        await _serve(settings, listener, app, (signal.SIGTERM,))
+
+
+@contextlib.contextmanager
+def watched(settings: Settings, exposition: Callable[[], bytes]) -> Iterator[None]:
+    """Answers liveness probes on their own port, if they have one. Raises BindError."""
+    if settings.liveness_port is None:
+        yield
+        return
+    try:
+        server = LivenessServer(settings.host, settings.liveness_port, exposition)
+    except OSError as error:
+        where = Address(settings.host, settings.liveness_port)
+        raise BindError(f"cannot listen on {where}: {error.strerror or error}") from error
+    logger.info("liveness on http://%s", Address(settings.host, server.server_address[1]))
+    with answering(server):
+        yield
+
+
+async def _serve(
+    settings: Settings, listener: socket.socket, app: FastAPI, signals: Iterable[signal.Signals]
+) -> None:
+    _allow_many_connections()
     gc.collect()
     gc.freeze()  # what lives from here on dies young; the rest need not be looked at again
     gc.set_threshold(*RARELY)
     server = Server(uvicorn_config(settings, app))
     shutdown = Shutdown(server, app.state.gateway, settings)
     loop = asyncio.get_running_loop()
-    for number in SIGNALS:
+    for number in signals:
         loop.add_signal_handler(number, shutdown.on_signal, number)
-    _announce(settings, listener)
     await server.serve(sockets=[listener])
 
 
@@ -112,14 +157,21 @@ def uvicorn_config(settings: Settings, app: object) -> uvicorn.Config:
     )
 
 
-def bind(settings: Settings) -> socket.socket:
-    """A listening socket, so that a port in use is noticed before anything starts."""
-    host, port = settings.host, settings.port
+def bind(settings: Settings, port: int | None = None, shared: bool = False) -> socket.socket:
+    """A listening socket, so that a port in use is noticed before anything starts.
+
+    Those that are `shared` may be several on one port. Raises BindError.
+    """
+    host, port = settings.host, settings.port if port is None else port
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         dual = host == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server(
-            (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=dual
+            (host, port),
+            family=family,
+            backlog=BACKLOG,
+            dualstack_ipv6=dual,
+            reuse_port=shared,
         )
     except OSError as error:
         where = Address(host, port)
@@ -128,7 +180,7 @@ def bind(settings: Settings) -> socket.socket:
     return listener
 
 
-def _announce(settings: Settings, listener: socket.socket) -> None:
+def announce(settings: Settings, listener: socket.socket) -> None:
     address = Address(settings.host, listener.getsockname()[1])
     logger.info(
         "disagg-router on http://%s with %d prefill and %d decode engines",

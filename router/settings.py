@@ -184,6 +184,19 @@ class Settings(BaseSettings):
     client_read_timeout: Seconds = _setting(
         60.0, "Server", "Longest time from a request's first byte to its last (408).", "SECONDS"
     )
+    workers: Annotated[int, Field(ge=1, le=256)] = _setting(
+        1,
+        "Server",
+        "Processes that share the port. More than one need a conversation store that they share.",
+        "N",
+    )
+    liveness_port: Annotated[int, Field(ge=0, le=65535)] | None = _setting(
+        None,
+        "Server",
+        "Port where /health and /metrics are also answered, by a thread that is never too busy for "
+        "it: the one for liveness probes; 0 takes a free one.",
+        "PORT",
+    )
     shutdown_delay: Delay = _setting(
         1.0,
         "Server",
@@ -373,6 +386,11 @@ class Settings(BaseSettings):
         problems = [*_pairing(self, "prefiller"), *_pairing(self, "decoder")]
         if self.conversation_store_password and self.conversation_store_password_file:
             problems.append("--conversation-store-password and its -file are both set")
+        if self.workers > 1 and self.conversation_store == "memory":
+            problems.append(
+                f"--workers {self.workers} cannot share a conversation store in memory: set "
+                "--conversation-store to a Redis URL, or to off"
+            )
         if problems:
             raise ValueError("\n".join(problems))
         return self

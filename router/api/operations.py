@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import version as installed_version
 
 from fastapi import APIRouter, Request
@@ -37,8 +38,8 @@ async def ready(request: Request) -> Response:
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
-    gateway: Gateway = request.app.state.gateway
-    return Response(gateway.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+    content = await asyncio.to_thread(request.app.state.exposition)
+    return Response(content, headers={"content-type": CONTENT_TYPE})
 
 
 @router.get("/version", summary="The router's version")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from select import PIPE_BUF
+from typing import Literal, NamedTuple, TextIO
 
 import orjson
 
@@ -52,13 +54,35 @@ class JsonFormatter(logging.Formatter):
         return _json({"time": _moment(line.at), **head, "message": line.message, **line.fields})
 
 
+class LineHandler(logging.StreamHandler[TextIO]):
+    """Writes whole lines, so many at a time as a pipe takes in one piece from several processes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            for block in _blocks(self.format(record) + "\n"):
+                self.stream.write(block)
+                self.flush()
+        except Exception:
+            self.handleError(record)
+
+
 def configure(level: str, log_format: LogFormat) -> None:
     """Sets the process's logging up. Library chatter below warning is left out."""
-    handler = logging.StreamHandler()
+    handler = LineHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     for noisy in ("httpx", "httpcore", "uvicorn", "asyncio"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def _blocks(text: str) -> Iterator[str]:
+    """`text` cut behind lines, into pieces of PIPE_BUF characters where lines allow that."""
+    while len(text) > PIPE_BUF:
+        cut = text.rfind("\n", 0, PIPE_BUF) + 1 or text.find("\n") + 1
+        yield text[:cut]
+        text = text[cut:]
+    if text:
+        yield text
 
 
 def _json(content: dict[str, object]) -> str:

@@ -40,6 +40,8 @@ class Metrics:
         self.request_seconds = self._histogram(
             "request_seconds", "From the request's arrival to the end of its answer."
         )
+        self.workers = self._gauge("workers", "Processes whose figures these are.")
+        self.workers.set(1)
         self.in_flight = self._gauge("requests_in_flight", "Requests being worked on.")
         self.engine_in_flight = self._gauge(
             "engine_requests_in_flight", "Legs that run on an engine.", "role", "engine"

@@ -1,0 +1,232 @@
+"""Several processes on one port, and what answers when a loop does not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import urllib.request
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from router.cli import main
+from router.telemetry.family import merged
+from router.telemetry.liveness import LivenessServer, answering
+from tests.unit.router.harness import eventually
+from tests.unit.router.mock_engine import (
+    DONE,
+    STREAM_HEAD,
+    MockEngine,
+    Peer,
+    Received,
+    chunk,
+    event,
+)
+from tests.unit.router.processes import RouterProcess, router_process, serving_router
+
+FAMILY = ("--workers=2", "--conversation-store=off", "--port=0", "--health-interval=0.1")
+BODY = {"model": "m", "prompt": "x"}
+
+
+@contextlib.asynccontextmanager
+async def family(
+    p: MockEngine, d: MockEngine, *arguments: str
+) -> AsyncIterator[tuple[RouterProcess, list[int]]]:
+    """A router of two workers that have found their engines; and the processes of these."""
+    async with router_process(p, d, *FAMILY, *arguments) as router:
+        pids = [
+            int((await router.until(rf"worker {number} is process (\d+)")).group(1))
+            for number in (0, 1)
+        ]
+        router.url = (await router.until(r"disagg-router on (http://\S+)")).group(1)
+        for _ in "pdpd":
+            await router.until("is healthy")
+        yield router, pids
+
+
+async def test_workers_share_a_port_and_tell_one_set_of_figures(
+    p: MockEngine, d: MockEngine
+) -> None:
+    async with family(p, d) as (router, _), httpx.AsyncClient(base_url=router.url) as client:
+        for _ in range(32):
+            async with httpx.AsyncClient(base_url=router.url) as other:  # a connection of its own
+                assert (await other.post("/v1/completions", json=BODY)).status_code == 200
+        text = (await client.get("/metrics")).text
+        assert _value(text, "disagg_router_requests_total") == 32
+        assert _value(text, "disagg_router_request_seconds_count") == 32
+        assert _value(text, "disagg_router_workers") == 2
+        assert _value(text, 'disagg_router_engine_healthy{engine="127.0.0.1') == 1
+    assert len({request.connection for request in d.requests}) >= 2, "both workers had a share"
+
+
+def _value(text: str, start: str) -> float:
+    """Of the one sample that begins so."""
+    lines = [x for x in text.splitlines() if x.startswith((start + " ", start + "{", start))]
+    return float(lines[0].rpartition(" ")[2])
+
+
+async def test_a_worker_that_dies_is_replaced(p: MockEngine, d: MockEngine) -> None:
+    async with family(p, d) as (router, pids):
+        os.kill(pids[0], signal.SIGKILL)
+        await router.until("worker 0 ended with status -9, another takes its place")
+        new = int((await router.until(r"worker 0 is process (\d+)")).group(1))
+        assert new not in pids
+        for _ in "pd":
+            await router.until("is healthy")
+        for _ in range(8):
+            async with httpx.AsyncClient(base_url=router.url) as client:
+                assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        router.process.terminate()
+        assert await router.ended() == 0
+
+
+async def test_a_signal_to_the_family_lets_running_streams_end(
+    p: MockEngine, d: MockEngine
+) -> None:
+    go_on = asyncio.Event()
+
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD + chunk(event("a")))
+        await go_on.wait()
+        await peer.send(chunk(event("b")) + chunk(DONE) + b"0\r\n\r\n")
+
+    d.scripts = [script]
+    async with (
+        family(p, d, "--shutdown-delay=0.2") as (router, pids),
+        httpx.AsyncClient(base_url=router.url) as client,
+        client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as answer,
+    ):
+        blocks = answer.aiter_bytes()
+        assert await anext(blocks) == event("a")
+        router.process.terminate()
+        await router.until("shutting down")
+        await _until_refused(router.url)
+        go_on.set()
+        assert b"".join([block async for block in blocks]) == event("b") + DONE
+        assert await router.ended() == 0
+    assert not any(_lives(pid) for pid in pids)
+
+
+async def _until_refused(url: str) -> None:
+    address = httpx.URL(url)
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(address.host, address.port)
+            except ConnectionRefusedError:
+                return
+            writer.close()
+            await asyncio.sleep(0.02)
+
+
+async def test_workers_die_with_their_supervisor(p: MockEngine, d: MockEngine) -> None:
+    async with family(p, d) as (router, pids):
+        router.process.kill()
+        await eventually(lambda: not any(_lives(pid) for pid in pids))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_a_second_signal_ends_the_family_at_once(p: MockEngine, d: MockEngine) -> None:
+    async with family(p, d, "--shutdown-delay=60") as (router, pids):
+        router.process.terminate()
+        await router.until("shutting down")
+        router.process.terminate()
+        assert await router.ended() == 128 + signal.SIGTERM
+        assert not any(_lives(pid) for pid in pids)
+
+
+async def test_a_port_in_use_is_noticed_by_a_family_too(p: MockEngine, d: MockEngine) -> None:
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken:
+        port = taken.getsockname()[1]
+        async with router_process(p, d, *FAMILY, f"--port={port}") as router:
+            assert await router.ended() == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in router.lines[-1]
+
+
+def test_workers_refuse_a_store_that_they_cannot_share(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engines = "--prefiller-hosts=p --prefiller-ports=1 --decoder-hosts=d --decoder-ports=2"
+    assert main([*engines.split(), "--workers=4"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--workers 4" in line
+    assert "set --conversation-store to a Redis URL, or to off" in line
+
+
+async def test_a_blocked_loop_does_not_fail_liveness() -> None:
+    server = LivenessServer("127.0.0.1", 0, lambda: b"figures 1\n")
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    with answering(server), ThreadPoolExecutor(1) as thread:
+        # This thread is the loop's, and it stands still until the answer is there.
+        assert thread.submit(_get, f"{url}/health").result(5) == b'{"status":"ok"}'
+        assert thread.submit(_get, f"{url}/metrics").result(5) == b"figures 1\n"
+
+
+def _get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        content: bytes = answer.read()
+        return content
+
+
+@pytest.mark.parametrize("workers", [(), FAMILY[:2]])
+async def test_liveness_has_a_port_of_its_own(
+    p: MockEngine, d: MockEngine, workers: tuple[str, ...]
+) -> None:
+    async with router_process(p, d, "--port=0", "--liveness-port=0", *workers) as router:
+        url = (await router.until(r"liveness on (http://\S+)")).group(1)
+        for _ in "pd":
+            await router.until("is healthy")
+        async with httpx.AsyncClient(base_url=url) as client:
+            assert (await client.get("/health")).json() == {"status": "ok"}
+            assert "disagg_router_requests_in_flight" in (await client.get("/metrics")).text
+            assert (await client.head("/health")).status_code == 200
+            assert (await client.get("/v1/models")).status_code == 404
+        router.process.terminate()
+        assert await router.ended() == 0
+
+
+async def test_a_liveness_port_in_use_is_one_line_and_exit_code_1(
+    p: MockEngine, d: MockEngine
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        async with router_process(p, d, "--port=0", f"--liveness-port={port}") as router:
+            assert await router.ended() == 1
+    assert router.lines[-1].startswith(f"disagg-router: error: cannot listen on 127.0.0.1:{port}")
+
+
+def test_figures_add_up_and_health_is_the_worst_seen() -> None:
+    health = "# TYPE disagg_router_engine_healthy gauge\ndisagg_router_engine_healthy"
+    one = f'# TYPE a counter\na_total{{x="1"}} 2\n{health} 1\n'
+    other = f'# TYPE a counter\na_total{{x="1"}} 3\na_total{{x="2"}} 1\n{health} 0\n'
+    lines = merged([one, other]).decode().splitlines()
+    assert 'a_total{x="1"} 5.0' in lines
+    assert 'a_total{x="2"} 1.0' in lines
+    assert "disagg_router_engine_healthy 0.0" in lines
+
+
+async def test_access_lines_of_a_burst_are_whole(p: MockEngine, d: MockEngine) -> None:
+    async with (
+        serving_router(p, d, "--shutdown-delay=0") as router,
+        httpx.AsyncClient(base_url=router.url, timeout=20) as client,
+    ):
+        answers = await asyncio.gather(
+            *[client.post("/v1/completions", json=BODY) for _ in range(64)]
+        )
+        router.process.terminate()
+        assert await router.ended() == 0
+    told = [line for line in router.lines if " INFO request " in line]
+    assert len(told) == len(answers)
+    assert all("outcome=ok" in line and "total_ms=" in line for line in told)
