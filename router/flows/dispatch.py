@@ -105,7 +105,8 @@ async def _decode_only(request: Request, gateway: Gateway, reason: str) -> None:
 
 async def _pass_on(request: Request, rejected: errors.RejectedError) -> None:
     record = request.record
-    record.status, record.outcome = rejected.status, "engine_error"
+    record.status = rejected.status
+    record.outcome = "refused" if rejected.status < 500 else "engine_error"
     passed = headers.to_client(rejected.headers, record.request_id)
     await request.exchange.respond(rejected.status, passed, rejected.body)
 
@@ -119,6 +120,7 @@ async def _refuse(request: Request, error: Exception) -> None:
         logger.error("request %s failed", record.request_id, exc_info=error)
     if not exchange.started:
         record.status = shape.status
+        record.outcome = "refused" if shape.status < 500 else "failed"
         await exchange.respond(shape.status, _error_headers(record), errors.body_of(error))
     elif request.event_stream and not isinstance(error, ReaderStalledError):
         record.outcome = "broken_stream"

@@ -11,8 +11,9 @@ class Record:
 
     `stage` is where the request is: "receive", "prefill", "decode", "stream" or "done".
     `conversation` is what became of the last turn's KV, empty outside conversations.
-    `outcome` is "ok", "engine_error" (an engine's own error, passed on), "failed" (the router's
-    error), "broken_stream" (an error after the first byte) or "disconnected" (the client left).
+    `outcome` is "ok", "refused" (a 4xx, whoever said so), "engine_error" (an engine's 5xx, passed
+    on), "failed" (the router's), "broken_stream" (an error after the first byte) or "disconnected"
+    (the client left).
     """
 
     endpoint: str

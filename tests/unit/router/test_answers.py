@@ -77,7 +77,7 @@ async def test_an_engines_4xx_reaches_the_client_as_it_is(
     assert (await router.complete()).status_code == 200, "a 4xx makes no engine unhealthy"
     assert router.metric(
         "requests_total",
-        endpoint="/v1/completions", flow="pull", status="422", outcome="engine_error",
+        endpoint="/v1/completions", flow="pull", status="422", outcome="refused",
     ) == 1  # fmt: skip
 
 

@@ -118,7 +118,7 @@ async def test_what_is_refused_unread_is_still_counted_and_has_an_id(
     assert (answer.status_code, answer.headers["x-request-id"]) == (413, "mine")
     assert router.metric(
         "requests_total",
-        endpoint="/v1/completions", flow="none", status="413", outcome="failed",
+        endpoint="/v1/completions", flow="none", status="413", outcome="refused",
     ) == 1  # fmt: skip
 
 
