@@ -127,7 +127,8 @@ class PeerLayout:
             Blocks(ids, 0 if window is None else max(0, _blocks(held, self.remote) - len(ids)))
             for ids, window in zip(remote, self.windows, strict=True)
         ]
-        return self._batch([Blocks(ids) for ids in local], theirs, first_token, last_token)
+        ours = [Blocks(ids) for ids in local]
+        return self._batch(ours, theirs, first_token, last_token, into_local=True)
 
     def to_write(
         self,
@@ -149,7 +150,7 @@ class PeerLayout:
         ]
         if first_token is None:
             first_token = min(blocks.first for blocks in theirs) * self.remote.block_size
-        return self._batch(ours, theirs, first_token, last_token)
+        return self._batch(ours, theirs, first_token, last_token, into_local=False)
 
     def _check_groups(self, local: BlockIds, remote: BlockIds) -> None:
         number = len(self.windows)
@@ -157,13 +158,19 @@ class PeerLayout:
             raise PlanError(f"KV-cache groups differ: {number} here, {len(remote)} there")
 
     def _batch(
-        self, local: Sequence[Blocks], remote: Sequence[Blocks], first_token: int, last_token: int
+        self,
+        local: Sequence[Blocks],
+        remote: Sequence[Blocks],
+        first_token: int,
+        last_token: int,
+        *,
+        into_local: bool,
     ) -> Batch:
         in_reach = 0 <= first_token <= last_token <= MAX_UNITS * self.unit
         if first_token % self.unit or not in_reach:
             raise PlanError(f"tokens {first_token} to {last_token} in units of {self.unit}")
         parts = [
-            self._pair(group, local[group], remote[group], first_token, last_token)
+            self._pair(group, local[group], remote[group], first_token, last_token, into_local)
             for group in range(len(self.windows))
         ]
         tables = zip(self.local.groups, self.remote.groups, parts, strict=True)
@@ -181,7 +188,13 @@ class PeerLayout:
         )
 
     def _pair(
-        self, group: int, local: Blocks, remote: Blocks, first_token: int, last_token: int
+        self,
+        group: int,
+        local: Blocks,
+        remote: Blocks,
+        first_token: int,
+        last_token: int,
+        into_local: bool,
     ) -> tuple[Units, Units]:
         """In ascending local order: NIXL merges descriptors only where both sides ascend by one,
         and block allocators hand out descending ids."""
@@ -191,10 +204,12 @@ class PeerLayout:
         there = self._units("remote", remote, self.remote, positions, window)
         if window is not None:
             needed = (positions + 1) * self.unit > last_token - window
-            wanted = here.blocks != NULL_BLOCK
-            if (wanted & needed & (there.blocks == NULL_BLOCK)).any():
-                raise PlanError(f"the remote keeps less than the window of {window} tokens")
-            kept = wanted & (there.blocks != NULL_BLOCK)
+            ours, theirs = here.blocks != NULL_BLOCK, there.blocks != NULL_BLOCK
+            wanted, given = (ours, theirs) if into_local else (theirs, ours)
+            if (wanted & needed & ~given).any():
+                holder = "the remote keeps" if into_local else "we keep"
+                raise PlanError(f"{holder} less than the window of {window} tokens")
+            kept = wanted & given
             here, there = _take(here, kept), _take(there, kept)
         order = np.lexsort((here.places, here.blocks))
         return _take(here, order), _take(there, order)

@@ -272,7 +272,7 @@ class SchedulerConnector:
             held = min(held, source.num_tokens)
         held = min(held, self._most_tokens(request))
         if source.proof is None:
-            return held
+            return held if self._windows_reach(source, held) else 0
         proven = source.proof.proven_tokens(request.prompt_token_ids)
         if proven < held:
             logger.info(
@@ -281,7 +281,8 @@ class SchedulerConnector:
                 proven,
                 held,
             )
-        return min(held, proven)
+        tokens = min(held, proven)
+        return tokens if self._windows_reach(source, tokens) else 0
 
     def _most_tokens(self, request: EngineRequest) -> int:
         """A host that has the whole prompt computes its last token again. Where a group has a
@@ -299,6 +300,20 @@ class SchedulerConnector:
         if not lengths:
             return source.num_tokens or 0
         return min(lengths) * block_size
+
+    def _windows_reach(self, source: RemoteSource, num_tokens: int) -> bool:
+        """Whether the remote keeps what the token behind `num_tokens` sees through a window: its
+        lists end with its own last token, and it may have gone further than we can follow."""
+        if source.num_tokens is None:
+            return True
+        block_size = self._block_size if source.proof is None else source.proof.block_size
+        end = -(-source.num_tokens // block_size)
+        kept = without_holes(source.block_ids, self._windows)
+        return all(
+            (end - len(ids)) * block_size <= max(0, num_tokens - window + 1)
+            for ids, window in zip(kept, self._windows, strict=False)
+            if window is not None
+        )
 
     def _may_pull_turn(self, source: RemoteSource) -> bool:
         if not self._config.bidirectional:

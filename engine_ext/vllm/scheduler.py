@@ -37,7 +37,22 @@ class DisaggMixin:
         self._news = threading.Event()
         config = self.vllm_config.kv_transfer_config  # type: ignore[attr-defined] # vLLM's
         extra = {} if config is None else config.kv_connector_extra_config
+        self._keep_window_of_last_token()
         self._default_threshold = parse_threshold(extra.get("global_cache_hit_threshold")) or 0.0
+
+    def _keep_window_of_last_token(self) -> None:
+        """When a request ends, vLLM gives up what the window of the *next* token does not reach,
+        before the connector is asked. A decode engine computes the last prompt token again, whose
+        window begins one token earlier: that may be a block earlier."""
+        manager = self.kv_cache_manager  # type: ignore[attr-defined] # vLLM's
+        give_up = manager.remove_skipped_blocks
+
+        def keep_one_more(
+            request_id: str, processed_computed_tokens: int, num_prompt_tokens: int
+        ) -> None:
+            give_up(request_id, max(0, processed_computed_tokens - 1), num_prompt_tokens)
+
+        manager.remove_skipped_blocks = keep_one_more
 
     def set_wake(self, wake: Callable[[], None]) -> None:
         """`wake` ends the sleep of the engine's loop; see engine_wake.py."""

@@ -14,7 +14,8 @@ from tests.vllm.servers import OURS, SCHEDULER, STOCK, Fleet, Kind
 LENGTHS = (1, 33, 63, 64, 65, 96, 97, 128, 129, 200, 500, 1500)
 ENDING = (95, 127, 159, 191, 255, 319)
 """The last token's window begins with the last token of a block. A stock D answers these wrong,
-whoever computed them: when it computes that token, it has given the block up."""
+whoever computed them: when it computes that token, it has given the block up. A stock P gives it up
+too, so that our D computes those prompts itself."""
 
 
 @pytest.fixture(scope="module")

@@ -348,6 +348,11 @@ def test_a_holder_that_keeps_less_than_the_window_is_refused() -> None:
     full_list = (1, 2, 3, 4, 5)
     with pytest.raises(PlanError, match="window"):
         plan.to_read((full_list, full_list), (full_list, (0, 0, 0, 0, 5)), 0, 20, 20)
+    with pytest.raises(PlanError, match="window"):
+        plan.to_write((full_list, (0, 0, 0, 0, 5)), (full_list, full_list), 0, 20)
+    # What the reader has given up itself, it need not be given.
+    batch = plan.to_write((full_list, full_list), (full_list, (0, 0, 0, 0, 5)), 0, 20)
+    assert batch.num_blocks == 6
 
 
 @pytest.mark.parametrize("groups", [1, 3])

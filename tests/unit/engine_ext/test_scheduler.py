@@ -381,3 +381,17 @@ def test_where_a_group_has_a_window_the_last_token_is_left_to_compute(
     decoder.update_state_after_alloc(request, blocks, loaded - 32)
     (order,) = decoder.build_connector_meta().pulls
     assert (order.first_token, order.last_token) == (32, loaded)
+
+
+@pytest.mark.parametrize(("listed", "loaded"), [(5, 99), (4, 99), (3, 0)])
+def test_a_remote_that_gave_up_what_a_window_needs_is_not_read(listed: int, loaded: int) -> None:
+    """Of 100 tokens in 7 blocks; the token behind 99 sees from 51 on, in block 3."""
+    geometry = CacheGeometry(16, 32, group_windows=(None, 49))
+    config = ConnectorConfig(engine_id="d")
+    decoder = SchedulerConnector(config, EngineIdentity("d", "10.0.0.2", 5600), geometry)
+    whole = list(BLOCKS[0])
+    request = offered(decoder, remote_block_ids=[whole, [0, *whole[-listed:]]])
+    assert decoder.get_num_new_matched_tokens(request, 0) == (loaded, loaded > 0)
+    if not loaded:
+        decoder.update_state_after_alloc(request, BLOCKS * 2, 0)
+        assert len(decoder.build_connector_meta().releases) == 1
