@@ -18,7 +18,7 @@ from tests.redis_server import (
     running_tls_redis,
 )
 
-SECONDS = 5.0
+SECONDS = 20.0
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ def redis() -> Iterator[RedisServer]:
 async def store(request: pytest.FixtureRequest, redis: RedisServer) -> AsyncIterator[Store]:
     made: Store = MemoryStore(100, 10_000)
     if request.param == "redis":
-        made = RedisStore(redis.url, redis.password, 2.0)
+        made = RedisStore(redis.url, redis.password, 20.0)
     yield made
     await made.close()
 
@@ -61,7 +61,7 @@ async def test_of_fifty_takers_one_gets_it(store: Store) -> None:
 
 
 async def test_of_fifty_takers_in_two_clients_one_gets_it(redis: RedisServer) -> None:
-    stores = [RedisStore(redis.url, redis.password, 5.0) for _ in range(2)]
+    stores = [RedisStore(redis.url, redis.password, 20.0) for _ in range(2)]
     await stores[0].put("shared", b"x", 10)
     taken = await asyncio.gather(*(stores[i % 2].take("shared") for i in range(50)))
     assert [value for value in taken if value is not None] == [b"x"]
