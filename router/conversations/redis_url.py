@@ -13,11 +13,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from redis.asyncio import Redis, RedisCluster, Sentinel
+from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster, Sentinel
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 SENTINEL_PORT = 26379
+MAX_CONNECTIONS = 16
+"""To one server. A burst of requests waits for these: a connection each, with TLS above all, would
+cost both sides more than the commands do."""
 SAME_FOR_SENTINELS = ("socket_timeout", "socket_connect_timeout", "retry")
 
 
@@ -44,7 +47,10 @@ def connect(url: str, password: str | None, timeout: float) -> Clients:
     plain = f"{transport}://{rest}"
     if topology == "cluster":
         return Clients(RedisCluster.from_url(plain, **options))
-    return Clients(Redis.from_url(plain, **options))
+    pool = BlockingConnectionPool.from_url(
+        plain, max_connections=MAX_CONNECTIONS, timeout=timeout, **options
+    )
+    return Clients(Redis.from_pool(pool))
 
 
 def _by_sentinel(url: str, options: dict[str, Any], tls: bool) -> Clients:
