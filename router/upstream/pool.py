@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from socket import SO_RCVBUF, SOL_SOCKET
 
 from router.upstream.answer import Answer
 from router.upstream.connection import EngineConnection
 from router.upstream.deadlines import Deadlines, now
 from router.upstream.errors import ConnectRefusedError, ConnectTimeoutError, DisconnectedError
+
+# Bytes: about the most that one read brings, and so the most that a client which does not read can
+# make us hold beyond its write buffer. The kernel would let it grow to megabytes.
+READ_AT_ONCE = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,7 @@ class EnginePool:
         latest = min(deadline, now() + self._limits.connect_timeout)
         try:
             async with asyncio.timeout_at(latest):
-                _, connection = await loop.create_connection(
+                transport, connection = await loop.create_connection(
                     lambda: EngineConnection(self, self._limits.header_limit, loop),
                     self._host,
                     self._port,
@@ -90,6 +95,7 @@ class EnginePool:
             ) from error
         except (OSError, UnicodeError) as error:
             raise ConnectRefusedError(f"{self._host}:{self._port}: {error}") from error
+        transport.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_RCVBUF, READ_AT_ONCE)
         return connection
 
     # Owner of its connections.

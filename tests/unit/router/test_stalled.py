@@ -1,0 +1,119 @@
+"""Clients that do not read, many of them; and sockets that are half closed."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+from pathlib import Path
+
+from tests.unit.router.harness import Router, eventually, post
+from tests.unit.router.mock_engine import (
+    STREAM_HEAD,
+    MockEngine,
+    Peer,
+    Received,
+    chunk,
+    event,
+    usual_decode,
+)
+from tests.unit.router.processes import serving_router
+
+STALLED, BATCH = 1000, 50
+MOST = 256 * 1024 * 1024
+PIECE = chunk(event("x" * 4000)) * 16
+STREAM = post(b'{"prompt": "x", "stream": true}')
+
+
+async def endless(request: Received, peer: Peer) -> None:
+    sock = peer.writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # or the kernel takes megabytes
+    await peer.send(STREAM_HEAD)
+    while True:
+        await peer.send(PIECE)
+        await asyncio.sleep(0)  # a send that need not wait would let nobody else run
+
+
+async def test_a_thousand_stalled_readers_of_endless_streams_fit_in_256_mib(
+    p: MockEngine, d: MockEngine
+) -> None:
+    _allow_many_files()
+    d.usual = endless
+    async with serving_router(p, d, "--no-access-log") as router:
+        port = int(router.url.rpartition(":")[2])
+        clients: list[socket.socket] = []
+
+        def all_asked() -> bool:
+            return len(d.requests) == len(clients)
+
+        while len(clients) < STALLED:  # no more at once than an engine's backlog takes
+            clients += [await _stalled(port) for _ in range(BATCH)]
+            await eventually(all_asked, 30)
+        await _until_quiet(router.process.pid)
+        peak = _peak(router.process.pid)
+        router.process.kill()
+        for client in clients:
+            client.close()
+    assert peak < MOST, f"{peak / 2**20:.0f} MiB"
+
+
+async def _until_quiet(pid: int) -> None:
+    """Until a second goes by in which the process hardly takes in more, or five have."""
+    before = 0
+    for _ in range(5):
+        if (now := _peak(pid)) - before < 2**20:
+            return
+        before = now
+        await asyncio.sleep(1)  # what is waited for is that nothing happens
+
+
+async def _stalled(port: int) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    client = socket.socket()
+    client.setblocking(False)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    await loop.sock_connect(client, ("127.0.0.1", port))
+    await loop.sock_sendall(client, STREAM)
+    return client
+
+
+def _peak(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def _allow_many_files() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+async def test_an_engine_that_half_closes_after_its_answer_is_not_asked_there_again(
+    router: Router, d: MockEngine
+) -> None:
+    async def script(request: Received, peer: Peer) -> None:
+        await usual_decode(request, peer)
+        peer.writer.write_eof()
+        await peer.wait_left()
+
+    d.scripts = [script]
+    assert (await router.complete()).status_code == 200
+    used = d.last.connection
+    assert (await router.complete()).status_code == 200
+    assert d.last.connection != used
+
+
+async def test_a_client_that_half_closes_is_taken_for_gone(router: Router, d: MockEngine) -> None:
+    """As uvicorn has it: a client that will read its answer keeps its side open."""
+    left = asyncio.Event()
+
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD)
+        await peer.wait_left()
+        left.set()
+
+    d.scripts = [script]
+    async with router.socket() as client:
+        await client.send(STREAM)
+        await eventually(lambda: d.requests)
+        client.writer.write_eof()
+        await asyncio.wait_for(left.wait(), 5)
