@@ -83,7 +83,7 @@ class Supervisor:
     def _until_signalled(self) -> int:
         """Replaces workers that die. Returns 2 when one cannot use its settings."""
         while not self._signals:
-            self._wait(None)
+            self._wait(None, self._workers)
             for worker in [one for one in self._workers if not one.process.is_alive()]:
                 if worker.process.exitcode == 2:
                     return 2
@@ -110,16 +110,16 @@ class Supervisor:
         for worker in self._workers:
             worker.listener.close()
         latest = time.monotonic() + settings.shutdown_timeout + serve.BACKSTOP + GRACE
-        while any(worker.process.is_alive() for worker in self._workers):
+        while alive := [worker for worker in self._workers if worker.process.is_alive()]:
             left = latest - time.monotonic()
             if left <= 0 or len(self._signals) > 1:
                 return 128 + self._signals[-1]
-            self._wait(left)
+            self._wait(left, alive)
         return 0
 
-    def _wait(self, seconds: float | None) -> None:
-        """Until a signal comes or a worker ends."""
-        sentinels = [one.process.sentinel for one in self._workers if one.process.is_alive()]
+    def _wait(self, seconds: float | None, workers: list[Worker]) -> None:
+        """Until a signal comes or one of these ends; one that has ended already counts."""
+        sentinels = [worker.process.sentinel for worker in workers]
         if self._ears in wait([self._ears, *sentinels], seconds):
             self._ears.recv(64)
 
