@@ -7,6 +7,8 @@ from tests.integration.oracle import Answer, Prompt
 from tests.integration.processes import Server
 
 PREFILL: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+COORDINATES = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size")
+"""Where a prefill engine is, in the words of `kv_transfer_params`."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,11 @@ def prefill(
     assert response.status_code == 200, response.text
     params: dict[str, Any] = response.json()["kv_transfer_params"]
     return params
+
+
+def coordinates_in(said: dict[str, Any]) -> dict[str, Any]:
+    """A prefill engine's, out of an answer of its own or its identity page."""
+    return {key: said[key] for key in COORDINATES}
 
 
 def prefill_body(prompt: Prompt, previous: dict[str, Any] | None = None) -> dict[str, Any]:

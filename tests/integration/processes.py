@@ -19,16 +19,25 @@ import httpx
 T = TypeVar("T")
 
 START_SECONDS = 120
+CONNECTORS = {"pull": "DisaggConnector", "push": "DisaggPushConnector"}
 
 
 START_POLL = 0.1
 
 
-def wait_for(condition: Callable[[], T], what: str, seconds: float = 20, poll: float = 0.005) -> T:
-    """The first true value of `condition`, which is asked every `poll` seconds."""
+def wait_for(
+    condition: Callable[[], T],
+    what: str | Callable[[], str],
+    seconds: float = 20,
+    poll: float = 0.005,
+) -> T:
+    """The first true value of `condition`, which is asked every `poll` seconds. `what` may be asked
+    when it did not come."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"not reached within {seconds:g} s: {what}"
+        if time.monotonic() >= deadline:
+            text = what if isinstance(what, str) else what()
+            raise AssertionError(f"not reached within {seconds:g} s: {text}")
         time.sleep(poll)
     return value
 
@@ -193,10 +202,11 @@ class Launcher:
 def leaves_nothing_behind(server: Server, seconds: float = 30) -> None:
     """Whatever a test did: once no request is left, every block is free or held by a live lease,
     and the engine's own check of its bookkeeping finds nothing when it ends."""
-    deadline = time.monotonic() + seconds
-    while not is_settled(metrics := server.metrics()):
-        assert time.monotonic() < deadline, f"{server.name} has not settled: {metrics}"
-        time.sleep(0.005)
+    wait_for(
+        lambda: is_settled(server.metrics()),
+        lambda: f"{server.name} has settled: {server.metrics()}",
+        seconds,
+    )
     server.process.terminate()
     server.process.wait(timeout=45)
     assert server.process.returncode == 0, server.log.read_text()[-4000:]

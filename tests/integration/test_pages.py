@@ -1,6 +1,6 @@
 """What the reference engine tells routers, and what they may tell it, besides requests."""
 
-from tests.integration.legs import prefill
+from tests.integration.legs import coordinates_in, prefill
 from tests.integration.oracle import text_of
 from tests.integration.processes import Launcher, metric, wait_for
 
@@ -14,8 +14,7 @@ def test_an_engine_says_who_it_is_and_gives_up_kv_by_name(launcher: Launcher) ->
         assert {"prefix_proof", "release", "streamed_kv_transfer_params"} <= {*said["capabilities"]}
         params = prefill(engine, text_of(100, 1))
         (rank,) = said["ranks"]
-        for key in ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size"):
-            assert rank[key] == params[key]
+        assert coordinates_in(rank) == coordinates_in(params)
         assert metric(engine, LEASES) == 1
         answers = []
         for _ in range(2):

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.integration.legs import Turn, decode, decode_body, prefill, prefill_body, take_turn
+from tests.integration.legs import (
+    Turn,
+    coordinates_in,
+    decode,
+    decode_body,
+    prefill,
+    prefill_body,
+    take_turn,
+)
 from tests.integration.oracle import Answer, complete, complete_all, differences, text_of, tokens_of
 from tests.integration.processes import Launcher, Server, metric, post_and_leave, wait_for
 
@@ -33,8 +41,7 @@ def coordinates(prefiller: Server) -> dict[str, Any]:
     """Where P is, learned from an answer of its own; that prefill's blocks wait for their lease."""
     answer = prefill(prefiller, "hello")
     assert answer["transfer_mode"] == "push"
-    keys = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size")
-    return {key: answer[key] for key in keys}
+    return coordinates_in(answer)
 
 
 def push_params(coordinates: dict[str, Any], request_id: str) -> dict[str, Any]:
@@ -131,8 +138,7 @@ def test_a_prefill_that_is_aborted_ends_the_decoders_wait_at_once(
 ) -> None:
     with launcher.engine("busy", "--max-num-seqs", "1", connector=PUSH) as prefiller:
         answer = prefill(prefiller, "hello")
-        keys = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size")
-        where = {key: answer[key] for key in keys}
+        where = coordinates_in(answer)
         request_id = str(uuid.uuid4())
         occupant = {"model": "tiny", "prompt": "x", "max_tokens": 3000, "ignore_eos": True}
         prompt = text_of(100, 230)

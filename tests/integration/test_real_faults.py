@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
-from tests.integration.legs import decode, decode_body, prefill, prefill_body
+from tests.integration.legs import coordinates_in, decode, decode_body, prefill, prefill_body
 from tests.integration.oracle import complete, complete_all, differences, text_of
 from tests.integration.processes import Launcher, Server, metric, wait_for
 
@@ -173,13 +173,12 @@ def test_a_decoder_registered_with_a_prefiller_that_is_killed_ends_by_policy(
 def coordinates(prefiller: Server, transfer_id: str | None = None) -> dict[str, Any]:
     """What a router tells D before P has prefilled."""
     answer = prefill(prefiller, "hello")
-    keys = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size")
     name = transfer_id or str(uuid.uuid4())
     return {
         "do_remote_prefill": True,
         "remote_request_id": name,
         "transfer_id": name,
-        **{key: answer[key] for key in keys},
+        **coordinates_in(answer),
     }
 
 

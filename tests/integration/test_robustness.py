@@ -19,12 +19,19 @@ import zmq
 
 from engine_ext import wire
 from engine_ext.agent import NixlAgent
-from tests.integration.legs import PREFILL, decode, decode_body, prefill, prefill_body, take_turn
+from tests.integration.legs import (
+    PREFILL,
+    coordinates_in,
+    decode,
+    decode_body,
+    prefill,
+    prefill_body,
+    take_turn,
+)
 from tests.integration.oracle import complete, differences, text_of, tokens_of
-from tests.integration.processes import Launcher, Server, metric, wait_for
+from tests.integration.processes import CONNECTORS, Launcher, Server, metric, wait_for
 from tests.integration.stranger import GARBAGE, handshake, stranger
 
-CONNECTORS = {"pull": "DisaggConnector", "push": "DisaggPushConnector"}
 BOTH_WAYS = {"bidirectional_kv_xfer": True}
 LEASE = 3
 """Seconds: what a request that is not followed leaves to expire."""
@@ -94,8 +101,7 @@ def answered_locally(server: Server, alone: Server, prompt: Any, params: Any) ->
 def where(prefiller: Server) -> dict[str, Any]:
     """P's coordinates, learned from an answer of its own."""
     answer = prefill(prefiller, "hello")
-    keys = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size")
-    return {key: answer[key] for key in keys}
+    return coordinates_in(answer)
 
 
 def test_r1_r2_a_remote_prefill_that_names_nobody_is_computed_here(

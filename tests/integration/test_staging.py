@@ -6,12 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.integration.legs import decode, prefill, prefill_body, take_turn
+from tests.integration.legs import coordinates_in, decode, prefill, prefill_body, take_turn
 from tests.integration.oracle import Answer, complete, differences, text_of, tokens_of
-from tests.integration.processes import Launcher, Server, metric
+from tests.integration.processes import CONNECTORS, Launcher, Server, metric
 
 STAGING = "tests.integration.staging_engine"
-CONNECTORS = {"pull": "DisaggConnector", "push": "DisaggPushConnector"}
 BOTH_WAYS = {"bidirectional_kv_xfer": True}
 FETCHED = "disagg_engine_prompt_tokens_fetched_total"
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
@@ -45,8 +44,7 @@ def both_legs(prefiller: Server, decoder: Server, prompt: str, mode: str) -> Ans
         return decode(decoder, prompt, prefill(prefiller, prompt)).answer
     name = str(uuid.uuid4())
     answer = prefill(prefiller, "hello")
-    keys = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size")
-    params = {key: answer[key] for key in keys}
+    params = coordinates_in(answer)
     params |= {"do_remote_prefill": True, "remote_request_id": name, "transfer_id": name}
     body = prefill_body(prompt)
     body["kv_transfer_params"]["transfer_id"] = name

@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from tests.conftest import find_free_ports
-from tests.integration.legs import decode_body, prefill, prefill_body
+from tests.integration.legs import coordinates_in, decode_body, prefill, prefill_body
 from tests.integration.oracle import complete_all, text_of
-from tests.integration.processes import Launcher, Server, metric, wait_for
+from tests.integration.processes import CONNECTORS, Launcher, Server, metric, wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,6 @@ AT_ONCE = 16
 TOKENS = 4
 KILLS = {250: "d1", 550: "p2"}
 """Which engine is killed, and started again, before which request."""
-CONNECTORS = {"pull": "DisaggConnector", "push": "DisaggPushConnector"}
 EXTRA = {"kv_lease_duration": 6, "push_registration_timeout": 10}
 
 
@@ -67,8 +66,7 @@ class Fleet:
         self.servers[name] = server
         if name[0] == "p":
             answer = prefill(server, "hello")
-            keys = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size")
-            self.coordinates[name] = {key: answer[key] for key in keys}
+            self.coordinates[name] = coordinates_in(answer)
 
     def restart(self, name: str) -> None:
         self._down.add(name)

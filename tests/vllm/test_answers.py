@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.legs import decode, decode_body, prefill, take_turn
+from tests.integration.legs import coordinates_in, decode, decode_body, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric, wait_for
 from tests.integration.stranger import handshake
@@ -138,8 +138,7 @@ def test_an_engine_says_who_it_is_as_its_answers_do(prefiller: Server, alone: Se
     assert promised <= set(said["capabilities"])
     (rank,) = said["ranks"]
     params = prefill(prefiller, tokens_of(8, 2))
-    known = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size")
-    assert {key: rank[key] for key in known} == {key: params[key] for key in known}
+    assert coordinates_in(rank) == coordinates_in(params)
     payload = handshake(params)
     assert rank["compatibility_hash"] == payload.compatibility_hash
     assert rank["compatibility_factors"]["transfer_mode"] == "pull"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.legs import decode, decode_body, prefill, prefill_body
+from tests.integration.legs import coordinates_in, decode, decode_body, prefill, prefill_body
 from tests.integration.oracle import Answer, Prompt, complete, differences, tokens_of
 from tests.integration.processes import Server
 from tests.vllm.measures import prompts
@@ -26,8 +26,7 @@ def where(prefiller: Server) -> dict[str, Any]:
     said = prefiller.get("/disagg/identity").json()
     assert said["transfer_modes"] == ["push"]
     (rank,) = said["ranks"]
-    keys = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size")
-    return {key: rank[key] for key in keys}
+    return coordinates_in(rank)
 
 
 def test_pushed_prompts_are_those_of_one_vllm_alone(pair: list[Server], alone: Server) -> None:
