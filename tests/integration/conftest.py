@@ -6,7 +6,7 @@ import pytest
 from engine_ext.reference.tiny_model import write_tiny_model
 from tests.conftest import find_free_ports
 from tests.integration.oracle import Answer, complete_all, thirty_six_prompts
-from tests.integration.processes import Launcher, Server
+from tests.integration.processes import BOTH_WAYS, Launcher, Server
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +30,22 @@ def alone(launcher: Launcher) -> Iterator[Server]:
 def expected(alone: Server) -> list[Answer]:
     """One prompt at a time: no batching between the model and the oracle."""
     return complete_all(alone, thirty_six_prompts(), at_once=1)
+
+
+@pytest.fixture(scope="module")
+def prefiller(launcher: Launcher) -> Iterator[Server]:
+    """For modules about turns; others have their own.
+
+    Without a prefix cache of its own: what it does not pull, it computes, and counts.
+    """
+    with launcher.engine("prefill", "--no-enable-prefix-caching", extra=BOTH_WAYS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def decoder(launcher: Launcher) -> Iterator[Server]:
+    with launcher.engine("decode", extra=BOTH_WAYS) as server:
+        yield server
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import httpx
 T = TypeVar("T")
 
 START_SECONDS = 120
+BOTH_WAYS = {"bidirectional_kv_xfer": True}
 CONNECTORS = {"pull": "DisaggConnector", "push": "DisaggPushConnector"}
 
 

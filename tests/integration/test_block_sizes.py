@@ -7,10 +7,9 @@ import pytest
 
 from tests.integration.legs import Turn, decode, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric, wait_for
+from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wait_for
 
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 300, 1001)
-BOTH_WAYS = {"bidirectional_kv_xfer": True}
 
 
 @pytest.fixture(scope="module", params=[("16", "64"), ("64", "16")], ids=lambda p: "-".join(p))

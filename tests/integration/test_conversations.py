@@ -16,23 +16,9 @@ from tests.integration.oracle import Answer, complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric, post_and_leave, wait_for
 from tests.redis_server import PASSWORD, running_redis
 
-BOTH_WAYS = {"bidirectional_kv_xfer": True}
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
 FAILED = "disagg_engine_kv_pulls_failed_total"
 TURNS = "disagg_router_conversation_turns_total"
-
-
-@pytest.fixture(scope="module")
-def prefiller(launcher: Launcher) -> Iterator[Server]:
-    """Without a prefix cache of its own: what it does not pull, it computes, and counts."""
-    with launcher.engine("prefill", "--no-enable-prefix-caching", extra=BOTH_WAYS) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def decoder(launcher: Launcher) -> Iterator[Server]:
-    with launcher.engine("decode", extra=BOTH_WAYS) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

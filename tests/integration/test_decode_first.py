@@ -10,25 +10,11 @@ import pytest
 from tests.integration.oracle import complete, differences, text_of, tokens_of
 from tests.integration.processes import Launcher, Server, metric, wait_for
 
-BOTH_WAYS = {"bidirectional_kv_xfer": True}
 ASKED = "disagg_engine_prompt_tokens_total"
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
 LEASES = "disagg_engine_kv_leases_active"
 REJECTED = 'disagg_engine_requests_finished_total{reason="cache_threshold"}'
 MESSAGES = [{"role": "user", "content": text_of(900, 7)}]
-
-
-@pytest.fixture(scope="module")
-def prefiller(launcher: Launcher) -> Iterator[Server]:
-    """Without a prefix cache of its own: what it does not pull, it computes, and counts."""
-    with launcher.engine("prefill", "--no-enable-prefix-caching", extra=BOTH_WAYS) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def decoder(launcher: Launcher) -> Iterator[Server]:
-    with launcher.engine("decode", extra=BOTH_WAYS) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -29,10 +29,9 @@ from tests.integration.legs import (
     take_turn,
 )
 from tests.integration.oracle import complete, differences, text_of, tokens_of
-from tests.integration.processes import CONNECTORS, Launcher, Server, metric, wait_for
+from tests.integration.processes import BOTH_WAYS, CONNECTORS, Launcher, Server, metric, wait_for
 from tests.integration.stranger import GARBAGE, handshake, stranger
 
-BOTH_WAYS = {"bidirectional_kv_xfer": True}
 LEASE = 3
 """Seconds: what a request that is not followed leaves to expire."""
 EXPIRED = "disagg_engine_kv_leases_expired_total"

@@ -8,10 +8,9 @@ import pytest
 
 from tests.integration.legs import coordinates_in, decode, prefill, prefill_body, take_turn
 from tests.integration.oracle import Answer, complete, differences, text_of, tokens_of
-from tests.integration.processes import CONNECTORS, Launcher, Server, metric
+from tests.integration.processes import BOTH_WAYS, CONNECTORS, Launcher, Server, metric
 
 STAGING = "tests.integration.staging_engine"
-BOTH_WAYS = {"bidirectional_kv_xfer": True}
 FETCHED = "disagg_engine_prompt_tokens_fetched_total"
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
 

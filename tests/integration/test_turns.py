@@ -1,29 +1,14 @@
 """A turn reuses what the last one left on the decode engine: proven tokens only, over real NIXL."""
 
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from tests.integration.legs import Turn, decode, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric, wait_for
+from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wait_for
 
-BOTH_WAYS = {"bidirectional_kv_xfer": True}
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
-
-
-@pytest.fixture(scope="module")
-def prefiller(launcher: Launcher) -> Iterator[Server]:
-    """Without a prefix cache of its own: what it does not pull, it computes, and counts."""
-    with launcher.engine("prefill", "--no-enable-prefix-caching", extra=BOTH_WAYS) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def decoder(launcher: Launcher) -> Iterator[Server]:
-    with launcher.engine("decode", extra=BOTH_WAYS) as server:
-        yield server
 
 
 def freed(server: Server) -> bool:
