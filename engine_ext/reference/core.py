@@ -124,7 +124,7 @@ class EngineCore:
             num_waiting_for_remote_kv=len(queues.parked),
             num_blocks_total=self._blocks.num_total,
             num_blocks_free=self._blocks.num_free,
-            num_blocks_delayed=len(set().union(*queues.delayed.values())),
+            num_blocks_delayed=queues.delayed.num_blocks,
             prompt_tokens=counters.prompt_tokens,
             prompt_tokens_computed=counters.prompt_tokens_computed,
             prompt_tokens_cached=counters.prompt_tokens_cached,

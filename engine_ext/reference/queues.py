@@ -10,11 +10,51 @@ orphaned ──> freed when the load has ended
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from engine_ext.reference.block_manager import BlockManager
 from engine_ext.reference.integrity import require
 from engine_ext.reference.sequence import Sequence
+
+
+class Delayed:
+    """Blocks of finished requests that a remote still reads; two requests may share a block."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, list[int]] = {}
+        self._holders: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._blocks)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._blocks
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._holders)
+
+    def blocks(self) -> Iterable[list[int]]:
+        return self._blocks.values()
+
+    def hold(self, request_id: str, blocks: list[int]) -> None:
+        self._blocks[request_id] = blocks
+        holders = self._holders
+        for block in blocks:
+            holders[block] = holders.get(block, 0) + 1
+
+    def pop(self, request_id: str) -> list[int] | None:
+        """None where it holds none."""
+        blocks = self._blocks.pop(request_id, None)
+        holders = self._holders
+        for block in blocks or ():
+            holders[block] -= 1
+            if not holders[block]:
+                del holders[block]
+        return blocks
 
 
 class Queues:
@@ -31,8 +71,7 @@ class Queues:
         """In order of admission."""
         self.orphaned: dict[str, list[int]] = {}
         """Blocks of requests aborted while a load may still write into them."""
-        self.delayed: dict[str, list[int]] = {}
-        """Blocks of finished requests that a remote still reads."""
+        self.delayed = Delayed()
 
     def live(self) -> Iterator[Sequence]:
         yield from self.waiting
@@ -69,5 +108,7 @@ class Queues:
         for seq in self.live():
             room = len(seq.block_ids) * blocks.block_size
             require(seq.num_computed_tokens <= room, f"{seq.request_id} has KV without blocks")
+        delayed = set().union(*self.delayed.blocks())
+        require(self.delayed.num_blocks == len(delayed), "delayed blocks are miscounted")
         held = [seq.block_ids for seq in self.live()]
-        blocks.check_integrity([*held, *self.orphaned.values(), *self.delayed.values()])
+        blocks.check_integrity([*held, *self.orphaned.values(), *self.delayed.blocks()])

@@ -89,7 +89,7 @@ class Scheduler:
         if is_parked:
             self.queues.orphaned[seq.request_id] = blocks
         elif delay_free:
-            self.queues.delayed[seq.request_id] = blocks
+            self.queues.delayed.hold(seq.request_id, blocks)
         else:
             self._blocks.release_blocks(blocks)
 
@@ -100,12 +100,12 @@ class Scheduler:
         except Exception:
             logger.exception("connector: update_connector_output raised")
         for request_id in results.finished_sending:
-            self._free_held(self.queues.delayed, request_id)
+            self._free_held(self.queues.delayed.pop(request_id), request_id)
         ended = []
         parked = self.queues.parked
         arrived = [seq for seq in parked.values() if seq.request_id in results.finished_recving]
         for request_id in results.finished_recving - parked.keys():
-            self._free_held(self.queues.orphaned, request_id)
+            self._free_held(self.queues.orphaned.pop(request_id, None), request_id)
         for seq in arrived:
             self.queues.remove(seq)
             if seq.request_id not in results.failed_recving:
@@ -291,8 +291,7 @@ class Scheduler:
         seq.kv_transfer_answer = params
         return decision.delay_free
 
-    def _free_held(self, held: dict[str, list[int]], request_id: str) -> None:
-        blocks = held.pop(request_id, None)
+    def _free_held(self, blocks: list[int] | None, request_id: str) -> None:
         if blocks is None:
             logger.warning("connector reported %s, whose blocks it does not hold", request_id)
             return

@@ -280,6 +280,24 @@ def test_an_abort_of_nobody_is_nothing(make_driver: MakeDriver) -> None:
     assert make_driver().core.abort("nobody") is None
 
 
+def test_a_block_that_two_requests_hold_counts_once_and_until_both_are_read(
+    make_driver: MakeDriver, connector: FakeConnector
+) -> None:
+    driver = make_driver(connector, num_blocks=17)
+    connector.scheduler.held.update(("a", "b"))
+    for name in "ab":
+        driver.run(request(name, prompt(60), greedy(1)))
+    blocks = [set(connector.scheduler.blocks[name][0]) for name in "ab"]
+    assert blocks[0] & blocks[1]
+    assert driver.core.stats().num_blocks_delayed == len(blocks[0] | blocks[1])
+    for name, left in (("a", blocks[1]), ("b", set())):
+        connector.worker.report(sent=[name])
+        driver.step()
+        driver.core.check_integrity()
+        assert driver.core.stats().num_blocks_delayed == len(left)
+    driver.assert_empty()
+
+
 def test_held_blocks_are_not_reused_before_the_remote_has_read_them(
     make_driver: MakeDriver, connector: FakeConnector
 ) -> None:
