@@ -37,10 +37,10 @@ class Served(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = AsgiExchange(scope, send, self._endpoint)
-        settings = self._gateway.settings
+        limits = self._gateway.limits
         try:
-            async with asyncio.timeout(settings.client_read_timeout):
-                exchange.body = await _read_body(scope, receive, settings.max_body_size)
+            async with asyncio.timeout(limits.client_read_timeout):
+                exchange.body = await _read_body(scope, receive, limits.max_body_size)
         except ClientDisconnect:
             return
         except TimeoutError:

@@ -89,8 +89,9 @@ def _body(body: legs.Body, params: legs.Body) -> legs.Body:
 
 async def _ask(request: Request, decoder: Engine, endpoint: str, content: bytes) -> int:
     leg_id = f"{request.leg_id}-release"
-    head = headers.leg_head(endpoint, decoder.name, request.shared_headers, leg_id, len(content))
-    answer = await decoder.pool.ask([head, content], now() + TIMEOUT)
+    shared = request.shared_headers
+    message = headers.message(endpoint, decoder.name, leg_id, shared, content)
+    answer = await decoder.pool.ask(message, now() + TIMEOUT)
     try:
         await answer.read(ANSWER_LIMIT)
     finally:

@@ -7,6 +7,8 @@ safe: see router.conversations.guard, and docs/conversations.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from router.conversations.conversations import Conversations, Found, Turn
 from router.fleet.engine import Engine, Role
 from router.flows import legs
@@ -98,17 +100,17 @@ class TurnFlow:
             give_up_turn(self._request, self._gateway, decoder, entry.params)
 
     def _offer(self, prefiller: Engine) -> legs.Body | None:
-        unproven = self._gateway.settings.conversation_unproven
+        unproven = self._gateway.limits.conversation_unproven
         return self._reuse.offer(self._turn, prefiller, unproven)
 
-    def _decoder_order(self) -> list[Engine]:
+    def _decoder_order(self) -> Sequence[Engine]:
         if self._reuse.decoder is None:
             return self._gateway.in_turn(Role.DECODE)
         return first(self._gateway.fleet.candidates(Role.DECODE), self._reuse.decoder)
 
     def _own_threshold(self) -> float:
         """0 unless the decoder is known to hold most of the prompt, and may be asked."""
-        share = self._gateway.settings.decode_first_turns
+        share = self._gateway.limits.decode_first_turns
         decoder = self._reuse.decoder
         if not share or decoder is None or legs.THRESHOLD in self._request.body:
             return 0
