@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from router.flows import headers
 from router.flows.dispatch import refuse, serve
 from router.flows.errors import (
     BadRequestError,
@@ -92,7 +93,7 @@ class AsgiExchange:
     def __init__(self, scope: Scope, send: Send, endpoint: str) -> None:
         self.loop = asyncio.get_running_loop()
         self.endpoint = endpoint
-        self.headers: Sequence[Header] = [(n.lower(), v) for n, v in scope["headers"]]
+        self.headers: Sequence[Header] = headers.sound(scope["headers"])
         self.body = b""
         self.arrived = now()
         self.started = False

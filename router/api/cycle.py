@@ -167,11 +167,9 @@ class HotCycle:
         self._protocol.transport.write(head + body)
         self._end()
 
-    def _common(self) -> list[bytes]:
-        lines = [b"%s: %s\r\n" % header for header in self._protocol.server_state.default_headers]
-        if not self.keep_alive:
-            lines.append(wire.CLOSE)
-        return lines
+    def _common(self) -> tuple[bytes, ...]:
+        lines = self._protocol.default_lines()
+        return (lines,) if self.keep_alive else (lines, wire.CLOSE)
 
     def _end(self) -> None:
         self.response_complete = True

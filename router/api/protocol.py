@@ -64,6 +64,8 @@ class RouterProtocol(HttpToolsProtocol):
         self._timed = False
         # Once deaf, what still comes is thrown away: it follows something that made no sense.
         self._deaf = False
+        self._default_headers: list[tuple[bytes, bytes]] | None = None
+        self._default_lines = b""
         # Bytes since the last piece of body: heads and trailers, which the parser does not limit.
         self._overhead = 0
         # Bytes of requests that are read while another one is being answered.
@@ -191,6 +193,14 @@ class RouterProtocol(HttpToolsProtocol):
             self._watch(self.timeout_keep_alive)
 
     # What a HotCycle needs.
+
+    def default_lines(self) -> bytes:
+        """The headers that uvicorn makes anew every second."""
+        headers = self.server_state.default_headers
+        if headers is not self._default_headers:
+            self._default_headers = headers
+            self._default_lines = b"".join([b"%s: %s\r\n" % header for header in headers])
+        return self._default_lines
 
     def cycle_ended(self, cycle: HotCycle) -> None:
         if not cycle.keep_alive:

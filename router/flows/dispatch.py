@@ -14,7 +14,7 @@ from router.flows.exchange import Exchange, Header
 from router.flows.gateway import Gateway
 from router.flows.options import Options, take_options
 from router.flows.pull import pull
-from router.flows.request import Request, parse_body
+from router.flows.request import Request
 from router.flows.turn import take_turn
 from router.telemetry.record import Record
 from router.upstream.deadlines import now
@@ -53,7 +53,7 @@ def _open_books(exchange: Exchange, gateway: Gateway) -> Request:
 
 async def _run(request: Request, gateway: Gateway) -> None:
     try:
-        request.body = parse_body(request.exchange.body)
+        request.parse()
         await _plan(request, gateway)
     except asyncio.CancelledError:
         if not gateway.interrupted:

@@ -8,7 +8,7 @@ passed to both legs untouched: the router does not know the engines' ranks.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from random import getrandbits
 
@@ -16,9 +16,9 @@ from router.flows.exchange import Header
 
 REQUEST_ID = b"x-request-id"
 SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:~@+=/-]{1,128}")
+# Beside Connection itself, which may name more of them.
 HOP_BY_HOP = frozenset(
     (
-        b"connection",
         b"keep-alive",
         b"proxy-authenticate",
         b"proxy-authorization",
@@ -30,11 +30,11 @@ HOP_BY_HOP = frozenset(
         b"http2-settings",
     )
 )
-PLAIN_CONNECTION = (b"keep-alive", b"close")
 CONVERSATION_ID = b"x-conversation-id"
 CONVERSATION_STREAM = b"x-conversation-stream"
+BREAKS = re.compile(rb"[\r\n\0]")
+LOOKED_AT = frozenset((REQUEST_ID, b"connection"))
 NOT_TO_ENGINE = HOP_BY_HOP | {
-    REQUEST_ID,
     CONVERSATION_ID,
     CONVERSATION_STREAM,
     b"accept-encoding",  # answers are read and spliced: never compressed
@@ -47,41 +47,50 @@ NOT_TO_ENGINE = HOP_BY_HOP | {
 NOT_TO_CLIENT = HOP_BY_HOP | {REQUEST_ID, b"content-length", b"date", b"server"}
 
 
+def sound(headers: Iterable[Header]) -> list[Header]:
+    """With names in lower case, and without those that would be more than one line.
+
+    For fronts whose server lets such headers through; httptools' parser refuses them.
+    """
+    return [(name.lower(), value) for name, value in headers if not BREAKS.search(name + value)]
+
+
 def read(headers: Sequence[Header]) -> tuple[str, bytes]:
     """The request's id, the client's own where that is harmless, and the lines both legs share."""
-    request_id = ""
-    lines: list[bytes] = []
-    for header in headers:
-        name, value = header
-        if name not in NOT_TO_ENGINE:
-            lines.append(b"%s: %s\r\n" % header)
-        elif name == REQUEST_ID:
-            if not request_id and SANE_REQUEST_ID.fullmatch(value):
-                request_id = value.decode("ascii")
-        elif name == b"connection" and value.lower() not in PLAIN_CONNECTION:
-            dropped = _nominated(headers) | {b"connection"}
-            return read([header for header in headers if header[0] not in dropped])
-    return request_id or f"{getrandbits(128):032x}", _block(lines)
-
-
-def _block(lines: list[bytes]) -> bytes:
-    block = b"".join(lines)
-    count = block.count  # "in" would first take its bytes for a number, at ten times the price
-    if count(b"\n") != len(lines) or count(b"\r") != len(lines) or count(b"\0"):
-        return b"".join([line for line in lines if _is_one_line(line)])
-    return block
+    request_id, kept = "", [header for header in headers if header[0] not in NOT_TO_ENGINE]
+    for name, _ in kept:
+        if name in LOOKED_AT:
+            request_id = _own_id(kept)
+            kept = [header for header in _without_hops(kept) if header[0] != REQUEST_ID]
+            break
+    lines = [b": ".join(header) for header in kept]
+    lines.append(b"")
+    return request_id or f"{getrandbits(128):032x}", b"\r\n".join(lines)
 
 
 def to_client(headers: Sequence[Header], request_id: str) -> list[Header]:
-    for name, value in headers:
-        if name == b"connection" and value.lower() not in PLAIN_CONNECTION:
-            dropped = NOT_TO_CLIENT | _nominated(headers)
+    kept = [header for header in headers if header[0] not in NOT_TO_CLIENT]
+    for name, _ in kept:
+        if name == b"connection":
+            kept = _without_hops(kept)
             break
-    else:
-        dropped = NOT_TO_CLIENT
-    kept = [header for header in headers if header[0] not in dropped]
     kept.append((REQUEST_ID, request_id.encode("ascii")))
     return kept
+
+
+def _own_id(headers: Sequence[Header]) -> str:
+    for name, value in headers:
+        if name == REQUEST_ID and SANE_REQUEST_ID.fullmatch(value):
+            return value.decode("ascii")
+    return ""
+
+
+def _without_hops(headers: Sequence[Header]) -> list[Header]:
+    """Without Connection headers and those that they nominate."""
+    values = [value for name, value in headers if name == b"connection"]
+    dropped = {token.strip() for token in b",".join(values).lower().split(b",")}
+    dropped.add(b"connection")
+    return [header for header in headers if header[0] not in dropped]
 
 
 def message(path: str, host: str, request_id: str, shared: bytes, content: bytes) -> bytes:
@@ -99,13 +108,3 @@ def _opening(path: str, host: str) -> bytes:
         "content-length: ",
     )
     return "\r\n".join(lines).encode("ascii")
-
-
-def _nominated(headers: Sequence[Header]) -> frozenset[bytes]:
-    values = [value for name, value in headers if name == b"connection"]
-    return frozenset(token.strip() for token in b",".join(values).lower().split(b","))
-
-
-def _is_one_line(line: bytes) -> bool:
-    inside = line[:-2]
-    return not any(mark in inside for mark in (b"\r", b"\n", b"\0"))

@@ -133,24 +133,23 @@ async def relay(request: Request, gateway: Gateway, engine: Engine, answer: Answ
 async def decode(
     request: Request,
     gateway: Gateway,
-    body: legs.Body,
+    content: bytes,
     order: Sequence[Engine] | None = None,
     deliver: Deliver = relay,
 ) -> None:
-    """Asks a decoder with `body` and delivers its answer to the client.
+    """Asks a decoder with `content` and delivers its answer to the client.
 
     Raises UpstreamError, EngineError, or RejectedError with the decoder's own 4xx.
     """
     record, limits = request.record, gateway.limits
     record.stage = "decode"
-    whole = write_body(body)
 
-    def content(engine: Engine) -> tuple[bytes, bool]:
+    def given(engine: Engine) -> tuple[bytes, bool]:
         record.decoder, record.decode_started = engine.name, now()
-        return whole, False
+        return content, False
 
     timeout = limits.decode_first_byte_timeout
-    with await ask(request, gateway, Role.DECODE, order, timeout, content) as leg:
+    with await ask(request, gateway, Role.DECODE, order, timeout, given) as leg:
         answer, engine = leg.answer, leg.engine
         if answer.status != 200:
             _check(answer, engine, await answer.read(limits.max_answer_size))

@@ -19,7 +19,7 @@ from router.flows.kept import Keeper
 from router.flows.options import Options
 from router.flows.pull import note_no_params
 from router.flows.release import give_up, give_up_turn
-from router.flows.request import Request
+from router.flows.request import Request, write_body
 from router.flows.reuse import Reuse, find_reuse
 from router.flows.steps import decode, prefill
 from router.policies.affinity import by_session, first
@@ -73,9 +73,9 @@ class TurnFlow:
         if params is None:
             note_no_params(self._request, self._gateway)
         deliver = Keeper(self._turn, prompt_tokens, self._exact).deliver
-        body = self._decode_body(params)
         try:
-            await decode(self._request, self._gateway, body, self._decoders, deliver)
+            content = self._content(params)
+            await decode(self._request, self._gateway, content, self._decoders, deliver)
         except BaseException as cause:
             give_up(self._request, self._gateway, params, cause)
             raise
@@ -118,13 +118,22 @@ class TurnFlow:
         holds_it = self._reuse.held_share(self._turn) >= share
         return share if holds_it and decoder.learned.knows_threshold else 0
 
-    def _decode_body(self, params: legs.Body | None) -> legs.Body:
-        """Asks the decoder to keep this turn's KV, unless it could not be found again."""
-        body = self._request.body
+    def _content(self, params: legs.Body | None) -> bytes:
+        """What the decoder is sent after the prefill."""
         if self._exact:
-            body = legs.whole_body(body)
+            return write_body(self._decode_body(params))
+        return self._request.content_with(self._asking(params))
+
+    def _decode_body(self, params: legs.Body | None) -> legs.Body:
+        body = self._request.body
+        return legs.decode_body(
+            legs.whole_body(body) if self._exact else body, self._asking(params)
+        )
+
+    def _asking(self, params: legs.Body | None) -> legs.Body | None:
+        """Asks the decoder to keep this turn's KV, unless it could not be found again."""
         keeps = self._turn.found is not Found.STORE_FAILED
-        return legs.decode_body(body, legs.retaining(params) if keeps else params)
+        return legs.retaining(params) if keeps else params
 
     def _count(self) -> None:
         reuse, metrics = self._reuse, self._gateway.metrics

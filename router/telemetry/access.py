@@ -83,8 +83,8 @@ class AccessLine:
         return known
 
 
-def _since(record: Record, moment: float) -> float:
-    return round((moment - record.started) * 1000, 1)
+def _since(record: Record, moment: float) -> int:
+    return int((moment - record.started) * 1000 + 0.5)
 
 
 def _any(content: dict[str, object]) -> str:
@@ -102,6 +102,7 @@ def _usual(r: Record) -> str | None:
     return (
         f"{MESSAGE} request_id={r.request_id} endpoint={r.endpoint} status={r.status} "
         f"outcome={r.outcome} flow={r.flow} prefiller={r.prefiller} decoder={r.decoder} "
-        f"prefill_ms={(prefilled - start) * 1000:.1f} first_byte_ms={(began - start) * 1000:.1f} "
-        f"total_ms={(ended - start) * 1000:.1f}"
+        f"prefill_ms={int((prefilled - start) * 1000 + 0.5)} "
+        f"first_byte_ms={int((began - start) * 1000 + 0.5)} "
+        f"total_ms={int((ended - start) * 1000 + 0.5)}"
     )

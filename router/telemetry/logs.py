@@ -13,6 +13,7 @@ import orjson
 
 LogFormat = Literal["text", "json"]
 LINES = "lines"
+MILLISECONDS = tuple(f".{number:03d}Z" for number in range(1000))
 
 
 class Line(Protocol):
@@ -88,7 +89,7 @@ def _json(content: dict[str, object]) -> str:
 
 def _moment(at: float) -> str:
     second = int(at)
-    return f"{_second(second)}.{int((at - second) * 1000):03d}Z"
+    return _second(second) + MILLISECONDS[int((at - second) * 1000)]
 
 
 @lru_cache(maxsize=8)
