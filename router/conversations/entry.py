@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import orjson
 
@@ -44,7 +44,7 @@ class Entry:
         return isinstance(self.params.get("prefix_proof"), dict)
 
     def to_bytes(self) -> bytes:
-        return orjson.dumps({"v": VERSION, **asdict(self)})
+        return orjson.dumps({"v": VERSION} | {name: getattr(self, name) for name in self.__slots__})
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Entry | None:

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 Json = dict[str, Any]
-REASONING_KEYS = ("reasoning", "reasoning_content")
+REASONING_KEYS = frozenset(("reasoning", "reasoning_content"))
 THINK_MARKS = ("<think>", "</think>")
 
 
@@ -114,7 +114,7 @@ def parsed(raw: bytes) -> Json | None:
 
 def has_reasoning(message: Json) -> bool:
     """Whether the message holds a reasoning trace, in a field of its own or in its text."""
-    if any(message.get(key) for key in REASONING_KEYS):
+    if any(message[key] for key in REASONING_KEYS.intersection(message)):
         return True
     content = message.get("content")
     return isinstance(content, str) and any(mark in content for mark in THINK_MARKS)

@@ -66,7 +66,7 @@ async def decoder_or_both(request: Request, gateway: Gateway, threshold: float) 
 async def decode_first(request: Request, gateway: Gateway, attempt: Attempt) -> bool:
     """True when a decoder has answered. Otherwise `request` is ready for another plan."""
     if not _may_try(attempt, len(request.exchange.body)):
-        gateway.metrics.decode_first.labels("skipped").inc()
+        gateway.metrics.decode_first.add(("skipped",))
         _go_on(request)
         return False
     rejected = False
@@ -84,7 +84,7 @@ async def decode_first(request: Request, gateway: Gateway, attempt: Attempt) -> 
 
     body = legs.with_threshold(attempt.body, attempt.threshold)
     await decode(request, gateway, write_body(body), attempt.decoders, screened)
-    gateway.metrics.decode_first.labels("rejected" if rejected else "answered").inc()
+    gateway.metrics.decode_first.add(("rejected" if rejected else "answered",))
     if rejected:
         request.attempt += 1
         _go_on(request)

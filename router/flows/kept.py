@@ -85,7 +85,7 @@ class Keeper:
                 tokens = said.prompt_tokens
             done = await conversations.keep(self._turn, engine.name, params, said, tokens)
             kept = "kept" if done else "not_kept"
-        gateway.metrics.conversation_kept.labels(kept).inc()
+        gateway.metrics.conversation_kept.add((kept,))
 
 
 def _tells_where(params: Json) -> bool:

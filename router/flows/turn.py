@@ -138,5 +138,5 @@ class TurnFlow:
     def _count(self) -> None:
         reuse, metrics = self._reuse, self._gateway.metrics
         self._request.record.conversation = reuse.outcome
-        metrics.conversation_turns.labels(reuse.outcome, reuse.reason).inc()
+        metrics.conversation_turns.add((reuse.outcome, reuse.reason))
         metrics.conversation_tokens.inc(reuse.offered_tokens)

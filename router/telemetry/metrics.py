@@ -20,11 +20,13 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Tally(
-            "disagg_router_requests",
+        self.requests = self._tally(
+            "requests",
             "Requests that ended, by what the client was told.",
-            ("endpoint", "flow", "status", "outcome"),
-            self.registry,
+            "endpoint",
+            "flow",
+            "status",
+            "outcome",
         )
         self.prefill_seconds = self._histogram(
             "prefill_seconds", "From asking a prefiller to its whole answer."
@@ -62,7 +64,7 @@ class Metrics:
         self.decode_only = self._counter(
             "decode_only", "Requests that went to a decoder alone.", "reason"
         )
-        self.conversation_turns = self._counter(
+        self.conversation_turns = self._tally(
             "conversation_turns",
             "Turns of conversations, by what became of the last turn's KV and why.",
             "outcome",
@@ -72,7 +74,7 @@ class Metrics:
             "conversation_tokens_offered",
             "Tokens of last turns that prefillers were told to pull from decoders.",
         )
-        self.conversation_kept = self._counter(
+        self.conversation_kept = self._tally(
             "conversation_kept", "Turns that ended, by what they left for the next.", "outcome"
         )
         self.conversation_entries = self._gauge(
@@ -84,7 +86,7 @@ class Metrics:
             "operation",
             "result",
         )
-        self.decode_first = self._counter(
+        self.decode_first = self._tally(
             "decode_first", "Requests for a decoder first, by what came of it.", "outcome"
         )
         self.releases = self._counter(
@@ -108,6 +110,10 @@ class Metrics:
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"disagg_router_{name}", text, labels, registry=self.registry)
+
+    def _tally(self, name: str, text: str, *labels: str) -> Tally:
+        """For what every request counts."""
+        return Tally(f"disagg_router_{name}", text, labels, self.registry)
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"disagg_router_{name}", text, labels, registry=self.registry)
