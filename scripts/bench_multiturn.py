@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -26,7 +25,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = str(Path(__file__).resolve().parents[1])
@@ -36,6 +34,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.getenv("PYTHON
 import httpx  # noqa: E402 # the checkout's own packages come first
 
 from router.children import Child, ChildEndedError, Family  # noqa: E402
+from scripts.bench.machine import describe  # noqa: E402
 from tests.conftest import find_free_ports  # noqa: E402
 
 TINY = "engine_ext.reference.tiny_model"
@@ -115,11 +114,8 @@ def _results(options: argparse.Namespace) -> list[Result]:
 
 
 def _report(results: list[Result]) -> dict[str, object]:
-    machine = f"{os.cpu_count()} CPUs, {platform.platform()}, Python {platform.python_version()}"
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine,
-        "load": os.getloadavg()[0],
+        "machine": describe(),
         "command": " ".join(sys.argv),
         "results": [asdict(result) for result in results],
     }

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.bench.errors import BenchError
+from scripts.bench.machine import describe
 from scripts.router_bench import compare
 from scripts.router_bench.cases import IDLE_STREAMS, Case, cases
 from scripts.router_bench.contestants import PEERS, prepare
-from scripts.router_bench.errors import BenchError
-from scripts.router_bench.report import Report, machine
+from scripts.router_bench.report import Report
 from scripts.router_bench.runs import Run, Runs
 from scripts.router_bench.session import DIRECT, OURS, Session, measure, measure_idle, opened
 
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure(options: argparse.Namespace) -> int:
     peer = None if options.peer == "none" else options.peer
-    report = Report(machine(), _plain(options), OURS, peer, DIRECT)
+    report = Report(describe("uvloop"), _plain(options), OURS, peer, DIRECT)
     report.header()
     environment = options.peer_venv or Path(".venv-peers") / options.peer
     if peer is not None:

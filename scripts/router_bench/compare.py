@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from scripts.router_bench.errors import BenchError, NotInterleavedError
+from scripts.bench.errors import BenchError, NotInterleavedError
 
 
 def main(first: Path, second: Path) -> int:

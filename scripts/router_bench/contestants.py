@@ -3,7 +3,6 @@
 import os
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import URLError
 
-from scripts.router_bench.errors import BenchError
+from scripts.bench.errors import BenchError
+from scripts.bench.ports import free_ports
 
 START = 60.0
 """Seconds that a router may take until it answers /health."""
@@ -40,7 +40,7 @@ class Peer:
         known = {
             "bin": environment / "bin",
             "port": port,
-            "metrics": free_port(),
+            "metrics": free_ports(1)[0],
             "prefiller": f"http://127.0.0.1:{engines.prefiller}",
             "decoder": f"http://127.0.0.1:{engines.decoder}",
             "toy": TOY,
@@ -84,12 +84,6 @@ def prepare(name: str, environment: Path) -> None:
     if done.returncode:
         shutil.rmtree(environment)
         raise BenchError(f"{name} could not be installed")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
 
 
 class Process:

@@ -8,7 +8,7 @@ from typing import Protocol, cast
 
 import httptools
 
-from scripts.router_bench.errors import BenchError
+from scripts.bench.errors import BenchError
 
 LONGEST = 60.0
 """Seconds that one request may take."""

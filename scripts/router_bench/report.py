@@ -1,13 +1,8 @@
 """Figures of a session, as a table to read and as JSON to keep."""
 
 import json
-import os
-import platform
 import sys
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, TextIO
 
 from scripts.router_bench.cases import Case
@@ -118,23 +113,3 @@ def _latency(made: list[Run], base: list[Run]) -> dict[str, float]:
 
 def _line(figures: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
-
-
-def machine() -> dict[str, Any]:
-    """Facts that figures depend on; the load at the start tells whether others were there."""
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "load": round(os.getloadavg()[0], 2),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "uvloop": version("uvloop"),
-    }
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from scripts.router_bench.errors import NotInterleavedError
+from scripts.bench.errors import NotInterleavedError
 
 
 @dataclass(frozen=True, slots=True)

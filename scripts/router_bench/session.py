@@ -11,11 +11,12 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scripts.bench.errors import BenchError
+from scripts.bench.ports import free_ports
 from scripts.router_bench import cases
 from scripts.router_bench.accounting import usage
 from scripts.router_bench.cases import Case
-from scripts.router_bench.contestants import PEERS, Engines, Peer, Process, free_port, ours
-from scripts.router_bench.errors import BenchError
+from scripts.router_bench.contestants import PEERS, Engines, Peer, Process, ours
 from scripts.router_bench.load import Asking, Connection, Direct, Outcome, Routed, dial, drive
 from scripts.router_bench.runs import Run, percentiles
 
@@ -159,7 +160,7 @@ def _start(
     environment: Path,
     logs: Path,
 ) -> Contestant:
-    port = free_port()
+    (port,) = free_ports(1)
     command = ours(port, engines) if peer is None else peer.arguments(environment, port, engines)
     process = Process(command, set(cores.router), logs / f"{name}.log")
     stack.callback(process.stop)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from scripts.transfer_bench.errors import ActorError
+from scripts.bench.errors import ActorError
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.transfer_bench.errors import BenchError
-from scripts.transfer_bench.machine import available_bytes, describe
+from scripts.bench.errors import BenchError
+from scripts.bench.machine import accelerator, available_bytes, describe
 from scripts.transfer_bench.memory import Shape
 from scripts.transfer_bench.report import Report
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     try:
         _check_memory(options)
-        report = Report(describe(options.device), _plain(options), options.max_spread)
+        report = Report(_machine(options.device), _plain(options), options.max_spread)
         report.header()
         _measure(report, options)
     except BenchError as error:
@@ -101,6 +101,10 @@ def _check_memory(options: argparse.Namespace) -> None:
             f"the two sides need {needed / 2**30:.1f} GiB of {limit / 2**30:.1f} GiB that may be "
             "taken; lower --layers, --block-kib or --blocks"
         )
+
+
+def _machine(device: str) -> dict[str, Any]:
+    return describe("nixl") | {"accelerator": accelerator(device)}
 
 
 def _plain(options: argparse.Namespace) -> dict[str, Any]:

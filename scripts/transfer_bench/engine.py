@@ -22,7 +22,7 @@ from engine_ext.types import (
 )
 from engine_ext.wire import CONNECTOR_VERSION
 from engine_ext.worker import WorkerConnector, open_nixl
-from scripts.transfer_bench.errors import BenchError
+from scripts.bench.errors import BenchError
 from scripts.transfer_bench.memory import Shape, allocate, regions
 
 BLOCK_SIZE = 16

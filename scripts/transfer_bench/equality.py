@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from scripts.transfer_bench.errors import BenchError
+from scripts.bench.errors import BenchError
 from scripts.transfer_bench.reference import ReferenceEngine
 
 LENGTHS = (1, 31, 32, 33, 64, 100, 255, 256, 500)

@@ -4,10 +4,10 @@ import time
 from dataclasses import dataclass
 
 from engine_ext.config import TransferMode
+from scripts.bench.ports import free_ports
 from scripts.transfer_bench.actor import Actor
 from scripts.transfer_bench.engine import BenchEngine, EngineSpec
 from scripts.transfer_bench.memory import Shape
-from scripts.transfer_bench.ports import free_ports
 from scripts.transfer_bench.report import Report, Row
 from scripts.transfer_bench.sample import Sample
 

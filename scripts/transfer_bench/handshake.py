@@ -11,6 +11,8 @@ from engine_ext.agent import NixlAgent
 from engine_ext.config import ConnectorConfig
 from engine_ext.plan import PeerLayout
 from engine_ext.types import PeerAddress, Region, StepMetadata, TrackOrder
+from scripts.bench.errors import BenchError
+from scripts.bench.ports import free_ports
 from scripts.transfer_bench.actor import Actor
 from scripts.transfer_bench.engine import (
     WAIT_SECONDS,
@@ -18,9 +20,7 @@ from scripts.transfer_bench.engine import (
     EngineSpec,
     make_connector,
 )
-from scripts.transfer_bench.errors import BenchError
 from scripts.transfer_bench.memory import Shape, allocate, regions
-from scripts.transfer_bench.ports import free_ports
 from scripts.transfer_bench.report import Aim, Report, Row
 from scripts.transfer_bench.sample import Sample
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from scripts.bench.ports import free_ports
 from scripts.transfer_bench.actor import Actor
 from scripts.transfer_bench.engine import EngineSpec
 from scripts.transfer_bench.memory import Shape
-from scripts.transfer_bench.ports import free_ports
 from scripts.transfer_bench.reference import ReferenceEngine
 from scripts.transfer_bench.report import Aim, Report, Row
 from scripts.transfer_bench.sample import Sample

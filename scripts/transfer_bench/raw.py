@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from nixl._api import nixl_agent, nixl_agent_config
 
+from scripts.bench.errors import BenchError
 from scripts.transfer_bench.engine import WAIT_SECONDS
-from scripts.transfer_bench.errors import BenchError
 from scripts.transfer_bench.memory import Memory, Shape
 
 Extent = tuple[int, int, int]

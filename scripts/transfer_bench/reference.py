@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from scripts.transfer_bench.errors import BenchError
-from scripts.transfer_bench.ports import free_ports
+from scripts.bench.errors import BenchError
+from scripts.bench.ports import free_ports
 
 START_SECONDS = 120.0
 BLOCK_SIZE = 32

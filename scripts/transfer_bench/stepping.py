@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine_ext.types import FinishStatus
+from scripts.bench.ports import free_ports
 from scripts.transfer_bench.actor import Actor
 from scripts.transfer_bench.engine import BLOCK_SIZE, BenchEngine, BenchRequest, EngineSpec
 from scripts.transfer_bench.memory import Shape
-from scripts.transfer_bench.ports import free_ports
 from scripts.transfer_bench.report import Aim, Report, Row
 from scripts.transfer_bench.sample import Sample
 

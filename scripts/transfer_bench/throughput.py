@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine_ext.config import ConnectorConfig
+from scripts.bench.errors import BenchError
+from scripts.bench.ports import free_ports
 from scripts.transfer_bench.actor import Actor
 from scripts.transfer_bench.engine import BenchEngine, EngineSpec
-from scripts.transfer_bench.errors import BenchError
 from scripts.transfer_bench.memory import Shape
-from scripts.transfer_bench.ports import free_ports
 from scripts.transfer_bench.raw import Extent, RawSide
 from scripts.transfer_bench.report import Aim, Report, Row
 from scripts.transfer_bench.sample import Sample, ratios

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 
-def describe(device: str) -> dict[str, Any]:
-    """Facts that figures depend on; the load at the start tells whether others were there."""
+def describe(*packages: str) -> dict[str, Any]:
+    """Facts that figures depend on, with the versions of `packages`.
+
+    The load at the start tells whether others were there.
+    """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_model(),
@@ -18,9 +21,17 @@ def describe(device: str) -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "nixl": version("nixl"),
-        "accelerator": _accelerator(device),
+        **{package: version(package) for package in packages},
     }
+
+
+def accelerator(device: str) -> str:
+    """`device` is torch's name of one, or "cpu"."""
+    if device == "cpu":
+        return "none"
+    import torch
+
+    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
 
 
 def available_bytes() -> int:
@@ -36,11 +47,3 @@ def _cpu_model() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def _accelerator(device: str) -> str:
-    if device == "cpu":
-        return "none"
-    import torch
-
-    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
