@@ -13,7 +13,15 @@ import pytest
 from router.fleet.engine import Role
 from tests.redis_server import running_redis
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.conversations.engines import KEPT, PROOF, decoding, delta, prefilling, sse, stream
+from tests.unit.router.conversations.engines import (
+    KEPT,
+    PROOF,
+    decoding,
+    delta,
+    prefilling,
+    sse,
+    stream,
+)
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (
     DONE,
