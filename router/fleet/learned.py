@@ -38,7 +38,6 @@ class Learned:
     def note_prefill(self, params: dict[str, object] | None) -> None:
         if params is not None:
             self.proves_prefix = isinstance(params.get("prefix_proof"), dict)
-            self.wanted = self.wanted or self.proves_prefix
 
     def note_kept(self, params: dict[str, object]) -> None:
         engine_id = params.get("remote_engine_id")

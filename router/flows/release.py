@@ -2,11 +2,11 @@
 
 A decoder that has the request frees them itself when the request is aborted. But the client may
 leave, or the decoder fail, before the decoder has it. Then our prefillers are told at a page of
-their own: one hop, and no decoder is needed, which may be what has failed. Others hear it from a
-decoder that gets a small request. If it is ours, it finds that this shares nothing with the
-prefilled prompt and tells the prefiller at once. Stock vLLM would read; so it is asked for a model
-that nobody serves, and when it rejects a request with kv_transfer_params it tells the prefiller too
-(vllm#41269). Told twice is told once.
+their own: one hop, and no decoder is needed, which may be what has failed. Where that does not
+work, a decoder gets a small request. With one of our prefillers, whose params prove what they hold,
+it finds that this shares nothing with the prefilled prompt and tells the prefiller at once. Without
+proof it would read; so it is asked for a model that nobody serves, and when it rejects a request
+with kv_transfer_params it tells the prefiller too (vllm#41269). Told twice is told once.
 
 A decoder that keeps a turn which nobody will pull is told so at the same page.
 """
@@ -49,13 +49,15 @@ def _has_arrived(request: Request) -> bool:
 async def release(request: Request, gateway: Gateway, params: legs.Body) -> None:
     """Tells the prefiller, itself or through a decoder, that nobody will read. Never raises."""
     prefiller = gateway.fleet.named(Role.PREFILL, request.record.prefiller)
-    if prefiller is not None and prefiller.learned.releases:
-        return await _tell(request, gateway, prefiller, PAGE, {legs.KV_PARAMS: params})
+    if prefiller is not None and _is_ours(params):
+        status = await _tell(request, gateway, prefiller, PAGE, {legs.KV_PARAMS: params})
+        if status == 200:
+            return gateway.metrics.releases.labels("done").inc()
     decoder = _decoder(request, gateway)
     if decoder is None:
-        gateway.metrics.releases.labels("no_decoder").inc()
-        return
-    await _tell(request, gateway, decoder, COMPLETIONS, _body(request.body, params))
+        return gateway.metrics.releases.labels("no_decoder").inc()
+    status = await _tell(request, gateway, decoder, COMPLETIONS, _body(request.body, params))
+    gateway.metrics.releases.labels("done" if 200 <= status < 500 else "failed").inc()
 
 
 def give_up_turn(request: Request, gateway: Gateway, entry: Entry) -> None:
@@ -65,18 +67,30 @@ def give_up_turn(request: Request, gateway: Gateway, entry: Entry) -> None:
         return
     decoder.learned.wanted = True
     if decoder.learned.releases:
-        gateway.spawn(_tell(request, gateway, decoder, PAGE, {legs.KV_PARAMS: entry.params}))
+        gateway.spawn(_release_turn(request, gateway, decoder, entry.params))
+
+
+async def _release_turn(
+    request: Request, gateway: Gateway, decoder: Engine, params: legs.Body
+) -> None:
+    status = await _tell(request, gateway, decoder, PAGE, {legs.KV_PARAMS: params})
+    gateway.metrics.releases.labels("done" if status == 200 else "failed").inc()
 
 
 async def _tell(
     request: Request, gateway: Gateway, engine: Engine, path: str, body: legs.Body
-) -> None:
+) -> int:
+    """The answer's status, 0 without one."""
     try:
-        status = (await tell(request, engine, path, body, "release")).status
+        return (await tell(request, engine, path, body, "release")).status
     except UpstreamError as error:
         gateway.throttle.warn("KV could not be released", f"{engine.name}: {error}")
-        status = 0
-    gateway.metrics.releases.labels("done" if 200 <= status < 500 else "failed").inc()
+        return 0
+
+
+def _is_ours(params: legs.Body) -> bool:
+    """Whether one of our prefillers answered them."""
+    return "prefix_proof" in params
 
 
 def _decoder(request: Request, gateway: Gateway) -> Engine | None:
@@ -87,6 +101,5 @@ def _decoder(request: Request, gateway: Gateway) -> Engine | None:
 
 
 def _body(body: legs.Body, params: legs.Body) -> legs.Body:
-    ours = "prefix_proof" in params
-    model = body.get("model") if ours else NO_MODEL
+    model = body.get("model") if _is_ours(params) else NO_MODEL
     return {**smallest(model), legs.KV_PARAMS: params}

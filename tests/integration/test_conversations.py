@@ -13,9 +13,17 @@ from typing import Any
 import pytest
 
 from tests.integration.oracle import Answer, complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric, post_and_leave, wait_for
+from tests.integration.processes import (
+    Launcher,
+    Server,
+    is_settled,
+    metric,
+    post_and_leave,
+    wait_for,
+)
 from tests.redis_server import PASSWORD, running_redis
 
+ASKED = "disagg_engine_prompt_tokens_total"
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
 FAILED = "disagg_engine_kv_pulls_failed_total"
 TURNS = "disagg_router_conversation_turns_total"
@@ -384,4 +392,27 @@ def test_a_client_that_leaves_between_the_legs_frees_the_prefiller_at_once(
         left = time.monotonic()
         wait_for(lambda: metric(prefiller, "disagg_engine_blocks_delayed") == 0, "P is free", 10)
         assert time.monotonic() - left < 3, "at once, not when the lease of 30 s runs out"
+    assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == expired
+
+
+def test_clients_that_leave_at_every_stage_leave_no_block(
+    launcher: Launcher, prefiller: Server, decoder: Server
+) -> None:
+    """One is past its prefill, the next one's ends in the step that runs, the others queue."""
+    expired = metric(prefiller, "disagg_engine_kv_leases_expired_total")
+    asked = metric(prefiller, ASKED)
+    with (
+        launcher.router([prefiller], [decoder], "--decode-first-turns", "0") as router,
+        ExitStack() as clients,
+    ):
+        for number in range(6):
+            body = {"model": "tiny", "prompt": tokens_of(1500, 70 + number), "max_tokens": 500}
+            body |= {"conversation_id": f"left-{number}", "stream": number % 2 == 0}
+            clients.enter_context(post_and_leave(router, body))
+        wait_for(lambda: metric(prefiller, ASKED) > asked, "the first has its prefill")
+        clients.close()
+        left = time.monotonic()
+        wait_for(lambda: is_settled(prefiller.metrics()), "P has no request left", 10)
+        wait_for(lambda: metric(prefiller, "disagg_engine_blocks_delayed") == 0, "P is free", 10)
+        assert time.monotonic() - left < 5, "at once, not when the lease of 30 s runs out"
     assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == expired

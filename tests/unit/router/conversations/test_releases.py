@@ -48,12 +48,17 @@ def given_back(engine: MockEngine) -> list[Any]:
     return [r.json["kv_transfer_params"] for r in engine.requests if r.path == PAGE]
 
 
-@pytest.mark.parametrize("ours", [True, False])
+async def missing(request: Received, peer: Peer) -> None:
+    await peer.answer({"error": {"message": "no such page"}}, 404)
+
+
+@pytest.mark.parametrize("prefiller", ["ours", "ours, without the page", "stock"])
 @pytest.mark.parametrize("conversation", [True, False])
 async def test_a_client_that_leaves_before_the_decoders_first_byte_releases_the_prefill(
-    router: Router, p: MockEngine, d: MockEngine, ours: bool, conversation: bool
+    router: Router, p: MockEngine, d: MockEngine, prefiller: str, conversation: bool
 ) -> None:
-    p.usual = prefilling(prefix_proof=PROOF) if ours else prefilling()
+    proof: dict[str, Any] = {} if prefiller == "stock" else {"prefix_proof": PROOF}
+    p.usual = prefilling(**proof)
     reached = asyncio.Event()
 
     async def waits(request: Received, peer: Peer) -> None:
@@ -65,13 +70,20 @@ async def test_a_client_that_leaves_before_the_decoders_first_byte_releases_the_
     async with router.socket() as client:
         await client.send(post(json.dumps(body).encode(), "/v1/chat/completions"))
         await asyncio.wait_for(reached.wait(), 5)
-    await eventually(lambda: is_release(d.last))
-    release = d.last
-    assert release.path == "/v1/completions"
-    params = release.json["kv_transfer_params"]
-    assert params == ({**PARAMS, "prefix_proof": PROOF} if ours else PARAMS)
-    assert (release.json["model"] == "m") is ours, "stock is asked for a model it does not serve"
+        if "without" in prefiller:
+            p.scripts = [missing]
     await eventually(lambda: router.metric("releases_total", outcome="done") == 1)
+    told = given_back(p)
+    assert told == ([{**PARAMS, **proof}] if proof else [])
+    by_decoder = [r for r in d.requests if is_release(r)]
+    if prefiller == "ours":
+        assert by_decoder == []
+        return
+    (release,) = by_decoder
+    assert release.path == "/v1/completions"
+    assert release.json["kv_transfer_params"] == {**PARAMS, **proof}
+    expected = "m" if proof else "disagg-router/released"
+    assert release.json["model"] == expected, "without proof: a model that it does not serve"
 
 
 async def test_a_decoder_that_rejects_or_fails_releases_the_prefill(
@@ -110,13 +122,10 @@ async def test_a_turn_that_nobody_pulls_is_given_back_to_its_decoder(
     assert told == [{"kv_transfer_params": KEPT}] * wanted
 
 
-async def test_a_prefiller_that_has_a_page_for_it_is_told_itself(
+async def test_a_prefiller_whose_decoder_fails_is_told_itself(
     router: Router, p: MockEngine, d: MockEngine
 ) -> None:
-    p.usual, p.identity = prefilling(prefix_proof=PROOF), CAPABLE
-    await router.complete()
-    (engine,) = router.gateway.fleet.candidates(Role.PREFILL)
-    await eventually(lambda: engine.learned.releases)
+    p.usual = prefilling(prefix_proof=PROOF)
 
     async def dies(request: Received, peer: Peer) -> None:
         peer.reset()
