@@ -130,6 +130,16 @@ async def test_a_threshold_that_is_no_share_is_a_bad_request(
     assert not d.requests
 
 
+@pytest.mark.parametrize("value", [b"NaN", b"Infinity", b"-Infinity"])
+async def test_a_threshold_that_is_no_json_is_a_bad_request(
+    router: Router, d: MockEngine, value: bytes
+) -> None:
+    content = b'{"prompt": "x", "cache_hit_threshold": %s}' % value
+    answer = await router.client.post("/v1/completions", content=content)
+    assert answer.status_code == 400
+    assert not d.requests
+
+
 @pytest.mark.parametrize(("value", "asked"), [(None, 0.8), (0.5, 0.5), (0, None)])
 async def test_a_request_decides_over_the_operator(
     start_router: StartRouter, p: MockEngine, d: MockEngine, value: object, asked: float | None

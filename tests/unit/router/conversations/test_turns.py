@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import httpx
@@ -321,6 +322,18 @@ async def test_the_ranks_of_one_engine_are_one_engine(
         await chat(router, ASKED, conversation_id=name)
     await chat(router, AGAIN, conversation_id="a")
     assert offered(p)["remote_engine_id"] == "decoder-1_dp0"
+
+
+async def test_an_entry_that_is_too_old_is_not_used_and_counted(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    until = time.time() + 0.2
+    d.usual = decoding(kept={**KEPT, "retained_until": until})
+    await chat(router, ASKED)
+    await eventually(lambda: time.time() > until)
+    await chat(router, AGAIN)
+    assert offered(p) is None
+    assert turns(router, "expired") == 1
 
 
 async def test_an_overloaded_decoder_is_left(
