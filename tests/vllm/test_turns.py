@@ -1,14 +1,15 @@
 """Conversations through the router, inside unmodified vLLM: right as one vLLM alone."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric
+from tests.integration.processes import Launcher, Server, metric, post_and_leave, wait_for
 from tests.integration.talk import CHAT, TOOLS, Talk, chat, turns
-from tests.vllm.measures import COMPUTED
+from tests.vllm.measures import COMPUTED, counted, freed
 from tests.vllm.servers import Fleet
 
 
@@ -75,13 +76,31 @@ def test_a_chat_is_that_of_one_vllm_alone(
     before = metric(prefiller, COMPUTED)
     answer = chat(router, second, **fields, **extra)
     assert said_in(answer) == said_in(chat(alone, second, **extra))
-    # The system's 960 tokens are the same in every case, but for the one with tools.
-    reused = answer["usage"]["prompt_tokens"] - (metric(prefiller, COMPUTED) - before)
-    assert reused > 900 or change == "tools"
+    pulled = answer["usage"]["prompt_tokens"] - (metric(prefiller, COMPUTED) - before)
+    if change == "tools":
+        assert pulled == 0, "they come first in the prompt"
+    else:
+        assert pulled > 900
     third = [*second, {"role": "assistant", "content": said_in(answer)}, why]
     third[2] = {"role": "assistant", "content": said_in(first)}
     again = chat(router, third, **fields, **extra)
     assert said_in(again) == said_in(chat(alone, third, **extra))
+
+
+def test_clients_that_leave_at_every_stage_leave_no_block(
+    router: Server, prefiller: Server, decoder: Server
+) -> None:
+    """One is past its prefill, the next ones' end in the step that runs, others queue."""
+    wait_for(lambda: freed(prefiller), "P is idle")
+    granted, expired = counted(prefiller, "leases_granted"), counted(prefiller, "leases_expired")
+    with ExitStack() as clients:
+        for number in range(6):
+            body = {"model": "tiny", "prompt": tokens_of(1500, 130 + number), "max_tokens": 400}
+            body |= {"conversation_id": f"left-{number}", "stream": number % 2 == 0}
+            clients.enter_context(post_and_leave(router, body))
+        wait_for(lambda: counted(prefiller, "leases_granted") > granted, "the first is past P")
+    wait_for(lambda: freed(prefiller), "P is free at once, not when leases of 30 s run out", 10)
+    assert counted(prefiller, "leases_expired") == expired
 
 
 def said_in(answer: dict[str, Any]) -> str:
