@@ -192,11 +192,6 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         """See engine_ext.release; for our HTTP page, by way of vLLM's engine process."""
         return self.scheduler.release(engine_id, request_id)
 
-    @guarded(False)
-    def abandon(self, request_id: str) -> bool:
-        """See DisaggMixin.finish_requests."""
-        return self.scheduler.abandon(request_id)
-
     def listen_for_news(self, on_news: Callable[[], None]) -> None:
         """`on_news` is called when a worker has results, from another thread."""
         self._news = NewsListener(self._config.engine_id, on_news)

@@ -7,7 +7,7 @@ nothing but remote readers is waited for.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -82,20 +82,6 @@ class DisaggMixin:
             )
         return outputs
 
-    def finish_requests(
-        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
-    ) -> list[Request]:
-        """A request that is aborted although it has ended: its answer reached nobody, so nobody
-        will read what it keeps for a remote."""
-        given = [request_ids] if isinstance(request_ids, str) else list(request_ids or ())
-        connector = self.connector  # type: ignore[attr-defined] # vLLM's
-        if isinstance(connector, DisaggConnector):
-            for request in filter(None, map(self.requests.get, given)):  # type: ignore[attr-defined] # vLLM's
-                if request.is_finished():
-                    connector.abandon(request.request_id)
-        ids = None if request_ids is None else given
-        return super().finish_requests(ids, finished_status)  # type: ignore[misc] # vLLM's
-
     def has_requests(self) -> bool:
         return bool(self._refused) or super().has_requests()  # type: ignore[misc] # vLLM's
 
@@ -138,7 +124,7 @@ class DisaggMixin:
             verdict = self._judge(request)
             if verdict is not None and verdict.is_refused:
                 self._refused.append((request, verdict))
-                self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+                self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)  # type: ignore[attr-defined] # vLLM's
 
     def _judge(self, request: Request) -> Verdict | None:
         """None where there is nothing to judge: no threshold, or blocks already there."""
