@@ -4,9 +4,16 @@ import random
 import socket
 from collections.abc import Iterator
 
+from hypothesis import HealthCheck, settings
+
 # UCX otherwise looks for RDMA devices only.
 os.environ.setdefault("UCX_NET_DEVICES", "all")
 os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+# A busy machine is not a property that failed.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 
 LOWEST_PORT, HIGHEST_PORT = 15_000, 32_000

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from router.flows import headers
 from router.flows.dispatch import refuse, serve
 from router.flows.errors import (
     BadRequestError,
@@ -37,10 +38,10 @@ class Served(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = AsgiExchange(scope, send, self._endpoint)
-        settings = self._gateway.settings
+        limits = self._gateway.limits
         try:
-            async with asyncio.timeout(settings.client_read_timeout):
-                exchange.body = await _read_body(scope, receive, settings.max_body_size)
+            async with asyncio.timeout(limits.client_read_timeout):
+                exchange.body = await _read_body(scope, receive, limits.max_body_size)
         except ClientDisconnect:
             return
         except TimeoutError:
@@ -92,7 +93,7 @@ class AsgiExchange:
     def __init__(self, scope: Scope, send: Send, endpoint: str) -> None:
         self.loop = asyncio.get_running_loop()
         self.endpoint = endpoint
-        self.headers: Sequence[Header] = [(n.lower(), v) for n, v in scope["headers"]]
+        self.headers: Sequence[Header] = headers.sound(scope["headers"])
         self.body = b""
         self.arrived = now()
         self.started = False

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from router.api.protocol import RouterProtocol
 
 
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
 class HotCycle:
     # uvicorn sets this event for its own cycles; nobody waits for ours.
     message_event = asyncio.Event()
@@ -36,9 +39,10 @@ class HotCycle:
         self.disconnected = False
         self.keep_alive = http_1_1 and protocol.parser.should_keep_alive()
         self.received = False
+        self.is_announced = False
         self._protocol = protocol
         self._http_1_1 = http_1_1
-        self._expects = protocol.expect_100_continue and http_1_1
+        self._expects = False
         self._pieces: list[bytes] = []
         self._size = 0
         self._active = False
@@ -58,7 +62,14 @@ class HotCycle:
         elif self.received:
             self._run()
         elif self._expects:
-            self._protocol.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._protocol.transport.write(CONTINUE)
+
+    def announce(self, expects_continue: bool) -> None:
+        """The head is here, the body is not, and the client may wait for a word before it sends."""
+        self.is_announced = True
+        self._expects = expects_continue and self._http_1_1
+        if self._expects and self._active and self._refusal is None:
+            self._protocol.transport.write(CONTINUE)
 
     def take(self, piece: bytes) -> int:
         """Keeps a piece of the body; returns the body's size so far."""
@@ -96,12 +107,12 @@ class HotCycle:
             self._answer.resume()
 
     def _run(self) -> None:
-        self.body = b"".join(self._pieces)
-        self._pieces.clear()
-        self._task = self._protocol.spawn(serve(self, self._protocol.gateway))
+        pieces, self._pieces = self._pieces, []
+        self.body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        self._task = self.loop.create_task(serve(self, self._protocol.gateway))
 
     def _send_refusal(self, error: Exception) -> None:
-        self._task = self._protocol.spawn(refuse(self, self._protocol.gateway, error))
+        self._task = self.loop.create_task(refuse(self, self._protocol.gateway, error))
 
     # Exchange: the flow's side.
 
@@ -156,11 +167,9 @@ class HotCycle:
         self._protocol.transport.write(head + body)
         self._end()
 
-    def _common(self) -> list[bytes]:
-        lines = [b"%s: %s\r\n" % header for header in self._protocol.server_state.default_headers]
-        if not self.keep_alive:
-            lines.append(wire.CLOSE)
-        return lines
+    def _common(self) -> tuple[bytes, ...]:
+        lines = self._protocol.default_lines()
+        return (lines,) if self.keep_alive else (lines, wire.CLOSE)
 
     def _end(self) -> None:
         self.response_complete = True

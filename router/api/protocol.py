@@ -10,7 +10,6 @@ errors as OpenAI's objects, and Upgrade requests that keep their body.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, cast
 
 import httptools
@@ -56,7 +55,7 @@ class RouterProtocol(HttpToolsProtocol):
         self.gateway: Gateway = app_state["gateway"]
         self.deadline = 0.0
         self._deadlines: Deadlines = app_state["deadlines"]
-        self._settings = self.gateway.settings
+        self._limits = self.gateway.limits
         # Whose turn it is to be answered, and which hot request is being received.
         self._active: HotCycle | RequestResponseCycle | None = None
         self._hot: HotCycle | None = None
@@ -65,6 +64,8 @@ class RouterProtocol(HttpToolsProtocol):
         self._timed = False
         # Once deaf, what still comes is thrown away: it follows something that made no sense.
         self._deaf = False
+        self._default_headers: list[tuple[bytes, bytes]] | None = None
+        self._default_lines = b""
         # Bytes since the last piece of body: heads and trailers, which the parser does not limit.
         self._overhead = 0
         # Bytes of requests that are read while another one is being answered.
@@ -74,7 +75,7 @@ class RouterProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn's
         super().connection_made(transport)
-        self._watch(self._settings.client_read_timeout)
+        self._watch(self._limits.client_read_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadlines.drop(self)
@@ -91,22 +92,36 @@ class RouterProtocol(HttpToolsProtocol):
             self._feed(data)
         except httptools.HttpParserError as error:
             self._give_up(_reason(error))
-        if not self._deaf:
+            return
+        if self._receiving:
             self._watch_receiving()
+        else:
+            self.deadline = NEVER  # until an answer ends: see on_response_complete
+        if self.pipeline:
             self._limit_pipeline(len(data))
+        else:
+            self._ahead = 0
 
     def _watch_receiving(self) -> None:
-        if not self._receiving:
-            self.deadline = NEVER  # until an answer ends: see on_response_complete
-        elif self._overhead > self._settings.max_header_size:
+        """A request has begun to come, and its end is not here yet."""
+        if self._deaf:
+            return
+        if self._overhead > self._limits.max_header_size:
             self._give_up(self._head_too_large())
-        elif not self._timed:
+            return
+        if not self._timed:
             self._timed = True
-            self._watch(self._settings.client_read_timeout)
+            self._watch(self._limits.client_read_timeout)
+        hot = self._hot
+        if hot is not None and not hot.is_announced:
+            size = int(_value(self.headers, b"content-length") or b"0")
+            if size > self._limits.max_body_size:
+                hot.refuse(self._body_too_large())
+            hot.announce(_expects_continue(self.headers))
 
     def _limit_pipeline(self, size: int) -> None:
         """A client that leaves is noticed only while we read, so some requests are read ahead."""
-        self._ahead = self._ahead + size if self.pipeline else 0
+        self._ahead += size
         if self._ahead > READ_AHEAD:
             self.flow.pause_reading()
 
@@ -127,13 +142,16 @@ class RouterProtocol(HttpToolsProtocol):
             raise MalformedRequestError("the connection is closing")
         self.url = b""
         self.headers = []
-        self.expect_100_continue = False
         self._receiving = True
         self._timed = False
         self._hot = None
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """uvicorn's, without a look at each name."""
+        self.headers.append((name.lower(), value))
+
     def on_headers_complete(self) -> None:
-        limit = self._settings.max_header_size
+        limit = self._limits.max_header_size
         if self._overhead > limit and _size(self.headers) + len(self.url) > limit:
             raise self._head_too_large()
         if self.parser.should_upgrade():
@@ -150,7 +168,7 @@ class RouterProtocol(HttpToolsProtocol):
         hot = self._hot
         if hot is None:
             super().on_body(body)
-        elif not hot.response_complete and hot.take(body) > self._settings.max_body_size:
+        elif not hot.response_complete and hot.take(body) > self._limits.max_body_size:
             hot.refuse(self._body_too_large())
 
     def on_message_complete(self) -> None:
@@ -176,11 +194,13 @@ class RouterProtocol(HttpToolsProtocol):
 
     # What a HotCycle needs.
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self.loop.create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-        return task
+    def default_lines(self) -> bytes:
+        """The headers that uvicorn makes anew every second."""
+        headers = self.server_state.default_headers
+        if headers is not self._default_headers:
+            self._default_headers = headers
+            self._default_lines = b"".join([b"%s: %s\r\n" % header for header in headers])
+        return self._default_lines
 
     def cycle_ended(self, cycle: HotCycle) -> None:
         if not cycle.keep_alive:
@@ -193,7 +213,7 @@ class RouterProtocol(HttpToolsProtocol):
         if self._deaf or not self._receiving:
             self.transport.close()
         elif self.pipeline or self.flow.read_paused:
-            self._watch(self._settings.client_read_timeout)  # it is we who let it wait
+            self._watch(self._limits.client_read_timeout)  # it is we who let it wait
         else:
             self._give_up(RequestTimeoutError("the request was not received in time"))
 
@@ -206,16 +226,15 @@ class RouterProtocol(HttpToolsProtocol):
 
     def _make_scope(self) -> None:
         """What uvicorn makes when a request begins, and hot requests do without."""
-        url, headers, expects = self.url, self.headers, self.expect_100_continue
+        url, headers = self.url, self.headers
         super().on_message_begin()
-        self.url, self.headers, self.expect_100_continue = url, headers, expects
+        self.url, self.headers = url, headers
+        self.expect_100_continue = _expects_continue(headers)
         self.scope["headers"] = headers
 
     def _queue(self, hot: HotCycle) -> None:
         latest, cycle = self.cycle, cast(RequestResponseCycle, hot)
         self._hot, self.cycle = hot, cycle
-        if _announced_size(self.headers) > self._settings.max_body_size:
-            hot.refuse(self._body_too_large())
         if latest is None or latest.response_complete:
             self._start_asgi_task(cycle, self.app)
         else:
@@ -285,12 +304,10 @@ class RouterProtocol(HttpToolsProtocol):
         self._deadlines.watch(self)
 
     def _head_too_large(self) -> HeadTooLargeError:
-        return HeadTooLargeError(
-            f"the head is larger than {self._settings.max_header_size:d} bytes"
-        )
+        return HeadTooLargeError(f"the head is larger than {self._limits.max_header_size:d} bytes")
 
     def _body_too_large(self) -> BodyTooLargeError:
-        return BodyTooLargeError(f"the body is larger than {self._settings.max_body_size:d} bytes")
+        return BodyTooLargeError(f"the body is larger than {self._limits.max_body_size:d} bytes")
 
 
 def _reason(error: httptools.HttpParserError) -> RequestError:
@@ -304,8 +321,9 @@ def _size(headers: list[tuple[bytes, bytes]]) -> int:
     return sum(len(name) + len(value) + 4 for name, value in headers)
 
 
-def _announced_size(headers: list[tuple[bytes, bytes]]) -> int:
-    for name, value in headers:
-        if name == b"content-length":
-            return int(value)
-    return 0
+def _value(headers: list[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
+    return next((value for name, value in headers if name == wanted), None)
+
+
+def _expects_continue(headers: list[tuple[bytes, bytes]]) -> bool:
+    return (_value(headers, b"expect") or b"").lower() == b"100-continue"

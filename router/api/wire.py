@@ -19,8 +19,10 @@ LAST_CHUNK = b"0\r\n\r\n"
 
 def head(status: int, headers: Iterable[Header], *extra: bytes) -> bytes:
     """A response head; `extra` are whole header lines."""
-    lines = [b"%s: %s\r\n" % header for header in headers]
-    return b"".join((_STATUS_LINES[status], *lines, *extra, b"\r\n"))
+    pieces = [_STATUS_LINES[status]]
+    for name, value in headers:
+        pieces += (name, b": ", value, b"\r\n")
+    return b"".join((*pieces, *extra, b"\r\n"))
 
 
 def length(size: int) -> bytes:

@@ -23,8 +23,8 @@ async def tell(request: Request, engine: Engine, path: str, body: legs.Body, why
     """`why` ends its X-Request-Id. Raises UpstreamError."""
     content = write_body(body)
     leg_id = f"{request.leg_id}-{why}"
-    head = headers.leg_head(path, engine.name, request.shared_headers, leg_id, len(content))
-    answer = await engine.pool.ask([head, content], now() + TIMEOUT)
+    message = headers.message(path, engine.name, leg_id, request.shared_headers, content)
+    answer = await engine.pool.ask(message, now() + TIMEOUT)
     try:
         return Told(answer.status, await answer.read(ANSWER_LIMIT))
     finally:

@@ -23,7 +23,7 @@ from router.flows import legs
 from router.flows.errors import BadRequestError
 from router.flows.gateway import Gateway
 from router.flows.pull import pull
-from router.flows.request import Request
+from router.flows.request import Request, write_body
 from router.flows.steps import Deliver, decode, relay
 from router.flows.trial import is_rejection, try_threshold
 from router.upstream.answer import Answer
@@ -84,7 +84,7 @@ async def decode_first(request: Request, gateway: Gateway, attempt: Attempt) -> 
         await attempt.deliver(request, gateway, engine, answer)
 
     body = legs.with_threshold(attempt.body, attempt.threshold)
-    await decode(request, gateway, body, attempt.decoders, screened)
+    await decode(request, gateway, write_body(body), attempt.decoders, screened)
     gateway.metrics.decode_first.labels("rejected" if rejected else "answered").inc()
     if rejected:
         request.attempt += 1

@@ -12,7 +12,6 @@ from router.flows.steps import decode
 async def decode_only(request: Request, gateway: Gateway, reason: str) -> None:
     gateway.metrics.decode_only.labels(reason).inc()
     gateway.require(Role.DECODE)
-    body = request.body
-    if legs.THRESHOLD in body:
-        body = legs.with_threshold(body, 0)
-    await decode(request, gateway, body)
+    if legs.THRESHOLD in request.body:
+        request.body = legs.with_threshold(request.body, 0)
+    await decode(request, gateway, request.content_with(None))

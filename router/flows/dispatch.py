@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 from router.flows import errors, headers, legs
 from router.flows.decode_first import decoder_or_both
@@ -12,7 +14,7 @@ from router.flows.exchange import Exchange, Header
 from router.flows.gateway import Gateway
 from router.flows.options import Options, take_options
 from router.flows.pull import pull
-from router.flows.request import Request, parse_body
+from router.flows.request import Request
 from router.flows.turn import take_turn
 from router.telemetry.record import Record
 from router.upstream.deadlines import now
@@ -43,18 +45,15 @@ async def refuse(exchange: Exchange, gateway: Gateway, error: Exception) -> None
 
 
 def _open_books(exchange: Exchange, gateway: Gateway) -> Request:
-    return Request(
-        exchange,
-        Record(exchange.endpoint, exchange.arrived, headers.request_id_of(exchange.headers)),
-        {},
-        headers.to_engine(exchange.headers),
-        exchange.arrived + gateway.settings.request_timeout,
-    )
+    request_id, shared_headers = headers.read(exchange.headers)
+    record = Record(exchange.endpoint, exchange.arrived, request_id)
+    latest = exchange.arrived + gateway.limits.request_timeout
+    return Request(exchange, record, {}, shared_headers, latest)
 
 
 async def _run(request: Request, gateway: Gateway) -> None:
     try:
-        request.body = parse_body(request.exchange.body)
+        request.parse()
         await _plan(request, gateway)
     except asyncio.CancelledError:
         if not gateway.interrupted:
@@ -73,34 +72,35 @@ def _note_disconnect(record: Record, gateway: Gateway) -> None:
     gateway.metrics.client_disconnects.labels(record.stage).inc()
 
 
-async def _plan(request: Request, gateway: Gateway) -> None:
+def _plan(request: Request, gateway: Gateway) -> Coroutine[Any, Any, None]:
     options = take_options(request, gateway)
     if legs.has_params(request.body):
-        if gateway.settings.trust_client_kv_params:
-            return await _decode_only(request, gateway, "client_params")
+        if gateway.limits.trust_client_kv_params:
+            return _decode_only(request, gateway, "client_params")
         request.body = legs.without_params(request.body)
     reason = legs.why_decode_only(request.body)
     if reason is not None:
-        return await _decode_only(request, gateway, reason)
+        return _decode_only(request, gateway, reason)
     if options is not None:
-        return await _with_options(request, gateway, options)
+        return _with_options(request, gateway, options)
     request.record.flow = "pull"
-    await pull(request, gateway)
+    return pull(request, gateway)
 
 
-async def _with_options(request: Request, gateway: Gateway, options: Options) -> None:
+def _with_options(
+    request: Request, gateway: Gateway, options: Options
+) -> Coroutine[Any, Any, None]:
     turn, conversations = options.turn, gateway.conversations
     if turn is not None and conversations is not None:
         request.record.flow = "turn"
-        await take_turn(request, gateway, conversations, turn, options)
-    else:
-        request.record.flow = "decode_first"
-        await decoder_or_both(request, gateway, options.threshold)
+        return take_turn(request, gateway, conversations, turn, options)
+    request.record.flow = "decode_first"
+    return decoder_or_both(request, gateway, options.threshold)
 
 
-async def _decode_only(request: Request, gateway: Gateway, reason: str) -> None:
+def _decode_only(request: Request, gateway: Gateway, reason: str) -> Coroutine[Any, Any, None]:
     request.record.flow = "decode_only"
-    await decode_only(request, gateway, reason)
+    return decode_only(request, gateway, reason)
 
 
 async def _pass_on(request: Request, rejected: errors.RejectedError) -> None:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from router.conversations.conversations import Conversations
 from router.fleet.engine import Engine, Role
 from router.fleet.fleet import Fleet
 from router.flows.errors import EngineError, NoEngineError
+from router.flows.limits import Limits
 from router.policies.affinity import LoadBound
 from router.policies.round_robin import in_turn
 from router.settings import Settings
 from router.telemetry.access import AccessLog
 from router.telemetry.metrics import Metrics
 from router.telemetry.throttle import Throttle
-from router.upstream.errors import ConnectError, UpstreamError
+from router.upstream.errors import UpstreamError
 
-T = TypeVar("T")
-MOST_TRIED = 3
 PARTING = 2.0
 
 
@@ -34,7 +33,7 @@ class Gateway:
         metrics: Metrics,
         conversations: Conversations | None = None,
     ) -> None:
-        self.settings = settings
+        self.limits = Limits.of(settings)
         self.fleet = fleet
         self.metrics = metrics
         self.conversations = conversations
@@ -53,39 +52,11 @@ class Gateway:
             if not self.fleet.candidates(role):
                 raise NoEngineError(f"no {role} engine is healthy")
 
-    def in_turn(self, role: Role) -> list[Engine]:
+    def in_turn(self, role: Role) -> Sequence[Engine]:
         """The engines that may be asked, the one whose turn it is first."""
         turn = self._turns[role]
         self._turns[role] = turn + 1
         return in_turn(self.fleet.candidates(role), turn)
-
-    async def on_engine(
-        self,
-        role: Role,
-        leg: Callable[[Engine], Awaitable[T]],
-        order: Sequence[Engine] | None = None,
-    ) -> T:
-        """Runs a leg on the engine whose turn it is, or on the next when it cannot be reached.
-
-        Nothing was sent to an engine that cannot be reached, so another may be asked safely. Three
-        tries at most: a prefiller's blocks wait for the decoder no longer than their lease. `order`
-        takes the place of taking turns.
-        """
-        failure: Exception | None = None
-        for engine in (self.in_turn(role) if order is None else order)[:MOST_TRIED]:
-            engine.in_flight += 1
-            try:
-                return await leg(engine)
-            except ConnectError as error:
-                self._note(engine, error)
-                self.fleet.unreachable(engine, str(error))
-                failure = error
-            except (UpstreamError, EngineError) as error:
-                self._note(engine, error)
-                raise
-            finally:
-                engine.in_flight -= 1
-        raise failure or NoEngineError(f"no {role} engine is healthy")
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs something that outlives its request; it must end by itself, soon."""
@@ -94,9 +65,9 @@ class Gateway:
         task.add_done_callback(self._background.discard)
 
     async def close(self) -> None:
-        """Lets what outlived its request end, then closes the conversations."""
-        if self._background:
-            _, late = await asyncio.wait(self._background, timeout=PARTING)
+        """Lets what still runs and what outlived its request end, then closes the conversations."""
+        if left := self.running | self._background:
+            _, late = await asyncio.wait(left, timeout=PARTING)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
@@ -111,7 +82,8 @@ class Gateway:
         for task in list(self.running):
             task.cancel()
 
-    def _note(self, engine: Engine, error: UpstreamError | EngineError) -> None:
+    def note_failure(self, engine: Engine, error: UpstreamError | EngineError) -> None:
+        """Names the engine's role in the error, counts it, and logs it now and then."""
         error.role = engine.role
         self.metrics.upstream_errors.labels(engine.role, error.kind).inc()
         self.throttle.warn(f"{engine.role} engine {engine.name} {error.phrase}", str(error))

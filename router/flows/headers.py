@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from random import getrandbits
 
 from router.flows.exchange import Header
 
 REQUEST_ID = b"x-request-id"
 SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:~@+=/-]{1,128}")
+# Beside Connection itself, which may name more of them.
 HOP_BY_HOP = frozenset(
     (
-        b"connection",
         b"keep-alive",
         b"proxy-authenticate",
         b"proxy-authorization",
@@ -29,15 +30,11 @@ HOP_BY_HOP = frozenset(
         b"http2-settings",
     )
 )
-PLAIN_CONNECTION = (b"keep-alive", b"close")
-LEG_HEAD = (
-    b"POST %s HTTP/1.1\r\nhost: %s\r\ncontent-type: application/json\r\n"
-    b"content-length: %d\r\nx-request-id: %s\r\n%s\r\n"
-)
 CONVERSATION_ID = b"x-conversation-id"
 CONVERSATION_STREAM = b"x-conversation-stream"
+BREAKS = re.compile(rb"[\r\n\0]")
+LOOKED_AT = frozenset((REQUEST_ID, b"connection"))
 NOT_TO_ENGINE = HOP_BY_HOP | {
-    REQUEST_ID,
     CONVERSATION_ID,
     CONVERSATION_STREAM,
     b"accept-encoding",  # answers are read and spliced: never compressed
@@ -50,48 +47,64 @@ NOT_TO_ENGINE = HOP_BY_HOP | {
 NOT_TO_CLIENT = HOP_BY_HOP | {REQUEST_ID, b"content-length", b"date", b"server"}
 
 
-def request_id_of(headers: Iterable[Header]) -> str:
-    """The client's X-Request-Id when it is harmless, else a new one."""
-    for name, value in headers:
-        if name == REQUEST_ID and SANE_REQUEST_ID.fullmatch(value):
-            return value.decode("ascii")
-    return f"{getrandbits(128):032x}"
+def sound(headers: Iterable[Header]) -> list[Header]:
+    """With names in lower case, and without those that would be more than one line.
+
+    For fronts whose server lets such headers through; httptools' parser refuses them.
+    """
+    return [(name.lower(), value) for name, value in headers if not BREAKS.search(name + value)]
 
 
-def to_engine(headers: Sequence[Header]) -> bytes:
-    """The header lines that both legs share."""
-    dropped = _dropped(headers, NOT_TO_ENGINE)
-    lines = [b"%s: %s\r\n" % header for header in headers if header[0] not in dropped]
-    block = b"".join(lines)
-    if block.count(b"\n") != len(lines) or block.count(b"\r") != len(lines) or b"\0" in block:
-        return b"".join(line for line in lines if _is_one_line(line))
-    return block
+def read(headers: Sequence[Header]) -> tuple[str, bytes]:
+    """The request's id, the client's own where that is harmless, and the lines both legs share."""
+    request_id, kept = "", [header for header in headers if header[0] not in NOT_TO_ENGINE]
+    for name, _ in kept:
+        if name in LOOKED_AT:
+            request_id = _own_id(kept)
+            kept = [header for header in _without_hops(kept) if header[0] != REQUEST_ID]
+            break
+    lines = [b": ".join(header) for header in kept]
+    lines.append(b"")
+    return request_id or f"{getrandbits(128):032x}", b"\r\n".join(lines)
 
 
 def to_client(headers: Sequence[Header], request_id: str) -> list[Header]:
-    dropped = _dropped(headers, NOT_TO_CLIENT)
-    kept = [header for header in headers if header[0] not in dropped]
+    kept = [header for header in headers if header[0] not in NOT_TO_CLIENT]
+    for name, _ in kept:
+        if name == b"connection":
+            kept = _without_hops(kept)
+            break
     kept.append((REQUEST_ID, request_id.encode("ascii")))
     return kept
 
 
-def leg_head(path: str, host: str, shared: bytes, request_id: str, length: int) -> bytes:
-    return LEG_HEAD % (path.encode(), host.encode(), length, request_id.encode(), shared)
-
-
-def _dropped(headers: Sequence[Header], always: frozenset[bytes]) -> frozenset[bytes]:
-    """Also those that a Connection header nominates."""
+def _own_id(headers: Sequence[Header]) -> str:
     for name, value in headers:
-        if name == b"connection" and value.lower() not in PLAIN_CONNECTION:
-            return always | _nominated(headers)
-    return always
+        if name == REQUEST_ID and SANE_REQUEST_ID.fullmatch(value):
+            return value.decode("ascii")
+    return ""
 
 
-def _nominated(headers: Sequence[Header]) -> frozenset[bytes]:
+def _without_hops(headers: Sequence[Header]) -> list[Header]:
+    """Without Connection headers and those that they nominate."""
     values = [value for name, value in headers if name == b"connection"]
-    return frozenset(token.strip() for token in b",".join(values).lower().split(b","))
+    dropped = {token.strip() for token in b",".join(values).lower().split(b",")}
+    dropped.add(b"connection")
+    return [header for header in headers if header[0] not in dropped]
 
 
-def _is_one_line(line: bytes) -> bool:
-    inside = line[:-2]
-    return not any(mark in inside for mark in (b"\r", b"\n", b"\0"))
+def message(path: str, host: str, request_id: str, shared: bytes, content: bytes) -> bytes:
+    """A whole request to an engine."""
+    head = (_opening(path, host), b"%d\r\nx-request-id: " % len(content))
+    return b"".join((*head, request_id.encode("ascii"), b"\r\n", shared, b"\r\n", content))
+
+
+@lru_cache(maxsize=1024)
+def _opening(path: str, host: str) -> bytes:
+    lines = (
+        f"POST {path} HTTP/1.1",
+        f"host: {host}",
+        "content-type: application/json",
+        "content-length: ",
+    )
+    return "\r\n".join(lines).encode("ascii")

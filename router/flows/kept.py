@@ -52,7 +52,7 @@ class Keeper:
     async def _respond(
         self, request: Request, gateway: Gateway, engine: Engine, answer: Answer
     ) -> None:
-        raw = await answer.read(gateway.settings.max_answer_size)
+        raw = await answer.read(gateway.limits.max_answer_size)
         content, given = parsed(raw), answer.headers
         if content is not None:
             params = content.pop(legs.KV_PARAMS, None)
@@ -71,7 +71,7 @@ class Keeper:
             answer.status,
             headers.to_client(answer.headers, request.record.request_id),
             Tapped(answer, self, request, gateway, engine),
-            gateway.settings.stream_idle_timeout,
+            gateway.limits.stream_idle_timeout,
             request.latest,
         )
 
@@ -170,7 +170,7 @@ class Tail:
         self._size = 0
 
     def write(self, block: bytes, last: bool) -> None:
-        if NEEDLE in block:
+        if block.find(NEEDLE) >= 0:
             block = self._without_params(block)
         self._size += len(block)
         if self._size <= COPY_LIMIT:

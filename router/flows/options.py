@@ -30,13 +30,13 @@ def take_options(request: Request, gateway: Gateway) -> Options | None:
 
     Raises BadRequestError.
     """
-    body, settings = request.body, gateway.settings
-    threshold = threshold_of(body, settings.decode_first_threshold)
+    body, limits = request.body, gateway.limits
+    threshold = threshold_of(body, limits.decode_first_threshold)
     turn = None
     if gateway.conversations is not None:
         turn = gateway.conversations.turn_of(request.exchange.headers, body)
     asked = turn is not None or STREAM_FIELD in body
-    mode = _mode(request, settings.conversation_stream) if asked else ""
+    mode = _mode(request, limits.conversation_stream) if asked else ""
     if not CONSUMED.isdisjoint(body):
         request.body = {name: body[name] for name in body if name not in CONSUMED}
     if turn is None and not threshold:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.fleet.engine import Engine, Role
-from router.flows import legs
 from router.flows.gateway import Gateway
 from router.flows.release import give_up
 from router.flows.request import Request
@@ -23,7 +22,7 @@ async def pull(
     if params is None:
         note_no_params(request, gateway)
     try:
-        await decode(request, gateway, legs.decode_body(request.body, params), decoders)
+        await decode(request, gateway, request.content_with(params), decoders)
     except BaseException as cause:
         give_up(request, gateway, params, cause)
         raise

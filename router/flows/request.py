@@ -8,13 +8,18 @@ import orjson
 
 from router.flows.errors import BadRequestError
 from router.flows.exchange import Exchange
-from router.flows.legs import Body
+from router.flows.legs import KV_PARAMS, Body, decode_body
 from router.telemetry.record import Record
+
+OPEN_PARAMS = f',"{KV_PARAMS}":'.encode("ascii")
 
 
 @dataclass(slots=True)
 class Request:
-    """`latest` is the loop time when everything must be over; `shared_headers` go to both legs."""
+    """`latest` is the loop time when everything must be over; `shared_headers` go to both legs.
+
+    `body` is the client's until a plan puts another in its place; it is never changed itself.
+    """
 
     exchange: Exchange
     record: Record
@@ -23,6 +28,23 @@ class Request:
     latest: float
     event_stream: bool = False
     attempt: int = 0
+    given: Body | None = None
+
+    def parse(self) -> None:
+        """Raises BadRequestError."""
+        self.body = self.given = parse_body(self.exchange.body)
+
+    def content_with(self, params: Body | None) -> bytes:
+        """The body for a decoder, with these kv_transfer_params; raises BadRequestError.
+
+        The client's own bytes where nothing else was changed: they need not be written again.
+        """
+        if self.body is not self.given or not self.body:
+            return write_body(decode_body(self.body, params))
+        raw = self.exchange.body
+        if params is None:
+            return raw
+        return b"".join((raw[: raw.rindex(b"}")], OPEN_PARAMS, write_body(params), b"}"))
 
     @property
     def leg_id(self) -> str:

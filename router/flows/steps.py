@@ -3,18 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
 
 from router.fleet.engine import Engine, Role
 from router.flows import headers, legs
-from router.flows.errors import EngineError, EngineOverloadedError, RejectedError
+from router.flows.errors import EngineError, EngineOverloadedError, NoEngineError, RejectedError
 from router.flows.gateway import Gateway
 from router.flows.request import Request, write_body
 from router.upstream.answer import Answer
 from router.upstream.deadlines import now
-from router.upstream.errors import BrokenAnswerError
+from router.upstream.errors import BrokenAnswerError, ConnectError, UpstreamError
 
 Deliver = Callable[[Request, Gateway, Engine, Answer], Awaitable[None]]
+Content = Callable[[Engine], tuple[bytes, bool]]
+"""What an engine is sent, and whether that may be sent only once."""
 LastTurn = Callable[[Engine], legs.Body | None]
+MOST_TRIED = 3
+
+
+class Leg:
+    """An engine that was asked and its answer, which is given up at the end of a `with`."""
+
+    __slots__ = ("_gateway", "answer", "engine")
+
+    def __init__(self, gateway: Gateway, engine: Engine, answer: Answer) -> None:
+        self.engine = engine
+        self.answer = answer
+        self._gateway = gateway
+
+    def __enter__(self) -> Leg:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.answer.close()
+        self.engine.in_flight -= 1
+        if isinstance(error, UpstreamError | EngineError):
+            self._gateway.note_failure(self.engine, error)
+
+
+async def ask(
+    request: Request,
+    gateway: Gateway,
+    role: Role,
+    order: Sequence[Engine] | None,
+    timeout: float,
+    content: Content,
+) -> Leg:
+    """Asks the engine whose turn it is, or the first in this `order`; its answer is ready.
+
+    Nothing was sent to an engine that cannot be reached, so the next may be asked safely. Three
+    tries at most: a prefiller's blocks wait for the decoder no longer than their lease.
+
+    Raises UpstreamError, or NoEngineError.
+    """
+    failure: Exception | None = None
+    for engine in (gateway.in_turn(role) if order is None else order)[:MOST_TRIED]:
+        body, once = content(engine)
+        message = headers.message(
+            request.record.endpoint, engine.name, request.leg_id, request.shared_headers, body
+        )
+        deadline = min(now() + timeout, request.latest)
+        engine.in_flight += 1
+        try:
+            return Leg(gateway, engine, await engine.pool.ask(message, deadline, once))
+        except BaseException as error:
+            engine.in_flight -= 1
+            if isinstance(error, UpstreamError):
+                gateway.note_failure(engine, error)
+            if not isinstance(error, ConnectError):
+                raise
+            gateway.fleet.unreachable(engine, str(error))
+            failure = error
+    raise failure or NoEngineError(f"no {role} engine is healthy")
 
 
 async def prefill(
@@ -29,28 +94,23 @@ async def prefill(
 
     Raises UpstreamError, EngineError, or RejectedError with the prefiller's own 4xx.
     """
-    record, settings = request.record, gateway.settings
+    record, limits = request.record, gateway.limits
     record.stage = "prefill"
     started = now()
 
-    async def leg(engine: Engine) -> legs.Prefilled:
+    def content(engine: Engine) -> tuple[bytes, bool]:
         record.prefiller = engine.name
         held = None if last_turn is None else last_turn(engine)
-        content = write_body(legs.prefill_body(request.body, held))
-        deadline = min(now() + settings.prefill_timeout, request.latest)
         # A decoder's blocks can be read once: what asks for them is not sent a second time.
-        once = held is not None
-        answer = await engine.pool.ask(_message(request, engine, content), deadline, once)
-        try:
-            body = await answer.read(settings.max_answer_size)
-        finally:
-            answer.close()
+        return write_body(legs.prefill_body(request.body, held)), held is not None
+
+    timeout = limits.prefill_timeout
+    with await ask(request, gateway, Role.PREFILL, order, timeout, content) as leg:
+        answer, engine = leg.answer, leg.engine
+        body = await answer.read(limits.max_answer_size)
         _check(answer, engine, body)
         result = legs.prefilled(body)
-        engine.learned.note_prefill(result.params)
-        return result
-
-    result = await gateway.on_engine(Role.PREFILL, leg, order)
+    engine.learned.note_prefill(result.params)
     record.prefill_done = now()
     gateway.metrics.prefill_seconds.observe(record.prefill_done - started)
     return result
@@ -59,44 +119,41 @@ async def prefill(
 async def relay(request: Request, gateway: Gateway, engine: Engine, answer: Answer) -> None:
     """Passes the decoder's answer to the client as it comes."""
     note_first_byte(request, answer)
-    request.event_stream = answer.is_event_stream
-    await request.exchange.relay(
-        answer.status,
-        headers.to_client(answer.headers, request.record.request_id),
-        answer,
-        gateway.settings.stream_idle_timeout,
-        request.latest,
-    )
+    passed = headers.to_client(answer.headers, request.record.request_id)
+    limits, exchange = gateway.limits, request.exchange
+    if answer.is_whole and not answer.is_event_stream:
+        await exchange.respond(answer.status, passed, await answer.read(limits.max_answer_size))
+    else:
+        request.event_stream = answer.is_event_stream
+        idle = limits.stream_idle_timeout
+        await exchange.relay(answer.status, passed, answer, idle, request.latest)
     note_done(request)
 
 
 async def decode(
     request: Request,
     gateway: Gateway,
-    body: legs.Body,
+    content: bytes,
     order: Sequence[Engine] | None = None,
     deliver: Deliver = relay,
 ) -> None:
-    """Asks a decoder with `body` and delivers its answer to the client.
+    """Asks a decoder with `content` and delivers its answer to the client.
 
     Raises UpstreamError, EngineError, or RejectedError with the decoder's own 4xx.
     """
-    record, settings = request.record, gateway.settings
+    record, limits = request.record, gateway.limits
     record.stage = "decode"
-    content = write_body(body)
 
-    async def leg(engine: Engine) -> None:
+    def given(engine: Engine) -> tuple[bytes, bool]:
         record.decoder, record.decode_started = engine.name, now()
-        deadline = min(record.decode_started + settings.decode_first_byte_timeout, request.latest)
-        answer = await engine.pool.ask(_message(request, engine, content), deadline)
-        try:
-            if answer.status != 200:
-                _check(answer, engine, await answer.read(settings.max_answer_size))
-            await deliver(request, gateway, engine, answer)
-        finally:
-            answer.close()
+        return content, False
 
-    await gateway.on_engine(Role.DECODE, leg, order)
+    timeout = limits.decode_first_byte_timeout
+    with await ask(request, gateway, Role.DECODE, order, timeout, given) as leg:
+        answer, engine = leg.answer, leg.engine
+        if answer.status != 200:
+            _check(answer, engine, await answer.read(limits.max_answer_size))
+        await deliver(request, gateway, engine, answer)
 
 
 def note_first_byte(request: Request, answer: Answer) -> None:
@@ -106,17 +163,6 @@ def note_first_byte(request: Request, answer: Answer) -> None:
 
 def note_done(request: Request) -> None:
     request.record.stage, request.record.outcome = "done", "ok"
-
-
-def _message(request: Request, engine: Engine, content: bytes) -> list[bytes]:
-    head = headers.leg_head(
-        request.record.endpoint,
-        engine.name,
-        request.shared_headers,
-        request.leg_id,
-        len(content),
-    )
-    return [head, content]
 
 
 def _check(answer: Answer, engine: Engine, body: bytes) -> None:

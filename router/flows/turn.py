@@ -7,6 +7,8 @@ safe: see router.conversations.guard, and docs/conversations.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from router.conversations.conversations import Conversations, Found, Turn
 from router.fleet.engine import Engine, Role
 from router.flows import legs
@@ -17,7 +19,7 @@ from router.flows.kept import Keeper
 from router.flows.options import Options
 from router.flows.pull import note_no_params
 from router.flows.release import give_up, give_up_turn
-from router.flows.request import Request
+from router.flows.request import Request, write_body
 from router.flows.reuse import Reuse, find_reuse
 from router.flows.steps import decode, prefill
 from router.policies.affinity import by_session, first
@@ -75,9 +77,9 @@ class TurnFlow:
         if params is None:
             note_no_params(self._request, self._gateway)
         deliver = Keeper(self._turn, prompt_tokens, self._exact).deliver
-        body = self._decode_body(params)
         try:
-            await decode(self._request, self._gateway, body, self._decoders, deliver)
+            content = self._content(params)
+            await decode(self._request, self._gateway, content, self._decoders, deliver)
         except BaseException as cause:
             give_up(self._request, self._gateway, params, cause)
             raise
@@ -103,17 +105,17 @@ class TurnFlow:
             give_up_turn(self._request, self._gateway, entry)
 
     def _offer(self, prefiller: Engine) -> legs.Body | None:
-        unproven = self._gateway.settings.conversation_unproven
+        unproven = self._gateway.limits.conversation_unproven
         return self._reuse.offer(self._turn, prefiller, unproven)
 
-    def _decoder_order(self) -> list[Engine]:
+    def _decoder_order(self) -> Sequence[Engine]:
         if self._reuse.decoder is None:
             return self._gateway.in_turn(Role.DECODE)
         return first(self._gateway.fleet.candidates(Role.DECODE), self._reuse.decoder)
 
     def _own_threshold(self) -> float:
         """0 unless the decoder is known to hold most of the prompt, and may be asked."""
-        share = self._gateway.settings.decode_first_turns
+        share = self._gateway.limits.decode_first_turns
         decoder = self._reuse.decoder
         if not share or decoder is None or legs.THRESHOLD in self._request.body:
             return 0
@@ -121,13 +123,22 @@ class TurnFlow:
         holds_it = self._reuse.held_share(self._turn) >= share
         return share if holds_it and decoder.learned.knows_threshold else 0
 
-    def _decode_body(self, params: legs.Body | None) -> legs.Body:
-        """Asks the decoder to keep this turn's KV, unless it could not be found again."""
-        body = self._request.body
+    def _content(self, params: legs.Body | None) -> bytes:
+        """What the decoder is sent after the prefill."""
         if self._exact:
-            body = legs.whole_body(body)
+            return write_body(self._decode_body(params))
+        return self._request.content_with(self._asking(params))
+
+    def _decode_body(self, params: legs.Body | None) -> legs.Body:
+        body = self._request.body
+        return legs.decode_body(
+            legs.whole_body(body) if self._exact else body, self._asking(params)
+        )
+
+    def _asking(self, params: legs.Body | None) -> legs.Body | None:
+        """Asks the decoder to keep this turn's KV, unless it could not be found again."""
         keeps = self._turn.found is not Found.STORE_FAILED
-        return legs.decode_body(body, legs.retaining(params) if keeps else params)
+        return legs.retaining(params) if keeps else params
 
     def _count(self) -> None:
         reuse, metrics = self._reuse, self._gateway.metrics

@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_turn(candidates: Sequence[T], turn: int) -> list[T]:
+def in_turn(candidates: Sequence[T], turn: int) -> Sequence[T]:
     """All candidates, starting with the one whose turn it is; the rest are its stand-ins."""
     start = turn % len(candidates) if candidates else 0
-    return [*candidates[start:], *candidates[:start]] if start else list(candidates)
+    return [*candidates[start:], *candidates[:start]] if start else candidates

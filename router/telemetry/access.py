@@ -6,13 +6,14 @@ import asyncio
 import logging
 import time
 
-from router.telemetry.logs import LINES, Line
+from router.telemetry.logs import LINES
 from router.telemetry.record import Record
 
 logger = logging.getLogger("disagg_router.access")
 # Seconds that a line may wait for others: they leave in one write.
 LATE = 0.1
 MOST = 512
+MESSAGE = "request"
 
 
 class AccessLog:
@@ -36,41 +37,72 @@ class AccessLog:
             self._timer = None
         ended, self._ended = self._ended, []
         if ended and logger.isEnabledFor(logging.INFO):
-            logger.info("%d requests ended", len(ended), extra={LINES: _lines(ended)})
+            unix = time.time() - time.monotonic()
+            lines = [AccessLine(record, unix + (record.ended or 0.0)) for record in ended]
+            logger.info("%d requests ended", len(ended), extra={LINES: lines})
 
 
-def _lines(ended: list[Record]) -> list[Line]:
-    unix = time.time() - time.monotonic()  # the event loop's clock is the monotonic one
-    return [Line(unix + (record.ended or 0.0), "request", fields(record)) for record in ended]
+class AccessLine:
+    """What is known of a request that has ended; times in milliseconds since its arrival."""
+
+    __slots__ = ("_record", "at")
+
+    def __init__(self, record: Record, at: float) -> None:
+        self.at = at
+        self._record = record
+
+    def text(self) -> str:
+        return _usual(self._record) or _any(self.content())
+
+    def content(self) -> dict[str, object]:
+        record = self._record
+        known: dict[str, object] = {
+            "message": MESSAGE,
+            "request_id": record.request_id,
+            "endpoint": record.endpoint,
+            "status": record.status,
+            "outcome": record.outcome,
+            "flow": record.flow,
+        }
+        if record.conversation:
+            known["conversation"] = record.conversation
+        if record.prefiller:
+            known["prefiller"] = record.prefiller
+        if record.decoder:
+            known["decoder"] = record.decoder
+        if record.prefill_done is not None:
+            known["prefill_ms"] = _since(record, record.prefill_done)
+        if record.first_byte is not None:
+            known["first_byte_ms"] = _since(record, record.first_byte)
+        if record.ended is not None:
+            known["total_ms"] = _since(record, record.ended)
+        if record.stage != "done":
+            known["stage"] = record.stage
+        if record.error:
+            known["error"] = repr(record.error)
+        return known
 
 
-def fields(record: Record) -> dict[str, object]:
-    """What is known of the request; stage times in milliseconds since its arrival."""
-    known: dict[str, object] = {
-        "request_id": record.request_id,
-        "endpoint": record.endpoint,
-        "status": record.status,
-        "outcome": record.outcome,
-        "flow": record.flow,
-    }
-    if record.conversation:
-        known["conversation"] = record.conversation
-    if record.prefiller:
-        known["prefiller"] = record.prefiller
-    if record.decoder:
-        known["decoder"] = record.decoder
-    if record.prefill_done is not None:
-        known["prefill_ms"] = _since(record, record.prefill_done)
-    if record.first_byte is not None:
-        known["first_byte_ms"] = _since(record, record.first_byte)
-    if record.ended is not None:
-        known["total_ms"] = _since(record, record.ended)
-    if record.stage != "done":
-        known["stage"] = record.stage
-    if record.error:
-        known["error"] = repr(record.error)
-    return known
+def _since(record: Record, moment: float) -> int:
+    return int((moment - record.started) * 1000 + 0.5)
 
 
-def _since(record: Record, moment: float) -> float:
-    return round((moment - record.started) * 1000, 1)
+def _any(content: dict[str, object]) -> str:
+    message = content.pop("message")
+    return f"{message}{''.join([f' {name}={value}' for name, value in content.items()])}"
+
+
+def _usual(r: Record) -> str | None:
+    """The line of most requests, at a fifth of the price; None for the others."""
+    start, prefilled, began, ended = r.started, r.prefill_done, r.first_byte, r.ended
+    if prefilled is None or began is None or ended is None or not r.decoder:
+        return None
+    if r.stage != "done" or r.conversation or r.error or not r.prefiller:
+        return None
+    return (
+        f"{MESSAGE} request_id={r.request_id} endpoint={r.endpoint} status={r.status} "
+        f"outcome={r.outcome} flow={r.flow} prefiller={r.prefiller} decoder={r.decoder} "
+        f"prefill_ms={int((prefilled - start) * 1000 + 0.5)} "
+        f"first_byte_ms={int((began - start) * 1000 + 0.5)} "
+        f"total_ms={int((ended - start) * 1000 + 0.5)}"
+    )

@@ -7,32 +7,31 @@ import time
 from collections.abc import Iterator
 from functools import lru_cache
 from select import PIPE_BUF
-from typing import Literal, NamedTuple, TextIO
+from typing import Literal, Protocol, TextIO
 
 import orjson
 
 LogFormat = Literal["text", "json"]
 LINES = "lines"
+MILLISECONDS = tuple(f".{number:03d}Z" for number in range(1000))
 
 
-class Line(NamedTuple):
+class Line(Protocol):
     """One of the many lines that a log record may carry as LINES; `at` is Unix time."""
 
-    at: float
-    message: str
-    fields: dict[str, object]
+    @property
+    def at(self) -> float: ...
+    def text(self) -> str: ...
+    def content(self) -> dict[str, object]: ...
 
 
 class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         lines: list[Line] | None = getattr(record, LINES, None)
         if lines is not None:
-            return "\n".join([self._line(line, record.levelname) for line in lines])
+            level = record.levelname
+            return "\n".join([f"{_moment(line.at)} {level} {line.text()}" for line in lines])
         return f"{_moment(record.created)} {record.levelname} {super().format(record)}"
-
-    def _line(self, line: Line, level: str) -> str:
-        said = "".join([f" {name}={value}" for name, value in line.fields.items()])
-        return f"{_moment(line.at)} {level} {line.message}{said}"
 
 
 class JsonFormatter(logging.Formatter):
@@ -40,7 +39,9 @@ class JsonFormatter(logging.Formatter):
         head = {"level": record.levelname.lower(), "logger": record.name}
         lines: list[Line] | None = getattr(record, LINES, None)
         if lines is not None:
-            return "\n".join([self._line(line, head) for line in lines])
+            return "\n".join(
+                [_json({"time": _moment(line.at), **head, **line.content()}) for line in lines]
+            )
         content: dict[str, object] = {
             "time": _moment(record.created),
             **head,
@@ -49,9 +50,6 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             content["exception"] = self.formatException(record.exc_info)
         return _json(content)
-
-    def _line(self, line: Line, head: dict[str, str]) -> str:
-        return _json({"time": _moment(line.at), **head, "message": line.message, **line.fields})
 
 
 class LineHandler(logging.StreamHandler[TextIO]):
@@ -91,7 +89,7 @@ def _json(content: dict[str, object]) -> str:
 
 def _moment(at: float) -> str:
     second = int(at)
-    return f"{_second(second)}.{int((at - second) * 1000):03d}Z"
+    return _second(second) + MILLISECONDS[int((at - second) * 1000)]
 
 
 @lru_cache(maxsize=8)

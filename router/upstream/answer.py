@@ -47,6 +47,28 @@ class Sink(Protocol):
 class Answer:
     """Times are seconds of the monotonic clock."""
 
+    __slots__ = (
+        "_deadlines",
+        "_done",
+        "_error",
+        "_gate",
+        "_held",
+        "_held_size",
+        "_idle",
+        "_latest",
+        "_sink",
+        "_stalled",
+        "_waiter",
+        "_whole_limit",
+        "_wire",
+        "deadline",
+        "first_body_at",
+        "headers",
+        "is_event_stream",
+        "length",
+        "status",
+    )
+
     def __init__(self, wire: Wire, deadlines: Deadlines, deadline: float) -> None:
         self.deadline = deadline
         self.status = 0
@@ -88,10 +110,10 @@ class Answer:
         if done:
             self._done = True
             self._deadlines.drop(self)
-        if self._sink is None:
-            self._hold(pieces)
-        else:
+        if self._sink is not None:
             self._pass_on(self._sink, b"".join(pieces), moment)
+        else:
+            self._hold(pieces)
         if done or (self._sink is None and self._is_ready()):
             self._wake()
 
@@ -113,11 +135,18 @@ class Answer:
     async def ready(self) -> None:
         """Returns when there is something to act on. Raises UpstreamError."""
         if not self._is_ready():
-            await self._wait()
+            await self._news()
         self._check()
+
+    @property
+    def is_whole(self) -> bool:
+        """All of it is here, and was taken by nobody yet."""
+        return self._done and self._sink is None
 
     async def read(self, limit: int) -> bytes:
         """The rest of the body. Raises UpstreamError, AnswerTooLargeError beyond `limit` bytes."""
+        if self._done and self._held_size <= limit:
+            return self._take()
         self._whole_limit = limit
         self._hold([])
         if not self._done:
@@ -136,7 +165,7 @@ class Answer:
             block = b"".join(self._held)
             if self._done or len(block) > HIGH_WATER or enough(block):
                 return block
-            await self._wait()
+            await self._news()
 
     async def relay(self, sink: Sink, idle: float, latest: float) -> None:
         """Passes the body to `sink` as it arrives, until it ends.
@@ -154,7 +183,7 @@ class Answer:
         if self._error is None:
             if not self._stalled:
                 self._wire.resume()
-            await self._wait()
+            await self._news()
         self._check()
 
     def pause(self) -> None:
@@ -170,9 +199,9 @@ class Answer:
 
     def close(self) -> None:
         """Gives the answer up; an unfinished one costs its connection. May be called twice."""
-        self._deadlines.drop(self)
         self._sink = None
         if not self._done:
+            self._deadlines.drop(self)
             self._wire.abort()
 
     def _is_ready(self) -> bool:
@@ -194,10 +223,8 @@ class Answer:
             self._wake()
 
     def _take(self) -> bytes:
-        block = b"".join(self._held)
-        self._held.clear()
-        self._held_size = 0
-        return block
+        held, self._held, self._held_size = self._held, [], 0
+        return held[0] if len(held) == 1 else b"".join(held)
 
     def _pass_on(self, sink: Sink, block: bytes, moment: float) -> None:
         self.deadline = min(moment + self._idle, self._latest)
@@ -208,16 +235,14 @@ class Answer:
         if block or self._done:
             sink.write(block, self._done)
 
-    async def _wait(self) -> None:
-        self._waiter = self._wire.loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+    def _news(self) -> asyncio.Future[None]:
+        self._waiter = waiter = self._wire.loop.create_future()
+        return waiter
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def _check(self) -> None:
         if self._error is not None:

@@ -37,7 +37,10 @@ class EngineConnection(asyncio.Protocol):
         self._reset()
 
     def _reset(self) -> None:
-        self._begin_head()
+        self._headers: Headers = []
+        self._length: int | None = None
+        self._framed = False
+        self._is_event_stream = False
         self._pieces: list[bytes] = []
         self._overhead = 0
         self._heard = False
@@ -46,23 +49,16 @@ class EngineConnection(asyncio.Protocol):
         self._complete = False
         self._keep_alive = False
 
-    def _begin_head(self) -> None:
-        """An interim answer has a head of its own, which is forgotten."""
-        self._headers: Headers = []
-        self._length: int | None = None
-        self._framed = False
-        self._is_event_stream = False
-
     @property
     def is_usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    def ask(self, request: list[bytes], answer: Answer) -> None:
+    def ask(self, request: bytes, answer: Answer) -> None:
         assert self._answer is None, "one request at a time"
         assert self._transport is not None
         self._reset()
         self._answer = answer
-        self._transport.write(b"".join(request))
+        self._transport.write(request)
 
     # Wire: what the answer does with its connection.
 
@@ -103,34 +99,30 @@ class EngineConnection(asyncio.Protocol):
             self.abort()
             return
         self._heard = True
-        error = self._parse(data)
+        self._overhead += len(data)
+        error = None
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as failure:
+            error = BrokenAnswerError(str(failure.__context__ or failure))
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as failure:
+            error = BrokenAnswerError(f"not an HTTP/1.1 answer: {failure}")
         pieces = self._pieces
         if self._complete:
             self._answer = None
             self._finish(error)
             answer.feed(pieces, done=True)
             return
+        # Bytes that are no body: a head or trailers, which the parser gathers without a limit.
         if pieces:
+            self._overhead = 0
             self._pieces = []
             answer.feed(pieces, done=False)
+        elif self._overhead > self._header_limit and error is None:
+            error = self._head_too_large()
         if error is not None:
             answer.fail(error)
             self.abort()
-
-    def _parse(self, data: bytes) -> BrokenAnswerError | None:
-        self._overhead += len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserCallbackError as error:
-            return BrokenAnswerError(str(error.__context__ or error))
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            return BrokenAnswerError(f"not an HTTP/1.1 answer: {error}")
-        # Bytes that are no body: a head or trailers, which the parser gathers without a limit.
-        if self._pieces:
-            self._overhead = 0
-        elif self._overhead > self._header_limit and not self._complete:
-            return self._head_too_large()
-        return None
 
     def _finish(self, error: BrokenAnswerError | None) -> None:
         transport = self._transport
@@ -167,7 +159,9 @@ class EngineConnection(asyncio.Protocol):
         if status < 200:
             if status < 100 or status == 101:
                 raise BrokenAnswerError(f"an answer with status {status}")
-            self._begin_head()
+            # An interim answer has a head of its own, which is forgotten.
+            self._headers, self._length = [], None
+            self._framed = self._is_event_stream = False
             return
         if status > 599:
             raise BrokenAnswerError(f"an answer with status {status}")

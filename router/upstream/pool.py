@@ -45,20 +45,28 @@ class EnginePool:
     def idle_count(self) -> int:
         return len(self._idle)
 
-    async def ask(self, request: list[bytes], deadline: float, once: bool = False) -> Answer:
+    async def ask(self, request: bytes, deadline: float, once: bool = False) -> Answer:
         """Sends a request and returns when its answer is ready; the answer must be closed.
 
         `deadline` is a time of `now`. `once`: the request uses something up, so it is not sent a
         second time, and not on a connection that may be closing. Raises UpstreamError; when
         cancelled, the connection is closed at once.
         """
-        reused = None if once else self._youngest()
-        if reused is not None:
+        connection = None if once else self._youngest()
+        while True:
+            is_reused = connection is not None
+            if connection is None:
+                connection = await self._connect(deadline)
+            answer = Answer(connection, self._deadlines, deadline)
             try:
-                return await self._ask(reused, request, deadline)
-            except DisconnectedError:
-                pass
-        return await self._ask(await self._connect(deadline), request, deadline)
+                connection.ask(request, answer)
+                await answer.ready()
+                return answer
+            except BaseException as error:
+                answer.close()
+                if not is_reused or not isinstance(error, DisconnectedError):
+                    raise
+            connection = None
 
     def close(self) -> None:
         while self._idle:
@@ -66,18 +74,6 @@ class EnginePool:
         if self._reaper is not None:
             self._reaper.cancel()
             self._reaper = None
-
-    async def _ask(
-        self, connection: EngineConnection, request: list[bytes], deadline: float
-    ) -> Answer:
-        answer = Answer(connection, self._deadlines, deadline)
-        try:
-            connection.ask(request, answer)
-            await answer.ready()
-        except BaseException:
-            answer.close()
-            raise
-        return answer
 
     async def _connect(self, deadline: float) -> EngineConnection:
         loop = asyncio.get_running_loop()

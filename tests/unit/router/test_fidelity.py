@@ -104,7 +104,7 @@ class Leg:
 
     def ask(self) -> None:
         self.answer = Answer(self.connection, Deadlines(), NEVER)
-        self.connection.ask([b"POST / HTTP/1.1\r\n\r\n"], self.answer)
+        self.connection.ask(b"POST / HTTP/1.1\r\n\r\n", self.answer)
 
     def receive(self, *pieces: bytes) -> None:
         for piece in pieces:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 
+import httptools
 import orjson
 import pytest
 from hypothesis import given
@@ -13,8 +15,8 @@ from hypothesis import strategies as st
 from router.flows import errors, headers, legs
 from router.flows.request import parse_body, write_body
 from router.policies.round_robin import in_turn
-from router.telemetry.access import fields
-from router.telemetry.logs import LINES, JsonFormatter, Line, TextFormatter
+from router.telemetry.access import AccessLine
+from router.telemetry.logs import LINES, JsonFormatter, TextFormatter
 from router.telemetry.record import Record
 from router.telemetry.throttle import Throttle
 from router.upstream import errors as upstream
@@ -98,18 +100,36 @@ def test_only_a_single_sequence_is_pulled(body: legs.Body, reason: str | None) -
 
 @given(st.lists(st.tuples(st.binary(min_size=1), st.binary())))
 def test_no_header_can_inject_a_line(given: list[tuple[bytes, bytes]]) -> None:
-    block = headers.to_engine([(name.lower(), value) for name, value in given])
-    head = headers.leg_head("/v1/completions", "h:1", block, "id", 0)
+    _, block = headers.read(headers.sound(given))
+    head = headers.message("/v1/completions", "h:1", "id", block, b"")
     lines = head.split(b"\r\n")
     assert head.endswith(b"\r\n\r\n")
     assert len(lines) <= 5 + len(given) + 2
     assert all(b"\n" not in line and b"\r" not in line for line in lines)
 
 
+@pytest.mark.parametrize("line", [b"x: a%cb", b"x%cy: ab", b"x:%cb", b"x: a%c"])
+def test_the_hot_fronts_parser_lets_no_header_break_its_line(line: bytes) -> None:
+    """So that what it gives need not be searched again."""
+
+    class Headers:
+        def on_header(self, name: bytes, value: bytes) -> None:
+            given.append((name, value))
+
+    given: list[tuple[bytes, bytes]] = []
+    for byte in range(256):
+        parser = httptools.HttpRequestParser(Headers())
+        head = b"POST / HTTP/1.1\r\nhost: h\r\n" + line % byte + b"\r\n\r\n"
+        with contextlib.suppress(httptools.HttpParserError):
+            parser.feed_data(head)
+    assert len(given) > 256
+    assert headers.sound(given) == [(name.lower(), value) for name, value in given]
+
+
 def test_headers_nominated_by_connection_stay() -> None:
     given = [(b"connection", b"X-One , close"), (b"connection", b"x-two"), (b"x-one", b"1")]
     given += [(b"x-two", b"2"), (b"x-three", b"3")]
-    assert headers.to_engine(given) == b"x-three: 3\r\n"
+    assert headers.read(given)[1] == b"x-three: 3\r\n"
 
 
 @given(st.lists(st.sampled_from([b"data: a\n\n", b"data: b\r\n\r\n", b": c\n", b"data:"])))
@@ -180,17 +200,41 @@ def test_a_throttle_speaks_once_per_period_and_counts(caplog: pytest.LogCaptureF
     assert said[2] == "it failed: again (and 4 times since it was last said)"
 
 
+SECONDS = st.none() | st.floats(0, 1000)
+NAMES = st.sampled_from(["", "h:1"])
+
+
+@given(
+    times=st.tuples(SECONDS, SECONDS, SECONDS),
+    names=st.tuples(NAMES, NAMES),
+    stage=st.sampled_from(["done", "stream"]),
+    conversation=st.sampled_from(["", "hit"]),
+)
+def test_the_usual_access_line_is_the_general_one(
+    times: tuple[float | None, float | None, float | None],
+    names: tuple[str, str],
+    stage: str,
+    conversation: str,
+) -> None:
+    record = Record("/v1/completions", 0.0, "id", "pull", stage, "ok", 200)
+    record.prefiller, record.decoder, record.conversation = *names, conversation
+    record.prefill_done, record.first_byte, record.ended = times
+    line = AccessLine(record, 0.0)
+    said = "".join(f" {k}={v}" for k, v in line.content().items() if k != "message")
+    assert line.text() == f"request{said}"
+
+
 def test_an_access_line_says_what_is_known_in_both_formats() -> None:
     record = Record("/v1/completions", 10.0, "id", flow="pull", outcome="ok", status=200)
     record.prefiller, record.prefill_done, record.ended = "p:1", 10.25, 11.0
     line = logging.LogRecord("a", logging.INFO, "", 0, "%d requests", (1,), None)
-    setattr(line, LINES, [Line(0.25, "request", fields(record))])
+    setattr(line, LINES, [AccessLine(record, 0.25)])
     content = json.loads(JsonFormatter().format(line))
     assert content["request_id"] == "id"
-    assert content["prefill_ms"] == 250.0
-    assert content["total_ms"] == 1000.0
+    assert content["prefill_ms"] == 250
+    assert content["total_ms"] == 1000
     assert "decoder" not in content
     assert content["time"] == "1970-01-01T00:00:00.250Z"
     text = TextFormatter().format(line)
-    assert text.endswith("total_ms=1000.0 stage=receive")
+    assert text.endswith("total_ms=1000 stage=receive")
     assert "request request_id=id endpoint=/v1/completions status=200 outcome=ok" in text

@@ -1,0 +1,33 @@
+"""The settings that requests look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from router.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Some fields of Settings, as they are there.
+
+    A pydantic model is asked for an attribute at ten times the price of these.
+    """
+
+    client_read_timeout: float
+    conversation_stream: str
+    conversation_unproven: str
+    decode_first_byte_timeout: float
+    decode_first_threshold: float
+    decode_first_turns: float
+    max_answer_size: int
+    max_body_size: int
+    max_header_size: int
+    prefill_timeout: float
+    request_timeout: float
+    stream_idle_timeout: float
+    trust_client_kv_params: bool
+
+    @classmethod
+    def of(cls, settings: Settings) -> Limits:
+        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
