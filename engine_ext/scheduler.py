@@ -191,6 +191,10 @@ class SchedulerConnector:
         self._orders.revokes.append(request_id)
         return True
 
+    def abandon(self, request_id: str) -> bool:
+        """The same, of a request that was aborted after its end: its answer reached nobody."""
+        return self.release(self._identity.engine_id, request_id)
+
     def has_pending_work(self) -> bool:
         """True while `build_connector_meta` has something to hand over."""
         return bool(self._orders)

@@ -69,24 +69,26 @@ class Engine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
         """The last output carries `finish_reason`; errors come that way too, nothing is raised.
 
-        Closing the iterator, or cancelling its consumer, aborts the request.
+        Closing the iterator, or cancelling its consumer, aborts the request; and where that comes
+        before the last output was taken and done with, what was to be kept for others is not.
         """
         stream = OutputStream(asyncio.get_running_loop())
         if not self._inbox.put(Submit(request, stream)):
             yield _error(request.request_id, _GONE)
             return
-        finished = False
+        answered = False
         try:
-            while not finished:
+            while not answered:
                 output = await stream.get()
-                finished = output.finish_reason is not None
                 yield output
+                answered = output.finish_reason is not None
         finally:
-            if not finished:
+            if not answered:
                 self._inbox.put(Abort(request.request_id, stream))
 
     def abort(self, request_id: str) -> None:
-        """Its consumer gets a last output with finish_reason `abort`. Unknown ids are ignored."""
+        """Its consumer gets a last output with finish_reason `abort`. One that has ended gives up
+        what it keeps for a remote. Unknown ids are ignored."""
         self._inbox.put(Abort(request_id))
 
     def stats(self) -> EngineStats:
@@ -221,7 +223,7 @@ class Engine:
         return []
 
     def _abort(self, request_id: str, stream: OutputStream | None) -> list[Delivery]:
-        if stream is not None and self._streams.get(request_id) is not stream:
+        if stream is not None and self._streams.get(request_id, stream) is not stream:
             return []
         output = self._core.abort(request_id)
         return self._address([output] if output else [])

@@ -38,6 +38,9 @@ class SchedulerHalf(Protocol):
     def release(self, engine_id: str, request_id: str) -> bool:
         """Give up what is kept for a remote reader. True: it was kept."""
 
+    def abandon(self, request_id: str) -> bool:
+        """The same, of a request whose answer reached nobody."""
+
     def drain(self) -> None:
         """Give up what is kept for later; what a remote reader waits for stays."""
 

@@ -48,6 +48,9 @@ class NoSchedulerHalf:
     def release(self, engine_id: str, request_id: str) -> bool:
         return False
 
+    def abandon(self, request_id: str) -> bool:
+        return False
+
     def drain(self) -> None:
         pass
 

@@ -74,9 +74,12 @@ class Scheduler:
         self._blocks.forget(seq)
 
     def abort(self, request_id: str) -> Sequence | None:
+        """None where none such lives. What one that has ended keeps for others is given up."""
         seq = self.queues.find(request_id)
         if seq is not None:
             self.finish(seq, ABORTED)
+        elif request_id in self.queues.delayed:
+            self._abandon(request_id)
         return seq
 
     def finish(self, seq: Sequence, finish: Finish) -> None:
@@ -126,6 +129,12 @@ class Scheduler:
         except Exception:
             logger.exception("connector: release raised")
             return False
+
+    def _abandon(self, request_id: str) -> None:
+        try:
+            self._connector.abandon(request_id)
+        except Exception:
+            logger.exception("connector: abandon raised")
 
     def check_integrity(self) -> None:
         self.queues.check_integrity(self._blocks)

@@ -30,6 +30,7 @@ ENDOFTEXT_ID, IM_START_ID, IM_END_ID = 256, 257, 258
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 CHATML = """\
+{%- if tools %}{{- '<|im_start|>tools\\n' + tools | tojson + '<|im_end|>\\n' }}{%- endif %}
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') + '<|im_end|>\\n' }}
 {%- endfor %}

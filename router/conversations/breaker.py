@@ -37,8 +37,8 @@ class Breaker:
     async def take(self, key: str) -> bytes | None:
         return await self._guarded("take", lambda: self._store.take(key))
 
-    async def put(self, key: str, value: bytes, seconds: float) -> None:
-        await self._guarded("put", lambda: self._store.put(key, value, seconds))
+    async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
+        return await self._guarded("put", lambda: self._store.put(key, value, seconds))
 
     async def close(self) -> None:
         await self._store.close()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import orjson
 
@@ -41,6 +42,13 @@ class Turn:
     rewritten: bool
     found: Found = Found.NEW
     entry: Entry | None = None
+
+
+class Kept(NamedTuple):
+    """Whether a turn could be kept, and the entries that nobody will take any more."""
+
+    done: bool
+    lost: Sequence[Entry]
 
 
 class Conversations:
@@ -102,19 +110,21 @@ class Conversations:
 
     async def keep(
         self, turn: Turn, decoder: str, params: Json, said: Said | None, prompt_tokens: int | None
-    ) -> bool:
-        """Leaves the decoder's params for the next turn; says whether it could."""
+    ) -> Kept:
+        """Leaves the decoder's params for the next turn, if it can."""
         entry = self._entry(turn, decoder, params, said, prompt_tokens)
         key = turn.conversation.key_after(entry.whole)
         if key is None or entry.expires_at <= entry.created_at:
-            return False
+            return Kept(False, [entry])
+        raw = entry.to_bytes()
         try:
-            await self._store.put(
-                key, entry.to_bytes(), entry.expires_at - entry.created_at + AFTERLIFE
+            given_up = await self._store.put(
+                key, raw, entry.expires_at - entry.created_at + AFTERLIFE
             )
         except StoreError:
-            return False
-        return True
+            return Kept(False, [entry])
+        lost = [found for found in map(Entry.from_bytes, given_up) if found is not None]
+        return Kept(raw not in given_up, lost)
 
     async def close(self) -> None:
         await self._store.close()

@@ -38,15 +38,19 @@ class MemoryStore:
             return None
         return kept.value
 
-    async def put(self, key: str, value: bytes, seconds: float) -> None:
-        self._remove(key)
+    async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
+        older = self._remove(key)
+        lost = [] if older is None else [older.value]
         if len(value) > self._max_bytes:
-            return
+            return [*lost, value]
+        self._drop_expired()
         self._kept[key] = Kept(value, self._clock() + seconds)
         self._num_bytes += len(value)
         while len(self._kept) > self._max_entries or self._num_bytes > self._max_bytes:
-            self._remove(next(iter(self._kept)))
-        self._drop_expired()
+            _, oldest = self._kept.popitem(last=False)
+            self._num_bytes -= len(oldest.value)
+            lost.append(oldest.value)
+        return lost
 
     async def close(self) -> None:
         self._kept.clear()

@@ -18,8 +18,9 @@ NAMESPACE = "disagg-router:turn:"
 class RedisStore:
     """A Store over any URL that redis_url knows.
 
-    GETDEL (Redis 6.2) makes taking atomic. No operation lasts longer than `timeout` seconds; one
-    that does, or fails, raises StoreError. Nothing is tried twice: GETDEL may have succeeded.
+    GETDEL (Redis 6.2) makes taking atomic, and SET with GET tells what it replaced. No operation
+    lasts longer than `timeout` seconds; one that does, or fails, raises StoreError. Nothing is
+    tried twice: GETDEL may have succeeded.
     """
 
     def __init__(self, url: str, password: str | None, timeout: float) -> None:
@@ -30,9 +31,12 @@ class RedisStore:
         value = await self._in_time(self._client.getdel(NAMESPACE + key))
         return value if isinstance(value, bytes) else None
 
-    async def put(self, key: str, value: bytes, seconds: float) -> None:
+    async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
         milliseconds = max(1, int(seconds * 1000))
-        await self._in_time(self._client.set(NAMESPACE + key, value, px=milliseconds))
+        older = await self._in_time(
+            self._client.set(NAMESPACE + key, value, px=milliseconds, get=True)
+        )
+        return [older] if isinstance(older, bytes) else []
 
     async def close(self) -> None:
         for client in (self._client, *self._others):

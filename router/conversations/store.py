@@ -15,8 +15,12 @@ class Store(Protocol):
     async def take(self, key: str) -> bytes | None:
         """Removes and returns the value. Of any number of takers, in any process, one gets it."""
 
-    async def put(self, key: str, value: bytes, seconds: float) -> None:
-        """Keeps the value for at most `seconds`, in place of an older one."""
+    async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
+        """Keeps the value for at most `seconds`, in place of an older one.
+
+        Returns what nobody can take any more: the older one, what had to make room, or the value
+        itself where there is no room.
+        """
 
     async def close(self) -> None:
         """Gives connections back. Nothing is asked afterwards."""

@@ -53,19 +53,25 @@ class Learned:
                 self.streams_params = False
 
     def note_rejected(self) -> None:
-        self.knows_threshold, self._bare_accepts = True, 0
+        self.knows_threshold = True
 
-    def note_accepted(self, threshold: float, cached_share: float | None) -> None:
-        """An engine that computed more than it was allowed to does not know the field."""
+    def note_accepted(self, threshold: float, cached_share: float | None) -> bool:
+        """An engine that computed more than it was allowed to does not know the field.
+
+        Nor does one whose answers never tell how much that was: True when it is taken for that,
+        which may be wrong, if its cache had it all.
+        """
         if self.knows_threshold is not None:
-            return
+            return False
         if cached_share is not None:
             if cached_share < threshold:
                 self.knows_threshold = False
-            return
+            return False
         self._bare_accepts += 1
-        if self._bare_accepts >= ENOUGH:
-            self.knows_threshold = False
+        if self._bare_accepts < ENOUGH:
+            return False
+        self.knows_threshold = False
+        return True
 
     def note_identity(self, identity: dict[str, object]) -> None:
         capabilities = identity.get("capabilities")

@@ -25,10 +25,10 @@ from router.flows.gateway import Gateway
 from router.flows.pull import pull
 from router.flows.request import Request, write_body
 from router.flows.steps import Deliver, decode, relay
+from router.flows.trial import is_rejection, try_threshold
 from router.upstream.answer import Answer
 from router.upstream.sse import end_of_last_event
 
-REJECTION = "cache_threshold"
 NEEDLE = b'"cache_threshold"'
 # Bytes of a request whose prefill costs a decoder little, whether or not it was asked for.
 SHORT = 4096
@@ -79,7 +79,8 @@ async def decode_first(request: Request, gateway: Gateway, attempt: Attempt) -> 
             return
         if engine.learned.knows_threshold is None:
             share = None if answer.is_event_stream else await _cached_share(answer)
-            engine.learned.note_accepted(attempt.threshold, share)
+            if engine.learned.note_accepted(attempt.threshold, share):
+                gateway.spawn(try_threshold(request, engine))
         await attempt.deliver(request, gateway, engine, answer)
 
     body = legs.with_threshold(attempt.body, attempt.threshold)
@@ -113,28 +114,17 @@ async def _is_rejected(answer: Answer) -> bool:
         return bool(_verdict(held))
     held = await answer.until(lambda _: False)
     content = parsed(held) if NEEDLE in held else None
-    return content is not None and _has_marker(content)
+    return content is not None and is_rejection(content)
 
 
 def _verdict(block: bytes) -> bool | None:
     """True when the events so far reject, False when they answer, None when they do neither."""
     for event in events_in(block[: end_of_last_event(block)]):
-        if _has_marker(event):
+        if is_rejection(event):
             return True
         if _says_something(event):
             return False
     return None
-
-
-def _has_marker(content: Json) -> bool:
-    choices = content.get("choices")
-    if not isinstance(choices, list):
-        return False
-    return any(
-        isinstance(choice, dict)
-        and REJECTION in (choice.get("finish_reason"), choice.get("stop_reason"))
-        for choice in choices
-    )
 
 
 def _says_something(event: Json) -> bool:

@@ -2,7 +2,8 @@
 
 The decoder's kv_transfer_params say where the next turn's KV is. They are the router's: it asked
 for them, so the client does not see them. They are kept before the client sees the answer's end,
-so that its next turn finds them, whichever router it asks.
+so that its next turn finds them, whichever router it asks. What nobody will find again is given
+back to its decoder.
 
 A stream is not decoded as it passes, only searched for the params. Once those are there, what was
 said is read from a copy, all at once.
@@ -19,6 +20,7 @@ from router.conversations.said import Json, Said, events_in, parsed, said_by, sa
 from router.fleet.engine import Engine
 from router.flows import headers, legs, reemit
 from router.flows.gateway import Gateway
+from router.flows.release import give_up_turn
 from router.flows.request import Request
 from router.flows.steps import note_done, note_first_byte
 from router.upstream.answer import Answer, Sink
@@ -55,7 +57,7 @@ class Keeper:
         if content is not None:
             params = content.pop(legs.KV_PARAMS, None)
             raw = raw if params is None else orjson.dumps(content)
-            await self.keep(gateway, engine, params, said_in(content))
+            await self.keep(request, gateway, engine, params, said_in(content))
             if self._exact and reemit.is_answer(content):
                 raw, given = reemit.events(content, request.body), EVENT_STREAM
         passed = headers.to_client(given, request.record.request_id)
@@ -68,13 +70,18 @@ class Keeper:
         await request.exchange.relay(
             answer.status,
             headers.to_client(answer.headers, request.record.request_id),
-            Tapped(answer, self, gateway, engine),
+            Tapped(answer, self, request, gateway, engine),
             gateway.limits.stream_idle_timeout,
             request.latest,
         )
 
     async def keep(
-        self, gateway: Gateway, engine: Engine, params: object, said: Said | None
+        self,
+        request: Request,
+        gateway: Gateway,
+        engine: Engine,
+        params: object,
+        said: Said | None,
     ) -> None:
         """Leaves `params` for the next turn, if they are some."""
         conversations, kept = gateway.conversations, "not_offered"
@@ -83,8 +90,10 @@ class Keeper:
             tokens = self._prompt_tokens
             if tokens is None and said is not None:
                 tokens = said.prompt_tokens
-            done = await conversations.keep(self._turn, engine.name, params, said, tokens)
+            done, lost = await conversations.keep(self._turn, engine.name, params, said, tokens)
             kept = "kept" if done else "not_kept"
+            for entry in lost:
+                give_up_turn(request, gateway, entry)
         gateway.metrics.conversation_kept.add((kept,))
 
 
@@ -96,9 +105,12 @@ def _tells_where(params: Json) -> bool:
 class Tapped:
     """A decoder's stream, relayed without its params, ended once these are kept."""
 
-    def __init__(self, answer: Answer, keeper: Keeper, gateway: Gateway, engine: Engine) -> None:
+    def __init__(
+        self, answer: Answer, keeper: Keeper, request: Request, gateway: Gateway, engine: Engine
+    ) -> None:
         self._answer = answer
         self._keeper = keeper
+        self._request = request
         self._gateway = gateway
         self._engine = engine
 
@@ -118,11 +130,19 @@ class Tapped:
 
     async def relay(self, sink: Sink, idle: float, latest: float) -> None:
         tail = Tail(sink)
-        await self._answer.relay(tail, idle, latest)
+        try:
+            await self._answer.relay(tail, idle, latest)
+        except BaseException:
+            if tail.params is not None:  # said to its end, which nobody waits for
+                self._gateway.spawn(self._keep(tail))
+            raise
         self._note(tail.params is not None)
-        said = None if tail.params is None else tail.said()
-        await self._keeper.keep(self._gateway, self._engine, tail.params, said)
+        await self._keep(tail)
         sink.write(tail.last, True)
+
+    async def _keep(self, tail: Tail) -> None:
+        said = None if tail.params is None else tail.said()
+        await self._keeper.keep(self._request, self._gateway, self._engine, tail.params, said)
 
     def _note(self, has_params: bool) -> None:
         learned = self._engine.learned
@@ -136,7 +156,11 @@ class Tapped:
 
 
 class Tail:
-    """A Sink that takes the params out of what passes, and holds the end back."""
+    """A Sink that takes the params out of what passes, and holds the end back.
+
+    Clients stop reading at [DONE], before the body ends. So from the params on, which come with the
+    end of the answer, each block waits for the one after it.
+    """
 
     def __init__(self, sink: Sink) -> None:
         self.params: Json | None = None
@@ -152,8 +176,11 @@ class Tail:
         if self._size <= COPY_LIMIT:
             self._copy.append(block)
         if last:
-            self.last = block
-        elif block:
+            self.last += block
+            return
+        if self.params is not None:
+            block, self.last = self.last, block
+        if block:
             self._sink.write(block, False)
 
     def said(self) -> Said | None:

@@ -1,32 +1,33 @@
 """Frees a prefiller's blocks that no decoder will read, long before their lease ends.
 
 A decoder that has the request frees them itself when the request is aborted. But the client may
-leave, or the decoder fail, before the decoder has it: then a small request tells one on purpose.
-Our decoders find that it shares nothing with the prefilled prompt and tell the prefiller at once.
-Stock vLLM would read; so it is asked for a model that nobody serves, and when it rejects a request
+leave, or the decoder fail, before the decoder has it. Then our prefillers are told at a page of
+their own: one hop, and no decoder is needed, which may be what has failed. Where that does not
+work, a decoder gets a small request. With one of our prefillers, whose params prove what they hold,
+it finds that this shares nothing with the prefilled prompt and tells the prefiller at once. Without
+proof it would read; so it is asked for a model that nobody serves, and when it rejects a request
 with kv_transfer_params it tells the prefiller too (vllm#41269). Told twice is told once.
 
-A decoder that keeps a turn which nobody will pull is told so itself, if it has an ear for that.
+A decoder that keeps a turn which nobody will pull is told so at the same page.
 """
 
 from __future__ import annotations
 
 import asyncio
 
+from router.conversations.entry import Entry
 from router.fleet.engine import Engine, Role
-from router.flows import headers, legs
+from router.flows import legs
+from router.flows.aside import COMPLETIONS, smallest, tell
 from router.flows.gateway import Gateway
-from router.flows.request import Request, write_body
+from router.flows.request import Request
 from router.upstream.deadlines import now
 from router.upstream.errors import UpstreamError
 
-TIMEOUT = 5.0
 # Seconds after which a decoder has read, tokenized and queued a request, even under load.
 ARRIVED = 5.0
-ENDPOINT = "/v1/completions"
-TURN_ENDPOINT = "/disagg/release"
+PAGE = "/disagg/release"
 NO_MODEL = "disagg-router/released"
-ANSWER_LIMIT = 1024 * 1024
 
 
 def give_up(
@@ -46,31 +47,50 @@ def _has_arrived(request: Request) -> bool:
 
 
 async def release(request: Request, gateway: Gateway, params: legs.Body) -> None:
-    """Tells the prefiller, through a decoder, that nobody will read. Never raises."""
+    """Tells the prefiller, itself or through a decoder, that nobody will read. Never raises."""
+    prefiller = gateway.fleet.named(Role.PREFILL, request.record.prefiller)
+    if prefiller is not None and _is_ours(params):
+        status = await _tell(request, gateway, prefiller, PAGE, {legs.KV_PARAMS: params})
+        if status == 200:
+            return gateway.metrics.releases.labels("done").inc()
     decoder = _decoder(request, gateway)
     if decoder is None:
-        gateway.metrics.releases.labels("no_decoder").inc()
+        return gateway.metrics.releases.labels("no_decoder").inc()
+    status = await _tell(request, gateway, decoder, COMPLETIONS, _body(request.body, params))
+    gateway.metrics.releases.labels("done" if 200 <= status < 500 else "failed").inc()
+
+
+def give_up_turn(request: Request, gateway: Gateway, entry: Entry) -> None:
+    """Nobody will pull this turn's KV: its decoder frees it before its time."""
+    decoder = gateway.fleet.named(Role.DECODE, entry.decoder)
+    if decoder is None:
         return
-    await _tell(request, gateway, decoder, ENDPOINT, _body(request.body, params))
-
-
-def give_up_turn(request: Request, gateway: Gateway, decoder: Engine, params: legs.Body) -> None:
-    """The last turn's KV was taken from the store and is not pulled: free it before its time."""
     decoder.learned.wanted = True
     if decoder.learned.releases:
-        body = {legs.KV_PARAMS: params}
-        gateway.spawn(_tell(request, gateway, decoder, TURN_ENDPOINT, body))
+        gateway.spawn(_release_turn(request, gateway, decoder, entry.params))
+
+
+async def _release_turn(
+    request: Request, gateway: Gateway, decoder: Engine, params: legs.Body
+) -> None:
+    status = await _tell(request, gateway, decoder, PAGE, {legs.KV_PARAMS: params})
+    gateway.metrics.releases.labels("done" if status == 200 else "failed").inc()
 
 
 async def _tell(
-    request: Request, gateway: Gateway, decoder: Engine, endpoint: str, body: legs.Body
-) -> None:
+    request: Request, gateway: Gateway, engine: Engine, path: str, body: legs.Body
+) -> int:
+    """The answer's status, 0 without one."""
     try:
-        status = await _ask(request, decoder, endpoint, write_body(body))
+        return (await tell(request, engine, path, body, "release")).status
     except UpstreamError as error:
-        gateway.throttle.warn("KV could not be released", f"{decoder.name}: {error}")
-        status = 0
-    gateway.metrics.releases.labels("done" if 200 <= status < 500 else "failed").inc()
+        gateway.throttle.warn("KV could not be released", f"{engine.name}: {error}")
+        return 0
+
+
+def _is_ours(params: legs.Body) -> bool:
+    """Whether one of our prefillers answered them."""
+    return "prefix_proof" in params
 
 
 def _decoder(request: Request, gateway: Gateway) -> Engine | None:
@@ -81,19 +101,5 @@ def _decoder(request: Request, gateway: Gateway) -> Engine | None:
 
 
 def _body(body: legs.Body, params: legs.Body) -> legs.Body:
-    ours = "prefix_proof" in params
-    model = body.get("model") if ours else NO_MODEL
-    leg: legs.Body = {"prompt": [1], "max_tokens": 1, "stream": False, legs.KV_PARAMS: params}
-    return leg if model is None else {"model": model, **leg}
-
-
-async def _ask(request: Request, decoder: Engine, endpoint: str, content: bytes) -> int:
-    leg_id = f"{request.leg_id}-release"
-    shared = request.shared_headers
-    message = headers.message(endpoint, decoder.name, leg_id, shared, content)
-    answer = await decoder.pool.ask(message, now() + TIMEOUT)
-    try:
-        await answer.read(ANSWER_LIMIT)
-    finally:
-        answer.close()
-    return answer.status
+    model = body.get("model") if _is_ours(params) else NO_MODEL
+    return {**smallest(model), legs.KV_PARAMS: params}

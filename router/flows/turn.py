@@ -33,8 +33,11 @@ async def take_turn(
     await conversations.recall(turn)
     reuse = find_reuse(turn, gateway.fleet, gateway.load_bound)
     flow = TurnFlow(request, gateway, turn, reuse, options)
-    if not await flow.decoder_alone():
-        await flow.both_legs()
+    try:
+        if not await flow.decoder_alone():
+            await flow.both_legs()
+    finally:
+        flow.give_up_unread()
 
 
 class TurnFlow:
@@ -47,6 +50,7 @@ class TurnFlow:
         self._gateway = gateway
         self._turn = turn
         self._reuse = reuse
+        self._unread = turn.entry
         self._threshold = options.threshold
         self._exact = options.exact and bool(request.body.get("stream"))
         self._decoders = self._decoder_order()
@@ -60,15 +64,15 @@ class TurnFlow:
         attempt = Attempt(threshold, self._decode_body(None), self._decoders, deliver)
         answered = await decode_first(self._request, self._gateway, attempt)
         if answered:
-            self._give_up_turn()
             self._reuse.outcome, self._reuse.reason = "decoder_alone", ""
             self._count()
         return answered
 
     async def both_legs(self) -> None:
         params, prompt_tokens = await self._prefill()
-        if self._reuse.offered is None:
-            self._give_up_turn()
+        if self._reuse.offered is not None:
+            self._unread = None
+        self.give_up_unread()
         self._count()
         if params is None:
             note_no_params(self._request, self._gateway)
@@ -94,10 +98,11 @@ class TurnFlow:
             self._request.attempt += 1
             return await prefill(self._request, gateway, order)
 
-    def _give_up_turn(self) -> None:
-        decoder, entry = self._reuse.decoder, self._reuse.entry
-        if decoder is not None and entry is not None:
-            give_up_turn(self._request, self._gateway, decoder, entry.params)
+    def give_up_unread(self) -> None:
+        """What the last turn left, if no prefiller has read it."""
+        entry, self._unread = self._unread, None
+        if entry is not None:
+            give_up_turn(self._request, self._gateway, entry)
 
     def _offer(self, prefiller: Engine) -> legs.Body | None:
         unproven = self._gateway.limits.conversation_unproven

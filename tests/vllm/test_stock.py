@@ -6,7 +6,8 @@ import pytest
 
 from tests.integration.legs import decode, prefill
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Server, metric
+from tests.integration.processes import Launcher, Server, metric
+from tests.integration.talk import Talk, turns
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
 from tests.vllm.servers import STOCK, Fleet, Kind
 
@@ -61,3 +62,29 @@ def test_two_turns_are_those_of_one_vllm_alone(pair: tuple[Server, Server], alon
         assert differences([complete(alone, longer)], [again.answer]) == []
     # D holds all but the last token of its answer.
     assert computed <= len(longer) - (len(prompt) + len(turn.answer.tokens) - 1) + 1
+
+
+def test_the_router_lets_nobody_pull_what_is_not_surely_the_same(
+    fleet: Fleet, pair: tuple[Server, Server], alone: Server
+) -> None:
+    """One of the two proves nothing: what may be pulled is the router's to judge."""
+    first, second = pair
+    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
+    with launcher.router([first], [second], "--decode-first-turns", "0") as router:
+        for number, change in enumerate(("none", "edited", "stripped", "regenerated")):
+            talk = Talk(router, change)
+            prompt = tokens_of(1000, 140 + number)
+            said = talk.say(prompt).tokens
+            new = tokens_of(40, 150)
+            longer, most = {
+                "none": ([*prompt, *said, *new], 42),
+                "edited": ([*prompt[:500], prompt[500] ^ 1, *prompt[501:], *said, *new], 1052),
+                "stripped": ([*prompt, *said[6:], *new], 46 + 48),
+                "regenerated": (prompt, 48),
+            }[change]
+            before = metric(first, COMPUTED)
+            answer = talk.say(longer)
+            assert differences([complete(alone, longer)], [answer]) == [], change
+            assert metric(first, COMPUTED) - before <= most, change
+        assert (turns(router, "hit"), turns(router, "cut")) == (1, 2)
+        assert turns(router, "mismatch") == 1

@@ -129,23 +129,26 @@ class Endpoints:
     async def _generate(
         self, request: Request, prepare: Prepare, dialect_of: type[Dialect]
     ) -> Response:
-        body = await self._body(request)
+        content = await self._body(request)
         self._check_health()
         id_header = request.headers.get("x-request-id")
-        job = await asyncio.to_thread(prepare, self._model, body, id_header)
+        job = await asyncio.to_thread(prepare, self._model, content, id_header)
         dialect = dialect_of(job, self._model.tokenizer)
         outputs = generation.run(self._engine, job)
         try:
             if not job.options.stream:
-                return _json(
-                    await until_disconnect(request.receive, answer.whole(dialect, outputs))
-                )
+                body = await until_disconnect(request.receive, answer.whole(dialect, outputs))
+                if await request.is_disconnected():
+                    raise ClientGoneError
+                return _json(body)
             events = answer.streamed(dialect, outputs)
             # Until the first token an error can still have its own status.
             first = await until_disconnect(request.receive, anext(events))
             return EventStream(first, events)
         except ClientGoneError:
             logger.info("%s: the client left", job.id)
+            for each in job.engine_requests():
+                self._engine.abort(each.request_id)
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     async def _body(self, request: Request) -> bytes:

@@ -18,6 +18,9 @@ class EngineLike(Protocol):
         Closing or cancelling the iterator aborts the request.
         """
 
+    def abort(self, request_id: str) -> None:
+        """Its answer reaches nobody: what it keeps for a remote, if it has ended, is given up."""
+
     async def release(self, engine_id: str, request_id: str) -> bool:
         """No remote will read this request's KV. True: it was held."""
 

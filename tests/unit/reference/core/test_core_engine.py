@@ -130,6 +130,22 @@ async def test_cancelling_the_consumer_aborts_and_frees(start: Start) -> None:
     assert engine.stats().num_blocks_free == engine.stats().num_blocks_total
 
 
+@pytest.mark.parametrize("taken", [True, False])
+async def test_what_an_answer_that_nobody_took_would_keep_for_others_is_given_up(
+    start: Start, taken: bool
+) -> None:
+    connector = FakeConnector()
+    connector.scheduler.held.add("p")
+    engine = start(connector)
+    outputs = engine.generate(request("p", prompt(20), greedy(1)))
+    assert (await anext(outputs)).finish_reason == "length"
+    if taken:
+        assert [output async for output in outputs] == []
+    await outputs.aclose()
+    await answer(engine, request("later", prompt(5), greedy(1)))
+    assert ("abandon p" in connector.calls) is not taken
+
+
 async def test_an_abort_by_id_ends_the_stream(start: Start) -> None:
     engine = start()
     task = asyncio.create_task(answer(engine, endless("a")))

@@ -100,6 +100,7 @@ class FakeEngine:
         self.gate.set()
         self.open_until = 0
         self.released: list[tuple[str, str]] = []
+        self.aborted: list[str] = []
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
         self.requests.append(request)
@@ -113,6 +114,9 @@ class FakeEngine:
             self.finished.append(request.request_id)
         finally:
             self.closed.append(request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
 
     def stats(self) -> EngineStats:
         return STATS

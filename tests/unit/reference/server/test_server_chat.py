@@ -137,7 +137,8 @@ async def test_text_parts_are_text(content: Any, server: RunningServer) -> None:
 
 async def test_the_template_writes_the_prompt(server: RunningServer) -> None:
     await server.post(PATH, messages=[USER], tools=[{"type": "function"}], tool_choice="auto")
-    assert prompt_of(server) == RENDERED
+    tools = '<|im_start|>tools\n[{"type": "function"}]<|im_end|>\n'
+    assert prompt_of(server) == tools + RENDERED
 
 
 async def test_without_generation_prompt_the_last_role_answers(server: RunningServer) -> None:

@@ -130,6 +130,16 @@ async def test_a_threshold_that_is_no_share_is_a_bad_request(
     assert not d.requests
 
 
+@pytest.mark.parametrize("value", [b"NaN", b"Infinity", b"-Infinity"])
+async def test_a_threshold_that_is_no_json_is_a_bad_request(
+    router: Router, d: MockEngine, value: bytes
+) -> None:
+    content = b'{"prompt": "x", "cache_hit_threshold": %s}' % value
+    answer = await router.client.post("/v1/completions", content=content)
+    assert answer.status_code == 400
+    assert not d.requests
+
+
 @pytest.mark.parametrize(("value", "asked"), [(None, 0.8), (0.5, 0.5), (0, None)])
 async def test_a_request_decides_over_the_operator(
     start_router: StartRouter, p: MockEngine, d: MockEngine, value: object, asked: float | None
@@ -172,9 +182,35 @@ async def test_an_engine_that_ignores_the_field_is_not_asked_again_for_long_prom
     d.usual = computing(cached)
     for _ in range(6):
         await ask_long(router)
-    assert len(d.requests) - len(p.requests) == tries
+    assert outcomes(router) == {"answered": tries, "rejected": 0, "skipped": 6 - tries}
+    assert len(p.requests) == 6 - tries
     await plain(router, cache_hit_threshold=0.5)
-    assert len(d.requests) - len(p.requests) == tries + 1, "a short prompt may be tried"
+    assert outcomes(router)["answered"] == tries + 1, "a short prompt may be tried"
+
+
+async def test_an_engine_whose_cache_has_it_all_is_found_out_by_a_request_that_none_can_have(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    """Streams do not tell what came from the cache."""
+
+    async def judges(request: Received, peer: Peer) -> None:
+        if request.json.get("cache_hit_threshold") == 1 and len(request.json["prompt"]) == 1:
+            choice = {"index": 0, "text": "", "finish_reason": "cache_threshold"}
+            return await peer.answer({"id": "1", "choices": [choice]})
+        await decoding()(request, peer)
+
+    d.usual = judges
+    (engine,) = router.gateway.fleet.candidates(Role.DECODE)
+    messages = [{"role": "user", "content": LONG}]
+    fields: dict[str, Any] = {"conversation_id": None, "cache_hit_threshold": 0.5, "stream": True}
+    for _ in range(3):
+        await chat(router, messages, **fields)
+    await eventually(lambda: engine.learned.knows_threshold is True)
+    (trial,) = [r for r in d.requests if (r.header("x-request-id") or "").endswith("-trial")]
+    assert (trial.json["model"], trial.json["max_tokens"]) == ("m", 1)
+    await chat(router, messages, **fields)
+    assert outcomes(router) == {"answered": 4, "rejected": 0, "skipped": 0}
+    assert not p.requests
 
 
 async def test_an_engine_that_has_rejected_knows_the_field(
@@ -217,24 +253,6 @@ async def test_a_turn_goes_to_its_decoder_alone_once_that_is_known_to_judge(
     assert d.last.json["cache_hit_threshold"] == 0.1
     assert d.last.json["kv_transfer_params"] == {"retain": True}
     assert turns(router, "decoder_alone") == 1
-
-
-@pytest.mark.parametrize("case", ["decoder_alone", "mismatch", "hit"])
-async def test_a_turn_that_nobody_pulls_is_given_back_to_its_decoder(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, case: str
-) -> None:
-    router = await start_router(decode_first_turns=0.1 if case == "decoder_alone" else 0)
-    d.identity = {"capabilities": ["cache_hit_threshold", "release"]}
-    (engine,) = router.gateway.fleet.candidates(Role.DECODE)
-    engine.learned.wanted = True
-    await eventually(lambda: engine.learned.told)
-    await chat(router, ASKED)
-    await chat(router, AGAIN, model="m" if case != "mismatch" else "other")
-    assert turns(router, case, "model" if case == "mismatch" else "") == 1
-    wanted = 0 if case == "hit" else 1
-    await eventually(lambda: router.metric("releases_total", outcome="done") == wanted)
-    told = [r.json for r in d.requests if r.path == "/disagg/release"]
-    assert told == [{"kv_transfer_params": KEPT}] * wanted
 
 
 @pytest.mark.parametrize("streamed", [True, False])

@@ -8,7 +8,8 @@ from pathlib import Path
 from router.settings import IDS, Settings, flag_of
 from router.telemetry.metrics import Metrics
 
-TEXT = (Path(__file__).parents[4] / "docs" / "conversations.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[4]
+TEXT = (ROOT / "docs" / "conversations.md").read_text(encoding="utf-8")
 
 
 def test_every_metric_in_the_document_exists() -> None:
@@ -33,3 +34,14 @@ def test_every_flag_in_the_document_exists() -> None:
 def test_the_ids_are_documented_in_their_order() -> None:
     places = [TEXT.lower().index(f"`{name}`") for name in IDS]
     assert places == sorted(places)
+
+
+def test_every_test_that_the_documents_name_exists() -> None:
+    sources = (path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py"))
+    known = {name for source in sources for name in re.findall(r"def (test_\w+)", source)}
+    for document in ("conversation-tests.md", "engine-tests.md"):
+        text = (ROOT / "docs" / document).read_text(encoding="utf-8")
+        named = set(re.findall(r"::(test_\w+)(\*?)", text))
+        assert len(named) > 20
+        for name, rest in named:
+            assert name in known or (rest and any(each.startswith(name) for each in known)), name

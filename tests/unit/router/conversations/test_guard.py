@@ -67,7 +67,8 @@ class Desk:
         turn = self.conversations.turn_of((), {"conversation_id": "c", **body})
         assert turn is not None
         await self.conversations.recall(turn)
-        assert await self.conversations.keep(turn, "d:1", {**PARAMS, **params}, answer, tokens)
+        kept = await self.conversations.keep(turn, "d:1", {**PARAMS, **params}, answer, tokens)
+        assert kept.done
 
     async def entry(self, body: dict[str, Any]) -> Entry | None:
         turn = self.conversations.turn_of((), {"conversation_id": "c", **body})

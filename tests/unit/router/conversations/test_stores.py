@@ -48,8 +48,8 @@ async def test_what_is_put_is_taken_once(store: Store) -> None:
 
 
 async def test_the_latest_put_counts(store: Store) -> None:
-    await store.put("twice", b"old", 10)
-    await store.put("twice", b"new", 10)
+    assert await store.put("twice", b"old", 10) == []
+    assert await store.put("twice", b"new", 10) == [b"old"]
     assert await store.take("twice") == b"new"
     assert await store.take("twice") is None
 
@@ -89,7 +89,8 @@ async def test_memory_forgets_what_is_too_old() -> None:
 async def test_memory_stays_within_its_bounds_and_keeps_the_youngest() -> None:
     store = MemoryStore(3, 25)
     for number in range(10):
-        await store.put(str(number), b"x" * 10, 100)
+        lost = await store.put(str(number), b"%d" % number * 10, 100)
+        assert lost == ([] if number < 2 else [b"%d" % (number - 2) * 10])
         assert len(store) <= 3
         assert store.num_bytes <= 25
     assert [await store.take(str(n)) is not None for n in range(10)] == [False] * 8 + [True] * 2
@@ -99,7 +100,7 @@ async def test_memory_stays_within_its_bounds_and_keeps_the_youngest() -> None:
 async def test_memory_refuses_what_can_never_fit() -> None:
     store = MemoryStore(3, 25)
     await store.put("small", b"x", 100)
-    await store.put("large", b"x" * 26, 100)
+    assert await store.put("large", b"x" * 26, 100) == [b"x" * 26]
     assert await store.take("small") == b"x"
     assert await store.take("large") is None
 
@@ -127,8 +128,9 @@ class Failing:
             raise StoreError("no connection")
         return b"x"
 
-    async def put(self, key: str, value: bytes, seconds: float) -> None:
+    async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
         await self.take(key)
+        return []
 
     async def close(self) -> None:
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import httpx
@@ -13,16 +14,24 @@ import pytest
 from router.fleet.engine import Role
 from tests.redis_server import running_redis
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.conversations.engines import KEPT, PROOF, decoding, prefilling, stream
-from tests.unit.router.harness import Router, eventually, post
+from tests.unit.router.conversations.engines import (
+    KEPT,
+    PROOF,
+    decoding,
+    delta,
+    prefilling,
+    sse,
+    stream,
+)
+from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (
+    DONE,
     PARAMS,
     STREAM_HEAD,
     MockEngine,
     Peer,
     Received,
     chunk,
-    is_release,
     running_engine,
     usual_decode,
 )
@@ -315,6 +324,18 @@ async def test_the_ranks_of_one_engine_are_one_engine(
     assert offered(p)["remote_engine_id"] == "decoder-1_dp0"
 
 
+async def test_an_entry_that_is_too_old_is_not_used_and_counted(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    until = time.time() + 0.2
+    d.usual = decoding(kept={**KEPT, "retained_until": until})
+    await chat(router, ASKED)
+    await eventually(lambda: time.time() > until)
+    await chat(router, AGAIN)
+    assert offered(p) is None
+    assert turns(router, "expired") == 1
+
+
 async def test_an_overloaded_decoder_is_left(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
@@ -461,6 +482,35 @@ async def test_exact_streams_are_made_from_whole_answers_and_reused(
 TOOL_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
+async def test_tool_calls_that_are_streamed_in_pieces_are_recognised_when_they_come_back(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    pieces = [
+        {"index": 0, "id": "1", "type": "function", "function": {"name": "f", "arguments": ""}},
+        {"index": 0, "function": {"arguments": '{"a":'}},
+        {"index": 1, "id": "2", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+        {"index": 0, "function": {"arguments": " 1}"}},
+    ]
+
+    async def calls(request: Received, peer: Peer) -> None:
+        parts = [delta({"role": "assistant", "content": None})]
+        parts += [delta({"tool_calls": [piece]}) for piece in pieces]
+        parts.append(delta({}, "tool_calls", kv_transfer_params=KEPT))
+        await peer.stream(*map(sse, parts), DONE)
+
+    d.scripts = [calls]
+    await chat(router, ASKED, stream=True)
+    first, second = (
+        {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for id, name, arguments in (("1", "f", '{"a": 1}'), ("2", "g", "{}"))
+    )
+    said = {"role": "assistant", "content": None, "tool_calls": [first, second]}
+    results = [{"role": "tool", "tool_call_id": id, "content": "5"} for id in "12"]
+    await chat(router, [*ASKED, said, *results])
+    assert turns(router, "cut", "rendering") == 1, "as it was said, but rendered by the template"
+    assert offered(p)["remote_num_tokens"] == 576
+
+
 async def test_a_mode_that_does_not_exist_is_a_bad_request(router: Router) -> None:
     body = {"messages": ASKED, "conversation_id": "c", "conversation_stream": "magic"}
     answer = await router.client.post("/v1/chat/completions", json=body)
@@ -534,47 +584,3 @@ async def test_a_broken_stream_leaves_nothing(router: Router, p: MockEngine, d: 
     assert "error" in answer.text
     await chat(router, AGAIN)
     assert offered(p) is None
-
-
-@pytest.mark.parametrize("ours", [True, False])
-@pytest.mark.parametrize("conversation", [True, False])
-async def test_a_client_that_leaves_before_the_decoders_first_byte_releases_the_prefill(
-    router: Router, p: MockEngine, d: MockEngine, ours: bool, conversation: bool
-) -> None:
-    p.usual = prefilling(prefix_proof=PROOF) if ours else prefilling()
-    reached = asyncio.Event()
-
-    async def waits(request: Received, peer: Peer) -> None:
-        reached.set()
-        await peer.wait_left()
-
-    d.scripts = [waits]
-    body = {"model": "m", "messages": ASKED} | ({"conversation_id": "c"} if conversation else {})
-    async with router.socket() as client:
-        await client.send(post(json.dumps(body).encode(), "/v1/chat/completions"))
-        await asyncio.wait_for(reached.wait(), 5)
-    await eventually(lambda: is_release(d.last))
-    release = d.last
-    assert release.path == "/v1/completions"
-    params = release.json["kv_transfer_params"]
-    assert params == ({**PARAMS, "prefix_proof": PROOF} if ours else PARAMS)
-    assert (release.json["model"] == "m") is ours, "stock is asked for a model it does not serve"
-    await eventually(lambda: router.metric("releases_total", outcome="done") == 1)
-
-
-async def test_a_decoder_that_rejects_or_fails_releases_the_prefill(
-    router: Router, d: MockEngine
-) -> None:
-    async def rejects(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "no"}}, 400)
-
-    d.scripts = [rejects]
-    assert (await router.complete()).status_code == 400
-    await eventually(lambda: is_release(d.last))
-
-
-async def test_a_prefill_that_was_read_is_not_released(router: Router, d: MockEngine) -> None:
-    for streamed in (True, False):
-        await chat(router, ASKED, stream=streamed)
-        await router.complete(stream=streamed)
-    assert not any(map(is_release, d.requests))

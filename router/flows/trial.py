@@ -1,0 +1,40 @@
+"""Puts an engine to the test: does it know `cache_hit_threshold`?
+
+Of a prompt of one token no cache holds anything, for its last token is always computed. An engine
+that is asked for all of it rejects, if it knows the field; else it answers, after next to no work.
+"""
+
+from __future__ import annotations
+
+from router.conversations.said import Json, parsed
+from router.fleet.engine import Engine
+from router.flows import legs
+from router.flows.aside import COMPLETIONS, smallest, tell
+from router.flows.request import Request
+from router.upstream.errors import UpstreamError
+
+REJECTION = "cache_threshold"
+
+
+async def try_threshold(request: Request, engine: Engine) -> None:
+    """Notes a rejection. Never raises."""
+    body = legs.with_threshold(smallest(request.body.get("model")), 1)
+    try:
+        status, content = await tell(request, engine, COMPLETIONS, body, "trial")
+    except UpstreamError:
+        return
+    answer = parsed(content) if status == 200 else None
+    if answer is not None and is_rejection(answer):
+        engine.learned.note_rejected()
+
+
+def is_rejection(content: Json) -> bool:
+    """Of an answer or a chunk: whether an engine says by it that its cache holds too little."""
+    choices = content.get("choices")
+    if not isinstance(choices, list):
+        return False
+    return any(
+        isinstance(choice, dict)
+        and REJECTION in (choice.get("finish_reason"), choice.get("stop_reason"))
+        for choice in choices
+    )

@@ -1,0 +1,269 @@
+"""KV that nobody will read is given back at once: a prefill's, and a last turn's on its decoder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import Any
+
+import pytest
+
+from router.fleet.engine import Engine, Role
+from router.flows.kept import Tail
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.conversations.engines import KEPT, PROOF, decoding, prefilling, stream
+from tests.unit.router.conversations.test_turns import AGAIN, ASKED, SAID, chat, offered, turns
+from tests.unit.router.harness import Router, eventually, post
+from tests.unit.router.mock_engine import (
+    DONE,
+    PARAMS,
+    STREAM_HEAD,
+    MockEngine,
+    Peer,
+    Received,
+    chunk,
+    is_release,
+    running_engine,
+)
+
+PAGE = "/disagg/release"
+CAPABLE = {"capabilities": ["cache_hit_threshold", "release"]}
+
+
+@pytest.fixture(autouse=True)
+def engines(p: MockEngine, d: MockEngine) -> None:
+    p.usual, d.usual = prefilling(), decoding()
+
+
+async def heard(router: Router, role: Role) -> Engine:
+    """The engine of that role, once the router knows that it has the page."""
+    (engine,) = router.gateway.fleet.candidates(role)
+    engine.learned.wanted = True
+    await eventually(lambda: engine.learned.releases)
+    return engine
+
+
+def given_back(engine: MockEngine) -> list[Any]:
+    return [r.json["kv_transfer_params"] for r in engine.requests if r.path == PAGE]
+
+
+async def missing(request: Received, peer: Peer) -> None:
+    await peer.answer({"error": {"message": "no such page"}}, 404)
+
+
+@pytest.mark.parametrize("prefiller", ["ours", "ours, without the page", "stock"])
+@pytest.mark.parametrize("conversation", [True, False])
+async def test_a_client_that_leaves_before_the_decoders_first_byte_releases_the_prefill(
+    router: Router, p: MockEngine, d: MockEngine, prefiller: str, conversation: bool
+) -> None:
+    proof: dict[str, Any] = {} if prefiller == "stock" else {"prefix_proof": PROOF}
+    p.usual = prefilling(**proof)
+    reached = asyncio.Event()
+
+    async def waits(request: Received, peer: Peer) -> None:
+        reached.set()
+        await peer.wait_left()
+
+    d.scripts = [waits]
+    body = {"model": "m", "messages": ASKED} | ({"conversation_id": "c"} if conversation else {})
+    async with router.socket() as client:
+        await client.send(post(json.dumps(body).encode(), "/v1/chat/completions"))
+        await asyncio.wait_for(reached.wait(), 5)
+        if "without" in prefiller:
+            p.scripts = [missing]
+    await eventually(lambda: router.metric("releases_total", outcome="done") == 1)
+    told = given_back(p)
+    assert told == ([{**PARAMS, **proof}] if proof else [])
+    by_decoder = [r for r in d.requests if is_release(r)]
+    if prefiller == "ours":
+        assert by_decoder == []
+        return
+    (release,) = by_decoder
+    assert release.path == "/v1/completions"
+    assert release.json["kv_transfer_params"] == {**PARAMS, **proof}
+    expected = "m" if proof else "disagg-router/released"
+    assert release.json["model"] == expected, "without proof: a model that it does not serve"
+
+
+async def test_a_decoder_that_rejects_or_fails_releases_the_prefill(
+    router: Router, d: MockEngine
+) -> None:
+    async def rejects(request: Received, peer: Peer) -> None:
+        await peer.answer({"error": {"message": "no"}}, 400)
+
+    d.scripts = [rejects]
+    assert (await router.complete()).status_code == 400
+    await eventually(lambda: is_release(d.last))
+
+
+async def test_a_prefill_that_was_read_is_not_released(router: Router, d: MockEngine) -> None:
+    for streamed in (True, False):
+        await chat(router, ASKED, stream=streamed)
+        await router.complete(stream=streamed)
+    assert not any(map(is_release, d.requests))
+
+
+@pytest.mark.parametrize("case", ["decoder_alone", "mismatch", "hit"])
+async def test_a_turn_that_nobody_pulls_is_given_back_to_its_decoder(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, case: str
+) -> None:
+    router = await start_router(decode_first_turns=0.1 if case == "decoder_alone" else 0)
+    d.identity = {"capabilities": ["cache_hit_threshold", "release"]}
+    (engine,) = router.gateway.fleet.candidates(Role.DECODE)
+    engine.learned.wanted = True
+    await eventually(lambda: engine.learned.told)
+    await chat(router, ASKED)
+    await chat(router, AGAIN, model="m" if case != "mismatch" else "other")
+    assert turns(router, case, "model" if case == "mismatch" else "") == 1
+    wanted = 0 if case == "hit" else 1
+    await eventually(lambda: router.metric("releases_total", outcome="done") == wanted)
+    told = [r.json for r in d.requests if r.path == "/disagg/release"]
+    assert told == [{"kv_transfer_params": KEPT}] * wanted
+
+
+async def test_a_prefiller_whose_decoder_fails_is_told_itself(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    p.usual = prefilling(prefix_proof=PROOF)
+
+    async def dies(request: Received, peer: Peer) -> None:
+        peer.reset()
+
+    d.scripts = [dies, dies]
+    assert (await router.complete()).status_code == 503
+    await eventually(lambda: given_back(p) == [{**PARAMS, "prefix_proof": PROOF}])
+    assert not any(map(is_release, d.requests))
+
+
+async def test_a_turn_that_another_replaces_or_pushes_out_is_given_back(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start_router(conversation_max_entries=1)
+    d.identity = CAPABLE
+    await heard(router, Role.DECODE)
+    both = asyncio.Barrier(2)
+
+    async def together(request: Received, peer: Peer) -> None:
+        kept = {**KEPT, "remote_request_id": request.header("x-request-id")}
+        await both.wait()
+        await decoding(kept=kept)(request, peer)
+
+    d.scripts = [together, together]
+    await asyncio.gather(*(chat(router, ASKED) for _ in range(2)))
+    await eventually(lambda: len(given_back(d)) == 1)
+    names = {r.header("x-request-id") for r in d.requests if r.path != PAGE}
+    (lost,) = given_back(d)
+    assert lost["remote_request_id"] in names
+    await chat(router, ASKED, conversation_id="another")
+    await eventually(lambda: len(given_back(d)) == 2)
+    assert {params["remote_request_id"] for params in given_back(d)} == names
+
+
+async def test_a_turn_that_cannot_be_stored_is_given_back(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start_router(conversation_max_bytes=10)
+    d.identity = CAPABLE
+    await heard(router, Role.DECODE)
+    for streamed in (True, False):
+        await chat(router, ASKED, stream=streamed)
+    await eventually(lambda: given_back(d) == [KEPT, KEPT])
+    assert router.metric("conversation_kept_total", outcome="not_kept") == 2
+
+
+async def test_a_turn_whose_prefill_fails_or_is_left_is_given_back(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    d.identity = CAPABLE
+    await heard(router, Role.DECODE)
+
+    async def breaks(request: Received, peer: Peer) -> None:
+        await peer.answer({"error": {"message": "load failed"}}, 500)
+
+    reached = asyncio.Event()
+
+    async def waits(request: Received, peer: Peer) -> None:
+        reached.set()
+        await peer.wait_left()
+
+    for name, script in (("fails", breaks), ("left", waits)):
+        await chat(router, ASKED, conversation_id=name)
+        p.scripts = [script]
+        if name == "fails":
+            await chat(router, AGAIN, conversation_id=name)
+        else:
+            body = {"model": "m", "messages": AGAIN, "conversation_id": name}
+            async with router.socket() as client:
+                await client.send(post(json.dumps(body).encode(), "/v1/chat/completions"))
+                await asyncio.wait_for(reached.wait(), 5)
+    await eventually(lambda: given_back(d) == [KEPT, KEPT])
+
+
+async def test_a_turn_whose_decoder_is_overloaded_is_given_back_by_it(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async with running_engine(decoding()) as other:
+        router = await start_router(ds=[d, other], affinity_load_floor=1, affinity_load_factor=1)
+        d.identity = other.identity = CAPABLE
+        await chat(router, ASKED)
+        home = d if d.requests else other
+        engine = router.gateway.fleet.named(Role.DECODE, f"127.0.0.1:{home.port}")
+        assert engine is not None
+        engine.learned.wanted = True
+        await eventually(lambda: engine.learned.releases)
+        engine.in_flight += 5
+        await chat(router, AGAIN)
+        assert (offered(p), turns(router, "decoder_overloaded")) == (None, 1)
+        await eventually(lambda: given_back(home) == [KEPT])
+        engine.in_flight -= 5
+
+
+class Client(list[bytes]):
+    """A Sink."""
+
+    def write(self, block: bytes, last: bool) -> None:
+        self.append(block)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_client_sees_done_only_when_the_answer_is_over(alone: bool) -> None:
+    """Then its turn is kept, and the next one, which it may send at once, finds it."""
+    client = Client()
+    tail = Tail(client)
+    events = stream(SAID, KEPT, alone)
+    for event in events:
+        tail.write(event, False)
+    assert tail.params == KEPT
+    assert b"fine" in b"".join(client)
+    assert DONE not in b"".join(client)
+    tail.write(b"", True)
+    whole = b"".join([*client, tail.last])
+    assert whole.count(DONE) == 1
+    assert whole.endswith(DONE)
+
+
+async def test_an_answer_whose_client_leaves_at_its_end_is_kept(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    seen, gone = asyncio.Event(), asyncio.Event()
+
+    async def never_ends(request: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD + b"".join(map(chunk, stream(SAID, KEPT, alone=False))))
+        with contextlib.suppress(ConnectionError):
+            while not seen.is_set():
+                await peer.send(chunk(b": still here\n\n"))
+                await asyncio.sleep(0.005)
+            await peer.wait_left()
+        gone.set()
+
+    d.scripts = [never_ends]
+    body = {"model": "m", "messages": ASKED, "conversation_id": "c", "stream": True}
+    async with router.socket() as client:
+        await client.send(post(json.dumps(body).encode(), "/v1/chat/completions"))
+        await asyncio.wait_for(client.reader.readuntil(b"fine"), 5)
+        seen.set()
+    await asyncio.wait_for(gone.wait(), 5)
+    await eventually(lambda: router.metric("conversation_kept_total", outcome="kept"))
+    await chat(router, AGAIN)
+    assert offered(p) == KEPT

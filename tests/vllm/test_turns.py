@@ -1,0 +1,107 @@
+"""Conversations through the router, inside unmodified vLLM: right as one vLLM alone."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.integration.oracle import complete, differences, tokens_of
+from tests.integration.processes import Launcher, Server, metric, post_and_leave, wait_for
+from tests.integration.talk import CHAT, TOOLS, Talk, chat, turns
+from tests.vllm.measures import COMPUTED, counted, freed
+from tests.vllm.servers import Fleet
+
+
+@pytest.fixture(scope="module")
+def router(fleet: Fleet, prefiller: Server, decoder: Server) -> Iterator[Server]:
+    """Turns take both legs here, whatever it finds out about its decoder."""
+    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
+    with launcher.router([prefiller], [decoder], "--decode-first-turns", "0") as server:
+        yield server
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_three_turns_prefill_only_what_is_new(
+    router: Server, prefiller: Server, alone: Server, stream: bool
+) -> None:
+    talk = Talk(router, f"three-{stream}", stream)
+    prompt, hits = tokens_of(1100, 100 + stream), turns(router, "hit")
+    for number in range(3):
+        before = metric(prefiller, COMPUTED)
+        answer = talk.say(prompt)
+        assert differences([complete(alone, prompt)], [answer]) == []
+        computed = metric(prefiller, COMPUTED) - before
+        # Of an answer of 12 tokens, the decoder has no KV of the last.
+        assert computed == 1100 if number == 0 else computed <= 51
+        prompt += [*answer.tokens, *tokens_of(50, 110 + number)]
+    assert turns(router, "hit") - hits == 2
+
+
+@pytest.mark.parametrize("change", ["stripped", "edited", "shortened", "regenerated", "unrelated"])
+def test_another_history_is_answered_right(
+    router: Server, prefiller: Server, alone: Server, change: str
+) -> None:
+    talk = Talk(router, f"changed-{change}", stream=True)
+    prompt = tokens_of(1000, 120)
+    whole = [*prompt, *talk.say(prompt).tokens]
+    changed, held = {
+        "stripped": ([*whole[:1000], *whole[1006:], *tokens_of(40, 122)], 992),
+        "edited": ([*whole[:500], whole[500] ^ 1, *whole[501:], *tokens_of(40, 121)], 480),
+        "shortened": (whole[:700], 672),
+        "regenerated": (prompt, 992),
+        "unrelated": (tokens_of(400, 123), 0),
+    }[change]
+    before = metric(prefiller, COMPUTED)
+    answer = talk.say(changed)
+    assert differences([complete(alone, changed)], [answer]) == []
+    # Whole blocks of 32 tokens are pulled, up to the one that differs.
+    assert metric(prefiller, COMPUTED) - before == len(changed) - held
+
+
+@pytest.mark.parametrize("change", ["none", "tools", "reasoning", "history"])
+def test_a_chat_is_that_of_one_vllm_alone(
+    router: Server, prefiller: Server, alone: Server, change: str
+) -> None:
+    fields: dict[str, Any] = {"conversation_id": f"chat-{change}"}
+    first = chat(router, CHAT, **fields)
+    assert said_in(first) == said_in(chat(alone, CHAT))
+    thought = "<think>Because it can.</think>" if change == "reasoning" else ""
+    why = {"role": "user", "content": "Why?"}
+    second = [*CHAT, {"role": "assistant", "content": thought + said_in(first)}, why]
+    if change == "history":
+        second[1] = {"role": "user", "content": "What does a decode engine do?"}
+    # "none": it has no parser for what "auto" might bring; the prompt shows the tools all the same.
+    extra: dict[str, Any] = {"tools": TOOLS, "tool_choice": "none"} if change == "tools" else {}
+    before = metric(prefiller, COMPUTED)
+    answer = chat(router, second, **fields, **extra)
+    assert said_in(answer) == said_in(chat(alone, second, **extra))
+    pulled = answer["usage"]["prompt_tokens"] - (metric(prefiller, COMPUTED) - before)
+    if change == "tools":
+        assert pulled == 0, "they come first in the prompt"
+    else:
+        assert pulled > 900
+    third = [*second, {"role": "assistant", "content": said_in(answer)}, why]
+    third[2] = {"role": "assistant", "content": said_in(first)}
+    again = chat(router, third, **fields, **extra)
+    assert said_in(again) == said_in(chat(alone, third, **extra))
+
+
+def test_clients_that_leave_at_every_stage_leave_no_block(
+    router: Server, prefiller: Server, decoder: Server
+) -> None:
+    """One is past its prefill, the next ones' end in the step that runs, others queue."""
+    wait_for(lambda: freed(prefiller), "P is idle")
+    granted, expired = counted(prefiller, "leases_granted"), counted(prefiller, "leases_expired")
+    with ExitStack() as clients:
+        for number in range(6):
+            body = {"model": "tiny", "prompt": tokens_of(1500, 130 + number), "max_tokens": 400}
+            body |= {"conversation_id": f"left-{number}", "stream": number % 2 == 0}
+            clients.enter_context(post_and_leave(router, body))
+        wait_for(lambda: counted(prefiller, "leases_granted") > granted, "the first is past P")
+    wait_for(lambda: freed(prefiller), "P is free at once, not when leases of 30 s run out", 10)
+    assert counted(prefiller, "leases_expired") == expired
+
+
+def said_in(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"]["content"])
