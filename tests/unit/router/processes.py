@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from tests.unit.router.mock_engine import MockEngine
 
@@ -38,14 +37,14 @@ class RouterProcess:
 
 @contextlib.asynccontextmanager
 async def router_process(
-    p: MockEngine, d: MockEngine, *arguments: str, **environment: Any
+    p: MockEngine, d: MockEngine, *arguments: str, module: str = "router.cli"
 ) -> AsyncIterator[RouterProcess]:
     engines = [f"--prefiller-hosts=127.0.0.1 --prefiller-ports={p.port}"]
     engines += [f"--decoder-hosts=127.0.0.1 --decoder-ports={d.port}"]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "router.cli",
+        module,
         *" ".join(engines).split(),
         *arguments,
         stderr=asyncio.subprocess.PIPE,

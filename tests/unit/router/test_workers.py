@@ -197,6 +197,19 @@ async def test_liveness_has_a_port_of_its_own(
         assert await router.ended() == 0
 
 
+async def test_a_router_whose_loop_stands_still_is_alive(p: MockEngine, d: MockEngine) -> None:
+    arguments = ("--port=0", "--liveness-port=0")
+    module = "tests.unit.router.blocked_router"
+    async with router_process(p, d, *arguments, module=module) as router:
+        alive = (await router.until(r"liveness on (http://\S+)")).group(1)
+        serving = (await router.until(r"disagg-router on (http://\S+)")).group(1)
+        async with httpx.AsyncClient(timeout=httpx.Timeout(5, read=0.5)) as client:
+            with pytest.raises(httpx.ReadTimeout):
+                await client.get(f"{serving}/health")
+            assert (await client.get(f"{alive}/health")).json() == {"status": "ok"}
+            assert "disagg_router_requests" in (await client.get(f"{alive}/metrics")).text
+
+
 async def test_a_liveness_port_in_use_is_one_line_and_exit_code_1(
     p: MockEngine, d: MockEngine
 ) -> None:
