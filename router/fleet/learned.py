@@ -35,10 +35,6 @@ class Learned:
     _bare_streams: int = 0
     _bare_accepts: int = 0
 
-    def note_prefill(self, params: dict[str, object] | None) -> None:
-        if params is not None:
-            self.proves_prefix = isinstance(params.get("prefix_proof"), dict)
-
     def note_kept(self, params: dict[str, object]) -> None:
         engine_id = params.get("remote_engine_id")
         self.engine_id = instance_of(engine_id) if isinstance(engine_id, str) else None

@@ -6,11 +6,11 @@ the same prompt.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
-from router.upstream.errors import BrokenAnswerError
+from router.flows.prefilled import Params
 
 Body = dict[str, Any]
 KV_PARAMS = "kv_transfer_params"
@@ -27,17 +27,8 @@ PREFILL_PARAMS = {
 }
 # Of the last turn's decoder, whose params then say where its blocks are (bidirectional mode).
 PULL_TURN = {"do_remote_decode": True, "do_remote_prefill": False}
-# Our decoders keep an answer's KV only when asked; stock vLLM ignores the key.
-RETAIN = {"retain": True}
 THRESHOLD = "cache_hit_threshold"
 DROPPED_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens", "n")
-
-
-class Prefilled(NamedTuple):
-    """What a prefiller answered: its kv_transfer_params and how long the prompt was, if given."""
-
-    params: Body | None
-    prompt_tokens: int | None
 
 
 def has_params(body: Body) -> bool:
@@ -74,12 +65,8 @@ def prefill_body(body: Body, last_turn: Body | None = None) -> Body:
     return leg
 
 
-def decode_body(body: Body, params: Body | None) -> Body:
-    return body if params is None else {**body, KV_PARAMS: params}
-
-
-def retaining(params: Body | None) -> Body:
-    return RETAIN if params is None else {**params, **RETAIN}
+def decode_body(body: Body, params: Params | None) -> Body:
+    return body if params is None else {**body, KV_PARAMS: params.fragment}
 
 
 def whole_body(body: Body) -> Body:
@@ -89,22 +76,6 @@ def whole_body(body: Body) -> Body:
 
 def with_threshold(body: Body, threshold: float) -> Body:
     return {**body, THRESHOLD: threshold}
-
-
-def prefilled(answer: bytes) -> Prefilled:
-    """What a prefiller's answer says. Raises BrokenAnswerError."""
-    try:
-        content = orjson.loads(answer)
-    except orjson.JSONDecodeError as error:
-        raise BrokenAnswerError(f"not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise BrokenAnswerError("not a JSON object")
-    params, usage = content.get(KV_PARAMS), content.get("usage")
-    tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-    return Prefilled(
-        params if isinstance(params, dict) and params else None,
-        tokens if type(tokens) is int else None,
-    )
 
 
 def message_in(answer: bytes) -> str:

@@ -20,6 +20,7 @@ from router.fleet.engine import Engine, Role
 from router.flows import legs
 from router.flows.aside import COMPLETIONS, smallest, tell
 from router.flows.gateway import Gateway
+from router.flows.prefilled import Params
 from router.flows.request import Request
 from router.upstream.deadlines import now
 from router.upstream.errors import UpstreamError
@@ -31,7 +32,7 @@ NO_MODEL = "disagg-router/released"
 
 
 def give_up(
-    request: Request, gateway: Gateway, params: legs.Body | None, cause: BaseException
+    request: Request, gateway: Gateway, params: Params | None, cause: BaseException
 ) -> None:
     """A decode leg failed or was left; before its first byte, the prefiller still waits."""
     if params is None or request.record.first_byte is not None:
@@ -46,11 +47,11 @@ def _has_arrived(request: Request) -> bool:
     return started is not None and now() - started > ARRIVED
 
 
-async def release(request: Request, gateway: Gateway, params: legs.Body) -> None:
+async def release(request: Request, gateway: Gateway, params: Params) -> None:
     """Tells the prefiller, itself or through a decoder, that nobody will read. Never raises."""
     prefiller = gateway.fleet.named(Role.PREFILL, request.record.prefiller)
-    if prefiller is not None and _is_ours(params):
-        status = await _tell(request, gateway, prefiller, PAGE, {legs.KV_PARAMS: params})
+    if prefiller is not None and params.is_proven:
+        status = await _tell(request, gateway, prefiller, PAGE, {legs.KV_PARAMS: params.fragment})
         if status == 200:
             return gateway.metrics.releases.labels("done").inc()
     decoder = _decoder(request, gateway)
@@ -88,11 +89,6 @@ async def _tell(
         return 0
 
 
-def _is_ours(params: legs.Body) -> bool:
-    """Whether one of our prefillers answered them."""
-    return "prefix_proof" in params
-
-
 def _decoder(request: Request, gateway: Gateway) -> Engine | None:
     """The one that was asked, which knows the prefiller already; else any."""
     name = request.record.decoder
@@ -100,6 +96,6 @@ def _decoder(request: Request, gateway: Gateway) -> Engine | None:
     return gateway.fleet.named(Role.DECODE, name) or next(iter(candidates), None)
 
 
-def _body(body: legs.Body, params: legs.Body) -> legs.Body:
-    model = body.get("model") if _is_ours(params) else NO_MODEL
-    return {**smallest(model), legs.KV_PARAMS: params}
+def _body(body: legs.Body, params: Params) -> legs.Body:
+    model = body.get("model") if params.is_proven else NO_MODEL
+    return legs.decode_body(smallest(model), params)

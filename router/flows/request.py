@@ -9,6 +9,7 @@ import orjson
 from router.flows.errors import BadRequestError
 from router.flows.exchange import Exchange
 from router.flows.legs import KV_PARAMS, Body, decode_body
+from router.flows.prefilled import Params
 from router.telemetry.record import Record
 
 OPEN_PARAMS = f',"{KV_PARAMS}":'.encode("ascii")
@@ -34,7 +35,7 @@ class Request:
         """Raises BadRequestError."""
         self.body = self.given = parse_body(self.exchange.body)
 
-    def content_with(self, params: Body | None) -> bytes:
+    def content_with(self, params: Params | None) -> bytes:
         """The body for a decoder, with these kv_transfer_params; raises BadRequestError.
 
         The client's own bytes where nothing else was changed: they need not be written again.
@@ -44,7 +45,7 @@ class Request:
         raw = self.exchange.body
         if params is None:
             return raw
-        return b"".join((raw[: raw.rindex(b"}")], OPEN_PARAMS, write_body(params), b"}"))
+        return b"".join((raw[: raw.rindex(b"}")], OPEN_PARAMS, params.raw, b"}"))
 
     @property
     def leg_id(self) -> str:

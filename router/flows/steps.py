@@ -6,9 +6,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 
 from router.fleet.engine import Engine, Role
+from router.fleet.learned import Learned
 from router.flows import headers, legs
 from router.flows.errors import EngineError, EngineOverloadedError, NoEngineError, RejectedError
 from router.flows.gateway import Gateway
+from router.flows.prefilled import Params, Prefilled
 from router.flows.request import Request, write_body
 from router.upstream.answer import Answer
 from router.upstream.deadlines import now
@@ -87,8 +89,8 @@ async def prefill(
     gateway: Gateway,
     order: Sequence[Engine] | None = None,
     last_turn: LastTurn | None = None,
-) -> legs.Prefilled:
-    """Asks a prefiller; returns its kv_transfer_params, if it gave any.
+) -> Prefilled:
+    """Asks a prefiller; returns what it answered.
 
     `last_turn` says what each prefiller may pull from the last turn's decoder.
 
@@ -109,11 +111,18 @@ async def prefill(
         answer, engine = leg.answer, leg.engine
         body = await answer.read(limits.max_answer_size)
         _check(answer, engine, body)
-        result = legs.prefilled(body)
-    engine.learned.note_prefill(result.params)
+        result = Prefilled(body)
+    _note_proof(engine.learned, result.params)
     record.prefill_done = now()
     gateway.metrics.prefill_seconds.observe(record.prefill_done - started)
     return result
+
+
+def _note_proof(learned: Learned, params: Params | None) -> None:
+    """Reads the params of an engine only until it is known to prove what its blocks hold."""
+    if params is not None:
+        known = learned.proves_prefix and params.speaks_of_proof
+        learned.proves_prefix = known or params.is_proven
 
 
 async def relay(request: Request, gateway: Gateway, engine: Engine, answer: Answer) -> None:

@@ -17,6 +17,7 @@ from router.flows.errors import EngineError
 from router.flows.gateway import Gateway
 from router.flows.kept import Keeper
 from router.flows.options import Options
+from router.flows.prefilled import RETAIN, Params, Prefilled
 from router.flows.pull import note_no_params
 from router.flows.release import give_up, give_up_turn
 from router.flows.request import Request, write_body
@@ -69,7 +70,8 @@ class TurnFlow:
         return answered
 
     async def both_legs(self) -> None:
-        params, prompt_tokens = await self._prefill()
+        prefilled = await self._prefill()
+        params, prompt_tokens = prefilled.params, prefilled.prompt_tokens
         if self._reuse.offered is not None:
             self._unread = None
         self.give_up_unread()
@@ -84,7 +86,7 @@ class TurnFlow:
             give_up(self._request, self._gateway, params, cause)
             raise
 
-    async def _prefill(self) -> legs.Prefilled:
+    async def _prefill(self) -> Prefilled:
         """Asks again without the last turn's KV when that was of no use: it is used up now."""
         gateway = self._gateway
         candidates = gateway.fleet.candidates(Role.PREFILL)
@@ -123,22 +125,23 @@ class TurnFlow:
         holds_it = self._reuse.held_share(self._turn) >= share
         return share if holds_it and decoder.learned.knows_threshold else 0
 
-    def _content(self, params: legs.Body | None) -> bytes:
+    def _content(self, params: Params | None) -> bytes:
         """What the decoder is sent after the prefill."""
         if self._exact:
             return write_body(self._decode_body(params))
         return self._request.content_with(self._asking(params))
 
-    def _decode_body(self, params: legs.Body | None) -> legs.Body:
+    def _decode_body(self, params: Params | None) -> legs.Body:
         body = self._request.body
         return legs.decode_body(
             legs.whole_body(body) if self._exact else body, self._asking(params)
         )
 
-    def _asking(self, params: legs.Body | None) -> legs.Body | None:
+    def _asking(self, params: Params | None) -> Params | None:
         """Asks the decoder to keep this turn's KV, unless it could not be found again."""
-        keeps = self._turn.found is not Found.STORE_FAILED
-        return legs.retaining(params) if keeps else params
+        if self._turn.found is Found.STORE_FAILED:
+            return params
+        return RETAIN if params is None else params.retaining()
 
     def _count(self) -> None:
         reuse, metrics = self._reuse, self._gateway.metrics

@@ -128,7 +128,10 @@ async def test_a_broken_answer_is_a_502(router: Router, engine: MockEngine, what
     assert (await router.complete()).status_code == 200
 
 
-@pytest.mark.parametrize("content", [b"not json", b"[]", b"", b"null"])
+@pytest.mark.parametrize(
+    "content",
+    [b"not json", b"[]", b"", b"null", b"[" * 99_999, b'{"kv_transfer_params": {"a": "\xff"}}'],
+)
 async def test_a_prefill_answer_that_is_no_json_object_is_a_502(
     router: Router, p: MockEngine, d: MockEngine, content: bytes
 ) -> None:

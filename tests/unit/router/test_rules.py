@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.flows import errors, headers, legs
+from router.flows.prefilled import Prefilled
 from router.flows.request import parse_body, write_body
 from router.policies.round_robin import in_turn
 from router.telemetry.access import AccessLine
@@ -65,11 +66,18 @@ def test_no_params_of_a_client_survive(body: legs.Body, forged: object) -> None:
 @given(JSON_VALUES)
 def test_whatever_json_a_prefiller_answers_is_read_or_refused(content: object) -> None:
     try:
-        params = legs.prefilled(orjson.dumps(content)).params
+        answer = Prefilled(orjson.dumps(content))
     except BrokenAnswerError:
         assert not isinstance(content, dict)
     else:
-        assert params is None or params == content["kv_transfer_params"]  # type: ignore[index] # a dict
+        assert isinstance(content, dict)
+        given, usage = content.get("kv_transfer_params"), content.get("usage")
+        assert (answer.params is not None) == (isinstance(given, dict) and bool(given))
+        if answer.params is not None:
+            assert answer.params.content == given
+            assert answer.params.retaining().content == {**given, "retain": True}
+        tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        assert answer.prompt_tokens == (tokens if type(tokens) is int else None)
     assert isinstance(legs.message_in(orjson.dumps(content)), str)
 
 

@@ -1,0 +1,95 @@
+"""What a prefiller's answer says.
+
+Its kv_transfer_params go to the decoder byte by byte as they came, whatever is in them: they grow
+with the prompt (a list of blocks, a hash for each), and nobody here needs most of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import orjson
+
+from router.upstream.errors import BrokenAnswerError
+
+Body = dict[str, Any]
+ABSENT = msgspec.Raw(b"null")
+PROOF = b'"prefix_proof"'
+
+
+class Params:
+    """kv_transfer_params: `raw` is a JSON object, and not an empty one."""
+
+    __slots__ = ("raw",)
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = raw
+
+    @property
+    def content(self) -> Body:
+        """Read when it is asked for. Raises BrokenAnswerError."""
+        content = _read(self.raw)
+        assert isinstance(content, dict)
+        return content
+
+    @property
+    def speaks_of_proof(self) -> bool:
+        return self.raw.find(PROOF) >= 0
+
+    @property
+    def is_proven(self) -> bool:
+        """The engine says by hashes which tokens its blocks hold, as ours do."""
+        return self.speaks_of_proof and isinstance(self.content.get("prefix_proof"), dict)
+
+    @property
+    def fragment(self) -> orjson.Fragment:
+        """To be written as a part of a body."""
+        return orjson.Fragment(self.raw)
+
+    def retaining(self) -> Params:
+        """Our decoders keep an answer's KV only when asked; stock vLLM ignores the key."""
+        return Params(self.raw[:-1] + b',"retain":true}')
+
+
+RETAIN = Params(b'{"retain":true}')
+
+
+class _Answer(msgspec.Struct, gc=False):
+    kv_transfer_params: msgspec.Raw = ABSENT
+    usage: msgspec.Raw = ABSENT
+
+
+_decode = msgspec.json.Decoder(_Answer).decode
+
+
+class Prefilled:
+    """A prefiller's answer: its params, if it gave any."""
+
+    __slots__ = ("_usage", "params")
+
+    def __init__(self, answer: bytes) -> None:
+        """Raises BrokenAnswerError for what is no JSON object."""
+        try:
+            content = _decode(answer)
+            given = bytes(content.kv_transfer_params)
+            given.decode()  # the one thing that was not looked at
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BrokenAnswerError(f"not a JSON object: {error}") from error
+        is_some = given.startswith(b"{") and given[1:-1].strip(b" \t\r\n")
+        self.params = Params(given) if is_some else None
+        self._usage = content.usage
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """How long the prompt was, if it says so."""
+        usage = _read(bytes(self._usage))
+        tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        return tokens if type(tokens) is int else None
+
+
+def _read(raw: bytes) -> object:
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BrokenAnswerError(f"not JSON: {error}") from error
