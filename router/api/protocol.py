@@ -44,6 +44,23 @@ UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 class RouterProtocol(HttpToolsProtocol):
     """Expects a Gateway as "gateway" and Deadlines as "deadlines" in the lifespan state."""
 
+    # uvicorn's attributes fill the compact form of an instance, which has room for thirty.
+    __slots__ = (
+        "_active",
+        "_ahead",
+        "_deadlines",
+        "_deaf",
+        "_default_headers",
+        "_default_lines",
+        "_hot",
+        "_limits",
+        "_overhead",
+        "_receiving",
+        "_timed",
+        "deadline",
+        "gateway",
+    )
+
     def __init__(
         self,
         config: Config,

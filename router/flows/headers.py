@@ -65,7 +65,7 @@ def read(headers: Sequence[Header]) -> tuple[str, bytes]:
             break
     lines = [b": ".join(header) for header in kept]
     lines.append(b"")
-    return request_id or f"{getrandbits(128):032x}", b"\r\n".join(lines)
+    return request_id or getrandbits(128).to_bytes(16, "big").hex(), b"\r\n".join(lines)
 
 
 def to_client(headers: Sequence[Header], request_id: str) -> list[Header]:

@@ -29,6 +29,7 @@ PREFILL_PARAMS = {
 PULL_TURN = {"do_remote_decode": True, "do_remote_prefill": False}
 THRESHOLD = "cache_hit_threshold"
 DROPPED_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens", "n")
+ONE_TOKEN = {"max_tokens": 1, "stream": False, KV_PARAMS: PREFILL_PARAMS}
 
 
 def has_params(body: Body) -> bool:
@@ -56,12 +57,13 @@ def prefill_body(body: Body, last_turn: Body | None = None) -> Body:
 
     `last_turn` are a decoder's params, from which the prefiller pulls what it need not compute.
     """
-    leg = {name: value for name, value in body.items() if name not in DROPPED_FOR_PREFILL}
-    leg["max_tokens"] = 1
+    leg = {**body, **ONE_TOKEN}
+    for name in DROPPED_FOR_PREFILL:
+        leg.pop(name, None)
     if "max_completion_tokens" in leg:
         leg["max_completion_tokens"] = 1
-    leg["stream"] = False
-    leg[KV_PARAMS] = PREFILL_PARAMS if last_turn is None else {**last_turn, **PULL_TURN}
+    if last_turn is not None:
+        leg[KV_PARAMS] = {**last_turn, **PULL_TURN}
     return leg
 
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from functools import lru_cache
+from math import modf
 from select import PIPE_BUF
 from typing import Literal, Protocol, TextIO
 
@@ -88,10 +89,10 @@ def _json(content: dict[str, object]) -> str:
 
 
 def _moment(at: float) -> str:
-    second = int(at)
-    return _second(second) + MILLISECONDS[int((at - second) * 1000)]
+    fraction, second = modf(at)
+    return _second(second) + MILLISECONDS[int(fraction * 1000)]
 
 
 @lru_cache(maxsize=8)
-def _second(at: int) -> str:
+def _second(at: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at))

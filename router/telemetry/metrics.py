@@ -94,7 +94,7 @@ class Metrics:
         )
 
     def finish(self, record: Record) -> None:
-        self.requests.add((record.endpoint, record.flow, str(record.status), record.outcome))
+        self.requests.add((record.endpoint, record.flow, record.status, record.outcome))
         if record.ended is not None:
             self.request_seconds.observe(record.ended - record.started)
         if record.first_byte is not None:

@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+Labels = tuple[str | int, ...]
+
 
 class Tally(Collector):
     """A counter with labels."""
@@ -23,17 +25,17 @@ class Tally(Collector):
         self._name = name
         self._text = text
         self._labels = labels
-        self._counts: dict[tuple[str, ...], int] = {}
+        self._counts: dict[Labels, int] = {}
         registry.register(self)
 
-    def add(self, values: tuple[str, ...]) -> None:
+    def add(self, values: Labels) -> None:
         """`values` are those of the labels, in their order."""
         self._counts[values] = self._counts.get(values, 0) + 1
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
         for values, count in list(self._counts.items()):
-            family.add_metric(values, count)
+            family.add_metric([str(value) for value in values], count)
         yield family
 
 
@@ -45,7 +47,8 @@ class Buckets(Collector):
     ) -> None:
         self._name = name
         self._text = text
-        self._bounds = bounds
+        # A float is compared with an int at thrice the price.
+        self._bounds = tuple(map(float, bounds))
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
         registry.register(self)
@@ -55,7 +58,7 @@ class Buckets(Collector):
         self._sum += value
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        names = [*map(str, self._bounds), "+Inf"]
         buckets = list(zip(names, map(float, accumulate(self._counts)), strict=True))
         family = HistogramMetricFamily(self._name, self._text)
         family.add_metric([], buckets, self._sum)
