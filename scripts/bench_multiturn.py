@@ -43,6 +43,7 @@ NEW_TOKENS = 64
 ANSWER_TOKENS = 16
 VOCABULARY = 256
 WARM_UP = 256
+CASES = ("reuse", "without", "decoder alone", "one engine")
 DECODE_FIRST = 0.5
 REUSED = 'disagg_router_conversation_turns_total{outcome="hit",reason=""}'
 ALONE = 'disagg_router_decode_first_total{outcome="answered"}'
@@ -130,7 +131,8 @@ def measure(client: httpx.Client, servers: Servers, history: int, repeats: int) 
     rounds = []
     for number in range(repeats):
         rounds.append(_round(client, servers, history, str(number)))
-        shown = ", ".join(f"{1000 * seconds:.0f}" for seconds in rounds[-1])
+        pairs = zip(CASES, rounds[-1], strict=True)
+        shown = ", ".join(f"{case} {1000 * seconds:.0f}" for case, seconds in pairs)
         _say(f"{history} tokens, round {number + 1} of {repeats}: {shown} ms")
     medians = (1000 * statistics.median(times) for times in zip(*rounds, strict=True))
     return Result(history, repeats, *medians)
@@ -139,7 +141,7 @@ def measure(client: httpx.Client, servers: Servers, history: int, repeats: int) 
 def _round(
     client: httpx.Client, servers: Servers, history: int, name: str
 ) -> tuple[float, float, float, float]:
-    """Seconds: with reuse, without, by the decoder alone, by one engine alone."""
+    """Seconds, for each of CASES."""
 
     def turn(url: str, case: str, **second: object) -> float:
         return _second_turn(client, url, servers.model, history, f"{history}-{name}-{case}", second)

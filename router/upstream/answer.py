@@ -132,11 +132,20 @@ class Answer:
 
     # The reader's side.
 
-    async def ready(self) -> None:
-        """Returns when there is something to act on. Raises UpstreamError."""
-        if not self._is_ready():
-            await self._news()
-        self._check()
+    def ready(self) -> asyncio.Future[None]:
+        """Done when there is something to act on, or a failure: that is for `check` to say.
+
+        No coroutine: each costs a hundredth of all that a request costs.
+        """
+        waiter = self._news()
+        if self._is_ready():
+            self._wake()
+        return waiter
+
+    def check(self) -> None:
+        """Raises UpstreamError when the answer has failed."""
+        if self._error is not None:
+            raise self._error
 
     @property
     def is_whole(self) -> bool:
@@ -152,7 +161,7 @@ class Answer:
         if not self._done:
             self._wire.resume()
             await self.ready()
-        self._check()
+        self.check()
         return self._take()
 
     async def until(self, enough: Callable[[bytes], bool]) -> bytes:
@@ -161,7 +170,7 @@ class Answer:
         Or when all is here, or HIGH_WATER bytes. Raises UpstreamError.
         """
         while True:
-            self._check()
+            self.check()
             block = b"".join(self._held)
             if self._done or len(block) > HIGH_WATER or enough(block):
                 return block
@@ -184,7 +193,7 @@ class Answer:
             if not self._stalled:
                 self._wire.resume()
             await self._news()
-        self._check()
+        self.check()
 
     def pause(self) -> None:
         """The reader's buffers are full: stop reading from the engine."""
@@ -213,7 +222,8 @@ class Answer:
 
     def _hold(self, pieces: list[bytes]) -> None:
         self._held += pieces
-        self._held_size += sum(map(len, pieces))
+        for piece in pieces:
+            self._held_size += len(piece)
         if self._whole_limit is None:
             if self._held_size > HIGH_WATER and not self._done:
                 self._wire.pause()
@@ -243,7 +253,3 @@ class Answer:
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error

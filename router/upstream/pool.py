@@ -61,6 +61,7 @@ class EnginePool:
             try:
                 connection.ask(request, answer)
                 await answer.ready()
+                answer.check()
                 return answer
             except BaseException as error:
                 answer.close()

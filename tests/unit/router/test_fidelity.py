@@ -116,6 +116,7 @@ class Leg:
         sink = Gathered()
         async with asyncio.timeout(1):
             await self.answer.ready()
+            self.answer.check()
             await self.answer.relay(sink, 60, NEVER)
         assert sink.ended
         return sink.body
