@@ -72,8 +72,14 @@ def parser() -> Parser:
         title = group_of(field)
         if title not in groups:
             groups[title] = made.add_argument_group(title)
-        groups[title].add_argument(flag_of(name), dest=name, **_options(name))
+        groups[title].add_argument(*_spellings(name), dest=name, **_options(name))
     return made
+
+
+def _spellings(name: str) -> list[str]:
+    """One host may be called a host, as vLLM's example proxies have it too."""
+    flag = flag_of(name)
+    return [flag, flag[:-1]] if name.endswith(("_hosts", "_ports")) else [flag]
 
 
 def _options(name: str) -> dict[str, Any]:

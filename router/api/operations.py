@@ -8,6 +8,7 @@ from importlib.metadata import version as installed_version
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from router.fleet.engine import Role
 from router.flows.gateway import Gateway
 from router.telemetry.metrics import CONTENT_TYPE
 
@@ -18,6 +19,18 @@ router = APIRouter(tags=["Operations"])
 @router.get("/health", summary="Whether this process lives")
 async def health() -> dict[str, str]:
     return {"status": "ok"}
+
+
+@router.get("/healthcheck", include_in_schema=False)
+async def healthcheck(request: Request) -> dict[str, str | int]:
+    """What vLLM's example proxies answer: scripts that start one wait for it."""
+    fleet = request.app.state.gateway.fleet
+    known = {role: len(fleet.candidates(role)) for role in Role}
+    return {
+        "status": "ok",
+        "prefill_instances": known[Role.PREFILL],
+        "decode_instances": known[Role.DECODE],
+    }
 
 
 @router.head("/ready", include_in_schema=False)

@@ -92,6 +92,18 @@ async def test_engines_not_probed_yet_are_asked(p: MockEngine, d: MockEngine, fr
         assert (await router.complete()).status_code == 200
 
 
+async def test_scripts_that_wait_for_an_example_proxy_find_what_they_look_for(
+    router: Router, p: MockEngine
+) -> None:
+    found = await router.client.get("/healthcheck")
+    counts = {"prefill_instances": 1, "decode_instances": 1}
+    assert (found.status_code, found.json()) == (200, {"status": "ok", **counts})
+    await p.stop()
+    await eventually(lambda: router.gateway.fleet.missing())
+    found = await router.client.get("/healthcheck")
+    assert (found.status_code, found.json()["prefill_instances"]) == (200, 0)
+
+
 async def test_liveness_and_readiness(router: Router, p: MockEngine) -> None:
     assert (await router.client.get("/health")).status_code == 200
     assert (await router.client.head("/health")).status_code == 200

@@ -60,6 +60,15 @@ def test_lists_may_be_given_in_every_usual_way(hosts: str, ports: str) -> None:
     assert settings.decoders == (Address("d", 3),)
 
 
+def test_one_host_may_be_called_a_host() -> None:
+    """As in the commands of NIXL's users: one prefiller, one decoder."""
+    settings = parsed(
+        "--prefiller-host p --prefiller-port 1 --decoder-host d --decoder-port 2 --decoder-host e"
+    )
+    assert settings.prefillers == (Address("p", 1),)
+    assert settings.decoders == (Address("d", 2), Address("e", 2))
+
+
 def test_one_port_serves_many_hosts() -> None:
     settings = load(ENGINES | {"prefiller_hosts": ["a", "b", "c"]})
     assert settings.prefillers == (Address("a", 8100), Address("b", 8100), Address("c", 8100))
