@@ -114,18 +114,25 @@ def test_a_lost_turn_is_computed_although_the_policy_is_fail(
 
 
 def test_an_engine_that_waits_for_readers_rests(prefiller: Server) -> None:
+    """The quietest of a few windows: a machine's other work makes CPU time dearer, never cheaper,
+    and vLLM's own workers spin for a second after a step. What polls does so in all of them."""
     wait_for(lambda: freed(prefiller), "P is idle")
     params = prefill(prefiller, tokens_of(300, 60))
     processes = family(prefiller.process.pid)
-    # vLLM's own workers spin for a second after a step.
-    settled = time.monotonic() + 2
-    wait_for(lambda: time.monotonic() > settled, "the last step's spinning is over")
-    before, started = cpu_seconds(processes), time.monotonic()
-    wait_for(lambda: time.monotonic() - started > 6, "six seconds of leases")
-    share = (cpu_seconds(processes) - before) / (time.monotonic() - started)
-    assert counted(prefiller, "leases_active") == 1
+    share, windows = 1.0, 0
+    while share >= 0.05 and windows < 4:
+        share = min(share, _cpu_share(processes, 5))
+        windows += 1
+    assert counted(prefiller, "leases_active") == 1, "it waited all the time"
     release(prefiller, params)
     assert share < 0.05
+
+
+def _cpu_share(processes: list[int], seconds: float) -> float:
+    """Of one core, while `seconds` pass."""
+    before, started = cpu_seconds(processes), time.monotonic()
+    wait_for(lambda: time.monotonic() - started > seconds, "seconds of leases")
+    return (cpu_seconds(processes) - before) / (time.monotonic() - started)
 
 
 def test_an_engine_says_who_it_is_as_its_answers_do(prefiller: Server, alone: Server) -> None:
