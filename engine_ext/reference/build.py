@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from engine_ext.base.types import CacheGeometry
 from engine_ext.reference.answer import StopRules
 from engine_ext.reference.block_manager import BlockManager
 from engine_ext.reference.core import EngineCore
@@ -23,7 +24,6 @@ from engine_ext.reference.runner import ModelRunner
 from engine_ext.reference.sampler import Sampler
 from engine_ext.reference.scheduler import Scheduler
 from engine_ext.reference.weights import load_weights
-from engine_ext.types import CacheGeometry
 
 ConnectorFactory = Callable[[ModelConfig, CacheGeometry], KVConnector]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
+from engine_ext.base.types import EMPTY_STEP, StepMetadata, TransferResults
 from engine_ext.reference.answer import Answer, StopRules
 from engine_ext.reference.block_manager import BlockManager
 from engine_ext.reference.counters import Counters
@@ -21,7 +22,6 @@ from engine_ext.reference.sampler import SampledToken
 from engine_ext.reference.scheduler import Scheduler
 from engine_ext.reference.sequence import Finish, Sequence, failed
 from engine_ext.reference.step import Step
-from engine_ext.types import EMPTY_STEP, StepMetadata, TransferResults
 
 logger = logging.getLogger(__name__)
 

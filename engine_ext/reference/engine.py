@@ -9,13 +9,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from engine_ext.base.types import ConnectorStats, Region
 from engine_ext.reference.core import EngineCore, StepResult
 from engine_ext.reference.inbox import Abort, Call, Command, Inbox, Submit
 from engine_ext.reference.kv_connector import KVConnector
 from engine_ext.reference.messages import EngineStats, GenerateRequest, RequestOutput
 from engine_ext.reference.output_stream import Delivery, OutputStream, deliver
-from engine_ext.staging import StagingFactory
-from engine_ext.types import ConnectorStats, Region
+from engine_ext.staging.stage import StagingFactory
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine_ext.admission import parse_threshold
+from engine_ext.core.admission import parse_threshold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

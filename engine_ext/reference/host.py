@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import uvloop
 
-from engine_ext import identity
-from engine_ext.agent import AgentError
-from engine_ext.config import ConnectorConfig
-from engine_ext.connector import Connector, build_connector
+from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.types import CacheGeometry
+from engine_ext.core.connector import Connector, build_connector
+from engine_ext.pages import identity
 from engine_ext.reference.build import build_engine, max_model_len
 from engine_ext.reference.chat_template import ChatTemplate
 from engine_ext.reference.engine import Engine
@@ -23,7 +23,7 @@ from engine_ext.reference.server.served_model import SamplingDefaults, ServedMod
 from engine_ext.reference.server.serving import Stopwatch, serve
 from engine_ext.reference.settings import Settings, SideChannel
 from engine_ext.reference.tokenizer import Tokenizer
-from engine_ext.types import CacheGeometry
+from engine_ext.transfer.agent import AgentError
 
 logger = logging.getLogger(__name__)
 

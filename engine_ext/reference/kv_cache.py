@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine_ext.host_buffer import HostBuffer
+from engine_ext.base.types import CacheGeometry, Region
 from engine_ext.reference.model_config import ModelConfig
-from engine_ext.types import CacheGeometry, Region
+from engine_ext.staging.host_buffer import HostBuffer
 
 NULL_BLOCK = 0
 """Never handed out, always finite: what the padding of a block table points at."""

@@ -1,11 +1,10 @@
-"""What this engine needs of a KV connector; `engine_ext.connector.Connector` provides it."""
+"""What this engine needs of a KV connector; `engine_ext.core.connector.Connector` provides it."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from engine_ext.config import LoadFailurePolicy
-from engine_ext.staging import StagingFactory
-from engine_ext.types import (
+from engine_ext.base.config import LoadFailurePolicy
+from engine_ext.base.types import (
     BlockIds,
     ConnectorStats,
     EngineRequest,
@@ -16,6 +15,7 @@ from engine_ext.types import (
     StepMetadata,
     TransferResults,
 )
+from engine_ext.staging.stage import StagingFactory
 
 
 class SchedulerHalf(Protocol):

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from engine_ext.config import LoadFailurePolicy
-from engine_ext.staging import StagingFactory
-from engine_ext.types import (
+from engine_ext.base.config import LoadFailurePolicy
+from engine_ext.base.types import (
     EMPTY_STEP,
     BlockIds,
     ConnectorStats,
@@ -16,6 +15,7 @@ from engine_ext.types import (
     StepMetadata,
     TransferResults,
 )
+from engine_ext.staging.stage import StagingFactory
 
 
 class NoSchedulerHalf:

@@ -12,7 +12,8 @@ import enum
 import logging
 from collections import deque
 
-from engine_ext.admission import FIELD, Verdict, judge, prefills
+from engine_ext.base.types import FinishDecision, TransferResults
+from engine_ext.core.admission import FIELD, Verdict, judge, prefills
 from engine_ext.reference.block_manager import BlockManager
 from engine_ext.reference.counters import Counters
 from engine_ext.reference.engine_config import EngineConfig
@@ -20,7 +21,6 @@ from engine_ext.reference.kv_connector import SchedulerHalf
 from engine_ext.reference.queues import Queues
 from engine_ext.reference.sequence import ABORTED, Finish, Sequence, failed, refused
 from engine_ext.reference.step import Step
-from engine_ext.types import FinishDecision, TransferResults
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from engine_ext import admission
+from engine_ext.base.types import BlockIds, FinishStatus
+from engine_ext.core import admission
 from engine_ext.reference.messages import FinishReason, GenerateRequest, SamplingParams
-from engine_ext.types import BlockIds, FinishStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def refused(stop_reason: str) -> Finish:
 
 
 class Sequence:
-    """Satisfies `engine_ext.types.EngineRequest`. Where it stands is told by the scheduler's
+    """Satisfies `engine_ext.base.types.EngineRequest`. Where it stands is told by the scheduler's
     containers, never by a flag here."""
 
     def __init__(self, request: GenerateRequest) -> None:

@@ -26,9 +26,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from engine_ext.config import LoadFailurePolicy
-from engine_ext.scheduler import SchedulerConnector
-from engine_ext.types import BlockIds, StepMetadata, TransferResults
+from engine_ext.base.config import LoadFailurePolicy
+from engine_ext.base.types import BlockIds, StepMetadata, TransferResults
+from engine_ext.core.scheduler import SchedulerConnector
+from engine_ext.core.worker import WorkerConnector
 from engine_ext.vllm import describe
 from engine_ext.vllm.news import NewsListener, NewsSender
 from engine_ext.vllm.request import RequestView
@@ -40,7 +41,6 @@ from engine_ext.vllm.stats import (
     of_worker,
 )
 from engine_ext.vllm.versions import require_supported_version
-from engine_ext.worker import WorkerConnector
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(False)
     def release(self, engine_id: str, request_id: str) -> bool:
-        """See engine_ext.release; for our HTTP page, by way of vLLM's engine process."""
+        """See engine_ext.pages.release; for our HTTP page, by way of vLLM's engine process."""
         return self.scheduler.release(engine_id, request_id)
 
     def listen_for_news(self, on_news: Callable[[], None]) -> None:

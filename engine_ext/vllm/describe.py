@@ -15,9 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
-from engine_ext import identity
-from engine_ext.config import CONNECTORS, ConnectorConfig
-from engine_ext.types import SHARED, CacheGeometry, EngineIdentity, Region
+from engine_ext.base.config import CONNECTORS, ConnectorConfig
+from engine_ext.base.types import SHARED, CacheGeometry, EngineIdentity, Region
+from engine_ext.pages import identity
 
 SCHEDULERS = "engine_ext.vllm.scheduler"
 """The module of our scheduler classes."""

@@ -16,7 +16,7 @@ from vllm.entrypoints.launchers import app as launcher
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.v1.engine.core import EngineCore
 
-from engine_ext import identity, release
+from engine_ext.pages import identity, release
 from engine_ext.vllm import describe
 from engine_ext.vllm.connector import DisaggConnector
 

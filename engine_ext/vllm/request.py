@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
-from engine_ext.types import FinishStatus
+from engine_ext.base.types import FinishStatus
 
 _STATUS = {
     RequestStatus.FINISHED_STOPPED: FinishStatus.STOPPED,

@@ -6,7 +6,7 @@ from typing import Any
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from engine_ext.admission import FIELD, parse_threshold
+from engine_ext.core.admission import FIELD, parse_threshold
 
 MARK = "_disagg_field"
 

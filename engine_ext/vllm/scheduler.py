@@ -17,7 +17,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from engine_ext.admission import FIELD, Verdict, judge, parse_threshold, prefills
+from engine_ext.core.admission import FIELD, Verdict, judge, parse_threshold, prefills
 from engine_ext.vllm.connector import DisaggConnector
 from engine_ext.vllm.finish_reason import cache_threshold_reason
 

@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from engine_ext.counted import COUNTED
-from engine_ext.types import ConnectorStats
+from engine_ext.base.types import ConnectorStats
+from engine_ext.pages.counted import COUNTED
 
 HELD = "leases_active"
 """Counted by the scheduler half, which knows of a lease before the worker does: an engine that

@@ -15,7 +15,7 @@ from typing import Any
 from vllm.entrypoints.openai.chat_completion import serving as chat
 from vllm.entrypoints.openai.completion import serving as completion
 
-from engine_ext.admission import FINISH_REASON
+from engine_ext.core.admission import FINISH_REASON
 
 DONE = "data: [DONE]"
 MARK = "_disagg_stream"

@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine_ext.agent import Agent
-from engine_ext.config import ConnectorConfig, TransferMode
-from engine_ext.connector import Connector
-from engine_ext.scheduler import SchedulerConnector
-from engine_ext.types import (
+from engine_ext.base.config import ConnectorConfig, TransferMode
+from engine_ext.base.types import (
     CacheGeometry,
     EngineIdentity,
     FinishStatus,
     Region,
     TransferResults,
 )
-from engine_ext.wire import CONNECTOR_VERSION
-from engine_ext.worker import WorkerConnector, open_nixl
+from engine_ext.core.connector import Connector
+from engine_ext.core.scheduler import SchedulerConnector
+from engine_ext.core.worker import WorkerConnector, open_nixl
+from engine_ext.transfer.agent import Agent
+from engine_ext.wire.notifications import CONNECTOR_VERSION
 from scripts.bench.errors import BenchError
 from scripts.transfer_bench.memory import Shape, allocate, regions
 

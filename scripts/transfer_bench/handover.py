@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from engine_ext.config import TransferMode
+from engine_ext.base.config import TransferMode
 from scripts.bench.ports import free_ports
 from scripts.transfer_bench.actor import Actor
 from scripts.transfer_bench.engine import BenchEngine, EngineSpec

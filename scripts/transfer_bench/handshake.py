@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine_ext.agent import NixlAgent
-from engine_ext.config import ConnectorConfig
-from engine_ext.plan import PeerLayout
-from engine_ext.types import PeerAddress, Region, StepMetadata, TrackOrder
+from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.types import PeerAddress, Region, StepMetadata, TrackOrder
+from engine_ext.layout.plan import PeerLayout
+from engine_ext.transfer.agent import NixlAgent
 from scripts.bench.errors import BenchError
 from scripts.bench.ports import free_ports
 from scripts.transfer_bench.actor import Actor

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from engine_ext.types import Region
+from engine_ext.base.types import Region
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine_ext.types import FinishStatus
+from engine_ext.base.types import FinishStatus
 from scripts.bench.ports import free_ports
 from scripts.transfer_bench.actor import Actor
 from scripts.transfer_bench.engine import BLOCK_SIZE, BenchEngine, BenchRequest, EngineSpec

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine_ext.config import ConnectorConfig
+from engine_ext.base.config import ConnectorConfig
 from scripts.bench.errors import BenchError
 from scripts.bench.ports import free_ports
 from scripts.transfer_bench.actor import Actor

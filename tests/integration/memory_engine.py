@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from engine_ext.config import ConnectorConfig
-from engine_ext.connector import Connector, build_connector
-from engine_ext.types import CacheGeometry, FinishStatus, Region, StepMetadata
-from tests.unit.engine_ext.fakes import Request
+from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.types import CacheGeometry, FinishStatus, Region, StepMetadata
+from engine_ext.core.connector import Connector, build_connector
+from tests.unit.engine_ext.core.fakes import Request
 
 LAYERS, BLOCKS, BLOCK_SIZE = 4, 64, 16
 TOKENS = (BLOCKS - 1) * BLOCK_SIZE

@@ -7,9 +7,9 @@ Run as `python -m tests.integration.staging_engine`, with the options of `disagg
 import os
 import sys
 
-from engine_ext.host_buffer import HostBuffer
+from engine_ext.base.types import BlockIds
 from engine_ext.reference import cli, host, kv_cache
-from engine_ext.types import BlockIds
+from engine_ext.staging.host_buffer import HostBuffer
 
 
 class Forgetful(HostBuffer):

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import zmq
 
-from engine_ext import wire
-from engine_ext.agent import NixlAgent
-from engine_ext.types import Region
+from engine_ext.base.types import Region
+from engine_ext.transfer.agent import NixlAgent
+from engine_ext.wire import notifications as wire
 from tests.integration.processes import wait_for
 
 GARBAGE = (

@@ -15,8 +15,8 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext import wire
-from engine_ext.wire import HandshakeServer
+from engine_ext.wire import notifications as wire
+from engine_ext.wire.notifications import HandshakeServer
 from tests.integration.legs import decode_body, prefill
 from tests.integration.oracle import complete, differences, text_of
 from tests.integration.processes import Launcher, Server, metric, wait_for

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from engine_ext.config import ConnectorConfig
-from engine_ext.results import Aggregate
-from engine_ext.scheduler import SchedulerConnector
-from engine_ext.types import (
+from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.types import (
     BlockIds,
     EngineIdentity,
     FinishStatus,
     StepMetadata,
     TransferResults,
 )
-from engine_ext.worker import WorkerConnector
-from tests.unit.engine_ext.cache_model import Model, RankCache
-from tests.unit.engine_ext.fakes import Request
+from engine_ext.core.scheduler import SchedulerConnector
+from engine_ext.core.worker import WorkerConnector
+from engine_ext.transfer.results import Aggregate
+from tests.unit.engine_ext.core.fakes import Request
+from tests.unit.engine_ext.layout.cache_model import Model, RankCache
 
 TOKENS = 100
 MODEL = Model(layers=2, heads=4, head_bytes=64)

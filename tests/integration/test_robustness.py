@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import zmq
 
-from engine_ext import wire
-from engine_ext.agent import NixlAgent
+from engine_ext.transfer.agent import NixlAgent
+from engine_ext.wire import notifications as wire
 from tests.integration.legs import (
     PREFILL,
     coordinates_in,

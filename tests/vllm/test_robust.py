@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
-from engine_ext import wire
+from engine_ext.wire import notifications as wire
 from tests.integration.legs import decode, decode_body, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, wait_for

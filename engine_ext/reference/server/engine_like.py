@@ -3,8 +3,8 @@
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
+from engine_ext.base.types import ConnectorStats
 from engine_ext.reference.messages import EngineStats, GenerateRequest, RequestOutput
-from engine_ext.types import ConnectorStats
 
 
 class EngineLike(Protocol):

@@ -6,10 +6,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine_ext.counted import COUNTED
+from engine_ext.base.types import ConnectorStats
+from engine_ext.pages.counted import COUNTED
 from engine_ext.reference.messages import EngineStats
 from engine_ext.reference.server.engine_like import EngineLike
-from engine_ext.types import ConnectorStats
 
 PREFIX = "disagg_engine"
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import pydantic
 from pydantic import BaseModel, BeforeValidator, Field
 
-from engine_ext.admission import parse_threshold
+from engine_ext.core.admission import parse_threshold
 from engine_ext.reference.server.body import json_object
 from engine_ext.reference.server.errors import BadRequestError
 

@@ -7,15 +7,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from engine_ext.config import LoadFailurePolicy
-from engine_ext.reference.build import ConnectorFactory, EngineParts, build_model
-from engine_ext.reference.engine_config import EngineConfig
-from engine_ext.reference.messages import GenerateRequest, RequestOutput, SamplingParams
-from engine_ext.reference.model.decoder import LanguageModel
-from engine_ext.reference.model_config import read_model_config
-from engine_ext.reference.output_stream import merge
-from engine_ext.staging import StagingFactory
-from engine_ext.types import (
+from engine_ext.base.config import LoadFailurePolicy
+from engine_ext.base.types import (
     BlockIds,
     ConnectorStats,
     EngineRequest,
@@ -26,6 +19,13 @@ from engine_ext.types import (
     StepMetadata,
     TransferResults,
 )
+from engine_ext.reference.build import ConnectorFactory, EngineParts, build_model
+from engine_ext.reference.engine_config import EngineConfig
+from engine_ext.reference.messages import GenerateRequest, RequestOutput, SamplingParams
+from engine_ext.reference.model.decoder import LanguageModel
+from engine_ext.reference.model_config import read_model_config
+from engine_ext.reference.output_stream import merge
+from engine_ext.staging.stage import StagingFactory
 
 BLOCK = 8
 MAX_STEPS = 2000

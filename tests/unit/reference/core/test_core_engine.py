@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from engine_ext.base.types import StepMetadata
 from engine_ext.reference.build import build_engine
 from engine_ext.reference.engine import Engine
 from engine_ext.reference.engine_config import EngineConfig
@@ -18,7 +19,6 @@ from engine_ext.reference.messages import GenerateRequest, RequestOutput
 from engine_ext.reference.model.batch import ForwardBatch
 from engine_ext.reference.model.decoder import Decoder
 from engine_ext.reference.output_stream import merge
-from engine_ext.types import StepMetadata
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import (
     BLOCK,

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from engine_ext.config import ConnectorConfig
+from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.proof import PrefixProof
+from engine_ext.base.types import CacheGeometry, EngineIdentity, Region
+from engine_ext.core.scheduler import SchedulerConnector
 from engine_ext.reference.model.decoder import Decoder
-from engine_ext.scheduler import SchedulerConnector
-from engine_ext.staging import StagingFactory
-from engine_ext.types import CacheGeometry, EngineIdentity, Region
-from engine_ext.verify import PrefixProof
+from engine_ext.staging.stage import StagingFactory
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import (
     BLOCK,

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import httpx
 import uvicorn
 
+from engine_ext.base.types import ConnectorStats
 from engine_ext.reference.chat_template import ChatTemplate
 from engine_ext.reference.messages import (
     EngineStats,
@@ -24,7 +25,6 @@ from engine_ext.reference.server.engine_like import EngineLike
 from engine_ext.reference.server.served_model import ServedModel
 from engine_ext.reference.server.serving import Server
 from engine_ext.reference.tokenizer import Tokenizer
-from engine_ext.types import ConnectorStats
 
 STATS = EngineStats(
     num_running=1,

@@ -1,0 +1,357 @@
+"""What an engine and the connector say to each other: plain records, no engine types, no torch.
+
+The scheduler half and the worker half of a connector may live in different processes. They share
+nothing but these records: a `StepMetadata` travels scheduler -> worker once per engine step, a
+`TransferResults` comes back. Everything here pickles.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from engine_ext.base.proof import PrefixProof
+
+BlockIds = tuple[tuple[int, ...], ...]
+"""Block ids by KV-cache group, in token-position order: block k of a group holds tokens
+[k * block_size, (k + 1) * block_size)."""
+
+
+class FinishStatus(enum.Enum):
+    """How a request ended, as far as KV is concerned. Only the first two leave KV worth reading."""
+
+    STOPPED = "stopped"
+    LENGTH_CAPPED = "length_capped"
+    ABORTED = "aborted"
+    ERROR = "error"
+
+    @property
+    def leaves_kv(self) -> bool:
+        return self in (FinishStatus.STOPPED, FinishStatus.LENGTH_CAPPED)
+
+
+class EngineRequest(Protocol):
+    """What a host's request offers the connector. Read, never written."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def kv_transfer_params(self) -> Any:
+        """Whatever the HTTP body carried: untrusted JSON, or None."""
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Prompt and answer so far."""
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV stands in the host's blocks."""
+
+
+class MatchedTokens(NamedTuple):
+    """Answer of `get_num_new_matched_tokens`.
+
+    `num_tokens`: tokens beyond the locally computed ones that can be loaded, 0 for none, None for
+    "ask again next step". `is_async`: the load runs beside the engine's steps; the host allocates,
+    parks the request and waits for its id in `TransferResults.finished_recving`.
+    """
+
+    num_tokens: int | None
+    is_async: bool
+
+
+class FinishDecision(NamedTuple):
+    """Answer of `request_finished`.
+
+    `delay_free`: the host keeps the request's blocks until its id turns up in
+    `TransferResults.finished_sending`. `kv_transfer_params`: goes into the HTTP answer.
+    """
+
+    delay_free: bool
+    kv_transfer_params: dict[str, Any] | None
+
+
+class PeerAddress(NamedTuple):
+    """Which engine, where its side channel is, and how many tensor ranks answer there."""
+
+    engine_id: str
+    host: str
+    port: int
+    tp_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSource:
+    """A request's KV as it lies on another engine. Parsed and checked, see params.py."""
+
+    address: PeerAddress
+    request_id: str
+    tp_size: int
+    block_ids: BlockIds
+    num_tokens: int | None
+    """Tokens with KV in these blocks; None where an old peer does not say."""
+    proof: PrefixProof | None = None
+    """Which tokens those are; None from a peer without our extension."""
+    expires_at: float | None = None
+    """Unix time, by the remote's clock, after which it will have dropped them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGrant:
+    """Hold a finished request's blocks for `seconds` from now.
+
+    `renewable`: heartbeats extend it. A turn's blocks, kept for the next turn, are not renewed.
+    """
+
+    request_id: str
+    seconds: float
+    renewable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PullOrder:
+    """READ `source`'s blocks into ours, from token position `first_token` to `last_token`.
+
+    `first_token` is a multiple of the block size; `last_token` is exclusive. `local_block_ids`
+    cover the request from position 0, so both sides are addressed by position.
+    """
+
+    request_id: str
+    source: RemoteSource
+    local_block_ids: BlockIds
+    first_token: int
+    last_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushTarget:
+    """The prefill engine that is to write into our blocks, and what it may know the request by."""
+
+    address: PeerAddress
+    tp_size: int
+    remote_request_id: str
+    """What the router told both engines, or P's own id where the router asked P first."""
+    pp_size: int = 1
+    transfer_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PushRegistration:
+    """D: these blocks wait for P's WRITE of token positions `first_token` to `last_token`.
+
+    `first_token` is a multiple of the block size. `local_block_ids` cover the request from position
+    0. The id comes back in `finished_recving` exactly once, whatever P does.
+    """
+
+    request_id: str
+    target: PushTarget
+    local_block_ids: BlockIds
+    first_token: int
+    last_token: int
+    digest: bytes
+    """Of the tokens that P must have prefilled, see verify.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushWithdrawal:
+    """D: the request is not wanted any more, registered or not; P may free its blocks."""
+
+    request_id: str
+    target: PushTarget
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseCancel:
+    """P: an expected request ended without KV to read."""
+
+    request_id: str
+    transfer_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PushOffer:
+    """P: this request's KV is ready for whoever registers. Comes with a `LeaseGrant` of its id.
+
+    The blocks cover token positions 0 to `num_tokens`.
+    """
+
+    request_id: str
+    block_ids: BlockIds
+    num_tokens: int
+    digest: bytes
+    transfer_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrackOrder:
+    """Heartbeat for a remote request from now on, on behalf of ours."""
+
+    request_id: str
+    address: PeerAddress
+    remote_id: str
+    """What the holder knows the request by."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOrder:
+    """Copy these blocks to host memory after this step's forward pass, see staging.py."""
+
+    request_id: str
+    block_ids: BlockIds
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetadata:
+    """Scheduler -> worker, once per step. Applied in the order of the fields."""
+
+    expects: tuple[str, ...] = ()
+    """P: requests a remote will read; nothing is leased yet."""
+    cancels: tuple[LeaseCancel, ...] = ()
+    grants: tuple[LeaseGrant, ...] = ()
+    """These leases start now; each id comes back in `finished_sending` exactly once."""
+    revokes: tuple[str, ...] = ()
+    """Leases to end before their time, because the blocks are wanted elsewhere."""
+    tracks: tuple[TrackOrder, ...] = ()
+    """D: requests to heartbeat for."""
+    pulls: tuple[PullOrder, ...] = ()
+    """D: each request id comes back in `finished_recving` exactly once."""
+    untracks: tuple[str, ...] = ()
+    """D: heartbeats that end."""
+    offers: tuple[PushOffer, ...] = ()
+    """P in push mode."""
+    registrations: tuple[PushRegistration, ...] = ()
+    """D in push mode."""
+    withdrawals: tuple[PushWithdrawal, ...] = ()
+    """D in push mode."""
+    releases: tuple[RemoteSource, ...] = ()
+    """D: KV that is not needed after all; the remote may free it. Nothing comes back."""
+    saves: tuple[SaveOrder, ...] = ()
+    """With host buffers."""
+
+    def __bool__(self) -> bool:
+        return self is not EMPTY_STEP and self != EMPTY_STEP
+
+
+EMPTY_STEP = StepMetadata()
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResults:
+    """Worker -> scheduler. An id is reported once, and only if an order named it."""
+
+    finished_sending: frozenset[str] = frozenset()
+    """Blocks of these finished requests may be freed (read, expired or released)."""
+    finished_recving: frozenset[str] = frozenset()
+    """Loads that ended, well or badly."""
+    failed_recving: frozenset[str] = frozenset()
+    """The part of `finished_recving` whose blocks hold no usable KV."""
+
+    def __bool__(self) -> bool:
+        return bool(self.finished_sending or self.finished_recving)
+
+
+NO_RESULTS = TransferResults()
+
+SHARED = -1
+"""The group of a region that all KV-cache groups share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One registered stretch of KV memory: `num_blocks` blocks of one layer, or of all `members`.
+
+    Block i starts at `base_addr + i * block_stride` and is `block_len` bytes long.
+    """
+
+    name: str
+    base_addr: int
+    block_len: int
+    block_stride: int
+    num_blocks: int
+    device_id: int = 0
+    mem_type: str = "DRAM"
+    """NIXL's name: DRAM or VRAM."""
+    group: int = 0
+    """KV-cache group, an index into `CacheGeometry.group_windows`, or SHARED."""
+    members: tuple[str, ...] = ()
+    """Where one block holds several layers: their names, in the order they lie there."""
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return self.members or (self.name,)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGeometry:
+    """How one rank's blocks are laid out, and which part of the model's KV they hold."""
+
+    block_size: int
+    """Tokens per block."""
+    num_blocks: int
+    kv_cache_layout: str = "LBHNC"
+    """Axes from outermost to innermost, see layout.py."""
+    attn_backend_name: str = "CPU_ATTN"
+    num_kv_heads: int | None = None
+    """Of the model, over all ranks. None: only engines laid out exactly alike can be read."""
+    tp_rank: int = 0
+    group_windows: tuple[int | None, ...] = (None,)
+    """Per KV-cache group: the tokens of its sliding window, None for full attention."""
+    uses_mla: bool = False
+    uses_mamba: bool = False
+    is_staged: bool = False
+    """KV travels by way of host memory, see staging.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """How other engines know this one."""
+
+    engine_id: str
+    host: str
+    """Side channel, where the handshake is answered. Not the HTTP address."""
+    port: int
+    tp_size: int = 1
+    pp_size: int = 1
+    dcp_size: int = 1
+    pcp_size: int = 1
+    compat_factors: dict[str, str] = field(default_factory=dict)
+    """Facts that must be equal on both ends; hashed into the compatibility hash."""
+    compat_hash: str | None = None
+    """The host's own compatibility hash, where its peers compare that one (vLLM's)."""
+
+
+@dataclass(slots=True)
+class ConnectorStats:
+    """Counters since start, except where a name says `active`. A snapshot, safe to keep."""
+
+    bytes_received: int = 0
+    blocks_received: int = 0
+    pulls_ok: int = 0
+    pulls_failed: int = 0
+    pulls_active: int = 0
+    pushes_ok: int = 0
+    """WRITEs that ended well, on P."""
+    pushes_failed: int = 0
+    pushes_active: int = 0
+    """Registrations on D and WRITEs on P that have not ended."""
+    pushes_received: int = 0
+    """Registrations that were written, on D."""
+    pushes_missed: int = 0
+    """Registrations that were not, on D."""
+    leases_active: int = 0
+    leases_granted: int = 0
+    leases_released: int = 0
+    leases_expired: int = 0
+    leases_revoked: int = 0
+    """Ended early, to make room."""
+    reads_unproven: int = 0
+    """READs whose blocks may have changed under them: reported as failed, never used."""
+    heartbeats_sent: int = 0
+    heartbeats_received: int = 0
+    notifications_unknown: int = 0
+    handshakes_ok: int = 0
+    handshakes_failed: int = 0

@@ -1,0 +1,199 @@
+"""The worker half: one thread that owns the NIXL agent and everything that moves.
+
+The engine's thread hands over a `StepMetadata` and takes `TransferResults`; all else happens in
+the owner thread, so that leases, heartbeats and reads go on while the engine computes or sleeps.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.types import (
+    CacheGeometry,
+    ConnectorStats,
+    EngineIdentity,
+    Region,
+    StepMetadata,
+    TransferResults,
+)
+from engine_ext.core.loop import IDLE_WAIT, RECENT_WAIT, TransferLoop
+from engine_ext.core.support import UnsupportedError, refuse_unsupported, refuse_unsupported_memory
+from engine_ext.staging.stage import StagedTransfers, StagingFactory
+from engine_ext.transfer.agent import Agent, AgentError, NixlAgent
+from engine_ext.transfer.results import Results
+from engine_ext.wire.notifications import EXTENSION_VERSION, AgentMetadata, encode_payload
+
+logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+AgentFactory = Callable[[Sequence[Region], ConnectorConfig], Agent]
+
+FAREWELL_SECONDS = 1.0
+
+
+def open_nixl(regions: Sequence[Region], config: ConnectorConfig) -> Agent:
+    return NixlAgent(regions, config.backends, config.num_threads)
+
+
+class WorkerConnector:
+    """See engine_ext.core.connector for who calls what when. One per tensor rank.
+
+    Raises UnsupportedError for a model or a parallelism whose KV we cannot move.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        geometry: CacheGeometry,
+        identity: EngineIdentity,
+        open_agent: AgentFactory = open_nixl,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        refuse_unsupported(geometry, identity)
+        self._config = config
+        self._geometry = geometry
+        self._identity = identity
+        self._open_agent = open_agent
+        self._clock = clock
+        self._results = Results()
+        self._stats = ConnectorStats()
+        self._inbox: deque[StepMetadata] = deque()
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._staged: StagedTransfers | None = None
+
+    def set_wake(self, wake: Callable[[], None]) -> None:
+        """`wake` is called from the owner thread whenever there are new results."""
+        self._results.set_wake(wake)
+
+    def register_kv_caches(
+        self, regions: Sequence[Region], stage: StagingFactory | None = None
+    ) -> None:
+        """Registers the memory and starts the owner thread. `stage` makes the host buffers, where
+        the geometry asks for them.
+
+        Raises AgentError, and UnsupportedError for memory that does not go with the configuration.
+        """
+        if self._geometry.is_staged:
+            if stage is None:
+                raise UnsupportedError("this engine has no host buffers to stage its KV in")
+            staging = stage(regions)
+            self._staged = StagedTransfers(staging, self._geometry.block_size)
+            regions = staging.regions
+        self._regions = tuple(regions)
+        refuse_unsupported_memory(self._config, self._geometry, self._regions)
+        agent = self._open_agent(self._regions, self._config)
+        self._payload = encode_payload(
+            self._metadata(agent.metadata()),
+            self._identity.compat_factors,
+            self._identity.compat_hash,
+        )
+        loop = TransferLoop(
+            agent,
+            self._config,
+            self._geometry,
+            self._identity,
+            self._regions,
+            self._results,
+            self._stats,
+        )
+        self._thread = threading.Thread(
+            target=self._run, args=(loop,), name="kv-transfer", daemon=True
+        )
+        self._thread.start()
+
+    def get_handshake_payload(self) -> bytes:
+        """What the listener answers for this rank; after `register_kv_caches`."""
+        return self._payload
+
+    def start_load_kv(self, meta: StepMetadata) -> None:
+        if meta:
+            self._inbox.append(self._staged.begin(meta) if self._staged else meta)
+            self._wake.set()
+
+    def wait_for_save(self, meta: StepMetadata) -> None:
+        """After the step's forward pass, before its tokens leave the engine."""
+        if self._staged and meta.saves:
+            self._staged.save(meta.saves)
+
+    def get_transfer_results(self) -> TransferResults:
+        results = self._results.take()
+        return self._staged.arrived(results) if self._staged and results else results
+
+    def stats(self) -> ConnectorStats:
+        return replace(self._stats)
+
+    def shutdown(self) -> None:
+        """Tells other engines what they must know, for a second at most, and ends the thread."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+            self._thread = None
+
+    def _run(self, loop: TransferLoop) -> None:
+        while not self._stop.is_set():
+            try:
+                wait = self._step(loop)
+            except Exception:
+                logger.exception("transfer loop")
+                wait = IDLE_WAIT
+            if wait < RECENT_WAIT:
+                time.sleep(wait)
+            else:
+                self._wake.wait(wait)
+                self._wake.clear()
+        self._say_farewell(loop)
+        self._close(loop)
+
+    def _step(self, loop: TransferLoop) -> float:
+        now = self._clock()
+        while self._inbox:
+            loop.apply(self._inbox.popleft(), now)
+        return loop.step(now)
+
+    def _say_farewell(self, loop: TransferLoop) -> None:
+        deadline = self._clock() + FAREWELL_SECONDS
+        try:
+            self._step(loop)
+            while loop.owes_messages and self._clock() < deadline:
+                time.sleep(RECENT_WAIT)
+                self._step(loop)
+            loop.revoke_all(self._clock())
+        except Exception:
+            logger.exception("farewell to other engines")
+
+    def _close(self, loop: TransferLoop) -> None:
+        try:
+            loop.close()
+        except AgentError as error:
+            logger.warning("%s", error)
+
+    def _metadata(self, agent_metadata: bytes) -> AgentMetadata:
+        regions = self._regions
+        return AgentMetadata(
+            engine_id=self._identity.engine_id,
+            agent_metadata=agent_metadata,
+            kv_caches_base_addr=[region.base_addr for region in regions],
+            device_id=regions[0].device_id,
+            num_blocks=self._geometry.num_blocks,
+            block_lens=[region.block_len for region in regions],
+            block_strides=[region.block_stride for region in regions],
+            kv_cache_layout=self._geometry.kv_cache_layout,
+            block_size=self._geometry.block_size,
+            attn_backend_name=self._geometry.attn_backend_name,
+            region_num_blocks=[region.num_blocks for region in regions],
+            region_group_ids=[region.group for region in regions],
+            region_names=[region.name for region in regions],
+            region_mem_types=[region.mem_type for region in regions],
+            region_members=[[region.name] for region in regions],
+            disagg_ext=EXTENSION_VERSION,
+            lease_extension=self._config.lease_extension,
+            block_layers=[list(region.layers) for region in regions],
+            tensor_rank=(self._geometry.tp_rank, self._identity.tp_size),
+        )

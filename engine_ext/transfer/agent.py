@@ -1,0 +1,269 @@
+"""The NIXL agent: one object, used by one thread at a time, without NIXL's progress thread.
+
+NIXL's own progress thread burns a core when idle; here whoever owns the agent polls it. Completion
+notifications leave only when the initiator polls, so an owner polls its own transfers.
+"""
+
+import enum
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nixl._api import nixl_agent, nixl_agent_config
+
+from engine_ext.base.types import Region
+from engine_ext.layout.plan import Indices, PeerLayout, Rows, strided_descriptors
+
+logger = logging.getLogger(__name__)
+
+
+REHEARSAL_SECONDS = 1.0
+
+
+class AgentError(Exception):
+    """NIXL refused or failed; the message says what was tried."""
+
+
+class TransferState(enum.Enum):
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerHandle:
+    """A remote agent that NIXL knows, and its prepared descriptors."""
+
+    name: str
+    layout: PeerLayout
+    descriptors: Any
+    has_extension: bool = False
+    lease_extension: float = 0.0
+    """Seconds that an answered heartbeat proves a lease for."""
+    readers: int = 1
+    """How many ranks of ours read from this one: it keeps its blocks until it heard from all."""
+
+
+Transfer = Any
+"""One READ or WRITE in flight; opaque."""
+
+
+class Agent(Protocol):
+    """What the transfer machines need of NIXL. Every method may raise AgentError."""
+
+    def metadata(self) -> bytes: ...
+    def add_remote(self, metadata: bytes) -> str:
+        """Makes a remote agent known, for notifications; returns its name. Twice is once."""
+
+    def remove_remote(self, name: str) -> None: ...
+    def prepare(self, name: str, layout: PeerLayout) -> Any:
+        """Both sides' descriptors, for `start_read`."""
+
+    def drop(self, peer: PeerHandle) -> None:
+        """Frees what `prepare` made."""
+
+    def start_read(
+        self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
+    ) -> Transfer:
+        """READs remote bytes into local ones. Shapes: [descriptors], indices into the rows of the
+        peer's layout.
+
+        `notification` reaches the peer once the data is here and `poll` has been called.
+        """
+
+    def start_write(
+        self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
+    ) -> Transfer:
+        """WRITEs local bytes into remote ones; else as `start_read`."""
+
+    def poll(self, transfer: Transfer) -> TransferState: ...
+    def release(self, transfer: Transfer) -> None:
+        """Forgets the transfer; raises AgentError while it still runs and cannot be stopped."""
+
+    def notify(self, name: str, message: bytes) -> None: ...
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """What remote agents sent since the last call: (name, message)."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """NIXL's handles of both sides' descriptors."""
+
+    local: Any
+    remote: Any
+
+
+class NixlAgent:
+    """`Agent` over the real library. Raises AgentError when the memory cannot be registered."""
+
+    def __init__(self, regions: Sequence[Region], backends: Sequence[str], threads: int) -> None:
+        self._regions = tuple(regions)
+        self._mem_type = self._only_mem_type()
+        self._prepared: dict[bytes, Any] = {}
+        with _errors("create the NIXL agent"):
+            self._nixl = nixl_agent(
+                str(uuid.uuid4()),
+                nixl_agent_config(
+                    enable_prog_thread=False, num_threads=threads, backends=list(backends)
+                ),
+            )
+        missing = [name for name in backends if name not in self._nixl.backends]
+        if missing:
+            raise AgentError(f"NIXL backend not available: {', '.join(missing)}")
+        with _errors("register the KV cache"):
+            self._registered = self._nixl.register_memory(
+                [(r.base_addr, self._extent(r), r.device_id, "") for r in self._regions],
+                self._mem_type,
+            )
+            self._prepare_local(strided_descriptors(self._regions))
+        self._rehearse(list(backends))
+
+    def metadata(self) -> bytes:
+        with _errors("read the agent's metadata"):
+            return bytes(self._nixl.get_agent_metadata())
+
+    def add_remote(self, metadata: bytes) -> str:
+        with _errors("add a remote agent"):
+            return _add(self._nixl, metadata)
+
+    def remove_remote(self, name: str) -> None:
+        with _errors("remove a remote agent"):
+            self._nixl.remove_remote_agent(name)
+
+    def prepare(self, name: str, layout: PeerLayout) -> Any:
+        mem_types = {region.mem_type for region in layout.regions}
+        if len(mem_types) != 1:
+            raise AgentError(f"the peer's regions mix memory types {sorted(mem_types)}")
+        with _errors("prepare the remote agent's blocks"):
+            local = self._prepare_local(layout.local.rows)
+            remote = self._nixl.prep_xfer_dlist(name, layout.remote.rows, mem_types.pop())
+        return Prepared(local, remote)
+
+    def drop(self, peer: PeerHandle) -> None:
+        with _errors("drop the remote agent's blocks"):
+            self._nixl.release_dlist_handle(peer.descriptors.remote)
+
+    def start_read(
+        self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
+    ) -> Transfer:
+        return self._start("READ", peer, local, remote, notification)
+
+    def start_write(
+        self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
+    ) -> Transfer:
+        return self._start("WRITE", peer, local, remote, notification)
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        with _errors("poll a transfer"):
+            state = self._nixl.check_xfer_state(transfer)
+        return _STATES.get(state, TransferState.FAILED)
+
+    def release(self, transfer: Transfer) -> None:
+        with _errors("release a transfer"):
+            self._nixl.release_xfer_handle(transfer)
+
+    def notify(self, name: str, message: bytes) -> None:
+        with _errors("send a notification"):
+            self._nixl.send_notif(name, message)
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        with _errors("read notifications"):
+            received = self._nixl.get_new_notifs()
+        return [(name, message) for name, messages in received.items() for message in messages]
+
+    def close(self) -> None:
+        with _errors("close the agent"):
+            for descriptors in self._prepared.values():
+                self._nixl.release_dlist_handle(descriptors)
+            self._nixl.deregister_memory(self._registered)
+
+    def _start(
+        self,
+        operation: str,
+        peer: PeerHandle,
+        local: Indices,
+        remote: Indices,
+        notification: bytes,
+    ) -> Transfer:
+        ours, theirs = peer.descriptors.local, peer.descriptors.remote
+        with _errors(f"start a {operation}"):
+            transfer = self._nixl.make_prepped_xfer(
+                operation, ours, local, theirs, remote, notification
+            )
+        try:
+            self._nixl.transfer(transfer)
+        except Exception as error:
+            # Part of it may be under way: whoever polls it finds out, and lets go of it.
+            logger.warning("could not start a %s: %s", operation, error)
+        return transfer
+
+    def _prepare_local(self, rows: Rows) -> Any:
+        """Peers that are alike share ours; kept until the agent is closed."""
+        key = rows.tobytes()
+        if key not in self._prepared:
+            self._prepared[key] = self._nixl.prep_xfer_dlist(
+                "NIXL_INIT_AGENT", rows, self._mem_type
+            )
+        return self._prepared[key]
+
+    def _rehearse(self, backends: list[str]) -> None:
+        """Calls an agent that goes away again, and is called by another.
+
+        At the first connection either way UCX weighs its protocols, for some twenty milliseconds in
+        which nothing else moves. Later peers on the same kind of path find that done.
+        """
+        config = nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=backends)
+        try:
+            for we_call in (True, False):
+                other = nixl_agent(str(uuid.uuid4()), config)
+                pair = (self._nixl, other) if we_call else (other, self._nixl)
+                _say_a_word(*pair)
+        except Exception as error:
+            logger.info("no rehearsal, the first handshake takes longer: %s", error)
+
+    def _only_mem_type(self) -> str:
+        mem_types = {region.mem_type for region in self._regions}
+        if len(mem_types) != 1:
+            raise AgentError(f"KV regions of one memory type are needed, not {sorted(mem_types)}")
+        return mem_types.pop()
+
+    @staticmethod
+    def _extent(region: Region) -> int:
+        return region.block_stride * (region.num_blocks - 1) + region.block_len
+
+
+def _add(agent: nixl_agent, metadata: bytes) -> str:
+    name = agent.add_remote_agent(metadata)
+    return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def _say_a_word(caller: nixl_agent, callee: nixl_agent) -> None:
+    """Returns when it has arrived, or after a second."""
+    name = _add(caller, callee.get_agent_metadata())
+    caller.send_notif(name, b"rehearsal")
+    deadline = time.monotonic() + REHEARSAL_SECONDS
+    while not callee.get_new_notifs() and time.monotonic() < deadline:
+        caller.get_new_notifs()
+    caller.remove_remote_agent(name)
+
+
+_STATES = {"DONE": TransferState.DONE, "PROC": TransferState.RUNNING}
+
+
+class _errors:  # noqa: N801 - reads as a statement
+    """NIXL's bindings raise their own exception types, one per status code."""
+
+    def __init__(self, action: str) -> None:
+        self._action = action
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            raise AgentError(f"could not {self._action}: {error}") from error

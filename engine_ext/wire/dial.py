@@ -1,0 +1,134 @@
+"""How a handshake begins: names are looked up aside, so that one slow name delays no other peer.
+
+ZMQ itself would look them up in the one thread that serves all its connections.
+"""
+
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import zmq
+
+from engine_ext.base.types import PeerAddress
+from engine_ext.wire.notifications import HandshakeClient, HandshakePayload, WireError
+
+Resolve = Callable[[str], str]
+"""Host name -> numeric address; may block. Raises OSError."""
+
+MAX_LOOKUPS = 64
+
+
+class PeerRank(NamedTuple):
+    address: PeerAddress
+    rank: int
+
+    def __str__(self) -> str:
+        engine_id, host, port, _ = self.address
+        return f"engine {engine_id} at {host}:{port}, rank {self.rank}"
+
+
+class Handshake(Protocol):
+    """One in flight. Neither method blocks; `receive` raises WireError, and is None until then."""
+
+    def receive(self) -> HandshakePayload | None: ...
+    def close(self) -> None: ...
+
+
+class Dialer(Protocol):
+    def dial(self, peer: PeerRank) -> Handshake:
+        """Begins a handshake, without blocking. Raises WireError."""
+
+    def close(self) -> None: ...
+
+
+class ZmqDialer:
+    """Its owner is one thread; lookups have one each, and are shared by those who wait for them."""
+
+    def __init__(self, resolve: Resolve | None = None) -> None:
+        self._resolve = resolve or _resolve
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._lookups: dict[str, Lookup] = {}
+
+    def dial(self, peer: PeerRank) -> Handshake:
+        _, host, port, _ = peer.address
+        if _is_numeric(host):
+            return self.connect(host, port, peer.rank)
+        self._lookups = {name: one for name, one in self._lookups.items() if not one.is_done}
+        lookup = self._lookups.get(host)
+        if lookup is None:
+            if len(self._lookups) >= MAX_LOOKUPS:
+                raise WireError(f"{len(self._lookups)} host names are being looked up already")
+            lookup = self._lookups[host] = Lookup(host, self._resolve)
+        return NamedHandshake(lookup, lambda address: self.connect(address, port, peer.rank))
+
+    def connect(self, host: str, port: int, rank: int) -> HandshakeClient:
+        return HandshakeClient(self._context, host, port, (0, rank))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class Lookup:
+    def __init__(self, host: str, resolve: Resolve) -> None:
+        self._host = host
+        self._resolve = resolve
+        self._found: str | None = None
+        self._problem: str | None = None
+        self._done = threading.Event()
+        threading.Thread(target=self._run, name="kv-lookup", daemon=True).start()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def result(self) -> str | None:
+        """None until it is done. Raises WireError where there is no such host."""
+        if self._problem is not None:
+            raise WireError(self._problem)
+        return self._found
+
+    def _run(self) -> None:
+        try:
+            self._found = self._resolve(self._host)
+        except (OSError, UnicodeError) as error:
+            self._problem = f"host {self._host}: {error}"
+        finally:
+            self._done.set()
+
+
+class NamedHandshake:
+    """First the name, then the handshake."""
+
+    def __init__(self, lookup: Lookup, connect: Callable[[str], HandshakeClient]) -> None:
+        self._lookup = lookup
+        self._connect = connect
+        self._client: HandshakeClient | None = None
+
+    def receive(self) -> HandshakePayload | None:
+        if self._client is None:
+            host = self._lookup.result()
+            if host is None:
+                return None
+            self._client = self._connect(host)
+        return self._client.receive()
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _resolve(host: str) -> str:
+    """IPv4 first, which a listener on a host's name is bound to."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    addresses = [str(entry[4][0]) for entry in found]
+    return next((one for one in addresses if ":" not in one), addresses[0])

@@ -1,0 +1,127 @@
+"""Doubles that inject faults: the happy path of NIXL itself is tested on the real library."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine_ext.base.types import PeerAddress, Region, RemoteSource
+from engine_ext.layout.plan import Indices, PeerLayout
+from engine_ext.transfer.agent import AgentError, PeerHandle, TransferState
+
+
+@dataclass
+class Request:
+    """The least an engine's request can be."""
+
+    request_id: str
+    kv_transfer_params: Any = None
+    num_prompt_tokens: int = 100
+    num_computed_tokens: int = 0
+    answer: Sequence[int] = ()
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        return range(self.num_prompt_tokens)
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return [*self.prompt_token_ids, *self.answer]
+
+
+@dataclass
+class FakeTransfer:
+    notification: bytes
+    local: list[int]
+    remote: list[int]
+    state: TransferState = TransferState.RUNNING
+    released: bool = False
+
+
+@dataclass
+class FakeAgent:
+    """Transfers run until a test ends them. Names of `failing` methods raise AgentError."""
+
+    failing: set[str] = field(default_factory=set)
+    inbox: list[bytes] = field(default_factory=list)
+    """From `sender`."""
+    sender: str = "agent-p"
+    sent: list[tuple[str, bytes]] = field(default_factory=list)
+    transfers: list[FakeTransfer] = field(default_factory=list)
+    peers: list[str] = field(default_factory=list)
+    closed: bool = False
+    starts_as: TransferState = TransferState.RUNNING
+    """DONE: as in shared memory, where the post is the transfer."""
+
+    def metadata(self) -> bytes:
+        return b"fake"
+
+    def add_remote(self, metadata: bytes) -> str:
+        self._check("add_remote")
+        self.peers.append(metadata.decode())
+        return metadata.decode()
+
+    def remove_remote(self, name: str) -> None:
+        self.peers.remove(name)
+        self._check("remove_remote")
+
+    def prepare(self, name: str, layout: PeerLayout) -> None:
+        self._check("prepare")
+
+    def drop(self, peer: PeerHandle) -> None:
+        self._check("drop")
+
+    def start_read(
+        self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
+    ) -> FakeTransfer:
+        self._check("start_read")
+        transfer = FakeTransfer(notification, local.tolist(), remote.tolist(), self.starts_as)
+        self.transfers.append(transfer)
+        return transfer
+
+    def start_write(
+        self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
+    ) -> FakeTransfer:
+        self._check("start_write")
+        return self.start_read(peer, local, remote, notification)
+
+    def poll(self, transfer: FakeTransfer) -> TransferState:
+        self._check("poll")
+        return transfer.state
+
+    def release(self, transfer: FakeTransfer) -> None:
+        self._check("release")
+        transfer.released = True
+
+    def notify(self, name: str, message: bytes) -> None:
+        self._check("notify")
+        self.sent.append((name, message))
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        self._check("notifications")
+        messages, self.inbox = self.inbox, []
+        return [(self.sender, message) for message in messages]
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _check(self, method: str) -> None:
+        if method in self.failing:
+            raise AgentError(f"injected: {method}")
+
+
+def regions(num_blocks: int = 32, layers: int = 2) -> tuple[Region, ...]:
+    return tuple(
+        Region(f"model.layers.{i}.self_attn.attn", 0x10000 + i * 0x100000, 4096, 4096, num_blocks)
+        for i in range(layers)
+    )
+
+
+def source(
+    request_id: str = "p-1",
+    engine_id: str = "engine-p",
+    port: int = 5600,
+    blocks: Sequence[int] = range(7),
+    num_tokens: int | None = 100,
+) -> RemoteSource:
+    address = PeerAddress(engine_id, "127.0.0.1", port)
+    return RemoteSource(address, request_id, 1, (tuple(blocks),), num_tokens)

@@ -1,0 +1,397 @@
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.types import (
+    CacheGeometry,
+    EngineIdentity,
+    FinishStatus,
+    LeaseCancel,
+    LeaseGrant,
+    RemoteSource,
+    TransferResults,
+)
+from engine_ext.core.scheduler import SchedulerConnector
+from tests.unit.engine_ext.core.fakes import Request
+
+BLOCKS = ((6, 5, 4, 3, 2, 1, 0),)
+
+
+@pytest.fixture
+def scheduler() -> SchedulerConnector:
+    return make("me", 5601)
+
+
+def make(
+    engine_id: str, port: int = 5600, now: float = 1000.0, **settings: Any
+) -> SchedulerConnector:
+    config = ConnectorConfig(engine_id=engine_id, **settings)
+    identity = EngineIdentity(engine_id, "10.0.0.2", port)
+    return SchedulerConnector(config, identity, CacheGeometry(16, 32), lambda: now)
+
+
+def answer_of_p(**changes: Any) -> dict[str, Any]:
+    """What a prefill engine answers for a prompt of 100 tokens."""
+    prefiller = make("p")
+    request = Request("p-1", {"do_remote_decode": True}, num_computed_tokens=100)
+    prefiller.on_new_request(request)
+    params = prefiller.request_finished(request, BLOCKS, FinishStatus.LENGTH_CAPPED)[1]
+    assert params is not None
+    return {**params, **changes}
+
+
+def offered(scheduler: SchedulerConnector, **changes: Any) -> Request:
+    request = Request("d-1", answer_of_p(**changes))
+    scheduler.on_new_request(request)
+    return request
+
+
+def test_a_finished_prefill_is_leased_and_described(scheduler: SchedulerConnector) -> None:
+    request = Request("r", {"do_remote_decode": True}, num_computed_tokens=33)
+    scheduler.on_new_request(request)
+    assert scheduler.build_connector_meta().expects == ("r",)
+    delay, params = scheduler.request_finished(request, BLOCKS, FinishStatus.LENGTH_CAPPED)
+    assert delay
+    assert params is not None
+    assert params["remote_block_ids"] == [[6, 5, 4]]
+    assert params["remote_num_tokens"] == 33
+    assert (params["remote_engine_id"], params["remote_request_id"]) == ("me", "r")
+    assert (params["remote_host"], params["remote_port"]) == ("10.0.0.2", 5601)
+    assert params["do_remote_prefill"] is True
+    assert params["do_remote_decode"] is False
+    assert scheduler.build_connector_meta().grants == (LeaseGrant("r", 30.0),)
+    scheduler.update_connector_output(TransferResults(finished_sending=frozenset("r")))
+    assert scheduler.num_leased == 0
+
+
+@pytest.mark.parametrize("status", [FinishStatus.ABORTED, FinishStatus.ERROR])
+def test_an_aborted_prefill_is_freed_at_once(
+    scheduler: SchedulerConnector, status: FinishStatus
+) -> None:
+    request = Request("r", {"do_remote_decode": True}, num_computed_tokens=33)
+    scheduler.on_new_request(request)
+    scheduler.build_connector_meta()
+    assert scheduler.request_finished(request, BLOCKS, status) == (False, None)
+    assert scheduler.build_connector_meta().cancels == (LeaseCancel("r"),)
+
+
+def test_a_local_request_leaves_no_trace(scheduler: SchedulerConnector) -> None:
+    request = Request("r")
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    scheduler.update_state_after_alloc(request, BLOCKS, 0)
+    assert scheduler.request_finished(request, BLOCKS, FinishStatus.STOPPED) == (False, None)
+    assert not scheduler.has_pending_work()
+    assert not scheduler.build_connector_meta()
+
+
+def test_renewal_starts_with_the_arrival_of_the_request(scheduler: SchedulerConnector) -> None:
+    offered(scheduler)
+    (track,) = scheduler.build_connector_meta().tracks
+    assert (track.request_id, track.remote_id) == ("d-1", "p-1")
+
+
+def test_only_what_the_local_cache_lacks_is_pulled(scheduler: SchedulerConnector) -> None:
+    request = offered(scheduler)
+    assert scheduler.get_num_new_matched_tokens(request, 32) == (68, True)
+    scheduler.update_state_after_alloc(request, BLOCKS, 68)
+    (order,) = scheduler.build_connector_meta().pulls
+    assert (order.first_token, order.last_token) == (32, 100)
+    assert order.local_block_ids == BLOCKS
+
+
+def test_asking_twice_changes_nothing_and_one_pull_is_ordered(
+    scheduler: SchedulerConnector,
+) -> None:
+    request = offered(scheduler)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (100, True)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (100, True)
+    scheduler.update_state_after_alloc(request, BLOCKS, 100)
+    scheduler.update_state_after_alloc(request, BLOCKS, 0)
+    meta = scheduler.build_connector_meta()
+    assert len(meta.pulls) == 1
+    assert meta.releases == ()
+
+
+def test_a_loaded_request_that_is_preempted_is_computed_locally(
+    scheduler: SchedulerConnector,
+) -> None:
+    request = offered(scheduler)
+    scheduler.update_state_after_alloc(request, BLOCKS, 100)
+    scheduler.update_connector_output(TransferResults(finished_recving=frozenset(["d-1"])))
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert scheduler.build_connector_meta().untracks == ("d-1",)
+
+
+def test_a_full_local_hit_releases_the_remote(scheduler: SchedulerConnector) -> None:
+    request = offered(scheduler)
+    assert scheduler.get_num_new_matched_tokens(request, 100) == (0, False)
+    scheduler.update_state_after_alloc(request, BLOCKS, 0)
+    meta = scheduler.build_connector_meta()
+    assert [release.request_id for release in meta.releases] == ["p-1"]
+    assert meta.pulls == ()
+    scheduler.request_finished(request, BLOCKS, FinishStatus.STOPPED)
+    assert scheduler.build_connector_meta().releases == ()
+
+
+def test_an_abort_in_the_queue_releases_the_remote(scheduler: SchedulerConnector) -> None:
+    request = offered(scheduler)
+    scheduler.request_finished(request, ((),), FinishStatus.ABORTED)
+    meta = scheduler.build_connector_meta()
+    assert [release.request_id for release in meta.releases] == ["p-1"]
+    assert meta.untracks == ("d-1",)
+
+
+def test_an_abort_while_loading_leaves_the_release_to_the_read(
+    scheduler: SchedulerConnector,
+) -> None:
+    request = offered(scheduler)
+    scheduler.update_state_after_alloc(request, BLOCKS, 100)
+    scheduler.request_finished(request, BLOCKS, FinishStatus.ABORTED)
+    assert scheduler.build_connector_meta().releases == ()
+
+
+def test_tokens_the_remote_does_not_hold_are_not_asked_for(scheduler: SchedulerConnector) -> None:
+    assert (
+        scheduler.get_num_new_matched_tokens(offered(scheduler, remote_num_tokens=40), 0)[0] == 40
+    )
+    short_list = offered(scheduler, remote_block_ids=[[1, 2]], remote_num_tokens=None)
+    assert scheduler.get_num_new_matched_tokens(short_list, 0)[0] == 32
+
+
+def test_a_remote_that_holds_more_than_the_prompt_gives_the_prompt(
+    scheduler: SchedulerConnector,
+) -> None:
+    request = Request("d-1", answer_of_p(prefix_proof=None), num_prompt_tokens=50)
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0)[0] == 50
+
+
+def test_broken_params_make_a_local_request(scheduler: SchedulerConnector) -> None:
+    request = offered(scheduler, remote_host=None)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert not scheduler.build_connector_meta()
+
+
+def test_both_legs_on_one_engine_release_without_a_read(scheduler: SchedulerConnector) -> None:
+    request = offered(scheduler, remote_engine_id="me")
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    meta = scheduler.build_connector_meta()
+    assert [type(release) for release in meta.releases] == [RemoteSource]
+    assert meta.tracks == ()
+
+
+def test_a_prompt_of_other_tokens_gets_only_what_is_proven_equal(
+    scheduler: SchedulerConnector,
+) -> None:
+    request = Request("d-1", answer_of_p(), num_prompt_tokens=50)
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (48, True)
+
+
+# Turns: a decode engine keeps what it answered, a prefill engine pulls it for the next turn.
+
+
+def retained(
+    request_id: str = "t-1", decoder: SchedulerConnector | None = None, **changes: Any
+) -> dict[str, Any]:
+    """What a decode engine answers for a turn of 100 prompt and 21 answer tokens."""
+    decoder = decoder or make("d", 5602, bidirectional=True)
+    params = answer_of_p(retain=True)
+    request = Request(request_id, params, num_computed_tokens=120, answer=range(100, 121))
+    decoder.on_new_request(request)
+    decoder.update_state_after_alloc(request, BLOCKS, 100)
+    decoder.update_connector_output(TransferResults(finished_recving=frozenset([request_id])))
+    blocks = (tuple(range(8)),)
+    delay, answer = decoder.request_finished(request, blocks, FinishStatus.STOPPED)
+    assert delay
+    assert answer is not None
+    return {**answer, **changes}
+
+
+def next_turn(scheduler: SchedulerConnector, prompt_tokens: int = 150, **changes: Any) -> Request:
+    request = Request("n-1", retained(**changes), num_prompt_tokens=prompt_tokens)
+    scheduler.on_new_request(request)
+    return request
+
+
+@pytest.fixture
+def prefiller() -> SchedulerConnector:
+    return make("me", bidirectional=True)
+
+
+def test_a_turn_is_kept_only_when_asked_to() -> None:
+    params = answer_of_p()
+    for config, asked in ((True, False), (False, True)):
+        decoder = make("d", bidirectional=config)
+        request = Request("t-1", {**params, "retain": asked}, num_computed_tokens=120)
+        decoder.on_new_request(request)
+        decoder.update_state_after_alloc(request, BLOCKS, 100)
+        assert decoder.request_finished(request, BLOCKS, FinishStatus.STOPPED) == (False, None)
+
+
+def test_a_kept_turn_says_where_until_when_and_which_tokens() -> None:
+    decoder = make("d", 5602, bidirectional=True)
+    answer = retained(decoder=decoder)
+    assert answer["do_remote_decode"] is True
+    assert answer["do_remote_prefill"] is False
+    assert answer["remote_num_tokens"] == 120
+    assert answer["retained_until"] == 1480
+    (grant,) = decoder.build_connector_meta().grants
+    assert grant == LeaseGrant("t-1", 480.0, renewable=False)
+
+
+def test_the_next_turn_pulls_what_it_extends(prefiller: SchedulerConnector) -> None:
+    request = next_turn(prefiller)
+    assert prefiller.get_num_new_matched_tokens(request, 16) == (104, True)
+    prefiller.update_state_after_alloc(request, BLOCKS, 104)
+    meta = prefiller.build_connector_meta()
+    assert (meta.pulls[0].first_token, meta.pulls[0].last_token) == (16, 120)
+    assert meta.expects == ("n-1",)
+    assert meta.tracks == ()
+
+
+@pytest.mark.parametrize("prompt_tokens", [70, 100, 119])
+def test_a_shorter_history_pulls_whole_blocks_of_equal_tokens(
+    prefiller: SchedulerConnector, prompt_tokens: int
+) -> None:
+    request = next_turn(prefiller, prompt_tokens)
+    matched = prefiller.get_num_new_matched_tokens(request, 0).num_tokens
+    assert matched == prompt_tokens - prompt_tokens % 16
+
+
+def test_an_edited_history_pulls_what_stands_before_the_edit() -> None:
+    scheduler = make("me", bidirectional=True, recompute_threshold=16)
+
+    class Edited(Request):
+        @property
+        def prompt_token_ids(self) -> Sequence[int]:
+            return [*range(40), 7777, *range(41, 150)]
+
+    request = Edited("n-1", retained(), num_prompt_tokens=150)
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (32, True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prefix_proof": None},
+        {"retained_until": 999.0},
+        {"remote_num_tokens": 63},
+        {"remote_block_ids": [[1, 2, 3]]},
+    ],
+)
+def test_a_turn_that_cannot_be_used_is_computed_and_given_back(
+    prefiller: SchedulerConnector, changes: dict[str, Any]
+) -> None:
+    request = Request("n-1", retained(**changes), num_prompt_tokens=150)
+    prefiller.on_new_request(request)
+    assert prefiller.get_num_new_matched_tokens(request, 0) == (0, False)
+    prefiller.update_state_after_alloc(request, BLOCKS, 0)
+    assert [source.request_id for source in prefiller.build_connector_meta().releases] == ["t-1"]
+
+
+def test_a_prefiller_without_the_flag_computes_and_gives_the_turn_back(
+    scheduler: SchedulerConnector,
+) -> None:
+    request = next_turn(scheduler)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert len(scheduler.build_connector_meta().releases) == 1
+
+
+def test_a_turn_with_broken_params_is_an_ordinary_prefill(prefiller: SchedulerConnector) -> None:
+    request = next_turn(prefiller, remote_port="x")
+    assert prefiller.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert prefiller.build_connector_meta().expects == ("n-1",)
+
+
+def test_few_missing_tokens_are_computed_and_the_turn_given_back(
+    prefiller: SchedulerConnector,
+) -> None:
+    request = next_turn(prefiller)
+    assert prefiller.get_num_new_matched_tokens(request, 64) == (0, False)
+    prefiller.update_state_after_alloc(request, BLOCKS, 0)
+    assert len(prefiller.build_connector_meta().releases) == 1
+
+
+def test_a_prefill_that_lost_its_turn_computes_whatever_the_policy(
+    prefiller: SchedulerConnector,
+) -> None:
+    request = next_turn(prefiller)
+    assert prefiller.load_failure_policy(request) == "recompute"
+    assert prefiller.load_failure_policy(Request("other")) == "fail"
+
+
+def test_waiting_turns_hold_no_more_than_their_share_and_the_oldest_goes() -> None:
+    decoder = make("d", bidirectional=True, retain_share=0.5)
+    for name in ("t-1", "t-2", "t-3"):
+        retained(name, decoder)
+    meta = decoder.build_connector_meta()
+    assert [grant.request_id for grant in meta.grants] == ["t-1", "t-2", "t-3"]
+    assert meta.revokes == ("t-1",)
+
+
+def test_a_turn_larger_than_the_share_is_not_kept() -> None:
+    decoder = make("d", bidirectional=True, retain_share=0.1)
+    request = Request("t-1", answer_of_p(retain=True), num_computed_tokens=120)
+    decoder.on_new_request(request)
+    decoder.update_state_after_alloc(request, BLOCKS, 100)
+    assert decoder.request_finished(request, BLOCKS, FinishStatus.STOPPED) == (False, None)
+
+
+def test_an_engine_that_drains_gives_up_waiting_turns_and_keeps_leases() -> None:
+    decoder = make("d", bidirectional=True)
+    retained("t-1", decoder)
+    request = Request("r", {"do_remote_decode": True}, num_computed_tokens=33)
+    decoder.on_new_request(request)
+    decoder.request_finished(request, BLOCKS, FinishStatus.LENGTH_CAPPED)
+    decoder.drain()
+    assert decoder.build_connector_meta().revokes == ("t-1",)
+    decoder.drain()
+    assert not decoder.has_pending_work()
+
+
+def test_what_is_released_by_name_is_revoked_once_and_nothing_else_is() -> None:
+    prefiller = make("p")
+    request = Request("r", {"do_remote_decode": True}, num_computed_tokens=33)
+    prefiller.on_new_request(request)
+    assert not prefiller.release("p", "r"), "it is not finished"
+    prefiller.request_finished(request, BLOCKS, FinishStatus.LENGTH_CAPPED)
+    assert not prefiller.release("another", "r")
+    assert prefiller.release("p", "r")
+    assert prefiller.build_connector_meta().revokes == ("r",)
+    prefiller.update_connector_output(TransferResults(frozenset({"r"})))
+    assert not prefiller.release("p", "r")
+    assert not prefiller.has_pending_work()
+
+
+@pytest.mark.parametrize(("windows", "loaded"), [((None,), 100), ((64, None), 99)])
+def test_where_a_group_has_a_window_the_last_token_is_left_to_compute(
+    windows: tuple[int | None, ...], loaded: int
+) -> None:
+    geometry = CacheGeometry(16, 32, group_windows=windows)
+    config = ConnectorConfig(engine_id="d")
+    decoder = SchedulerConnector(config, EngineIdentity("d", "10.0.0.2", 5600), geometry)
+    blocks = BLOCKS * len(windows)
+    request = offered(decoder, remote_block_ids=[list(group) for group in blocks])
+    assert decoder.get_num_new_matched_tokens(request, 32) == (loaded - 32, True)
+    decoder.update_state_after_alloc(request, blocks, loaded - 32)
+    (order,) = decoder.build_connector_meta().pulls
+    assert (order.first_token, order.last_token) == (32, loaded)
+
+
+@pytest.mark.parametrize(("listed", "loaded"), [(5, 99), (4, 99), (3, 0)])
+def test_a_remote_that_gave_up_what_a_window_needs_is_not_read(listed: int, loaded: int) -> None:
+    """Of 100 tokens in 7 blocks; the token behind 99 sees from 51 on, in block 3."""
+    geometry = CacheGeometry(16, 32, group_windows=(None, 49))
+    config = ConnectorConfig(engine_id="d")
+    decoder = SchedulerConnector(config, EngineIdentity("d", "10.0.0.2", 5600), geometry)
+    whole = list(BLOCKS[0])
+    request = offered(decoder, remote_block_ids=[whole, [0, *whole[-listed:]]])
+    assert decoder.get_num_new_matched_tokens(request, 0) == (loaded, loaded > 0)
+    if not loaded:
+        decoder.update_state_after_alloc(request, BLOCKS * 2, 0)
+        assert len(decoder.build_connector_meta().releases) == 1

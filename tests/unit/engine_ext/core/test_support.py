@@ -1,0 +1,73 @@
+from dataclasses import replace
+
+import pytest
+
+from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.types import CacheGeometry, EngineIdentity, Region
+from engine_ext.core.connector import build_connector
+from engine_ext.core.support import UnsupportedError, refuse_unsupported_memory
+from engine_ext.core.worker import WorkerConnector
+from tests.unit.engine_ext.core.fakes import FakeAgent, regions
+
+CONFIG = ConnectorConfig(engine_id="e")
+GEOMETRY = CacheGeometry(block_size=16, num_blocks=32)
+IDENTITY = EngineIdentity("e", "127.0.0.1", 1)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "identity", "word"),
+    [
+        (replace(GEOMETRY, uses_mla=True), IDENTITY, "MLA"),
+        (replace(GEOMETRY, uses_mamba=True), IDENTITY, "Mamba"),
+        (GEOMETRY, replace(IDENTITY, pp_size=2), "pipeline parallel size 2"),
+        (GEOMETRY, replace(IDENTITY, dcp_size=2), "decode context parallel size 2"),
+        (GEOMETRY, replace(IDENTITY, pcp_size=2), "prefill context parallel size 2"),
+    ],
+)
+def test_what_cannot_be_moved_is_refused_at_start_by_name(
+    geometry: CacheGeometry, identity: EngineIdentity, word: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=word) as caught:
+        WorkerConnector(CONFIG, geometry, identity)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_host_of_both_halves_is_refused_alike() -> None:
+    geometry = replace(GEOMETRY, uses_mla=True)
+    with pytest.raises(UnsupportedError, match="MLA"):
+        build_connector(CONFIG, geometry, host="127.0.0.1", port=1, model_factors={})
+
+
+VRAM = tuple(replace(region, mem_type="VRAM") for region in regions())
+TOGETHER = (Region("all", 0x1000, 64, 64, 8, members=("a", "b")),)
+
+
+@pytest.mark.parametrize(
+    ("config", "memory", "word"),
+    [
+        (replace(CONFIG, buffer_device="cpu"), VRAM, "kv_buffer_device cpu"),
+        (replace(CONFIG, buffer_device="cuda"), regions(), "kv_buffer_device cuda"),
+        (replace(CONFIG, cross_layers_blocks=True), regions(), "enable_cross_layers_blocks"),
+        (CONFIG, (replace(regions()[0], group=-2),), "no KV-cache group"),
+    ],
+)
+def test_memory_that_does_not_go_with_the_configuration_is_refused_at_start(
+    config: ConnectorConfig, memory: tuple[Region, ...], word: str
+) -> None:
+    worker = WorkerConnector(config, GEOMETRY, IDENTITY, lambda *_: FakeAgent())
+    with pytest.raises(UnsupportedError, match=word):
+        worker.register_kv_caches(memory)
+
+
+@pytest.mark.parametrize(
+    ("config", "memory"),
+    [
+        (replace(CONFIG, buffer_device="cpu"), regions()),
+        (replace(CONFIG, buffer_device="cuda"), VRAM),
+        (replace(CONFIG, cross_layers_blocks=True), TOGETHER),
+        (CONFIG, VRAM),
+        (CONFIG, (replace(regions()[0], group=-1),)),
+    ],
+)
+def test_memory_that_does_is_accepted(config: ConnectorConfig, memory: tuple[Region, ...]) -> None:
+    refuse_unsupported_memory(config, GEOMETRY, memory)

@@ -1,0 +1,486 @@
+"""Plans carried out on plain arrays: every byte once, from the right byte, and no other."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_ext.base.types import CacheGeometry, Region
+from engine_ext.layout.plan import (
+    Batch,
+    PeerLayout,
+    PlanError,
+    Side,
+    match_peer,
+    strided_descriptors,
+    without_holes,
+)
+from engine_ext.layout.ranks import TensorRank
+from engine_ext.wire.notifications import AgentMetadata
+from tests.unit.engine_ext.core.fakes import regions
+from tests.unit.engine_ext.layout.cache_model import Bytes, Model, RankCache
+
+GEOMETRY = CacheGeometry(block_size=16, num_blocks=32)
+
+
+def match(ours: RankCache, theirs: RankCache, *, permute: bool = True) -> PeerLayout:
+    us, them = TensorRank(ours.rank, ours.size), TensorRank(theirs.rank, theirs.size)
+    return match_peer(ours.geometry(), ours.regions(), theirs.metadata(), us, them, permute=permute)
+
+
+def stretches(side: Side) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...]:
+    """Address and length of every descriptor, as NIXL numbers them."""
+    counts = side.rows[:, 4].astype(np.int64)
+    row = np.repeat(np.arange(len(counts)), counts)
+    place = np.concatenate([np.arange(count) for count in counts])
+    address, length, _, stride, _ = side.rows.T.astype(np.int64)
+    return address[row] + place * stride[row], length[row]
+
+
+def carry_out(
+    batch: Batch, source: tuple[RankCache, Side], target: tuple[RankCache, Side], write: bool
+) -> Bytes:
+    """Copies; returns how often each byte of the target's memory was written."""
+    touched = np.zeros(len(target[0].memory), dtype=np.uint8)
+    there, here = (batch.local, batch.remote) if write else (batch.remote, batch.local)
+    froms, tos = stretches(source[1]), stretches(target[1])
+    total = 0
+    for i, j in zip(there, here, strict=True):
+        length = froms[1][i]
+        assert length == tos[1][j]
+        first = froms[0][i] - source[0].memory.ctypes.data
+        start = tos[0][j] - target[0].memory.ctypes.data
+        assert 0 <= first <= len(source[0].memory) - length
+        assert 0 <= start <= len(target[0].memory) - length
+        target[0].memory[start : start + length] = source[0].memory[first : first + length]
+        touched[start : start + length] += 1
+        total += length
+    assert total == batch.num_bytes
+    return touched
+
+
+LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BHLNC", "BLNHC")
+
+
+@dataclass
+class Case:
+    """A request of `num_tokens` on P's ranks, wanted from `first_token` on by D's."""
+
+    prefill: list[RankCache]
+    decode: list[RankCache]
+    kv: Bytes
+    prefill_blocks: list[int]
+    decode_blocks: list[int]
+    first_token: int
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.kv.shape[2])
+
+    def loaded(self) -> range:
+        """In whole units of the smaller block; P's garbage behind the last token comes along."""
+        unit = min(self.prefill[0].block_size, self.decode[0].block_size)
+        return range(self.first_token, -(-self.num_tokens // unit) * unit)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    model = Model(
+        draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
+    )
+    sizes = draw(st.tuples(*[st.sampled_from([1, 2, 4, 8])] * 2))
+    block_sizes = draw(st.tuples(*[st.sampled_from([1, 2, 4])] * 2))
+    layouts = draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 2))
+    num_blocks = draw(st.integers(9, 12))
+    unit = min(block_sizes)
+    num_tokens = draw(st.integers(1, 8 * unit))
+    rounded = -(-num_tokens // unit) * unit
+    caches = [
+        [
+            RankCache(
+                model,
+                layouts[side],
+                block_sizes[side],
+                num_blocks,
+                rank,
+                sizes[side],
+                padding=draw(st.sampled_from([0, 3])),
+                seed=side + 2 * rank,
+            )
+            for rank in range(sizes[side])
+        ]
+        for side in (0, 1)
+    ]
+    tables = [draw(st.permutations(range(num_blocks))) for _ in caches]
+    first = draw(st.integers(0, (num_tokens - 1) // block_sizes[1])) * block_sizes[1]
+    kv = model.kv(rounded)
+    for cache in caches[0]:
+        cache.store(kv, tables[0])
+    prefill, decode = caches
+    return Case(prefill, decode, kv[:, :, :num_tokens], tables[0], tables[1], first)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_every_byte_of_a_read_comes_once_from_its_place(case: Case) -> None:
+    truth = case.prefill[0].model.kv(case.loaded().stop)
+    for reader in case.decode:
+        expected = reader.after(truth, case.decode_blocks, case.loaded())
+        touched = np.zeros(len(reader.memory), dtype=np.uint8)
+        for rank in TensorRank(reader.rank, reader.size).faces(len(case.prefill)):
+            holder = case.prefill[rank]
+            plan = match(reader, holder)
+            if plan.skips_read:
+                continue
+            batch = plan.to_read(
+                (tuple(case.decode_blocks),),
+                (tuple(case.prefill_blocks),),
+                case.first_token,
+                case.num_tokens,
+                case.num_tokens,
+            )
+            touched += carry_out(batch, (holder, plan.remote), (reader, plan.local), write=False)
+        assert (reader.memory == expected).all()
+        assert touched.max() == 1
+        assert touched.sum() == reader.blocks[0, :, :, 0].size * len(case.loaded())
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_every_byte_of_a_write_goes_once_to_its_place(case: Case) -> None:
+    truth = case.prefill[0].model.kv(case.loaded().stop)
+    blocks = range(case.first_token, case.num_tokens, case.decode[0].block_size)
+    registered = tuple(case.decode_blocks[t // case.decode[0].block_size] for t in blocks)
+    touched = [np.zeros(len(target.memory), dtype=np.uint8) for target in case.decode]
+    expected = [one.after(truth, case.decode_blocks, case.loaded()) for one in case.decode]
+    for writer in case.prefill:
+        for rank in TensorRank(writer.rank, writer.size).faces(len(case.decode)):
+            target = case.decode[rank]
+            plan = match(writer, target)
+            if plan.skips_write:
+                continue
+            ours = (tuple(case.prefill_blocks),)
+            batch = plan.to_write(ours, (registered,), case.first_token, case.num_tokens)
+            touched[rank] += carry_out(
+                batch, (writer, plan.local), (target, plan.remote), write=True
+            )
+    for target, right, times in zip(case.decode, expected, touched, strict=True):
+        assert (target.memory == right).all()
+        assert times.max() == 1
+
+
+@given(
+    st.permutations(range(20)),
+    st.permutations(range(20)),
+    st.integers(0, 19),
+    st.integers(0, 320),
+)
+def test_engines_alike_pair_whole_blocks_by_position_in_ascending_order(
+    local: list[int], remote: list[int], first_block: int, num_tokens: int
+) -> None:
+    last_token = min(first_block * 16 + num_tokens, 320)
+    layout = match_peer(GEOMETRY, regions(layers=1), metadata(1))
+    batch = layout.to_read((tuple(local),), (tuple(remote),), first_block * 16, last_token, 320)
+    last_block = -(-last_token // 16)
+    expected = dict(zip(local[first_block:last_block], remote[first_block:last_block], strict=True))
+    assert dict(zip(batch.local.tolist(), batch.remote.tolist(), strict=True)) == expected
+    assert sorted(batch.local.tolist()) == batch.local.tolist()
+    assert batch.num_blocks == len(expected)
+    assert batch.num_bytes == len(expected) * 4096
+
+
+def test_descending_ids_become_one_ascending_run_per_region() -> None:
+    layout = match_peer(GEOMETRY, regions(), metadata())
+    batch = layout.to_read(((9, 8, 7, 6),), ((29, 28, 27, 26),), 0, 64, 64)
+    assert batch.local.tolist() == [6, 7, 8, 9, 38, 39, 40, 41]
+    assert batch.remote.tolist() == [26, 27, 28, 29, 90, 91, 92, 93]
+    assert batch.local.dtype == np.int32
+
+
+def test_a_longer_remote_list_is_cut_at_the_tokens_wanted_not_at_its_end() -> None:
+    layout = match_peer(GEOMETRY, regions(layers=1), metadata(1))
+    assert layout.to_read(((1, 2),), ((10, 11, 12, 13),), 0, 32, 64).remote.tolist() == [10, 11]
+
+
+@pytest.mark.parametrize(
+    ("local", "remote", "first", "last"),
+    [
+        ([1], [1, 2], 0, 32),
+        ([1, 2], [1], 0, 32),
+        ([1, 2], [1, 2], 8, 32),
+        ([1], [1], -16, 16),
+        ([1], [99], 0, 16),
+        ([32], [1], 0, 16),
+        ([1], [1], 0, 1 << 60),
+    ],
+)
+def test_lists_that_do_not_cover_the_tokens_are_refused(
+    local: list[int], remote: list[int], first: int, last: int
+) -> None:
+    layout = match_peer(GEOMETRY, regions(), metadata())
+    with pytest.raises(PlanError):
+        layout.to_read((tuple(local),), (tuple(remote),), first, last, None)
+
+
+@pytest.mark.parametrize(
+    ("registered", "first", "last"),
+    [
+        ((1 << 63,), 0, 16),
+        ((1,), 1 << 63, 1 << 63),
+        ((1, 2, 3), 0, 32),
+        ((1,), 0, 32),
+        ((1,), 3, 16),
+        ((), 0, 16),
+        ((1,), 0, 1 << 60),
+    ],
+)
+def test_a_registration_that_does_not_name_the_blocks_is_refused(
+    registered: tuple[int, ...], first: int, last: int
+) -> None:
+    layout = match_peer(GEOMETRY, regions(), metadata())
+    with pytest.raises(PlanError):
+        layout.to_write(((1, 2, 3),), (registered,), first, last)
+
+
+def test_a_stock_registration_is_written_up_to_the_last_token() -> None:
+    layout = match_peer(GEOMETRY, regions(layers=1), metadata(1))
+    batch = layout.to_write(((1, 2, 3),), ((8, 9),), None, 40)
+    assert (batch.local.tolist(), batch.remote.tolist()) == ([2, 3], [8, 9])
+
+
+def test_one_descriptor_row_per_region_whatever_the_blocks() -> None:
+    many = regions(num_blocks=1_000_000, layers=3)
+    assert strided_descriptors(many).shape == (3, 5)
+    plan = match_peer(GEOMETRY, many, metadata(3))
+    assert (plan.local.rows == strided_descriptors(many)).all()
+    assert plan.remote.rows.shape == (3, 5)
+
+
+def test_layers_that_lie_together_on_both_sides_are_one_descriptor_per_block() -> None:
+    model = Model(layers=4, heads=2, head_bytes=8)
+    plan = match(RankCache(model, "BLHNC"), RankCache(model, "BLHNC"))
+    assert plan.local.rows.shape == plan.remote.rows.shape == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "rows"),
+    [
+        ({"size": 2}, {}, 1),  # Half of the heads: one slice per block.
+        ({}, {"size": 2}, 1),
+        ({"block_size": 8}, {}, 4),  # Two halves of a block for each of two heads.
+        ({"layout": "BLHNC"}, {}, 1),
+        ({"layout": "LBNHC"}, {}, 32),  # Per head and token.
+    ],
+)
+def test_a_block_is_cut_into_no_more_pieces_than_it_must(
+    ours: dict[str, int], theirs: dict[str, int], rows: int
+) -> None:
+    model = Model(layers=1, heads=2, head_bytes=8)
+    plan = match(RankCache(model, **ours), RankCache(model, **theirs))  # type: ignore[arg-type] # settings
+    assert max(len(plan.local.rows), len(plan.remote.rows)) == rows
+
+
+# Sliding windows.
+
+WINDOWED = Model(layers=2, heads=1, head_bytes=2)
+
+
+def windowed() -> RankCache:
+    return RankCache(WINDOWED, block_size=4, groups=(0, 1), windows=(None, 8), padding=1)
+
+
+def holes(ids: tuple[int, ...], kept: int) -> tuple[int, ...]:
+    return (0,) * (len(ids) - kept) + ids[len(ids) - kept :]
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+@pytest.mark.parametrize("kept", [3, 4])
+def test_a_window_is_read_by_position_and_its_holes_are_left_alone(
+    kept: int, is_short: bool
+) -> None:
+    holder, reader = windowed(), windowed()
+    kv = WINDOWED.kv(20)
+    ids = (1, 2, 3, 4, 5), (11, 12, 13, 14, 15)
+    holder.store(kv, ids[0])
+    holder.blocks[list(ids[1])] = holder.blocks[list(ids[0])]
+    theirs = ids[0], holes(ids[1], kept)
+    ours = (10, 9, 8, 7, 6), holes((1, 2, 3, 4, 5), 4)
+    expected = reader.after(kv, ours[0], range(20), layers=[0])
+    reader_memory = reader.memory.copy()
+    reader.memory[:] = expected
+    both = ours[1] if kept == 4 else holes(ours[1], 3)
+    expected = reader.after(kv, both, range(20), layers=[1])
+    reader.memory[:] = reader_memory
+    plan = match(reader, holder)
+    if is_short:
+        theirs = without_holes(theirs, (None, 8))  # type: ignore[assignment] # two groups
+        assert len(theirs[1]) == kept
+    batch = plan.to_read(ours, theirs, 0, 20, 20)
+    carry_out(batch, (holder, plan.remote), (reader, plan.local), write=False)
+    assert (reader.memory == expected).all()
+
+
+def test_groups_that_share_their_memory_are_each_moved_in_their_own_blocks() -> None:
+    caches = [replace(windowed(), groups=(-1, -1)) for _ in range(2)]
+    holder, reader = caches
+    kvs = WINDOWED.kv(20, seed=3), WINDOWED.kv(20, seed=4)
+    theirs, ours = ((1, 2, 3, 4, 5), (0, 0, 13, 14, 15)), ((9, 8, 7, 6, 5), (0, 0, 3, 2, 1))
+    for kv, ids in zip(kvs, theirs, strict=True):
+        holder.store(kv, ids)
+    expected = reader.memory
+    for kv, ids in zip(kvs, ours, strict=True):
+        expected = reader.after(kv, ids, range(20))
+        held, reader.memory[:] = reader.memory.copy(), expected
+        if kv is kvs[0]:
+            start = held
+    reader.memory[:] = start
+    plan = match(reader, holder)
+    batch = plan.to_read(ours, theirs, 0, 20, 20)
+    carry_out(batch, (holder, plan.remote), (reader, plan.local), write=False)
+    assert (reader.memory == expected).all()
+
+
+def test_a_holder_that_keeps_less_than_the_window_is_refused() -> None:
+    plan = match(windowed(), windowed())
+    full_list = (1, 2, 3, 4, 5)
+    with pytest.raises(PlanError, match="window"):
+        plan.to_read((full_list, full_list), (full_list, (0, 0, 0, 0, 5)), 0, 20, 20)
+    with pytest.raises(PlanError, match="window"):
+        plan.to_write((full_list, (0, 0, 0, 0, 5)), (full_list, full_list), 0, 20)
+    # What the reader has given up itself, it need not be given.
+    batch = plan.to_write((full_list, full_list), (full_list, (0, 0, 0, 0, 5)), 0, 20)
+    assert batch.num_blocks == 6
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_another_number_of_groups_is_refused(groups: int) -> None:
+    plan = match(windowed(), windowed())
+    with pytest.raises(PlanError, match="groups differ"):
+        plan.to_read(((1,), (1,)), ((1,),) * groups, 0, 4, 4)
+
+
+# What fits together.
+
+
+def metadata(layers: int = 2, **changes: object) -> AgentMetadata:
+    ours = regions(layers=layers)
+    fields: dict[str, object] = {
+        "engine_id": "p",
+        "agent_metadata": b"",
+        "kv_caches_base_addr": [region.base_addr for region in ours],
+        "device_id": 0,
+        "num_blocks": 64,
+        "block_lens": [4096] * layers,
+        "block_strides": [8192] * layers,
+        "kv_cache_layout": "LBHNC",
+        "block_size": 16,
+        "attn_backend_name": "CPU_ATTN",
+        "region_names": [region.name for region in ours],
+    }
+    return AgentMetadata(**{**fields, **changes})  # type: ignore[arg-type] # msgspec struct
+
+
+def test_regions_are_lined_up_by_name() -> None:
+    names = [region.name for region in regions()]
+    layout = match_peer(
+        GEOMETRY, regions(), metadata(region_names=names[::-1], region_num_blocks=[7, 8])
+    )
+    assert [region.name for region in layout.regions] == names
+    assert layout.remote.rows[:, 4].tolist() == [8, 7]
+    assert layout.regions[0].block_stride == 8192
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"region_group_ids": [0, -1], "region_names": None}, None),
+        ({"block_size": 24}, "block_size"),
+        ({"block_size": 0}, "block_size"),
+        ({"block_size": 1 << 40}, "block_size"),
+        ({"block_size": 32}, "num_kv_heads is not known"),
+        ({"kv_cache_layout": "LBNHC"}, "kv_cache_layout"),
+        ({"attn_backend_name": "FLASH_ATTN"}, "attn_backend_name"),
+        ({"block_lens": [4096, 8192], "block_strides": [8192, 8192]}, "block_len"),
+        ({"block_strides": [4096, 1]}, "block_stride"),
+        ({"region_names": ["a", "b"]}, "no region"),
+        (
+            {"kv_caches_base_addr": [1], "block_lens": [1], "block_strides": [1]},
+            "number of regions",
+        ),
+        ({"attn_backend_name": "TRITON_MLA"}, "MLA"),
+        ({"ssm_sizes": (1, 1)}, "Mamba"),
+        ({"dcp_size": 2}, "decode context parallel"),
+        ({"pcp_size": 2}, "prefill context parallel"),
+        ({"ple_block_len": 8}, "embeddings"),
+        ({"physical_blocks_per_logical_kv_block": 2}, "physical blocks"),
+    ],
+)
+def test_a_peer_that_does_not_fit_is_refused_by_name(
+    change: dict[str, object], word: str | None
+) -> None:
+    if word is None:
+        match_peer(GEOMETRY, regions(), metadata(**change))  # type: ignore[arg-type] # settings
+        return
+    with pytest.raises(PlanError, match=word):
+        match_peer(GEOMETRY, regions(), metadata(**change))  # type: ignore[arg-type] # settings
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda m: setattr(m, "block_lens", [33, 33]), "block_len 33"),
+        (lambda m: setattr(m, "kv_cache_layout", "XBHNC"), "kv_cache_layout XBHNC"),
+        (lambda m: setattr(m, "block_lens", [16, 16]), "bytes per head"),
+        (lambda m: setattr(m, "kv_caches_base_addr", [1, (1 << 64) - 1]), "int"),
+    ],
+)
+def test_memory_that_contradicts_what_the_peer_says_is_refused(
+    change: Callable[[AgentMetadata], None], word: str
+) -> None:
+    model = Model(layers=2, heads=2, head_bytes=4)
+    ours, theirs = RankCache(model, block_size=8), RankCache(model, block_size=4)
+    told = theirs.metadata()
+    told.block_strides = [1 << 20] * 2
+    change(told)
+    with pytest.raises(PlanError, match=word):
+        match_peer(ours.geometry(), ours.regions(), told, permute=True)
+
+
+@pytest.mark.parametrize(
+    ("us", "them", "heads", "word"),
+    [
+        (TensorRank(0, 1), TensorRank(0, 3), 4, "KV heads on 3 ranks"),
+        (TensorRank(0, 2), TensorRank(1, 2), 4, "share no heads"),
+    ],
+)
+def test_ranks_that_do_not_go_together_are_refused(
+    us: TensorRank, them: TensorRank, heads: int, word: str
+) -> None:
+    ours = RankCache(Model(1, heads, 4), rank=us.rank, size=us.size)
+    with pytest.raises(PlanError, match=word):
+        match_peer(ours.geometry(), ours.regions(), ours.metadata(), us, them)
+
+
+def test_groups_that_differ_are_refused_by_region() -> None:
+    theirs = windowed().metadata()
+    theirs.region_group_ids = [1, 0]
+    with pytest.raises(PlanError, match="KV-cache group"):
+        match_peer(windowed().geometry(), windowed().regions(), theirs)
+
+
+def test_a_region_without_a_name_has_ours() -> None:
+    plain = metadata()
+    plain.region_names = None
+    assert [r.name for r in match_peer(GEOMETRY, regions(), plain).regions] == [
+        r.name for r in regions()
+    ]
+
+
+def test_a_layout_told_by_members_alone_is_not_a_layer_of_ours() -> None:
+    region = Region("all", 0x1000, 64, 64, 8, members=("a", "b"))
+    geometry = replace(GEOMETRY, kv_cache_layout="BLHNC", num_kv_heads=1)
+    with pytest.raises(PlanError, match="number of layers"):
+        match_peer(geometry, [region], metadata(1, kv_cache_layout="BLHNC"))

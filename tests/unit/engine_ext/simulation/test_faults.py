@@ -1,0 +1,393 @@
+"""What goes wrong between two engines: every NIXL call, every message, a peer that dies.
+
+Both engines run the real scheduler halves and loops over a simulated NIXL, which checks that each
+order is reported once, that no wrong KV is accepted and that no WRITE lands late.
+"""
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from engine_ext.transfer.agent import TransferState
+from engine_ext.wire.notifications import PushExtension, PushRegistered, encode_registration
+from tests.unit.engine_ext.simulation.world import SimRequest, Weather, World
+
+METHODS = (
+    "add_remote",
+    "remove_remote",
+    "prepare",
+    "drop",
+    "start_read",
+    "start_write",
+    "poll",
+    "release",
+    "notify",
+    "notifications",
+)
+MODES = ("pull", "push")
+LONGEST = 300.0
+"""Past every timeout of the default configuration but a registration's."""
+
+
+def tokens(seed: int, length: int = 10) -> list[int]:
+    return [seed * 1000 + position for position in range(length)]
+
+
+class Pair:
+    """One prefill and one decode engine, and what a router does between them."""
+
+    def __init__(self, mode: str, **config: Any) -> None:
+        self.mode = mode
+        self.world = World()
+        settings: dict[str, Any] = {"registration_timeout": 60.0, **config}
+        self.prefiller = self.world.engine("p", mode, port=1, **settings)
+        self.decoder = self.world.engine("d", mode, port=2, **settings)
+        self.count = 0
+
+    def ask(self, hurry: bool = False) -> str:
+        """Both legs of a request; returns D's id for it. `hurry`: no time passes in between."""
+        self.count += 1
+        number = self.count
+        name = f"cmpl-x{number}-0"
+        leg = self.prefiller.prefill(f"{name}-0000000a", tokens(number))
+        if self.mode == "push":
+            self.decoder.decode(f"{name}-0000000d", tokens(number), self.where(f"x{number}"))
+            if not hurry:
+                self.world.pass_time(0.1)
+            self.prefiller.finish(leg)
+        else:
+            params = self.prefiller.finish(leg)
+            self.decoder.decode(f"{name}-0000000d", tokens(number), params)
+        return f"{name}-0000000d"
+
+    def where(self, name: str, **more: Any) -> dict[str, Any]:
+        return {
+            "do_remote_prefill": True,
+            "remote_engine_id": self.prefiller.identity.engine_id,
+            "remote_host": "sim",
+            "remote_port": self.prefiller.identity.port,
+            "remote_request_id": name,
+            **more,
+        }
+
+    def is_served(self, within: float = 30.0) -> bool:
+        asked = self.ask()
+        self.world.until(lambda: asked in self.decoder.outcomes, within)
+        return self.decoder.outcomes[asked]
+
+    def assert_all_ended(self) -> None:
+        self.world.pass_time(LONGEST)
+        self.prefiller.assert_empty()
+        self.decoder.assert_empty()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_faults_every_request_is_served(mode: str) -> None:
+    pair = Pair(mode)
+    assert all(pair.is_served() for _ in range(5))
+    pair.world.pass_time(5)
+    pair.prefiller.assert_empty()
+    pair.decoder.assert_empty()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("side", ["prefiller", "decoder"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("when", ["from the start", "once connected"])
+def test_a_nixl_error_ends_each_order_once_and_the_next_is_served(
+    mode: str, side: str, method: str, when: str
+) -> None:
+    pair = Pair(mode)
+    if when == "once connected":
+        assert pair.is_served()
+    agent = getattr(pair, side).agent
+    agent.failing = {method}
+    asked = [pair.ask(hurry=True) for _ in range(3)]
+    pair.world.pass_time(LONGEST)
+    assert all(one in pair.decoder.outcomes for one in asked)
+    agent.failing = set()
+    pair.world.pass_time(10)
+    assert pair.is_served()
+    pair.assert_all_ended()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("side", ["prefiller", "decoder"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_nixl_error_in_the_middle_of_a_transfer_ends_it_once(
+    mode: str, side: str, method: str
+) -> None:
+    pair = Pair(mode)
+    pair.world.network.weather = Weather(transfer=2.0)
+    asked = pair.ask()
+    pair.world.until(lambda: pair.world.network.transfers)
+    agent = getattr(pair, side).agent
+    agent.failing = {method}
+    pair.world.pass_time(1.0)
+    agent.failing = set()
+    pair.world.until(lambda: asked in pair.decoder.outcomes, LONGEST)
+    pair.world.network.weather = Weather()
+    pair.world.pass_time(10)
+    assert pair.is_served()
+    pair.assert_all_ended()
+
+
+@pytest.mark.parametrize("method", ["notify", "add_remote", "notifications", "remove_remote"])
+@pytest.mark.parametrize("side", ["prefiller", "decoder"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_nixl_error_while_the_decoder_queues_costs_no_block(
+    mode: str, side: str, method: str
+) -> None:
+    """Heartbeats, their answers, and the release when the client leaves."""
+    pair = Pair(mode)
+    leg = pair.prefiller.prefill("cmpl-x-0-0000000a", tokens(1))
+    params = pair.prefiller.finish(leg)
+    queued = SimRequest(
+        "cmpl-x-0-0000000d", tokens(1), params if mode == "pull" else pair.where("x")
+    )
+    pair.decoder.scheduler.on_new_request(queued)
+    pair.world.pass_time(12)
+    agent = getattr(pair, side).agent
+    agent.failing = {method}
+    pair.world.pass_time(12)
+    pair.decoder.abort(queued)
+    pair.world.pass_time(12)
+    agent.failing = set()
+    pair.assert_all_ended()
+    assert pair.is_served()
+
+
+STORMS = {
+    "lost": Weather(lose=True),
+    "doubled": Weather(copies=2, spread=0.5),
+    "reordered": Weather(spread=2.0),
+    "late": Weather(delay=3.0),
+    "all": Weather(lose=True, copies=2, spread=3.0, transfer=1.0, handshake=2.0),
+}
+
+
+@pytest.mark.parametrize("storm", STORMS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(6))
+def test_messages_lost_doubled_reordered_or_late_end_each_order_once(
+    mode: str, storm: str, seed: int
+) -> None:
+    pair = Pair(mode)
+    pair.world.network.random = Random(seed)
+    pair.world.network.weather = STORMS[storm]
+    asked = []
+    for _ in range(6):
+        asked.append(pair.ask(hurry=True))
+        pair.world.pass_time(pair.world.network.random.random() * 4)
+    pair.world.pass_time(LONGEST)
+    assert all(one in pair.decoder.outcomes for one in asked)
+    pair.world.network.weather = Weather()
+    assert pair.is_served()
+    pair.assert_all_ended()
+
+
+@pytest.mark.parametrize("message", ["registration", "completion"])
+def test_a_push_message_that_was_lost_is_asked_for_again(message: str) -> None:
+    pair = Pair("push")
+    assert pair.is_served()
+    network = pair.world.network
+    if message == "registration":
+        network.weather = Weather(lose=True)
+        network.losses = 1
+        asked = pair.ask()
+    else:
+        asked = pair.ask()
+        network.weather = Weather(lose=True, transfer=0.5)
+    pair.world.pass_time(0.3)
+    network.weather = Weather()
+    assert asked not in pair.decoder.outcomes
+    pair.world.until(lambda: asked in pair.decoder.outcomes, 10)
+    assert pair.decoder.outcomes[asked]
+    pair.assert_all_ended()
+
+
+@pytest.mark.parametrize("moment", ["before", "connecting", "moving", "queued"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_prefiller_that_dies_ends_its_requests_within_a_bound(mode: str, moment: str) -> None:
+    pair = Pair(mode)
+    if moment != "connecting":
+        assert pair.is_served()
+    network = pair.world.network
+    network.weather = Weather(handshake=1.0, transfer=5.0)
+    asked = ""
+    if mode == "push" and moment == "queued":
+        asked = "cmpl-x9-0-0000000d"
+        pair.decoder.decode(asked, tokens(9), pair.where("x9"))
+        pair.world.pass_time(6)
+    elif moment != "before":
+        asked = pair.ask(hurry=True)
+        pair.world.pass_time(0.5 if moment == "connecting" else 1.5)
+    pair.prefiller.die()
+    if moment == "before" and mode == "push":
+        asked = "cmpl-x9-0-0000000d"
+        pair.decoder.decode(asked, tokens(9), pair.where("x9"))
+    elif moment == "before":
+        pair.count += 1
+        asked = "cmpl-x2-0-0000000d"
+        leg = pair.prefiller.prefill("cmpl-x2-0-0000000a", tokens(2))
+        pair.decoder.decode(asked, tokens(2), pair.prefiller.finish(leg))
+    pair.world.until(lambda: asked in pair.decoder.outcomes, 40)
+    assert not pair.decoder.outcomes[asked]
+    pair.world.pass_time(LONGEST)
+    pair.decoder.assert_empty()
+
+
+@pytest.mark.parametrize("same_id", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_prefiller_that_comes_back_on_its_address_is_used_within_ten_seconds(
+    mode: str, same_id: bool
+) -> None:
+    pair = Pair(mode)
+    assert pair.is_served()
+    died = pair.world.network.now
+    pair.prefiller.die()
+    name = "p" if same_id else "p2"
+    del pair.world.engines["p"]
+    pair.world.pass_time(0.5)
+    reborn = pair.world.engine(name, mode, port=1, registration_timeout=60.0)
+    pair.prefiller = reborn
+    while not pair.is_served(within=40):
+        assert same_id, "a new engine id is a new engine"
+        assert pair.world.network.now - died < 40
+    if not same_id:
+        assert pair.world.network.now - died < 10
+    pair.assert_all_ended()
+
+
+@pytest.mark.parametrize("fate", ["ends well", "fails"])
+@pytest.mark.parametrize("where", ["the same engine", "another engine"])
+def test_a_request_sent_twice_is_never_answered_with_another_requests_kv(
+    where: str, fate: str
+) -> None:
+    """A router that repeats a decode leg: the first read frees the blocks, and others fill them."""
+    pair = Pair("pull")
+    network = pair.world.network
+    twin = pair.decoder if where == "the same engine" else pair.world.engine("d2", port=3)
+    leg = pair.prefiller.prefill("cmpl-x-0-0000000a", tokens(1))
+    params = pair.prefiller.finish(leg)
+    # Both leases are proven by a heartbeat's answer before the first read ends.
+    network.weather = Weather(transfer=3.0)
+    pair.decoder.decode("cmpl-x-0-0000000d", tokens(1), params)
+    pair.world.pass_time(0.1)
+    network.weather = Weather(transfer=4.5)
+    twin.decode("cmpl-x-0-0000000e", tokens(1), params)
+    pair.world.pass_time(2.5)
+    if fate == "fails":
+        network.transfers[0].state = TransferState.FAILED
+    for number in range(20):
+        pair.world.pass_time(0.1)
+        other = pair.prefiller.prefill(f"cmpl-y{number}-0-0000000a", tokens(100 + number))
+        if pair.prefiller.finish(other) is None:
+            break
+    pair.world.pass_time(LONGEST)
+    assert pair.decoder.outcomes["cmpl-x-0-0000000d"] is (fate == "ends well")
+    assert not twin.outcomes["cmpl-x-0-0000000e"]
+
+
+def test_a_read_that_nixl_neither_ends_nor_lets_go_of_keeps_its_blocks() -> None:
+    pair = Pair("pull")
+    assert pair.is_served()
+    pair.world.network.weather = Weather(transfer=20.0)
+    asked = pair.ask()
+    pair.world.pass_time(1)
+    pair.decoder.agent.failing = {"poll", "release"}
+    pair.world.pass_time(25)
+    assert asked not in pair.decoder.outcomes
+    pair.decoder.agent.failing = set()
+    pair.world.until(lambda: asked in pair.decoder.outcomes)
+    pair.assert_all_ended()
+
+
+@pytest.mark.parametrize("loss", [False, True])
+def test_a_write_under_way_keeps_the_blocks_of_an_aborted_decode(loss: bool) -> None:
+    """Far longer than the grace for a prefiller that cannot be reached."""
+    pair = Pair("push")
+    assert pair.is_served()
+    network = pair.world.network
+    network.weather = Weather(transfer=100.0)
+    request = pair.decoder.decode("cmpl-x-0-0000000d", tokens(9), pair.where("x"))
+    assert request is not None
+    pair.prefiller.finish(pair.prefiller.prefill("cmpl-x-0-0000000a", tokens(9)))
+    pair.world.until(lambda: network.num_writes == 2)
+    network.weather = Weather(lose=loss, transfer=100.0)
+    pair.decoder.abort(request)
+    pair.world.pass_time(90)
+    assert request.request_id not in pair.decoder.outcomes
+    pair.world.until(lambda: request.request_id in pair.decoder.outcomes, 20)
+    pair.assert_all_ended()
+
+
+def test_two_attempts_with_one_request_id_are_told_apart_by_their_transfer() -> None:
+    """The router gives up an attempt and makes another, with the same X-Request-Id."""
+    pair = Pair("push")
+    first = pair.decoder.decode("cmpl-x-0-0000000d", tokens(1), pair.where("x", transfer_id="t1"))
+    assert first is not None
+    pair.world.pass_time(1)
+    pair.decoder.abort(first)
+    pair.world.pass_time(1)
+    leg = pair.prefiller.prefill("cmpl-x-0-0000000b", tokens(1), transfer_id="t2")
+    pair.decoder.decode("cmpl-x-0-0000000e", tokens(1), pair.where("x", transfer_id="t2"))
+    pair.world.pass_time(1)
+    pair.prefiller.finish(leg)
+    pair.world.pass_time(1)
+    assert pair.decoder.outcomes == {"cmpl-x-0-0000000d": False, "cmpl-x-0-0000000e": True}
+    pair.assert_all_ended()
+
+
+@pytest.mark.parametrize("end", ["written", "withdrawn"])
+def test_a_registration_that_comes_again_after_its_end_is_never_written(end: str) -> None:
+    """Its blocks are others' by then, and another attempt of the request offers its KV."""
+    pair = Pair("push")
+    assert pair.is_served()
+    network = pair.world.network
+    network.weather = Weather(copies=2, spread=3.0)
+    request = pair.decoder.decode("cmpl-x-0-0000000d", tokens(9), pair.where("x"))
+    assert request is not None
+    if end == "written":
+        pair.prefiller.finish(pair.prefiller.prefill("cmpl-x-0-0000000a", tokens(9)))
+    else:
+        pair.decoder.step()
+        pair.decoder.abort(request)
+    pair.world.pass_time(5)
+    assert pair.decoder.outcomes[request.request_id] is (end == "written")
+    writes = network.num_writes
+    pair.prefiller.finish(pair.prefiller.prefill("cmpl-x-0-0000000b", tokens(9)))
+    pair.world.pass_time(5)
+    assert network.num_writes == writes
+    pair.assert_all_ended()
+
+
+def test_a_registration_with_other_names_than_its_last_one_stops_nothing() -> None:
+    """What a peer sends twice with different names once ended the owner thread's orders."""
+    pair = Pair("push")
+    assert pair.is_served()
+    network, names = pair.world.network, (pair.decoder.agent.name, pair.prefiller.agent.name)
+    for transfer_id in ("t1", "t2"):
+        message = PushRegistered(
+            request_id="cmpl-z-0-0000000d",
+            decode_engine_id="d",
+            decode_host="sim",
+            decode_port=2,
+            decode_tp_size=1,
+            local_block_ids=((1, 2, 3),),
+            remote_engine_id="p",
+            remote_host="sim",
+            remote_port=1,
+            remote_tp_size=1,
+            transfer_id=transfer_id,
+            disagg=PushExtension(int(transfer_id[1]), 0, 10, b"of another prompt", "z"),
+        )
+        network.send(*names, encode_registration(message))
+    pair.world.pass_time(1)
+    for transfer_id in ("t2", "t1"):
+        request_id = f"cmpl-{transfer_id}-0-0000000a"
+        leg = pair.prefiller.prefill(request_id, tokens(50), transfer_id=transfer_id)
+        pair.prefiller.finish(leg)
+        pair.world.pass_time(1)
+    assert pair.is_served()

@@ -1,0 +1,471 @@
+"""Engines of several ranks, one rank's loop stepped by hand: what one rank does, the others hear.
+
+Fake agents, a fake clock, real handshakes. Rank r of the remote engine is "agent-<r>".
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+
+from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.types import (
+    ConnectorStats,
+    EngineIdentity,
+    LeaseCancel,
+    LeaseGrant,
+    PeerAddress,
+    PullOrder,
+    PushOffer,
+    PushRegistration,
+    PushTarget,
+    RemoteSource,
+    StepMetadata,
+    TrackOrder,
+    TransferResults,
+)
+from engine_ext.core.loop import TransferLoop
+from engine_ext.transfer.agent import TransferState
+from engine_ext.transfer.results import Results
+from engine_ext.wire import notifications as wire
+from engine_ext.wire.notifications import HandshakeServer
+from tests.unit.engine_ext.core.fakes import FakeAgent, FakeTransfer
+from tests.unit.engine_ext.layout.cache_model import Model, RankCache
+
+MODEL = Model(layers=1, heads=4, head_bytes=8)
+OK = TransferResults(finished_recving=frozenset(["d-1"]))
+FAILED = TransferResults(finished_recving=frozenset(["d-1"]), failed_recving=frozenset(["d-1"]))
+SENT = TransferResults(finished_sending=frozenset(["p-1"]))
+
+
+class Rank:
+    """Rank 0 of an engine of `ours` ranks, facing an engine of `theirs`."""
+
+    def __init__(self, ours: int, theirs: int, *, extension: int | None = 1) -> None:
+        self.agent = FakeAgent()
+        self.results = Results()
+        self.stats = ConnectorStats()
+        self.config = ConnectorConfig(engine_id="us")
+        self.now = 1000.0
+        self.server = HandshakeServer("127.0.0.1", 0, _payloads(theirs, extension))
+        self.address = PeerAddress("remote", "127.0.0.1", self.server.port, theirs)
+        cache = RankCache(MODEL, size=ours)
+        identity = EngineIdentity("us", "127.0.0.1", 1, ours)
+        self.loop = TransferLoop(
+            self.agent,
+            self.config,
+            cache.geometry(),
+            identity,
+            tuple(cache.regions()),
+            self.results,
+            self.stats,
+        )
+
+    def close(self) -> None:
+        self.loop.close()
+        self.server.close()
+
+    def step(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.loop.step(self.now)
+
+    def apply(self, meta: StepMetadata) -> None:
+        self.loop.apply(meta, self.now)
+
+    def step_until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 5
+        while not condition():
+            assert time.monotonic() < deadline, "condition not reached"
+            self.step()
+
+    def sent(self) -> list[tuple[str, wire.Notification]]:
+        messages, self.agent.sent = self.agent.sent, []
+        decoded = [(name, wire.decode_notification(message)) for name, message in messages]
+        return [(name, one) for name, one in decoded if not isinstance(one, wire.Hello)]
+
+    def hears(self, message: bytes | wire.ExtensionMessage, rank: int) -> None:
+        told = message if isinstance(message, bytes) else wire.encode_extension(message)
+        self.agent.sender = f"agent-{rank}"
+        self.agent.inbox.append(told)
+        self.step()
+
+    def source(self) -> RemoteSource:
+        return RemoteSource(self.address, "p-1", self.address.tp_size, ((1, 2),), 32)
+
+    def reading(self) -> list[FakeTransfer]:
+        self.apply(StepMetadata(pulls=(PullOrder("d-1", self.source(), ((3, 4),), 0, 32),)))
+        self.step_until(lambda: self.agent.transfers)
+        return self.agent.transfers
+
+
+def _payloads(size: int, extension: int | None) -> dict[wire.Rank, bytes]:
+    return {
+        (0, rank): wire.encode_payload(
+            _metadata(rank, size, extension),
+            {},
+        )
+        for rank in range(size)
+    }
+
+
+def _metadata(rank: int, size: int, extension: int | None) -> wire.AgentMetadata:
+    metadata = RankCache(MODEL, rank=rank, size=size).metadata()
+    metadata.agent_metadata = f"agent-{rank}".encode()
+    metadata.disagg_ext = extension
+    metadata.lease_extension = 20.0
+    return metadata
+
+
+Launch = Callable[..., Rank]
+
+
+@pytest.fixture
+def launch() -> Iterator[Launch]:
+    with ExitStack() as stack:
+
+        def start(ours: int, theirs: int, **settings: int | None) -> Rank:
+            rank = Rank(ours, theirs, **settings)
+            stack.callback(rank.close)
+            return rank
+
+        yield start
+
+
+def finish(rank: Rank, *states: TransferState) -> None:
+    for transfer, state in zip(rank.agent.transfers, states, strict=True):
+        transfer.state = state
+    rank.step()
+
+
+DONE, RUNNING, BROKEN = TransferState.DONE, TransferState.RUNNING, TransferState.FAILED
+
+
+# Reading.
+
+
+def test_a_stock_engine_of_two_ranks_is_read_in_two_parts_and_reported_once(
+    launch: Launch,
+) -> None:
+    rank = launch(1, 2, extension=None)
+    assert [t.notification for t in rank.reading()] == [b"p-1:1", b"p-1:1"]
+    finish(rank, DONE, RUNNING)
+    assert not rank.results.take()
+    finish(rank, DONE, DONE)
+    assert rank.results.take() == OK
+    rank.step()
+    assert not rank.results.take()
+    assert rank.stats.pulls_ok == 1
+
+
+def test_a_holder_hears_how_many_ranks_read_from_it(launch: Launch) -> None:
+    assert [t.notification for t in launch(4, 2, extension=None).reading()] == [b"p-1:2"]
+
+
+def test_one_failed_part_fails_the_load_once_the_other_is_let_go(launch: Launch) -> None:
+    rank = launch(1, 2)
+    rank.reading()
+    rank.apply(StepMetadata())
+    rank.sent()
+    finish(rank, BROKEN, RUNNING)
+    assert rank.results.take() == FAILED
+    assert all(transfer.released for transfer in rank.agent.transfers)
+    assert rank.sent() == [(f"agent-{i}", wire.Read("p-1")) for i in range(2)]
+    assert rank.agent.peers == []
+
+
+def test_a_part_that_nixl_does_not_let_go_of_keeps_the_blocks(launch: Launch) -> None:
+    rank = launch(1, 2)
+    rank.reading()
+    rank.agent.failing = {"release"}
+    finish(rank, DONE, RUNNING)
+    rank.step(rank.config.transfer_timeout + 1)
+    rank.step()
+    assert not rank.results.take()
+    rank.agent.failing = set()
+    finish(rank, DONE, DONE)
+    assert rank.results.take() == FAILED
+
+
+def sequences(rank: Rank) -> list[int]:
+    reads = [wire.decode_notification(t.notification) for t in rank.agent.transfers]
+    return [read.sequence for read in reads if isinstance(read, wire.Read)]
+
+
+def test_every_holder_must_say_that_its_part_was_in_time(launch: Launch) -> None:
+    rank = launch(1, 2)
+    rank.reading()
+    finish(rank, DONE, DONE)
+    first, second = sequences(rank)
+    rank.hears(wire.ReadAck(first, valid=True), 0)
+    rank.hears(wire.ReadAck(second, valid=True), 0)
+    assert not rank.results.take()
+    rank.hears(wire.ReadAck(second, valid=True), 1)
+    assert rank.results.take() == OK
+
+
+def test_one_holder_whose_lease_had_ended_fails_the_load(launch: Launch) -> None:
+    rank = launch(1, 2)
+    rank.reading()
+    finish(rank, DONE, DONE)
+    rank.hears(wire.ReadAck(sequences(rank)[1], valid=False), 1)
+    assert rank.results.take() == FAILED
+    assert rank.stats.reads_unproven == 1
+
+
+def test_one_ranks_answered_heartbeat_is_no_proof_for_the_other(launch: Launch) -> None:
+    rank = launch(1, 2)
+    rank.apply(StepMetadata(tracks=(TrackOrder("d-1", rank.address, "p-1"),)))
+    rank.step_until(lambda: len(rank.agent.sent) == 4)
+    beats = rank.sent()
+    assert [name for name, _ in beats] == ["agent-0", "agent-1"]
+    _, renew = beats[0]
+    assert isinstance(renew, wire.Renew)
+    rank.hears(wire.Renewed(renew.sequence), 0)
+    rank.reading()
+    finish(rank, DONE, DONE)
+    assert not rank.results.take()
+
+
+def test_a_release_reaches_every_rank(launch: Launch) -> None:
+    rank = launch(1, 2)
+    rank.apply(StepMetadata(releases=(rank.source(),)))
+    rank.step_until(lambda: len(rank.agent.sent) == 4)
+    assert rank.sent() == [(f"agent-{i}", wire.Read("p-1")) for i in range(2)]
+
+
+def test_copies_of_a_head_are_read_once_and_all_of_them_let_go(launch: Launch) -> None:
+    """4 heads on 8 ranks: ranks 0 to 7 of them hold heads 0 0 1 1 2 2 3 3."""
+    rank = launch(1, 8, extension=None)
+    rank.reading()
+    assert len(rank.agent.transfers) == 4
+    finish(rank, *[DONE] * 4)
+    assert rank.results.take() == OK
+    assert [name for name, _ in rank.sent()] == [f"agent-{i}" for i in (1, 3, 5, 7)]
+
+
+def test_a_lease_of_two_readers_is_not_ended_by_one_that_says_it_twice(launch: Launch) -> None:
+    rank = launch(1, 2)
+    rank.apply(StepMetadata(grants=(LeaseGrant("p-1", 30),)))
+    for _ in range(2):
+        rank.hears(b"p-1:2", 0)
+    assert not rank.results.take()
+    rank.hears(b"p-1:2", 1)
+    assert rank.results.take() == SENT
+
+
+def test_an_absurd_number_of_ranks_is_a_failed_load(launch: Launch) -> None:
+    rank = launch(1, 1)
+    source = replace(rank.source(), address=rank.address._replace(tp_size=1024))
+    rank.apply(StepMetadata(pulls=(PullOrder("d-1", source, ((3, 4),), 0, 32),)))
+    rank.step()
+    assert rank.results.take() == FAILED
+
+
+# Being written to.
+
+
+def registered(rank: Rank) -> list[wire.PushRegistered]:
+    target = PushTarget(rank.address, rank.address.tp_size, "p-1")
+    order = PushRegistration("d-1", target, ((3, 4),), 0, 32, b"")
+    rank.apply(StepMetadata(registrations=(order,)))
+    number = max(1, rank.address.tp_size)
+    rank.step_until(lambda: b"PUSH_REG" in b"".join(m for _, m in rank.agent.sent[-number:]))
+    return [message for _, message in rank.sent() if isinstance(message, wire.PushRegistered)]
+
+
+def generation(messages: list[wire.PushRegistered]) -> int:
+    assert len(messages) == 2
+    assert messages[0] == messages[1]
+    assert messages[0].disagg is not None
+    return messages[0].disagg.generation
+
+
+def test_blocks_are_written_when_every_rank_of_p_has_written(launch: Launch) -> None:
+    rank = launch(1, 2)
+    number = generation(registered(rank))
+    rank.hears(wire.PushDone("d-1", number), 0)
+    rank.hears(wire.PushDone("d-1", number), 0)
+    rank.hears(wire.PushDone("d-1", number), 7)
+    assert not rank.results.take()
+    rank.hears(wire.PushDone("d-1", number), 1)
+    assert rank.results.take() == OK
+
+
+def test_a_rank_that_will_not_write_makes_the_others_stop_before_blocks_are_given_back(
+    launch: Launch,
+) -> None:
+    rank = launch(1, 2)
+    number = generation(registered(rank))
+    rank.hears(wire.PushFailed("d-1", number, "no"), 0)
+    assert not rank.results.take()
+    assert [(name, type(one)) for name, one in rank.sent()] == [("agent-1", wire.Withdraw)]
+    rank.hears(wire.PushDone("d-1", number), 1)
+    assert rank.results.take() == FAILED
+
+
+def test_a_rank_that_does_not_answer_a_withdrawal_is_waited_for_as_long_as_it_might_write(
+    launch: Launch,
+) -> None:
+    rank = launch(1, 2)
+    rank.hears(wire.PushFailed("d-1", generation(registered(rank)), "no"), 0)
+    rank.step(rank.config.write_bound - 1)
+    assert not rank.results.take()
+    rank.step(1)
+    assert rank.results.take() == FAILED
+
+
+def test_only_the_rank_that_has_not_written_is_asked_again(launch: Launch) -> None:
+    rank = launch(1, 2)
+    rank.hears(wire.PushDone("d-1", generation(registered(rank))), 0)
+    rank.sent()
+    rank.step(rank.config.heartbeat_interval)
+    assert [(name, type(one)) for name, one in rank.sent()] == [("agent-1", wire.PushRegistered)]
+
+
+# Writing.
+
+
+def offer(rank: Rank) -> None:
+    rank.apply(
+        StepMetadata(
+            grants=(LeaseGrant("p-1", 30),), offers=(PushOffer("p-1", ((1, 2),), 32, b"x"),)
+        )
+    )
+
+
+def register(rank: Rank, their_rank: int, name: str = "p-1") -> None:
+    message = wire.PushRegistered(
+        request_id="d-1",
+        decode_engine_id="remote",
+        decode_host=rank.address.host,
+        decode_port=rank.address.port,
+        decode_tp_size=rank.address.tp_size,
+        local_block_ids=((5, 6),),
+        remote_engine_id="us",
+        remote_host="127.0.0.1",
+        remote_port=1,
+        remote_tp_size=1,
+        disagg=wire.PushExtension(1, 0, 32, b"x", name, their_rank),
+    )
+    rank.hears(wire.encode_registration(message), their_rank)
+
+
+def test_each_rank_of_d_is_written_as_it_registers_and_blocks_are_freed_after_the_last(
+    launch: Launch,
+) -> None:
+    rank = launch(1, 2)
+    register(rank, 0)
+    offer(rank)
+    register(rank, 0)
+    rank.step_until(lambda: rank.agent.transfers)
+    finish(rank, DONE)
+    assert not rank.results.take()
+    register(rank, 1)
+    rank.step_until(lambda: len(rank.agent.transfers) == 2)
+    finish(rank, DONE, DONE)
+    assert rank.results.take() == SENT
+    assert rank.stats.pushes_ok == 2
+
+
+def test_ranks_that_register_before_the_prefill_ends_are_all_written(launch: Launch) -> None:
+    rank = launch(1, 2)
+    register(rank, 0)
+    register(rank, 1)
+    offer(rank)
+    rank.step_until(lambda: len(rank.agent.transfers) == 2)
+    finish(rank, DONE, DONE)
+    assert rank.results.take() == SENT
+
+
+def test_a_rank_that_never_registers_does_not_keep_the_blocks_and_is_refused_later(
+    launch: Launch,
+) -> None:
+    rank = launch(1, 2)
+    offer(rank)
+    register(rank, 0)
+    rank.step_until(lambda: rank.agent.transfers)
+    finish(rank, DONE)
+    rank.step(rank.config.transfer_timeout)
+    assert rank.results.take() == SENT
+    rank.sent()
+    register(rank, 1)
+    assert [(name, type(one)) for name, one in rank.sent()] == [("agent-1", wire.PushFailed)]
+
+
+def test_a_rank_that_withdraws_is_not_waited_for(launch: Launch) -> None:
+    rank = launch(1, 2)
+    offer(rank)
+    register(rank, 0)
+    rank.step_until(lambda: rank.agent.transfers)
+    rank.hears(wire.Withdraw("d-1", 1, "p-1"), 1)
+    assert not rank.results.take()
+    finish(rank, DONE)
+    assert rank.results.take() == SENT
+
+
+def test_a_withdrawal_before_any_match_frees_the_blocks_once(launch: Launch) -> None:
+    rank = launch(1, 2)
+    offer(rank)
+    for their_rank in (0, 1):
+        rank.hears(wire.Withdraw("d-1", 0, "p-1"), their_rank)
+    assert rank.results.take() == SENT
+
+
+@pytest.mark.parametrize(("ours", "theirs", "their_rank"), [(1, 2, 5), (2, 2, 1)])
+def test_a_registration_of_a_rank_that_is_not_ours_to_write_is_refused(
+    launch: Launch, ours: int, theirs: int, their_rank: int
+) -> None:
+    rank = launch(ours, theirs)
+    offer(rank)
+    register(rank, their_rank)
+    rank.step()
+    assert rank.agent.transfers == []
+    assert rank.stats.pushes_failed == 1
+
+
+def test_every_rank_of_d_hears_that_the_prefill_was_given_up(launch: Launch) -> None:
+    rank = launch(1, 2)
+    register(rank, 0)
+    rank.apply(StepMetadata(cancels=(LeaseCancel("p-1"),)))
+    register(rank, 1)
+    refused = [(name, type(one)) for name, one in rank.sent()]
+    assert refused == [("agent-0", wire.PushFailed), ("agent-1", wire.PushFailed)]
+
+
+def test_withdrawals_of_all_ranks_are_one_and_spare_the_next_attempt(launch: Launch) -> None:
+    rank = launch(1, 2)
+    offer(rank)
+    for their_rank in (0, 1):
+        rank.hears(wire.Withdraw("d-1", 0, "p-1"), their_rank)
+    assert rank.results.take() == SENT
+    offer(rank)
+    rank.step()
+    assert not rank.results.take()
+
+
+def test_ranks_that_call_one_request_by_other_names_leave_no_name_behind(launch: Launch) -> None:
+    rank = launch(1, 2)
+    register(rank, 0, name="p-1")
+    register(rank, 1, name="p-2")
+    for their_rank in (0, 1):
+        rank.hears(wire.Withdraw("d-1", 1, "p-3"), their_rank)
+    offer(rank)
+    rank.step()
+    assert rank.loop.num_open == 2, "the offer and its lease, which wait for D"
+
+
+# Holding.
+
+
+def test_a_rank_that_renews_after_its_read_is_no_reader_that_still_waits(launch: Launch) -> None:
+    rank = launch(1, 2)
+    rank.apply(StepMetadata(grants=(LeaseGrant("p-1", 30),)))
+    rank.hears(wire.Read("p-1", readers=2, sequence=1), 0)
+    rank.hears(wire.Renew(2, ("p-1",)), 0)
+    rank.hears(wire.Renew(2, ("p-1",)), 1)
+    assert not rank.results.take()
+    rank.hears(wire.Read("p-1", readers=2, sequence=3), 1)
+    assert rank.results.take() == SENT
+    assert rank.stats.leases_revoked == 0

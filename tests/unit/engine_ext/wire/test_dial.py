@@ -1,0 +1,116 @@
+"""Host names: looked up aside, each on its own."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from engine_ext.base.types import PeerAddress
+from engine_ext.wire.dial import MAX_LOOKUPS, Handshake, PeerRank, ZmqDialer
+from engine_ext.wire.notifications import AgentMetadata, HandshakeServer, WireError, encode_payload
+
+METADATA = AgentMetadata(
+    engine_id="p",
+    agent_metadata=b"blob",
+    kv_caches_base_addr=[1],
+    device_id=0,
+    num_blocks=8,
+    block_lens=[64],
+    block_strides=[64],
+    kv_cache_layout="LBHNC",
+    block_size=16,
+    attn_backend_name="CPU_ATTN",
+)
+
+
+class Names:
+    """A resolver whose every answer is held back until the test lets it go, but for `quick`."""
+
+    def __init__(self) -> None:
+        self.may_answer = threading.Event()
+        self.asked: list[str] = []
+
+    def __call__(self, host: str) -> str:
+        self.asked.append(host)
+        if host != "quick":
+            self.may_answer.wait(10)
+        if host == "nobody":
+            raise OSError("no such host")
+        return "127.0.0.1"
+
+
+@pytest.fixture
+def names() -> Iterator[Names]:
+    made = Names()
+    yield made
+    made.may_answer.set()
+
+
+@pytest.fixture
+def dialer(names: Names) -> Iterator[ZmqDialer]:
+    made = ZmqDialer(names)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    server = HandshakeServer("127.0.0.1", 0, {(0, 0): encode_payload(METADATA, {})})
+    yield server.port
+    server.close()
+
+
+def at(engine_id: str, host: str, port: int) -> PeerRank:
+    return PeerRank(PeerAddress(engine_id, host, port), 0)
+
+
+def answer(handshake: Handshake) -> bool:
+    deadline = time.monotonic() + 5
+    while handshake.receive() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    handshake.close()
+    return True
+
+
+def test_a_name_that_takes_long_delays_no_other(dialer: ZmqDialer, names: Names, port: int) -> None:
+    slow = dialer.dial(at("p", "slow", port))
+    assert answer(dialer.dial(at("p", "quick", port)))
+    assert answer(dialer.dial(at("p", "127.0.0.1", port)))
+    assert slow.receive() is None
+    names.may_answer.set()
+    assert answer(slow)
+
+
+def test_a_name_that_does_not_exist_is_an_error_in_words(
+    dialer: ZmqDialer, names: Names, port: int
+) -> None:
+    handshake = dialer.dial(at("p", "nobody", port))
+    names.may_answer.set()
+    with pytest.raises(WireError, match="host nobody: no such host"):
+        answer(handshake)
+
+
+def test_those_who_wait_for_one_name_share_its_lookup(
+    dialer: ZmqDialer, names: Names, port: int
+) -> None:
+    handshakes = [dialer.dial(at(f"p{i}", "slow", port)) for i in range(5)]
+    names.may_answer.set()
+    assert all(answer(one) for one in handshakes)
+    assert names.asked == ["slow"]
+
+
+def test_lookups_under_way_are_bounded(dialer: ZmqDialer, port: int) -> None:
+    for number in range(MAX_LOOKUPS):
+        dialer.dial(at("p", f"slow-{number}", port))
+    with pytest.raises(WireError, match="looked up already"):
+        dialer.dial(at("p", "one-more", port))
+
+
+def test_a_name_that_no_resolver_takes_is_an_error(port: int) -> None:
+    dialer = ZmqDialer()
+    handshake = dialer.dial(at("p", "a" * 70 + ".x", port))
+    with pytest.raises(WireError, match="host a"):
+        answer(handshake)
+    dialer.close()

@@ -1,0 +1,216 @@
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_ext.wire import notifications as wire
+from engine_ext.wire.notifications import (
+    AgentMetadata,
+    Gone,
+    HandshakeServer,
+    Heartbeat,
+    Hello,
+    Read,
+    ReadAck,
+    ReadDone,
+    Renew,
+    Renewed,
+    UnknownMessage,
+    WireError,
+)
+
+METADATA = AgentMetadata(
+    engine_id="p",
+    agent_metadata=b"blob",
+    kv_caches_base_addr=[1 << 46],
+    device_id=0,
+    num_blocks=8,
+    block_lens=[64],
+    block_strides=[64],
+    kv_cache_layout="LBHNC",
+    block_size=16,
+    attn_backend_name="CPU_ATTN",
+)
+PAYLOAD = wire.encode_payload(METADATA, {"model": "m"})
+
+
+def test_a_handshake_request_is_stocks_msgpack_tuple() -> None:
+    assert msgspec.msgpack.decode(wire.encode_request((0, 3))) == [b"get_meta_msg", 0, 3]
+    assert wire.decode_request(wire.encode_request((0, 3))) == (0, 3)
+
+
+def test_payload_has_the_two_keys_that_stock_reads() -> None:
+    outer = msgspec.msgpack.decode(PAYLOAD)
+    assert set(outer) >= {"compatibility_hash", "agent_metadata_bytes"}
+    inner = msgspec.msgpack.decode(outer["agent_metadata_bytes"])
+    assert inner["engine_id"] == "p"
+    assert inner["physical_blocks_per_logical_kv_block"] == 1
+
+
+def test_metadata_of_a_newer_peer_with_more_keys_is_read() -> None:
+    inner = {**msgspec.to_builtins(METADATA), "agent_metadata": b"blob", "new": [1]}
+    payload = wire.HandshakePayload(
+        compatibility_hash="h", agent_metadata_bytes=msgspec.msgpack.encode(inner)
+    )
+    assert wire.decode_metadata(payload) == METADATA
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_blocks": -1},
+        {"kv_caches_base_addr": [-1]},
+        {"block_lens": [1, 2]},
+        {"engine_id": 1},
+        {"region_group_ids": []},
+        {"block_layers": [["a"], ["b"]]},
+        {"tensor_rank": [1]},
+    ],
+)
+def test_metadata_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
+    inner = {**msgspec.to_builtins(METADATA), "agent_metadata": b"", **change}
+    payload = wire.HandshakePayload(
+        compatibility_hash="h", agent_metadata_bytes=msgspec.msgpack.encode(inner)
+    )
+    with pytest.raises(WireError):
+        wire.decode_metadata(payload)
+
+
+@given(st.binary())
+def test_any_bytes_decode_or_raise_wire_error(message: bytes) -> None:
+    for decode in (wire.decode_request, wire.decode_payload):
+        try:
+            decode(message)
+        except WireError:
+            continue
+
+
+@given(st.binary() | st.text().map(str.encode))
+def test_any_notification_is_decoded_without_an_exception(message: bytes) -> None:
+    wire.decode_notification(message)
+
+
+def test_notifications_are_stocks_bytes() -> None:
+    assert wire.encode_read_done("cmpl-1", 2) == b"cmpl-1:2"
+    assert wire.decode_notification(b"a:b:2") == ReadDone("a:b", 2)
+    assert wire.decode_notification(b"HB:a,b") == Heartbeat(("a", "b"))
+    for strange in (
+        b"",
+        b":",
+        b"x",
+        b"x:",
+        b":1",
+        b"x:0",
+        b"x:-1",
+        b"x:1.0",
+        b"x:9999999",
+        b"\xff",
+    ):
+        assert isinstance(wire.decode_notification(strange), UnknownMessage)
+
+
+@given(st.lists(st.text("abc-0", min_size=1, max_size=40), max_size=2000))
+def test_heartbeats_carry_every_id_once_in_bounded_messages(ids: list[str]) -> None:
+    carried: list[str] = []
+    for batch in wire.batches(ids):
+        for message in (wire.encode_heartbeat(batch), wire.encode_extension(Renew(1, batch))):
+            assert len(message) <= wire.MAX_NOTIFICATION_BYTES + 64
+            decoded = wire.decode_notification(message)
+            assert isinstance(decoded, Heartbeat | Renew)
+            assert decoded.request_ids == batch
+        carried += batch
+    assert carried == ids
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Hello(b"x"),
+        Renew(1, ("a", "b")),
+        Renewed(1, ("a",)),
+        Read("a", 2, 7),
+        ReadAck(7, True),
+        Gone(("a",)),
+    ],
+)
+def test_a_message_of_the_extension_survives_the_wire(message: wire.ExtensionMessage) -> None:
+    assert wire.decode_notification(wire.encode_extension(message)) == message
+
+
+@given(st.binary())
+def test_garbage_behind_the_extensions_prefix_is_an_unknown_message(message: bytes) -> None:
+    wire.decode_notification(wire.EXTENSION_PREFIX + message)
+
+
+@pytest.fixture
+def server() -> Iterator[HandshakeServer]:
+    listener = HandshakeServer("127.0.0.1", 0, {(0, 0): PAYLOAD})
+    yield listener
+    listener.close()
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[Any]"]:
+    made: zmq.Context[Any] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+def ask(context: "zmq.Context[Any]", port: int, message: bytes) -> list[bytes]:
+    request: zmq.Socket[bytes] = context.socket(zmq.REQ)
+    request.setsockopt(zmq.RCVTIMEO, 5000)
+    request.setsockopt(zmq.LINGER, 0)
+    request.connect(f"tcp://127.0.0.1:{port}")
+    request.send(message)
+    frames = request.recv_multipart()
+    request.close()
+    return frames
+
+
+def test_a_stock_reader_gets_payload_and_clock(
+    server: HandshakeServer, context: "zmq.Context[Any]"
+) -> None:
+    payload, clock = ask(context, server.port, wire.encode_request((0, 0)))
+    assert payload == PAYLOAD
+    assert isinstance(msgspec.msgpack.decode(clock), float)
+
+
+def test_an_unknown_rank_is_refused_in_words(
+    server: HandshakeServer, context: "zmq.Context[Any]"
+) -> None:
+    payload, _ = ask(context, server.port, wire.encode_request((0, 9)))
+    with pytest.raises(WireError, match="no worker"):
+        wire.decode_payload(payload)
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"x" * 100, b"\x93\xa1a\x00", b"\x80"])
+def test_the_listener_survives_garbage(
+    server: HandshakeServer, context: "zmq.Context[Any]", garbage: bytes
+) -> None:
+    payload, _ = ask(context, server.port, garbage)
+    with pytest.raises(WireError):
+        wire.decode_payload(payload)
+    assert ask(context, server.port, wire.encode_request((0, 0)))[0] == PAYLOAD
+
+
+def test_the_listener_survives_odd_frames_large_messages_and_raw_tcp(
+    server: HandshakeServer, context: "zmq.Context[Any]"
+) -> None:
+    dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    dealer.connect(f"tcp://127.0.0.1:{server.port}")
+    for frames in ([b"x"], [b"", b"a", b"b"], [b"x", b"y"], [b"", b"z" * 100_000]):
+        dealer.send_multipart(frames)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
+        raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    assert ask(context, server.port, wire.encode_request((0, 0)))[0] == PAYLOAD
+    dealer.close(linger=0)
+
+
+def test_a_taken_side_channel_is_an_os_error(server: HandshakeServer) -> None:
+    with pytest.raises(OSError, match="side channel"):
+        HandshakeServer("127.0.0.1", server.port, {})
