@@ -22,7 +22,7 @@ from engine_ext.base.types import CacheGeometry, EngineIdentity, Region
 from engine_ext.core.scheduler import SchedulerConnector
 from engine_ext.core.worker import WorkerConnector
 from engine_ext.staging.stage import StagingFactory
-from engine_ext.wire.notifications import CONNECTOR_VERSION
+from engine_ext.wire.errors import CONNECTOR_VERSION
 
 __all__ = ["Connector", "SchedulerConnector", "WorkerConnector", "build_connector"]
 

@@ -20,7 +20,8 @@ from engine_ext.layout.ranks import TensorRank
 from engine_ext.push.registration import Registrations
 from engine_ext.push.writer import PushWriter
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
-from engine_ext.transfer.leases import NEVER, Beat, HeartbeatTracker, LeaseTable
+from engine_ext.transfer.heartbeats import Beat, HeartbeatTracker
+from engine_ext.transfer.leases import NEVER, LeaseTable
 from engine_ext.transfer.peer import PeerError, Peers
 from engine_ext.transfer.pull import Pulls
 from engine_ext.transfer.readers import Readers

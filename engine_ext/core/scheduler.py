@@ -47,7 +47,8 @@ from engine_ext.core.support import refuse_unsupported
 from engine_ext.layout.plan import without_holes
 from engine_ext.push.names import base_id
 from engine_ext.staging.stage import SavePlanner
-from engine_ext.wire.notifications import HandshakeServer, Rank
+from engine_ext.wire.errors import Rank
+from engine_ext.wire.listener import HandshakeServer
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,8 @@ from engine_ext.core.support import UnsupportedError, refuse_unsupported, refuse
 from engine_ext.staging.stage import StagedTransfers, StagingFactory
 from engine_ext.transfer.agent import Agent, AgentError, NixlAgent
 from engine_ext.transfer.results import Results
-from engine_ext.wire.notifications import EXTENSION_VERSION, AgentMetadata, encode_payload
+from engine_ext.wire.errors import EXTENSION_VERSION
+from engine_ext.wire.handshake import AgentMetadata, encode_payload
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,8 @@ import zmq
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import PeerAddress
 from engine_ext.wire.dial import PeerRank, ZmqDialer
-from engine_ext.wire.notifications import (
-    CONNECTOR_VERSION,
-    EXTENSION_VERSION,
-    HandshakePayload,
-    WireError,
-    decode_metadata,
-)
+from engine_ext.wire.errors import CONNECTOR_VERSION, EXTENSION_VERSION, WireError
+from engine_ext.wire.handshake import HandshakePayload, decode_metadata
 
 PATH = "/disagg/identity"
 ANSWER_SECONDS = 2.0

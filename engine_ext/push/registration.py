@@ -28,7 +28,7 @@ from engine_ext.base.types import (
 )
 from engine_ext.layout.plan import without_holes
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
-from engine_ext.transfer.leases import HeartbeatTracker
+from engine_ext.transfer.heartbeats import HeartbeatTracker
 from engine_ext.transfer.peer import PeerError, Peers
 from engine_ext.transfer.results import Results
 from engine_ext.wire.notifications import (

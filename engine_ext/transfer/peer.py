@@ -12,20 +12,19 @@ from functools import partial
 
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import CacheGeometry, ConnectorStats, EngineIdentity, PeerAddress, Region
-from engine_ext.layout.plan import ALONE, PlanError, match_peer
+from engine_ext.layout.match import match_peer
+from engine_ext.layout.plan import ALONE, PlanError
 from engine_ext.layout.ranks import RankError, TensorRank
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
 from engine_ext.wire.dial import Dialer, Handshake, PeerRank, ZmqDialer
-from engine_ext.wire.notifications import (
-    EXTENSION_VERSION,
+from engine_ext.wire.errors import EXTENSION_VERSION, WireError
+from engine_ext.wire.handshake import (
     AgentMetadata,
     HandshakePayload,
-    Hello,
-    WireError,
     compatibility_hash,
     decode_metadata,
-    encode_extension,
 )
+from engine_ext.wire.notifications import Hello, encode_extension
 
 logger = logging.getLogger(__name__)
 

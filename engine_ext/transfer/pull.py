@@ -23,7 +23,7 @@ from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import ConnectorStats, PullOrder
 from engine_ext.layout.plan import Batch, PlanError
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
-from engine_ext.transfer.leases import HeartbeatTracker
+from engine_ext.transfer.heartbeats import HeartbeatTracker
 from engine_ext.transfer.moving import Moving
 from engine_ext.transfer.peer import PeerError, Peers
 from engine_ext.transfer.results import Results

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import zmq
 
 from engine_ext.base.types import PeerAddress
-from engine_ext.wire.notifications import HandshakeClient, HandshakePayload, WireError
+from engine_ext.wire.client import HandshakeClient
+from engine_ext.wire.errors import WireError
+from engine_ext.wire.handshake import HandshakePayload
 
 Resolve = Callable[[str], str]
 """Host name -> numeric address; may block. Raises OSError."""

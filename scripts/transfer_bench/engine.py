@@ -21,7 +21,7 @@ from engine_ext.core.connector import Connector
 from engine_ext.core.scheduler import SchedulerConnector
 from engine_ext.core.worker import WorkerConnector, open_nixl
 from engine_ext.transfer.agent import Agent
-from engine_ext.wire.notifications import CONNECTOR_VERSION
+from engine_ext.wire.errors import CONNECTOR_VERSION
 from scripts.bench.errors import BenchError
 from scripts.transfer_bench.memory import Shape, allocate, regions
 

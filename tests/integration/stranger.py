@@ -11,6 +11,8 @@ import zmq
 from engine_ext.base.types import Region
 from engine_ext.transfer.agent import NixlAgent
 from engine_ext.wire import notifications as wire
+from engine_ext.wire.client import HandshakeClient
+from engine_ext.wire.handshake import HandshakePayload
 from tests.integration.processes import wait_for
 
 GARBAGE = (
@@ -39,10 +41,10 @@ GARBAGE = (
 """Notifications that make no sense."""
 
 
-def handshake(params: dict[str, Any]) -> wire.HandshakePayload:
+def handshake(params: dict[str, Any]) -> HandshakePayload:
     """As a reader makes it, with the engine that these params name."""
     context: zmq.Context[Any] = zmq.Context()
-    client = wire.HandshakeClient(context, params["remote_host"], params["remote_port"], (0, 0))
+    client = HandshakeClient(context, params["remote_host"], params["remote_port"], (0, 0))
     payload = wait_for(client.receive, "the handshake is answered", 5)
     client.close()
     context.destroy(linger=0)

@@ -15,13 +15,14 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext.wire import notifications as wire
-from engine_ext.wire.notifications import HandshakeServer
+from engine_ext.wire.client import HandshakeClient
+from engine_ext.wire.handshake import AgentMetadata, decode_metadata, encode_payload, encode_request
+from engine_ext.wire.listener import HandshakeServer
 from tests.integration.legs import decode_body, prefill
 from tests.integration.oracle import complete, differences, text_of
 from tests.integration.processes import Launcher, Server, metric, wait_for
 
-METADATA = wire.AgentMetadata(
+METADATA = AgentMetadata(
     engine_id="p",
     agent_metadata=b"x" * 500,
     kv_caches_base_addr=list(range(64)),
@@ -33,7 +34,7 @@ METADATA = wire.AgentMetadata(
     block_size=16,
     attn_backend_name="CPU_ATTN",
 )
-PAYLOAD = wire.encode_payload(METADATA, {"model": "m"})
+PAYLOAD = encode_payload(METADATA, {"model": "m"})
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +54,14 @@ def context() -> Iterator["zmq.Context[Any]"]:
 def answer_seconds(context: "zmq.Context[Any]", port: int) -> float:
     """Of one handshake, connection and all."""
     started = time.perf_counter()
-    client = wire.HandshakeClient(context, "127.0.0.1", port, (0, 0))
+    client = HandshakeClient(context, "127.0.0.1", port, (0, 0))
     try:
         assert client.socket.poll(10_000), "the listener is silent"
         payload = client.receive()
     finally:
         client.close()
     assert payload is not None
-    assert wire.decode_metadata(payload).engine_id == "p"
+    assert decode_metadata(payload).engine_id == "p"
     return time.perf_counter() - started
 
 
@@ -126,7 +127,7 @@ def test_a_reader_that_never_reads_answers_costs_bounded_memory_and_nobody_else(
     greedy.setsockopt(zmq.SNDHWM, 100_000)
     greedy.connect(f"tcp://127.0.0.1:{listener.port}")
     for _ in range(20_000):
-        greedy.send_multipart([b"", wire.encode_request((0, 0))])
+        greedy.send_multipart([b"", encode_request((0, 0))])
     assert answer_seconds(context, listener.port) < 5
     greedy.close(linger=0)
 
@@ -158,7 +159,7 @@ def abuse(port: int, seed: int, stop: threading.Event) -> int:
         count += 1
         with contextlib.suppress(zmq.Again):
             peer.send_multipart([b"", rng.randbytes(rng.randrange(300))], zmq.NOBLOCK)
-            peer.send_multipart([b"", wire.encode_request((0, 0))], zmq.NOBLOCK)
+            peer.send_multipart([b"", encode_request((0, 0))], zmq.NOBLOCK)
         with (
             contextlib.suppress(OSError),
             socket.create_connection(("127.0.0.1", port), timeout=5) as connection,

@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from engine_ext.transfer.agent import NixlAgent
-from engine_ext.wire import notifications as wire
+from engine_ext.wire.handshake import decode_metadata, encode_request
 from tests.integration.legs import (
     PREFILL,
     coordinates_in,
@@ -198,8 +198,8 @@ def test_r7_an_unreachable_peer_fails_the_request_in_bounded_time(
         b"",
         b"\xc1\xc1",
         b"x" * 5000,
-        wire.encode_request((0, 7)),
-        wire.encode_request((-1, 1 << 40)),
+        encode_request((0, 7)),
+        encode_request((-1, 1 << 40)),
     ],
 )
 def test_r8_a_message_that_is_no_handshake_does_not_end_the_listener(
@@ -212,7 +212,7 @@ def test_r8_a_message_that_is_no_handshake_does_not_end_the_listener(
     for frames in ([message], [b"", message], [b"", message, message], [b"a", b"b", b"c", b"d"]):
         peer.send_multipart(frames)
     payload = handshake(params)
-    assert wire.decode_metadata(payload).engine_id == params["remote_engine_id"]
+    assert decode_metadata(payload).engine_id == params["remote_engine_id"]
     context.destroy(linger=0)
     prompt = text_of(50, 9)
     turn = decode(decoder, prompt, params)
@@ -320,7 +320,7 @@ def test_r14_notifications_that_make_no_sense_are_counted_and_survived(
     for server in (prefiller, decoder):
         with unharmed(server, alone), stranger() as agent:
             # Any engine answers a prefill leg, and so says where it is.
-            metadata = wire.decode_metadata(handshake(prefill(server, text_of(8, 18))))
+            metadata = decode_metadata(handshake(prefill(server, text_of(8, 18))))
             name = agent.add_remote(metadata.agent_metadata)
             for message in GARBAGE:
                 agent.notify(name, message)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
-from engine_ext.wire import notifications as wire
+from engine_ext.wire.handshake import decode_metadata, encode_request
 from tests.integration.legs import decode, decode_body, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, wait_for
@@ -82,11 +82,11 @@ def test_r8_the_handshake_is_answered_whatever_was_sent_before(
     context: zmq.Context[Any] = zmq.Context()
     peer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     peer.connect(f"tcp://127.0.0.1:{params['remote_port']}")
-    for message in (b"", b"\xc1\xc1", b"x" * 5000, wire.encode_request((0, 7))):
+    for message in (b"", b"\xc1\xc1", b"x" * 5000, encode_request((0, 7))):
         for frames in ([message], [b"", message], [b"a", b"b", message, b"d"]):
             peer.send_multipart(frames)
     payload = handshake(params)
-    assert wire.decode_metadata(payload).engine_id == params["remote_engine_id"]
+    assert decode_metadata(payload).engine_id == params["remote_engine_id"]
     context.destroy(linger=0)
     turn = decode(decoder, prompt, params)
     assert differences([complete(alone, prompt)], [turn.answer]) == []
@@ -121,7 +121,7 @@ def test_r14_notifications_that_make_no_sense_are_survived(
 def hears_garbage(server: Server) -> None:
     before = counted(server, "notifications_unknown")
     with stranger() as agent:
-        metadata = wire.decode_metadata(handshake(prefill(server, tokens_of(8, 3400))))
+        metadata = decode_metadata(handshake(prefill(server, tokens_of(8, 3400))))
         name = agent.add_remote(metadata.agent_metadata)
         for message in GARBAGE:
             agent.notify(name, message)

@@ -28,8 +28,10 @@ from engine_ext.core.loop import (
 )
 from engine_ext.transfer.agent import TransferState
 from engine_ext.transfer.results import Results
+from engine_ext.wire import handshake
 from engine_ext.wire import notifications as wire
-from engine_ext.wire.notifications import AgentMetadata, HandshakeServer
+from engine_ext.wire.handshake import AgentMetadata
+from engine_ext.wire.listener import HandshakeServer
 from tests.unit.engine_ext.core.fakes import FakeAgent, FakeTransfer, regions, source
 
 GEOMETRY = CacheGeometry(block_size=16, num_blocks=32)
@@ -68,7 +70,7 @@ def extended() -> Iterator[HandshakeServer]:
 
 
 def listening(metadata: AgentMetadata) -> Iterator[HandshakeServer]:
-    payload = wire.encode_payload(metadata, FACTORS)
+    payload = handshake.encode_payload(metadata, FACTORS)
     server = HandshakeServer("127.0.0.1", 0, {(0, 0): payload})
     yield server
     server.close()
@@ -226,7 +228,7 @@ def test_blocks_outside_the_memory_fail_the_request_not_the_loop(
 def test_another_model_is_refused_by_name_unless_told_otherwise(
     enforce: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    payload = wire.encode_payload(remote_metadata(), {**FACTORS, "dtype": "bfloat16"})
+    payload = handshake.encode_payload(remote_metadata(), {**FACTORS, "dtype": "bfloat16"})
     server = HandshakeServer("127.0.0.1", 0, {(0, 0): payload})
     config = ConnectorConfig(engine_id="engine-d", enforce_handshake_compat=enforce)
     harness = Harness(config=config)
@@ -239,7 +241,7 @@ def test_another_model_is_refused_by_name_unless_told_otherwise(
 
 
 def test_an_engine_that_restarted_on_the_same_address_is_not_read() -> None:
-    payload = wire.encode_payload(remote_metadata("engine-new"), FACTORS)
+    payload = handshake.encode_payload(remote_metadata("engine-new"), FACTORS)
     server = HandshakeServer("127.0.0.1", 0, {(0, 0): payload})
     harness = Harness()
     harness.apply(StepMetadata(pulls=(pull(source(port=server.port)),)))

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_ext.base.types import CacheGeometry, Region
-from engine_ext.wire.notifications import AgentMetadata
+from engine_ext.wire.handshake import AgentMetadata
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_ext.base.types import CacheGeometry, Region
+from engine_ext.layout.match import match_peer
 from engine_ext.layout.plan import (
     Batch,
     PeerLayout,
     PlanError,
     Side,
-    match_peer,
     strided_descriptors,
     without_holes,
 )
 from engine_ext.layout.ranks import TensorRank
-from engine_ext.wire.notifications import AgentMetadata
+from engine_ext.wire.handshake import AgentMetadata
 from tests.unit.engine_ext.core.fakes import regions
 from tests.unit.engine_ext.layout.cache_model import Bytes, Model, RankCache
 

@@ -8,12 +8,8 @@ import pytest
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.pages.identity import Engine, IdentityError, SideChannel, capabilities_of, identity
 from engine_ext.pages.release import Release, parse
-from engine_ext.wire.notifications import (
-    AgentMetadata,
-    HandshakeServer,
-    compatibility_hash,
-    encode_payload,
-)
+from engine_ext.wire.handshake import AgentMetadata, compatibility_hash, encode_payload
+from engine_ext.wire.listener import HandshakeServer
 
 FACTORS = {"dtype": "float32"}
 

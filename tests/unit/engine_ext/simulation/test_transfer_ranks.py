@@ -29,8 +29,9 @@ from engine_ext.base.types import (
 from engine_ext.core.loop import TransferLoop
 from engine_ext.transfer.agent import TransferState
 from engine_ext.transfer.results import Results
+from engine_ext.wire import errors, handshake
 from engine_ext.wire import notifications as wire
-from engine_ext.wire.notifications import HandshakeServer
+from engine_ext.wire.listener import HandshakeServer
 from tests.unit.engine_ext.core.fakes import FakeAgent, FakeTransfer
 from tests.unit.engine_ext.layout.cache_model import Model, RankCache
 
@@ -100,9 +101,9 @@ class Rank:
         return self.agent.transfers
 
 
-def _payloads(size: int, extension: int | None) -> dict[wire.Rank, bytes]:
+def _payloads(size: int, extension: int | None) -> dict[errors.Rank, bytes]:
     return {
-        (0, rank): wire.encode_payload(
+        (0, rank): handshake.encode_payload(
             _metadata(rank, size, extension),
             {},
         )
@@ -110,7 +111,7 @@ def _payloads(size: int, extension: int | None) -> dict[wire.Rank, bytes]:
     }
 
 
-def _metadata(rank: int, size: int, extension: int | None) -> wire.AgentMetadata:
+def _metadata(rank: int, size: int, extension: int | None) -> handshake.AgentMetadata:
     metadata = RankCache(MODEL, rank=rank, size=size).metadata()
     metadata.agent_metadata = f"agent-{rank}".encode()
     metadata.disagg_ext = extension

@@ -34,15 +34,14 @@ from engine_ext.layout.plan import Indices, PeerLayout
 from engine_ext.transfer.agent import AgentError, PeerHandle, TransferState
 from engine_ext.transfer.results import Results
 from engine_ext.wire.dial import Handshake, PeerRank
-from engine_ext.wire.notifications import (
-    EXTENSION_VERSION,
+from engine_ext.wire.errors import EXTENSION_VERSION
+from engine_ext.wire.handshake import (
     AgentMetadata,
     HandshakePayload,
-    PushDone,
-    decode_notification,
     decode_payload,
     encode_payload,
 )
+from engine_ext.wire.notifications import PushDone, decode_notification
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24

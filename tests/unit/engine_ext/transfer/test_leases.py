@@ -3,7 +3,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine_ext.base.types import PeerAddress
-from engine_ext.transfer.leases import HeartbeatTracker, LeaseTable
+from engine_ext.transfer.heartbeats import HeartbeatTracker
+from engine_ext.transfer.leases import LeaseTable
 
 
 def address(engine_id: str = "p") -> PeerAddress:

@@ -8,7 +8,9 @@ import pytest
 
 from engine_ext.base.types import PeerAddress
 from engine_ext.wire.dial import MAX_LOOKUPS, Handshake, PeerRank, ZmqDialer
-from engine_ext.wire.notifications import AgentMetadata, HandshakeServer, WireError, encode_payload
+from engine_ext.wire.errors import WireError
+from engine_ext.wire.handshake import AgentMetadata, encode_payload
+from engine_ext.wire.listener import HandshakeServer
 
 METADATA = AgentMetadata(
     engine_id="p",

@@ -8,11 +8,13 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_ext.wire import handshake
 from engine_ext.wire import notifications as wire
+from engine_ext.wire.errors import WireError
+from engine_ext.wire.handshake import AgentMetadata
+from engine_ext.wire.listener import HandshakeServer
 from engine_ext.wire.notifications import (
-    AgentMetadata,
     Gone,
-    HandshakeServer,
     Heartbeat,
     Hello,
     Read,
@@ -21,7 +23,6 @@ from engine_ext.wire.notifications import (
     Renew,
     Renewed,
     UnknownMessage,
-    WireError,
 )
 
 METADATA = AgentMetadata(
@@ -36,12 +37,12 @@ METADATA = AgentMetadata(
     block_size=16,
     attn_backend_name="CPU_ATTN",
 )
-PAYLOAD = wire.encode_payload(METADATA, {"model": "m"})
+PAYLOAD = handshake.encode_payload(METADATA, {"model": "m"})
 
 
 def test_a_handshake_request_is_stocks_msgpack_tuple() -> None:
-    assert msgspec.msgpack.decode(wire.encode_request((0, 3))) == [b"get_meta_msg", 0, 3]
-    assert wire.decode_request(wire.encode_request((0, 3))) == (0, 3)
+    assert msgspec.msgpack.decode(handshake.encode_request((0, 3))) == [b"get_meta_msg", 0, 3]
+    assert handshake.decode_request(handshake.encode_request((0, 3))) == (0, 3)
 
 
 def test_payload_has_the_two_keys_that_stock_reads() -> None:
@@ -54,10 +55,10 @@ def test_payload_has_the_two_keys_that_stock_reads() -> None:
 
 def test_metadata_of_a_newer_peer_with_more_keys_is_read() -> None:
     inner = {**msgspec.to_builtins(METADATA), "agent_metadata": b"blob", "new": [1]}
-    payload = wire.HandshakePayload(
+    payload = handshake.HandshakePayload(
         compatibility_hash="h", agent_metadata_bytes=msgspec.msgpack.encode(inner)
     )
-    assert wire.decode_metadata(payload) == METADATA
+    assert handshake.decode_metadata(payload) == METADATA
 
 
 @pytest.mark.parametrize(
@@ -74,16 +75,16 @@ def test_metadata_of_a_newer_peer_with_more_keys_is_read() -> None:
 )
 def test_metadata_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
     inner = {**msgspec.to_builtins(METADATA), "agent_metadata": b"", **change}
-    payload = wire.HandshakePayload(
+    payload = handshake.HandshakePayload(
         compatibility_hash="h", agent_metadata_bytes=msgspec.msgpack.encode(inner)
     )
     with pytest.raises(WireError):
-        wire.decode_metadata(payload)
+        handshake.decode_metadata(payload)
 
 
 @given(st.binary())
 def test_any_bytes_decode_or_raise_wire_error(message: bytes) -> None:
-    for decode in (wire.decode_request, wire.decode_payload):
+    for decode in (handshake.decode_request, handshake.decode_payload):
         try:
             decode(message)
         except WireError:
@@ -175,7 +176,7 @@ def ask(context: "zmq.Context[Any]", port: int, message: bytes) -> list[bytes]:
 def test_a_stock_reader_gets_payload_and_clock(
     server: HandshakeServer, context: "zmq.Context[Any]"
 ) -> None:
-    payload, clock = ask(context, server.port, wire.encode_request((0, 0)))
+    payload, clock = ask(context, server.port, handshake.encode_request((0, 0)))
     assert payload == PAYLOAD
     assert isinstance(msgspec.msgpack.decode(clock), float)
 
@@ -183,9 +184,9 @@ def test_a_stock_reader_gets_payload_and_clock(
 def test_an_unknown_rank_is_refused_in_words(
     server: HandshakeServer, context: "zmq.Context[Any]"
 ) -> None:
-    payload, _ = ask(context, server.port, wire.encode_request((0, 9)))
+    payload, _ = ask(context, server.port, handshake.encode_request((0, 9)))
     with pytest.raises(WireError, match="no worker"):
-        wire.decode_payload(payload)
+        handshake.decode_payload(payload)
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xc1", b"x" * 100, b"\x93\xa1a\x00", b"\x80"])
@@ -194,8 +195,8 @@ def test_the_listener_survives_garbage(
 ) -> None:
     payload, _ = ask(context, server.port, garbage)
     with pytest.raises(WireError):
-        wire.decode_payload(payload)
-    assert ask(context, server.port, wire.encode_request((0, 0)))[0] == PAYLOAD
+        handshake.decode_payload(payload)
+    assert ask(context, server.port, handshake.encode_request((0, 0)))[0] == PAYLOAD
 
 
 def test_the_listener_survives_odd_frames_large_messages_and_raw_tcp(
@@ -207,7 +208,7 @@ def test_the_listener_survives_odd_frames_large_messages_and_raw_tcp(
         dealer.send_multipart(frames)
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    assert ask(context, server.port, wire.encode_request((0, 0)))[0] == PAYLOAD
+    assert ask(context, server.port, handshake.encode_request((0, 0)))[0] == PAYLOAD
     dealer.close(linger=0)
 
 

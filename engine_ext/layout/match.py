@@ -1,0 +1,314 @@
+"""Lines a remote rank's memory up with ours, once per handshake."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from engine_ext.base.types import SHARED, CacheGeometry, Region
+from engine_ext.layout.blocks import BlockShape, Box, LayoutError, joint_axes, piece_length, pieces
+from engine_ext.layout.plan import (
+    ALONE,
+    MAX_DESCRIPTORS,
+    MAX_RATIO,
+    MAX_ROWS,
+    GroupTable,
+    PeerLayout,
+    PlanError,
+    Side,
+)
+from engine_ext.layout.ranks import RankError, TensorRank, is_spare
+from engine_ext.wire.handshake import AgentMetadata
+
+
+class Span(NamedTuple):
+    """Layers that lie side by side both here and there: regions, and the layers' places in them."""
+
+    ours: Region
+    theirs: Region
+    our_layers: range
+    their_layers: range
+
+
+def match_peer(
+    geometry: CacheGeometry,
+    local: Sequence[Region],
+    remote: AgentMetadata,
+    us: TensorRank = ALONE,
+    them: TensorRank = ALONE,
+    *,
+    permute: bool = False,
+) -> PeerLayout:
+    """Lines a remote rank's memory up with ours. Raises PlanError naming what does not fit.
+
+    `permute`: another order of heads and tokens inside a block is accepted; it costs a descriptor
+    per head and token.
+    """
+    if (unsupported := unsupported_by(remote)) is not None:
+        raise PlanError(f"{unsupported} there: not supported")
+    _require("attn_backend_name", geometry.attn_backend_name, remote.attn_backend_name)
+    _check_layouts(geometry.kv_cache_layout, remote.kv_cache_layout, permute)
+    _check_block_sizes(geometry, remote)
+    try:
+        matcher = _Matcher(geometry, remote, us, them)
+        for span in _spans(local, _remote_regions(local, remote)):
+            matcher.add(span)
+        return matcher.finish()
+    except (LayoutError, RankError, OverflowError) as error:
+        raise PlanError(str(error)) from None
+
+
+def _check_layouts(ours: str, theirs: str, permute: bool) -> None:
+    """Where the layers are is a matter of addresses; to take heads and tokens apart costs much."""
+    inside = [layout.partition("B")[2].replace("L", "") for layout in (ours, theirs)]
+    if ours != theirs and inside[0] != inside[1] and not permute:
+        raise PlanError(
+            f"kv_cache_layout differs: {ours} here, {theirs} there; enable_permute_local_kv is off"
+        )
+
+
+def _check_block_sizes(geometry: CacheGeometry, remote: AgentMetadata) -> None:
+    ours, theirs = geometry.block_size, remote.block_size
+    larger, smaller = max(ours, theirs), min(ours, theirs)
+    if smaller < 1 or larger % smaller or larger // smaller > MAX_RATIO:
+        raise PlanError(f"block_size differs: {ours} here, {theirs} there, not multiples")
+    if ours != theirs and geometry.num_kv_heads is None:
+        raise PlanError(
+            f"block_size differs: {ours} here, {theirs} there, and num_kv_heads is not known"
+        )
+
+
+@dataclass(slots=True)
+class _Rows:
+    """A side in the making."""
+
+    block_size: int
+    places: range
+    """Units of a block."""
+    num_groups: int
+    rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    size: int = 0
+    starts: list[list[list[int]]] = field(init=False)
+    """[group][unit][piece]"""
+    num_blocks: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.starts = [[[] for _ in self.places] for _ in range(self.num_groups)]
+        self.num_blocks = [MAX_DESCRIPTORS] * self.num_groups
+
+    def groups_of(self, region: Region) -> range:
+        """Blocks of all groups lie in a shared region."""
+        if region.group == SHARED:
+            return range(self.num_groups)
+        return range(region.group, region.group + 1)
+
+    def add(self, region: Region, place: int, offset: int, length: int) -> None:
+        for group in self.groups_of(region):
+            self.starts[group][place].append(self.size)
+            self.num_blocks[group] = min(self.num_blocks[group], region.num_blocks)
+        self.rows.append(
+            (
+                region.base_addr + offset,
+                length,
+                region.device_id,
+                region.block_stride,
+                region.num_blocks,
+            )
+        )
+        self.size += region.num_blocks
+        if len(self.rows) > MAX_ROWS or self.size >= MAX_DESCRIPTORS:
+            raise LayoutError("too many pieces for one peer")
+
+    def finish(self) -> Side:
+        groups = zip(self.starts, self.num_blocks, strict=True)
+        return Side(
+            self.block_size,
+            np.array(self.rows, dtype=np.uint64).reshape(len(self.rows), 5),
+            tuple(GroupTable(np.array(starts, dtype=np.int32), count) for starts, count in groups),
+        )
+
+
+class _Matcher:
+    def __init__(
+        self, geometry: CacheGeometry, remote: AgentMetadata, us: TensorRank, them: TensorRank
+    ) -> None:
+        self._geometry = geometry
+        self._remote = remote
+        self._us = us
+        self._them = them
+        self._unit = min(geometry.block_size, remote.block_size)
+        self._ours = self._side(geometry.block_size)
+        self._theirs = self._side(remote.block_size)
+        self._unit_bytes = [0] * len(geometry.group_windows)
+        self._regions: dict[str, Region] = {}
+        self._is_alike = (
+            geometry.block_size == remote.block_size
+            and geometry.kv_cache_layout == remote.kv_cache_layout
+            and us == them
+        )
+
+    def add(self, span: Span) -> None:
+        ours, theirs = span.ours, span.theirs
+        self._regions[theirs.name] = theirs
+        _require(f"KV-cache group of {ours.name}", ours.group, theirs.group)
+        if theirs.block_stride < theirs.block_len:
+            raise PlanError(f"block_stride of {theirs.name} is less than its block_len")
+        if self._is_alike and len(span.our_layers) == len(ours.layers) == len(theirs.layers):
+            self._add_whole(ours, theirs)
+        else:
+            self._add_pieces(span)
+
+    def finish(self) -> PeerLayout:
+        spare = False, False
+        if (heads := self._geometry.num_kv_heads) is not None:
+            spare = is_spare(self._them, self._us, heads), is_spare(self._us, self._them, heads)
+        return PeerLayout(
+            tuple(self._regions.values()),
+            self._ours.finish(),
+            self._theirs.finish(),
+            self._unit,
+            self._geometry.group_windows,
+            tuple(self._unit_bytes),
+            *spare,
+        )
+
+    def _side(self, block_size: int) -> _Rows:
+        return _Rows(block_size, range(block_size // self._unit), len(self._geometry.group_windows))
+
+    def _add_whole(self, ours: Region, theirs: Region) -> None:
+        _require(f"block_len of {ours.name}", ours.block_len, theirs.block_len)
+        self._ours.add(ours, 0, 0, ours.block_len)
+        self._theirs.add(theirs, 0, 0, theirs.block_len)
+        self._count(ours, ours.block_len)
+
+    def _add_pieces(self, span: Span) -> None:
+        here, there = self._our_box(span), self._their_box(span)
+        name = f"bytes per head and token of {span.ours.name}"
+        _require(name, here(0).shape.extents["C"], there(0).shape.extents["C"])
+        joint = joint_axes(here(0), there(0))
+        length = piece_length(here(0), joint)
+        for rows, region, box in (
+            (self._ours, span.ours, here),
+            (self._theirs, span.theirs, there),
+        ):
+            for place in rows.places:
+                for offset in pieces(box(place), joint):
+                    rows.add(region, place, offset, length)
+        self._count(span.ours, length * sum(1 for _ in pieces(here(0), joint)))
+
+    def _count(self, region: Region, unit_bytes: int) -> None:
+        for group in self._ours.groups_of(region):
+            self._unit_bytes[group] += unit_bytes
+
+    def _our_box(self, span: Span) -> Callable[[int], Box]:
+        return self._box(
+            self._geometry.kv_cache_layout,
+            self._geometry.block_size,
+            span.ours,
+            span.our_layers,
+            self._us,
+        )
+
+    def _their_box(self, span: Span) -> Callable[[int], Box]:
+        return self._box(
+            self._remote.kv_cache_layout,
+            self._remote.block_size,
+            span.theirs,
+            span.their_layers,
+            self._them,
+        )
+
+    def _box(
+        self, layout: str, block_size: int, region: Region, layers: range, rank: TensorRank
+    ) -> Callable[[int], Box]:
+        """The common heads of a unit, by the unit's place in the block."""
+        held = self._heads(rank)
+        common = self._common_heads()
+        heads = range(common.start - held.start, common.stop - held.start)
+        shape = BlockShape.of(
+            layout, region.block_len, layers=len(region.layers), heads=len(held), tokens=block_size
+        )
+
+        def box(place: int) -> Box:
+            tokens = range(place * self._unit, (place + 1) * self._unit)
+            return Box(shape, {"L": layers, "H": heads, "N": tokens})
+
+        return box
+
+    def _heads(self, rank: TensorRank) -> range:
+        if self._geometry.num_kv_heads is None:
+            raise PlanError(
+                "the engines' memory is laid out differently, and num_kv_heads is not known"
+            )
+        return rank.heads(self._geometry.num_kv_heads)
+
+    def _common_heads(self) -> range:
+        ours, theirs = self._heads(self._us), self._heads(self._them)
+        common = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
+        if not common:
+            raise RankError(f"ranks {self._us} here and {self._them} there share no heads")
+        return common
+
+
+def _spans(local: Sequence[Region], remote: Sequence[Region]) -> Iterator[Span]:
+    """Region by region where both have the same layers in a region, else layer by layer."""
+    alike = {region.layers: region for region in remote}
+    place = {layer: (r, i) for r in remote for i, layer in enumerate(r.layers)}
+    for ours in local:
+        theirs = alike.get(ours.layers)
+        if theirs is not None:
+            yield Span(ours, theirs, range(len(ours.layers)), range(len(theirs.layers)))
+            continue
+        for i, layer in enumerate(ours.layers):
+            if layer not in place:
+                raise PlanError(f"the peer has no region {layer}")
+            theirs, there = place[layer]
+            yield Span(ours, theirs, range(i, i + 1), range(there, there + 1))
+
+
+def _remote_regions(local: Sequence[Region], remote: AgentMetadata) -> list[Region]:
+    """Named by the peer, else in the order of ours."""
+    number = len(remote.kv_caches_base_addr)
+    names = remote.region_names or [region.name for region in local]
+    _require("number of regions", number, len(names))
+    layers = remote.block_layers or [[name] for name in names]
+    _require("number of layers", sum(len(r.layers) for r in local), sum(map(len, layers)))
+    groups = remote.region_group_ids or [0] * number
+    if len({region.group for region in local}) == 1:
+        groups = [local[0].group] * number
+    counts = remote.region_num_blocks or [remote.num_blocks] * number
+    types = remote.region_mem_types or [local[0].mem_type] * number
+    return [
+        Region(
+            names[i],
+            remote.kv_caches_base_addr[i],
+            remote.block_lens[i],
+            remote.block_strides[i],
+            counts[i],
+            remote.device_id,
+            types[i],
+            groups[i],
+            tuple(layers[i]),
+        )
+        for i in range(number)
+    ]
+
+
+def unsupported_by(remote: AgentMetadata) -> str | None:
+    """What of the peer's cache we cannot read or write; None when nothing."""
+    ratio = remote.physical_blocks_per_logical_kv_block
+    facts = (
+        ("MLA (multi-head latent attention)", "MLA" in remote.attn_backend_name),
+        ("Mamba and other state-space layers", remote.ssm_sizes != (0, 0)),
+        (f"decode context parallel size {remote.dcp_size}", remote.dcp_size != 1),
+        (f"prefill context parallel size {remote.pcp_size}", remote.pcp_size != 1),
+        ("embeddings in the KV blocks", remote.ple_block_len is not None),
+        (f"{ratio} physical blocks per logical block", ratio != 1),
+    )
+    return next((name for name, is_so in facts if is_so), None)
+
+
+def _require(what: str, ours: object, theirs: object) -> None:
+    if ours != theirs:
+        raise PlanError(f"{what} differs: {ours} here, {theirs} there")

@@ -1,0 +1,231 @@
+"""What P's writer remembers: offers and registrations by name, how each ended, what is gone."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+from engine_ext.base.types import PeerAddress, PushOffer
+from engine_ext.push.names import base_id
+from engine_ext.wire.notifications import PushDone, PushFailed, PushRegistered, Withdraw
+
+K = TypeVar("K")
+
+
+class RequestKey(NamedTuple):
+    """What the registrations of all ranks of D for one request have in common."""
+
+    engine_id: str
+    request_id: str
+    transfer_id: str | None
+
+
+class RegistrationKey(NamedTuple):
+    """One registration among all that were ever made."""
+
+    sender: str
+    request_id: str
+    generation: int
+    transfer_id: str | None
+
+
+@dataclass(slots=True)
+class Registered:
+    """A registration as it arrived: by which agent, and until when it is worth keeping."""
+
+    message: PushRegistered
+    sender: str
+    deadline: float
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What P may know the request by, most certain first."""
+        return names_of(
+            self.message.request_id,
+            self.message.transfer_id,
+            self.message.disagg.remote_request_id if self.message.disagg else None,
+        )
+
+    @property
+    def generation(self) -> int:
+        return self.message.disagg.generation if self.message.disagg else 0
+
+    @property
+    def key(self) -> RegistrationKey:
+        message = self.message
+        return RegistrationKey(
+            self.sender, message.request_id, self.generation, message.transfer_id
+        )
+
+    @property
+    def request(self) -> RequestKey:
+        message = self.message
+        return RequestKey(message.decode_engine_id, message.request_id, message.transfer_id)
+
+    @property
+    def address(self) -> PeerAddress:
+        message = self.message
+        return PeerAddress(
+            message.decode_engine_id,
+            message.decode_host,
+            message.decode_port,
+            message.decode_tp_size,
+        )
+
+
+def names_of(
+    request_id: str, transfer_id: str | None, remote_request_id: str | None = None
+) -> tuple[str, ...]:
+    transfer = None if transfer_id is None else f"transfer {transfer_id}"
+    names = (transfer, remote_request_id, request_id, base_id(request_id))
+    return tuple(dict.fromkeys(name for name in names if name is not None))
+
+
+def _lasting(names: tuple[str, ...], transfer_id: str | None) -> tuple[str, ...]:
+    """What to remember of a request that ended: the router's name for the transfer is used once,
+    all others come back when it tries again."""
+    return names if transfer_id is None else names[:1]
+
+
+def _are_different(transfer_id: str | None, other: str | None) -> bool:
+    """Two attempts of one request share its id, not the transfer's."""
+    return transfer_id is not None and other is not None and transfer_id != other
+
+
+@dataclass(slots=True)
+class Held:
+    """An offer. From its first match on, its blocks are ours alone until the end is reported."""
+
+    offer: PushOffer
+    request: RequestKey | None = None
+    """Whose ranks it is written to, once one of them has registered."""
+    senders: set[str] = field(default_factory=set)
+    """Agents of D that have registered, or left."""
+    num_readers: int = 1
+    num_writing: int = 0
+    deadline: float = 0.0
+    """Until when the other ranks may register."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Nobody else will register."""
+        return self.request is not None and len(self.senders) >= self.num_readers
+
+    def may_serve(self, registered: Registered) -> bool:
+        if self.request is None:
+            return not _are_different(self.offer.transfer_id, registered.key.transfer_id)
+        return self.request == registered.request and registered.sender not in self.senders
+
+    def is_for(self, message: Withdraw) -> bool:
+        """Whether D's withdrawal means this offer."""
+        if self.request is None:
+            return not _are_different(self.offer.transfer_id, message.transfer_id)
+        withdrawn = RequestKey(self.request.engine_id, message.request_id, message.transfer_id)
+        return self.request == withdrawn
+
+
+class NameTable(Generic[K]):
+    """Things to be found by any of several names; the last one to claim a name has it."""
+
+    def __init__(self) -> None:
+        self._key_of: dict[str, K] = {}
+        self._names: dict[K, tuple[str, ...]] = {}
+
+    def add(self, key: K, names: tuple[str, ...]) -> None:
+        self.remove(key)
+        self._names[key] = names
+        for name in names:
+            self._key_of[name] = key
+
+    def find(self, names: tuple[str, ...]) -> K | None:
+        return next((self._key_of[name] for name in names if name in self._key_of), None)
+
+    def remove(self, key: K) -> None:
+        for name in self._names.pop(key, ()):
+            if self._key_of.get(name) == key:
+                del self._key_of[name]
+
+
+class Tombstones:
+    """Names of what ended without its counterpart. Bounded by age and number."""
+
+    LIMIT = 8192
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until: OrderedDict[str, float] = OrderedDict()
+
+    def add(self, names: tuple[str, ...], now: float) -> None:
+        for name in names:
+            self._until[name] = now + self._seconds
+            self._until.move_to_end(name)
+        while len(self._until) > self.LIMIT:
+            self._until.popitem(last=False)
+
+    def take(self, names: tuple[str, ...], now: float) -> bool:
+        """True: one of the names ended a short while ago; it is forgotten now."""
+        found = [name for name in names if self._until.get(name, now) > now]
+        for name in found:
+            del self._until[name]
+        return bool(found)
+
+    def has(self, name: str, now: float) -> bool:
+        return self._until.get(name, now) > now
+
+
+class Outcomes:
+    """How registrations ended, for those who ask again. Bounded by number."""
+
+    LIMIT = 8192
+
+    def __init__(self) -> None:
+        self._answers: OrderedDict[RegistrationKey, PushDone | PushFailed] = OrderedDict()
+
+    def add(self, key: RegistrationKey, answer: PushDone | PushFailed) -> None:
+        self._answers[key] = answer
+        while len(self._answers) > self.LIMIT:
+            self._answers.popitem(last=False)
+
+    def find(self, key: RegistrationKey) -> PushDone | PushFailed | None:
+        return self._answers.get(key)
+
+
+class RegistrationTable:
+    """Registrations that wait for an offer. Those of one request's ranks are found together."""
+
+    def __init__(self) -> None:
+        self._registered: dict[RegistrationKey, Registered] = {}
+        self._ranks: dict[RequestKey, dict[str, RegistrationKey]] = {}
+        """By sender, the latest."""
+        self._names: NameTable[RequestKey] = NameTable()
+
+    def __len__(self) -> int:
+        return len(self._registered)
+
+    def __contains__(self, key: RegistrationKey) -> bool:
+        return key in self._registered
+
+    def add(self, registered: Registered) -> None:
+        self._registered[registered.key] = registered
+        self._ranks.setdefault(registered.request, {})[registered.sender] = registered.key
+        self._names.add(registered.request, registered.names)
+
+    def pop(self, key: RegistrationKey) -> Registered:
+        registered = self._registered.pop(key)
+        ranks = self._ranks.get(registered.request, {})
+        if ranks.get(key.sender) == key:
+            del ranks[key.sender]
+            if not ranks:
+                del self._ranks[registered.request]
+                self._names.remove(registered.request)
+        return registered
+
+    def pop_all(self, names: tuple[str, ...], transfer_id: str | None) -> list[Registered]:
+        """Of all ranks that registered the request of these names."""
+        request = self._names.find(names)
+        if request is None or _are_different(request.transfer_id, transfer_id):
+            return []
+        return [self.pop(key) for key in list(self._ranks[request].values())]
+
+    def pop_due(self, now: float) -> list[Registered]:
+        due = [key for key, one in self._registered.items() if one.deadline <= now]
+        return [self.pop(key) for key in due]
