@@ -227,7 +227,7 @@ class StepMetadata:
     """D in push mode."""
     withdrawals: tuple[PushWithdrawal, ...] = ()
     """D in push mode."""
-    releases: tuple[RemoteSource, ...] = ()
+    declines: tuple[RemoteSource, ...] = ()
     """D: KV that is not needed after all; the remote may free it. Nothing comes back."""
     saves: tuple[SaveOrder, ...] = ()
     """With host buffers."""

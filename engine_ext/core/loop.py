@@ -123,7 +123,7 @@ class TransferLoop:
             identity,
             stats,
         )
-        self._releases: list[RemoteSource] = []
+        self._declines: list[RemoteSource] = []
         self._last_event = NEVER
         self._parts: tuple[Callable[[float], None], ...] = (
             self._receive,
@@ -131,7 +131,7 @@ class TransferLoop:
             self._pulls.step,
             self._writer.step,
             self._registrations.step,
-            self._send_releases,
+            self._send_declines,
             self._send_heartbeats,
             self._expire,
         )
@@ -142,7 +142,7 @@ class TransferLoop:
             self._leases.expect(request_id)
         for cancel in meta.cancels:
             self._leases.cancel(cancel.request_id)
-            self._writer.given_up(cancel.request_id, now, cancel.transfer_id)
+            self._writer.cancel(cancel.request_id, now, cancel.transfer_id)
         for grant in meta.grants:
             self._grant(grant, now)
         for request_id in meta.revokes:
@@ -159,8 +159,8 @@ class TransferLoop:
             self._registrations.register(registration, now)
         for withdrawal in meta.withdrawals:
             self._registrations.withdraw(withdrawal, now)
-        for source in meta.releases:
-            self._release(source)
+        for source in meta.declines:
+            self._decline(source)
 
     def step(self, now: float) -> float:
         """Moves everything on; returns the seconds after which it wants to be called again.
@@ -181,7 +181,7 @@ class TransferLoop:
     @property
     def owes_messages(self) -> bool:
         """Holders wait to hear that we will not read."""
-        return bool(self._releases) or self._registrations.owes_messages
+        return bool(self._declines) or self._registrations.owes_messages
 
     @property
     def num_open(self) -> int:
@@ -193,7 +193,7 @@ class TransferLoop:
             + self._writer.num_active
             + self._writer.num_waiting
             + self._registrations.num_active
-            + len(self._releases)
+            + len(self._declines)
         )
 
     def revoke_all(self, now: float) -> None:
@@ -302,7 +302,7 @@ class TransferLoop:
             self._end_lease(grant.request_id)
 
     def _read_done(self, request_id: str, readers: int = 1, reader: str = "") -> None:
-        if self._leases.release(request_id, readers, reader):
+        if self._leases.confirm(request_id, readers, reader):
             self._end_lease(request_id)
 
     def _end_lease(self, request_id: str) -> None:
@@ -322,27 +322,27 @@ class TransferLoop:
             self._stats.leases_expired += 1
             self._tell_gone(request_id)
         for request_id in self._leases.reap(now):
-            self._writer.given_up(request_id, now)
+            self._writer.cancel(request_id, now)
             self._results.sent(request_id)
 
     def _tell_gone(self, request_id: str) -> None:
         for reader in self._readers.ended(request_id):
             self._readers.answer(reader, Gone((request_id,)))
 
-    def _release(self, source: RemoteSource) -> None:
+    def _decline(self, source: RemoteSource) -> None:
         if source.address.engine_id == self._identity.engine_id:
             self._read_done(source.request_id)
         else:
-            self._releases.append(source)
+            self._declines.append(source)
 
-    def _send_releases(self, now: float) -> None:
+    def _send_declines(self, now: float) -> None:
         """Tells holders that we will not read; dropped when no handshake succeeds."""
-        sources, self._releases = self._releases, []
+        sources, self._declines = self._declines, []
         for source in sources:
-            if not self._with_peer(source.address, now, partial(self._send_release, source)):
-                self._releases.append(source)
+            if not self._with_peer(source.address, now, partial(self._send_decline, source)):
+                self._declines.append(source)
 
-    def _send_release(self, source: RemoteSource, peer: PeerHandle) -> None:
+    def _send_decline(self, source: RemoteSource, peer: PeerHandle) -> None:
         if peer.has_extension:
             self._agent.notify(peer.name, encode_extension(Read(source.request_id, peer.readers)))
         else:

@@ -34,7 +34,7 @@ class Orders:
     offers: list[PushOffer] = field(default_factory=list)
     registrations: list[PushRegistration] = field(default_factory=list)
     withdrawals: list[PushWithdrawal] = field(default_factory=list)
-    releases: list[RemoteSource] = field(default_factory=list)
+    declines: list[RemoteSource] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
 
     def __bool__(self) -> bool:

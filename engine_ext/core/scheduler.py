@@ -187,14 +187,14 @@ class SchedulerConnector:
     def release(self, engine_id: str, request_id: str) -> bool:
         """Nobody will read this request's KV. True: it was held. A reader who comes all the same
         is told, and finds it for a moment more."""
-        if engine_id != self._identity.engine_id or request_id not in self._leased:
+        return engine_id == self._identity.engine_id and self.revoke(request_id)
+
+    def revoke(self, request_id: str) -> bool:
+        """The same, of a request of ours whose answer reached nobody."""
+        if request_id not in self._leased:
             return False
         self._orders.revokes.append(request_id)
         return True
-
-    def abandon(self, request_id: str) -> bool:
-        """The same, of a request that was aborted after its end: its answer reached nobody."""
-        return self.release(self._identity.engine_id, request_id)
 
     def has_pending_work(self) -> bool:
         """True while `build_connector_meta` has something to hand over."""
@@ -235,7 +235,7 @@ class SchedulerConnector:
         request_id = request.request_id
         if source.address.engine_id == self._identity.engine_id:
             # Both legs came to this engine: what is worth having is in our own prefix cache.
-            self._orders.releases.append(source)
+            self._orders.declines.append(source)
             return
         load = Load(source, params.role, self._loadable_tokens(request, params.role, source))
         self._loads[request_id] = load
@@ -342,7 +342,7 @@ class SchedulerConnector:
         if isinstance(load.origin, PushTarget):
             self._orders.withdrawals.append(PushWithdrawal(request_id, load.origin))
         else:
-            self._orders.releases.append(load.origin)
+            self._orders.declines.append(load.origin)
 
     def _lease(
         self, request: EngineRequest, block_ids: BlockIds, transfer_id: str | None

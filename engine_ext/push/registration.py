@@ -93,7 +93,7 @@ class Registrations:
         self._identity = identity
         self._stats = stats
         self._waiting: dict[str, Waiting] = {}
-        self._farewells: list[PushWithdrawal] = []
+        self._declines: list[PushWithdrawal] = []
 
     @property
     def num_active(self) -> int:
@@ -102,7 +102,7 @@ class Registrations:
     @property
     def owes_messages(self) -> bool:
         """Something is to be said, and the handshake for it still runs."""
-        return bool(self._farewells)
+        return bool(self._declines)
 
     def register(self, registration: PushRegistration, now: float) -> None:
         deadline = now + self._config.push_deadline
@@ -112,10 +112,10 @@ class Registrations:
     def withdraw(self, withdrawal: PushWithdrawal, now: float) -> None:
         waiting = self._waiting.get(withdrawal.request_id)
         if waiting is None:
-            self._farewells.append(withdrawal)
+            self._declines.append(withdrawal)
         elif waiting.state is State.CONNECTING:
             self._end(waiting, ok=False)
-            self._farewells.append(withdrawal)
+            self._declines.append(withdrawal)
         elif waiting.state is State.REGISTERED:
             self._withdraw(waiting, now)
 
@@ -155,9 +155,9 @@ class Registrations:
             except Exception:
                 logger.exception("request %s", waiting.registration.request_id)
                 self._end(waiting, ok=False)
-        farewells, self._farewells = self._farewells, []
-        for withdrawal in farewells:
-            self._say_farewell(withdrawal, now)
+        declines, self._declines = self._declines, []
+        for withdrawal in declines:
+            self._say_decline(withdrawal, now)
 
     def _advance(self, waiting: Waiting, now: float) -> None:
         address = waiting.registration.target.address
@@ -249,7 +249,7 @@ class Registrations:
         waiting.ask_again_at = now
         self._ask_again(waiting, now)
 
-    def _say_farewell(self, withdrawal: PushWithdrawal, now: float) -> None:
+    def _say_decline(self, withdrawal: PushWithdrawal, now: float) -> None:
         """Nothing was registered, but P need not keep the blocks."""
         target = withdrawal.target
         message = Withdraw(withdrawal.request_id, 0, target.remote_request_id, target.transfer_id)
@@ -259,7 +259,7 @@ class Registrations:
             logger.warning("engine %s was not told: %s", target.address.engine_id, error)
             return
         if peers is None:
-            self._farewells.append(withdrawal)
+            self._declines.append(withdrawal)
         for peer in peers or ():
             self._tell(peer, message)
 

@@ -114,7 +114,7 @@ class PushWriter:
         """P's request has finished; its lease has just been granted."""
         names = names_of(offer.request_id, offer.transfer_id)
         if not self._leases.is_held(offer.request_id):
-            self.given_up(offer.request_id, now, offer.transfer_id)
+            self.cancel(offer.request_id, now, offer.transfer_id)
             return
         registrations = self._registrations.pop_all(names, offer.transfer_id)
         if not registrations and self._unwanted.take(names, now):
@@ -173,7 +173,7 @@ class PushWriter:
         elif not self._failed.take(names, now):
             self._unwanted.add(_lasting(names, message.transfer_id), now)
 
-    def given_up(self, request_id: str, now: float, transfer_id: str | None = None) -> None:
+    def cancel(self, request_id: str, now: float, transfer_id: str | None = None) -> None:
         """P's request was aborted, or its lease ended: whoever registers for it must hear."""
         held = self._offers.get(request_id)
         if held is not None:

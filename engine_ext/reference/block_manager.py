@@ -78,17 +78,17 @@ class BlockManager:
         for block in seq.block_ids:
             self._pool.forget(block)
 
-    def release(self, seq: Request) -> None:
-        self.release_blocks(self.detach(seq))
+    def free(self, seq: Request) -> None:
+        self.free_blocks(self.detach(seq))
 
     def detach(self, seq: Request) -> list[int]:
-        """The blocks of `seq`, which are the caller's to release from now on."""
+        """The blocks of `seq`, which are the caller's to free from now on."""
         blocks, seq.block_ids = seq.block_ids, []
         seq.num_committed_blocks = 0
         return blocks
 
-    def release_blocks(self, blocks: Sequence[int]) -> None:
-        self._pool.release(blocks)
+    def free_blocks(self, blocks: Sequence[int]) -> None:
+        self._pool.free(blocks)
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
         holders: dict[int, int] = {}

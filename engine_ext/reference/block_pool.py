@@ -70,7 +70,7 @@ class BlockPool:
         if digest is not None:
             del self._block_of[digest]
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def free(self, blocks: Sequence[int]) -> None:
         """Last block first, so that a prefix outlives its continuations."""
         for block in reversed(blocks):
             self._refs[block] -= 1

@@ -38,7 +38,7 @@ class SchedulerHalf(Protocol):
     def release(self, engine_id: str, request_id: str) -> bool:
         """Give up what is kept for a remote reader. True: it was kept."""
 
-    def abandon(self, request_id: str) -> bool:
+    def revoke(self, request_id: str) -> bool:
         """The same, of a request whose answer reached nobody."""
 
     def drain(self) -> None:

@@ -48,7 +48,7 @@ class NoSchedulerHalf:
     def release(self, engine_id: str, request_id: str) -> bool:
         return False
 
-    def abandon(self, request_id: str) -> bool:
+    def revoke(self, request_id: str) -> bool:
         return False
 
     def drain(self) -> None:

@@ -79,7 +79,7 @@ class Scheduler:
         if seq is not None:
             self.finish(seq, ABORTED)
         elif request_id in self.queues.delayed:
-            self._abandon(request_id)
+            self._revoke(request_id)
         return seq
 
     def finish(self, seq: Sequence, finish: Finish) -> None:
@@ -94,7 +94,7 @@ class Scheduler:
         elif delay_free:
             self.queues.delayed.hold(seq.request_id, blocks)
         else:
-            self._blocks.release_blocks(blocks)
+            self._blocks.free_blocks(blocks)
 
     def update_transfers(self, results: TransferResults) -> list[Sequence]:
         """Returns the sequences that a failed load ended."""
@@ -130,11 +130,11 @@ class Scheduler:
             logger.exception("connector: release raised")
             return False
 
-    def _abandon(self, request_id: str) -> None:
+    def _revoke(self, request_id: str) -> None:
         try:
-            self._connector.abandon(request_id)
+            self._connector.revoke(request_id)
         except Exception:
-            logger.exception("connector: abandon raised")
+            logger.exception("connector: revoke raised")
 
     def check_integrity(self) -> None:
         self.queues.check_integrity(self._blocks)
@@ -267,7 +267,7 @@ class Scheduler:
 
     def _send_back(self, seq: Sequence) -> None:
         self.queues.remove(seq)
-        self._blocks.release(seq)
+        self._blocks.free(seq)
         seq.num_computed_tokens = 0
         self.queues.waiting.appendleft(seq)
 
@@ -304,7 +304,7 @@ class Scheduler:
         if blocks is None:
             logger.warning("connector reported %s, whose blocks it does not hold", request_id)
             return
-        self._blocks.release_blocks(blocks)
+        self._blocks.free_blocks(blocks)
 
     def _end_for_hook(self, seq: Sequence) -> None:
         logger.exception("connector: a hook raised for %s", seq.request_id)

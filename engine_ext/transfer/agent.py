@@ -62,7 +62,7 @@ class Agent(Protocol):
     def prepare(self, name: str, layout: PeerLayout) -> Any:
         """Both sides' descriptors, for `start_read`."""
 
-    def drop(self, peer: PeerHandle) -> None:
+    def unprepare(self, peer: PeerHandle) -> None:
         """Frees what `prepare` made."""
 
     def start_read(
@@ -80,7 +80,7 @@ class Agent(Protocol):
         """WRITEs local bytes into remote ones; else as `start_read`."""
 
     def poll(self, transfer: Transfer) -> TransferState: ...
-    def release(self, transfer: Transfer) -> None:
+    def discard(self, transfer: Transfer) -> None:
         """Forgets the transfer; raises AgentError while it still runs and cannot be stopped."""
 
     def notify(self, name: str, message: bytes) -> None: ...
@@ -144,7 +144,7 @@ class NixlAgent:
             remote = self._nixl.prep_xfer_dlist(name, layout.remote.rows, mem_types.pop())
         return Prepared(local, remote)
 
-    def drop(self, peer: PeerHandle) -> None:
+    def unprepare(self, peer: PeerHandle) -> None:
         with _errors("drop the remote agent's blocks"):
             self._nixl.release_dlist_handle(peer.descriptors.remote)
 
@@ -163,7 +163,7 @@ class NixlAgent:
             state = self._nixl.check_xfer_state(transfer)
         return _STATES.get(state, TransferState.FAILED)
 
-    def release(self, transfer: Transfer) -> None:
+    def discard(self, transfer: Transfer) -> None:
         with _errors("release a transfer"):
             self._nixl.release_xfer_handle(transfer)
 

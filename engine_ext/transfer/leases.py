@@ -48,7 +48,7 @@ class Lease:
 class LeaseTable:
     """Which finished requests' blocks are held for a remote reader, and until when.
 
-    Each id that was granted ends exactly once: by `release`, or in what `reap` returns.
+    Each id that was granted ends exactly once: by `confirm`, or in what `reap` returns.
     """
 
     def __init__(self, extension: float, grace: float) -> None:
@@ -109,7 +109,7 @@ class LeaseTable:
         return lease is not None and reader in lease.read_by
 
     def would_end(self, request_id: str, readers: int = 1, reader: str = "") -> bool:
-        """Whether `release` would end a lease that still runs."""
+        """Whether `confirm` would end a lease that still runs."""
         lease = self._leases.get(request_id)
         if lease is None or lease.state is not LeaseState.GRANTED:
             return False
@@ -119,7 +119,7 @@ class LeaseTable:
         """The blocks are still those of this request."""
         return request_id in self._leases
 
-    def release(self, request_id: str, readers: int = 1, reader: str = "") -> bool:
+    def confirm(self, request_id: str, readers: int = 1, reader: str = "") -> bool:
         """`reader`, one of `readers`, has read. True: the lease ended by this call."""
         lease = self._leases.get(request_id)
         if lease is None:

@@ -38,7 +38,7 @@ class Moving:
 
     def _let_go(self, agent: Agent) -> bool:
         try:
-            agent.release(self.transfer)
+            agent.discard(self.transfer)
         except AgentError as error:
             logger.debug("%s", error)
             return False

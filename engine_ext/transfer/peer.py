@@ -143,7 +143,7 @@ class Peers:
 
     def _undo(self, peer: PeerRank, handle: PeerHandle) -> None:
         for undo in (
-            partial(self._agent.drop, handle),
+            partial(self._agent.unprepare, handle),
             partial(self._agent.remove_remote, handle.name),
         ):
             try:

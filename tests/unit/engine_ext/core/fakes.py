@@ -67,8 +67,8 @@ class FakeAgent:
     def prepare(self, name: str, layout: PeerLayout) -> None:
         self._check("prepare")
 
-    def drop(self, peer: PeerHandle) -> None:
-        self._check("drop")
+    def unprepare(self, peer: PeerHandle) -> None:
+        self._check("unprepare")
 
     def start_read(
         self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
@@ -88,8 +88,8 @@ class FakeAgent:
         self._check("poll")
         return transfer.state
 
-    def release(self, transfer: FakeTransfer) -> None:
-        self._check("release")
+    def discard(self, transfer: FakeTransfer) -> None:
+        self._check("discard")
         transfer.released = True
 
     def notify(self, name: str, message: bytes) -> None:

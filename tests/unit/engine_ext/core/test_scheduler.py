@@ -112,7 +112,7 @@ def test_asking_twice_changes_nothing_and_one_pull_is_ordered(
     scheduler.update_state_after_alloc(request, BLOCKS, 0)
     meta = scheduler.build_connector_meta()
     assert len(meta.pulls) == 1
-    assert meta.releases == ()
+    assert meta.declines == ()
 
 
 def test_a_loaded_request_that_is_preempted_is_computed_locally(
@@ -130,17 +130,17 @@ def test_a_full_local_hit_releases_the_remote(scheduler: SchedulerConnector) -> 
     assert scheduler.get_num_new_matched_tokens(request, 100) == (0, False)
     scheduler.update_state_after_alloc(request, BLOCKS, 0)
     meta = scheduler.build_connector_meta()
-    assert [release.request_id for release in meta.releases] == ["p-1"]
+    assert [declined.request_id for declined in meta.declines] == ["p-1"]
     assert meta.pulls == ()
     scheduler.request_finished(request, BLOCKS, FinishStatus.STOPPED)
-    assert scheduler.build_connector_meta().releases == ()
+    assert scheduler.build_connector_meta().declines == ()
 
 
 def test_an_abort_in_the_queue_releases_the_remote(scheduler: SchedulerConnector) -> None:
     request = offered(scheduler)
     scheduler.request_finished(request, ((),), FinishStatus.ABORTED)
     meta = scheduler.build_connector_meta()
-    assert [release.request_id for release in meta.releases] == ["p-1"]
+    assert [declined.request_id for declined in meta.declines] == ["p-1"]
     assert meta.untracks == ("d-1",)
 
 
@@ -150,7 +150,7 @@ def test_an_abort_while_loading_leaves_the_release_to_the_read(
     request = offered(scheduler)
     scheduler.update_state_after_alloc(request, BLOCKS, 100)
     scheduler.request_finished(request, BLOCKS, FinishStatus.ABORTED)
-    assert scheduler.build_connector_meta().releases == ()
+    assert scheduler.build_connector_meta().declines == ()
 
 
 def test_tokens_the_remote_does_not_hold_are_not_asked_for(scheduler: SchedulerConnector) -> None:
@@ -179,7 +179,7 @@ def test_both_legs_on_one_engine_release_without_a_read(scheduler: SchedulerConn
     request = offered(scheduler, remote_engine_id="me")
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     meta = scheduler.build_connector_meta()
-    assert [type(release) for release in meta.releases] == [RemoteSource]
+    assert [type(declined) for declined in meta.declines] == [RemoteSource]
     assert meta.tracks == ()
 
 
@@ -291,7 +291,7 @@ def test_a_turn_that_cannot_be_used_is_computed_and_given_back(
     prefiller.on_new_request(request)
     assert prefiller.get_num_new_matched_tokens(request, 0) == (0, False)
     prefiller.update_state_after_alloc(request, BLOCKS, 0)
-    assert [source.request_id for source in prefiller.build_connector_meta().releases] == ["t-1"]
+    assert [source.request_id for source in prefiller.build_connector_meta().declines] == ["t-1"]
 
 
 def test_a_prefiller_without_the_flag_computes_and_gives_the_turn_back(
@@ -299,7 +299,7 @@ def test_a_prefiller_without_the_flag_computes_and_gives_the_turn_back(
 ) -> None:
     request = next_turn(scheduler)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert len(scheduler.build_connector_meta().releases) == 1
+    assert len(scheduler.build_connector_meta().declines) == 1
 
 
 def test_a_turn_with_broken_params_is_an_ordinary_prefill(prefiller: SchedulerConnector) -> None:
@@ -314,7 +314,7 @@ def test_few_missing_tokens_are_computed_and_the_turn_given_back(
     request = next_turn(prefiller)
     assert prefiller.get_num_new_matched_tokens(request, 64) == (0, False)
     prefiller.update_state_after_alloc(request, BLOCKS, 0)
-    assert len(prefiller.build_connector_meta().releases) == 1
+    assert len(prefiller.build_connector_meta().declines) == 1
 
 
 def test_a_prefill_that_lost_its_turn_computes_whatever_the_policy(
@@ -394,4 +394,4 @@ def test_a_remote_that_gave_up_what_a_window_needs_is_not_read(listed: int, load
     assert decoder.get_num_new_matched_tokens(request, 0) == (loaded, loaded > 0)
     if not loaded:
         decoder.update_state_after_alloc(request, BLOCKS * 2, 0)
-        assert len(decoder.build_connector_meta().releases) == 1
+        assert len(decoder.build_connector_meta().declines) == 1

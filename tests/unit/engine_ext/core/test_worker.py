@@ -207,7 +207,7 @@ def test_an_overdue_read_is_reported_only_when_nixl_let_go_of_it(
     harness: Harness, prefiller: HandshakeServer
 ) -> None:
     transfer = harness.reading(source(port=prefiller.port))
-    harness.agent.failing = {"release"}
+    harness.agent.failing = {"discard"}
     harness.step(harness.config.transfer_timeout + 1)
     assert not harness.results.take()
     transfer.state = TransferState.DONE
@@ -269,14 +269,14 @@ def test_heartbeats_go_out_while_a_request_waits_and_stop_after(
 def test_a_release_waits_for_the_handshake_and_is_sent_once(
     harness: Harness, prefiller: HandshakeServer
 ) -> None:
-    harness.apply(StepMetadata(releases=(source(port=prefiller.port),)))
+    harness.apply(StepMetadata(declines=(source(port=prefiller.port),)))
     harness.step_until(lambda: harness.agent.sent)
     harness.step()
     assert harness.agent.sent == [("agent-p", b"p-1:1")]
 
 
 def test_a_release_to_a_dead_peer_is_dropped(harness: Harness) -> None:
-    harness.apply(StepMetadata(releases=(source(port=1),)))
+    harness.apply(StepMetadata(declines=(source(port=1),)))
     harness.step()
     harness.step(harness.config.handshake_timeout)
     harness.step()
@@ -363,7 +363,7 @@ def test_a_failing_notification_queue_is_survived_by_leases(harness: Harness) ->
 
 def test_both_legs_on_one_engine_end_the_lease(harness: Harness) -> None:
     lease(harness)
-    harness.apply(StepMetadata(releases=(source(engine_id="engine-d"),)))
+    harness.apply(StepMetadata(declines=(source(engine_id="engine-d"),)))
     assert harness.results.take() == SENT
 
 
@@ -530,7 +530,7 @@ def test_a_holder_that_leaves_tells_every_reader_it_knows(harness: Harness) -> N
 def test_a_release_is_owed_until_it_was_sent_or_the_holder_is_known_dead(
     harness: Harness, prefiller: HandshakeServer
 ) -> None:
-    harness.apply(StepMetadata(releases=(source(port=prefiller.port), source(port=1))))
+    harness.apply(StepMetadata(declines=(source(port=prefiller.port), source(port=1))))
     harness.step_until(lambda: harness.agent.sent)
     assert harness.loop.owes_messages
     harness.step(harness.config.handshake_timeout)

@@ -17,11 +17,11 @@ METHODS = (
     "add_remote",
     "remove_remote",
     "prepare",
-    "drop",
+    "unprepare",
     "start_read",
     "start_write",
     "poll",
-    "release",
+    "discard",
     "notify",
     "notifications",
 )
@@ -296,7 +296,7 @@ def test_a_read_that_nixl_neither_ends_nor_lets_go_of_keeps_its_blocks() -> None
     pair.world.network.weather = Weather(transfer=20.0)
     asked = pair.ask()
     pair.world.pass_time(1)
-    pair.decoder.agent.failing = {"poll", "release"}
+    pair.decoder.agent.failing = {"poll", "discard"}
     pair.world.pass_time(25)
     assert asked not in pair.decoder.outcomes
     pair.decoder.agent.failing = set()

@@ -179,7 +179,7 @@ def test_one_failed_part_fails_the_load_once_the_other_is_let_go(launch: Launch)
 def test_a_part_that_nixl_does_not_let_go_of_keeps_the_blocks(launch: Launch) -> None:
     rank = launch(1, 2)
     rank.reading()
-    rank.agent.failing = {"release"}
+    rank.agent.failing = {"discard"}
     finish(rank, DONE, RUNNING)
     rank.step(rank.config.transfer_timeout + 1)
     rank.step()
@@ -231,7 +231,7 @@ def test_one_ranks_answered_heartbeat_is_no_proof_for_the_other(launch: Launch) 
 
 def test_a_release_reaches_every_rank(launch: Launch) -> None:
     rank = launch(1, 2)
-    rank.apply(StepMetadata(releases=(rank.source(),)))
+    rank.apply(StepMetadata(declines=(rank.source(),)))
     rank.step_until(lambda: len(rank.agent.sent) == 4)
     assert rank.sent() == [(f"agent-{i}", wire.Read("p-1")) for i in range(2)]
 

@@ -111,8 +111,8 @@ class SimAgent:
         self._call("prepare")
         return name
 
-    def drop(self, peer: PeerHandle) -> None:
-        self._call("drop")
+    def unprepare(self, peer: PeerHandle) -> None:
+        self._call("unprepare")
 
     def start_read(
         self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
@@ -135,8 +135,8 @@ class SimAgent:
             self.network.send(self.name, transfer.remote_name, transfer.notification)
         return transfer.state
 
-    def release(self, transfer: SimTransfer) -> None:
-        self._call("release")
+    def discard(self, transfer: SimTransfer) -> None:
+        self._call("discard")
         if transfer.is_released:
             self.network.violations.append("a transfer was released twice")
         transfer.is_released = True

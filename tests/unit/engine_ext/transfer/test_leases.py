@@ -60,8 +60,8 @@ def test_a_lease_behind_a_longer_one_expires_on_time() -> None:
 def test_a_read_ends_the_lease_once() -> None:
     leases = table()
     leases.grant("a", now=0, seconds=30)
-    assert leases.release("a")
-    assert not leases.release("a")
+    assert leases.confirm("a")
+    assert not leases.confirm("a")
     assert ended(leases, 1000) == []
 
 
@@ -72,22 +72,22 @@ def test_a_revoked_lease_can_be_read_in_its_grace_and_not_renewed() -> None:
     assert not leases.revoke("a", now=5)
     assert leases.renew(["a"], now=5) == ["a"]
     assert leases.knows("a")
-    assert leases.release("a")
+    assert leases.confirm("a")
     assert leases.reap(100) == []
 
 
 def test_a_lease_read_by_several_ranks_ends_with_the_last() -> None:
     leases = table()
     leases.grant("a", now=0, seconds=30)
-    assert not leases.release("a", readers=2, reader="d-0")
-    assert not leases.release("a", readers=2, reader="d-0")
-    assert leases.release("a", readers=2, reader="d-1")
+    assert not leases.confirm("a", readers=2, reader="d-0")
+    assert not leases.confirm("a", readers=2, reader="d-0")
+    assert leases.confirm("a", readers=2, reader="d-1")
 
 
 def test_a_read_announced_before_the_grant_is_remembered() -> None:
     leases = table()
     leases.expect("a")
-    assert not leases.release("a")
+    assert not leases.confirm("a")
     assert not leases.grant("a", now=0, seconds=30)
     assert len(leases) == 0
 
@@ -102,7 +102,7 @@ def test_a_cancelled_request_leaves_nothing() -> None:
 def test_ids_nobody_expects_are_gone_and_change_nothing() -> None:
     leases = table()
     assert leases.renew(["x"], now=0) == ["x"]
-    assert not leases.release("x")
+    assert not leases.confirm("x")
     assert not leases.revoke("x", now=0)
     leases.cancel("x")
     assert len(leases) == 0
@@ -172,9 +172,9 @@ class LeaseMachine(RuleBasedStateMachine):
             self.revoked[name] = self.now + 1
 
     @rule(name=ids)
-    def release(self, name: str) -> None:
+    def confirm(self, name: str) -> None:
         held = name in self.deadlines or name in self.revoked
-        assert self.leases.release(name) is held
+        assert self.leases.confirm(name) is held
         if name in self.expected:
             self.read_early.add(name)
         self.deadlines.pop(name, None)

@@ -181,8 +181,8 @@ class FakeScheduler:
         self._called("release")
         return request_id in self.held
 
-    def abandon(self, request_id: str) -> bool:
-        self._called(f"abandon {request_id}")
+    def revoke(self, request_id: str) -> bool:
+        self._called(f"revoke {request_id}")
         return request_id in self.held
 
     def drain(self) -> None:

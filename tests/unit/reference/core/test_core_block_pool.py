@@ -53,9 +53,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
+    def free(self, data: st.DataObject) -> None:
         blocks, _ = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
-        self.pool.release(blocks)
+        self.pool.free(blocks)
 
     @invariant()
     def the_books_are_right(self) -> None:
@@ -88,8 +88,8 @@ def test_the_least_recently_freed_goes_first_and_of_one_request_its_end() -> Non
     pool = BlockPool(BLOCKS)
     old, young = hold(pool, 4), hold(pool, 4)
     old_digests, young_digests = remember_all(pool, old, b"o"), remember_all(pool, young, b"y")
-    pool.release(old)
-    pool.release(young)
+    pool.free(old)
+    pool.free(young)
     hold(pool, 3)
     assert pool.find(old_digests) == old[:1]
     assert pool.find(young_digests) == young
@@ -99,8 +99,8 @@ def test_worthless_blocks_are_used_before_cached_ones() -> None:
     pool = BlockPool(BLOCKS)
     cached, blank = hold(pool, 4), hold(pool, 4)
     digests = remember_all(pool, cached, b"c")
-    pool.release(cached)
-    pool.release(blank)
+    pool.free(cached)
+    pool.free(blank)
     assert sorted(hold(pool, 4)) == sorted(blank)
     assert pool.find(digests) == cached
 
@@ -109,7 +109,7 @@ def test_blocks_about_to_be_shared_are_not_counted_as_free() -> None:
     pool = BlockPool(BLOCKS)
     cached = hold(pool, 8)
     digests = remember_all(pool, cached, b"c")
-    pool.release(cached)
+    pool.free(cached)
     found = pool.find(digests[:5])
     assert pool.allocate(4, sharing=found) is None
     assert pool.num_free == 8

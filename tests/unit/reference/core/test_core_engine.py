@@ -131,7 +131,7 @@ async def test_cancelling_the_consumer_aborts_and_frees(start: Start) -> None:
 
 
 @pytest.mark.parametrize("taken", [True, False])
-async def test_what_an_answer_that_nobody_took_would_keep_for_others_is_given_up(
+async def test_what_an_answer_that_nobody_took_would_keep_for_others_is_revoked(
     start: Start, taken: bool
 ) -> None:
     connector = FakeConnector()
@@ -143,7 +143,7 @@ async def test_what_an_answer_that_nobody_took_would_keep_for_others_is_given_up
         assert [output async for output in outputs] == []
     await outputs.aclose()
     await answer(engine, request("later", prompt(5), greedy(1)))
-    assert ("abandon p" in connector.calls) is not taken
+    assert ("revoke p" in connector.calls) is not taken
 
 
 async def test_an_abort_by_id_ends_the_stream(start: Start) -> None:
