@@ -1,0 +1,65 @@
+"""What an answer's `kv_transfer_params` say of the KV that is kept: where it lies, in vLLM 0.32's
+words, and which tokens it is of, in ours."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from engine_ext.base.config import TransferMode
+from engine_ext.base.proof import PrefixProof
+from engine_ext.base.types import BlockIds, CacheGeometry, EngineIdentity, EngineRequest
+from engine_ext.layout.plan import without_holes
+
+
+class Answers:
+    def __init__(
+        self,
+        identity: EngineIdentity,
+        geometry: CacheGeometry,
+        mode: TransferMode,
+        unix_time: Callable[[], float],
+    ) -> None:
+        self._identity = identity
+        self._block_size = geometry.block_size
+        self._windows = geometry.group_windows
+        self._mode = mode
+        self._unix_time = unix_time
+
+    def of_prefill(self, request: EngineRequest, block_ids: BlockIds) -> dict[str, Any]:
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            **self._where(request, block_ids),
+            "remote_blocks_expiry_time": None,
+        }
+
+    def of_turn(
+        self, request: EngineRequest, block_ids: BlockIds, seconds: float
+    ) -> dict[str, Any]:
+        return {
+            "do_remote_prefill": False,
+            "do_remote_decode": True,
+            **self._where(request, block_ids),
+            # Stock's readers compare it with this process's clock, whose offset they measured.
+            "remote_blocks_expiry_time": time.perf_counter() + seconds,
+            "retained_until": self._unix_time() + seconds,
+        }
+
+    def _where(self, request: EngineRequest, block_ids: BlockIds) -> dict[str, Any]:
+        num_tokens = request.num_computed_tokens
+        num_blocks = -(-num_tokens // self._block_size)
+        listed = tuple(group[:num_blocks] for group in block_ids)
+        proof = PrefixProof.of(request.token_ids[:num_tokens], self._block_size)
+        return {
+            "remote_block_ids": [list(group) for group in without_holes(listed, self._windows)],
+            "remote_engine_id": self._identity.engine_id,
+            "remote_request_id": request.request_id,
+            "remote_host": self._identity.host,
+            "remote_port": self._identity.port,
+            "tp_size": self._identity.tp_size,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": num_tokens,
+            "transfer_mode": self._mode,
+            "prefix_proof": proof.to_wire(),
+        }

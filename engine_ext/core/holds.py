@@ -1,0 +1,119 @@
+"""What is held of our own requests when they have finished: leases for a remote reader, turns for
+the next one.
+
+    expected --(finished with KV)--> held --(reported)--> gone
+        +-----(finished without; a turn that does not fit)--> gone
+
+A request's state is the container it is in.
+"""
+
+from dataclasses import dataclass
+
+from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.proof import digest
+from engine_ext.base.types import (
+    BlockIds,
+    CacheGeometry,
+    EngineRequest,
+    FinishDecision,
+    LeaseCancel,
+    LeaseGrant,
+    PushOffer,
+)
+from engine_ext.core.answers import Answers
+from engine_ext.core.orders import Orders
+from engine_ext.core.retain import RetainedTurns
+
+NOT_KEPT = FinishDecision(False, None)
+
+
+@dataclass(frozen=True, slots=True)
+class ForReader:
+    """A remote engine will read what we prefill."""
+
+    transfer_id: str | None
+    """The router's name for it, in push mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForNextTurn:
+    """Our answer's KV is kept for the conversation's next turn."""
+
+
+class Holds:
+    """One per engine. Writes into `orders` what the worker half is to do."""
+
+    def __init__(
+        self, orders: Orders, answers: Answers, config: ConnectorConfig, geometry: CacheGeometry
+    ) -> None:
+        self._orders = orders
+        self._answers = answers
+        self._config = config
+        self._block_size = geometry.block_size
+        self._expected: dict[str, ForReader | ForNextTurn] = {}
+        self._held: set[str] = set()
+        self._turns = RetainedTurns(int(config.retain_share * geometry.num_blocks))
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def expect_reader(self, request_id: str, transfer_id: str | None) -> None:
+        self._expected[request_id] = ForReader(transfer_id)
+        self._orders.expects.append(request_id)
+
+    def expect_next_turn(self, request_id: str) -> None:
+        self._expected[request_id] = ForNextTurn()
+
+    def is_expected(self, request_id: str) -> bool:
+        """The request runs, and its KV is to be held when it has finished."""
+        return request_id in self._expected
+
+    def finish(self, request: EngineRequest, block_ids: BlockIds, has_kv: bool) -> FinishDecision:
+        match self._expected.pop(request.request_id, None):
+            case ForReader(transfer_id) if has_kv:
+                return self._lease(request, block_ids, transfer_id)
+            case ForReader(transfer_id):
+                self._orders.cancels.append(LeaseCancel(request.request_id, transfer_id))
+            case ForNextTurn() if has_kv:
+                return self._retain(request, block_ids)
+        return NOT_KEPT
+
+    def revoke(self, request_id: str) -> bool:
+        """True: it was held; it ends before its time."""
+        if request_id not in self._held:
+            return False
+        self._orders.revokes.append(request_id)
+        return True
+
+    def revoke_turns(self) -> None:
+        """No turn waits any more. Leases run on, for their readers."""
+        self._orders.revokes += self._turns.clear()
+
+    def reported(self, request_id: str) -> None:
+        """The worker half holds it no more: the host frees its blocks."""
+        self._held.discard(request_id)
+        self._turns.remove(request_id)
+
+    def _lease(
+        self, request: EngineRequest, block_ids: BlockIds, transfer_id: str | None
+    ) -> FinishDecision:
+        self._held.add(request.request_id)
+        self._orders.grants.append(LeaseGrant(request.request_id, self._config.lease_duration))
+        if self._config.transfer_mode == "push":
+            num_tokens = request.num_computed_tokens
+            tokens = digest(request.token_ids[:num_tokens])
+            self._orders.offers.append(
+                PushOffer(request.request_id, block_ids, num_tokens, tokens, transfer_id)
+            )
+        return FinishDecision(True, self._answers.of_prefill(request, block_ids))
+
+    def _retain(self, request: EngineRequest, block_ids: BlockIds) -> FinishDecision:
+        num_blocks = -(-request.num_computed_tokens // self._block_size)
+        if not self._turns.fits(num_blocks):
+            return NOT_KEPT
+        seconds = self._config.retain_seconds
+        self._held.add(request.request_id)
+        self._orders.grants.append(LeaseGrant(request.request_id, seconds, renewable=False))
+        self._orders.revokes += self._turns.add(request.request_id, num_blocks)
+        return FinishDecision(True, self._answers.of_turn(request, block_ids, seconds))

@@ -1,0 +1,79 @@
+"""How many of a prompt's leading tokens can be loaded from a remote: pure arithmetic."""
+
+import logging
+from collections.abc import Sequence
+
+from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.types import CacheGeometry, EngineRequest, RemoteSource
+from engine_ext.core.params import Role
+from engine_ext.layout.plan import without_holes
+
+logger = logging.getLogger(__name__)
+
+
+class Loadable:
+    def __init__(self, config: ConnectorConfig, geometry: CacheGeometry) -> None:
+        self._config = config
+        self._block_size = geometry.block_size
+        self._windows: Sequence[int | None] = geometry.group_windows
+
+    def most_tokens(self, request: EngineRequest) -> int:
+        """A host that has the whole prompt computes its last token again. Where a group has a
+        window, vLLM's block manager has by then given up the block in which that token's window
+        begins, if it begins at the end of one; so the last token is left to compute."""
+        has_windows = any(window is not None for window in self._windows)
+        return request.num_prompt_tokens - has_windows
+
+    def tokens(
+        self, request: EngineRequest, role: Role, source: RemoteSource, unix_time: float
+    ) -> int:
+        """Tokens from position 0 whose KV the remote's blocks hold, and which are this prompt's."""
+        if role is Role.PREFILL and not self._may_pull_turn(source, unix_time):
+            return 0
+        held = self._held_tokens(source)
+        if source.num_tokens is not None:
+            held = min(held, source.num_tokens)
+        held = min(held, self.most_tokens(request))
+        if source.proof is None:
+            return held if self._windows_reach(source, held) else 0
+        proven = source.proof.proven_tokens(request.prompt_token_ids)
+        if proven < held:
+            logger.info(
+                "request %s: %d of %d remote tokens are this prompt's",
+                request.request_id,
+                proven,
+                held,
+            )
+        tokens = min(held, proven)
+        return tokens if self._windows_reach(source, tokens) else 0
+
+    def _held_tokens(self, source: RemoteSource) -> int:
+        """At most what the remote's lists can hold. Groups with a window list only its end; a peer
+        that does not tell its block size is taken to have ours."""
+        block_size = self._block_size if source.proof is None else source.proof.block_size
+        groups = zip(source.block_ids, self._windows, strict=False)
+        lengths = [len(ids) for ids, window in groups if window is None]
+        if not lengths:
+            return source.num_tokens or 0
+        return min(lengths) * block_size
+
+    def _windows_reach(self, source: RemoteSource, num_tokens: int) -> bool:
+        """Whether the remote keeps what the token behind `num_tokens` sees through a window: its
+        lists end with its own last token, and it may have gone further than we can follow."""
+        if source.num_tokens is None:
+            return True
+        block_size = self._block_size if source.proof is None else source.proof.block_size
+        end = -(-source.num_tokens // block_size)
+        kept = without_holes(source.block_ids, self._windows)
+        return all(
+            (end - len(ids)) * block_size <= max(0, num_tokens - window + 1)
+            for ids, window in zip(kept, self._windows, strict=False)
+            if window is not None
+        )
+
+    def _may_pull_turn(self, source: RemoteSource, unix_time: float) -> bool:
+        if not self._config.bidirectional:
+            return False
+        if source.expires_at is not None and source.expires_at <= unix_time:
+            return False
+        return source.proof is not None or self._config.trust_unproven_prefix

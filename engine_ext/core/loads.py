@@ -1,0 +1,160 @@
+"""What is loaded for our requests, and how far each load is.
+
+    OFFERED --(blocks allocated, tokens to load)--> LOADING --(reported)--> USED
+       +------(allocated, nothing to load; finished; not worth it)--> USED, the holder is told
+
+A request that finishes while it is loading leaves nothing here; its report finds nothing to change.
+"""
+
+import enum
+from dataclasses import dataclass
+
+from engine_ext.base.proof import digest
+from engine_ext.base.types import (
+    BlockIds,
+    EngineRequest,
+    PullOrder,
+    PushRegistration,
+    PushTarget,
+    PushWithdrawal,
+    RemoteSource,
+    TrackOrder,
+)
+from engine_ext.core.orders import Orders
+from engine_ext.core.params import Role
+from engine_ext.push.names import base_id
+
+
+class LoadState(enum.Enum):
+    OFFERED = "offered"
+    LOADING = "loading"
+    USED = "used"
+
+
+class LoadEvent(enum.Enum):
+    LOAD = "load"
+    DECLINE = "decline"
+    REPORT = "report"
+
+
+_NEXT = {
+    (LoadState.OFFERED, LoadEvent.LOAD): LoadState.LOADING,
+    (LoadState.OFFERED, LoadEvent.DECLINE): LoadState.USED,
+    (LoadState.LOADING, LoadEvent.REPORT): LoadState.USED,
+}
+
+
+class IllegalEventError(Exception):
+    """A load was told what cannot happen in its state: a fault of ours."""
+
+
+@dataclass(slots=True)
+class Load:
+    origin: RemoteSource | PushTarget
+    """Whom we read from, or who writes to us."""
+    role: Role
+    num_tokens: int
+    """Leading prompt tokens whose KV can be had, proven or trusted."""
+    state: LoadState = LoadState.OFFERED
+
+    def on(self, event: LoadEvent) -> None:
+        """Raises IllegalEventError."""
+        try:
+            self.state = _NEXT[self.state, event]
+        except KeyError:
+            raise IllegalEventError(f"{event} of a load that is {self.state}") from None
+
+
+class Loads:
+    """One per engine. Writes into `orders` what the worker half is to do."""
+
+    def __init__(self, orders: Orders, block_size: int, recompute_threshold: int) -> None:
+        self._orders = orders
+        self._block_size = block_size
+        self._recompute_threshold = recompute_threshold
+        self._loads: dict[str, Load] = {}
+
+    def role(self, request_id: str) -> Role:
+        load = self._loads.get(request_id)
+        return Role.NONE if load is None else load.role
+
+    def offer(self, request_id: str, source: RemoteSource, role: Role, num_tokens: int) -> None:
+        """A remote holds the KV of the request's first `num_tokens` tokens."""
+        load = self._loads[request_id] = Load(source, role, num_tokens)
+        if role is Role.PREFILL and num_tokens < self._recompute_threshold:
+            self._decline(request_id, load)
+        elif role is Role.DECODE:
+            self._orders.tracks.append(TrackOrder(request_id, source.address, source.request_id))
+
+    def await_push(self, request_id: str, target: PushTarget, num_tokens: int) -> None:
+        """`target` will write the KV of the request's first `num_tokens` tokens."""
+        self._loads[request_id] = Load(target, Role.DECODE, num_tokens)
+        name = target.transfer_id or base_id(request_id)
+        self._orders.tracks.append(TrackOrder(request_id, target.address, name))
+
+    def missing(self, request_id: str, num_computed_tokens: int) -> int:
+        """Tokens to load beyond those that are computed; 0 where there are none worth it."""
+        load = self._offered(request_id)
+        if load is None:
+            return 0
+        missing = load.num_tokens - num_computed_tokens
+        if load.role is Role.PREFILL and missing < self._recompute_threshold:
+            return 0
+        return max(0, missing)
+
+    def allocated(self, request: EngineRequest, block_ids: BlockIds, num_tokens: int) -> None:
+        """The last `num_tokens` of what was offered are loaded into `block_ids`, which cover the
+        request from position 0; nothing is, where `num_tokens` is 0."""
+        load = self._offered(request.request_id)
+        if load is None:
+            return
+        if num_tokens <= 0:
+            self._decline(request.request_id, load)
+            return
+        load.on(LoadEvent.LOAD)
+        first_token = load.num_tokens - num_tokens
+        first_token -= first_token % self._block_size
+        self._order(request, load, block_ids, first_token)
+
+    def reported(self, request_id: str) -> None:
+        """The worker half is done with the load, well or badly."""
+        load = self._loads.get(request_id)
+        if load is not None and load.state is LoadState.LOADING:
+            load.on(LoadEvent.REPORT)
+            self._orders.untracks.append(request_id)
+
+    def finish(self, request_id: str) -> None:
+        """The request has ended, wherever its load was."""
+        load = self._loads.pop(request_id, None)
+        if load is None:
+            return
+        if load.state is LoadState.OFFERED:
+            self._decline(request_id, load)
+        elif load.state is LoadState.LOADING:
+            self._orders.untracks.append(request_id)
+            if isinstance(load.origin, PushTarget):
+                self._orders.withdrawals.append(PushWithdrawal(request_id, load.origin))
+
+    def _offered(self, request_id: str) -> Load | None:
+        load = self._loads.get(request_id)
+        return None if load is None or load.state is not LoadState.OFFERED else load
+
+    def _order(
+        self, request: EngineRequest, load: Load, block_ids: BlockIds, first_token: int
+    ) -> None:
+        name, origin, last_token = request.request_id, load.origin, load.num_tokens
+        if isinstance(origin, RemoteSource):
+            self._orders.pulls.append(PullOrder(name, origin, block_ids, first_token, last_token))
+            return
+        tokens = digest(request.prompt_token_ids)
+        self._orders.registrations.append(
+            PushRegistration(name, origin, block_ids, first_token, last_token, tokens)
+        )
+
+    def _decline(self, request_id: str, load: Load) -> None:
+        load.on(LoadEvent.DECLINE)
+        self._orders.untracks.append(request_id)
+        if isinstance(load.origin, PushTarget):
+            self._orders.withdrawals.append(PushWithdrawal(request_id, load.origin))
+        else:
+            self._orders.declines.append(load.origin)
