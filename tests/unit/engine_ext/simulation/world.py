@@ -333,6 +333,7 @@ class SimEngine:
             REGIONS,
             self.results,
             self.stats,
+            lambda: network.now,
             network,
         )
         self.free = list(range(NUM_BLOCKS))
@@ -340,6 +341,8 @@ class SimEngine:
         """Parked or orphaned: a load may write into their blocks."""
         self.held: dict[str, SimRequest] = {}
         """Finished, and kept for a reader."""
+        self.fenced: set[str] = set()
+        """Of those, the ones that a load may still write into."""
         self.outcomes: dict[str, bool] = {}
         self._canaries = itertools.count()
         network.listeners["sim", port] = encode_payload(
@@ -383,7 +386,14 @@ class SimEngine:
         return request
 
     def abort(self, request: SimRequest) -> None:
-        self.scheduler.request_finished(request, (tuple(request.blocks),), FinishStatus.ABORTED)
+        """A load may write into its blocks for a while."""
+        decision = self.scheduler.request_finished(
+            request, (tuple(request.blocks),), FinishStatus.ABORTED
+        )
+        if decision.delay_free:
+            self.held[request.request_id] = request
+            self.fenced.add(request.request_id)
+            self.loading.pop(request.request_id, None)
 
     def step(self) -> None:
         if not self.agent.is_alive:
@@ -408,9 +418,13 @@ class SimEngine:
 
     def _take_results(self) -> None:
         results = self.results.take()
-        self.scheduler.update_connector_output(results)
+        results = self.scheduler.update_connector_output(results)
         for request_id in results.finished_sending:
-            self._free(self.held.pop(request_id).blocks)
+            request = self.held.pop(request_id)
+            if request_id in self.fenced:
+                self.fenced.discard(request_id)
+                self.outcomes.setdefault(request_id, False)
+            self._free(request.blocks)
         for request_id in results.finished_recving:
             self._accept(self.loading.pop(request_id), request_id not in results.failed_recving)
 
@@ -420,8 +434,12 @@ class SimEngine:
         if ok:
             found = [self.agent.memory[block] for block in request.blocks]
             assert found == contents_of(request.prompt_token_ids), "wrong KV was accepted"
-        self.scheduler.request_finished(request, (tuple(request.blocks),), FinishStatus.STOPPED)
-        self._free(request.blocks)
+        status = FinishStatus.STOPPED if ok else FinishStatus.ERROR
+        decision = self.scheduler.request_finished(request, (tuple(request.blocks),), status)
+        if decision.delay_free:
+            self.held[request.request_id] = request
+        else:
+            self._free(request.blocks)
 
     def _allocate(self, count: int) -> list[int] | None:
         """The block freed last comes first: what is too early or too late meets somebody."""
@@ -436,7 +454,9 @@ class SimEngine:
 
     def _may_be_written(self, notification: bytes, block: int) -> bool:
         done = decode_notification(notification)
-        owner = self.loading.get(done.request_id) if isinstance(done, PushDone) else None
+        if not isinstance(done, PushDone):
+            return False
+        owner = self.loading.get(done.request_id) or self.held.get(done.request_id)
         return owner is not None and block in owner.blocks
 
     def _owner_of(self, block: int) -> str | None:
@@ -458,6 +478,7 @@ class SimEngine:
             region_names=[region.name for region in REGIONS],
             disagg_ext=extension,
             lease_extension=self.config.lease_extension,
+            write_bound=self.config.write_bound,
         )
 
 
