@@ -27,11 +27,10 @@ from engine_ext.transfer.results import Results
 from engine_ext.wire.dial import Handshake, PeerRank
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import AgentMetadata, encode_payload
-from tests.unit.engine_ext.simulation.agents import SimTransfer
+from tests.unit.engine_ext.simulation.agents import SimAgent, SimTransfer
 from tests.unit.engine_ext.simulation.memory import (
     BLOCK_SIZE,
     NUM_BLOCKS,
-    contents_of,
     num_blocks_of,
 )
 from tests.unit.engine_ext.simulation.network import Network
@@ -40,6 +39,7 @@ GEOMETRY = CacheGeometry(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
 REGIONS = (Region("layer", 0x1000, 64, 64, NUM_BLOCKS),)
 SHORTEST_STEP, LONGEST_STEP = 0.25, 1.0
 """Seconds between two steps of a loop to which nothing happens: more and more."""
+FACTORS = {"model": "m"}
 OURS = EXTENSION_VERSION
 
 Then = Callable[[dict[str, Any] | None], None]
@@ -105,8 +105,8 @@ class SimEngine:
         self.version = version
         self.rate, self.origin = rate, origin
         self.name = config.engine_id
-        self.identity = EngineIdentity(self.name, "sim", port, compat_factors={"model": "m"})
-        self.agent = network.agent(_new_name(network, self.name))
+        self.identity = EngineIdentity(self.name, "sim", port, compat_factors=FACTORS)
+        self.agent = network.agent(new_name(network, self.name))
         self.memory = self.agent.memory
         self.agent.on_start = self._begins
         self.agent.on_wake = self.wake
@@ -128,7 +128,9 @@ class SimEngine:
         """Asked when a request's blocks are about to be free."""
         self._next_step = float("inf")
         self._patience = SHORTEST_STEP
-        network.listeners["sim", port] = self._payload()
+        network.listeners["sim", port] = handshake_payload(
+            self.agent, self.name, version, config.lease_extension
+        )
         self.wake()
 
     def __str__(self) -> str:
@@ -447,23 +449,26 @@ class SimEngine:
             self,
         )
 
-    def _payload(self) -> bytes:
-        metadata = AgentMetadata(
-            engine_id=self.name,
-            agent_metadata=self.agent.metadata(),
-            kv_caches_base_addr=[region.base_addr for region in REGIONS],
-            device_id=0,
-            num_blocks=NUM_BLOCKS,
-            block_lens=[region.block_len for region in REGIONS],
-            block_strides=[region.block_stride for region in REGIONS],
-            kv_cache_layout=GEOMETRY.kv_cache_layout,
-            block_size=BLOCK_SIZE,
-            attn_backend_name=GEOMETRY.attn_backend_name,
-            region_names=[region.name for region in REGIONS],
-            disagg_ext=self.version,
-            lease_extension=self.config.lease_extension,
-        )
-        return encode_payload(metadata, self.identity.compat_factors)
+
+def handshake_payload(
+    agent: SimAgent, engine_id: str, version: int | None, lease_extension: float = 0.0
+) -> bytes:
+    metadata = AgentMetadata(
+        engine_id=engine_id,
+        agent_metadata=agent.metadata(),
+        kv_caches_base_addr=[region.base_addr for region in REGIONS],
+        device_id=0,
+        num_blocks=NUM_BLOCKS,
+        block_lens=[region.block_len for region in REGIONS],
+        block_strides=[region.block_stride for region in REGIONS],
+        kv_cache_layout=GEOMETRY.kv_cache_layout,
+        block_size=BLOCK_SIZE,
+        attn_backend_name=GEOMETRY.attn_backend_name,
+        region_names=[region.name for region in REGIONS],
+        disagg_ext=version,
+        lease_extension=lease_extension,
+    )
+    return encode_payload(metadata, FACTORS)
 
 
 def has_landed(request: SimRequest) -> bool:
@@ -471,10 +476,7 @@ def has_landed(request: SimRequest) -> bool:
     return bool(request.reads) and all(read.state is TransferState.DONE for read in request.reads)
 
 
-def _new_name(network: Network, engine: str) -> str:
+def new_name(network: Network, engine: str) -> str:
     """An agent's name is never used again."""
     lives = sum(name.partition("#")[0] == engine for name in network.agents)
     return f"{engine}#{lives + 1}" if lives else engine
-
-
-__all__ = ["GEOMETRY", "REGIONS", "SimEngine", "SimRequest", "contents_of", "has_landed"]

@@ -40,7 +40,7 @@ class Network:
         """A WRITE lands within P's `transfer_timeout` of the moment at which P decided to begin
         it, if it lands at all: what a bound that P announces takes for granted. A process that is
         frozen between its decision and the call, or emulated RMA, does not keep to that."""
-        self.heard: deque[tuple[str, str, bytes]] = deque(maxlen=256)
+        self.heard: deque[tuple[str, str, bytes]] = deque(maxlen=64)
         """What went from whom to whom, lately: for those who listen."""
         self.violations: list[str] = []
         """Not raised where they happen: the loops survive exceptions."""
@@ -77,7 +77,7 @@ class Network:
         for copy in range(weather.copies):
             at = self.now + delay + spreads[copy % 2] * weather.spread
             self.num_in_flight += 1
-            self.timeline.at(at, partial(self._deliver, sender, target, message), sender + target)
+            self.timeline.at(at, partial(self._arrive, sender, target, message), sender + target)
 
     def _may_lose(self) -> bool:
         if self.weather.losses_at_most is None:
@@ -85,8 +85,12 @@ class Network:
         recent = [at for at in self._lost_at if at > self.now - self.WINDOW]
         return len(recent) < self.weather.losses_at_most
 
-    def _deliver(self, sender: str, target: str, message: bytes) -> None:
+    def _arrive(self, sender: str, target: str, message: bytes) -> None:
         self.num_in_flight -= 1
+        self.deliver(sender, target, message)
+
+    def deliver(self, sender: str, target: str, message: bytes) -> None:
+        """Now, whatever the weather."""
         agent = self.agents[target]
         if agent.is_alive:
             self.note(target, f"hears {sender}:", message)
