@@ -20,6 +20,7 @@ from typing import Any
 from engine_ext.base.config import ConnectorConfig
 from tests.unit.engine_ext.simulation.engine import (
     GEOMETRY,
+    OURS,
     REGIONS,
     SimEngine,
     SimRequest,
@@ -51,12 +52,13 @@ class World:
         port: int = 1,
         *,
         clock: tuple[float, float] | None = None,
+        version: int | None = OURS,
         **config: Any,
     ) -> SimEngine:
         """`clock`: rate and origin. Left out: others than any other engine's."""
         made = ConnectorConfig(engine_id=name, transfer_mode=mode, **config)  # type: ignore[arg-type] # the two modes
         rate, origin = clock or self._any_clock(name)
-        engine = SimEngine(self.network, made, port, rate=rate, origin=origin)
+        engine = SimEngine(self.network, made, port, version=version, rate=rate, origin=origin)
         engine.may_free = self._check_horizons
         self.engines[name] = engine
         return engine
@@ -146,6 +148,7 @@ __all__ = [
     "CALM",
     "GEOMETRY",
     "NUM_BLOCKS",
+    "OURS",
     "REGIONS",
     "SimEngine",
     "SimRequest",
