@@ -112,7 +112,7 @@ class SimEngine:
         self.memory = self.agent.memory
         self.agent.on_start = self._begins
         self.agent.on_wake = self.wake
-        self.agent.on_thaw = self.wake
+        self.agent.on_thaw = self._thawed
         self.agent.write_seconds = config.transfer_timeout / rate
         self.results = Results()
         self.stats = ConnectorStats()
@@ -129,6 +129,7 @@ class SimEngine:
         self.may_free: Callable[[SimEngine, SimRequest], None] = lambda engine, request: None
         """Asked when a request's blocks are about to be free."""
         self.longest_step = LONGEST_STEP
+        self._waiting: list[Callable[[], None]] = []
         self._next_step = float("inf")
         self._patience = SHORTEST_STEP
         network.listeners["sim", port] = handshake_payload(
@@ -264,10 +265,17 @@ class SimEngine:
         self.agent.is_frozen = True
         self.network.later(seconds, self.agent.thaw)
 
+    def when_able(self, action: Callable[[], None]) -> None:
+        """What reaches a frozen process waits; a dead one's connections are closed."""
+        if self.can_act:
+            action()
+        elif self.is_alive:
+            self._waiting.append(action)
+
     def is_at_rest(self) -> bool:
         return not self.agent.is_alive or (
-            not (self.loading or self.running or self.held or self.loop.num_open)
-            and len(self.free) == NUM_BLOCKS
+            len(self.free) == NUM_BLOCKS
+            and not (self.loading or self.running or self.held or self.loop.num_open)
         )
 
     def assert_empty(self) -> None:
@@ -285,6 +293,12 @@ class SimEngine:
             self._next_step = at
             self.network.timeline.at(at, self._due, self.name)
 
+    def _thawed(self) -> None:
+        self.wake()
+        waiting, self._waiting = self._waiting, []
+        for action in waiting:
+            self.network.later(0.0, partial(self.when_able, action))
+
     def _due(self) -> None:
         if self.network.now < self._next_step:
             return  # It was due earlier, and has been.
@@ -294,9 +308,9 @@ class SimEngine:
         self.step()
         if self.scheduler.has_pending_work():
             self.wake(0.01)
-        else:
+        elif not self.is_at_rest():
             self._step_in(self._patience)
-            self._patience = min(self.longest_step, self._patience * 1.25)
+            self._patience = min(self.longest_step, self._patience * 1.5)
 
     def _look_at_results(self) -> None:
         lag = self.network.weather.lag
@@ -367,15 +381,14 @@ class SimEngine:
     def _run(self, request: SimRequest) -> None:
         self.running[request.request_id] = request
         if request.computes_for:
-            self.network.later(request.computes_for, partial(self._end, request))
+            end = partial(self._end, request)
+            self.network.later(request.computes_for, partial(self.when_able, end))
         else:
             self._end(request)
 
     def _end(self, request: SimRequest) -> None:
         """The answer is whole."""
-        if not self.can_act or request.request_id not in self.running:
-            if self.agent.is_frozen:
-                self.network.later(0.5, partial(self._end, request))
+        if request.request_id not in self.running:
             return
         if not self.memory.holds(request.blocks, request.prompt_token_ids):
             self._violate(f"the KV of {request.request_id} changed while it ran")

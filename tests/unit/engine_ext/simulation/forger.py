@@ -8,8 +8,9 @@ type, so that a message that is new to the wire is forged from its first day.
 import types
 import typing
 from collections.abc import Callable
+from functools import lru_cache
 from random import Random
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -29,39 +30,58 @@ KINDS: tuple[type[msgspec.Struct], ...] = typing.get_args(ExtensionMessage)
 SECONDS = (0.0, 1.0, 25.0, 1e9)
 
 
-class Knowledge:
-    """What some messages told."""
+class Facts(NamedTuple):
+    """What messages told."""
 
-    def __init__(self) -> None:
-        self.texts: dict[str, None] = {}
-        self.numbers: dict[int, None] = {}
-        self.blobs: dict[bytes, None] = {}
-        self.registrations: list[PushRegistered] = []
-        self.messages: list[bytes] = []
+    texts: list[str]
+    numbers: list[int]
+    blobs: list[bytes]
+    registrations: list[PushRegistered]
+    messages: list[bytes]
 
-    def add(self, message: bytes) -> None:
-        self.messages.append(message)
-        decoded = decode_notification(message)
-        if isinstance(decoded, PushRegistered):
-            self.registrations.append(decoded)
-        self._learn(msgspec.to_builtins(decoded, builtin_types=(bytes,)))
 
-    def _learn(self, value: object) -> None:
-        match value:
-            case bool():
-                pass
-            case int():
-                self.numbers[value] = None
-            case str():
-                self.texts[value] = None
-            case bytes():
-                self.blobs[value] = None
-            case dict():
-                for inner in value.values():
-                    self._learn(inner)
-            case list() | tuple():
-                for inner in value:
-                    self._learn(inner)
+def _nothing() -> Facts:
+    return Facts([], [], [], [], [])
+
+
+def _add(known: Facts, more: Facts) -> None:
+    known.texts.extend(more.texts)
+    known.numbers.extend(more.numbers)
+    known.blobs.extend(more.blobs)
+    known.registrations.extend(more.registrations)
+    known.messages.extend(more.messages)
+
+
+@lru_cache(maxsize=4096)
+def _facts_of(message: bytes) -> Facts:
+    facts = _nothing()
+    facts.messages.append(message)
+    decoded = decode_notification(message)
+    if isinstance(decoded, PushRegistered):
+        facts.registrations.append(decoded)
+    _learn(msgspec.to_builtins(decoded, builtin_types=(bytes,)), facts)
+    return facts
+
+
+def _learn(value: object, facts: Facts) -> None:
+    match value:
+        case bool():
+            pass
+        case int():
+            facts.numbers.append(value)
+        case str():
+            facts.texts.append(value)
+        case bytes():
+            facts.blobs.append(value)
+        case dict():
+            for inner in value.values():
+                _learn(inner, facts)
+        case list() | tuple():
+            for inner in value:
+                _learn(inner, facts)
+
+
+_fields = lru_cache(msgspec.structs.fields)
 
 
 class Forger:
@@ -81,7 +101,7 @@ class Forger:
 
     def make(self, target: str, speaker: str) -> bytes:
         known = self.overhear(target, speaker)
-        makers: list[Callable[[Knowledge], bytes]] = [
+        makers: list[Callable[[Facts], bytes]] = [
             *(lambda known, kind=kind: self.forge(kind, known) for kind in KINDS),
             self.registration,
             lambda known: encode_read_done(self._text(known), self._random.choice([1, 1, 2])),
@@ -91,20 +111,20 @@ class Forger:
         ]
         return self._random.choice(makers)(known)
 
-    def overhear(self, target: str, speaker: str) -> Knowledge:
+    def overhear(self, target: str, speaker: str) -> Facts:
         """All that `target` has lately said and heard, but with `speaker`."""
-        known = Knowledge()
+        known = _nothing()
         for sender, heard_by, message in self._network.heard:
             if target in (sender, heard_by) and speaker not in (sender, heard_by):
-                known.add(message)
+                _add(known, _facts_of(message))
         return known
 
-    def forge(self, kind: type[msgspec.Struct], known: Knowledge) -> bytes:
-        fields = msgspec.structs.fields(kind)
+    def forge(self, kind: type[msgspec.Struct], known: Facts) -> bytes:
+        fields = _fields(kind)
         made = kind(**{field.name: self._value(field.type, known) for field in fields})
         return encode_extension(typing.cast("ExtensionMessage", made))
 
-    def registration(self, known: Knowledge) -> bytes:
+    def registration(self, known: Facts) -> bytes:
         """A real request, with other blocks."""
         if not known.registrations:
             return b"PUSH_REG:"
@@ -115,10 +135,10 @@ class Forger:
             msgspec.structs.replace(real, local_block_ids=(tuple(blocks),), disagg=disagg)
         )
 
-    def _text(self, known: Knowledge) -> str:
-        return self._random.choice(list(known.texts) or ["nobody"])
+    def _text(self, known: Facts) -> str:
+        return self._random.choice(known.texts or ["nobody"])
 
-    def _value(self, kind: Any, known: Knowledge) -> Any:
+    def _value(self, kind: Any, known: Facts) -> Any:
         origin, args = typing.get_origin(kind), typing.get_args(kind)
         if origin is Annotated:
             return self._value(args[0], known)
@@ -128,17 +148,17 @@ class Forger:
         if origin is tuple:
             return tuple(self._value(args[0], known) for _ in range(self._random.randrange(3)))
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-            fields = msgspec.structs.fields(kind)
+            fields = _fields(kind)
             return kind(**{field.name: self._value(field.type, known) for field in fields})
         return self._plain(kind, known)
 
-    def _plain(self, kind: Any, known: Knowledge) -> Any:
+    def _plain(self, kind: Any, known: Facts) -> Any:
         if kind is str:
             return self._text(known)
         if kind is bool:
             return self._random.random() < 0.5
         if kind is int:
-            return self._random.choice(list(known.numbers) or [1])
+            return self._random.choice(known.numbers or [1])
         if kind is float:
             return self._random.choice(SECONDS)
         return self._random.choice([*known.blobs, self.agent.metadata(), b"no metadata"])

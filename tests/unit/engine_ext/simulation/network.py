@@ -197,6 +197,8 @@ class Network:
             # Blocks wait for a frozen process.
             self.timeline.at(self.now + 0.1, partial(self._end, transfer, state))
             return
+        if not (transfer.agent.is_alive and self.agents[transfer.remote_name].is_alive):
+            state = TransferState.FAILED
         if state is TransferState.FAILED:
             transfer.fail()
         transfer.state = state
