@@ -42,6 +42,8 @@ class Network:
         frozen between its decision and the call, or emulated RMA, does not keep to that."""
         self.heard: deque[tuple[str, str, bytes]] = deque(maxlen=64)
         """What went from whom to whom, lately: for those who listen."""
+        self.shared: dict[frozenset[str], list[bytes]] = {}
+        """All that two agents have said to each other, or will when a transfer ends."""
         self.violations: list[str] = []
         """Not raised where they happen: the loops survive exceptions."""
         self._lost_at: list[float] = []
@@ -68,6 +70,7 @@ class Network:
         weather = self.weather
         lost, late, lateness, *spreads = self.dice.roll(f"{sender}>{target}", 5)
         self.heard.append((sender, target, message))
+        self.shared.setdefault(frozenset((sender, target)), []).append(message)
         if lost < weather.lose and self._may_lose():
             self._lost_at.append(self.now)
             self.note(sender, f"says to {target}, LOST:", message)
@@ -123,6 +126,7 @@ class Network:
         )
         if kind == "WRITE" and self.writes_are_bounded:
             transfer.cut_at = agent.clock_read_at + agent.write_seconds
+        self.shared.setdefault(frozenset((agent.name, remote_name)), []).append(notification)
         agent.on_start(transfer)
         self.transfers.append(transfer)
         self.num_writes += kind == "WRITE"
@@ -246,7 +250,8 @@ class Network:
                 return transfer
             if transfer.kind == "WRITE" and transfer.remote_name == agent.name:
                 landing = {transfer.remote[index] for index in transfer.to_land}
-                if block in landing and transfer.agent.is_alive:
+                may_land = transfer.agent.is_alive and self.now <= transfer.cut_at
+                if block in landing and may_land:
                     return transfer
         return None
 

@@ -176,7 +176,7 @@ class Scenario:
     ) -> None:
         name = self._name()
         leg = SimRequest(f"{name}-0000000a", prompt, {"do_remote_decode": True, **turn})
-        leg.is_proven = prefiller.version == decoder.version or not turn
+        leg.is_proven = _prove(prefiller, decoder) or not turn
         leg.computes_for = self._soon()
         leg.then = partial(self._decode, prefiller, decoder, name, prompt)
         prefiller.when_able(partial(self._prefill, prefiller, leg))
@@ -209,7 +209,7 @@ class Scenario:
             params = {**params, "retain": True}
         for number, reader in enumerate(readers):
             leg = SimRequest(f"{name}-000000d{number}", prompt, params)
-            leg.is_proven = prefiller.version == reader.version
+            leg.is_proven = _prove(prefiller, reader)
             leg.computes_for = self._soon()
             leg.then = partial(self._turn, prefiller, reader, leg)
             self.network.later(
@@ -373,6 +373,11 @@ class Scenario:
     def _prompt(self) -> list[int]:
         self.count += 1
         return [self.count * 100 + i for i in range(self.random.choice([3, 8, 10, 14]))]
+
+
+def _prove(one: SimEngine, other: SimEngine) -> bool:
+    """What they tell each other proves something: both speak our version of the extension."""
+    return one.version == other.version == OURS
 
 
 def _where(prefiller: SimEngine, name: str, transfer_id: str | None) -> Params:
