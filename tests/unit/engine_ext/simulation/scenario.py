@@ -308,7 +308,7 @@ class Scenario:
         number = 2 if self.random.random() < 0.3 else 1
         return [self._engine(f"{name}{index + 1}") for index in range(number)]
 
-    def _engine(self, name: str, port: int | None = None) -> SimEngine:
+    def _engine(self, name: str, port: int | None = None, version: int | None = None) -> SimEngine:
         choose = self.random.choice
         if port is None:
             self.ports += 1
@@ -319,9 +319,11 @@ class Scenario:
             name,
             "push" if self.kind == "push" else "pull",
             port,
-            version=OTHER_VERSION if is_other else OURS,
+            version=version or (OTHER_VERSION if is_other else OURS),
             lease_duration=choose([6.0, 12.0, 30.0]),
             transfer_timeout=choose([5.0, 20.0]),
+            write_bound=choose([10.0, 40.0]),
+            landing_seconds=choose([1.0, 10.0]),
             registration_timeout=choose([20.0, 40.0]),
             handshake_timeout=choose([1.0, 5.0]),
             load_failure_policy=choose(["fail", "recompute"]),
@@ -333,7 +335,8 @@ class Scenario:
         return engine
 
     def _replace(self, group: list[SimEngine], dead: SimEngine, name: str) -> None:
-        group[group.index(dead)] = self._engine(name, dead.identity.port)
+        version = dead.version if name == dead.name else None
+        group[group.index(dead)] = self._engine(name, dead.identity.port, version)
         if name != dead.name:
             self.world.engines.pop(dead.name, None)
 
@@ -355,6 +358,7 @@ class Scenario:
             overrun=choose([0.0, 0.0, 0.3]),
             fail=choose([0.0, 0.0, 0.2]),
             never=choose([0.0, 0.0, 0.0, 0.1]),
+            straggle=choose([0.0, 0.5]),
             held=choose([0.0, 0.5]),
             lag=choose([0.0, 0.05, 1.0]),
             emulated=chance() < 0.3,
