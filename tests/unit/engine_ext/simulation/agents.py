@@ -82,6 +82,8 @@ class SimAgent:
     freeze: Freeze | None = None
     write_seconds: float = float("inf")
     """World seconds after the clock was read in which a WRITE lands if it lands at all."""
+    landing_seconds: float = 0.0
+    """World seconds for which what a failed WRITE had sent may land."""
     clock_read_at: float = 0.0
     """World time."""
     on_start: Callable[[SimTransfer], None] = lambda transfer: None

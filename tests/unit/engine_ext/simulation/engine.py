@@ -114,6 +114,7 @@ class SimEngine:
         self.agent.on_wake = self.wake
         self.agent.on_thaw = self._thawed
         self.agent.write_seconds = config.write_bound / rate
+        self.agent.landing_seconds = config.landing_seconds / rate
         self.results = Results()
         self.stats = ConnectorStats()
         self.scheduler = SchedulerConnector(config, self.identity, GEOMETRY, self._unix_time)

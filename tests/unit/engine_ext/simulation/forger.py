@@ -27,6 +27,8 @@ from tests.unit.engine_ext.simulation.memory import NUM_BLOCKS
 from tests.unit.engine_ext.simulation.network import Network
 
 KINDS: tuple[type[msgspec.Struct], ...] = typing.get_args(ExtensionMessage)
+UNUSED = 1_000_000
+"""A sequence that nobody gets to."""
 SECONDS = (0.0, 1.0, 25.0, 1e9)
 
 
@@ -112,12 +114,21 @@ class Forger:
         return self._random.choice(makers)(known)
 
     def overhear(self, target: str, speaker: str) -> Facts:
-        """All that `target` has lately said and heard, but with `speaker`."""
+        """All that `target` has lately said and heard, but with `speaker`, who may lie about what
+        is between the two: that proves nothing against `target`."""
         known = _nothing()
         for sender, heard_by, message in self._network.heard:
             if target in (sender, heard_by) and speaker not in (sender, heard_by):
                 _add(known, _facts_of(message))
-        return known
+        own = _nothing()
+        for message in self._network.shared.get(frozenset((target, speaker)), ()):
+            _add(own, _facts_of(message))
+        texts, numbers = set(own.texts), set(own.numbers)
+        return known._replace(
+            texts=[text for text in known.texts if text not in texts],
+            numbers=[number for number in known.numbers if number not in numbers],
+            messages=[m for m in known.messages if not texts.intersection(_facts_of(m).texts)],
+        )
 
     def forge(self, kind: type[msgspec.Struct], known: Facts) -> bytes:
         fields = _fields(kind)
@@ -158,7 +169,7 @@ class Forger:
         if kind is bool:
             return self._random.random() < 0.5
         if kind is int:
-            return self._random.choice(known.numbers or [1])
+            return self._random.choice(known.numbers or [UNUSED])
         if kind is float:
             return self._random.choice(SECONDS)
         return self._random.choice([*known.blobs, self.agent.metadata(), b"no metadata"])

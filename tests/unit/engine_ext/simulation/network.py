@@ -13,6 +13,7 @@ from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import HandshakePayload, decode_metadata, decode_payload
 from engine_ext.wire.notifications import PushDone, ReadDone, decode_notification
 from tests.unit.engine_ext.simulation.agents import Kind, SimAgent, SimTransfer
+from tests.unit.engine_ext.simulation.memory import Content
 from tests.unit.engine_ext.simulation.timeline import Action, Dice, Timeline
 from tests.unit.engine_ext.simulation.trace import Trace
 from tests.unit.engine_ext.simulation.weather import Weather
@@ -42,6 +43,8 @@ class Network:
         frozen between its decision and the call, or emulated RMA, does not keep to that."""
         self.heard: deque[tuple[str, str, bytes]] = deque(maxlen=64)
         """What went from whom to whom, lately: for those who listen."""
+        self.shared: dict[frozenset[str], list[bytes]] = {}
+        """All that two agents have said to each other, or will when a transfer ends."""
         self.violations: list[str] = []
         """Not raised where they happen: the loops survive exceptions."""
         self._lost_at: list[float] = []
@@ -68,6 +71,7 @@ class Network:
         weather = self.weather
         lost, late, lateness, *spreads = self.dice.roll(f"{sender}>{target}", 5)
         self.heard.append((sender, target, message))
+        self.shared.setdefault(frozenset((sender, target)), []).append(message)
         if lost < weather.lose and self._may_lose():
             self._lost_at.append(self.now)
             self.note(sender, f"says to {target}, LOST:", message)
@@ -123,6 +127,7 @@ class Network:
         )
         if kind == "WRITE" and self.writes_are_bounded:
             transfer.cut_at = agent.clock_read_at + agent.write_seconds
+        self.shared.setdefault(frozenset((agent.name, remote_name)), []).append(notification)
         agent.on_start(transfer)
         self.transfers.append(transfer)
         self.num_writes += kind == "WRITE"
@@ -183,11 +188,16 @@ class Network:
 
     def _check_move(self, transfer: SimTransfer, index: int) -> None:
         local, remote = transfer.local[index], transfer.remote[index]
-        ours, theirs = transfer.agent, self.agents[transfer.remote_name]
+        ours = transfer.agent
         if ours.memory.owner[local] != transfer.owners[index]:
             self.violate(ours.name, f"block {local} changed hands during {transfer}")
-        if transfer.kind == "WRITE" and theirs.memory.owner[remote] != transfer.for_request:
-            owner = theirs.memory.owner[remote]
+        if transfer.kind == "WRITE":
+            self._check_landing(transfer, remote)
+
+    def _check_landing(self, transfer: SimTransfer, remote: int) -> None:
+        theirs = self.agents[transfer.remote_name]
+        owner = theirs.memory.owner[remote]
+        if owner != transfer.for_request:
             self.violate(theirs.name, f"{transfer} has landed in block {remote}, now of {owner}")
 
     def _end(self, transfer: SimTransfer, state: TransferState) -> None:
@@ -199,12 +209,37 @@ class Network:
             return
         if not (transfer.agent.is_alive and self.agents[transfer.remote_name].is_alive):
             state = TransferState.FAILED
+        elif state is TransferState.FAILED and transfer.kind == "WRITE":
+            self._leave_on_its_way(transfer)
         if state is TransferState.FAILED:
             transfer.fail()
         transfer.state = state
         self.transfers.remove(transfer)
         self.note(transfer.agent.name, f"{transfer} ends:", state.value)
         transfer.agent.on_wake()
+
+    def _leave_on_its_way(self, transfer: SimTransfer) -> None:
+        """What a WRITE had sent when it failed lands for a while: bytes as they were."""
+        share, late, lateness = self.dice.roll(f"leavings of {transfer.agent.name}", 3)
+        if late >= self.weather.straggle:
+            return
+        pairs = list(zip(transfer.local, transfer.remote, strict=True))
+        for local, remote in pairs[int(share * len(pairs)) :]:
+            content = transfer.agent.memory.contents[local]
+            self.num_in_flight += 1
+            self.later(
+                lateness * transfer.agent.landing_seconds,
+                partial(self._straggle, transfer, remote, content),
+            )
+
+    def _straggle(self, transfer: SimTransfer, remote: int, content: Content) -> None:
+        self.num_in_flight -= 1
+        theirs = self.agents[transfer.remote_name]
+        if not theirs.is_alive:
+            return
+        self._check_landing(transfer, remote)
+        theirs.memory.contents[remote] = content
+        self.note(transfer.agent.name, f"{transfer}, which failed, lands", f"in {remote}")
 
     def fail(self, transfer: SimTransfer) -> None:
         """Something has gone wrong with it, now."""
@@ -246,7 +281,8 @@ class Network:
                 return transfer
             if transfer.kind == "WRITE" and transfer.remote_name == agent.name:
                 landing = {transfer.remote[index] for index in transfer.to_land}
-                if block in landing and transfer.agent.is_alive:
+                may_land = transfer.agent.is_alive and self.now <= transfer.cut_at
+                if block in landing and may_land:
                     return transfer
         return None
 

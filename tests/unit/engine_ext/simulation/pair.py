@@ -18,7 +18,12 @@ class Pair:
     def __init__(self, mode: str, seed: int = 0, **config: Any) -> None:
         self.mode = mode
         self.world = World(seed)
-        settings: dict[str, Any] = {"registration_timeout": 60.0, **config}
+        settings: dict[str, Any] = {
+            "registration_timeout": 60.0,
+            "write_bound": 130.0,
+            "landing_seconds": 10.0,
+            **config,
+        }
         self.prefiller = self.world.engine("p", mode, port=1, **settings)
         self.decoder = self.world.engine("d", mode, port=2, **settings)
         self.count = 0

@@ -176,7 +176,7 @@ class Scenario:
     ) -> None:
         name = self._name()
         leg = SimRequest(f"{name}-0000000a", prompt, {"do_remote_decode": True, **turn})
-        leg.is_proven = prefiller.version == decoder.version or not turn
+        leg.is_proven = _prove(prefiller, decoder) or not turn
         leg.computes_for = self._soon()
         leg.then = partial(self._decode, prefiller, decoder, name, prompt)
         prefiller.when_able(partial(self._prefill, prefiller, leg))
@@ -209,7 +209,7 @@ class Scenario:
             params = {**params, "retain": True}
         for number, reader in enumerate(readers):
             leg = SimRequest(f"{name}-000000d{number}", prompt, params)
-            leg.is_proven = prefiller.version == reader.version
+            leg.is_proven = _prove(prefiller, reader)
             leg.computes_for = self._soon()
             leg.then = partial(self._turn, prefiller, reader, leg)
             self.network.later(
@@ -308,7 +308,7 @@ class Scenario:
         number = 2 if self.random.random() < 0.3 else 1
         return [self._engine(f"{name}{index + 1}") for index in range(number)]
 
-    def _engine(self, name: str, port: int | None = None) -> SimEngine:
+    def _engine(self, name: str, port: int | None = None, version: int | None = None) -> SimEngine:
         choose = self.random.choice
         if port is None:
             self.ports += 1
@@ -319,9 +319,11 @@ class Scenario:
             name,
             "push" if self.kind == "push" else "pull",
             port,
-            version=OTHER_VERSION if is_other else OURS,
+            version=version or (OTHER_VERSION if is_other else OURS),
             lease_duration=choose([6.0, 12.0, 30.0]),
             transfer_timeout=choose([5.0, 20.0]),
+            write_bound=choose([10.0, 40.0]),
+            landing_seconds=choose([1.0, 10.0]),
             registration_timeout=choose([20.0, 40.0]),
             handshake_timeout=choose([1.0, 5.0]),
             load_failure_policy=choose(["fail", "recompute"]),
@@ -333,7 +335,8 @@ class Scenario:
         return engine
 
     def _replace(self, group: list[SimEngine], dead: SimEngine, name: str) -> None:
-        group[group.index(dead)] = self._engine(name, dead.identity.port)
+        version = dead.version if name == dead.name else None
+        group[group.index(dead)] = self._engine(name, dead.identity.port, version)
         if name != dead.name:
             self.world.engines.pop(dead.name, None)
 
@@ -355,6 +358,7 @@ class Scenario:
             overrun=choose([0.0, 0.0, 0.3]),
             fail=choose([0.0, 0.0, 0.2]),
             never=choose([0.0, 0.0, 0.0, 0.1]),
+            straggle=choose([0.0, 0.5]),
             held=choose([0.0, 0.5]),
             lag=choose([0.0, 0.05, 1.0]),
             emulated=chance() < 0.3,
@@ -373,6 +377,11 @@ class Scenario:
     def _prompt(self) -> list[int]:
         self.count += 1
         return [self.count * 100 + i for i in range(self.random.choice([3, 8, 10, 14]))]
+
+
+def _prove(one: SimEngine, other: SimEngine) -> bool:
+    """What they tell each other proves something: both speak our version of the extension."""
+    return one.version == other.version == OURS
 
 
 def _where(prefiller: SimEngine, name: str, transfer_id: str | None) -> Params:

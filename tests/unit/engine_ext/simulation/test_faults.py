@@ -265,7 +265,7 @@ def test_a_write_under_way_keeps_the_blocks_of_an_aborted_decode(loss: bool) -> 
     pair.decoder.abort(request)
     pair.world.pass_time(90)
     assert request.request_id not in pair.decoder.outcomes
-    pair.world.until(lambda: request.request_id in pair.decoder.outcomes, 60 if loss else 20)
+    pair.world.until(lambda: request.request_id in pair.decoder.outcomes, 100 if loss else 20)
     pair.assert_all_ended()
 
 

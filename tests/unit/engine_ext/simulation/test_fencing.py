@@ -230,7 +230,8 @@ def test_blocks_that_a_prefiller_cut_off_may_write_are_not_given_back(decoder: s
             port=4,
             transfer_timeout=2.0,
             handshake_timeout=1.0,
-            teardown_grace=1.0,
+            write_bound=3.0,
+            landing_seconds=1.0,
             registration_timeout=5.0,
             lease_duration=6.0,
         )

@@ -32,7 +32,13 @@ Params = dict[str, Any]
 PREFILLER: Params = {"lease_duration": 6.0, "transfer_timeout": 60.0}
 DECODER: Params = {"lease_duration": 30.0, "transfer_timeout": 5.0}
 """Neither has the other's settings."""
-COMMON: Params = {"registration_timeout": 30.0, "retain_seconds": 20.0, "recompute_threshold": 4}
+COMMON: Params = {
+    "write_bound": 70.0,
+    "landing_seconds": 10.0,
+    "registration_timeout": 30.0,
+    "retain_seconds": 20.0,
+    "recompute_threshold": 4,
+}
 FINALLY = 900.0
 
 weathers = st.one_of(
@@ -49,6 +55,7 @@ weathers = st.one_of(
         overrun=st.sampled_from([0.0, 0.3]),
         fail=st.sampled_from([0.0, 0.2]),
         never=st.sampled_from([0.0, 0.1]),
+        straggle=st.sampled_from([0.0, 0.5]),
         held=st.sampled_from([0.0, 0.5]),
         lag=st.sampled_from([0.0, 0.5]),
         emulated=st.booleans(),

@@ -78,7 +78,7 @@ def test_a_transfer_may_stop_in_the_middle(weather: Weather, is_told: bool) -> N
 
 def test_a_write_lands_within_the_time_that_p_promised_unless_it_is_told_otherwise() -> None:
     for bounded in (True, False):
-        pair = Pair("push", transfer_timeout=4.0, teardown_grace=1.0)
+        pair = Pair("push", transfer_timeout=4.0, write_bound=5.0)
         pair.world.network.writes_are_bounded = bounded
         assert pair.is_served()
         pair.world.network.weather = Weather(transfer=20.0)

@@ -26,6 +26,8 @@ class Weather:
     """Share of transfers that stop after some of their blocks; NIXL says so."""
     never: float = 0.0
     """Share of transfers that stop after some of their blocks; NIXL never says so."""
+    straggle: float = 0.0
+    """Share of WRITEs that have failed of which something lands yet."""
     held: float = 0.0
     """Share of `discard`s of a running transfer that NIXL refuses; the others stop nothing."""
     lag: float = 0.0
