@@ -21,7 +21,7 @@ BLOCKS = (tuple(range(7)),)
 def test_an_event_that_cannot_happen_in_a_state_is_an_error_and_changes_nothing(
     state: LoadState, event: LoadEvent
 ) -> None:
-    load = Load(source(), Role.DECODE, 100, state)
+    load = Load(source(), Role.DECODE, 100, state=state)
     with pytest.raises(IllegalEventError):
         load.on(event)
     assert load.state is state
@@ -30,7 +30,7 @@ def test_an_event_that_cannot_happen_in_a_state_is_an_error_and_changes_nothing(
 def test_a_report_of_a_load_that_has_not_begun_leaves_the_offer() -> None:
     """It is of an earlier request of the same name."""
     loads = Loads(Orders(), 16, 64)
-    loads.offer("d-1", source(), Role.DECODE, 100)
+    loads.offer("d-1", source(), Role.DECODE, 100, is_proven=True)
     loads.reported("d-1")
     assert loads.missing("d-1", 0) == 100
 
@@ -38,7 +38,7 @@ def test_a_report_of_a_load_that_has_not_begun_leaves_the_offer() -> None:
 def test_a_load_is_reported_after_its_request_has_ended_without_a_trace() -> None:
     orders = Orders()
     loads = Loads(orders, 16, 64)
-    loads.offer("d-1", source(), Role.DECODE, 100)
+    loads.offer("d-1", source(), Role.DECODE, 100, is_proven=True)
     loads.allocated(Request("d-1"), BLOCKS, 100)
     loads.finish("d-1")
     assert orders.take().untracks == ("d-1",)

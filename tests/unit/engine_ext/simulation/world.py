@@ -20,6 +20,7 @@ from random import Random
 from typing import Any
 
 from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.proof import Keys
 from engine_ext.base.types import (
     CacheGeometry,
     ConnectorStats,
@@ -300,6 +301,7 @@ class SimRequest:
     kv_transfer_params: Any = None
     num_computed_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
+    content_keys: Keys = ()
 
     @property
     def token_ids(self) -> list[int]:
