@@ -23,7 +23,7 @@ from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import ConnectorStats, PushOffer
 from engine_ext.layout.plan import Batch, PlanError
 from engine_ext.layout.ranks import RankError, TensorRank
-from engine_ext.push.names import base_id
+from engine_ext.push.names import names_of, whole_id
 from engine_ext.push.tables import (
     Held,
     NameTable,
@@ -33,7 +33,6 @@ from engine_ext.push.tables import (
     RegistrationTable,
     Tombstones,
     _lasting,
-    names_of,
 )
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
 from engine_ext.transfer.leases import LeaseTable
@@ -126,7 +125,8 @@ class PushWriter:
             self._match(held, registered, now)
 
     def registered(self, message: PushRegistered, sender: str, now: float) -> None:
-        registered = Registered(message, sender, now + self._config.push_deadline)
+        deadline = now + self._config.push_deadline
+        registered = Registered(message, sender, deadline, self._config.trust_request_ids)
         key = registered.key
         if key in self._registrations or key in self._writing:
             return
@@ -193,7 +193,7 @@ class PushWriter:
 
     def request_of(self, name: str) -> str:
         """P's own id of what a decode engine calls `name`, for heartbeats; else `name`."""
-        return self._offer_names.find((f"transfer {name}", name, base_id(name))) or name
+        return self._offer_names.find(names_of(name, transfer_id=name)) or name
 
     def step(self, now: float) -> None:
         self._expire(now)
@@ -252,7 +252,7 @@ class PushWriter:
     def _close(self, held: Held, now: float) -> None:
         """Ranks of D are missing: from now on their registrations come too late."""
         if held.request is not None:
-            self._failed.add((held.request.request_id,), now)
+            self._failed.add((whole_id(held.request.request_id),), now)
         held.num_readers = 0
         self.forget(held.offer.request_id)
         self._end_if_last(held)
@@ -338,7 +338,7 @@ class PushWriter:
         for registered in registrations:
             self._refuse(registered, reason)
         if self._num_readers(registrations[0]) > 1:
-            self._failed.add((registrations[0].message.request_id,), now)
+            self._failed.add((whole_id(registrations[0].message.request_id),), now)
 
     def _refuse(self, registered: Registered, reason: str) -> None:
         logger.warning("push to request %s: %s", registered.message.request_id, reason)
