@@ -215,11 +215,15 @@ def _block_ids(value: Any) -> BlockIds:
     groups = value if isinstance(value[0], list) else [value]
     if sum(len(group) for group in groups if isinstance(group, list)) > MAX_BLOCKS:
         raise _InvalidError(f"holds more than {MAX_BLOCKS} blocks")
-    check = _integer(0)
-    return tuple(tuple(check(block) for block in _list(group)) for group in groups)
+    return tuple(map(_group, groups))
 
 
-def _list(value: Any) -> list[Any]:
+def _group(value: Any) -> tuple[int, ...]:
+    """Checked as a whole: a long prompt has thousands, and the scheduler waits."""
     if not isinstance(value, list):
         raise _InvalidError("mixes lists and block ids")
-    return value
+    if value and (
+        {*map(type, value)} != {int} or not 0 <= min(value) <= max(value) <= MAX_BLOCK_ID
+    ):
+        raise _InvalidError(f"holds what is not an integer from 0 to {MAX_BLOCK_ID}")
+    return tuple(value)
