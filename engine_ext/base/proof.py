@@ -33,6 +33,8 @@ from typing import Any, NamedTuple
 HASH_BYTES = 16
 VERSION = 2
 MAX_TOKENS = 1 << 24
+WORD_BYTES = 4
+NO_KEYS = bytes(WORD_BYTES)
 LEAST_STEP = 16
 MOST_HASHES = 256
 """Bounds what a proof costs to make, to send and to check. A difference costs at most the step that
@@ -126,8 +128,10 @@ class PrefixProof:
 def digest(token_ids: Sequence[int], keys: Keys = (), num_tokens: int | None = None) -> bytes:
     """One whole hash of what `PrefixProof.of` would cover; empty for no tokens. Raises as that."""
     num_tokens = _bounded(num_tokens, token_ids)
-    pieces = _pieces(token_ids, num_tokens, keys, max(1, num_tokens))
-    return b"".join(hashlib.sha256(piece).digest() for piece in pieces)
+    if not num_tokens:
+        return b""
+    head = _heads(keys, num_tokens, num_tokens).get(0, NO_KEYS)
+    return hashlib.sha256(head + _encode(token_ids, num_tokens)).digest()
 
 
 def _bounded(num_tokens: int | None, token_ids: Sequence[int]) -> int:
@@ -143,29 +147,31 @@ def _step(num_tokens: int) -> int:
 
 
 def _chain(token_ids: Sequence[int], num_tokens: int, keys: Keys, step: int) -> Iterator[bytes]:
+    """Hashes of the content of the first `num_tokens` tokens."""
+    words, heads = _encode(token_ids, num_tokens), _heads(keys, num_tokens, step)
     previous = bytes(HASH_BYTES)
-    for piece in _pieces(token_ids, num_tokens, keys, step):
-        previous = hashlib.sha256(previous + piece).digest()[:HASH_BYTES]
+    for start in range(0, len(words), WORD_BYTES * step):
+        head = heads.get(start // WORD_BYTES, NO_KEYS) if heads else NO_KEYS
+        tokens = words[start : start + WORD_BYTES * step]
+        previous = hashlib.sha256(previous + head + tokens).digest()[:HASH_BYTES]
         yield previous
 
 
-def _pieces(token_ids: Sequence[int], num_tokens: int, keys: Keys, step: int) -> Iterator[bytes]:
-    """The first `num_tokens` tokens' content, encoded."""
-    words = memoryview(_encode(token_ids, num_tokens))
-    told = 0
-    for start in range(0, num_tokens, step):
-        end = min(start + step, num_tokens)
-        first = told
-        while told < len(keys) and keys[told].start < end:
-            told += 1
-        named = json.dumps(keys[first:told]).encode() if told > first else b""
-        yield b"".join((len(named).to_bytes(4, "little"), named, words[start:end]))
+def _heads(keys: Keys, num_tokens: int, step: int) -> dict[int, bytes]:
+    """The keys that begin in a step, encoded, by the step's first token."""
+    begun: dict[int, list[ContentKey]] = {}
+    for key in keys:
+        if key.start < num_tokens:
+            first = max(0, key.start)
+            begun.setdefault(first - first % step, []).append(key)
+    named = {start: json.dumps(keys).encode() for start, keys in begun.items()}
+    return {start: len(text).to_bytes(WORD_BYTES, "little") + text for start, text in named.items()}
 
 
-def _encode(token_ids: Sequence[int], num_tokens: int) -> "array[int]":
+def _encode(token_ids: Sequence[int], num_tokens: int) -> bytes:
     """What is asked for whole is not copied first: that would cost a third of all this."""
     whole = len(token_ids) == num_tokens
     words = array("I", token_ids if whole else token_ids[:num_tokens])
     if sys.byteorder == "big":
         words.byteswap()
-    return words
+    return words.tobytes()
