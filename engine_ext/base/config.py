@@ -32,6 +32,8 @@ class ConnectorConfig:
     """A decode engine keeps a turn's KV when asked to, a prefill engine pulls it."""
     retain_seconds: float = 480.0
     """How long a turn's KV waits for the next turn."""
+    quarantine_share: float = 0.25
+    """Of the cache; where more is in quarantine, nothing is read before some of it has ended."""
     retain_share: float = 0.5
     """Most of the cache that waiting turns may hold; the oldest make room."""
     recompute_threshold: int = 64
@@ -52,8 +54,8 @@ class ConnectorConfig:
     handshake_timeout: float = 5.0
     registration_timeout: float | None = None
     """How long D waits for P's WRITE; None: as long as it would keep a turn."""
-    withdraw_grace: float = 10.0
-    """How long D keeps blocks that P might still write, when P cannot be reached."""
+    teardown_grace: float = 10.0
+    """How long it takes, once a WRITE is past its time, until it is known to be over."""
     transfer_timeout: float = 120.0
     """Bound on one READ or WRITE: past it, the transfer has failed."""
     confirm_timeout: float = 2.0
@@ -72,15 +74,10 @@ class ConnectorConfig:
         return float(self.lease_duration * 2 // 3) or self.lease_duration * 2 / 3
 
     @property
-    def silence_timeout(self) -> float:
-        """A holder that has not answered heartbeats for so long is taken for dead."""
-        return max(3.0, 3 * self.heartbeat_interval)
-
-    @property
     def write_bound(self) -> float:
-        """The longest that P may go on writing after D has withdrawn: until it hears of it, the
-        handshake, and the WRITE."""
-        return self.handshake_timeout + self.transfer_timeout + self.withdraw_grace
+        """What we promise: the longest from the beginning of a WRITE until it has landed, or never
+        will."""
+        return self.transfer_timeout + self.teardown_grace
 
     @property
     def push_deadline(self) -> float:

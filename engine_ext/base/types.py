@@ -6,11 +6,14 @@ nothing but these records: a `StepMetadata` travels scheduler -> worker once per
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from engine_ext.base.proof import Keys
+
+Clock = Callable[[], float]
+"""Seconds, monotonic, from an origin of its own."""
 
 BlockIds = tuple[tuple[int, ...], ...]
 """Block ids by KV-cache group, in token-position order: block k of a group holds tokens
@@ -130,6 +133,9 @@ class PullOrder:
     local_block_ids: BlockIds
     first_token: int
     last_token: int
+    recomputes: bool = False
+    """A failed load is computed into the same blocks: its report waits until nothing writes there
+    any more. Otherwise it comes in time, and the host asks with a fence before it frees them."""
     is_proven: bool = False
     """The remote's KV is of this request's content. Without proof, only a stock engine is read:
     every other one would have given it."""
@@ -162,6 +168,8 @@ class PushRegistration:
     last_token: int
     digest: bytes
     """Of the content that P must have prefilled, see proof.py."""
+    recomputes: bool = False
+    """As of a `PullOrder`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +245,9 @@ class StepMetadata:
     """D in push mode."""
     declines: tuple[RemoteSource, ...] = ()
     """D: KV that is not needed after all; the remote may free it. Nothing comes back."""
+    fences: tuple[str, ...] = ()
+    """D: requests that ended while they were loaded. Nobody waits for these loads any more; each id
+    comes back in `finished_sending` exactly once, when nothing of ours touches its blocks."""
     saves: tuple[SaveOrder, ...] = ()
     """With host buffers."""
 
@@ -252,7 +263,7 @@ class TransferResults:
     """Worker -> scheduler. An id is reported once, and only if an order named it."""
 
     finished_sending: frozenset[str] = frozenset()
-    """Blocks of these finished requests may be freed (read, expired or released)."""
+    """Blocks of these finished requests may be freed: the lease, or the fence, has ended."""
     finished_recving: frozenset[str] = frozenset()
     """Loads that ended, well or badly."""
     failed_recving: frozenset[str] = frozenset()
@@ -356,6 +367,8 @@ class ConnectorStats:
     leases_expired: int = 0
     leases_revoked: int = 0
     """Ended early, to make room."""
+    quarantined_blocks_active: int = 0
+    """Held because a transfer that nobody waits for any more may still touch them."""
     reads_unproven: int = 0
     """READs whose blocks may have changed under them: reported as failed, never used."""
     pulls_refused: int = 0

@@ -1,14 +1,18 @@
 """What is loaded for our requests, and how far each load is.
 
     OFFERED --(blocks allocated, tokens to load)--> LOADING --(reported)--> USED
+       |                                               +------(reported as failed)--> FAILED
        +------(allocated, nothing to load; finished; not worth it)--> USED, the holder is told
 
-A request that finishes while it is loading leaves nothing here; its report finds nothing to change.
+A request that finishes while it is loading, or because its load failed, is fenced: a transfer may
+still write into its blocks, which the host keeps until the worker half says that nothing does. What
+is reported of its load in the meantime is not for the host.
 """
 
 import enum
 from dataclasses import dataclass
 
+from engine_ext.base.config import ConnectorConfig, LoadFailurePolicy
 from engine_ext.base.proof import digest
 from engine_ext.base.types import (
     BlockIds,
@@ -28,6 +32,7 @@ from engine_ext.push.names import base_id
 class LoadState(enum.Enum):
     OFFERED = "offered"
     LOADING = "loading"
+    FAILED = "failed"
     USED = "used"
 
 
@@ -35,12 +40,14 @@ class LoadEvent(enum.Enum):
     LOAD = "load"
     DECLINE = "decline"
     REPORT = "report"
+    FAIL = "fail"
 
 
 _NEXT = {
     (LoadState.OFFERED, LoadEvent.LOAD): LoadState.LOADING,
     (LoadState.OFFERED, LoadEvent.DECLINE): LoadState.USED,
     (LoadState.LOADING, LoadEvent.REPORT): LoadState.USED,
+    (LoadState.LOADING, LoadEvent.FAIL): LoadState.FAILED,
 }
 
 
@@ -70,15 +77,18 @@ class Load:
 class Loads:
     """One per engine. Writes into `orders` what the worker half is to do."""
 
-    def __init__(self, orders: Orders, block_size: int, recompute_threshold: int) -> None:
+    def __init__(self, orders: Orders, block_size: int, config: ConnectorConfig) -> None:
         self._orders = orders
         self._block_size = block_size
-        self._recompute_threshold = recompute_threshold
+        self._recompute_threshold = config.recompute_threshold
+        self._policy = config.load_failure_policy
         self._loads: dict[str, Load] = {}
+        self._fenced: set[str] = set()
 
-    def role(self, request_id: str) -> Role:
+    def failure_policy(self, request_id: str) -> LoadFailurePolicy:
+        """A prefill that cannot have the last turn's KV computes it: that is what it is for."""
         load = self._loads.get(request_id)
-        return Role.NONE if load is None else load.role
+        return self._policy if load is None else self._policy_of(load)
 
     def offer(
         self, request_id: str, source: RemoteSource, role: Role, num_tokens: int, is_proven: bool
@@ -121,24 +131,43 @@ class Loads:
         first_token -= first_token % self._block_size
         self._order(request, load, block_ids, first_token)
 
-    def reported(self, request_id: str) -> None:
+    def reported(self, request_id: str, *, failed: bool) -> None:
         """The worker half is done with the load, well or badly."""
         load = self._loads.get(request_id)
-        if load is not None and load.state is LoadState.LOADING:
-            load.on(LoadEvent.REPORT)
-            self._orders.untracks.append(request_id)
+        if load is None or load.state is not LoadState.LOADING:
+            return
+        is_over = failed and self._policy_of(load) == "fail"
+        load.on(LoadEvent.FAIL if is_over else LoadEvent.REPORT)
+        self._orders.untracks.append(request_id)
 
-    def finish(self, request_id: str) -> None:
-        """The request has ended, wherever its load was."""
+    def finish(self, request_id: str) -> bool:
+        """The request has ended, wherever its load was. True: it is fenced, the host keeps its
+        blocks until the fence is answered."""
         load = self._loads.pop(request_id, None)
         if load is None:
-            return
+            return False
         if load.state is LoadState.OFFERED:
             self._decline(request_id, load)
         elif load.state is LoadState.LOADING:
             self._orders.untracks.append(request_id)
             if isinstance(load.origin, PushTarget):
                 self._orders.withdrawals.append(PushWithdrawal(request_id, load.origin))
+        if load.state not in (LoadState.LOADING, LoadState.FAILED):
+            return False
+        self._fenced.add(request_id)
+        self._orders.fences.append(request_id)
+        return True
+
+    def fence_answered(self, request_id: str) -> None:
+        """Nothing touches the request's blocks any more."""
+        self._fenced.discard(request_id)
+
+    def is_fenced(self, request_id: str) -> bool:
+        """The host hears of this request by its fence alone."""
+        return request_id in self._fenced
+
+    def _policy_of(self, load: Load) -> LoadFailurePolicy:
+        return "recompute" if load.role is Role.PREFILL else self._policy
 
     def _least_tokens(self, role: Role) -> int:
         """Fewer are computed: a prefill engine is there for that."""
@@ -153,12 +182,17 @@ class Loads:
     ) -> None:
         name, origin = request.request_id, load.origin
         where = block_ids, first_token, load.num_tokens
+        recomputes = self._policy_of(load) == "recompute"
         if isinstance(origin, RemoteSource):
-            self._orders.pulls.append(PullOrder(name, origin, *where, load.is_proven))
+            self._orders.pulls.append(
+                PullOrder(name, origin, *where, recomputes=recomputes, is_proven=load.is_proven)
+            )
             return
         # Without keys no token is offered, so nothing is registered.
         content = digest(request.prompt_token_ids, request.content_keys or ())
-        self._orders.registrations.append(PushRegistration(name, origin, *where, content))
+        self._orders.registrations.append(
+            PushRegistration(name, origin, *where, content, recomputes)
+        )
 
     def _decline(self, request_id: str, load: Load) -> None:
         load.on(LoadEvent.DECLINE)

@@ -8,19 +8,21 @@ from functools import partial
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import (
     CacheGeometry,
+    Clock,
     ConnectorStats,
     EngineIdentity,
-    LeaseGrant,
     PeerAddress,
     Region,
     RemoteSource,
     StepMetadata,
 )
 from engine_ext.layout.ranks import TensorRank
+from engine_ext.push.clocks import RemoteClocks
 from engine_ext.push.registration import Registrations
 from engine_ext.push.writer import PushWriter
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
 from engine_ext.transfer.heartbeats import Beat, HeartbeatTracker
+from engine_ext.transfer.holder import Holder
 from engine_ext.transfer.leases import NEVER, LeaseTable
 from engine_ext.transfer.peer import PeerError, Peers
 from engine_ext.transfer.pull import Pulls
@@ -61,7 +63,8 @@ waits above: waking costs more than looking."""
 
 
 class TransferLoop:
-    """One `step` at a time. Time is passed in."""
+    """One `step` at a time. The time is passed in, and read from `clock` where it must be later
+    than something that has happened: a message that came, a transfer that has ended."""
 
     def __init__(
         self,
@@ -72,51 +75,55 @@ class TransferLoop:
         regions: tuple[Region, ...],
         results: Results,
         stats: ConnectorStats,
+        clock: Clock,
         dialer: Dialer | None = None,
     ) -> None:
+        us = TensorRank(geometry.tp_rank, identity.tp_size)
+        sequence = itertools.count(1)
         self._agent = agent
         self._identity = identity
         self._results = results
         self._stats = stats
-        self._sequence = itertools.count(1)
+        self._clock = clock
+        self._sequence = sequence
+        self._peers = Peers(
+            agent, config, geometry, regions, identity, stats, us, self._is_in_use, dialer
+        )
         self._leases = LeaseTable(config.lease_extension, config.revoke_grace)
         self._readers = Readers(agent)
-        self._beats = HeartbeatTracker(config.heartbeat_interval)
-        self._peers = Peers(
-            agent,
-            config,
-            geometry,
-            regions,
-            identity,
-            stats,
-            TensorRank(geometry.tp_rank, identity.tp_size),
-            self._is_in_use,
-            dialer,
+        self._writer = PushWriter(
+            agent, self._peers, self._readers, self._leases, results, config, us, stats, clock
         )
+        self._holder = Holder(
+            self._leases,
+            self._readers,
+            config.lease_extension,
+            results,
+            stats,
+            alias=self._writer.request_of,
+            on_read=self._writer.forget,
+            on_unread=self._writer.cancel,
+        )
+        self._beats = HeartbeatTracker(config.heartbeat_interval)
         self._pulls = Pulls(
             agent,
             self._peers,
             self._beats,
-            self._sequence,
+            sequence,
             results,
             config,
             stats,
+            clock,
+            decline=self._decline,
+            max_quarantined=int(config.quarantine_share * geometry.num_blocks),
         )
-        self._writer = PushWriter(
-            agent,
-            self._peers,
-            self._readers,
-            self._leases,
-            results,
-            config,
-            TensorRank(geometry.tp_rank, identity.tp_size),
-            stats,
-        )
+        self._clocks = RemoteClocks()
         self._registrations = Registrations(
             agent,
             self._peers,
             self._beats,
-            self._sequence,
+            self._clocks,
+            sequence,
             results,
             config,
             geometry,
@@ -124,6 +131,7 @@ class TransferLoop:
             stats,
         )
         self._declines: list[RemoteSource] = []
+        self._fences: set[str] = set()
         self._last_event = NEVER
         self._parts: tuple[Callable[[float], None], ...] = (
             self._receive,
@@ -131,9 +139,10 @@ class TransferLoop:
             self._pulls.step,
             self._writer.step,
             self._registrations.step,
+            self._answer_fences,
             self._send_declines,
             self._send_heartbeats,
-            self._expire,
+            self._holder.step,
         )
 
     def apply(self, meta: StepMetadata, now: float) -> None:
@@ -144,9 +153,9 @@ class TransferLoop:
             self._leases.cancel(cancel.request_id)
             self._writer.cancel(cancel.request_id, now, cancel.transfer_id)
         for grant in meta.grants:
-            self._grant(grant, now)
+            self._holder.grant(grant, now)
         for request_id in meta.revokes:
-            self._revoke(request_id, now)
+            self._holder.revoke(request_id, now)
         for track in meta.tracks:
             self._beats.track(track.request_id, track.address, track.remote_id, now)
         for order in meta.pulls:
@@ -161,6 +170,9 @@ class TransferLoop:
             self._registrations.withdraw(withdrawal, now)
         for source in meta.declines:
             self._decline(source)
+        for request_id in meta.fences:
+            self._pulls.give_up(request_id)
+            self._fences.add(request_id)
 
     def step(self, now: float) -> float:
         """Moves everything on; returns the seconds after which it wants to be called again.
@@ -174,8 +186,7 @@ class TransferLoop:
             except Exception:
                 logger.exception("transfer loop")
                 is_faulty = True
-        self._stats.leases_active = self._leases.num_held
-        self._stats.pushes_active = self._writer.num_active + self._registrations.num_active
+        self._count(now)
         return IDLE_WAIT if is_faulty else self._wait(now)
 
     @property
@@ -185,22 +196,22 @@ class TransferLoop:
 
     @property
     def num_open(self) -> int:
-        """Leases, loads, heartbeats and messages that have not come to an end."""
+        """Leases, loads, heartbeats, fences and messages that have not come to an end."""
         return (
             len(self._leases)
             + len(self._beats)
             + self._pulls.num_active
+            + self._pulls.num_quarantined
             + self._writer.num_active
             + self._writer.num_waiting
             + self._registrations.num_active
             + len(self._declines)
+            + len(self._fences)
         )
 
     def revoke_all(self, now: float) -> None:
         """The memory goes away: whoever still waits to read it is told."""
-        for request_id in self._leases.revoke_all(now):
-            self._stats.leases_revoked += 1
-            self._tell_gone(request_id)
+        self._holder.revoke_all(now)
 
     def close(self) -> None:
         self._peers.close()
@@ -208,6 +219,15 @@ class TransferLoop:
 
     def _is_in_use(self, peer: PeerHandle) -> bool:
         return self._pulls.uses(peer) or self._writer.uses(peer)
+
+    def _count(self, now: float) -> None:
+        self._stats.leases_active = self._leases.num_held
+        self._stats.pushes_active = self._writer.num_active + self._registrations.num_active
+        self._stats.quarantined_blocks_active = (
+            self._pulls.num_blocks_quarantined
+            + self._registrations.num_blocks_quarantined
+            + self._writer.num_blocks_quarantined(now)
+        )
 
     def _wait(self, now: float) -> float:
         if self._pulls.is_busy or self._writer.is_busy:
@@ -217,17 +237,20 @@ class TransferLoop:
         return max(RECENT_WAIT, min(PATIENCE * (now - self._last_event), self._longest_wait()))
 
     def _longest_wait(self) -> float:
-        if self._registrations.num_active:
+        if self._registrations.num_active or self._pulls.num_quarantined:
             return REGISTERED_WAIT
         return LEASED_WAIT if len(self._leases) or len(self._beats) else IDLE_WAIT
 
     def _receive(self, now: float) -> None:
-        for sender, message in self._notifications():
+        messages = self._notifications()
+        # What is granted to a sender counts from when it asked, which was before this.
+        received_at = self._clock()
+        for sender, message in messages:
             notification = decode_notification(message)
             if not isinstance(notification, Renewed):  # It ends an exchange: nothing follows.
                 self._last_event = now
             try:
-                self._handle(sender, notification, now)
+                self._handle(sender, notification, received_at)
             except AgentError as error:
                 logger.warning("a notification of %s was not handled: %s", sender, error)
             except Exception:
@@ -242,25 +265,24 @@ class TransferLoop:
 
     def _handle(self, sender: str, notification: Notification, now: float) -> None:
         match notification:
-            case ReadDone(request_id, readers) if self._leases.knows(request_id):
-                self._read_done(request_id, readers, sender)
+            case ReadDone() as done if self._holder.read_done(sender, done, now):
+                pass
             case ReadDone(request_id) if self._registrations.written(request_id, sender):
                 pass
-            case Heartbeat(request_ids):
-                self._stats.heartbeats_received += 1
-                self._leases.renew(map(self._writer.request_of, request_ids), now)
+            case Heartbeat() as heartbeat:
+                self._holder.heartbeat(sender, heartbeat, now)
             case Hello(metadata):
                 self._readers.hello(metadata)
-            case Renew(sequence, request_ids):
-                self._renew(sender, sequence, request_ids, now)
-            case Renewed(sequence, gone):
-                self._beats.answered(sequence, gone)
-            case Read(request_id, readers, sequence):
-                self._read(sender, request_id, readers, sequence, now)
+            case Renew() as renew:
+                self._holder.renew(sender, renew, now)
+            case Renewed() as renewed:
+                self._renewed(sender, renewed, now)
+            case Read() as read:
+                self._holder.read(sender, read, now)
             case ReadAck(sequence, valid):
                 self._pulls.answered(sender, sequence, valid)
-            case Gone(request_ids):
-                self._beats.lost(request_ids)
+            case Gone(remote_ids):
+                self._gone(sender, remote_ids)
             case PushRegistered() as registration:
                 self._writer.registered(registration, sender, now)
             case PushDone(request_id, generation):
@@ -273,65 +295,31 @@ class TransferLoop:
                 self._stats.notifications_unknown += 1
                 logger.warning("ignored notification %.200r", unknown)
 
-    def _renew(self, sender: str, sequence: int, request_ids: tuple[str, ...], now: float) -> None:
-        self._stats.heartbeats_received += 1
-        asked = {self._writer.request_of(name): name for name in request_ids}
-        gone = self._leases.renew(asked, now)
-        kept = asked.keys() - set(gone)
-        # A rank that has read its share renews until the other ranks of its engine have.
-        waiting = {name for name in kept if not self._leases.is_read_by(name, sender)}
-        self._readers.renewed(sender, waiting)
-        self._readers.answer(sender, Renewed(sequence, tuple(asked[name] for name in gone)))
+    def _renewed(self, sender: str, answer: Renewed, now: float) -> None:
+        if self._beats.answered(
+            sender, answer.sequence, answer.seconds, answer.gone, answer.shorter
+        ):
+            self._clocks.told(sender, answer.clock, now)
 
-    def _read(self, sender: str, request_id: str, readers: int, sequence: int, now: float) -> None:
-        valid = self._leases.knows(request_id)
-        if sequence:
-            self._readers.answer(sender, ReadAck(sequence, valid))
-        if not valid:
-            return
-        others_wait = self._readers.has_read(sender, request_id)
-        if others_wait and self._leases.would_end(request_id, readers, sender):
-            # A request sent twice: what the other is reading must not change before it is told.
-            self._revoke(request_id, now)
-        else:
-            self._read_done(request_id, readers, sender)
+    def _gone(self, sender: str, remote_ids: tuple[str, ...]) -> None:
+        """Confirms what we do not read now; a READ under way ends with a message of its own."""
+        for request_id, remote_id in self._beats.lost(sender, remote_ids):
+            if not self._pulls.reads(request_id):
+                self._agent.notify(sender, encode_extension(Read(remote_id)))
 
-    def _grant(self, grant: LeaseGrant, now: float) -> None:
-        self._stats.leases_granted += 1
-        if not self._leases.grant(grant.request_id, now, grant.seconds, grant.renewable):
-            self._end_lease(grant.request_id)
-
-    def _read_done(self, request_id: str, readers: int = 1, reader: str = "") -> None:
-        if self._leases.confirm(request_id, readers, reader):
-            self._end_lease(request_id)
-
-    def _end_lease(self, request_id: str) -> None:
-        self._stats.leases_released += 1
-        self._readers.ended(request_id)
-        self._writer.forget(request_id)
-        self._results.sent(request_id)
-
-    def _revoke(self, request_id: str, now: float) -> None:
-        if self._leases.revoke(request_id, now):
-            self._stats.leases_revoked += 1
-            self._tell_gone(request_id)
-
-    def _expire(self, now: float) -> None:
-        for request_id in self._leases.expire(now):
-            logger.warning("request %s: lease expired, nobody read its blocks", request_id)
-            self._stats.leases_expired += 1
-            self._tell_gone(request_id)
-        for request_id in self._leases.reap(now):
-            self._writer.cancel(request_id, now)
+    def _answer_fences(self, now: float) -> None:
+        touched = {
+            name
+            for name in self._fences
+            if self._pulls.touches(name) or self._registrations.touches(name)
+        }
+        for request_id in self._fences - touched:
             self._results.sent(request_id)
-
-    def _tell_gone(self, request_id: str) -> None:
-        for reader in self._readers.ended(request_id):
-            self._readers.answer(reader, Gone((request_id,)))
+        self._fences = touched
 
     def _decline(self, source: RemoteSource) -> None:
         if source.address.engine_id == self._identity.engine_id:
-            self._read_done(source.request_id)
+            self._holder.confirm(source.request_id, self._clock())
         else:
             self._declines.append(source)
 
@@ -350,15 +338,19 @@ class TransferLoop:
 
     def _send_heartbeats(self, now: float) -> None:
         for beat in self._beats.due(now):
-            if not self._with_peer(beat.address, now, partial(self._send_beat, beat, now)):
+            if not self._with_peer(beat.address, now, partial(self._send_beat, beat)):
                 self._beats.retry(beat.address, now)
 
-    def _send_beat(self, beat: Beat, now: float, peer: PeerHandle) -> None:
+    def _send_beat(self, beat: Beat, peer: PeerHandle) -> None:
+        if peer.has_extension and beat.is_repeated:
+            # It may not know where to answer: what introduced us can be lost like any message.
+            self._agent.notify(peer.name, encode_extension(Hello(self._agent.metadata())))
         for ids in batches(beat.remote_ids):
             if peer.has_extension:
                 sequence = next(self._sequence)
                 # Before it is: one that cannot be sent is a heartbeat that nobody answers.
-                self._beats.sent(sequence, beat.address, ids, now, peer.lease_extension)
+                self._beats.sent(sequence, beat.address, peer.name, ids, self._clock())
+                self._beats.follow(beat.address, peer.lease_extension)
                 self._agent.notify(peer.name, encode_extension(Renew(sequence, ids)))
             else:
                 self._agent.notify(peer.name, encode_heartbeat(ids))

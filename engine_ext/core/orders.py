@@ -35,6 +35,7 @@ class Orders:
     registrations: list[PushRegistration] = field(default_factory=list)
     withdrawals: list[PushWithdrawal] = field(default_factory=list)
     declines: list[RemoteSource] = field(default_factory=list)
+    fences: list[str] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
 
     def __bool__(self) -> bool:

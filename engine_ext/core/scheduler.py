@@ -10,6 +10,7 @@ last turn from the decode engine that answered it, and is leased to the next rea
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from engine_ext.base.config import ConnectorConfig, LoadFailurePolicy
 from engine_ext.base.proof import NoProof, PrefixProof
@@ -56,7 +57,7 @@ class SchedulerConnector:
         self._unix_time = unix_time
         self._orders = Orders()
         self._loadable = Loadable(config, geometry)
-        self._loads = Loads(self._orders, geometry.block_size, config.recompute_threshold)
+        self._loads = Loads(self._orders, geometry.block_size, config)
         answers = Answers(identity, geometry, config.transfer_mode, unix_time)
         self._holds = Holds(self._orders, answers, config, geometry)
         self._saves = SavePlanner(geometry.block_size) if geometry.is_staged else None
@@ -139,10 +140,7 @@ class SchedulerConnector:
             )
 
     def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy:
-        """A prefill that cannot have the last turn's KV computes it: that is what it is for."""
-        if self._loads.role(request.request_id) is Role.PREFILL:
-            return "recompute"
-        return self._config.load_failure_policy
+        return self._loads.failure_policy(request.request_id)
 
     def drain(self) -> None:
         """The engine leaves: turns wait for nobody any more. Leases run on, for their readers."""
@@ -164,17 +162,27 @@ class SchedulerConnector:
     def build_connector_meta(self) -> StepMetadata:
         return self._orders.take()
 
-    def update_connector_output(self, results: TransferResults) -> None:
+    def update_connector_output(self, results: TransferResults) -> TransferResults:
+        """Returns what the host is to act upon: not the loads of requests that are fenced, whose
+        blocks it keeps until they come in `finished_sending`."""
+        fenced = {name for name in results.finished_recving if self._loads.is_fenced(name)}
+        for request_id in results.finished_recving:
+            self._loads.reported(request_id, failed=request_id in results.failed_recving)
         for request_id in results.finished_sending:
             self._holds.reported(request_id)
-        for request_id in results.finished_recving:
-            self._loads.reported(request_id)
+            self._loads.fence_answered(request_id)
+        return replace(
+            results,
+            finished_recving=results.finished_recving - fenced,
+            failed_recving=results.failed_recving - fenced,
+        )
 
     def request_finished(
         self, request: EngineRequest, block_ids: BlockIds, status: FinishStatus
     ) -> FinishDecision:
-        self._loads.finish(request.request_id)
+        is_fenced = self._loads.finish(request.request_id)
         if self._saves is not None:
             self._saves.forget(request.request_id)
-        has_kv = status.leaves_kv and request.num_computed_tokens > 0
-        return self._holds.finish(request, block_ids, has_kv)
+        has_kv = status.leaves_kv and request.num_computed_tokens > 0 and not is_fenced
+        decision = self._holds.finish(request, block_ids, has_kv)
+        return decision._replace(delay_free=True) if is_fenced else decision

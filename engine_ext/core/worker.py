@@ -14,6 +14,7 @@ from dataclasses import replace
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import (
     CacheGeometry,
+    Clock,
     ConnectorStats,
     EngineIdentity,
     Region,
@@ -30,7 +31,6 @@ from engine_ext.wire.handshake import AgentMetadata, encode_payload
 
 logger = logging.getLogger(__name__)
 
-Clock = Callable[[], float]
 AgentFactory = Callable[[Sequence[Region], ConnectorConfig], Agent]
 
 FAREWELL_SECONDS = 1.0
@@ -102,6 +102,7 @@ class WorkerConnector:
             self._regions,
             self._results,
             self._stats,
+            self._clock,
         )
         self._thread = threading.Thread(
             target=self._run, args=(loop,), name="kv-transfer", daemon=True
@@ -195,6 +196,7 @@ class WorkerConnector:
             region_members=[[region.name] for region in regions],
             disagg_ext=EXTENSION_VERSION,
             lease_extension=self._config.lease_extension,
+            write_bound=self._config.write_bound,
             block_layers=[list(region.layers) for region in regions],
             tensor_rank=(self._geometry.tp_rank, self._identity.tp_size),
         )

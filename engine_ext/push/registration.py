@@ -1,16 +1,21 @@
 """Push mode on D: blocks that wait for P's WRITE. Each registration ends in exactly one report.
 
-    connecting --> registered --(written)--> reported ok
+    CONNECTING --> REGISTERED --(written)----> reported ok
         |              |  \\--(P failed)----> reported failed
-        |              +--(deadline, abort)--> withdrawing --(P answered, or grace over)--> reported
+        |              +--(deadline, silence, abort)--> WITHDRAWING --> (over)
         +--(no handshake)--> reported failed
 
+A withdrawn registration is reported as failed at once where the host will ask before it frees the
+blocks (`touches`), else when it is over. It is over when P can no longer write into the blocks: P
+has said so, or its clock, as far as we know it, has passed the time by which it was to begin, and
+the bound that it announced for a WRITE to land is over, too. Both are P's promises, by P's clock:
+nothing is concluded from our own settings. P's promise to begin by a time is renewed every
+heartbeat, with the same message; P remembers how each registration ended, so what was lost on the
+way is asked for again. A number tells one registration of a request from the next, so that what
+comes late is not taken for an answer.
+
 Where P has more ranks than we do, several write: the registration has ended well when all have, and
-badly when one has not and the others have said that they will not, or a grace has passed.
-Blocks are given back only when P can no longer write into them: it said so, or a grace passed that
-is longer than a transfer, a shorter one where P cannot be reached. A number tells one registration
-of a request from the next, so that what comes late is not taken for an answer. P remembers how each
-one ended: what was lost on the way is asked for again.
+badly when one has not and the others can write no more.
 """
 
 import enum
@@ -23,12 +28,15 @@ from engine_ext.base.types import (
     CacheGeometry,
     ConnectorStats,
     EngineIdentity,
+    PeerAddress,
     PushRegistration,
     PushWithdrawal,
 )
 from engine_ext.layout.plan import without_holes
+from engine_ext.push.clocks import RemoteClocks
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
 from engine_ext.transfer.heartbeats import HeartbeatTracker
+from engine_ext.transfer.leases import NEVER
 from engine_ext.transfer.peer import PeerError, Peers
 from engine_ext.transfer.results import Results
 from engine_ext.wire.notifications import (
@@ -41,11 +49,33 @@ from engine_ext.wire.notifications import (
 
 logger = logging.getLogger(__name__)
 
+SILENT_BEATS = 3
+SILENT_SECONDS = 3.0
+"""P has answered none of so many heartbeats, for so long at least: it is taken for dead."""
+BEGIN_BEATS = 3
+"""P may begin a WRITE for so many heartbeats after it was last asked; longer, and its silence keeps
+our blocks longer."""
+
 
 class State(enum.Enum):
     CONNECTING = "connecting"
     REGISTERED = "registered"
     WITHDRAWING = "withdrawing"
+
+
+class Event(enum.Enum):
+    REGISTER = "register"
+    WITHDRAW = "withdraw"
+
+
+_NEXT = {
+    (State.CONNECTING, Event.REGISTER): State.REGISTERED,
+    (State.REGISTERED, Event.WITHDRAW): State.WITHDRAWING,
+}
+
+
+class IllegalEventError(Exception):
+    """A registration was told what cannot happen in its state: a fault of ours."""
 
 
 @dataclass(slots=True)
@@ -56,26 +86,51 @@ class Waiting:
     state: State = State.CONNECTING
     peers: dict[str, PeerHandle] = field(default_factory=dict)
     """Those that may still write, by name."""
+    begin_by: dict[str, float] = field(default_factory=dict)
+    """By name: the latest time, by its own clock, until which that peer was ever asked to begin."""
     ranks: list[str] = field(default_factory=list)
     """The names of all ranks that we face, in their order, whether they have written or not."""
     is_spoilt: bool = False
-    """One of them will not write."""
+    """One of them will not write, or nobody waits any more."""
+    is_reported: bool = False
     ask_again_at: float = 0.0
 
+    @property
+    def request_id(self) -> str:
+        return self.registration.request_id
+
+    @property
+    def address(self) -> PeerAddress:
+        return self.registration.target.address
+
+    def on(self, event: Event) -> None:
+        """Raises IllegalEventError."""
+        try:
+            self.state = _NEXT[self.state, event]
+        except KeyError:
+            raise IllegalEventError(f"{event} of a registration that is {self.state}") from None
+
     def replace(self, peers: list[PeerHandle]) -> None:
-        """An engine that was met again may have come back under other names."""
+        """An engine that was met again may have come back under other names: what its process was
+        asked before has ended with it."""
         for name, peer in zip(self.ranks, peers, strict=True):
-            if self.peers.pop(name, None) is not None:
+            if name != peer.name and self.peers.pop(name, None) is not None:
                 self.peers[peer.name] = peer
+                self.begin_by.pop(name, None)
+            elif name in self.peers:
+                self.peers[name] = peer
         self.ranks = [peer.name for peer in peers]
 
 
 class Registrations:
+    """`clocks` are told of elsewhere, by the answers to our heartbeats."""
+
     def __init__(
         self,
         agent: Agent,
         peers: Peers,
         beats: HeartbeatTracker,
+        clocks: RemoteClocks,
         sequence: Iterator[int],
         results: Results,
         config: ConnectorConfig,
@@ -86,6 +141,7 @@ class Registrations:
         self._agent = agent
         self._peers = peers
         self._beats = beats
+        self._clocks = clocks
         self._sequence = sequence
         self._results = results
         self._config = config
@@ -104,10 +160,23 @@ class Registrations:
         """Something is to be said, and the handshake for it still runs."""
         return bool(self._declines)
 
+    @property
+    def num_blocks_quarantined(self) -> int:
+        """Of what was reported, and may still be written to."""
+        return sum(
+            len(waiting.registration.local_block_ids[0])
+            for waiting in self._waiting.values()
+            if waiting.is_reported
+        )
+
+    def touches(self, request_id: str) -> bool:
+        """P may still write into this request's blocks."""
+        return request_id in self._waiting
+
     def register(self, registration: PushRegistration, now: float) -> None:
         deadline = now + self._config.push_deadline
         waiting = Waiting(registration, next(self._sequence), deadline)
-        self._waiting[registration.request_id] = waiting
+        self._waiting[waiting.request_id] = waiting
 
     def withdraw(self, withdrawal: PushWithdrawal, now: float) -> None:
         waiting = self._waiting.get(withdrawal.request_id)
@@ -150,104 +219,121 @@ class Registrations:
             try:
                 self._advance(waiting, now)
             except (PeerError, AgentError) as error:
-                logger.warning("request %s: %s", waiting.registration.request_id, error)
-                self._end(waiting, ok=False)
-            except Exception:
-                logger.exception("request %s", waiting.registration.request_id)
-                self._end(waiting, ok=False)
+                self._fail(waiting, str(error), now)
+            except Exception as error:
+                logger.exception("request %s", waiting.request_id)
+                self._fail(waiting, repr(error), now)
         declines, self._declines = self._declines, []
         for withdrawal in declines:
             self._say_decline(withdrawal, now)
 
     def _advance(self, waiting: Waiting, now: float) -> None:
-        address = waiting.registration.target.address
-        if waiting.state is State.CONNECTING:
-            self._register(waiting, now)
-        elif waiting.state is State.WITHDRAWING and waiting.deadline <= now:
-            self._end(waiting, ok=False)
-        elif waiting.state is State.WITHDRAWING:
-            self._ask_again(waiting, now)
+        if waiting.state is State.WITHDRAWING:
+            self._forget_harmless(waiting, now)
         elif waiting.deadline <= now:
-            logger.warning("request %s: P has not written", waiting.registration.request_id)
-            self._withdraw(waiting, now)
-        elif self._beats.silence(address, now) >= self._config.silence_timeout:
-            self._lose(waiting, "P is silent", now)
+            self._fail(waiting, "P has not written", now)
+        elif self._beats.is_silent(waiting.address, now, SILENT_BEATS, SILENT_SECONDS):
+            self._fail(waiting, "P is silent", now)
+            self._peers.forget(waiting.address)
+        elif waiting.state is State.CONNECTING:
+            self._register(waiting, now)
         else:
             self._ask_again(waiting, now)
 
+    def _fail(self, waiting: Waiting, problem: str, now: float) -> None:
+        """Whatever is wrong: nobody waits for P's WRITE any more, which may come all the same."""
+        if waiting.state is State.WITHDRAWING:
+            logger.debug("request %s: %s", waiting.request_id, problem)
+            return
+        logger.warning("request %s: %s", waiting.request_id, problem)
+        if waiting.state is State.CONNECTING:
+            self._end(waiting, ok=False)
+        else:
+            self._withdraw(waiting, now)
+
     def _register(self, waiting: Waiting, now: float) -> None:
-        address = waiting.registration.target.address
-        peers = self._peers.connect_all(address, now)
-        if peers is None:
+        peers = self._peers.connect_all(waiting.address, now)
+        if peers is None or not all(self._may_ask(peer, now) for peer in peers):
             return
         waiting.ranks = [peer.name for peer in peers]
-        waiting.ask_again_at = now + self._config.heartbeat_interval
-        message = encode_registration(self._message(waiting))
-        try:
-            for peer in peers:
-                self._agent.notify(peer.name, message)
-                waiting.state = State.REGISTERED
-                waiting.peers[peer.name] = peer
-        except AgentError:
-            self._peers.forget(address)
-            if not waiting.peers:
-                raise
-            waiting.is_spoilt = True
-            self._withdraw(waiting, now)
+        # Before the first message leaves: one that cannot be sent may have arrived.
+        waiting.peers = {peer.name: peer for peer in peers}
+        waiting.on(Event.REGISTER)
+        self._ask(waiting, now)
+
+    def _may_ask(self, peer: PeerHandle, now: float) -> bool:
+        """P's clock is known, which it tells with every answer to a heartbeat, so that it can be
+        told by when to begin. Stock has no word for it."""
+        return not peer.has_extension or self._clocks.is_fresh(peer.name, now)
 
     def _ask_again(self, waiting: Waiting, now: float) -> None:
         """The same message once more, to peers that remember what they answered."""
         speaks = any(peer.has_extension for peer in waiting.peers.values())
         if waiting.ask_again_at > now or not speaks:
             return
-        try:
-            peers = self._peers.connect_all(waiting.registration.target.address, now)
-        except PeerError as error:
-            self._lose(waiting, str(error), now)
+        peers = self._peers.connect_all(waiting.address, now)
+        if peers is None:
             return
-        if peers is not None:
-            waiting.ask_again_at = now + self._config.heartbeat_interval
+        if waiting.state is State.WITHDRAWING or all(self._may_ask(peer, now) for peer in peers):
             waiting.replace(peers)
-            self._ask(waiting)
+            self._ask(waiting, now)
 
-    def _ask(self, waiting: Waiting) -> None:
-        question = self._question(waiting)
+    def _ask(self, waiting: Waiting, now: float) -> None:
+        waiting.ask_again_at = now + self._config.heartbeat_interval
         is_well = True
-        for peer in [peer for peer in waiting.peers.values() if peer.has_extension]:
+        for peer in waiting.peers.values():
+            if waiting.state is State.WITHDRAWING and not peer.has_extension:
+                continue  # Stock has no word for it.
             try:
-                self._agent.notify(peer.name, question)
+                self._agent.notify(peer.name, self._question(waiting, peer, now))
             except AgentError as error:
-                logger.warning("request %s: %s", waiting.registration.request_id, error)
+                logger.warning("request %s: %s", waiting.request_id, error)
                 is_well = False
         if not is_well:
-            self._peers.forget(waiting.registration.target.address)
+            self._peers.forget(waiting.address)
 
-    def _question(self, waiting: Waiting) -> bytes:
+    def _question(self, waiting: Waiting, peer: PeerHandle, now: float) -> bytes:
         if waiting.state is State.REGISTERED:
-            return encode_registration(self._message(waiting))
+            begin_by = self._clocks.earliest(peer.name, now) + BEGIN_BEATS * max(
+                self._config.heartbeat_interval, 1.0
+            )
+            waiting.begin_by[peer.name] = max(begin_by, waiting.begin_by.get(peer.name, NEVER))
+            return encode_registration(self._message(waiting, begin_by))
         target = waiting.registration.target
         return encode_extension(
             Withdraw(
-                waiting.registration.request_id,
+                waiting.request_id,
                 waiting.generation,
                 target.remote_request_id,
                 target.transfer_id,
             )
         )
 
-    def _lose(self, waiting: Waiting, problem: str, now: float) -> None:
-        """P cannot be reached; what it has under way ends in the grace."""
-        logger.warning("request %s: %s", waiting.registration.request_id, problem)
-        if waiting.state is State.REGISTERED:
-            self._withdraw(waiting, now)
-        waiting.deadline = min(waiting.deadline, now + self._config.withdraw_grace)
-        self._peers.forget(waiting.registration.target.address)
-
     def _withdraw(self, waiting: Waiting, now: float) -> None:
-        waiting.state = State.WITHDRAWING
-        waiting.deadline = now + self._config.write_bound
+        waiting.on(Event.WITHDRAW)
+        waiting.is_spoilt = True
         waiting.ask_again_at = now
-        self._ask_again(waiting, now)
+        if not waiting.registration.recomputes:
+            self._report(waiting, ok=False)
+        try:
+            self._ask_again(waiting, now)
+        except (PeerError, AgentError) as error:
+            logger.warning("request %s: %s", waiting.request_id, error)
+
+    def _forget_harmless(self, waiting: Waiting, now: float) -> None:
+        """Peers that can write no more; then asks the others."""
+        for name, peer in list(waiting.peers.items()):
+            if self._is_harmless(waiting, peer, now):
+                self._settle(waiting, name)
+        if waiting.peers:
+            self._ask_again(waiting, now)
+
+    def _is_harmless(self, waiting: Waiting, peer: PeerHandle, now: float) -> bool:
+        """By its own clock it is too late to begin, and what has begun has landed."""
+        if not peer.has_extension or not self._clocks.knows(peer.name):
+            return False
+        began_by = waiting.begin_by.get(peer.name, NEVER)
+        return self._clocks.earliest(peer.name, now) > began_by + peer.write_bound
 
     def _say_decline(self, withdrawal: PushWithdrawal, now: float) -> None:
         """Nothing was registered, but P need not keep the blocks."""
@@ -272,7 +358,7 @@ class Registrations:
         except AgentError as error:
             logger.warning("%s was not told: %s", peer.name, error)
 
-    def _message(self, waiting: Waiting) -> PushRegistered:
+    def _message(self, waiting: Waiting, begin_by: float) -> PushRegistered:
         registration, target = waiting.registration, waiting.registration.target
         first = registration.first_token // self._geometry.block_size
         last = -(-registration.last_token // self._geometry.block_size)
@@ -298,6 +384,7 @@ class Registrations:
                 last_token=registration.last_token,
                 digest=registration.digest,
                 remote_request_id=target.remote_request_id,
+                begin_by=begin_by,
                 tp_rank=self._geometry.tp_rank,
             ),
         )
@@ -311,9 +398,16 @@ class Registrations:
         return waiting if generation in (None, waiting.generation) else None
 
     def _end(self, waiting: Waiting, *, ok: bool) -> None:
-        del self._waiting[waiting.registration.request_id]
+        del self._waiting[waiting.request_id]
+        self._report(waiting, ok=ok)
+
+    def _report(self, waiting: Waiting, *, ok: bool) -> None:
+        """Once."""
+        if waiting.is_reported:
+            return
+        waiting.is_reported = True
         if ok:
             self._stats.pushes_received += 1
         else:
             self._stats.pushes_missed += 1
-        self._results.received(waiting.registration.request_id, ok=ok)
+        self._results.received(waiting.request_id, ok=ok)

@@ -35,6 +35,9 @@ class Registered:
     message: PushRegistered
     sender: str
     deadline: float
+    """By our clock, and D's word where it speaks our extension: no WRITE begins after this."""
+    is_rechecked: bool = False
+    """Its agent is not the one we know there, which was met anew."""
     trusts_request_ids: bool = False
 
     @property
@@ -195,6 +198,14 @@ class RegistrationTable:
 
     def __contains__(self, key: RegistrationKey) -> bool:
         return key in self._registered
+
+    def refresh(self, registered: Registered) -> bool:
+        """True: it waits already, and is worth keeping for longer now."""
+        waiting = self._registered.get(registered.key)
+        if waiting is None:
+            return False
+        waiting.deadline = max(waiting.deadline, registered.deadline)
+        return True
 
     def add(self, registered: Registered) -> None:
         self._registered[registered.key] = registered

@@ -13,14 +13,17 @@ Where D has more ranks than we do, several of them register for one offer, each 
 own. Each is written as soon as it has registered, and P's blocks are freed after the last.
 
 Messages may come twice, late or in another order. How a registration ended is remembered by its
-generation, so that what comes again is answered again and never written again.
-"""
+generation, so that what comes again is answered again and never written again. D keeps its blocks
+for as long as we may write: by our own clock we begin no WRITE after the time that D gave with the
+registration, and D gives a later one by sending it again. A WRITE that has begun is watched until
+NIXL has ended it, and our blocks are kept as long; an engine that keeps us waiting past the time
+for a WRITE is not written to again before that."""
 
 import logging
 from dataclasses import dataclass
 
 from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.types import ConnectorStats, PushOffer
+from engine_ext.base.types import Clock, ConnectorStats, PushOffer
 from engine_ext.layout.plan import Batch, PlanError
 from engine_ext.layout.ranks import RankError, TensorRank
 from engine_ext.push.names import names_of, whole_id
@@ -61,6 +64,9 @@ class Writing:
     peer: PeerHandle | None = None
     moving: Moving | None = None
 
+    def is_late(self, now: float) -> bool:
+        return self.moving is not None and self.moving.is_late(now)
+
 
 class PushWriter:
     def __init__(
@@ -73,6 +79,7 @@ class PushWriter:
         config: ConnectorConfig,
         us: TensorRank,
         stats: ConnectorStats,
+        clock: Clock,
     ) -> None:
         self._agent = agent
         self._peers = peers
@@ -82,8 +89,10 @@ class PushWriter:
         self._config = config
         self._us = us
         self._stats = stats
+        self._clock = clock
         self._offers: dict[str, Held] = {}
         self._offer_names: NameTable[str] = NameTable()
+        self._unchecked: dict[RegistrationKey, Registered] = {}
         self._registrations = RegistrationTable()
         self._failed = Tombstones(config.push_deadline)
         self._unwanted = Tombstones(config.push_deadline)
@@ -103,7 +112,12 @@ class PushWriter:
     @property
     def num_waiting(self) -> int:
         """Offers and registrations without their counterpart."""
-        return len(self._offers) + len(self._registrations)
+        return len(self._offers) + len(self._registrations) + len(self._unchecked)
+
+    def num_blocks_quarantined(self, now: float) -> int:
+        """Of WRITEs that should be over."""
+        late = [writing.held.offer for writing in self._writing.values() if writing.is_late(now)]
+        return sum(max(map(len, offer.block_ids), default=0) for offer in late)
 
     def uses(self, peer: PeerHandle) -> bool:
         """A WRITE to this peer is under way."""
@@ -117,7 +131,7 @@ class PushWriter:
             return
         registrations = self._registrations.pop_all(names, offer.transfer_id)
         if not registrations and self._unwanted.take(names, now):
-            self._release(offer.request_id)
+            self._confirm(offer.request_id, now)
             return
         held = self._offers[offer.request_id] = Held(offer)
         self._offer_names.add(offer.request_id, names)
@@ -125,14 +139,49 @@ class PushWriter:
             self._match(held, registered, now)
 
     def registered(self, message: PushRegistered, sender: str, now: float) -> None:
-        deadline = now + self._config.push_deadline
-        registered = Registered(message, sender, deadline, self._config.trust_request_ids)
+        deadline = self._deadline(message, now)
+        trusts = self._config.trust_request_ids
+        registered = Registered(message, sender, deadline, trusts_request_ids=trusts)
         key = registered.key
-        if key in self._registrations or key in self._writing:
+        if registered.deadline <= now or self._registrations.refresh(registered):
+            return
+        if (unchecked := self._unchecked.get(key)) is not None:
+            unchecked.deadline = max(unchecked.deadline, registered.deadline)
+            return
+        if (writing := self._writing.get(key)) is not None:
+            writing.registered.deadline = max(writing.registered.deadline, registered.deadline)
             return
         if message.disagg is not None and (answer := self._outcomes.find(key)) is not None:
             self._readers.answer(sender, answer)
             return
+        self._unchecked[key] = registered
+        self._check(registered, now)
+
+    def _check(self, registered: Registered, now: float) -> None:
+        """A registration counts from the very agent that would be written to: the one that answers
+        our handshake where the registration says."""
+        try:
+            rank = self._rank(registered.message)
+            peer = self._peers.connect(registered.address, now, rank)
+        except (PeerError, PlanError, RankError) as error:
+            del self._unchecked[registered.key]
+            self._refuse(registered, str(error))
+            return
+        if peer is None and registered.deadline > now:
+            return
+        is_theirs = peer is not None and peer.name == registered.sender
+        if peer is not None and not is_theirs and not registered.is_rechecked:
+            # It may have come back under another name.
+            registered.is_rechecked = True
+            self._peers.forget(registered.address)
+            return
+        del self._unchecked[registered.key]
+        if is_theirs:
+            self._welcome(registered, now)
+        else:
+            logger.warning("ignored a registration by another agent than it is for")
+
+    def _welcome(self, registered: Registered, now: float) -> None:
         if self._failed.take(registered.names, now):
             self._refuse_ranks([registered], "P gave this request up", now)
             return
@@ -141,6 +190,10 @@ class PushWriter:
             self._match(held, registered, now)
             return
         self._registrations.add(registered)
+
+    def _deadline(self, message: PushRegistered, now: float) -> float:
+        longest = now + self._config.push_deadline
+        return longest if message.disagg is None else min(longest, message.disagg.begin_by)
 
     def withdrawn(self, message: Withdraw, sender: str, now: float) -> None:
         """D does not want it: nothing more is written, and P's blocks are freed."""
@@ -154,6 +207,7 @@ class PushWriter:
             if (answer := self._outcomes.find(key)) is not None:
                 self._readers.answer(sender, answer)
                 return
+            self._unchecked.pop(key, None)
             if key in self._registrations:
                 self._registrations.pop(key)
             self._answer(key, PushFailed(message.request_id, message.generation, "withdrawn"))
@@ -169,7 +223,7 @@ class PushWriter:
             return
         self._withdrawn.add((message.request_id,), now)
         if held is not None and held.request is None and held.is_for(message):
-            self._release(held.offer.request_id)
+            self._confirm(held.offer.request_id, now, sender)
         elif not self._failed.take(names, now):
             self._unwanted.add(_lasting(names, message.transfer_id), now)
 
@@ -196,6 +250,8 @@ class PushWriter:
         return self._offer_names.find(names_of(name, transfer_id=name)) or name
 
     def step(self, now: float) -> None:
+        for registered in list(self._unchecked.values()):
+            self._check(registered, now)
         self._expire(now)
         for writing in list(self._writing.values()):
             try:
@@ -204,11 +260,12 @@ class PushWriter:
                 self._give_up(writing, str(error))
             except Exception as error:
                 logger.exception("push of %s", writing.held.offer.request_id)
-                self._give_up(writing, repr(error))
+                self._stumble(writing, repr(error))
 
     def _expire(self, now: float) -> None:
         for registered in self._registrations.pop_due(now):
-            self._refuse(registered, "timed out")
+            # D asks again if it still waits, and then gets a new time.
+            logger.debug("push to %s: timed out", registered.message.request_id)
         for held in [held for held in self._offers.values() if held.request is not None]:
             if held.deadline <= now:
                 self._close(held, now)
@@ -232,7 +289,6 @@ class PushWriter:
             self.forget(held.offer.request_id)
             self._refuse(registered, "P's lease has ended")
             return False
-        self._readers.ended(held.offer.request_id)
         held.request = registered.request
         held.num_readers = self._num_readers(registered)
         held.deadline = now + self._config.transfer_timeout
@@ -273,15 +329,20 @@ class PushWriter:
             raise PeerError(f"no handshake within {self._config.handshake_timeout:g} s")
         if peer is None:
             return
+        if any(one.is_late(now) for one in self._writing.values() if one.peer is peer):
+            raise PeerError("an earlier WRITE to this engine has not ended")
         batch = self._plan(peer, writing.held.offer, registered.message)
         done = _done(registered, self._us.size)
-        writing.peer = peer
         if peer.layout.skips_write or not len(batch.local):
             self._agent.notify(peer.name, done)
             self._succeed(writing)
             return
+        begins = self._clock()
+        if begins > registered.deadline:
+            raise PeerError("it is too late to begin")
+        writing.peer = peer
         transfer = self._agent.start_write(peer, batch.local, batch.remote, done)
-        writing.moving = Moving(transfer, now + self._config.transfer_timeout)
+        writing.moving = Moving(transfer, begins + self._config.transfer_timeout)
 
     def _rank(self, message: PushRegistered) -> int:
         """Of D, the rank that registered. Stock does not say which."""
@@ -310,6 +371,13 @@ class PushWriter:
         self._outcomes.add(registered.key, done)
         self._end(writing)
 
+    def _stumble(self, writing: Writing, problem: str) -> None:
+        """A fault of ours frees nothing that is still written from."""
+        if writing.moving is None or writing.moving.ended:
+            self._give_up(writing, problem)
+        else:
+            writing.moving.problem = writing.moving.problem or problem
+
     def _give_up(self, writing: Writing, problem: str) -> None:
         self._refuse(writing.registered, problem)
         self._end(writing)
@@ -322,14 +390,16 @@ class PushWriter:
         self._end_if_last(writing.held)
 
     def _end_if_last(self, held: Held) -> None:
-        if held.is_complete and not held.num_writing:
-            self._stats.leases_released += 1
-            self._results.sent(held.offer.request_id)
+        """Those it was written to are done with it; others may believe in its lease yet."""
+        if not held.is_complete or held.num_writing:
+            return
+        self._leases.put_back(held.offer.request_id)
+        for sender in held.senders:
+            self._confirm(held.offer.request_id, self._clock(), sender)
 
-    def _release(self, request_id: str) -> None:
+    def _confirm(self, request_id: str, now: float, reader: str = "") -> None:
         self.forget(request_id)
-        if self._leases.take(request_id):
-            self._readers.ended(request_id)
+        if self._leases.confirm(request_id, now, reader=reader):
             self._stats.leases_released += 1
             self._results.sent(request_id)
 

@@ -49,7 +49,9 @@ class SchedulerHalf(Protocol):
         """Give up what is kept for later; what a remote reader waits for stays."""
 
     def build_connector_meta(self) -> StepMetadata: ...
-    def update_connector_output(self, results: TransferResults) -> None: ...
+    def update_connector_output(self, results: TransferResults) -> TransferResults:
+        """Returns what the host is to act upon."""
+
     def request_finished(
         self, request: EngineRequest, block_ids: BlockIds, status: FinishStatus
     ) -> FinishDecision: ...

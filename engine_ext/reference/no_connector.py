@@ -59,8 +59,8 @@ class NoSchedulerHalf:
     def build_connector_meta(self) -> StepMetadata:
         return EMPTY_STEP
 
-    def update_connector_output(self, results: TransferResults) -> None:
-        pass
+    def update_connector_output(self, results: TransferResults) -> TransferResults:
+        return results
 
     def request_finished(
         self, request: EngineRequest, block_ids: BlockIds, status: FinishStatus

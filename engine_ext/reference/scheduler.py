@@ -89,17 +89,17 @@ class Scheduler:
         seq.finish = finish
         delay_free = self._request_finished(seq, finish)
         blocks = self._blocks.detach(seq)
-        if is_parked:
-            self.queues.orphaned[seq.request_id] = blocks
-        elif delay_free:
+        if delay_free:
             self.queues.delayed.hold(seq.request_id, blocks)
+        elif is_parked:
+            self.queues.orphaned[seq.request_id] = blocks
         else:
             self._blocks.free_blocks(blocks)
 
     def update_transfers(self, results: TransferResults) -> list[Sequence]:
         """Returns the sequences that a failed load ended."""
         try:
-            self._connector.update_connector_output(results)
+            results = self._connector.update_connector_output(results)
         except Exception:
             logger.exception("connector: update_connector_output raised")
         for request_id in results.finished_sending:
@@ -281,8 +281,10 @@ class Scheduler:
         self.queues.loaded.append(seq)
 
     def _survives_failed_load(self, seq: Sequence) -> bool:
-        self._send_back(seq)
+        """Its blocks are freed only by way of `finish`, which asks whether something may still
+        write into them; what is computed anew was not reported before nothing did."""
         if self._connector.load_failure_policy(seq) == "recompute":
+            self._send_back(seq)
             return True
         self.finish(seq, failed(_LOAD_FAILED))
         return False

@@ -42,7 +42,9 @@ class PeerHandle:
     descriptors: Any
     has_extension: bool = False
     lease_extension: float = 0.0
-    """Seconds that an answered heartbeat proves a lease for."""
+    """Seconds by which a heartbeat extends a lease there."""
+    write_bound: float = 0.0
+    """Seconds after which a WRITE that has begun there has landed, or never will."""
     readers: int = 1
     """How many ranks of ours read from this one: it keeps its blocks until it heard from all."""
 
@@ -81,7 +83,7 @@ class Agent(Protocol):
 
     def poll(self, transfer: Transfer) -> TransferState: ...
     def discard(self, transfer: Transfer) -> None:
-        """Forgets the transfer; raises AgentError while it still runs and cannot be stopped."""
+        """Frees the handle of a transfer that has ended. One that runs is not stopped by it."""
 
     def notify(self, name: str, message: bytes) -> None: ...
     def notifications(self) -> list[tuple[str, bytes]]:

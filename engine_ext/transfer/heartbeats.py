@@ -1,25 +1,41 @@
 """On the engine that reads: which leases to renew where and when, and until when each is valid.
 
 No clock in here: `now` is passed in, in seconds, monotonic.
+
+The holder answers a heartbeat with the seconds that each lease will hold at least from when it
+arrived. We count them from when it left, which is earlier, and take a little off, because the two
+clocks may run at different rates. Only the agent that was asked can answer or say that a lease is
+gone.
+
 Source of the rules: vLLM's NIXL lease design (lease 30 s, beat every sixth, extension two thirds);
 the answers are ours.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from engine_ext.base.types import PeerAddress
 from engine_ext.transfer.leases import NEVER
 
+CLOCK_DRIFT = 0.05
+"""Two clocks' rates differ by less than this share. Crystals differ by 0.01 %, virtual machines
+that are slewed by 0.1 %."""
+
+BEATS_PER_EXTENSION = 4
+"""A lease is renewed every sixth of its duration by two thirds of it."""
+
 
 @dataclass(slots=True)
 class _EngineBeat:
+    interval: float
     remote_ids: dict[str, str] = field(default_factory=dict)
     """Our request id -> the id the holder knows."""
     last_sent: float = NEVER
     due: float = 0.0
     silent_since: float | None = None
     """When the first heartbeat was sent that was not answered, nor any after it."""
+    agents: set[str] = field(default_factory=set)
+    """Whom of that engine we have asked: nobody else can speak of its leases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +44,23 @@ class Beat:
 
     address: PeerAddress
     remote_ids: tuple[str, ...]
+    is_repeated: bool = False
+    """The one before it was not answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
     at: float
     address: PeerAddress
+    agent: str
     remote_ids: tuple[str, ...]
-    extension: float
 
 
 class HeartbeatTracker:
     """What to renew, where. A new id is beaten for at once, but no engine more often than five
-    times an interval; after that every `interval` seconds, all ids of an engine together.
+    times an interval; after that every interval of that engine, all its ids together.
 
-    An answered heartbeat proves that the holder keeps the blocks for its extension from the moment
-    the heartbeat was sent: `valid_until`.
+    `interval` is for engines that do not say how long their leases are.
     """
 
     MAX_UNANSWERED = 256
@@ -60,10 +77,10 @@ class HeartbeatTracker:
         return len(self._engine_of)
 
     def track(self, request_id: str, address: PeerAddress, remote_id: str, now: float) -> None:
-        beat = self._engines.setdefault(address, _EngineBeat())
+        beat = self._engines.setdefault(address, _EngineBeat(self._interval))
         beat.remote_ids[request_id] = remote_id
         self._engine_of[request_id] = address
-        beat.due = min(beat.due, max(now, beat.last_sent + self._interval / 5))
+        beat.due = min(beat.due, max(now, beat.last_sent + beat.interval / 5))
 
     def untrack(self, request_id: str) -> None:
         address = self._engine_of.pop(request_id, None)
@@ -81,9 +98,18 @@ class HeartbeatTracker:
         beats = []
         for address, beat in self._engines.items():
             if beat.due <= now:
-                beat.last_sent, beat.due = now, now + self._interval
-                beats.append(Beat(address, tuple(beat.remote_ids.values())))
+                beat.last_sent, beat.due = now, now + beat.interval
+                is_repeated = beat.silent_since is not None
+                beats.append(Beat(address, tuple(beat.remote_ids.values()), is_repeated))
         return beats
+
+    def follow(self, address: PeerAddress, extension: float) -> None:
+        """That engine extends its leases by so many seconds: it wants to hear of us in time."""
+        beat = self._engines.get(address)
+        if beat is None or extension <= 0:
+            return
+        beat.interval = extension / BEATS_PER_EXTENSION
+        beat.due = min(beat.due, beat.last_sent + beat.interval)
 
     def retry(self, address: PeerAddress, at: float) -> None:
         """The last beat to this engine could not be sent: it is due again at `at`."""
@@ -95,47 +121,81 @@ class HeartbeatTracker:
         self,
         sequence: int,
         address: PeerAddress,
+        agent: str,
         remote_ids: tuple[str, ...],
         now: float,
-        extension: float,
     ) -> None:
-        """A heartbeat that will be answered left; each answer extends by `extension` seconds."""
+        """A heartbeat that `agent` will answer left."""
         beat = self._engines.get(address)
-        if beat is not None and beat.silent_since is None:
-            beat.silent_since = now
-        self._unanswered[sequence] = _Sent(now, address, remote_ids, extension)
+        if beat is not None:
+            beat.agents.add(agent)
+            if beat.silent_since is None:
+                beat.silent_since = now
+        self._unanswered[sequence] = _Sent(now, address, agent, remote_ids)
         while len(self._unanswered) > self.MAX_UNANSWERED:
             del self._unanswered[next(iter(self._unanswered))]
 
-    def answered(self, sequence: int, gone: Iterable[str]) -> None:
-        sent = self._unanswered.pop(sequence, None)
-        beat = self._engines.get(sent.address) if sent is not None else None
-        if sent is None or beat is None:
-            return
-        beat.silent_since = None
-        missing, renewed = set(gone), set(sent.remote_ids)
+    def answered(
+        self,
+        sender: str,
+        sequence: int,
+        seconds: float,
+        gone: Iterable[str] = (),
+        shorter: Mapping[str, float] | None = None,
+    ) -> bool:
+        """The leases that the heartbeat named hold for `seconds`, but for those that `shorter` has
+        other seconds for, and those that are gone. False: that agent was not asked."""
+        sent = self._unanswered.get(sequence)
+        if sent is None or sent.agent != sender:
+            return False
+        del self._unanswered[sequence]
+        if (beat := self._engines.get(sent.address)) is not None:
+            beat.silent_since = None
+            self._renew(beat, sent, seconds, set(gone), shorter or {})
+        return True
+
+    def _renew(
+        self,
+        beat: _EngineBeat,
+        sent: _Sent,
+        seconds: float,
+        missing: set[str],
+        shorter: Mapping[str, float],
+    ) -> None:
+        renewed = set(sent.remote_ids)
         for request_id, remote_id in beat.remote_ids.items():
             if remote_id in missing:
                 self._lose(request_id)
             elif remote_id in renewed and request_id not in self._gone:
-                self._valid_until[request_id] = sent.at + sent.extension
+                granted = min(seconds, shorter.get(remote_id, seconds))
+                horizon = sent.at + granted * (1 - CLOCK_DRIFT)
+                self._valid_until[request_id] = max(horizon, self.valid_until(request_id))
 
-    def lost(self, remote_ids: Iterable[str]) -> None:
-        """A holder says that these ended. Ids are unique: whichever engine holds them."""
+    def lost(self, sender: str, remote_ids: Iterable[str]) -> list[tuple[str, str]]:
+        """A holder says that these ended. Returns our requests that are concerned, each with the
+        id that the holder knows."""
         missing = set(remote_ids)
-        for beat in self._engines.values():
-            for request_id, remote_id in beat.remote_ids.items():
-                if remote_id in missing:
-                    self._lose(request_id)
+        lost = [
+            (request_id, remote_id)
+            for beat in self._engines.values()
+            if sender in beat.agents
+            for request_id, remote_id in beat.remote_ids.items()
+            if remote_id in missing
+        ]
+        for request_id, _ in lost:
+            self._lose(request_id)
+        return lost
 
-    def silence(self, address: PeerAddress, now: float) -> float:
-        """For how many seconds an engine that answers heartbeats has answered none."""
+    def is_silent(self, address: PeerAddress, now: float, beats: int, at_least: float) -> bool:
+        """An engine that answers heartbeats has answered none for so many of them, and seconds."""
         beat = self._engines.get(address)
-        return 0.0 if beat is None or beat.silent_since is None else now - beat.silent_since
+        if beat is None or beat.silent_since is None:
+            return False
+        return now - beat.silent_since >= max(at_least, beats * beat.interval)
 
     def read(self, address: PeerAddress, remote_id: str) -> None:
-        """We have read it, so the holder frees it: for others of ours who wait for the same, what
-        was proven before proves nothing any more."""
+        """We have confirmed it, so the holder frees it: for others of ours who wait for the same,
+        what was proven before proves nothing any more."""
         beat = self._engines.get(address)
         for request_id, waits_for in beat.remote_ids.items() if beat is not None else ():
             if waits_for == remote_id:

@@ -1,52 +1,105 @@
-"""For how long an engine holds blocks for a reader. No clock in here: `now` is passed in, in
+"""For how long an engine holds blocks for its readers. No clock in here: `now` is passed in, in
 seconds, monotonic.
 
     expect -> EXPECTED -- cancel --> (gone)
                  | grant
                  v
-              GRANTED -- read by all readers, or released --> ended
-                 |  ^ renew: max(deadline, now + extension)
-                 +--- deadline passed, or revoked --> REVOKED -- read, or grace over --> ended
+              GRANTED -- every reader has confirmed --> ended
+                 |  ^ renew: max(deadline, now + extension), and the reader's own horizon
+                 +--- deadline passed, or revoked --> REVOKED -- confirmed, or nobody's horizon
+                                                                 reaches further --> ended
 
-A revoked lease is no longer renewed, and its reader is told; its blocks stay for a short grace, so
-that a READ that is on its way still finds what it came for. A read can be announced before `grant`
-arrives, because the answer that lets D read and the order that starts the lease leave the scheduler
-together: an EXPECTED lease remembers it.
+Blocks are free when a lease has ended. It ends when nobody may believe in it any more: each of the
+readers that a confirmation counted has confirmed, and so has everyone whose heartbeat was answered
+with a horizon, or that horizon has passed. So a reader that confirms ends its own share only; and a
+lease that is revoked stays until its readers have confirmed that they know, or cannot believe it
+any longer. Nobody's horizon reaches beyond the lease's end.
+
+A revoked lease stays for a short grace in any case, so that a READ that is on its way still finds
+what it came for. A confirmation may come before `grant`, because the answer that lets D read and
+the order that starts the lease leave the scheduler together: an EXPECTED lease remembers it.
+
+In push mode P's writer takes a lease (WRITING) while it writes, in which nothing ends it, and puts
+it back when NIXL has ended the WRITE: as a revoked one, for those who may still believe in it.
 
 The reader's side is heartbeats.py.
 Source of the rules: vLLM's NIXL lease design (lease 30 s, beat every sixth, extension two thirds);
-revocation and answers are ours.
+horizons, revocation and answers are ours.
 """
 
 import enum
 import heapq
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 NEVER = float("-inf")
+
+MAX_READERS = 1024
+"""Most readers of one lease that are granted a horizon; others must ask after each READ."""
 
 
 class LeaseState(enum.Enum):
     EXPECTED = "expected"
     GRANTED = "granted"
     REVOKED = "revoked"
+    WRITING = "writing"
+
+
+class LeaseEvent(enum.Enum):
+    GRANT = "grant"
+    CANCEL = "cancel"
+    REVOKE = "revoke"
+    TAKE = "take"
+    PUT_BACK = "put back"
+    END = "end"
+
+
+ENDED = None
+"""No lease: its blocks are the host's again, or never were held."""
+
+NEXT: dict[tuple[LeaseState, LeaseEvent], LeaseState | None] = {
+    (LeaseState.EXPECTED, LeaseEvent.GRANT): LeaseState.GRANTED,
+    (LeaseState.EXPECTED, LeaseEvent.CANCEL): ENDED,
+    (LeaseState.GRANTED, LeaseEvent.REVOKE): LeaseState.REVOKED,
+    (LeaseState.GRANTED, LeaseEvent.END): ENDED,
+    (LeaseState.REVOKED, LeaseEvent.END): ENDED,
+    (LeaseState.GRANTED, LeaseEvent.TAKE): LeaseState.WRITING,
+    (LeaseState.REVOKED, LeaseEvent.TAKE): LeaseState.WRITING,
+    (LeaseState.WRITING, LeaseEvent.PUT_BACK): LeaseState.REVOKED,
+}
+"""Every event that means something in a state; others change nothing."""
 
 
 @dataclass(slots=True)
 class Lease:
     state: LeaseState = LeaseState.EXPECTED
     deadline: float = 0.0
+    """When it expires, or when a revoked one's grace is over."""
+    granted_at: float = 0.0
     renewable: bool = True
-    read_by: set[str] = field(default_factory=set)
-    readers: int = 1
+    num_readers: int = 1
+    """How many ranks of one engine read it, as far as confirmations have said."""
+    confirmed: set[str] = field(default_factory=set)
+    horizons: dict[str, float] = field(default_factory=dict)
+    """By reader: until when it may believe that the lease holds."""
 
     @property
-    def is_read(self) -> bool:
-        return len(self.read_by) >= self.readers
+    def is_counted(self) -> bool:
+        """As many have confirmed as were said to read, or it was written to the one who wanted
+        it."""
+        return len(self.confirmed) >= self.num_readers
+
+    def last_horizon(self) -> float:
+        return max(self.horizons.values(), default=NEVER)
+
+    def ends_at(self) -> float:
+        """When nobody may believe in it any more, if nothing else happens."""
+        if self.is_counted:
+            return self.last_horizon()
+        return max(self.deadline, self.last_horizon())
 
 
 class LeaseTable:
-    """Which finished requests' blocks are held for a remote reader, and until when.
+    """Which finished requests' blocks are held for remote readers, and until when.
 
     Each id that was granted ends exactly once: by `confirm`, or in what `reap` returns.
     """
@@ -55,9 +108,9 @@ class LeaseTable:
         self._extension = extension
         self._grace = grace
         self._leases: dict[str, Lease] = {}
-        # One entry per held lease, at its deadline when last looked at; renewals only move the
-        # lease, looking at the entry puts it back where it belongs.
-        self._by_deadline: list[tuple[float, str]] = []
+        # One entry per held lease, at the end that it had when last looked at; renewals only move
+        # the lease, looking at the entry puts it back where it belongs.
+        self._by_end: list[tuple[float, str]] = []
         self._num_held = 0
 
     @property
@@ -67,85 +120,85 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def expect(self, request_id: str) -> None:
-        self._leases.setdefault(request_id, Lease())
-
-    def cancel(self, request_id: str) -> None:
-        lease = self._leases.get(request_id)
-        if lease is not None and lease.state is LeaseState.EXPECTED:
-            del self._leases[request_id]
-
-    def grant(self, request_id: str, now: float, seconds: float, renewable: bool = True) -> bool:
-        """Starts the lease. False: it was read already, so it has ended by this very call."""
-        lease = self._leases.setdefault(request_id, Lease())
-        if lease.state is not LeaseState.EXPECTED:
-            return True
-        if lease.is_read:
-            del self._leases[request_id]
-            return False
-        lease.state = LeaseState.GRANTED
-        lease.renewable = renewable
-        self._num_held += 1
-        self._set_deadline(request_id, lease, now + seconds)
-        return True
-
-    def renew(self, request_ids: Iterable[str], now: float) -> list[str]:
-        """Extends what is granted, never shortens; returns the ids that cannot be extended."""
-        gone = []
-        for request_id in request_ids:
-            lease = self._leases.get(request_id)
-            if lease is None or lease.state is LeaseState.REVOKED:
-                gone.append(request_id)
-            elif lease.renewable:
-                lease.deadline = max(lease.deadline, now + self._extension)
-        return gone
+    def knows(self, request_id: str) -> bool:
+        """The blocks are still those of this request."""
+        return request_id in self._leases
 
     def is_held(self, request_id: str) -> bool:
         lease = self._leases.get(request_id)
         return lease is not None and lease.state is not LeaseState.EXPECTED
 
-    def is_read_by(self, request_id: str, reader: str) -> bool:
+    def readers_of(self, request_id: str) -> list[str]:
+        """Those with a horizon, who have not confirmed."""
         lease = self._leases.get(request_id)
-        return lease is not None and reader in lease.read_by
+        return [] if lease is None else list(lease.horizons)
 
-    def would_end(self, request_id: str, readers: int = 1, reader: str = "") -> bool:
-        """Whether `confirm` would end a lease that still runs."""
+    def expect(self, request_id: str) -> None:
+        self._leases.setdefault(request_id, Lease())
+
+    def cancel(self, request_id: str) -> None:
+        self._happens(request_id, LeaseEvent.CANCEL)
+
+    def grant(self, request_id: str, now: float, seconds: float, renewable: bool = True) -> bool:
+        """Starts the lease. False: it was read already, so it has ended by this very call."""
+        self.expect(request_id)
+        if not self._happens(request_id, LeaseEvent.GRANT):
+            return True
+        lease = self._leases[request_id]
+        lease.renewable, lease.granted_at, lease.deadline = renewable, now, now + seconds
+        return not self._ends_if_unread(request_id, lease, now)
+
+    def extend(self, request_id: str, now: float) -> bool:
+        """A renewable lease that is granted lasts longer; it is never shortened. False: it will
+        not, because it is revoked, or gone."""
         lease = self._leases.get(request_id)
-        if lease is None or lease.state is not LeaseState.GRANTED:
+        if lease is None or lease.state is LeaseState.REVOKED:
             return False
-        return len(lease.read_by | {reader}) >= max(lease.readers, readers)
+        if lease.renewable and lease.state is not LeaseState.EXPECTED:
+            lease.deadline = max(lease.deadline, now + self._extension)
+        return True
 
-    def knows(self, request_id: str) -> bool:
-        """The blocks are still those of this request."""
-        return request_id in self._leases
+    def renew(self, request_id: str, reader: str, now: float) -> float | None:
+        """Extends it, and grants `reader` a horizon: for how many seconds from now it may believe
+        in the lease. 0: it is to be granted yet. None: it is not extended for this reader, who has
+        confirmed or came too late.
+        """
+        lease = self._leases.get(request_id)
+        if lease is None or reader in lease.confirmed or not self.extend(request_id, now):
+            return None
+        if lease.state is LeaseState.EXPECTED:
+            return 0.0
+        if reader not in lease.horizons and len(lease.horizons) >= MAX_READERS:
+            return 0.0
+        seconds = max(0.0, min(self._extension, lease.deadline - now))
+        lease.horizons[reader] = now + seconds
+        return seconds
 
-    def confirm(self, request_id: str, readers: int = 1, reader: str = "") -> bool:
-        """`reader`, one of `readers`, has read. True: the lease ended by this call."""
+    def confirm(self, request_id: str, now: float, readers: int = 1, reader: str = "") -> bool:
+        """`reader`, one of `readers`, is done with it. True: the lease ended by this call."""
         lease = self._leases.get(request_id)
         if lease is None:
             return False
-        lease.read_by.add(reader)
-        lease.readers = max(lease.readers, readers)
-        if not lease.is_read or lease.state is LeaseState.EXPECTED:
-            return False
-        self._end(request_id)
-        return True
+        lease.confirmed.add(reader)
+        lease.horizons.pop(reader, None)
+        lease.num_readers = max(lease.num_readers, readers)
+        return self._ends_if_unread(request_id, lease, now)
 
     def take(self, request_id: str) -> bool:
-        """True: the lease was held and is the caller's now, who frees the blocks."""
-        lease = self._leases.get(request_id)
-        if lease is None or lease.state is LeaseState.EXPECTED:
-            return False
-        self._end(request_id)
-        return True
+        """True: the lease was held; nothing ends it before it is put back."""
+        return self._happens(request_id, LeaseEvent.TAKE)
+
+    def put_back(self, request_id: str) -> None:
+        """What was taken may end."""
+        self._happens(request_id, LeaseEvent.PUT_BACK)
 
     def revoke(self, request_id: str, now: float) -> bool:
-        """Ends a granted lease before its time. True: it was granted; the grace runs."""
-        lease = self._leases.get(request_id)
-        if lease is None or lease.state is not LeaseState.GRANTED:
+        """Ends a granted lease before its time. True: it was granted; its readers must be told."""
+        if not self._happens(request_id, LeaseEvent.REVOKE):
             return False
-        lease.state = LeaseState.REVOKED
-        self._set_deadline(request_id, lease, now + self._grace)
+        lease = self._leases[request_id]
+        lease.deadline = now + self._grace
+        self._look_again(request_id, lease)
         return True
 
     def revoke_all(self, now: float) -> list[str]:
@@ -154,38 +207,52 @@ class LeaseTable:
 
     def expire(self, now: float) -> list[str]:
         """Revokes what nobody read or renewed in time; returns those ids."""
-        return [name for name in self._due(LeaseState.GRANTED, now) if self.revoke(name, now)]
+        return [
+            name
+            for name in self._due(now)
+            if not self._leases[name].is_counted and self.revoke(name, now)
+        ]
 
     def reap(self, now: float) -> list[str]:
-        """Ends what was revoked a grace ago; returns those ids."""
-        ended = list(self._due(LeaseState.REVOKED, now))
-        for request_id in ended:
-            self._end(request_id)
-        return ended
+        """Ends what nobody may believe in any more; returns those ids."""
+        return [name for name in self._due(now) if self._happens(name, LeaseEvent.END)]
 
-    def _due(self, state: LeaseState, now: float) -> list[str]:
-        due, other = [], []
-        while self._by_deadline and self._by_deadline[0][0] <= now:
-            entry = heapq.heappop(self._by_deadline)
-            lease = self._leases.get(entry[1])
-            if lease is None or lease.state is LeaseState.EXPECTED:
-                continue
-            if lease.deadline > now:
-                other.append((lease.deadline, entry[1]))
-            elif lease.state is state:
-                due.append(entry[1])
-            else:
-                other.append(entry)
-        for entry in other:
-            heapq.heappush(self._by_deadline, entry)
-        return list(dict.fromkeys(due))
+    def _ends_if_unread(self, request_id: str, lease: Lease, now: float) -> bool:
+        is_unread = lease.is_counted and lease.last_horizon() <= now
+        # Without a meaning where it is expected yet, or being written.
+        if is_unread and self._happens(request_id, LeaseEvent.END):
+            return True
+        if lease.state is not LeaseState.EXPECTED:
+            self._look_again(request_id, lease)
+        return False
 
-    def _set_deadline(self, request_id: str, lease: Lease, deadline: float) -> None:
-        lease.deadline = deadline
-        heapq.heappush(self._by_deadline, (deadline, request_id))
-
-    def _end(self, request_id: str) -> None:
-        del self._leases[request_id]
-        self._num_held -= 1
+    def _happens(self, request_id: str, event: LeaseEvent) -> bool:
+        """True: the event meant something, and the lease is in its next state."""
+        lease = self._leases.get(request_id)
+        if lease is None or (lease.state, event) not in NEXT:
+            return False
+        after = NEXT[lease.state, event]
+        self._num_held += (after is not ENDED) - (lease.state is not LeaseState.EXPECTED)
+        if after is ENDED:
+            del self._leases[request_id]
+        else:
+            lease.state = after
         if not self._num_held:
-            self._by_deadline.clear()
+            self._by_end.clear()
+        return True
+
+    def _due(self, now: float) -> list[str]:
+        """Held leases whose end is reached. They are due again until they have ended."""
+        due: dict[str, Lease] = {}
+        later: dict[str, Lease] = {}
+        while self._by_end and self._by_end[0][0] <= now:
+            _, request_id = heapq.heappop(self._by_end)
+            lease = self._leases.get(request_id)
+            if lease is not None and lease.state is not LeaseState.EXPECTED:
+                (due if lease.ends_at() <= now else later)[request_id] = lease
+        for request_id, lease in (*due.items(), *later.items()):
+            self._look_again(request_id, lease)
+        return list(due)
+
+    def _look_again(self, request_id: str, lease: Lease) -> None:
+        heapq.heappush(self._by_end, (lease.ends_at(), request_id))

@@ -1,4 +1,8 @@
-"""One READ or WRITE under way, until NIXL has let go of it."""
+"""One READ or WRITE under way, until NIXL has ended it.
+
+Nothing stops a transfer that NIXL has begun: to free its handle, to forget its peer or to stop
+asking leaves the data on its way, and it lands later. So a transfer is watched until NIXL says how
+it ended, however late; only then are its blocks anybody else's."""
 
 import logging
 from dataclasses import dataclass
@@ -14,32 +18,35 @@ class Moving:
     deadline: float
     problem: str | None = None
     """Why it counts as failed, whatever NIXL says later."""
+    ended: bool = False
+
+    def is_late(self, now: float) -> bool:
+        return now >= self.deadline
 
     def has_ended(self, agent: Agent, now: float) -> bool:
-        """True, once: NIXL touches the blocks no more, and `problem` tells how it went.
+        """True: NIXL touches the blocks no more, and `problem` tells how it went.
 
-        A transfer that NIXL cannot be asked about may go on; it is let go of, or it is past its
-        deadline. One that NIXL says is running has not ended, whatever the time.
+        While NIXL cannot be asked, or says that it runs, it has not ended, whatever the time.
         """
-        is_late = now >= self.deadline
+        if self.ended:
+            return True
+        if self.is_late(now):
+            self.problem = self.problem or "it took too long"
         try:
             state = agent.poll(self.transfer)
         except AgentError as error:
-            self.problem = self.problem or str(error)
-            state = TransferState.FAILED if is_late else TransferState.RUNNING
-        if state is TransferState.RUNNING and is_late:
-            self.problem = self.problem or "it took too long"
+            logger.debug("%s", error)
+            return False
+        if state is TransferState.RUNNING:
+            return False
         if state is TransferState.FAILED:
             self.problem = self.problem or "it failed"
-        if state is TransferState.RUNNING:
-            return self.problem is not None and self._let_go(agent)
-        self._let_go(agent)
+        self.ended = True
+        self._discard(agent)
         return True
 
-    def _let_go(self, agent: Agent) -> bool:
+    def _discard(self, agent: Agent) -> None:
         try:
             agent.discard(self.transfer)
         except AgentError as error:
-            logger.debug("%s", error)
-            return False
-        return True
+            logger.warning("NIXL keeps the handle of a transfer that has ended: %s", error)

@@ -205,6 +205,7 @@ class Peers:
             descriptors,
             has_extension,
             metadata.lease_extension,
+            metadata.write_bound,
             self._us.facing(them.size),
         )
 

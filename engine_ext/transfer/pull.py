@@ -1,17 +1,23 @@
 """READs from remote engines. Each order ends in exactly one report, well or badly.
 
     order --> connecting --> reading --> (proven) --> reported ok
-                  |             |  \\---> confirming --> reported ok
-                  +-------------+-------------+------> reported failed
+                  |          |   |  \\---> confirming --> reported ok
+                  |          |   |             |
+                  +----------|---+-------------+------> reported failed
+                             +--(late)----------------> reported failed, in quarantine --> (ended)
 
 The holder may have taken its blocks back while we read them: then the bytes are wrong and nothing
 else tells. Where it runs our extension, a READ counts only if its lease is known to have been valid
-when it ended: by an answered heartbeat, or else by the holder's answer to the READ itself.
-A READ that outlives its deadline is reported only once NIXL has let go of it: until then it may
-still write into our blocks.
+when it ended: by an answered heartbeat, or else by the holder's answer to the READ itself. When it
+ended is told by a clock that is read after NIXL said so: the process may have stood still.
+
+A READ that outlives its deadline may write into our blocks for as long as NIXL has not ended it. It
+is reported, and its blocks are in quarantine: whoever wants to free them asks `touches`. Where the
+host would compute into the same blocks, the report waits instead. An engine that keeps us waiting
+so is not read from again before that READ has ended.
 
 Where the holder has more ranks than we do, an order is read in parts, one from each rank, all at
-once. It has ended well when all parts have, and badly when one has and the others were let go of.
+once. It has ended well when all parts have, and badly when one has and the others have ended too.
 """
 
 import logging
@@ -20,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.types import ConnectorStats, PullOrder
+from engine_ext.base.types import Clock, ConnectorStats, PeerAddress, PullOrder, RemoteSource
 from engine_ext.layout.plan import Batch, PlanError
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
 from engine_ext.transfer.heartbeats import HeartbeatTracker
@@ -64,6 +70,8 @@ class Reading:
 
 
 class Pulls:
+    """`decline` tells a holder that we will not read; `max_quarantined` is in blocks."""
+
     def __init__(
         self,
         agent: Agent,
@@ -73,6 +81,9 @@ class Pulls:
         results: Results,
         config: ConnectorConfig,
         stats: ConnectorStats,
+        clock: Clock,
+        decline: Callable[[RemoteSource], None],
+        max_quarantined: int,
     ) -> None:
         self._agent = agent
         self._peers = peers
@@ -81,37 +92,77 @@ class Pulls:
         self._results = results
         self._config = config
         self._stats = stats
+        self._clock = clock
+        self._decline = decline
+        self._max_quarantined = max_quarantined
         self._connecting: list[PullOrder] = []
         self._reading: list[Reading] = []
         self._confirming: list[Reading] = []
+        self._quarantine: list[Reading] = []
+        """Reported as failed, and not ended."""
 
     @property
     def is_busy(self) -> bool:
-        """A READ runs, or its confirmation is awaited."""
+        """A READ runs that somebody waits for, or its confirmation is awaited."""
         return bool(self._reading or self._confirming)
 
     @property
     def num_active(self) -> int:
         return len(self._reading) + len(self._confirming) + len(self._connecting)
 
+    @property
+    def num_quarantined(self) -> int:
+        """READs."""
+        return len(self._quarantine)
+
+    @property
+    def num_blocks_quarantined(self) -> int:
+        return sum(reading.num_blocks for reading in self._quarantine)
+
     def uses(self, peer: PeerHandle) -> bool:
         """A READ is under way for which this peer is needed."""
-        return any(peer is one for reading in self._reading for one in reading.peers)
+        return any(peer is one for reading in self._moving() for one in reading.peers)
+
+    def touches(self, request_id: str) -> bool:
+        """A READ may still write into this request's blocks, or will."""
+        return any(request_id == one.order.request_id for one in self._moving()) or any(
+            request_id == order.request_id for order in self._connecting
+        )
+
+    def reads(self, request_id: str) -> bool:
+        """Its READ is under way, and ends with a message to the holder."""
+        readings = (*self._moving(), *self._confirming)
+        return any(request_id == one.order.request_id for one in readings)
 
     def start(self, order: PullOrder) -> None:
         self._connecting.append(order)
 
+    def give_up(self, request_id: str) -> None:
+        """The request has ended: nobody waits for its load, which is reported all the same."""
+        problem = "its request has ended"
+        for order in [one for one in self._connecting if one.request_id == request_id]:
+            self._connecting.remove(order)
+            self._fail(order, problem)
+            self._decline(order.source)
+        for reading in self._reading:
+            if reading.order.request_id == request_id:
+                reading.problem = reading.problem or problem
+        for reading in [one for one in self._confirming if one.order.request_id == request_id]:
+            self._confirming.remove(reading)
+            self._give_up(reading, problem)
+
     def step(self, now: float) -> None:
-        """New READs come last: in shared memory they are over when they are posted, seconds after
-        `now`, and whether their lease lasted is judged by the next step's clock."""
         for reading in list(self._reading):
-            self._guard(reading.order, partial(self._poll, reading, now))
+            self._guard(reading, partial(self._poll, reading, now))
         for reading in list(self._confirming):
-            self._guard(reading.order, partial(self._confirm, reading, now))
+            self._guard(reading, partial(self._confirm, reading, now))
+        for reading in list(self._quarantine):
+            self._guard(reading, partial(self._poll_quarantined, reading, now))
         orders, self._connecting = self._connecting, []
         for order in orders:
-            self._guard(order, partial(self._try_to_read, order, now))
+            self._guard(Reading(order, []), partial(self._try_to_read, order, now))
         self._stats.pulls_active = self.num_active
+        self._stats.quarantined_blocks_active = self.num_blocks_quarantined
 
     def answered(self, peer_name: str, sequence: int, valid: bool) -> None:
         """The holder says whether what a READ found was still the request's."""
@@ -120,19 +171,31 @@ class Pulls:
                 if part.sequence == sequence and part.peer.name == peer_name:
                     part.answer = valid
 
-    def _guard(self, order: PullOrder, action: Callable[[], None]) -> None:
-        """A fault of ours must not park a request for ever."""
+    def _moving(self) -> tuple[Reading, ...]:
+        return (*self._reading, *self._quarantine)
+
+    def _guard(self, reading: Reading, action: Callable[[], None]) -> None:
+        """A fault of ours must not park a request for ever, nor free what is still written to."""
         try:
             action()
         except Exception as error:
-            logger.exception("request %s", order.request_id)
-            self._reading = [one for one in self._reading if one.order is not order]
-            self._confirming = [one for one in self._confirming if one.order is not order]
-            self._fail(order, repr(error))
+            logger.exception("request %s", reading.order.request_id)
+            if reading in self._quarantine:
+                return
+            if reading in self._reading:
+                reading.problem = reading.problem or repr(error)
+                self._let_go(reading)
+                return
+            self._confirming = [one for one in self._confirming if one is not reading]
+            self._fail(reading.order, repr(error))
 
     def _try_to_read(self, order: PullOrder, now: float) -> None:
         if self._beats.is_gone(order.request_id):
             self._fail(order, "its lease has ended")
+            return
+        if (problem := self._quarantine_problem(order.source.address)) is not None:
+            self._fail(order, problem)
+            self._decline(order.source)
             return
         try:
             peers = self._peers.connect_all(order.source.address, now)
@@ -161,6 +224,14 @@ class Pulls:
             self._reading.append(reading)
         else:
             self._settle(reading, now)
+
+    def _quarantine_problem(self, address: PeerAddress) -> str | None:
+        """Why nothing may be read from there as long as quarantine lasts."""
+        if any(reading.order.source.address == address for reading in self._quarantine):
+            return "an earlier READ from this engine has not ended"
+        if (num_blocks := self.num_blocks_quarantined) > self._max_quarantined:
+            return f"{num_blocks} blocks are in quarantine"
+        return None
 
     def _read(self, reading: Reading, now: float) -> None:
         """Plans all parts before the first starts."""
@@ -192,18 +263,36 @@ class Pulls:
         )
 
     def _poll(self, reading: Reading, now: float) -> None:
-        """What has failed is settled once NIXL has let go of every part."""
+        self._ask_nixl(reading, now)
+        if not reading.running:
+            self._reading.remove(reading)
+            self._settle(reading, self._clock())
+        elif not reading.order.recomputes and all(p.moving.is_late(now) for p in reading.running):
+            self._let_go(reading)
+
+    def _poll_quarantined(self, reading: Reading, now: float) -> None:
+        self._ask_nixl(reading, now)
+        if not reading.running:
+            self._quarantine.remove(reading)
+            logger.info("request %s: its late READ has ended", reading.order.request_id)
+            self._end_badly(reading)
+
+    def _ask_nixl(self, reading: Reading, now: float) -> None:
         for part in reading.running:
             moving = part.moving
             moving.problem = moving.problem or reading.problem
             part.is_running = not moving.has_ended(self._agent, now)
             if moving.problem is not None:
                 reading.problem = reading.problem or f"READ: {moving.problem}"
-        if not reading.running:
-            self._reading.remove(reading)
-            self._settle(reading, now)
+
+    def _let_go(self, reading: Reading) -> None:
+        """Reported now; what it may still write into stays ours to watch."""
+        self._reading.remove(reading)
+        self._quarantine.append(reading)
+        self._fail(reading.order, reading.problem or "it took too long")
 
     def _settle(self, reading: Reading, now: float) -> None:
+        """`now` was read after NIXL had ended the last part."""
         if reading.problem is None:
             self._arrive(reading, now)
         else:
@@ -248,6 +337,9 @@ class Pulls:
 
     def _give_up(self, reading: Reading, problem: str) -> None:
         self._fail(reading.order, problem)
+        self._end_badly(reading)
+
+    def _end_badly(self, reading: Reading) -> None:
         self._read_by_us(reading.order)
         self._tell_done(reading, even_if_read=True)
         if reading.has_begun:

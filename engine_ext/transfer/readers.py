@@ -2,7 +2,6 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable
 
 from engine_ext.transfer.agent import Agent, AgentError
 from engine_ext.wire.notifications import ExtensionMessage, encode_extension
@@ -18,7 +17,6 @@ class Readers:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._metadata: OrderedDict[str, bytes] = OrderedDict()
-        self._of_lease: dict[str, set[str]] = {}
 
     def hello(self, metadata: bytes) -> None:
         name = self._agent.add_remote(metadata)
@@ -28,22 +26,8 @@ class Readers:
             oldest, _ = self._metadata.popitem(last=False)
             self._agent.remove_remote(oldest)
 
-    def renewed(self, name: str, request_ids: Iterable[str]) -> None:
-        """`name` is one of those who wait for these."""
-        for request_id in request_ids:
-            self._of_lease.setdefault(request_id, set()).add(name)
-
-    def has_read(self, name: str, request_id: str) -> bool:
-        """`name` waits no longer. True: others do."""
-        waiting = self._of_lease.get(request_id, set())
-        waiting.discard(name)
-        return bool(waiting)
-
-    def ended(self, request_id: str) -> set[str]:
-        """Forgets the lease; returns who waited for it."""
-        return self._of_lease.pop(request_id, set())
-
     def answer(self, name: str, message: ExtensionMessage) -> None:
+        """To a reader that said hello; what is said to others is lost, as any message may be."""
         try:
             self._tell(name, encode_extension(message))
         except AgentError as error:

@@ -163,13 +163,18 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self.scheduler.update_connector_output(
+        """vLLM frees what it finds in `finished_recving` after this call, whatever
+        `request_finished` has answered; what is fenced is taken out, and comes in
+        `finished_sending`."""
+        results = self.scheduler.update_connector_output(
             TransferResults(
                 frozenset(connector_output.finished_sending or ()),
                 frozenset(connector_output.finished_recving or ()),
                 frozenset(getattr(connector_output, "failed_recving", None) or ()),
             )
         )
+        if connector_output.finished_recving:
+            connector_output.finished_recving = set(results.finished_recving)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
         return self.request_finished_all_groups(request, (block_ids,))

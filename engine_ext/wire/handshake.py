@@ -48,6 +48,8 @@ class AgentMetadata(msgspec.Struct, kw_only=True):
     """Version of our extension; stock neither sends nor reads it."""
     lease_extension: float = 0.0
     """Seconds that one heartbeat grants here from its arrival."""
+    write_bound: float = 0.0
+    """Seconds after which a WRITE that has begun here has landed, or never will."""
     tensor_rank: tuple[int, int] | None = None
     """This worker's, and how many there are; stock neither sends nor reads it."""
     block_layers: list[list[str]] | None = None

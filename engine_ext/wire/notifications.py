@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from engine_ext.wire.errors import MALFORMED, Unsigned
+from engine_ext.wire.errors import MALFORMED, Seconds, Unsigned
 
 EXTENSION_PREFIX = b"DX:"
 REGISTRATION_PREFIX = b"PUSH_REG:"
@@ -53,14 +53,20 @@ class Renew(msgspec.Struct, frozen=True, tag="renew"):
 
 
 class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
-    """All of the named heartbeat's leases are extended, except those that are gone."""
+    """Holder to reader: the named heartbeat's leases hold for `seconds` from its arrival, those in
+    `shorter` for less, and those in `gone` are not extended for this reader."""
 
     sequence: int
+    seconds: Seconds
     gone: tuple[str, ...] = ()
+    shorter: dict[str, Seconds] = {}
+    clock: float = 0.0
+    """The holder's own when the heartbeat arrived, in seconds."""
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
-    """Reader to holder: the data has arrived. Answered by `ReadAck`, unless `sequence` is 0."""
+    """Reader to holder: the data has arrived, or will not be read; this reader is done. Answered by
+    `ReadAck`, unless `sequence` is 0."""
 
     request_id: str
     readers: int = 1
@@ -75,7 +81,8 @@ class ReadAck(msgspec.Struct, frozen=True, tag="ack"):
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
-    """Holder to reader: these leases ended unread; what is read from now on may be wrong."""
+    """Holder to reader: these leases are not extended any more. The reader confirms each with
+    `Read` when it is done with it, and the blocks are kept until then or until its horizon."""
 
     request_ids: tuple[str, ...]
 
@@ -113,6 +120,8 @@ class PushExtension(msgspec.Struct, frozen=True):
     last_token: Unsigned
     digest: bytes
     remote_request_id: str
+    begin_by: float
+    """By P's clock: no WRITE may begin after this."""
     tp_rank: int = 0
     """Whose blocks these are, of `decode_tp_size`."""
 

@@ -2,6 +2,7 @@ from itertools import product
 
 import pytest
 
+from engine_ext.base.config import ConnectorConfig, LoadFailurePolicy
 from engine_ext.core.loads import IllegalEventError, Load, LoadEvent, Loads, LoadState
 from engine_ext.core.orders import Orders
 from engine_ext.core.params import Role
@@ -11,6 +12,7 @@ LEGAL = {
     (LoadState.OFFERED, LoadEvent.LOAD),
     (LoadState.OFFERED, LoadEvent.DECLINE),
     (LoadState.LOADING, LoadEvent.REPORT),
+    (LoadState.LOADING, LoadEvent.FAIL),
 }
 BLOCKS = (tuple(range(7)),)
 
@@ -27,20 +29,66 @@ def test_an_event_that_cannot_happen_in_a_state_is_an_error_and_changes_nothing(
     assert load.state is state
 
 
+def loads(orders: Orders, policy: LoadFailurePolicy = "fail", role: Role = Role.DECODE) -> Loads:
+    """One, of a request d-1, that is loading."""
+    made = Loads(orders, 16, ConnectorConfig(engine_id="d", load_failure_policy=policy))
+    made.offer("d-1", source(), role, 100, is_proven=True)
+    made.allocated(Request("d-1"), BLOCKS, 100)
+    orders.take()
+    return made
+
+
 def test_a_report_of_a_load_that_has_not_begun_leaves_the_offer() -> None:
     """It is of an earlier request of the same name."""
-    loads = Loads(Orders(), 16, 64)
-    loads.offer("d-1", source(), Role.DECODE, 100, is_proven=True)
-    loads.reported("d-1")
-    assert loads.missing("d-1", 0) == 100
+    made = Loads(Orders(), 16, ConnectorConfig(engine_id="d"))
+    made.offer("d-1", source(), Role.DECODE, 100, is_proven=True)
+    made.reported("d-1", failed=False)
+    assert made.missing("d-1", 0) == 100
 
 
-def test_a_load_is_reported_after_its_request_has_ended_without_a_trace() -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_request_that_ends_while_it_loads_is_fenced_and_its_report_changes_nothing(
+    failed: bool,
+) -> None:
     orders = Orders()
-    loads = Loads(orders, 16, 64)
-    loads.offer("d-1", source(), Role.DECODE, 100, is_proven=True)
-    loads.allocated(Request("d-1"), BLOCKS, 100)
-    loads.finish("d-1")
-    assert orders.take().untracks == ("d-1",)
-    loads.reported("d-1")
+    made = loads(orders)
+    assert made.finish("d-1")
+    meta = orders.take()
+    assert (meta.untracks, meta.fences) == (("d-1",), ("d-1",))
+    made.reported("d-1", failed=failed)
+    assert made.is_fenced("d-1")
+    made.fence_answered("d-1")
+    assert not made.is_fenced("d-1")
     assert not orders
+
+
+def test_a_request_whose_load_failed_is_fenced_when_it_ends() -> None:
+    orders = Orders()
+    made = loads(orders)
+    made.reported("d-1", failed=True)
+    assert made.finish("d-1")
+    assert orders.take().fences == ("d-1",)
+
+
+@pytest.mark.parametrize(
+    ("policy", "role"),
+    [("recompute", Role.DECODE), ("fail", Role.PREFILL), ("recompute", Role.PREFILL)],
+)
+def test_a_load_that_is_computed_when_it_fails_is_reported_when_nothing_writes_any_more(
+    policy: LoadFailurePolicy, role: Role
+) -> None:
+    orders = Orders()
+    made = Loads(orders, 16, ConnectorConfig(engine_id="d", load_failure_policy=policy))
+    made.offer("d-1", source(), role, 100, is_proven=True)
+    made.allocated(Request("d-1"), BLOCKS, 100)
+    assert [order.recomputes for order in orders.take().pulls] == [True]
+    made.reported("d-1", failed=True)
+    assert not made.finish("d-1")
+
+
+def test_a_load_that_went_well_needs_no_fence() -> None:
+    orders = Orders()
+    made = loads(orders)
+    made.reported("d-1", failed=False)
+    assert not made.finish("d-1")
+    assert orders.take().fences == ()

@@ -396,6 +396,7 @@ def test_a_turn_is_kept_only_when_asked_to() -> None:
         request = Request("t-1", {**params, "retain": asked}, num_computed_tokens=120)
         decoder.on_new_request(request)
         decoder.update_state_after_alloc(request, BLOCKS, 100)
+        decoder.update_connector_output(TransferResults(finished_recving=frozenset({"t-1"})))
         assert decoder.request_finished(request, BLOCKS, FinishStatus.STOPPED) == (False, None)
 
 
@@ -506,6 +507,7 @@ def test_a_turn_larger_than_the_share_is_not_kept() -> None:
     request = Request("t-1", answer_of_p(retain=True), num_computed_tokens=120)
     decoder.on_new_request(request)
     decoder.update_state_after_alloc(request, BLOCKS, 100)
+    decoder.update_connector_output(TransferResults(finished_recving=frozenset({"t-1"})))
     assert decoder.request_finished(request, BLOCKS, FinishStatus.STOPPED) == (False, None)
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -30,6 +30,7 @@ from engine_ext.transfer.agent import TransferState
 from engine_ext.transfer.results import Results
 from engine_ext.wire import handshake
 from engine_ext.wire import notifications as wire
+from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import AgentMetadata
 from engine_ext.wire.listener import HandshakeServer
 from tests.unit.engine_ext.core.fakes import FakeAgent, FakeTransfer, regions, source
@@ -66,7 +67,7 @@ def prefiller() -> Iterator[HandshakeServer]:
 @pytest.fixture
 def extended() -> Iterator[HandshakeServer]:
     """The side channel of a prefill engine that runs our extension."""
-    yield from listening(remote_metadata(extension=1))
+    yield from listening(remote_metadata(extension=EXTENSION_VERSION))
 
 
 def listening(metadata: AgentMetadata) -> Iterator[HandshakeServer]:
@@ -87,7 +88,14 @@ class Harness:
     def __post_init__(self) -> None:
         identity = EngineIdentity("engine-d", "127.0.0.1", 5601, compat_factors=FACTORS)
         self.loop = TransferLoop(
-            self.agent, self.config, GEOMETRY, identity, regions(), self.results, self.stats
+            self.agent,
+            self.config,
+            GEOMETRY,
+            identity,
+            regions(),
+            self.results,
+            self.stats,
+            lambda: self.now,
         )
 
     def step(self, seconds: float = 0.0) -> float:
@@ -119,9 +127,9 @@ class Harness:
         self.agent.inbox.append(wire.encode_extension(message))
         self.step()
 
-    def reading(self, origin: RemoteSource) -> FakeTransfer:
+    def reading(self, origin: RemoteSource, *, recomputes: bool = False) -> FakeTransfer:
         """Orders a pull of 100 tokens and steps until its READ runs."""
-        self.apply(StepMetadata(pulls=(pull(origin),)))
+        self.apply(StepMetadata(pulls=(replace(pull(origin), recomputes=recomputes),)))
         self.step_until(lambda: self.agent.transfers)
         return self.agent.transfers[0]
 
@@ -181,7 +189,7 @@ def test_a_dead_peer_fails_its_request_at_the_deadline_and_delays_no_other(
     assert harness.results.take() == FAILED
 
 
-@pytest.mark.parametrize("method", ["add_remote", "prepare", "start_read", "poll"])
+@pytest.mark.parametrize("method", ["add_remote", "prepare", "start_read"])
 def test_a_nixl_error_fails_the_request(
     harness: Harness, prefiller: HandshakeServer, method: str
 ) -> None:
@@ -203,17 +211,88 @@ def test_a_failed_read_tells_the_prefiller_and_the_next_one_shakes_hands_again(
     assert harness.stats.handshakes_ok == 2
 
 
-def test_an_overdue_read_is_reported_only_when_nixl_let_go_of_it(
+@pytest.mark.parametrize("failing", [set(), {"poll"}])
+def test_an_overdue_read_is_reported_and_its_blocks_are_fenced_until_nixl_has_ended_it(
+    harness: Harness, prefiller: HandshakeServer, failing: set[str]
+) -> None:
+    transfer = harness.reading(source(port=prefiller.port))
+    harness.agent.failing = failing
+    harness.step(harness.config.transfer_timeout + 1)
+    assert harness.results.take() == FAILED
+    assert replace(harness.stats).quarantined_blocks_active == 7
+    harness.apply(StepMetadata(fences=("d-1",)))
+    harness.step(10_000)
+    assert not harness.results.take()
+    assert not transfer.released
+    harness.agent.failing = set()
+    transfer.state = TransferState.DONE
+    harness.step()
+    assert harness.results.take() == TransferResults(finished_sending=frozenset({"d-1"}))
+    assert transfer.released
+    assert (harness.stats.quarantined_blocks_active, harness.loop.num_open) == (0, 0)
+
+
+def test_an_overdue_read_into_blocks_that_will_be_computed_is_reported_when_it_has_ended(
+    harness: Harness, prefiller: HandshakeServer
+) -> None:
+    transfer = harness.reading(source(port=prefiller.port), recomputes=True)
+    harness.step(10_000)
+    assert not harness.results.take()
+    transfer.state = TransferState.DONE
+    harness.step()
+    assert harness.results.take() == FAILED
+
+
+def test_an_engine_with_a_read_in_quarantine_is_not_read_from_before_that_has_ended(
     harness: Harness, prefiller: HandshakeServer
 ) -> None:
     transfer = harness.reading(source(port=prefiller.port))
-    harness.agent.failing = {"discard"}
     harness.step(harness.config.transfer_timeout + 1)
+    harness.results.take()
+    again = pull(source("p-2", port=prefiller.port), "d-2")
+    harness.apply(StepMetadata(pulls=(again,)))
+    harness.step()
+    assert harness.results.take().failed_recving == {"d-2"}
+    assert len(harness.agent.transfers) == 1
+    transfer.state = TransferState.FAILED
+    harness.step()
+    harness.apply(StepMetadata(pulls=(pull(source("p-3", port=prefiller.port), "d-3"),)))
+    harness.step_until(lambda: len(harness.agent.transfers) == 2)
+
+
+def test_a_fence_ends_a_load_that_has_not_begun(
+    harness: Harness, prefiller: HandshakeServer
+) -> None:
+    harness.apply(StepMetadata(pulls=(pull(source(port=prefiller.port)),)))
+    harness.apply(StepMetadata(fences=("d-1",)))
+    harness.step()
+    assert harness.results.take() == replace(FAILED, finished_sending=frozenset({"d-1"}))
+    harness.step_until(lambda: harness.agent.sent)
+    assert harness.agent.sent == [("agent-p", b"p-1:1")]
+    assert harness.agent.transfers == []
+
+
+def test_a_fence_waits_for_the_read_that_is_under_way(
+    harness: Harness, prefiller: HandshakeServer
+) -> None:
+    transfer = harness.reading(source(port=prefiller.port))
+    harness.apply(StepMetadata(fences=("d-1",)))
+    harness.step()
     assert not harness.results.take()
     transfer.state = TransferState.DONE
-    harness.agent.failing = set()
     harness.step()
-    assert harness.results.take() == FAILED
+    assert harness.results.take() == replace(FAILED, finished_sending=frozenset({"d-1"}))
+
+
+def test_a_fence_of_a_load_that_is_over_is_answered_at_once(
+    harness: Harness, prefiller: HandshakeServer
+) -> None:
+    harness.reading(source(port=prefiller.port)).state = TransferState.DONE
+    harness.step()
+    assert harness.results.take() == OK
+    harness.apply(StepMetadata(fences=("d-1",)))
+    harness.step()
+    assert harness.results.take() == TransferResults(finished_sending=frozenset({"d-1"}))
 
 
 def test_blocks_outside_the_memory_fail_the_request_not_the_loop(
@@ -433,7 +512,7 @@ def test_an_answered_heartbeat_spares_the_wait_for_the_answer(
     _, renew = harness.sent()
     assert isinstance(renew, wire.Renew)
     assert renew.request_ids == ("p-1",)
-    harness.hears(wire.Renewed(renew.sequence))
+    harness.hears(wire.Renewed(renew.sequence, 20.0))
     harness.reading(origin).state = TransferState.DONE
     harness.step()
     assert harness.results.take() == OK
@@ -448,7 +527,7 @@ def test_a_read_that_is_over_when_posted_is_judged_by_the_time_after_it(
     harness.step_until(lambda: len(harness.agent.sent) == 2)
     _, renew = harness.sent()
     assert isinstance(renew, wire.Renew)
-    harness.hears(wire.Renewed(renew.sequence))
+    harness.hears(wire.Renewed(renew.sequence, 20.0))
     harness.agent.starts_as = TransferState.DONE
     harness.apply(StepMetadata(pulls=(pull(origin),)))
     harness.step()
@@ -478,7 +557,7 @@ def test_a_holder_answers_heartbeats_and_tells_the_reader_when_a_lease_ends(
     lease(harness)
     harness.hears(wire.Hello(b"agent-d"), sender="agent-d")
     harness.hears(wire.Renew(5, ("p-1", "p-0")), sender="agent-d")
-    assert harness.sent() == [wire.Renewed(5, gone=("p-0",))]
+    assert harness.sent() == [wire.Renewed(5, 20.0, gone=("p-0",), clock=harness.now)]
     harness.step(30)
     assert harness.sent() == [wire.Gone(("p-1",))]
     assert not harness.results.take()

@@ -7,17 +7,10 @@ from typing import Any
 
 import pytest
 
-from engine_ext.base.config import ConnectorConfig
 from tests.unit.engine_ext.simulation.world import SimEngine, World
 
 HELD = list(range(100, 110))
 OTHER = [*range(100, 105), *range(905, 910)]
-
-
-def stock_prefiller(world: World) -> SimEngine:
-    config = ConnectorConfig(engine_id="p")
-    world.engines["p"] = SimEngine(world.network, config, 1, stock=True)
-    return world.engines["p"]
 
 
 def answer_of(prefiller: SimEngine, **changes: Any) -> dict[str, Any]:
@@ -42,7 +35,7 @@ def test_an_unproven_read_from_an_engine_that_proves_is_refused_and_frees_it() -
 
 def test_an_unproven_read_from_a_stock_engine_is_taken_at_its_word() -> None:
     world = World()
-    prefiller, decoder = stock_prefiller(world), world.engine("d", port=2)
+    prefiller, decoder = world.engine("p", version=None), world.engine("d", port=2)
     decoder.decode("d-1", HELD, answer_of(prefiller, prefix_proof=None))
     world.until(lambda: "d-1" in decoder.outcomes)
     assert decoder.outcomes["d-1"]

@@ -28,6 +28,7 @@ from engine_ext.base.types import (
 )
 from engine_ext.core.loop import TransferLoop
 from engine_ext.transfer.agent import TransferState
+from engine_ext.transfer.heartbeats import CLOCK_DRIFT
 from engine_ext.transfer.results import Results
 from engine_ext.wire import errors, handshake
 from engine_ext.wire import notifications as wire
@@ -39,12 +40,16 @@ MODEL = Model(layers=1, heads=4, head_bytes=8)
 OK = TransferResults(finished_recving=frozenset(["d-1"]))
 FAILED = TransferResults(finished_recving=frozenset(["d-1"]), failed_recving=frozenset(["d-1"]))
 SENT = TransferResults(finished_sending=frozenset(["p-1"]))
+FREE = TransferResults(finished_sending=frozenset(["d-1"]))
+WRITE_BOUND = 40.0
 
 
 class Rank:
     """Rank 0 of an engine of `ours` ranks, facing an engine of `theirs`."""
 
-    def __init__(self, ours: int, theirs: int, *, extension: int | None = 1) -> None:
+    def __init__(
+        self, ours: int, theirs: int, *, extension: int | None = errors.EXTENSION_VERSION
+    ) -> None:
         self.agent = FakeAgent()
         self.results = Results()
         self.stats = ConnectorStats()
@@ -62,6 +67,7 @@ class Rank:
             tuple(cache.regions()),
             self.results,
             self.stats,
+            lambda: self.now,
         )
 
     def close(self) -> None:
@@ -118,6 +124,7 @@ def _metadata(rank: int, size: int, extension: int | None) -> handshake.AgentMet
     metadata.agent_metadata = f"agent-{rank}".encode()
     metadata.disagg_ext = extension
     metadata.lease_extension = 20.0
+    metadata.write_bound = WRITE_BOUND
     return metadata
 
 
@@ -166,29 +173,33 @@ def test_a_holder_hears_how_many_ranks_read_from_it(launch: Launch) -> None:
     assert [t.notification for t in launch(4, 2, extension=None).reading()] == [b"p-1:2"]
 
 
-def test_one_failed_part_fails_the_load_once_the_other_is_let_go(launch: Launch) -> None:
+def test_one_failed_part_fails_the_load_once_the_other_has_ended(launch: Launch) -> None:
     rank = launch(1, 2)
     rank.reading()
     rank.apply(StepMetadata())
     rank.sent()
     finish(rank, BROKEN, RUNNING)
+    assert not rank.results.take()
+    finish(rank, BROKEN, DONE)
     assert rank.results.take() == FAILED
     assert all(transfer.released for transfer in rank.agent.transfers)
     assert rank.sent() == [(f"agent-{i}", wire.Read("p-1")) for i in range(2)]
     assert rank.agent.peers == []
 
 
-def test_a_part_that_nixl_does_not_let_go_of_keeps_the_blocks(launch: Launch) -> None:
+def test_a_part_that_does_not_end_keeps_the_blocks_of_a_load_that_has_failed(
+    launch: Launch,
+) -> None:
     rank = launch(1, 2)
     rank.reading()
-    rank.agent.failing = {"discard"}
     finish(rank, DONE, RUNNING)
     rank.step(rank.config.transfer_timeout + 1)
-    rank.step()
-    assert not rank.results.take()
-    rank.agent.failing = set()
-    finish(rank, DONE, DONE)
     assert rank.results.take() == FAILED
+    rank.apply(StepMetadata(fences=("d-1",)))
+    rank.step(1000)
+    assert not rank.results.take()
+    finish(rank, DONE, DONE)
+    assert rank.results.take() == FREE
 
 
 def sequences(rank: Rank) -> list[int]:
@@ -225,7 +236,7 @@ def test_one_ranks_answered_heartbeat_is_no_proof_for_the_other(launch: Launch) 
     assert [name for name, _ in beats] == ["agent-0", "agent-1"]
     _, renew = beats[0]
     assert isinstance(renew, wire.Renew)
-    rank.hears(wire.Renewed(renew.sequence), 0)
+    rank.hears(wire.Renewed(renew.sequence, 20.0), 0)
     rank.reading()
     finish(rank, DONE, DONE)
     assert not rank.results.take()
@@ -269,12 +280,20 @@ def test_an_absurd_number_of_ranks_is_a_failed_load(launch: Launch) -> None:
 # Being written to.
 
 
-def registered(rank: Rank) -> list[wire.PushRegistered]:
+CLOCK = 5000.0
+"""Of P, when it answers our first heartbeat."""
+
+
+def registered(rank: Rank, *, recomputes: bool = False) -> list[wire.PushRegistered]:
     target = PushTarget(rank.address, rank.address.tp_size, "p-1")
-    order = PushRegistration("d-1", target, ((3, 4),), 0, 32, b"")
-    rank.apply(StepMetadata(registrations=(order,)))
+    order = PushRegistration("d-1", target, ((3, 4),), 0, 32, b"", recomputes)
+    track = TrackOrder("d-1", rank.address, "p-1")
+    rank.apply(StepMetadata(registrations=(order,), tracks=(track,)))
     number = max(1, rank.address.tp_size)
-    rank.step_until(lambda: b"PUSH_REG" in b"".join(m for _, m in rank.agent.sent[-number:]))
+    rank.step_until(lambda: len(rank.agent.sent) == 2 * number)
+    for index, (_, beat) in enumerate(m for m in rank.sent() if isinstance(m[1], wire.Renew)):
+        assert isinstance(beat, wire.Renew)
+        rank.hears(wire.Renewed(beat.sequence, 20.0, clock=CLOCK), index)
     return [message for _, message in rank.sent() if isinstance(message, wire.PushRegistered)]
 
 
@@ -296,27 +315,45 @@ def test_blocks_are_written_when_every_rank_of_p_has_written(launch: Launch) -> 
     assert rank.results.take() == OK
 
 
-def test_a_rank_that_will_not_write_makes_the_others_stop_before_blocks_are_given_back(
+def test_a_rank_that_will_not_write_makes_the_others_stop_and_the_load_fails_at_once(
     launch: Launch,
 ) -> None:
     rank = launch(1, 2)
     number = generation(registered(rank))
     rank.hears(wire.PushFailed("d-1", number, "no"), 0)
-    assert not rank.results.take()
+    assert rank.results.take() == FAILED
     assert [(name, type(one)) for name, one in rank.sent()] == [("agent-1", wire.Withdraw)]
+    rank.apply(StepMetadata(fences=("d-1",)))
+    rank.step()
+    assert not rank.results.take()
+    rank.hears(wire.PushDone("d-1", number), 1)
+    assert rank.results.take() == FREE
+
+
+def test_blocks_that_will_be_computed_are_reported_when_no_rank_can_write_any_more(
+    launch: Launch,
+) -> None:
+    rank = launch(1, 2)
+    number = generation(registered(rank, recomputes=True))
+    rank.hears(wire.PushFailed("d-1", number, "no"), 0)
+    assert not rank.results.take()
     rank.hears(wire.PushDone("d-1", number), 1)
     assert rank.results.take() == FAILED
 
 
-def test_a_rank_that_does_not_answer_a_withdrawal_is_waited_for_as_long_as_it_might_write(
+def test_a_rank_that_does_not_answer_is_waited_for_as_long_as_it_said_that_it_might_write(
     launch: Launch,
 ) -> None:
     rank = launch(1, 2)
-    rank.hears(wire.PushFailed("d-1", generation(registered(rank)), "no"), 0)
-    rank.step(rank.config.write_bound - 1)
-    assert not rank.results.take()
-    rank.step(1)
-    assert rank.results.take() == FAILED
+    messages = registered(rank)
+    rank.hears(wire.PushFailed("d-1", generation(messages), "no"), 0)
+    rank.apply(StepMetadata(fences=("d-1",)))
+    assert messages[0].disagg is not None
+    bound = messages[0].disagg.begin_by - CLOCK + WRITE_BOUND
+    rank.step(bound)
+    assert rank.results.take() == FAILED, "P's clock may be slower than ours"
+    rank.step(bound * 2 * CLOCK_DRIFT)
+    assert rank.results.take() == FREE
 
 
 def test_only_the_rank_that_has_not_written_is_asked_again(launch: Launch) -> None:
@@ -324,7 +361,8 @@ def test_only_the_rank_that_has_not_written_is_asked_again(launch: Launch) -> No
     rank.hears(wire.PushDone("d-1", generation(registered(rank))), 0)
     rank.sent()
     rank.step(rank.config.heartbeat_interval)
-    assert [(name, type(one)) for name, one in rank.sent()] == [("agent-1", wire.PushRegistered)]
+    asked = [name for name, one in rank.sent() if isinstance(one, wire.PushRegistered)]
+    assert asked == ["agent-1"]
 
 
 # Writing.
@@ -350,7 +388,7 @@ def register(rank: Rank, their_rank: int, name: str = "p-1") -> None:
         remote_host="127.0.0.1",
         remote_port=1,
         remote_tp_size=1,
-        disagg=wire.PushExtension(1, 0, 32, b"x", name, their_rank),
+        disagg=wire.PushExtension(1, 0, 32, b"x", name, 1e9, their_rank),
     )
     rank.hears(wire.encode_registration(message), their_rank)
 
@@ -382,6 +420,17 @@ def test_ranks_that_register_before_the_prefill_ends_are_all_written(launch: Lau
     assert rank.results.take() == SENT
 
 
+def refusals(rank: Rank, number: int) -> list[str]:
+    """Who is told that nothing will be written, once so many are."""
+
+    def told() -> list[str]:
+        messages = [(name, wire.decode_notification(m)) for name, m in rank.agent.sent]
+        return sorted(name for name, one in messages if isinstance(one, wire.PushFailed))
+
+    rank.step_until(lambda: len(told()) == number)
+    return told()
+
+
 def test_a_rank_that_never_registers_does_not_keep_the_blocks_and_is_refused_later(
     launch: Launch,
 ) -> None:
@@ -394,7 +443,7 @@ def test_a_rank_that_never_registers_does_not_keep_the_blocks_and_is_refused_lat
     assert rank.results.take() == SENT
     rank.sent()
     register(rank, 1)
-    assert [(name, type(one)) for name, one in rank.sent()] == [("agent-1", wire.PushFailed)]
+    assert refusals(rank, 1) == ["agent-1"]
 
 
 def test_a_rank_that_withdraws_is_not_waited_for(launch: Launch) -> None:
@@ -433,8 +482,7 @@ def test_every_rank_of_d_hears_that_the_prefill_was_given_up(launch: Launch) -> 
     register(rank, 0)
     rank.apply(StepMetadata(cancels=(LeaseCancel("p-1"),)))
     register(rank, 1)
-    refused = [(name, type(one)) for name, one in rank.sent()]
-    assert refused == [("agent-0", wire.PushFailed), ("agent-1", wire.PushFailed)]
+    assert refusals(rank, 2) == ["agent-0", "agent-1"]
 
 
 def test_withdrawals_of_all_ranks_are_one_and_spare_the_next_attempt(launch: Launch) -> None:

@@ -133,7 +133,7 @@ def test_heartbeats_carry_every_id_once_in_bounded_messages(ids: list[str]) -> N
     [
         Hello(b"x"),
         Renew(1, ("a", "b")),
-        Renewed(1, ("a",)),
+        Renewed(1, 20.0, ("a",), {"b": 1.5}, 7.0),
         Read("a", 2, 7),
         ReadAck(7, True),
         Gone(("a",)),

@@ -194,8 +194,9 @@ class FakeScheduler:
         self.pending = False
         return StepMetadata()
 
-    def update_connector_output(self, results: TransferResults) -> None:
+    def update_connector_output(self, results: TransferResults) -> TransferResults:
         self._called("update_connector_output")
+        return results
 
     def request_finished(
         self, request: EngineRequest, block_ids: BlockIds, status: FinishStatus

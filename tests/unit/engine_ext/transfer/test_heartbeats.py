@@ -1,0 +1,130 @@
+from engine_ext.base.types import PeerAddress
+from engine_ext.transfer.heartbeats import CLOCK_DRIFT, HeartbeatTracker
+
+
+def address(engine_id: str = "p") -> PeerAddress:
+    return PeerAddress(engine_id, "127.0.0.1", 5600)
+
+
+def test_one_message_renews_all_requests_of_an_engine() -> None:
+    beats = HeartbeatTracker(interval=5)
+    beats.track("d1", address("x"), "p1", now=0)
+    beats.track("d2", address("x"), "p2", now=0)
+    beats.track("d3", address("y"), "p3", now=0)
+    due = {beat.address.engine_id: set(beat.remote_ids) for beat in beats.due(0)}
+    assert due == {"x": {"p1", "p2"}, "y": {"p3"}}
+
+
+def test_heartbeats_keep_the_interval() -> None:
+    beats = HeartbeatTracker(interval=5)
+    beats.track("d1", address(), "p1", now=0)
+    assert beats.due(0)
+    assert not beats.due(4.9)
+    assert beats.due(5)
+
+
+def test_a_new_request_is_renewed_soon_but_an_engine_is_not_flooded() -> None:
+    beats = HeartbeatTracker(interval=5)
+    beats.track("d1", address(), "p1", now=0)
+    beats.due(0)
+    beats.track("d2", address(), "p2", now=0.1)
+    assert not beats.due(0.2)
+    assert beats.due(1)[0].remote_ids == ("p1", "p2")
+
+
+def test_heartbeats_stop_with_the_last_request_of_an_engine() -> None:
+    beats = HeartbeatTracker(interval=5)
+    beats.track("d1", address(), "p1", now=0)
+    beats.untrack("d1")
+    beats.untrack("d1")
+    assert not beats.due(100)
+    assert len(beats) == 0
+
+
+def test_an_answered_heartbeat_proves_the_lease_for_its_extension() -> None:
+    beats = HeartbeatTracker(interval=5)
+    beats.track("d1", address(), "p1", now=0)
+    beats.sent(1, address(), "p", ("p1",), now=10)
+    assert beats.valid_until("d1") < 0
+    beats.answered("p", 1, 20)
+    assert beats.valid_until("d1") == 10 + 20 * (1 - CLOCK_DRIFT)
+
+
+def test_an_id_that_is_gone_is_known_to_be_and_proves_nothing() -> None:
+    beats = HeartbeatTracker(interval=5)
+    for number in (1, 2):
+        beats.track(f"d{number}", address(), f"p{number}", now=0)
+    beats.sent(1, address(), "p", ("p1", "p2"), now=10)
+    beats.answered("p", 1, 20, gone=("p1",))
+    assert beats.is_gone("d1")
+    assert beats.valid_until("d1") < 0
+    assert beats.valid_until("d2") == 10 + 20 * (1 - CLOCK_DRIFT)
+    assert beats.lost("p", ["p2"]) == [("d2", "p2")]
+    assert beats.is_gone("d2")
+    assert beats.valid_until("d2") < 0
+
+
+def test_an_answer_to_no_question_proves_nothing() -> None:
+    beats = HeartbeatTracker(interval=5)
+    beats.track("d1", address(), "p1", now=0)
+    assert not beats.answered("p", 99, 20)
+    assert beats.valid_until("d1") < 0
+
+
+def test_unanswered_heartbeats_are_bounded() -> None:
+    beats = HeartbeatTracker(interval=5)
+    beats.track("d1", address(), "p1", now=0)
+    for sequence in range(10_000):
+        beats.sent(sequence, address(), "p", ("p1",), now=sequence)
+    assert not beats.answered("p", 0, 20)
+    assert beats.valid_until("d1") < 0
+    assert beats.answered("p", 9_999, 20)
+    assert beats.valid_until("d1") == 9_999 + 20 * (1 - CLOCK_DRIFT)
+
+
+def test_only_who_was_asked_can_answer() -> None:
+    beats = HeartbeatTracker(interval=5)
+    beats.track("d1", address(), "p1", now=0)
+    beats.sent(1, address(), "p", ("p1",), now=10)
+    assert not beats.answered("another", 1, 20)
+    assert beats.valid_until("d1") < 0
+    assert beats.answered("p", 1, 20)
+
+
+def test_only_who_was_asked_can_say_that_a_lease_is_gone() -> None:
+    beats = HeartbeatTracker(interval=5)
+    beats.track("d1", address(), "p1", now=0)
+    beats.sent(1, address(), "p", ("p1",), now=10)
+    assert beats.lost("another", ["p1"]) == []
+    assert not beats.is_gone("d1")
+
+
+def test_a_lease_may_hold_for_less_than_the_others() -> None:
+    beats = HeartbeatTracker(interval=5)
+    for number in (1, 2):
+        beats.track(f"d{number}", address(), f"p{number}", now=0)
+    beats.sent(1, address(), "p", ("p1", "p2"), now=10)
+    beats.answered("p", 1, 20, shorter={"p1": 1.0})
+    assert beats.valid_until("d1") == 10 + (1 - CLOCK_DRIFT)
+    assert beats.valid_until("d2") == 10 + 20 * (1 - CLOCK_DRIFT)
+
+
+def test_an_engine_with_short_leases_is_beaten_for_in_time() -> None:
+    beats = HeartbeatTracker(interval=5)
+    beats.track("d1", address(), "p1", now=0)
+    beats.due(0)
+    beats.follow(address(), extension=4)
+    assert not beats.due(0.9)
+    assert beats.due(1)
+    assert beats.due(2)
+
+
+def test_an_engine_is_silent_after_three_of_its_own_beats() -> None:
+    beats = HeartbeatTracker(interval=5)
+    beats.track("d1", address(), "p1", now=0)
+    beats.follow(address(), extension=8)
+    beats.sent(1, address(), "p", ("p1",), now=10)
+    assert not beats.is_silent(address(), 15.9, beats=3, at_least=3)
+    assert beats.is_silent(address(), 16, beats=3, at_least=3)
+    beats.answered("p", 1, 20)
+    assert not beats.is_silent(address(), 100, beats=3, at_least=3)
