@@ -379,7 +379,8 @@ class PushWriter:
             writing.moving.problem = writing.moving.problem or problem
 
     def _give_up(self, writing: Writing, problem: str) -> None:
-        self._refuse(writing.registered, problem)
+        landing = 0.0 if writing.moving is None else self._config.landing_seconds
+        self._refuse(writing.registered, problem, landing)
         self._end(writing)
         if writing.peer is not None:
             self._peers.forget(writing.registered.address)
@@ -410,13 +411,13 @@ class PushWriter:
         if self._num_readers(registrations[0]) > 1:
             self._failed.add((whole_id(registrations[0].message.request_id),), now)
 
-    def _refuse(self, registered: Registered, reason: str) -> None:
+    def _refuse(self, registered: Registered, reason: str, landing: float = 0.0) -> None:
         logger.warning("push to request %s: %s", registered.message.request_id, reason)
         self._stats.pushes_failed += 1
         if registered.message.disagg is not None:
             self._answer(
                 registered.key,
-                PushFailed(registered.message.request_id, registered.generation, reason),
+                PushFailed(registered.message.request_id, registered.generation, reason, landing),
             )
 
     def _answer(self, key: RegistrationKey, answer: PushDone | PushFailed) -> None:

@@ -115,7 +115,7 @@ class SimEngine:
         self.agent.on_start = self._begins
         self.agent.on_wake = self.wake
         self.agent.on_thaw = self._thawed
-        self.agent.write_seconds = config.transfer_timeout / rate
+        self.agent.write_seconds = config.write_bound / rate
         self.results = Results()
         self.stats = ConnectorStats()
         self.scheduler = SchedulerConnector(config, self.identity, GEOMETRY, self._unix_time)
@@ -125,6 +125,8 @@ class SimEngine:
         self.running: dict[str, SimRequest] = {}
         self.held: dict[str, SimRequest] = {}
         """Finished, and their blocks kept until they are reported."""
+        self.fenced: set[str] = set()
+        """Of those, the ones that ended while they were loaded."""
         self.outcomes: dict[str, bool] = {}
         self.reports: set[str] = set()
         """Ids in `finished_sending`, ever."""
@@ -135,7 +137,7 @@ class SimEngine:
         self._next_step = float("inf")
         self._patience = SHORTEST_STEP
         network.listeners["sim", port] = handshake_payload(
-            self.agent, self.name, version, config.lease_extension
+            self.agent, self.name, version, config.lease_extension, config.write_bound
         )
         self.wake()
 
@@ -224,13 +226,18 @@ class SimEngine:
         return True
 
     def abort(self, request: SimRequest) -> None:
-        """The client has left. A request that loads keeps its blocks until that is reported."""
+        """The client has left. A request that loads keeps its blocks until its load is reported,
+        or what it is fenced for."""
         if request.is_over:
             return
         self._note("aborts", request.request_id)
         self.running.pop(request.request_id, None)
         decision = self._request_finished(request, FinishStatus.ABORTED)
-        if request.request_id not in self.loading and request.blocks:
+        is_loading = request.request_id in self.loading
+        if is_loading and decision.delay_free:
+            del self.loading[request.request_id]
+            self.fenced.add(request.request_id)
+        if request.blocks and (decision.delay_free or not is_loading):
             self._part_with(request, decision)
         self.wake()
 
@@ -321,7 +328,7 @@ class SimEngine:
         results = self.results.take()
         if not results:
             return
-        self.scheduler.update_connector_output(results)
+        results = self.scheduler.update_connector_output(results)
         for request_id in sorted(results.finished_sending):
             self._may_go(request_id)
         for request_id in sorted(results.finished_recving):
@@ -333,8 +340,8 @@ class SimEngine:
             self._violate(f"{request_id} was reported as sent twice")
         self.reports.add(request_id)
         request = self.held.pop(request_id, None)
-        if request is None and request_id in self.loading and self.loading[request_id].is_over:
-            request = self.loading.pop(request_id)
+        if request_id in self.fenced:
+            self.outcomes[request_id] = False
         if request is None:
             self._violate(f"{request_id} was reported as sent, and nothing is kept for it")
         else:
@@ -473,12 +480,17 @@ class SimEngine:
             REGIONS,
             self.results,
             self.stats,
+            self.clock,
             self,
         )
 
 
 def handshake_payload(
-    agent: SimAgent, engine_id: str, version: int | None, lease_extension: float = 0.0
+    agent: SimAgent,
+    engine_id: str,
+    version: int | None,
+    lease_extension: float = 0.0,
+    write_bound: float = 0.0,
 ) -> bytes:
     metadata = AgentMetadata(
         engine_id=engine_id,
@@ -494,6 +506,7 @@ def handshake_payload(
         region_names=[region.name for region in REGIONS],
         disagg_ext=version,
         lease_extension=lease_extension,
+        write_bound=write_bound,
     )
     return encode_payload(metadata, FACTORS)
 

@@ -37,7 +37,7 @@ class Network:
         self.num_in_flight = 0
         """Messages on their way, and blocks that will move."""
         self.writes_are_bounded = True
-        """A WRITE lands within P's `transfer_timeout` of the moment at which P decided to begin
+        """A WRITE lands within P's `write_bound` of the moment at which P decided to begin
         it, if it lands at all: what a bound that P announces takes for granted. A process that is
         frozen between its decision and the call, or emulated RMA, does not keep to that."""
         self.heard: deque[tuple[str, str, bytes]] = deque(maxlen=64)

@@ -23,13 +23,6 @@ METHODS = (
     "notifications",
 )
 MODES = ("pull", "push")
-ROW_C = pytest.mark.xfail(strict=True, reason="issue 11 row c")
-
-
-def expect_row_c(request: pytest.FixtureRequest, mode: str, side: str, method: str) -> None:
-    """Who cannot ask about a transfer gives it up, and its blocks with it."""
-    if (mode, side, method) == ("pull", "decoder", "poll"):
-        request.applymarker(ROW_C)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -46,9 +39,8 @@ def test_without_faults_every_request_is_served(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("when", ["from the start", "once connected"])
 def test_a_nixl_error_ends_each_order_once_and_the_next_is_served(
-    mode: str, side: str, method: str, when: str, request: pytest.FixtureRequest
+    mode: str, side: str, method: str, when: str
 ) -> None:
-    expect_row_c(request, mode, side, method)
     pair = Pair(mode)
     if when == "once connected":
         assert pair.is_served()
@@ -67,11 +59,8 @@ def test_a_nixl_error_ends_each_order_once_and_the_next_is_served(
 @pytest.mark.parametrize("side", ["prefiller", "decoder"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_nixl_error_in_the_middle_of_a_transfer_ends_it_once(
-    mode: str, side: str, method: str, request: pytest.FixtureRequest
+    mode: str, side: str, method: str
 ) -> None:
-    expect_row_c(request, mode, side, method)
-    if (mode, side, method) == ("push", "prefiller", "poll"):
-        request.applymarker(ROW_C)
     pair = Pair(mode)
     pair.world.network.weather = Weather(transfer=2.0)
     asked = pair.ask()

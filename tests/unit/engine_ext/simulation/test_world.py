@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from engine_ext.base.types import FinishDecision, PeerAddress, StepMetadata, TrackOrder
+from engine_ext.base.types import (
+    FinishDecision,
+    PeerAddress,
+    StepMetadata,
+    TrackOrder,
+    TransferResults,
+)
 from engine_ext.transfer.agent import TransferState
 from tests.unit.engine_ext.simulation.agents import Freeze, SimTransfer
 from tests.unit.engine_ext.simulation.pair import Pair, tokens
@@ -72,7 +78,7 @@ def test_a_transfer_may_stop_in_the_middle(weather: Weather, is_told: bool) -> N
 
 def test_a_write_lands_within_the_time_that_p_promised_unless_it_is_told_otherwise() -> None:
     for bounded in (True, False):
-        pair = Pair("push", transfer_timeout=5.0)
+        pair = Pair("push", transfer_timeout=4.0, teardown_grace=1.0)
         pair.world.network.writes_are_bounded = bounded
         assert pair.is_served()
         pair.world.network.weather = Weather(transfer=20.0)
@@ -309,7 +315,7 @@ def test_what_is_reported_twice_or_never_is_found(planted: Planted, found: str) 
 def test_an_exception_out_of_a_hook_is_found() -> None:
     pair = Pair("pull")
 
-    def raise_it(results: object) -> None:
+    def raise_it(results: TransferResults) -> TransferResults:
         raise RuntimeError("planted")
 
     pair.decoder.scheduler.update_connector_output = raise_it  # type: ignore[method-assign] # planted
