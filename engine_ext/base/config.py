@@ -41,6 +41,8 @@ class ConnectorConfig:
     """Fewer tokens than this are computed rather than pulled from a decode engine."""
     trust_unproven_prefix: bool = False
     """Pull from a decode engine that does not say which tokens it holds."""
+    trust_request_ids: bool = False
+    """Push to stock decode engines by `X-Request-Id`: clients cannot choose it here."""
     global_cache_hit_threshold: float = 0.0
     """For the host's scheduler: see engine_ext.core.admission."""
     enforce_handshake_compat: bool = True
@@ -109,6 +111,7 @@ class ConnectorConfig:
             "retain_share": extra.get("retained_blocks_share"),
             "recompute_threshold": extra.get("kv_recompute_threshold"),
             "trust_unproven_prefix": extra.get("trust_unproven_prefix"),
+            "trust_request_ids": extra.get("trust_request_ids"),
             "global_cache_hit_threshold": extra.get("global_cache_hit_threshold"),
         }
         chosen: dict[str, Any] = {"engine_id": str(uuid.uuid4())}
@@ -209,6 +212,7 @@ _EXTRA: dict[str, Check] = {
     "retained_blocks_share": _share,
     "kv_recompute_threshold": _count(0),
     "trust_unproven_prefix": _switch,
+    "trust_request_ids": _switch,
     # Read by the scheduler class; checked here so that a typo is found at start.
     "global_cache_hit_threshold": _share,
     "enable_cross_layers_blocks": _switch,

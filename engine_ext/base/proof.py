@@ -1,96 +1,177 @@
-"""Prefix proof: which tokens a remote's blocks hold, told by hashes, checked before any is read.
+"""Prefix proof: which content a remote's blocks hold, told by hashes, checked before any is read.
 
 Matching by position alone loads KV of the wrong tokens whenever a history was shortened, edited or
-tokenized differently, and the answer is wrong with HTTP 200. A chained hash per block says exactly
-how far two token sequences are equal: hash k covers every token before it, so the first difference
-ends the match.
+tokenized differently, and the answer is wrong with HTTP 200. A hash at every `step` tokens says how
+far two contents are equal: hash k covers all that its tokens' KV depends on, from position 0, so
+the first difference ends the match.
 
-On the wire, in `kv_transfer_params`: `{"v": 1, "block": tokens per hash, "n": tokens covered,
-"h": base64 of 8 bytes per full block, then 8 for the tail if `n` is inside a block}`. The bytes are
-blake2b over the previous hash and the tokens as little-endian int32: the same on every host.
+What KV depends on: the token ids, and what a `ContentKey` names (images and sounds by their
+content's hash and their place, the LoRA adapter, the cache salt). What has no name has no proof.
+
+On the wire, in `kv_transfer_params`: `{"v": 2, "step": tokens per hash, "n": tokens covered, "h":
+base64 of 16 bytes per step, the last one for what remains of n}`. The bytes are the beginning of
+SHA-256 over the hash before (zeros at first), the length (four bytes, little-endian) of the JSON of
+the keys that begin in these tokens, that JSON (nothing for no keys), and the tokens as
+little-endian unsigned 32 bits: the same on every host.
+
+128 bits: to make a request take a given content's KV for its own takes 2^128 tries. Two contents of
+one's own with one hash take 2^64, and buy nothing: a request reads only what its own prefill leg or
+its own conversation has left. Of half the length, one machine finds such a pair in an hour.
 """
 
 import base64
 import binascii
+import enum
 import hashlib
+import json
+import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-
-HASH_BYTES = 8
-VERSION = 1
+HASH_BYTES = 16
+VERSION = 2
 MAX_TOKENS = 1 << 24
+WORD_BYTES = 4
+NO_KEYS = bytes(WORD_BYTES)
+LEAST_STEP = 16
+MOST_HASHES = 256
+"""Bounds what a proof costs to make, to send and to check. A difference costs at most the step that
+it is in: a 128th of the content, where that is more than `LEAST_STEP`."""
+
+
+class NoProof(enum.Enum):
+    ABSENT = "absent"
+    """Nothing was said: right for an engine that is known to be stock, and for no other."""
+    UNREADABLE = "unreadable"
+    """Malformed, cut, or of a version that we do not know: it proves nothing."""
+
+
+class ContentKey(NamedTuple):
+    """What KV depends on besides token ids: that of token `start` and of all behind it."""
+
+    kind: str
+    identity: tuple[str, ...]
+    start: int = 0
+    end: int = 0
+    """The placeholder's end, exclusive, for what stands in the place of tokens."""
+
+
+Keys = Sequence[ContentKey]
+"""In the order of `start`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixProof:
-    """Hashes of the first `num_tokens` tokens: one per `block_size`, and one for the rest."""
+    """Hashes of the first `num_tokens` tokens' content, one per `step` and one for the rest."""
 
-    block_size: int
+    step: int
     num_tokens: int
-    hashes: tuple[bytes, ...]
+    hashes: bytes
 
     @classmethod
-    def of(cls, token_ids: Sequence[int], block_size: int) -> "PrefixProof":
-        return cls(block_size, len(token_ids), tuple(_chain(token_ids, block_size)))
+    def of(
+        cls,
+        token_ids: Sequence[int],
+        keys: Keys = (),
+        num_tokens: int | None = None,
+        step: int | None = None,
+    ) -> "PrefixProof":
+        """Of all of the content, or that of its first `num_tokens` tokens. Raises OverflowError for
+        an id that is negative or has more than 32 bits."""
+        num_tokens = _bounded(num_tokens, token_ids)
+        step = step or _step(num_tokens)
+        return cls(step, num_tokens, b"".join(_chain(token_ids, num_tokens, keys, step)))
 
-    def proven_tokens(self, token_ids: Sequence[int]) -> int:
-        """How many leading tokens of `token_ids` are those of the proof.
+    def proven_tokens(self, token_ids: Sequence[int], keys: Keys = ()) -> int:
+        """How many leading tokens of this content are the proof's. Raises as `of` does.
 
-        Whole blocks count, and the tail when all of it is there: a block of which only a part is
-        asked for cannot be told from one that differs later.
+        Whole steps count, and the rest when all of it is there: of a step of which only a part is
+        asked for nobody knows where it differs.
         """
         shared = min(self.num_tokens, len(token_ids))
         if shared < self.num_tokens:
-            shared -= shared % self.block_size
-        ours = _chain(token_ids[:shared], self.block_size)
+            shared -= shared % self.step
         proven = 0
-        for one, other in zip(ours, self.hashes, strict=False):
-            if one != other:
+        for ours in _chain(token_ids, shared, keys, self.step):
+            if not self.hashes.startswith(ours, proven * HASH_BYTES):
                 break
             proven += 1
-        return min(proven * self.block_size, shared)
+        return min(proven * self.step, shared)
 
     def to_wire(self) -> dict[str, Any]:
-        return {
-            "v": VERSION,
-            "block": self.block_size,
-            "n": self.num_tokens,
-            "h": base64.b64encode(b"".join(self.hashes)).decode(),
-        }
+        encoded = base64.b64encode(self.hashes).decode()
+        return {"v": VERSION, "step": self.step, "n": self.num_tokens, "h": encoded}
 
     @classmethod
-    def from_wire(cls, raw: Any) -> "PrefixProof | None":
-        """Total: None for whatever is not a proof of a version we know."""
+    def from_wire(cls, raw: Any) -> "PrefixProof | NoProof":
+        """Total. Whatever is there and is not a proof is unreadable; only None is absent."""
+        if raw is None:
+            return NoProof.ABSENT
         if not isinstance(raw, dict) or raw.get("v") != VERSION:
-            return None
-        block_size, num_tokens, encoded = raw.get("block"), raw.get("n"), raw.get("h")
-        if type(block_size) is not int or type(num_tokens) is not int or type(encoded) is not str:
-            return None
-        if not 0 < block_size <= MAX_TOKENS or not 0 <= num_tokens <= MAX_TOKENS:
-            return None
+            return NoProof.UNREADABLE
+        step, num_tokens, encoded = raw.get("step"), raw.get("n"), raw.get("h")
+        if type(step) is not int or type(num_tokens) is not int or type(encoded) is not str:
+            return NoProof.UNREADABLE
+        if not 0 < step <= MAX_TOKENS or not 0 <= num_tokens <= MAX_TOKENS:
+            return NoProof.UNREADABLE
         try:
-            joined = base64.b64decode(encoded, validate=True)
+            hashes = base64.b64decode(encoded, validate=True)
         except (binascii.Error, ValueError):
-            return None
-        if len(joined) != HASH_BYTES * -(-num_tokens // block_size):
-            return None
-        starts = range(0, len(joined), HASH_BYTES)
-        return cls(block_size, num_tokens, tuple(joined[i : i + HASH_BYTES] for i in starts))
+            return NoProof.UNREADABLE
+        if len(hashes) != HASH_BYTES * -(-num_tokens // step):
+            return NoProof.UNREADABLE
+        return cls(step, num_tokens, hashes)
 
 
-def digest(token_ids: Sequence[int]) -> bytes:
-    """One hash over all tokens, whatever the block size; empty for no tokens."""
-    *_, last = b"", *_chain(token_ids, max(1, len(token_ids)))
-    return last
+def digest(token_ids: Sequence[int], keys: Keys = (), num_tokens: int | None = None) -> bytes:
+    """One whole hash of what `PrefixProof.of` would cover; empty for no tokens. Raises as that."""
+    num_tokens = _bounded(num_tokens, token_ids)
+    if not num_tokens:
+        return b""
+    head = _heads(keys, num_tokens, num_tokens).get(0, NO_KEYS)
+    return hashlib.sha256(head + _encode(token_ids, num_tokens)).digest()
 
 
-def _chain(token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
-    tokens = np.asarray(token_ids, dtype="<i4").tobytes()
-    previous = b"\0" * HASH_BYTES
-    for start in range(0, len(tokens), 4 * block_size):
-        block = tokens[start : start + 4 * block_size]
-        previous = hashlib.blake2b(previous + block, digest_size=HASH_BYTES).digest()
+def _bounded(num_tokens: int | None, token_ids: Sequence[int]) -> int:
+    return len(token_ids) if num_tokens is None else min(num_tokens, len(token_ids))
+
+
+def _step(num_tokens: int) -> int:
+    """A power of two, so that of two proofs' steps one divides the other."""
+    step = LEAST_STEP
+    while step * MOST_HASHES < num_tokens:
+        step *= 2
+    return step
+
+
+def _chain(token_ids: Sequence[int], num_tokens: int, keys: Keys, step: int) -> Iterator[bytes]:
+    """Hashes of the content of the first `num_tokens` tokens."""
+    words, heads = _encode(token_ids, num_tokens), _heads(keys, num_tokens, step)
+    previous = bytes(HASH_BYTES)
+    for start in range(0, len(words), WORD_BYTES * step):
+        head = heads.get(start // WORD_BYTES, NO_KEYS) if heads else NO_KEYS
+        tokens = words[start : start + WORD_BYTES * step]
+        previous = hashlib.sha256(previous + head + tokens).digest()[:HASH_BYTES]
         yield previous
+
+
+def _heads(keys: Keys, num_tokens: int, step: int) -> dict[int, bytes]:
+    """The keys that begin in a step, encoded, by the step's first token."""
+    begun: dict[int, list[ContentKey]] = {}
+    for key in keys:
+        if key.start < num_tokens:
+            first = max(0, key.start)
+            begun.setdefault(first - first % step, []).append(key)
+    named = {start: json.dumps(keys).encode() for start, keys in begun.items()}
+    return {start: len(text).to_bytes(WORD_BYTES, "little") + text for start, text in named.items()}
+
+
+def _encode(token_ids: Sequence[int], num_tokens: int) -> bytes:
+    """What is asked for whole is not copied first: that would cost a third of all this."""
+    whole = len(token_ids) == num_tokens
+    words = array("I", token_ids if whole else token_ids[:num_tokens])
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from engine_ext.base.proof import PrefixProof
+from engine_ext.base.proof import Keys
 
 Clock = Callable[[], float]
 """Seconds, monotonic, from an origin of its own."""
@@ -47,6 +47,11 @@ class EngineRequest(Protocol):
     @property
     def token_ids(self) -> Sequence[int]:
         """Prompt and answer so far."""
+
+    @property
+    def content_keys(self) -> Keys | None:
+        """What its KV depends on besides the token ids. None: on something that cannot be told, so
+        nothing of it is ever offered or loaded."""
 
     @property
     def num_prompt_tokens(self) -> int: ...
@@ -97,8 +102,8 @@ class RemoteSource:
     block_ids: BlockIds
     num_tokens: int | None
     """Tokens with KV in these blocks; None where an old peer does not say."""
-    proof: PrefixProof | None = None
-    """Which tokens those are; None from a peer without our extension."""
+    block_size: int | None = None
+    """Tokens per block there; None where the peer does not say."""
     expires_at: float | None = None
     """Unix time, by the remote's clock, after which it will have dropped them."""
 
@@ -131,6 +136,9 @@ class PullOrder:
     recomputes: bool = False
     """A failed load is computed into the same blocks: its report waits until nothing writes there
     any more. Otherwise it comes in time, and the host asks with a fence before it frees them."""
+    is_proven: bool = False
+    """The remote's KV is of this request's content. Without proof, only a stock engine is read:
+    every other one would have given it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +167,7 @@ class PushRegistration:
     first_token: int
     last_token: int
     digest: bytes
-    """Of the tokens that P must have prefilled, see proof.py."""
+    """Of the content that P must have prefilled, see proof.py."""
     recomputes: bool = False
     """As of a `PullOrder`."""
 
@@ -363,6 +371,10 @@ class ConnectorStats:
     """Held because a transfer that nobody waits for any more may still touch them."""
     reads_unproven: int = 0
     """READs whose blocks may have changed under them: reported as failed, never used."""
+    pulls_refused: int = 0
+    """Not begun: no proof came from an engine that gives one."""
+    proofs_unreadable: int = 0
+    """Malformed, cut, or of another version: nothing was loaded. The scheduler half's count."""
     heartbeats_sent: int = 0
     heartbeats_received: int = 0
     notifications_unknown: int = 0

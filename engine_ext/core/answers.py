@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_ext.base.config import TransferMode
-from engine_ext.base.proof import PrefixProof
+from engine_ext.base.proof import Keys, PrefixProof
 from engine_ext.base.types import BlockIds, CacheGeometry, EngineIdentity, EngineRequest
 from engine_ext.layout.plan import without_holes
 
@@ -25,17 +25,21 @@ class Answers:
         self._mode = mode
         self._unix_time = unix_time
 
-    def of_prefill(self, request: EngineRequest, block_ids: BlockIds) -> dict[str, Any]:
+    def of_prefill(self, request: EngineRequest, keys: Keys, block_ids: BlockIds) -> dict[str, Any]:
+        """The proof is of the prompt: what D decodes itself it does not load."""
+        tokens, num_tokens = request.prompt_token_ids, request.num_computed_tokens
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             **self._where(request, block_ids),
             "remote_blocks_expiry_time": None,
+            "prefix_proof": PrefixProof.of(tokens, keys, num_tokens).to_wire(),
         }
 
     def of_turn(
-        self, request: EngineRequest, block_ids: BlockIds, seconds: float
+        self, request: EngineRequest, keys: Keys, block_ids: BlockIds, seconds: float
     ) -> dict[str, Any]:
+        tokens, num_tokens = request.token_ids, request.num_computed_tokens
         return {
             "do_remote_prefill": False,
             "do_remote_decode": True,
@@ -43,13 +47,13 @@ class Answers:
             # Stock's readers compare it with this process's clock, whose offset they measured.
             "remote_blocks_expiry_time": time.perf_counter() + seconds,
             "retained_until": self._unix_time() + seconds,
+            "prefix_proof": PrefixProof.of(tokens, keys, num_tokens).to_wire(),
         }
 
     def _where(self, request: EngineRequest, block_ids: BlockIds) -> dict[str, Any]:
         num_tokens = request.num_computed_tokens
         num_blocks = -(-num_tokens // self._block_size)
         listed = tuple(group[:num_blocks] for group in block_ids)
-        proof = PrefixProof.of(request.token_ids[:num_tokens], self._block_size)
         return {
             "remote_block_ids": [list(group) for group in without_holes(listed, self._windows)],
             "remote_engine_id": self._identity.engine_id,
@@ -61,5 +65,5 @@ class Answers:
             "pp_size": 1,
             "remote_num_tokens": num_tokens,
             "transfer_mode": self._mode,
-            "prefix_proof": proof.to_wire(),
+            "remote_block_size": self._block_size,
         }

@@ -10,7 +10,7 @@ A request's state is the container it is in.
 from dataclasses import dataclass
 
 from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.proof import digest
+from engine_ext.base.proof import Keys, digest
 from engine_ext.base.types import (
     BlockIds,
     CacheGeometry,
@@ -70,13 +70,15 @@ class Holds:
         return request_id in self._expected
 
     def finish(self, request: EngineRequest, block_ids: BlockIds, has_kv: bool) -> FinishDecision:
-        match self._expected.pop(request.request_id, None):
-            case ForReader(transfer_id) if has_kv:
-                return self._lease(request, block_ids, transfer_id)
+        expected = self._expected.pop(request.request_id, None)
+        keys = request.content_keys if has_kv and expected is not None else None
+        match expected:
+            case ForReader(transfer_id) if keys is not None:
+                return self._lease(request, keys, block_ids, transfer_id)
             case ForReader(transfer_id):
                 self._orders.cancels.append(LeaseCancel(request.request_id, transfer_id))
-            case ForNextTurn() if has_kv:
-                return self._retain(request, block_ids)
+            case ForNextTurn() if keys is not None:
+                return self._retain(request, keys, block_ids)
         return NOT_KEPT
 
     def revoke(self, request_id: str) -> bool:
@@ -96,19 +98,19 @@ class Holds:
         self._turns.remove(request_id)
 
     def _lease(
-        self, request: EngineRequest, block_ids: BlockIds, transfer_id: str | None
+        self, request: EngineRequest, keys: Keys, block_ids: BlockIds, transfer_id: str | None
     ) -> FinishDecision:
         self._held.add(request.request_id)
         self._orders.grants.append(LeaseGrant(request.request_id, self._config.lease_duration))
         if self._config.transfer_mode == "push":
             num_tokens = request.num_computed_tokens
-            tokens = digest(request.token_ids[:num_tokens])
+            content = digest(request.prompt_token_ids, keys, num_tokens)
             self._orders.offers.append(
-                PushOffer(request.request_id, block_ids, num_tokens, tokens, transfer_id)
+                PushOffer(request.request_id, block_ids, num_tokens, content, transfer_id)
             )
-        return FinishDecision(True, self._answers.of_prefill(request, block_ids))
+        return FinishDecision(True, self._answers.of_prefill(request, keys, block_ids))
 
-    def _retain(self, request: EngineRequest, block_ids: BlockIds) -> FinishDecision:
+    def _retain(self, request: EngineRequest, keys: Keys, block_ids: BlockIds) -> FinishDecision:
         num_blocks = -(-request.num_computed_tokens // self._block_size)
         if not self._turns.fits(num_blocks):
             return NOT_KEPT
@@ -116,4 +118,4 @@ class Holds:
         self._held.add(request.request_id)
         self._orders.grants.append(LeaseGrant(request.request_id, seconds, renewable=False))
         self._orders.revokes += self._turns.add(request.request_id, num_blocks)
-        return FinishDecision(True, self._answers.of_turn(request, block_ids, seconds))
+        return FinishDecision(True, self._answers.of_turn(request, keys, block_ids, seconds))

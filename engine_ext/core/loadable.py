@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 
 from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.proof import NoProof, PrefixProof
 from engine_ext.base.types import CacheGeometry, EngineRequest, RemoteSource
 from engine_ext.core.params import Role
 from engine_ext.layout.plan import without_holes
@@ -18,51 +19,65 @@ class Loadable:
         self._windows: Sequence[int | None] = geometry.group_windows
 
     def most_tokens(self, request: EngineRequest) -> int:
-        """A host that has the whole prompt computes its last token again. Where a group has a
-        window, vLLM's block manager has by then given up the block in which that token's window
-        begins, if it begins at the end of one; so the last token is left to compute."""
+        """0 for a request whose KV depends on what nobody can tell.
+
+        A host that has the whole prompt computes its last token again. Where a group has a window,
+        vLLM's block manager has by then given up the block in which that token's window begins, if
+        it begins at the end of one; so the last token is left to compute."""
+        if request.content_keys is None:
+            return 0
         has_windows = any(window is not None for window in self._windows)
         return request.num_prompt_tokens - has_windows
 
     def tokens(
-        self, request: EngineRequest, role: Role, source: RemoteSource, unix_time: float
+        self,
+        request: EngineRequest,
+        role: Role,
+        source: RemoteSource,
+        proof: PrefixProof | NoProof,
+        unix_time: float,
     ) -> int:
-        """Tokens from position 0 whose KV the remote's blocks hold, and which are this prompt's."""
-        if role is Role.PREFILL and not self._may_pull_turn(source, unix_time):
+        """Tokens from position 0 whose KV the remote's blocks hold, and which are this prompt's, or
+        may be, where there is no proof and the remote may be a stock engine."""
+        if role is Role.PREFILL and not self._may_pull_turn(source, proof, unix_time):
             return 0
-        held = self._held_tokens(source)
-        if source.num_tokens is not None:
-            held = min(held, source.num_tokens)
-        held = min(held, self.most_tokens(request))
-        if source.proof is None:
-            return held if self._windows_reach(source, held) else 0
-        proven = source.proof.proven_tokens(request.prompt_token_ids)
-        if proven < held:
+        most = min(self._held_tokens(source), self.most_tokens(request))
+        tokens = min(most, self._proven_tokens(request, proof, most))
+        return tokens if self._windows_reach(source, tokens) else 0
+
+    @staticmethod
+    def _proven_tokens(request: EngineRequest, proof: PrefixProof | NoProof, most: int) -> int:
+        if proof is NoProof.ABSENT:
+            return most
+        keys = request.content_keys
+        if isinstance(proof, NoProof) or keys is None:
+            return 0
+        proven = proof.proven_tokens(request.prompt_token_ids, keys)
+        if proven < most:
             logger.info(
                 "request %s: %d of %d remote tokens are this prompt's",
                 request.request_id,
                 proven,
-                held,
+                most,
             )
-        tokens = min(held, proven)
-        return tokens if self._windows_reach(source, tokens) else 0
+        return proven
 
     def _held_tokens(self, source: RemoteSource) -> int:
         """At most what the remote's lists can hold. Groups with a window list only its end; a peer
         that does not tell its block size is taken to have ours."""
-        block_size = self._block_size if source.proof is None else source.proof.block_size
         groups = zip(source.block_ids, self._windows, strict=False)
         lengths = [len(ids) for ids, window in groups if window is None]
         if not lengths:
             return source.num_tokens or 0
-        return min(lengths) * block_size
+        held = min(lengths) * (source.block_size or self._block_size)
+        return held if source.num_tokens is None else min(held, source.num_tokens)
 
     def _windows_reach(self, source: RemoteSource, num_tokens: int) -> bool:
         """Whether the remote keeps what the token behind `num_tokens` sees through a window: its
         lists end with its own last token, and it may have gone further than we can follow."""
         if source.num_tokens is None:
             return True
-        block_size = self._block_size if source.proof is None else source.proof.block_size
+        block_size = source.block_size or self._block_size
         end = -(-source.num_tokens // block_size)
         kept = without_holes(source.block_ids, self._windows)
         return all(
@@ -71,9 +86,12 @@ class Loadable:
             if window is not None
         )
 
-    def _may_pull_turn(self, source: RemoteSource, unix_time: float) -> bool:
+    def _may_pull_turn(
+        self, source: RemoteSource, proof: PrefixProof | NoProof, unix_time: float
+    ) -> bool:
+        """Without proof it is the operator's word that counts, and only a stock engine is read."""
         if not self._config.bidirectional:
             return False
         if source.expires_at is not None and source.expires_at <= unix_time:
             return False
-        return source.proof is not None or self._config.trust_unproven_prefix
+        return proof is not NoProof.ABSENT or self._config.trust_unproven_prefix

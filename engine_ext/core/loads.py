@@ -62,6 +62,8 @@ class Load:
     role: Role
     num_tokens: int
     """Leading prompt tokens whose KV can be had, proven or trusted."""
+    is_proven: bool = False
+    """Of what is read: the remote has told which content it holds."""
     state: LoadState = LoadState.OFFERED
 
     def on(self, event: LoadEvent) -> None:
@@ -88,17 +90,22 @@ class Loads:
         load = self._loads.get(request_id)
         return self._policy if load is None else self._policy_of(load)
 
-    def offer(self, request_id: str, source: RemoteSource, role: Role, num_tokens: int) -> None:
+    def offer(
+        self, request_id: str, source: RemoteSource, role: Role, num_tokens: int, is_proven: bool
+    ) -> None:
         """A remote holds the KV of the request's first `num_tokens` tokens."""
-        load = self._loads[request_id] = Load(source, role, num_tokens)
-        if role is Role.PREFILL and num_tokens < self._recompute_threshold:
+        load = self._loads[request_id] = Load(source, role, num_tokens, is_proven)
+        if num_tokens < self._least_tokens(role):
             self._decline(request_id, load)
         elif role is Role.DECODE:
             self._orders.tracks.append(TrackOrder(request_id, source.address, source.request_id))
 
     def await_push(self, request_id: str, target: PushTarget, num_tokens: int) -> None:
         """`target` will write the KV of the request's first `num_tokens` tokens."""
-        self._loads[request_id] = Load(target, Role.DECODE, num_tokens)
+        load = self._loads[request_id] = Load(target, Role.DECODE, num_tokens)
+        if not num_tokens:
+            self._decline(request_id, load)
+            return
         name = target.transfer_id or base_id(request_id)
         self._orders.tracks.append(TrackOrder(request_id, target.address, name))
 
@@ -108,9 +115,7 @@ class Loads:
         if load is None:
             return 0
         missing = load.num_tokens - num_computed_tokens
-        if load.role is Role.PREFILL and missing < self._recompute_threshold:
-            return 0
-        return max(0, missing)
+        return 0 if missing < self._least_tokens(load.role) else missing
 
     def allocated(self, request: EngineRequest, block_ids: BlockIds, num_tokens: int) -> None:
         """The last `num_tokens` of what was offered are loaded into `block_ids`, which cover the
@@ -164,6 +169,10 @@ class Loads:
     def _policy_of(self, load: Load) -> LoadFailurePolicy:
         return "recompute" if load.role is Role.PREFILL else self._policy
 
+    def _least_tokens(self, role: Role) -> int:
+        """Fewer are computed: a prefill engine is there for that."""
+        return max(1, self._recompute_threshold if role is Role.PREFILL else 1)
+
     def _offered(self, request_id: str) -> Load | None:
         load = self._loads.get(request_id)
         return None if load is None or load.state is not LoadState.OFFERED else load
@@ -171,16 +180,18 @@ class Loads:
     def _order(
         self, request: EngineRequest, load: Load, block_ids: BlockIds, first_token: int
     ) -> None:
-        name, origin, last_token = request.request_id, load.origin, load.num_tokens
+        name, origin = request.request_id, load.origin
+        where = block_ids, first_token, load.num_tokens
         recomputes = self._policy_of(load) == "recompute"
         if isinstance(origin, RemoteSource):
             self._orders.pulls.append(
-                PullOrder(name, origin, block_ids, first_token, last_token, recomputes)
+                PullOrder(name, origin, *where, recomputes=recomputes, is_proven=load.is_proven)
             )
             return
-        tokens = digest(request.prompt_token_ids)
+        # Without keys no token is offered, so nothing is registered.
+        content = digest(request.prompt_token_ids, request.content_keys or ())
         self._orders.registrations.append(
-            PushRegistration(name, origin, block_ids, first_token, last_token, tokens, recomputes)
+            PushRegistration(name, origin, *where, content, recomputes)
         )
 
     def _decline(self, request_id: str, load: Load) -> None:

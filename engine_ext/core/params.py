@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from engine_ext.base.config import TransferMode
-from engine_ext.base.proof import PrefixProof
+from engine_ext.base.proof import MAX_TOKENS, NoProof, PrefixProof
 from engine_ext.base.types import BlockIds, PeerAddress, PushTarget, RemoteSource
 
 MAX_ID_LENGTH = 512
@@ -43,6 +43,8 @@ class TransferParams:
 
     role: Role
     source: RemoteSource | None = None
+    proof: PrefixProof | NoProof = NoProof.ABSENT
+    """Which content the source's blocks hold."""
     target: PushTarget | None = None
     """In push mode, instead of `source`: who will write, for a DECODE role."""
     transfer_id: str | None = None
@@ -83,7 +85,7 @@ def _parse(raw: Any, mode: TransferMode) -> TransferParams:
             Role.DECODE, target=target, transfer_id=target.transfer_id, retain=retain
         )
     if prefill:
-        return TransferParams(Role.DECODE, source=_source(raw), retain=retain)
+        return TransferParams(Role.DECODE, source=_source(raw), proof=_proof(raw), retain=retain)
     return TransferParams(Role.NONE, retain=retain)
 
 
@@ -93,7 +95,9 @@ def _prefill(raw: dict[Any, Any]) -> TransferParams:
     if not raw.get("remote_block_ids"):
         return TransferParams(Role.PREFILL, transfer_id=transfer_id)
     try:
-        return TransferParams(Role.PREFILL, source=_source(raw), transfer_id=transfer_id)
+        return TransferParams(
+            Role.PREFILL, source=_source(raw), proof=_proof(raw), transfer_id=transfer_id
+        )
     except _InvalidError as problem:
         return TransferParams(Role.PREFILL, transfer_id=transfer_id, problem=str(problem))
 
@@ -107,9 +111,20 @@ def _source(raw: dict[Any, Any]) -> RemoteSource:
         tp_size=_field(raw, "tp_size", _integer(1, 1024), default=1),
         block_ids=_field(raw, "remote_block_ids", _block_ids),
         num_tokens=None if num_tokens is None else _field(raw, "remote_num_tokens", _integer(0)),
-        proof=PrefixProof.from_wire(raw.get("prefix_proof")),
+        block_size=_block_size(raw),
         expires_at=_unix_time(raw.get("retained_until")),
     )
+
+
+def _proof(raw: dict[Any, Any]) -> PrefixProof | NoProof:
+    return PrefixProof.from_wire(raw.get("prefix_proof"))
+
+
+def _block_size(raw: dict[Any, Any]) -> int | None:
+    """Ours alone: stock tells it in the handshake."""
+    if raw.get("remote_block_size") is None:
+        return None
+    return _field(raw, "remote_block_size", _integer(1, MAX_TOKENS))
 
 
 def _target(raw: dict[Any, Any]) -> PushTarget:
@@ -200,11 +215,15 @@ def _block_ids(value: Any) -> BlockIds:
     groups = value if isinstance(value[0], list) else [value]
     if sum(len(group) for group in groups if isinstance(group, list)) > MAX_BLOCKS:
         raise _InvalidError(f"holds more than {MAX_BLOCKS} blocks")
-    check = _integer(0)
-    return tuple(tuple(check(block) for block in _list(group)) for group in groups)
+    return tuple(map(_group, groups))
 
 
-def _list(value: Any) -> list[Any]:
+def _group(value: Any) -> tuple[int, ...]:
+    """Checked as a whole: a long prompt has thousands, and the scheduler waits."""
     if not isinstance(value, list):
         raise _InvalidError("mixes lists and block ids")
-    return value
+    if value and (
+        {*map(type, value)} != {int} or not 0 <= min(value) <= max(value) <= MAX_BLOCK_ID
+    ):
+        raise _InvalidError(f"holds what is not an integer from 0 to {MAX_BLOCK_ID}")
+    return tuple(value)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from engine_ext.base.config import ConnectorConfig, LoadFailurePolicy
+from engine_ext.base.proof import NoProof, PrefixProof
 from engine_ext.base.types import (
     BlockIds,
     CacheGeometry,
@@ -30,7 +31,7 @@ from engine_ext.core.holds import Holds
 from engine_ext.core.loadable import Loadable
 from engine_ext.core.loads import Loads
 from engine_ext.core.orders import Orders
-from engine_ext.core.params import Role, parse
+from engine_ext.core.params import Role, TransferParams, parse
 from engine_ext.core.support import refuse_unsupported
 from engine_ext.staging.stage import SavePlanner
 from engine_ext.wire.errors import Rank
@@ -61,10 +62,16 @@ class SchedulerConnector:
         self._holds = Holds(self._orders, answers, config, geometry)
         self._saves = SavePlanner(geometry.block_size) if geometry.is_staged else None
         self._listener: HandshakeServer | None = None
+        self._proofs_unreadable = 0
 
     @property
     def num_leased(self) -> int:
         return self._holds.num_held
+
+    @property
+    def proofs_unreadable(self) -> int:
+        """Since start; see ConnectorStats."""
+        return self._proofs_unreadable
 
     def set_handshake_metadata(self, payloads: Mapping[Rank, bytes]) -> None:
         """Starts the listener. Raises OSError when the side channel cannot be bound."""
@@ -84,18 +91,28 @@ class SchedulerConnector:
         elif params.retain and self._config.bidirectional:
             self._holds.expect_next_turn(request.request_id)
         if params.source is not None:
-            self._offer(request, params.role, params.source)
+            self._offer(request, params, params.source)
         elif params.target is not None:
             num_tokens = self._loadable.most_tokens(request)
             self._loads.await_push(request.request_id, params.target, num_tokens)
 
-    def _offer(self, request: EngineRequest, role: Role, source: RemoteSource) -> None:
+    def _offer(self, request: EngineRequest, params: TransferParams, source: RemoteSource) -> None:
         if source.address.engine_id == self._identity.engine_id:
             # Both legs came to this engine: what is worth having is in our own prefix cache.
             self._orders.declines.append(source)
             return
-        num_tokens = self._loadable.tokens(request, role, source, self._unix_time())
-        self._loads.offer(request.request_id, source, role, num_tokens)
+        role, proof = params.role, params.proof
+        if proof is NoProof.UNREADABLE:
+            self._proofs_unreadable += 1
+            logger.warning(
+                "request %s: nothing is loaded from engine %s: its prefix_proof is malformed, cut, "
+                "or of another version",
+                request.request_id,
+                source.address.engine_id,
+            )
+        num_tokens = self._loadable.tokens(request, role, source, proof, self._unix_time())
+        is_proven = isinstance(proof, PrefixProof)
+        self._loads.offer(request.request_id, source, role, num_tokens, is_proven)
 
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int

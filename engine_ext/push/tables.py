@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from engine_ext.base.types import PeerAddress, PushOffer
-from engine_ext.push.names import base_id
+from engine_ext.push.names import names_of, stock_names_of
 from engine_ext.wire.notifications import PushDone, PushFailed, PushRegistered, Withdraw
 
 K = TypeVar("K")
@@ -38,15 +38,15 @@ class Registered:
     """By our clock, and D's word where it speaks our extension: no WRITE begins after this."""
     is_rechecked: bool = False
     """Its agent is not the one we know there, which was met anew."""
+    trusts_request_ids: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """What P may know the request by, most certain first."""
-        return names_of(
-            self.message.request_id,
-            self.message.transfer_id,
-            self.message.disagg.remote_request_id if self.message.disagg else None,
-        )
+        name, transfer_id = self.message.request_id, self.message.transfer_id
+        if self.message.disagg is None:
+            return stock_names_of(name, transfer_id, self.trusts_request_ids)
+        return names_of(name, transfer_id, self.message.disagg.remote_request_id)
 
     @property
     def generation(self) -> int:
@@ -73,14 +73,6 @@ class Registered:
             message.decode_port,
             message.decode_tp_size,
         )
-
-
-def names_of(
-    request_id: str, transfer_id: str | None, remote_request_id: str | None = None
-) -> tuple[str, ...]:
-    transfer = None if transfer_id is None else f"transfer {transfer_id}"
-    names = (transfer, remote_request_id, request_id, base_id(request_id))
-    return tuple(dict.fromkeys(name for name in names if name is not None))
 
 
 def _lasting(names: tuple[str, ...], transfer_id: str | None) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import Clock, ConnectorStats, PushOffer
 from engine_ext.layout.plan import Batch, PlanError
 from engine_ext.layout.ranks import RankError, TensorRank
-from engine_ext.push.names import base_id
+from engine_ext.push.names import names_of, whole_id
 from engine_ext.push.tables import (
     Held,
     NameTable,
@@ -36,7 +36,6 @@ from engine_ext.push.tables import (
     RegistrationTable,
     Tombstones,
     _lasting,
-    names_of,
 )
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
 from engine_ext.transfer.leases import LeaseTable
@@ -140,7 +139,9 @@ class PushWriter:
             self._match(held, registered, now)
 
     def registered(self, message: PushRegistered, sender: str, now: float) -> None:
-        registered = Registered(message, sender, self._deadline(message, now))
+        deadline = self._deadline(message, now)
+        trusts = self._config.trust_request_ids
+        registered = Registered(message, sender, deadline, trusts_request_ids=trusts)
         key = registered.key
         if registered.deadline <= now or self._registrations.refresh(registered):
             return
@@ -246,7 +247,7 @@ class PushWriter:
 
     def request_of(self, name: str) -> str:
         """P's own id of what a decode engine calls `name`, for heartbeats; else `name`."""
-        return self._offer_names.find((f"transfer {name}", name, base_id(name))) or name
+        return self._offer_names.find(names_of(name, transfer_id=name)) or name
 
     def step(self, now: float) -> None:
         for registered in list(self._unchecked.values()):
@@ -307,7 +308,7 @@ class PushWriter:
     def _close(self, held: Held, now: float) -> None:
         """Ranks of D are missing: from now on their registrations come too late."""
         if held.request is not None:
-            self._failed.add((held.request.request_id,), now)
+            self._failed.add((whole_id(held.request.request_id),), now)
         held.num_readers = 0
         self.forget(held.offer.request_id)
         self._end_if_last(held)
@@ -408,7 +409,7 @@ class PushWriter:
         for registered in registrations:
             self._refuse(registered, reason)
         if self._num_readers(registrations[0]) > 1:
-            self._failed.add((registrations[0].message.request_id,), now)
+            self._failed.add((whole_id(registrations[0].message.request_id),), now)
 
     def _refuse(self, registered: Registered, reason: str, landing: float = 0.0) -> None:
         logger.warning("push to request %s: %s", registered.message.request_id, reason)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -96,7 +97,8 @@ class Engine:
         return self._stats
 
     def connector_stats(self) -> ConnectorStats:
-        return self._connector.worker.stats()
+        unreadable = self._connector.scheduler.proofs_unreadable
+        return replace(self._connector.worker.stats(), proofs_unreadable=unreadable)
 
     def regions(self) -> list[Region]:
         return self._regions

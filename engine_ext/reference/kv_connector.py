@@ -19,6 +19,10 @@ from engine_ext.staging.stage import StagingFactory
 
 
 class SchedulerHalf(Protocol):
+    @property
+    def proofs_unreadable(self) -> int:
+        """For ConnectorStats. Read from any thread."""
+
     def on_new_request(self, request: EngineRequest) -> None: ...
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int

@@ -19,6 +19,8 @@ from engine_ext.staging.stage import StagingFactory
 
 
 class NoSchedulerHalf:
+    proofs_unreadable = 0
+
     def on_new_request(self, request: EngineRequest) -> None:
         pass
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from engine_ext.base.proof import Keys
 from engine_ext.base.types import BlockIds, FinishStatus
 from engine_ext.core import admission
 from engine_ext.reference.messages import FinishReason, GenerateRequest, SamplingParams
@@ -48,6 +49,8 @@ class Sequence:
         self.sampling: SamplingParams = request.sampling
         self.cache_hit_threshold = request.cache_hit_threshold
         self.prompt_token_ids: Seq[int] = request.prompt_token_ids
+        self.content_keys: Keys = ()
+        """This engine has neither media nor adapters nor salts."""
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.generator = _generator(request.sampling.seed)
         self.num_computed_tokens = 0

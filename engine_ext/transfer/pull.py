@@ -21,7 +21,7 @@ once. It has ended well when all parts have, and badly when one has and the othe
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -206,6 +206,12 @@ class Pulls:
             self._connecting.append(order)
             return
         reading = Reading(order, peers)
+        if lacks_proof(order, peers):
+            self._stats.pulls_refused += 1
+            self._give_up(
+                reading, "no proof that it is of this prompt, from an engine that gives one"
+            )
+            return
         try:
             self._read(reading, now)
         except (PlanError, AgentError) as error:
@@ -365,6 +371,12 @@ class Pulls:
         )
         self._stats.pulls_failed += 1
         self._results.received(order.request_id, ok=False)
+
+
+def lacks_proof(order: PullOrder, peers: Sequence[PeerHandle]) -> bool:
+    """A stock engine says nothing of the content it holds and is trusted, as stock does. One that
+    runs our extension always gives a proof; where there is none, it got lost on the way."""
+    return not order.is_proven and any(peer.has_extension for peer in peers)
 
 
 def _read_done(order: PullOrder, peer: PeerHandle, sequence: int) -> bytes:

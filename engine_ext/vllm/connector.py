@@ -92,6 +92,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         require_supported_version()
         describe.refuse_unsupported(vllm_config, kv_cache_config)
         self._config = describe.connector_config(vllm_config)
+        self._view = functools.partial(RequestView, names_media=describe.names_media(vllm_config))
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
         self._news: NewsListener | None = None
@@ -115,7 +116,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> DisaggStats | None:
         """Of this half, since the last call."""
         if self._scheduler is not None:
-            return self._differences.take(of_scheduler(self._scheduler.num_leased))
+            return self._differences.take(of_scheduler(self._scheduler))
         if self._worker is not None:
             return self._differences.take(of_worker(self._worker.stats()))
         return None
@@ -139,11 +140,11 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(None)
     def on_new_request(self, request: Request) -> None:
-        self.scheduler.on_new_request(RequestView(request))
+        self.scheduler.on_new_request(self._view(request))
 
     @guarded(NOTHING)
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Matched:
-        view = RequestView(request)
+        view = self._view(request)
         matched = self.scheduler.get_num_new_matched_tokens(view, num_computed_tokens)
         return matched.num_tokens, matched.is_async
 
@@ -155,9 +156,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         block_ids = _by_group(blocks.get_block_ids())
-        self.scheduler.update_state_after_alloc(
-            RequestView(request), block_ids, num_external_tokens
-        )
+        self.scheduler.update_state_after_alloc(self._view(request), block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return DisaggMetadata(self.scheduler.build_connector_meta())
@@ -184,13 +183,13 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> Finished:
-        view = RequestView(request)
+        view = self._view(request)
         decision = self.scheduler.request_finished(view, _by_group(block_ids), view.finish_status)
         return decision.delay_free, decision.kv_transfer_params
 
     def load_failure_policy(self, request: Request) -> LoadFailurePolicy:
         """For our scheduler class; vLLM's own has one policy for all requests."""
-        return self.scheduler.load_failure_policy(RequestView(request))
+        return self.scheduler.load_failure_policy(self._view(request))
 
     @guarded(False)
     def release(self, engine_id: str, request_id: str) -> bool:

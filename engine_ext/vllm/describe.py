@@ -52,6 +52,16 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         raise ValueError(f"DisaggConnector does not support {', '.join(found)} yet")
 
 
+def names_media(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM identifies an image by a hash of its content: with both of its caches off, it
+    counts them instead (`_process_mm_uuids`)."""
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal is None:
+        return True
+    caches_media: bool = multimodal.mm_processor_cache_gb > 0
+    return caches_media or bool(vllm_config.cache_config.enable_prefix_caching)
+
+
 def _unknown_kinds(kv_cache_config: KVCacheConfig) -> set[str]:
     """Kinds of attention whose blocks are not simply those of the tokens, or of the last ones."""
     kinds = {type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups}

@@ -1,10 +1,12 @@
 """A vLLM request as the core reads it."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
+from engine_ext.base.proof import ContentKey, Keys
 from engine_ext.base.types import FinishStatus
 
 _STATUS = {
@@ -14,13 +16,19 @@ _STATUS = {
 }
 
 
+_CONTENT_HASH = re.compile(r"(^|:)([0-9a-f]{64}|[0-9a-f]{128})$")
+"""SHA-256, BLAKE3 or SHA-512, behind the adapter's name where that changes the encoder."""
+
+
 class RequestView:
-    """Reads through: nothing is copied."""
+    """Reads through: nothing is copied but what vLLM lends as a view."""
 
-    __slots__ = ("_request",)
+    __slots__ = ("_names_media", "_request")
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, names_media: bool) -> None:
+        """`names_media`: a medium's identifier comes of its content, see describe.py."""
         self._request = request
+        self._names_media = names_media
 
     @property
     def request_id(self) -> str:
@@ -32,12 +40,33 @@ class RequestView:
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        """Empty for a prompt of embeddings: nothing can be proven of it, so nothing is loaded."""
+        """Empty for a prompt of embeddings, which has no content keys either."""
         return self._request.prompt_token_ids or ()
 
     @property
     def token_ids(self) -> Sequence[int]:
-        return list(self._request.all_token_ids)
+        tokens: list[int] = self._request.all_token_ids[:]
+        return tokens
+
+    @property
+    def content_keys(self) -> Keys | None:
+        """What vLLM hashes into its own prefix cache's blocks (`generate_block_hash_extra_keys`),
+        but with absolute positions. Embeddings have no name, nor has a medium whose identifier is
+        a client's own word instead of a hash."""
+        request = self._request
+        media = [(one.identifier or "", one.mm_position) for one in request.mm_features]
+        are_named = self._names_media and all(_CONTENT_HASH.search(name) for name, _ in media)
+        if request.prompt_embeds is not None or (media and not are_named):
+            return None
+        keys = []
+        if request.lora_request is not None:
+            adapter = request.lora_request
+            keys.append(ContentKey("lora", (adapter.lora_name, adapter.lora_path)))
+        if request.cache_salt:
+            keys.append(ContentKey("cache_salt", (request.cache_salt,)))
+        for identifier, at in sorted(media, key=lambda medium: medium[1].offset):
+            keys.append(ContentKey("mm", (identifier,), at.offset, at.offset + at.length))
+        return keys
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -14,11 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from engine_ext.base.types import ConnectorStats
+from engine_ext.core.scheduler import SchedulerConnector
 from engine_ext.pages.counted import COUNTED
 
-HELD = "leases_active"
-"""Counted by the scheduler half, which knows of a lease before the worker does: an engine that
-rests while its blocks are read takes no step that could tell."""
+OF_SCHEDULER = ("leases_active", "proofs_unreadable")
+"""Counted by the scheduler half. It knows of a lease before the worker does: an engine that rests
+while its blocks are read takes no step that could tell."""
 
 
 class DisaggStats(KVConnectorStats):
@@ -53,11 +54,12 @@ class Differences:
 
 
 def of_worker(stats: ConnectorStats) -> dict[str, int]:
-    return {each.field: getattr(stats, each.field) for each in COUNTED if each.field != HELD}
+    fields = (each.field for each in COUNTED if each.field not in OF_SCHEDULER)
+    return {field: getattr(stats, field) for field in fields}
 
 
-def of_scheduler(num_leased: int) -> dict[str, int]:
-    return {HELD: num_leased}
+def of_scheduler(half: SchedulerConnector) -> dict[str, int]:
+    return dict(zip(OF_SCHEDULER, (half.num_leased, half.proofs_unreadable), strict=True))
 
 
 class DisaggPromMetrics(KVConnectorPromMetrics):

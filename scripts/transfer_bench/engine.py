@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_ext.base.config import ConnectorConfig, TransferMode
+from engine_ext.base.proof import Keys
 from engine_ext.base.types import (
     CacheGeometry,
     EngineIdentity,
@@ -48,6 +49,7 @@ class BenchRequest:
     kv_transfer_params: Any
     num_prompt_tokens: int
     num_computed_tokens: int = 0
+    content_keys: Keys = ()
     prompt_token_ids: Sequence[int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine_ext.base.proof import Keys
 from engine_ext.base.types import PeerAddress, Region, RemoteSource
 from engine_ext.layout.plan import Indices, PeerLayout
 from engine_ext.transfer.agent import AgentError, PeerHandle, TransferState
@@ -18,6 +19,7 @@ class Request:
     num_prompt_tokens: int = 100
     num_computed_tokens: int = 0
     answer: Sequence[int] = ()
+    content_keys: Keys | None = ()
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:

@@ -23,7 +23,7 @@ BLOCKS = (tuple(range(7)),)
 def test_an_event_that_cannot_happen_in_a_state_is_an_error_and_changes_nothing(
     state: LoadState, event: LoadEvent
 ) -> None:
-    load = Load(source(), Role.DECODE, 100, state)
+    load = Load(source(), Role.DECODE, 100, state=state)
     with pytest.raises(IllegalEventError):
         load.on(event)
     assert load.state is state
@@ -32,7 +32,7 @@ def test_an_event_that_cannot_happen_in_a_state_is_an_error_and_changes_nothing(
 def loads(orders: Orders, policy: LoadFailurePolicy = "fail", role: Role = Role.DECODE) -> Loads:
     """One, of a request d-1, that is loading."""
     made = Loads(orders, 16, ConnectorConfig(engine_id="d", load_failure_policy=policy))
-    made.offer("d-1", source(), role, 100)
+    made.offer("d-1", source(), role, 100, is_proven=True)
     made.allocated(Request("d-1"), BLOCKS, 100)
     orders.take()
     return made
@@ -41,7 +41,7 @@ def loads(orders: Orders, policy: LoadFailurePolicy = "fail", role: Role = Role.
 def test_a_report_of_a_load_that_has_not_begun_leaves_the_offer() -> None:
     """It is of an earlier request of the same name."""
     made = Loads(Orders(), 16, ConnectorConfig(engine_id="d"))
-    made.offer("d-1", source(), Role.DECODE, 100)
+    made.offer("d-1", source(), Role.DECODE, 100, is_proven=True)
     made.reported("d-1", failed=False)
     assert made.missing("d-1", 0) == 100
 
@@ -79,7 +79,7 @@ def test_a_load_that_is_computed_when_it_fails_is_reported_when_nothing_writes_a
 ) -> None:
     orders = Orders()
     made = Loads(orders, 16, ConnectorConfig(engine_id="d", load_failure_policy=policy))
-    made.offer("d-1", source(), role, 100)
+    made.offer("d-1", source(), role, 100, is_proven=True)
     made.allocated(Request("d-1"), BLOCKS, 100)
     assert [order.recomputes for order in orders.take().pulls] == [True]
     made.reported("d-1", failed=True)

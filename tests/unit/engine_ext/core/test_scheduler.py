@@ -1,9 +1,11 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
 
-from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.config import ConnectorConfig, TransferMode
+from engine_ext.base.proof import ContentKey, Keys
 from engine_ext.base.types import (
     CacheGeometry,
     EngineIdentity,
@@ -189,6 +191,171 @@ def test_a_prompt_of_other_tokens_gets_only_what_is_proven_equal(
     request = Request("d-1", answer_of_p(), num_prompt_tokens=50)
     scheduler.on_new_request(request)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (48, True)
+
+
+# What a proof is worth.
+
+
+def without_last_character(proof: dict[str, Any]) -> dict[str, Any]:
+    return {**proof, "h": proof["h"][:-1]}
+
+
+TAMPERED = {
+    "empty": lambda proof: {},
+    "empty text": lambda proof: "",
+    "of an older version": lambda proof: {**proof, "v": 1},
+    "of a newer version": lambda proof: {**proof, "v": 3},
+    "cut by a character": without_last_character,
+    "without hashes": lambda proof: {**proof, "h": ""},
+}
+
+
+@pytest.mark.parametrize("tamper", TAMPERED.values(), ids=TAMPERED.keys())
+def test_an_unreadable_proof_loads_nothing_is_counted_and_declined(
+    scheduler: SchedulerConnector, tamper: Callable[[dict[str, Any]], Any]
+) -> None:
+    good = answer_of_p()["prefix_proof"]
+    request = offered(scheduler, prefix_proof=tamper(good))
+    assert scheduler.proofs_unreadable == 1
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    scheduler.update_state_after_alloc(request, BLOCKS, 0)
+    meta = scheduler.build_connector_meta()
+    assert [source.request_id for source in meta.declines] == ["p-1"]
+    assert (meta.tracks, meta.pulls) == ((), ())
+
+
+@pytest.mark.parametrize("tamper", TAMPERED.values(), ids=TAMPERED.keys())
+def test_a_turn_with_an_unreadable_proof_is_not_loaded_on_the_operators_word_either(
+    tamper: Callable[[dict[str, Any]], Any],
+) -> None:
+    prefiller = make("me", bidirectional=True, trust_unproven_prefix=True)
+    request = next_turn(prefiller, prefix_proof=tamper(retained()["prefix_proof"]))
+    assert prefiller.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert prefiller.proofs_unreadable == 1
+    assert len(prefiller.build_connector_meta().declines) == 1
+
+
+@pytest.mark.parametrize("proof", [answer_of_p, lambda: {"prefix_proof": None}])
+def test_a_pull_says_whether_it_is_proven(
+    scheduler: SchedulerConnector, proof: Callable[[], dict[str, Any]]
+) -> None:
+    given = proof()["prefix_proof"]
+    request = offered(scheduler, prefix_proof=given)
+    scheduler.update_state_after_alloc(request, BLOCKS, 100)
+    (order,) = scheduler.build_connector_meta().pulls
+    assert order.is_proven == (given is not None)
+    assert scheduler.proofs_unreadable == 0
+
+
+def test_a_turn_that_is_trusted_on_the_operators_word_is_not_called_proven() -> None:
+    prefiller = make("me", bidirectional=True, trust_unproven_prefix=True)
+    request = next_turn(prefiller, prefix_proof=None)
+    assert prefiller.get_num_new_matched_tokens(request, 0) == (120, True)
+    prefiller.update_state_after_alloc(request, BLOCKS, 120)
+    assert not prefiller.build_connector_meta().pulls[0].is_proven
+
+
+def test_a_prompt_of_which_nothing_is_proven_is_declined_when_it_arrives(
+    scheduler: SchedulerConnector,
+) -> None:
+    """P frees its blocks at once, instead of waiting for D's queue."""
+    request = Request("d-1", answer_of_p(), num_prompt_tokens=15)
+    scheduler.on_new_request(request)
+    meta = scheduler.build_connector_meta()
+    assert [source.request_id for source in meta.declines] == ["p-1"]
+    assert meta.tracks == ()
+
+
+def test_what_a_prefiller_generated_itself_does_not_spoil_the_proof_of_the_prompt(
+    scheduler: SchedulerConnector,
+) -> None:
+    prefiller = make("p")
+    request = Request("p-1", {"do_remote_decode": True}, 2000, 2003, answer=range(4))
+    prefiller.on_new_request(request)
+    params = prefiller.request_finished(request, ((*range(126),),), FinishStatus.LENGTH_CAPPED)[1]
+    decode = Request("d-1", params, num_prompt_tokens=2000)
+    scheduler.on_new_request(decode)
+    assert scheduler.get_num_new_matched_tokens(decode, 0) == (2000, True)
+
+
+KEYS: dict[str, Keys] = {
+    "nothing": (),
+    "adapter": (ContentKey("lora", ("a", "/a")),),
+    "adapter of that name from elsewhere": (ContentKey("lora", ("a", "/b")),),
+    "salt": (ContentKey("cache_salt", ("x",)),),
+    "another salt": (ContentKey("cache_salt", ("y",)),),
+    "image": (ContentKey("mm", ("1",), 3, 9),),
+    "another image": (ContentKey("mm", ("2",), 3, 9),),
+    "image elsewhere": (ContentKey("mm", ("1",), 4, 10),),
+    "two images": (ContentKey("mm", ("1",), 3, 9), ContentKey("mm", ("1",), 12, 18)),
+}
+
+
+@pytest.mark.parametrize(("held", "wanted"), list(product(KEYS, KEYS)))
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_two_requests_of_the_same_tokens_share_kv_only_where_all_else_is_the_same(
+    held: str, wanted: str, mode: TransferMode
+) -> None:
+    prefiller, decoder = make("p", transfer_mode=mode), make("d", transfer_mode=mode)
+    leg = Request("p-1", {"do_remote_decode": True}, 16, 16, content_keys=KEYS[held])
+    prefiller.on_new_request(leg)
+    params = prefiller.request_finished(leg, ((1,),), FinishStatus.LENGTH_CAPPED)[1]
+    request = Request("d-1", params, 16, content_keys=KEYS[wanted])
+    decoder.on_new_request(request)
+    loadable = decoder.get_num_new_matched_tokens(request, 0).num_tokens
+    decoder.update_state_after_alloc(request, ((1,),), loadable or 0)
+    if mode == "pull":
+        assert loadable == (16 if held == wanted else 0)
+        return
+    (offer,) = prefiller.build_connector_meta().offers
+    (registration,) = decoder.build_connector_meta().registrations
+    assert (offer.digest == registration.digest) == (held == wanted)
+
+
+def test_an_image_behind_what_is_asked_for_changes_nothing_before_it(
+    scheduler: SchedulerConnector,
+) -> None:
+    image = (ContentKey("mm", ("1",), 100, 110),)
+    request = Request("d-1", answer_of_p(), num_prompt_tokens=130, content_keys=image)
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (100, True)
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_what_cannot_be_told_is_never_offered(mode: TransferMode) -> None:
+    """A prompt of embeddings."""
+    prefiller = make("p", transfer_mode=mode)
+    leg = Request("p-1", {"do_remote_decode": True}, 100, 100, content_keys=None)
+    prefiller.on_new_request(leg)
+    assert prefiller.request_finished(leg, BLOCKS, FinishStatus.LENGTH_CAPPED) == (False, None)
+    meta = prefiller.build_connector_meta()
+    assert (meta.grants, meta.offers, meta.cancels) == ((), (), (LeaseCancel("p-1"),))
+
+
+def test_what_cannot_be_told_is_not_kept_for_the_next_turn() -> None:
+    decoder = make("d", bidirectional=True)
+    request = Request("t-1", {"retain": True}, 100, 120, range(21), content_keys=None)
+    decoder.on_new_request(request)
+    assert decoder.request_finished(request, BLOCKS, FinishStatus.STOPPED) == (False, None)
+
+
+@pytest.mark.parametrize("proof", [{}, {"prefix_proof": None}])
+def test_what_cannot_be_told_is_never_read(
+    scheduler: SchedulerConnector, proof: dict[str, Any]
+) -> None:
+    request = Request("d-1", answer_of_p(**proof), content_keys=None)
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert len(scheduler.build_connector_meta().declines) == 1
+
+
+def test_what_cannot_be_told_is_never_registered_for_a_push() -> None:
+    decoder = make("d", transfer_mode="push")
+    request = Request("d-1", answer_of_p(), content_keys=None)
+    decoder.on_new_request(request)
+    assert decoder.get_num_new_matched_tokens(request, 0) == (0, False)
+    meta = decoder.build_connector_meta()
+    assert (len(meta.withdrawals), meta.registrations, meta.tracks) == (1, (), ())
 
 
 # Turns: a decode engine keeps what it answered, a prefill engine pulls it for the next turn.

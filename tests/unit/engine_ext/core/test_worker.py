@@ -135,7 +135,7 @@ class Harness:
 
 
 def pull(origin: RemoteSource, request_id: str = "d-1") -> PullOrder:
-    return PullOrder(request_id, origin, (tuple(range(20, 27)),), 0, 100)
+    return PullOrder(request_id, origin, (tuple(range(20, 27)),), 0, 100, is_proven=True)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.proof import Keys
 from engine_ext.base.types import (
     CacheGeometry,
     ConnectorStats,
@@ -55,6 +56,7 @@ class SimRequest:
     num_computed_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
+    content_keys: Keys = ()
     num_loading: int = 0
     """Tokens whose KV comes from elsewhere."""
     computes_for: float = 0.0

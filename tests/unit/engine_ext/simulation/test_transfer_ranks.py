@@ -102,7 +102,9 @@ class Rank:
         return RemoteSource(self.address, "p-1", self.address.tp_size, ((1, 2),), 32)
 
     def reading(self) -> list[FakeTransfer]:
-        self.apply(StepMetadata(pulls=(PullOrder("d-1", self.source(), ((3, 4),), 0, 32),)))
+        self.apply(
+            StepMetadata(pulls=(PullOrder("d-1", self.source(), ((3, 4),), 0, 32, is_proven=True),))
+        )
         self.step_until(lambda: self.agent.transfers)
         return self.agent.transfers
 
@@ -270,7 +272,7 @@ def test_a_lease_of_two_readers_is_not_ended_by_one_that_says_it_twice(launch: L
 def test_an_absurd_number_of_ranks_is_a_failed_load(launch: Launch) -> None:
     rank = launch(1, 1)
     source = replace(rank.source(), address=rank.address._replace(tp_size=1024))
-    rank.apply(StepMetadata(pulls=(PullOrder("d-1", source, ((3, 4),), 0, 32),)))
+    rank.apply(StepMetadata(pulls=(PullOrder("d-1", source, ((3, 4),), 0, 32, is_proven=True),)))
     rank.step()
     assert rank.results.take() == FAILED
 

@@ -142,6 +142,7 @@ class FakeScheduler:
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     pending: bool = False
     policy: LoadFailurePolicy = "fail"
+    proofs_unreadable: int = 0
 
     def on_new_request(self, request: EngineRequest) -> None:
         self._called("on_new_request", request)

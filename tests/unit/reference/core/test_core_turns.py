@@ -52,7 +52,7 @@ def last_turn(tokens: Sequence[int]) -> dict[str, Any]:
         "remote_port": 1,
         "remote_block_ids": [list(range(HELD // BLOCK))],
         "remote_num_tokens": HELD,
-        "prefix_proof": PrefixProof.of(tokens[:HELD], BLOCK).to_wire(),
+        "prefix_proof": PrefixProof.of(tokens[:HELD]).to_wire(),
     }
 
 

@@ -1,0 +1,61 @@
+"""Two reference engines, real NIXL: a proof that is spoilt on its way never gives another prompt's
+KV to a request."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.integration.legs import decode, decode_body, prefill
+from tests.integration.oracle import complete, differences, text_of
+from tests.integration.processes import Launcher, Server, metric, wait_for
+
+HELD = text_of(300, 7)
+
+FETCHED = "disagg_engine_prompt_tokens_fetched_total"
+UNREADABLE = "disagg_engine_kv_proofs_unreadable_total"
+LEASES = "disagg_engine_kv_leases_active"
+
+SPOILT: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "empty": lambda proof: {},
+    "of another version": lambda proof: {**proof, "v": proof["v"] + 1},
+    "cut by a character": lambda proof: {**proof, "h": proof["h"][:-1]},
+    "without hashes": lambda proof: {**proof, "h": ""},
+}
+
+
+def other_than_held(seed: int) -> str:
+    return HELD[:150] + text_of(150, seed)
+
+
+@pytest.fixture(scope="module")
+def pair(launcher: Launcher) -> Iterator[tuple[Server, Server]]:
+    with launcher.engine("proof-p") as prefiller, launcher.engine("proof-d") as decoder:
+        yield prefiller, decoder
+
+
+@pytest.mark.parametrize(("seed", "how"), list(enumerate(SPOILT)))
+def test_a_spoilt_proof_leaves_the_whole_prompt_to_compute(
+    pair: tuple[Server, Server], alone: Server, seed: int, how: str
+) -> None:
+    prefiller, decoder = pair
+    other = other_than_held(seed)
+    fetched, unreadable = metric(decoder, FETCHED), metric(decoder, UNREADABLE)
+    params = prefill(prefiller, HELD)
+    spoilt = SPOILT[how](params["prefix_proof"])
+    turn = decode(decoder, other, {**params, "prefix_proof": spoilt})
+    assert differences([complete(alone, other)], [turn.answer]) == []
+    assert metric(decoder, FETCHED) == fetched
+    assert metric(decoder, UNREADABLE) == unreadable + 1
+    wait_for(lambda: metric(prefiller, LEASES) == 0, "the prefill engine has its blocks back")
+
+
+def test_a_proof_that_got_lost_is_an_error_and_no_byte_moves(pair: tuple[Server, Server]) -> None:
+    prefiller, decoder = pair
+    params = prefill(prefiller, HELD)
+    del params["prefix_proof"]
+    response = decoder.post("/v1/completions", decode_body(other_than_held(99), params))
+    assert response.status_code == 500
+    assert metric(decoder, "disagg_engine_kv_pulls_refused_total") == 1
+    assert metric(decoder, "disagg_engine_kv_bytes_received_total") == 0
+    wait_for(lambda: metric(prefiller, LEASES) == 0, "the prefill engine has its blocks back")
