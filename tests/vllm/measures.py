@@ -49,11 +49,3 @@ def family(pid: int) -> list[int]:
     """The process and all that it started, and they: vLLM is an engine and workers besides."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(each for child in children for each in family(int(child)))]
-
-
-def cpu_seconds(processes: list[int]) -> float:
-    ticks = 0
-    for pid in processes:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / 100

@@ -20,13 +20,14 @@ too, so that our D computes those prompts itself."""
 
 @pytest.fixture(scope="module")
 def servers(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    """Stock, which is also what the right answer is; P; D."""
+    """Stock; P; D; one vLLM without a connector, which is what the right answer is."""
     model = write_hybrid_model(tmp_path_factory.mktemp("hybrid"))
     uncached = "--no-enable-prefix-caching"
     with fleet.servers(
         Kind("hybrid-stock", STOCK, (uncached,), model),
         Kind("hybrid-p", OURS, (*SCHEDULER, uncached), model),
         Kind("hybrid-d", OURS, SCHEDULER, model),
+        Kind("hybrid-alone", None, (uncached,), model),
     ) as servers:
         yield servers
 
@@ -35,14 +36,15 @@ def test_one_token_in_the_middle_of_the_prompt_changes_the_answer(servers: list[
     """Else equal tokens would prove nothing."""
     prompt = tokens_of(400, 1)
     changed = [*prompt[:200], prompt[200] ^ 1, *prompt[201:]]
-    one, other = complete(servers[0], prompt).tokens, complete(servers[0], changed).tokens
+    alone = servers[-1]
+    one, other = complete(alone, prompt).tokens, complete(alone, changed).tokens
     assert one != other
     assert len(set(one)) > 4
 
 
 @pytest.mark.parametrize("pair", ["ours", "our P, stock D", "stock P, our D"])
 def test_prompts_are_those_of_one_vllm_alone(servers: list[Server], pair: str) -> None:
-    stock, ours_p, ours_d = servers
+    stock, ours_p, ours_d, alone = servers
     first = stock if pair.startswith("stock") else ours_p
     second = stock if pair.endswith("stock D") else ours_d
     with nothing_left(first):
@@ -51,11 +53,11 @@ def test_prompts_are_those_of_one_vllm_alone(servers: list[Server], pair: str) -
             params = prefill(first, prompt)
             assert len(params["remote_block_ids"]) == 2, "a list for each group"
             turn = decode(second, prompt, params)
-            assert differences([complete(stock, prompt)], [turn.answer]) == [], length
+            assert differences([complete(alone, prompt)], [turn.answer]) == [], length
 
 
 def test_of_a_window_only_its_blocks_move(servers: list[Server]) -> None:
-    _, prefiller, decoder = servers
+    _, prefiller, decoder, _ = servers
     before = counted(decoder, "blocks_received")
     prompt = tokens_of(1500, 2)
     decode(decoder, prompt, prefill(prefiller, prompt))
@@ -65,11 +67,11 @@ def test_of_a_window_only_its_blocks_move(servers: list[Server]) -> None:
 
 
 def test_a_turn_is_that_of_one_vllm_alone(servers: list[Server]) -> None:
-    stock, prefiller, decoder = servers
+    _, prefiller, decoder, alone = servers
     prompt = tokens_of(300, 3)
     turn = take_turn(prefiller, decoder, prompt)
     longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 4)]
     pulled = counted(prefiller, "pulls_ok")
     again = take_turn(prefiller, decoder, longer, turn.params)
-    assert differences([complete(stock, longer)], [again.answer]) == []
+    assert differences([complete(alone, longer)], [again.answer]) == []
     assert counted(prefiller, "pulls_ok") == pulled + 1
