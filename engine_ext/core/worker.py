@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import (
@@ -36,8 +36,10 @@ AgentFactory = Callable[[Sequence[Region], ConnectorConfig], Agent]
 FAREWELL_SECONDS = 1.0
 
 
-def open_nixl(regions: Sequence[Region], config: ConnectorConfig) -> Agent:
-    return NixlAgent(regions, config.backends, config.num_threads)
+def open_nixl(
+    regions: Sequence[Region], config: ConnectorConfig, stats: ConnectorStats | None = None
+) -> Agent:
+    return NixlAgent(regions, config.backends, config.num_threads, stats)
 
 
 class WorkerConnector:
@@ -51,17 +53,17 @@ class WorkerConnector:
         config: ConnectorConfig,
         geometry: CacheGeometry,
         identity: EngineIdentity,
-        open_agent: AgentFactory = open_nixl,
+        open_agent: AgentFactory | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         refuse_unsupported(geometry, identity)
         self._config = config
         self._geometry = geometry
         self._identity = identity
-        self._open_agent = open_agent
         self._clock = clock
         self._results = Results()
         self._stats = ConnectorStats()
+        self._open_agent = open_agent or partial(open_nixl, stats=self._stats)
         self._inbox: deque[StepMetadata] = deque()
         self._wake = threading.Event()
         self._stop = threading.Event()
@@ -128,7 +130,7 @@ class WorkerConnector:
         return self._staged.arrived(results) if self._staged and results else results
 
     def stats(self) -> ConnectorStats:
-        return replace(self._stats)
+        return self._stats.snapshot()
 
     def shutdown(self) -> None:
         """Tells other engines what they must know, for a second at most, and ends the thread."""

@@ -58,7 +58,7 @@ class Endpoints:
         self._engine = engine
         self._limits = limits
         self._itself = itself
-        self._registry = registry_of(engine)
+        self._registry = registry_of(engine, model.name)
 
     def routes(self) -> list[tuple[str, str, Callable[..., Any]]]:
         return [

@@ -101,6 +101,7 @@ class FakeEngine:
         self.open_until = 0
         self.released: list[tuple[str, str]] = []
         self.aborted: list[str] = []
+        self.counted = ConnectorStats(blocks_received=12, leases_active=2)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
         self.requests.append(request)
@@ -126,7 +127,7 @@ class FakeEngine:
         return (engine_id, request_id) == HELD
 
     def connector_stats(self) -> ConnectorStats:
-        return ConnectorStats(blocks_received=12, leases_active=2)
+        return self.counted
 
 
 def served_model(directory: Path) -> ServedModel:
