@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from engine_ext.base.inspection import Inspection
 from engine_ext.base.types import ConnectorStats, Region
 from engine_ext.reference.core import EngineCore, StepResult
 from engine_ext.reference.inbox import Abort, Call, Command, Inbox, Submit
@@ -97,6 +98,10 @@ class Engine:
 
     def connector_stats(self) -> ConnectorStats:
         return self._connector.worker.stats()
+
+    def inspect(self, asked: str | None = None) -> Inspection | None:
+        """What is held for other engines. Blocks for a second at most; raises TimeoutError."""
+        return self._connector.worker.inspect(asked)
 
     def regions(self) -> list[Region]:
         return self._regions

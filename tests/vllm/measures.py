@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from engine_ext.base.histogram import Bucket
 from tests.integration.oracle import Prompt, tokens_of
 from tests.integration.processes import Server, metric, wait_for
 
@@ -43,6 +44,12 @@ def _uses_at_most(server: Server, used: float) -> bool:
 def counted(server: Server, name: str) -> float:
     """A counter or a gauge of the connector's."""
     return metric(server, rf"disagg_engine_kv_{name}(_total)?\{{.*")
+
+
+def distributed(server: Server, name: str) -> Bucket:
+    """A histogram as one bucket: how many values, and their sum."""
+    times, total = (metric(server, rf"{name}_{part}\{{.*") for part in ("count", "sum"))
+    return Bucket(int(times), total)
 
 
 def family(pid: int) -> list[int]:

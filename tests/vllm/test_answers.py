@@ -1,6 +1,7 @@
 """Our connector on both sides inside unmodified vLLM: right as one vLLM alone."""
 
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,6 +24,7 @@ from tests.vllm.measures import (
     COMPUTED,
     FETCHED,
     counted,
+    distributed,
     family,
     freed,
     prompts,
@@ -47,6 +49,9 @@ def test_what_moved_is_counted_in_vllms_metrics(prefiller: Server, decoder: Serv
     wait_for(lambda: freed(prefiller) and counted(prefiller, "leases_active") == 0, "P is idle")
     received, blocks = counted(decoder, "bytes_received"), counted(decoder, "blocks_received")
     granted, released = counted(prefiller, "leases_granted"), counted(prefiller, "leases_released")
+    reads = distributed(decoder, "vllm:nixl_xfer_time_seconds").times
+    carried = distributed(decoder, "vllm:nixl_bytes_transferred")
+    ages = distributed(prefiller, "disagg_engine_kv_lease_age_at_read_seconds").times
     prompt = tokens_of(100, 5)
     params = prefill(prefiller, prompt)
     assert counted(prefiller, "leases_active") == 1
@@ -58,6 +63,16 @@ def test_what_moved_is_counted_in_vllms_metrics(prefiller: Server, decoder: Serv
     assert counted(prefiller, "leases_granted") - granted == 1
     assert counted(prefiller, "leases_released") - released == 1
     assert counted(decoder, "pulls_failed") == 0
+    assert distributed(decoder, "vllm:nixl_xfer_time_seconds").times - reads == 1
+    times, total = distributed(decoder, "vllm:nixl_bytes_transferred")
+    assert times - carried.times == 1
+    assert total - carried.total == counted(decoder, "bytes_received") - received
+    assert distributed(decoder, "disagg_engine_kv_handshake_seconds").times >= 1
+    age = "disagg_engine_kv_lease_age_at_read_seconds"
+    assert distributed(prefiller, age).times - ages == 1
+    assert metric(decoder, r"vllm:nixl_num_failed_transfers_total\{.*") == 0
+    line = r"request \S+: READ peer=\S+ blocks=4 bytes=\d+ ms=[\d.]+ proven_tokens=100\n"
+    assert re.search(line, decoder.log.read_text())
 
 
 def test_three_streamed_turns_compute_only_what_is_new(
@@ -161,6 +176,31 @@ def release(server: Server, params: dict[str, Any]) -> bool:
     answer = server.post("/disagg/release", {"kv_transfer_params": params})
     assert answer.status_code == 200, answer.text
     return bool(answer.json()["released"])
+
+
+def test_an_engine_shows_its_leases_and_peers_and_nobodys_name(
+    prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    wait_for(lambda: freed(prefiller), "P is idle")
+    prompt = tokens_of(100, 92)
+    params, other = prefill(prefiller, prompt), prefill(prefiller, prompt)
+    said = prefiller.get("/disagg/leases")
+    (rank,) = said.json()["ranks"]
+    assert (rank["dp_rank"], rank["tp_rank"], rank["num_leases"]) == (0, 0, 2)
+    assert [lease["state"] for lease in rank["leases"]] == ["granted"] * 2
+    assert all(0 < lease["seconds_left"] <= 30 for lease in rank["leases"])
+    assert rank["num_quarantined"] == 0
+    name = params["remote_request_id"]
+    assert name not in said.text
+    (asked,) = prefiller.get(f"/disagg/leases?request_id={name}").json()["ranks"]
+    (lease,) = asked["leases"]
+    assert lease["request"] in [one["request"] for one in rank["leases"]]
+    decode(decoder, prompt, params)
+    release(prefiller, other)
+    (rank,) = decoder.get("/disagg/leases").json()["ranks"]
+    peers = {peer["engine_id"]: peer for peer in rank["peers"]}
+    assert not peers[params["remote_engine_id"]]["in_use"]
+    assert alone.get("/disagg/leases").json() == {"ranks": []}
 
 
 def test_kv_that_nobody_will_read_is_released_by_name_and_once(

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import httpx
 import uvicorn
 
+from engine_ext.base.inspection import Inspection
 from engine_ext.base.types import ConnectorStats
 from engine_ext.reference.chat_template import ChatTemplate
 from engine_ext.reference.messages import (
@@ -102,6 +103,7 @@ class FakeEngine:
         self.released: list[tuple[str, str]] = []
         self.aborted: list[str] = []
         self.counted = ConnectorStats(blocks_received=12, leases_active=2)
+        self.inspection: Inspection | None = None
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
         self.requests.append(request)
@@ -125,6 +127,9 @@ class FakeEngine:
     async def release(self, engine_id: str, request_id: str) -> bool:
         self.released.append((engine_id, request_id))
         return (engine_id, request_id) == HELD
+
+    def inspect(self, asked: str | None = None) -> Inspection | None:
+        return self.inspection
 
     def connector_stats(self) -> ConnectorStats:
         return self.counted
