@@ -400,7 +400,9 @@ class ConnectorStats:
 
     def snapshot(self) -> "ConnectorStats":
         taken = replace(self)
-        for each in fields(self):
-            if isinstance(value := getattr(self, each.name), Histogram):
-                setattr(taken, each.name, value.copy())
+        for name in _DISTRIBUTED:
+            setattr(taken, name, getattr(self, name).copy())
         return taken
+
+
+_DISTRIBUTED = tuple(each.name for each in fields(ConnectorStats) if each.type is Histogram)

@@ -77,7 +77,8 @@ def of_worker(stats: ConnectorStats) -> dict[str, float]:
     for each in DISTRIBUTED:
         buckets = getattr(stats, each.field).buckets()
         for (count, total), bucket in zip(BUCKETS[each.field], buckets, strict=True):
-            values[count], values[total] = bucket.times, bucket.total
+            if bucket.times:
+                values[count], values[total] = bucket.times, bucket.total
     return values
 
 
