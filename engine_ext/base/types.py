@@ -7,9 +7,11 @@ nothing but these records: a `StepMetadata` travels scheduler -> worker once per
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from engine_ext.base.histogram import Histogram
 from engine_ext.base.proof import Keys
 
 Clock = Callable[[], float]
@@ -343,9 +345,22 @@ class EngineIdentity:
     """The host's own compatibility hash, where its peers compare that one (vLLM's)."""
 
 
+SHORT_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
+"""Bounds of vLLM 0.32's histograms, and so those of all in a fleet; as are those of bytes and
+descriptors."""
+BYTES = tuple(float(2**power) for power in range(11, 35, 2))
+DESCRIPTORS = tuple(
+    float(number)
+    for number in (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000)
+)
+HANDSHAKE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+LEASE_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 480.0)
+
+
 @dataclass(slots=True)
 class ConnectorStats:
-    """Counters since start, except where a name says `active`. A snapshot, safe to keep."""
+    """Counters since start, except where a name says `active`. The owner thread writes it; others
+    take a `snapshot`."""
 
     bytes_received: int = 0
     blocks_received: int = 0
@@ -378,5 +393,28 @@ class ConnectorStats:
     heartbeats_sent: int = 0
     heartbeats_received: int = 0
     notifications_unknown: int = 0
+    notifications_failed: int = 0
+    """That NIXL refused to send."""
+    confirmations_late: int = 0
+    """Readers that confirmed when the lease had ended: what they read may have been refilled."""
     handshakes_ok: int = 0
     handshakes_failed: int = 0
+    transfer_seconds: Histogram = field(default_factory=partial(Histogram, SHORT_SECONDS))
+    """From post to end, by NIXL's own clock; of each READ and WRITE that ended well, as are the
+    next three."""
+    post_seconds: Histogram = field(default_factory=partial(Histogram, (0.001, *SHORT_SECONDS)))
+    bytes_per_transfer: Histogram = field(default_factory=partial(Histogram, BYTES))
+    descriptors_per_transfer: Histogram = field(default_factory=partial(Histogram, DESCRIPTORS))
+    handshake_seconds: Histogram = field(default_factory=partial(Histogram, HANDSHAKE_SECONDS))
+    """From the first dial to the peer's acceptance, on the dialling side."""
+    lease_age_at_read_seconds: Histogram = field(default_factory=partial(Histogram, LEASE_SECONDS))
+    """From a lease's grant to its last reader's confirmation, on the holding side."""
+
+    def snapshot(self) -> "ConnectorStats":
+        taken = replace(self)
+        for name in _DISTRIBUTED:
+            setattr(taken, name, getattr(self, name).copy())
+        return taken
+
+
+_DISTRIBUTED = tuple(each.name for each in fields(ConnectorStats) if each.type is Histogram)

@@ -11,7 +11,8 @@ forward pass, `wait_for_save` and `get_transfer_results`. With host buffers (`wa
 scheduler half is told by `on_step` of each request in a step, before `build_connector_meta`.
 
 An engine with several tensor ranks has one scheduler half and a worker half per rank: each step's
-metadata goes to all of them, and `results.Aggregate` makes one of what they report.
+metadata goes to all of them, and the host makes one of what they report: an id counts once every
+rank has reported it, as failed if it failed on any.
 """
 
 from collections.abc import Mapping, Sequence

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.inspection import Inspection, first, first_of
 from engine_ext.base.types import (
     CacheGeometry,
     Clock,
@@ -81,6 +82,7 @@ class TransferLoop:
         us = TensorRank(geometry.tp_rank, identity.tp_size)
         sequence = itertools.count(1)
         self._agent = agent
+        self._tp_rank = geometry.tp_rank
         self._identity = identity
         self._results = results
         self._stats = stats
@@ -209,6 +211,23 @@ class TransferLoop:
             + len(self._fences)
         )
 
+    def inspect(self, now: float, asked: str | None = None) -> Inspection:
+        """Leases and quarantine of request `asked` only, if one is named."""
+        quarantined = [
+            *self._pulls.quarantined(now),
+            *self._writer.quarantined(now),
+            *self._registrations.quarantined(now),
+        ]
+        return Inspection(
+            tp_rank=self._tp_rank,
+            leases=first_of(asked, self._leases.seen(now)),
+            num_leases=len(self._leases),
+            quarantined=first_of(asked, quarantined),
+            num_quarantined=len(quarantined),
+            peers=first(self._peers.seen(now)),
+            num_peers=self._peers.num_ready,
+        )
+
     def revoke_all(self, now: float) -> None:
         """The memory goes away: whoever still waits to read it is told."""
         self._holder.revoke_all(now)
@@ -269,6 +288,9 @@ class TransferLoop:
                 pass
             case ReadDone(request_id) if self._registrations.written(request_id, sender):
                 pass
+            case ReadDone() as late:
+                self._stats.confirmations_late += 1
+                self._ignore(late)
             case Heartbeat() as heartbeat:
                 self._holder.heartbeat(sender, heartbeat, now)
             case Hello(metadata):
@@ -292,8 +314,11 @@ class TransferLoop:
             case Withdraw() as withdrawal:
                 self._writer.withdrawn(withdrawal, sender, now)
             case unknown:
-                self._stats.notifications_unknown += 1
-                logger.warning("ignored notification %.200r", unknown)
+                self._ignore(unknown)
+
+    def _ignore(self, notification: Notification) -> None:
+        self._stats.notifications_unknown += 1
+        logger.warning("ignored notification %.200r", notification)
 
     def _renewed(self, sender: str, answer: Renewed, now: float) -> None:
         if self._beats.answered(

@@ -9,9 +9,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple
 
 from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.inspection import Inspection
 from engine_ext.base.types import (
     CacheGeometry,
     Clock,
@@ -34,10 +37,19 @@ logger = logging.getLogger(__name__)
 AgentFactory = Callable[[Sequence[Region], ConnectorConfig], Agent]
 
 FAREWELL_SECONDS = 1.0
+MAX_QUESTIONS = 16
+"""Who asks when more wait for an answer takes the oldest one's place, which times out."""
 
 
-def open_nixl(regions: Sequence[Region], config: ConnectorConfig) -> Agent:
-    return NixlAgent(regions, config.backends, config.num_threads)
+def open_nixl(
+    regions: Sequence[Region], config: ConnectorConfig, stats: ConnectorStats | None = None
+) -> Agent:
+    return NixlAgent(regions, config.backends, config.num_threads, stats)
+
+
+class Question(NamedTuple):
+    asked: str | None
+    answer: "Future[Inspection]"
 
 
 class WorkerConnector:
@@ -51,18 +63,19 @@ class WorkerConnector:
         config: ConnectorConfig,
         geometry: CacheGeometry,
         identity: EngineIdentity,
-        open_agent: AgentFactory = open_nixl,
+        open_agent: AgentFactory | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         refuse_unsupported(geometry, identity)
         self._config = config
         self._geometry = geometry
         self._identity = identity
-        self._open_agent = open_agent
         self._clock = clock
         self._results = Results()
         self._stats = ConnectorStats()
+        self._open_agent = open_agent or partial(open_nixl, stats=self._stats)
         self._inbox: deque[StepMetadata] = deque()
+        self._questions: deque[Question] = deque(maxlen=MAX_QUESTIONS)
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -128,7 +141,18 @@ class WorkerConnector:
         return self._staged.arrived(results) if self._staged and results else results
 
     def stats(self) -> ConnectorStats:
-        return replace(self._stats)
+        return self._stats.snapshot()
+
+    def inspect(self, asked: str | None = None, seconds: float = 1.0) -> Inspection:
+        """What it holds and waits for, as the owner thread sees it between two steps; leases and
+        quarantine of request `asked` only, if one is named. Any thread may ask.
+
+        Raises TimeoutError where the owner thread does not come to it.
+        """
+        question = Question(asked, Future())
+        self._questions.append(question)
+        self._wake.set()
+        return question.answer.result(seconds)
 
     def shutdown(self) -> None:
         """Tells other engines what they must know, for a second at most, and ends the thread."""
@@ -157,7 +181,16 @@ class WorkerConnector:
         now = self._clock()
         while self._inbox:
             loop.apply(self._inbox.popleft(), now)
+        while self._questions:
+            self._answer(loop, self._questions.popleft(), now)
         return loop.step(now)
+
+    @staticmethod
+    def _answer(loop: TransferLoop, question: Question, now: float) -> None:
+        try:
+            question.answer.set_result(loop.inspect(now, question.asked))
+        except Exception as error:
+            question.answer.set_exception(error)
 
     def _say_farewell(self, loop: TransferLoop) -> None:
         deadline = self._clock() + FAREWELL_SECONDS

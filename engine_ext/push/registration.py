@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.inspection import QuarantineSeen
 from engine_ext.base.types import (
     CacheGeometry,
     ConnectorStats,
@@ -173,6 +174,16 @@ class Registrations:
             for waiting in self._waiting.values()
             if waiting.is_reported
         )
+
+    def quarantined(self, now: float) -> Iterator[QuarantineSeen]:
+        for waiting in self._waiting.values():
+            if waiting.is_reported:
+                yield QuarantineSeen(
+                    waiting.request_id,
+                    waiting.address.engine_id,
+                    len(waiting.registration.local_block_ids[0]),
+                    max(0.0, now - waiting.deadline),
+                )
 
     def touches(self, request_id: str) -> bool:
         """P may still write into this request's blocks."""

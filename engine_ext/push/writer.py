@@ -20,9 +20,11 @@ NIXL has ended it, and our blocks are kept as long; an engine that keeps us wait
 for a WRITE is not written to again before that."""
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.inspection import QuarantineSeen
 from engine_ext.base.types import Clock, ConnectorStats, PushOffer
 from engine_ext.layout.plan import Batch, PlanError
 from engine_ext.layout.ranks import RankError, TensorRank
@@ -42,6 +44,7 @@ from engine_ext.transfer.leases import LeaseTable
 from engine_ext.transfer.moving import Moving
 from engine_ext.transfer.peer import PeerError, Peers
 from engine_ext.transfer.readers import Readers
+from engine_ext.transfer.report import log_transfer
 from engine_ext.transfer.results import Results
 from engine_ext.wire.notifications import (
     PushDone,
@@ -63,6 +66,9 @@ class Writing:
     """For the handshake."""
     peer: PeerHandle | None = None
     moving: Moving | None = None
+    began: float = 0.0
+    num_blocks: int = 0
+    num_bytes: int = 0
 
     def is_late(self, now: float) -> bool:
         return self.moving is not None and self.moving.is_late(now)
@@ -118,6 +124,16 @@ class PushWriter:
         """Of WRITEs that should be over."""
         late = [writing.held.offer for writing in self._writing.values() if writing.is_late(now)]
         return sum(max(map(len, offer.block_ids), default=0) for offer in late)
+
+    def quarantined(self, now: float) -> Iterator[QuarantineSeen]:
+        for writing in self._writing.values():
+            if writing.moving is not None and writing.moving.is_late(now):
+                yield QuarantineSeen(
+                    writing.held.offer.request_id,
+                    writing.registered.message.decode_engine_id,
+                    writing.num_blocks,
+                    now - writing.moving.deadline,
+                )
 
     def uses(self, peer: PeerHandle) -> bool:
         """A WRITE to this peer is under way."""
@@ -333,6 +349,7 @@ class PushWriter:
             raise PeerError("an earlier WRITE to this engine has not ended")
         batch = self._plan(peer, writing.held.offer, registered.message)
         done = _done(registered, self._us.size)
+        writing.began = now
         if peer.layout.skips_write or not len(batch.local):
             self._agent.notify(peer.name, done)
             self._succeed(writing)
@@ -340,7 +357,8 @@ class PushWriter:
         begins = self._clock()
         if begins > registered.deadline:
             raise PeerError("it is too late to begin")
-        writing.peer = peer
+        writing.peer, writing.began = peer, begins
+        writing.num_blocks, writing.num_bytes = batch.num_blocks, batch.num_bytes
         transfer = self._agent.start_write(peer, batch.local, batch.remote, done)
         writing.moving = Moving(transfer, begins + self._config.transfer_timeout)
 
@@ -366,10 +384,23 @@ class PushWriter:
     def _succeed(self, writing: Writing) -> None:
         self._stats.pushes_ok += 1
         registered = writing.registered
+        self._log(writing)
         # The WRITE's own notification says so; this is for those who ask again.
         done = PushDone(registered.message.request_id, registered.generation)
         self._outcomes.add(registered.key, done)
         self._end(writing)
+
+    def _log(self, writing: Writing) -> None:
+        message = writing.registered.message
+        log_transfer(
+            "WRITE",
+            writing.held.offer.request_id,
+            message.decode_engine_id,
+            num_blocks=writing.num_blocks,
+            num_bytes=writing.num_bytes,
+            seconds=self._clock() - writing.began,
+            num_proven=0 if message.disagg is None else message.disagg.last_token,
+        )
 
     def _stumble(self, writing: Writing, problem: str) -> None:
         """A fault of ours frees nothing that is still written from."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from engine_ext.base.inspection import Inspection
 from engine_ext.base.types import ConnectorStats, Region
 from engine_ext.reference.core import EngineCore, StepResult
 from engine_ext.reference.inbox import Abort, Call, Command, Inbox, Submit
@@ -99,6 +100,10 @@ class Engine:
     def connector_stats(self) -> ConnectorStats:
         unreadable = self._connector.scheduler.proofs_unreadable
         return replace(self._connector.worker.stats(), proofs_unreadable=unreadable)
+
+    def inspect(self, asked: str | None = None) -> Inspection | None:
+        """What is held for other engines. Blocks for a second at most; raises TimeoutError."""
+        return self._connector.worker.inspect(asked)
 
     def regions(self) -> list[Region]:
         return self._regions

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine_ext.base.config import LoadFailurePolicy
+from engine_ext.base.inspection import Inspection
 from engine_ext.base.types import (
     BlockIds,
     ConnectorStats,
@@ -63,6 +64,8 @@ class WorkerHalf(Protocol):
     def wait_for_save(self, meta: StepMetadata) -> None: ...
     def get_transfer_results(self) -> TransferResults: ...
     def stats(self) -> ConnectorStats: ...
+    def inspect(self, asked: str | None = None) -> Inspection | None:
+        """None without a connector. Raises TimeoutError."""
 
 
 class KVConnector(Protocol):

@@ -84,6 +84,9 @@ class NoWorkerHalf:
     def stats(self) -> ConnectorStats:
         return ConnectorStats()
 
+    def inspect(self, asked: str | None = None) -> None:
+        return None
+
 
 class NoConnector:
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from nixl._api import nixl_agent, nixl_agent_config, nixlBind
 
-from engine_ext.base.types import Region
+from engine_ext.base.types import ConnectorStats, Region
 from engine_ext.layout.plan import Indices, PeerLayout, Rows, strided_descriptors
 
 logger = logging.getLogger(__name__)
@@ -126,9 +126,19 @@ class NixlTransfer:
 
 
 class NixlAgent:
-    """`Agent` over the real library. Raises AgentError when the memory cannot be registered."""
+    """`Agent` over the real library. Raises AgentError when the memory cannot be registered.
 
-    def __init__(self, regions: Sequence[Region], backends: Sequence[str], threads: int) -> None:
+    `stats` learns what NIXL says of each transfer that ended well: times, bytes, descriptors.
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        backends: Sequence[str],
+        threads: int,
+        stats: ConnectorStats | None = None,
+    ) -> None:
+        self._stats = stats or ConnectorStats()
         self._regions = tuple(regions)
         self._mem_type = self._only_mem_type()
         self._prepared: dict[bytes, Any] = {}
@@ -137,7 +147,10 @@ class NixlAgent:
             self._nixl = nixl_agent(
                 str(uuid.uuid4()),
                 nixl_agent_config(
-                    enable_prog_thread=False, num_threads=threads, backends=list(backends)
+                    enable_prog_thread=False,
+                    num_threads=threads,
+                    backends=list(backends),
+                    capture_telemetry=True,
                 ),
             )
         missing = [name for name in backends if name not in self._nixl.backends]
@@ -197,16 +210,22 @@ class NixlAgent:
                 return TransferState.FAILED
         if state == "PROC":
             return TransferState.RUNNING
-        is_well = state == "DONE" and not transfer.has_failed
-        return TransferState.DONE if is_well else TransferState.FAILED
+        if state != "DONE" or transfer.has_failed:
+            return TransferState.FAILED
+        self._record(transfer)
+        return TransferState.DONE
 
     def discard(self, transfer: Transfer) -> None:
         with _errors("release a transfer"):
             self._nixl.release_xfer_handle(transfer.handle)
 
     def notify(self, name: str, message: bytes) -> None:
-        with _errors("send a notification"):
-            self._nixl.send_notif(name, message)
+        try:
+            with _errors("send a notification"):
+                self._nixl.send_notif(name, message)
+        except AgentError:
+            self._stats.notifications_failed += 1
+            raise
 
     def notifications(self) -> list[tuple[str, bytes]]:
         with _errors("read notifications"):
@@ -241,6 +260,17 @@ class NixlAgent:
             logger.warning("could not start a %s: %s", operation, error)
             transfer.has_failed = True
         return transfer
+
+    def _record(self, transfer: Transfer) -> None:
+        try:
+            said = self._nixl.get_xfer_telemetry(transfer.handle)
+        except Exception as error:
+            logger.debug("no telemetry of a transfer: %s", error)
+            return
+        self._stats.transfer_seconds.observe(said.xferDuration / 1e6)
+        self._stats.post_seconds.observe(said.postDuration / 1e6)
+        self._stats.bytes_per_transfer.observe(said.totalBytes)
+        self._stats.descriptors_per_transfer.observe(said.descCount)
 
     def _prepare_local(self, rows: Rows) -> Any:
         """Peers that are alike share ours; kept until the agent is closed."""

@@ -91,6 +91,7 @@ class Holder:
         """What was read until now is right, if the lease still is."""
         valid = self._leases.knows(message.request_id)
         if message.sequence:
+            self._stats.confirmations_late += not valid
             self._readers.answer(sender, ReadAck(message.sequence, valid))
         self.confirm(message.request_id, now, message.readers, sender)
 
@@ -102,7 +103,10 @@ class Holder:
         return True
 
     def confirm(self, request_id: str, now: float, readers: int = 1, reader: str = "") -> None:
+        age = self._leases.age(request_id, now)
         if self._leases.confirm(request_id, now, readers, reader):
+            if age is not None:
+                self._stats.lease_age_at_read_seconds.observe(age)
             self._confirmed(request_id)
 
     def _confirmed(self, request_id: str) -> None:

@@ -29,7 +29,10 @@ horizons, revocation and answers are ours.
 
 import enum
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from engine_ext.base.inspection import LeaseSeen, ReaderSeen
 
 NEVER = float("-inf")
 
@@ -127,6 +130,17 @@ class LeaseTable:
     def is_held(self, request_id: str) -> bool:
         lease = self._leases.get(request_id)
         return lease is not None and lease.state is not LeaseState.EXPECTED
+
+    def age(self, request_id: str, now: float) -> float | None:
+        """Seconds since the grant; None where nothing is held."""
+        return now - self._leases[request_id].granted_at if self.is_held(request_id) else None
+
+    def seen(self, now: float) -> Iterator[LeaseSeen]:
+        for request_id, lease in self._leases.items():
+            readers = tuple(ReaderSeen(name, end - now) for name, end in lease.horizons.items())
+            left = lease.ends_at() - now if self.is_held(request_id) else None
+            age = self.age(request_id, now)
+            yield LeaseSeen(request_id, lease.state.value, age, left, readers)
 
     def readers_of(self, request_id: str) -> list[str]:
         """Those with a horizon, who have not confirmed."""

@@ -6,11 +6,13 @@ own deadline, and those of an engine's ranks run together.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.inspection import PeerSeen
 from engine_ext.base.types import CacheGeometry, ConnectorStats, EngineIdentity, PeerAddress, Region
 from engine_ext.layout.match import match_peer
 from engine_ext.layout.plan import ALONE, PlanError
@@ -36,7 +38,13 @@ class PeerError(Exception):
 @dataclass(slots=True)
 class Connecting:
     client: Handshake
+    started: float
     deadline: float
+
+
+class Ready(NamedTuple):
+    handle: PeerHandle
+    since: float
 
 
 def compatibility_problem(
@@ -76,13 +84,22 @@ class Peers:
         self._stats = stats
         self._is_in_use = is_in_use
         self._dialer = dialer or ZmqDialer()
-        self._ready: dict[PeerRank, PeerHandle] = {}
+        self._ready: dict[PeerRank, Ready] = {}
         self._connecting: dict[PeerRank, Connecting] = {}
         self._failed: dict[PeerRank, str] = {}
 
     @property
     def num_connecting(self) -> int:
         return len(self._connecting)
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._ready)
+
+    def seen(self, now: float) -> Iterator[PeerSeen]:
+        for (address, rank), (handle, since) in self._ready.items():
+            in_use = self._is_in_use(handle)
+            yield PeerSeen(address.engine_id, address.host, address.port, rank, now - since, in_use)
 
     def connect(
         self, address: PeerAddress, now: float, rank: int | None = None
@@ -95,7 +112,7 @@ class Peers:
         """
         peer = PeerRank(address, self._faced(address)[0] if rank is None else rank)
         if (ready := self._ready.get(peer)) is not None:
-            return ready
+            return ready.handle
         if peer in self._failed:
             raise PeerError(self._failed[peer])
         if peer not in self._connecting:
@@ -125,7 +142,7 @@ class Peers:
 
         Ranks that a transfer runs with stay: it will find out itself whether they live.
         """
-        for peer, handle in list(self._ready.items()):
+        for peer, (handle, _) in list(self._ready.items()):
             if peer.address == address and not self._is_in_use(handle):
                 del self._ready[peer]
                 self._undo(peer, handle)
@@ -156,13 +173,14 @@ class Peers:
             client = self._dialer.dial(peer)
         except WireError as error:
             raise PeerError(str(error)) from None
-        self._connecting[peer] = Connecting(client, now + self._config.handshake_timeout)
+        self._connecting[peer] = Connecting(client, now, now + self._config.handshake_timeout)
 
     def _advance(self, peer: PeerRank, connecting: Connecting, now: float) -> None:
         payload = connecting.client.receive()
         if payload is not None:
             self._check(payload)
-            self._accept(peer, decode_metadata(payload))
+            self._accept(peer, decode_metadata(payload), now)
+            self._stats.handshake_seconds.observe(now - connecting.started)
         elif now >= connecting.deadline:
             raise PeerError(f"no handshake within {self._config.handshake_timeout:g} s")
 
@@ -174,11 +192,12 @@ class Peers:
         if problem:
             logger.warning("%s; going on, enforce_handshake_compat is false", problem)
 
-    def _accept(self, peer: PeerRank, metadata: AgentMetadata) -> None:
+    def _accept(self, peer: PeerRank, metadata: AgentMetadata, now: float) -> None:
         expected = peer.address.engine_id
         if metadata.engine_id != expected:
             raise PeerError(f"engine {metadata.engine_id} answers where {expected} was")
-        self._ready[peer] = self._introduce(TensorRank(peer.rank, peer.address.tp_size), metadata)
+        them = TensorRank(peer.rank, peer.address.tp_size)
+        self._ready[peer] = Ready(self._introduce(them, metadata), now)
         self._connecting.pop(peer).client.close()
         self._stats.handshakes_ok += 1
         logger.info("connected to %s", peer)

@@ -26,12 +26,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.inspection import QuarantineSeen
 from engine_ext.base.types import Clock, ConnectorStats, PeerAddress, PullOrder, RemoteSource
 from engine_ext.layout.plan import Batch, PlanError
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
 from engine_ext.transfer.heartbeats import HeartbeatTracker
 from engine_ext.transfer.moving import Moving
 from engine_ext.transfer.peer import PeerError, Peers
+from engine_ext.transfer.report import log_transfer
 from engine_ext.transfer.results import Results
 from engine_ext.wire.notifications import Read, encode_extension, encode_read_done
 
@@ -56,6 +58,7 @@ class Reading:
     peers: list[PeerHandle]
     """Every rank that holds the request, read from or not."""
     parts: list[Part] = field(default_factory=list)
+    began: float = 0.0
     num_blocks: int = 0
     num_bytes: int = 0
     problem: str | None = None
@@ -118,6 +121,16 @@ class Pulls:
     @property
     def num_blocks_quarantined(self) -> int:
         return sum(reading.num_blocks for reading in self._quarantine)
+
+    def quarantined(self, now: float) -> Iterator[QuarantineSeen]:
+        for reading in self._quarantine:
+            deadline = max(part.moving.deadline for part in reading.parts)
+            yield QuarantineSeen(
+                reading.order.request_id,
+                reading.order.source.address.engine_id,
+                reading.num_blocks,
+                max(0.0, now - deadline),
+            )
 
     def uses(self, peer: PeerHandle) -> bool:
         """A READ is under way for which this peer is needed."""
@@ -205,7 +218,7 @@ class Pulls:
         if peers is None:
             self._connecting.append(order)
             return
-        reading = Reading(order, peers)
+        reading = Reading(order, peers, began=now)
         if lacks_proof(order, peers):
             self._stats.pulls_refused += 1
             self._give_up(
@@ -332,8 +345,21 @@ class Pulls:
         self._stats.pulls_ok += 1
         self._stats.blocks_received += reading.num_blocks
         self._stats.bytes_received += reading.num_bytes
+        self._log(reading)
         self._results.received(reading.order.request_id, ok=True)
         self._tell_done(reading)
+
+    def _log(self, reading: Reading) -> None:
+        order = reading.order
+        log_transfer(
+            "READ",
+            order.request_id,
+            order.source.address.engine_id,
+            num_blocks=reading.num_blocks,
+            num_bytes=reading.num_bytes,
+            seconds=self._clock() - reading.began,
+            num_proven=order.last_token if order.is_proven else 0,
+        )
 
     def _give_up(self, reading: Reading, problem: str) -> None:
         self._fail(reading.order, problem)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -30,7 +31,9 @@ from engine_ext.base.config import LoadFailurePolicy
 from engine_ext.base.types import BlockIds, StepMetadata, TransferResults
 from engine_ext.core.scheduler import SchedulerConnector
 from engine_ext.core.worker import WorkerConnector
+from engine_ext.pages import leases
 from engine_ext.vllm import describe
+from engine_ext.vllm.log import speak_as_vllm
 from engine_ext.vllm.news import NewsListener, NewsSender
 from engine_ext.vllm.request import RequestView
 from engine_ext.vllm.stats import (
@@ -90,6 +93,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         require_supported_version()
+        speak_as_vllm()
         describe.refuse_unsupported(vllm_config, kv_cache_config)
         self._config = describe.connector_config(vllm_config)
         self._view = functools.partial(RequestView, names_media=describe.names_media(vllm_config))
@@ -228,6 +232,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(metadata, DisaggMetadata)
         self.worker.start_load_kv(metadata.step)
 
+    def inspect(self, key: bytes, asked: str | None) -> dict[str, Any]:
+        """See engine_ext.pages.leases. Raises TimeoutError."""
+        return leases.rank(self.worker.inspect(asked), key)
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads run beside the engine's steps."""
 
@@ -263,6 +271,20 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         identity = describe.engine_identity(self._vllm_config, self._config, geometry=None)
         geometry = describe.scheduler_geometry(self._vllm_config, self._kv_cache_config)
         return SchedulerConnector(self._config, identity, geometry)
+
+
+def inspect_worker(worker: Any, key: bytes, asked: str | None) -> dict[str, Any] | str:
+    """What a worker process is asked to call; else why it cannot say."""
+    if not has_kv_transfer_group():
+        return "no KV connector"
+    connector = get_kv_transfer_group()
+    if not isinstance(connector, DisaggConnector):
+        return "another KV connector"
+    try:
+        return connector.inspect(key, asked)
+    except Exception as error:
+        logger.exception("KV connector: inspect")
+        return f"no answer: {error!r}"
 
 
 class DisaggPushConnector(DisaggConnector):

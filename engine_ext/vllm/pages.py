@@ -1,9 +1,11 @@
-"""What our plugin adds to vLLM's HTTP server: `GET /disagg/identity` and `POST /disagg/release`.
+"""What our plugin adds to vLLM's HTTP server: `GET /disagg/identity`, `POST /disagg/release` and
+`GET /disagg/leases`.
 
 vLLM's own place for pages, `vllm.endpoint_plugins`, wants to be named in VLLM_PLUGINS, which would
 switch off every plugin that is not; so the hook that calls those plugins is wrapped instead.
 """
 
+import asyncio
 import functools
 import json
 from http import HTTPStatus
@@ -16,18 +18,22 @@ from vllm.entrypoints.launchers import app as launcher
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.v1.engine.core import EngineCore
 
-from engine_ext.pages import identity, release
+from engine_ext.pages import identity, leases, release
 from engine_ext.vllm import describe
-from engine_ext.vllm.connector import DisaggConnector
+from engine_ext.vllm.connector import DisaggConnector, inspect_worker
 
 MARK = "_disagg_pages"
-UTILITY = "disagg_release"
-"""The method of vLLM's engine process that its HTTP server calls."""
+RELEASE = "disagg_release"
+LEASES = "disagg_leases"
+"""Methods of vLLM's engine process that its HTTP server calls."""
+KEY = leases.new_key()
+"""Of this process; the engine's is used."""
 
 
 def install() -> None:
     """Idempotent."""
-    setattr(EngineCore, UTILITY, _release_in_engine)
+    setattr(EngineCore, RELEASE, _release_in_engine)
+    setattr(EngineCore, LEASES, _leases_in_engine)
     if not hasattr(launcher.attach_endpoint_plugins, MARK):
         launcher.attach_endpoint_plugins = _attaching(launcher.attach_endpoint_plugins)
 
@@ -38,6 +44,7 @@ def _attaching(original: Any) -> Any:
         original(app, *args, **kwargs)
         app.add_api_route(identity.PATH, tell_identity, methods=["GET"])
         app.add_api_route(release.PATH, release_kv, methods=["POST"])
+        app.add_api_route(leases.PATH, tell_leases, methods=["GET"])
 
     setattr(attach, MARK, True)
     return attach
@@ -57,8 +64,41 @@ async def release_kv(request: Request) -> JSONResponse:
     except ValueError as error:  # JSON's own included
         return _error(str(error), HTTPStatus.BAD_REQUEST)
     core = request.app.state.engine_client.engine_core
-    answers = await core.call_utility_all_async(UTILITY, *names)
+    answers = await core.call_utility_all_async(RELEASE, *names)
     return JSONResponse({"released": any(answers)})
+
+
+async def tell_leases(request: Request) -> JSONResponse:
+    core = request.app.state.engine_client.engine_core
+    asked = request.query_params.get(leases.ASKED)
+    try:
+        async with asyncio.timeout(leases.ANSWER_SECONDS):
+            answers = await core.call_utility_all_async(LEASES, asked)
+    except TimeoutError:
+        return _error("the engine's step takes too long", HTTPStatus.SERVICE_UNAVAILABLE)
+    ranks = [
+        {**rank, "dp_rank": number} if isinstance(rank, dict) else rank
+        for number, of_engine in enumerate(answers)
+        for rank in of_engine
+    ]
+    problems = [each for each in ranks if isinstance(each, str)]
+    if problems:
+        return _error(problems[0], HTTPStatus.SERVICE_UNAVAILABLE)
+    return JSONResponse(leases.page(ranks))
+
+
+def _leases_in_engine(core: Any, asked: str | None) -> list[dict[str, Any] | str]:
+    """Of each of its workers: dicts, or words where one cannot say.
+
+    No deadline of its own: an answer that nobody waited for would be taken for the next call's. A
+    worker answers within a second, or between two steps.
+    """
+    if not isinstance(getattr(core.scheduler, "connector", None), DisaggConnector):
+        return []
+    found: list[dict[str, Any] | str] = core.model_executor.collective_rpc(
+        inspect_worker, args=(KEY, asked)
+    )
+    return found
 
 
 def _release_in_engine(core: Any, engine_id: str, request_id: str) -> bool:

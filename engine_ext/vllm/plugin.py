@@ -2,7 +2,8 @@
 
 It adds what the HTTP server of vLLM 0.32 cannot say by itself: the request field
 `cache_hit_threshold`, the finish reason `cache_threshold`, `kv_transfer_params` in streams, in a
-chunk of their own before `[DONE]`, and the pages `/disagg/identity` and `/disagg/release`.
+chunk of their own before `[DONE]`, and the pages `/disagg/identity`, `/disagg/release` and
+`/disagg/leases`.
 """
 
 import logging
@@ -19,8 +20,9 @@ def register() -> None:
     except RuntimeError as error:
         logger.warning("%s: no streamed kv_transfer_params, no cache_hit_threshold", error)
         return
-    from engine_ext.vllm import engine_wake, finish_reason, pages, request_field, streams
+    from engine_ext.vllm import engine_wake, finish_reason, log, pages, request_field, streams
 
+    log.speak_as_vllm()
     finish_reason.install()
     request_field.install()
     streams.install()

@@ -43,6 +43,18 @@ def wait_for(
     return value
 
 
+def pause(seconds: float, why: str) -> None:
+    """Where the passing of time itself is what a test is about."""
+    started = time.monotonic()
+    wait_for(lambda: time.monotonic() - started > seconds, why, seconds + 10, poll=0.1)
+
+
+def cpu_seconds(processes: list[int]) -> float:
+    """That all their threads have used, to the nanosecond; /proc/PID/stat counts hundredths."""
+    threads = [thread for pid in processes for thread in Path(f"/proc/{pid}/task").iterdir()]
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+
+
 @dataclass(frozen=True)
 class Server:
     """A process that serves HTTP on `port`."""

@@ -39,6 +39,10 @@ GARBAGE = (
     b"x" * 60_000,
 )
 """Notifications that make no sense."""
+NUM_UNKNOWN = sum(
+    isinstance(wire.decode_notification(message), wire.UnknownMessage) for message in GARBAGE
+)
+"""Those that are no message at all; the others are of requests that nobody knows."""
 
 
 def handshake(params: dict[str, Any]) -> HandshakePayload:

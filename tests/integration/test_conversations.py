@@ -184,7 +184,7 @@ def test_reasoning_that_comes_and_goes_is_answered_right(
     assert 0 < metric(prefiller, COMPUTED) - before < got["usage"]["prompt_tokens"] - 900
 
 
-def test_of_many_takers_at_two_routers_one_pulls_and_all_are_right(
+def test_of_many_takers_at_two_routers_none_pulls_what_another_took_and_all_are_right(
     launcher: Launcher, prefiller: Server, decoder: Server, alone: Server
 ) -> None:
     prompt = tokens_of(1000, 60)

@@ -102,7 +102,7 @@ class Memory:
 @pytest.fixture
 def pair(free_ports: Callable[[int], list[int]]) -> Iterator[tuple[Memory, Memory]]:
     first, second = free_ports(2)
-    prefiller, decoder = Memory("p", first, lease=2), Memory("d", second)
+    prefiller, decoder = Memory("p", first, lease=2), Memory("d", second, lease=2)
     yield prefiller, decoder
     decoder.connector.shutdown()
     prefiller.connector.shutdown()
@@ -138,10 +138,9 @@ def test_a_queued_decoder_keeps_the_lease_and_its_abort_ends_it(
     request = Request("d-1", params, TOKENS)
     decoder.connector.scheduler.on_new_request(request)
     decoder.step()
-    # Beats are 5 s apart by the decoder's configuration; P's lease is 2 s and grows 1 s a beat: one
-    # beat must arrive and move the end.
-    worker = prefiller.connector.worker
-    wait_for(lambda: worker.stats().heartbeats_received)
+    worker, started = prefiller.connector.worker, time.monotonic()
+    wait_for(lambda: time.monotonic() - started > 2 * prefiller.lease)
+    assert worker.stats().leases_active == 1
     assert not worker.get_transfer_results()
     decoder.connector.scheduler.request_finished(request, ((),), FinishStatus.ABORTED)
     decoder.step()

@@ -62,7 +62,7 @@ def test_a_prefiller_leaves_at_its_deadline_and_the_decoder_does_not_hang(
         params = prefill(prefiller, prompt)
         left = leave(prefiller)
         assert prefiller.process.wait(timeout=10) == 0
-        assert time.monotonic() - left < 8
+        assert 1 <= time.monotonic() - left < 5
         assert decoder.post("/v1/completions", decode_body(prompt, params)).status_code == 200
 
 

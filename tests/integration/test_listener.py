@@ -1,13 +1,15 @@
 """The side channel: whatever connects to it, readers get their handshake, and soon."""
 
 import contextlib
-import random
+import os
 import socket
 import statistics
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from engine_ext.wire.client import HandshakeClient
 from engine_ext.wire.handshake import AgentMetadata, decode_metadata, encode_payload, encode_request
 from engine_ext.wire.listener import HandshakeServer
+from tests.integration.abusers import ZMTP_GREETING
 from tests.integration.legs import decode_body, prefill
 from tests.integration.oracle import complete, differences, text_of
 from tests.integration.processes import Launcher, Server, metric, wait_for
@@ -82,9 +85,6 @@ def test_no_frames_and_no_bytes_silence_the_listener(
     peer.close(linger=0)
 
 
-ZMTP_GREETING = b"\xff" + b"\0" * 8 + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" * 32
-
-
 @given(
     greeting=st.integers(0, len(ZMTP_GREETING)),
     rest=st.binary(max_size=100),
@@ -120,54 +120,44 @@ def test_a_thousand_connections_that_say_nothing_do_not_silence_it(
 
 
 def test_a_reader_that_never_reads_answers_costs_bounded_memory_and_nobody_else(
-    listener: HandshakeServer, context: "zmq.Context[Any]"
+    context: "zmq.Context[Any]",
 ) -> None:
+    """All its answers together would be a gigabyte."""
+    payload = encode_payload(METADATA, {"model": "m" * 200_000})
+    listener = HandshakeServer("127.0.0.1", 0, {(0, 0): payload})
     greedy: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     greedy.setsockopt(zmq.RCVHWM, 1)
     greedy.setsockopt(zmq.SNDHWM, 100_000)
     greedy.connect(f"tcp://127.0.0.1:{listener.port}")
-    for _ in range(20_000):
+    before, started = resident_bytes(), time.monotonic()
+    for _ in range(5_000):
         greedy.send_multipart([b"", encode_request((0, 0))])
-    assert answer_seconds(context, listener.port) < 5
+    while time.monotonic() - started < 2:
+        assert answer_seconds(context, listener.port) < 1
+        assert resident_bytes() - before < 100 << 20
     greedy.close(linger=0)
+    listener.close()
 
 
-def test_it_answers_within_fifty_milliseconds_while_eight_clients_abuse_it(
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_half_its_answers_come_within_fifty_milliseconds_while_eight_clients_abuse_it(
     listener: HandshakeServer, context: "zmq.Context[Any]"
 ) -> None:
-    stop = threading.Event()
-    with ThreadPoolExecutor(8) as pool:
-        abusers = [pool.submit(abuse, listener.port, seed, stop) for seed in range(8)]
-        try:
-            times = sorted(answer_seconds(context, listener.port) for _ in range(60))
-        finally:
-            stop.set()
-        assert sum(abuser.result(timeout=30) for abuser in abusers) > 100
-    # The abusers run in this very process; on two cores their Python is most of the wait.
-    assert times[len(times) // 2] < 0.05 * 5
-
-
-def abuse(port: int, seed: int, stop: threading.Event) -> int:
-    """Garbage, half-open connections and floods of questions; returns how often."""
-    rng = random.Random(seed)
-    context: zmq.Context[Any] = zmq.Context()
-    peer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    peer.setsockopt(zmq.SNDHWM, 100)
-    peer.connect(f"tcp://127.0.0.1:{port}")
-    count = 0
-    while not stop.is_set():
-        count += 1
-        with contextlib.suppress(zmq.Again):
-            peer.send_multipart([b"", rng.randbytes(rng.randrange(300))], zmq.NOBLOCK)
-            peer.send_multipart([b"", encode_request((0, 0))], zmq.NOBLOCK)
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection(("127.0.0.1", port), timeout=5) as connection,
-        ):
-            connection.sendall(ZMTP_GREETING[: rng.randrange(64)])
-        stop.wait(0.002)
-    context.destroy(linger=0)
-    return count
+    """The abusers are a process of their own: in this one they would hold the interpreter's lock,
+    which the listener needs, and be measured themselves."""
+    command = [sys.executable, "-m", "tests.integration.abusers", str(listener.port), "8"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as abusers:
+        assert abusers.stdout is not None
+        assert abusers.stdout.readline() == "at it\n"
+        times = [answer_seconds(context, listener.port) for _ in range(60)]
+        counted, _ = abusers.communicate("enough\n", timeout=30)
+    assert int(counted) > 500
+    assert statistics.median(times) < 0.05
 
 
 @contextlib.contextmanager

@@ -1,8 +1,12 @@
-"""What the reference engine tells routers, and what they may tell it, besides requests."""
+"""What the reference engine tells routers and people, and what it may be told, besides requests."""
 
-from tests.integration.legs import coordinates_in, prefill
+import re
+
+import pytest
+
+from tests.integration.legs import coordinates_in, decode, prefill
 from tests.integration.oracle import text_of
-from tests.integration.processes import Launcher, metric, wait_for
+from tests.integration.processes import CONNECTORS, Launcher, metric, wait_for
 
 LEASES = "disagg_engine_kv_leases_active"
 
@@ -22,3 +26,42 @@ def test_an_engine_says_who_it_is_and_gives_up_kv_by_name(launcher: Launcher) ->
             answers.append(answer.json())
             wait_for(lambda: metric(engine, LEASES) == 0, "the blocks are given up", 5)
         assert answers == [{"released": True}, {"released": False}]
+
+
+LINE = re.compile(
+    r"request \S+: (READ|WRITE) peer=(\S+) blocks=4 bytes=(\d+) ms=\d+\.\d proven_tokens=100\n"
+)
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_transfer_is_seen_on_the_leases_page_in_the_metrics_and_as_one_line_in_the_log(
+    launcher: Launcher, mode: str
+) -> None:
+    connector = CONNECTORS[mode]
+    with (
+        launcher.engine("prefill", connector=connector) as prefiller,
+        launcher.engine("decode", connector=connector) as decoder,
+    ):
+        prompt = text_of(100, 2)
+        params = prefill(prefiller, prompt)
+        said = prefiller.get("/disagg/leases")
+        (rank,) = said.json()["ranks"]
+        (lease,) = rank["leases"]
+        assert (lease["state"], rank["num_leases"]) == ("granted", 1)
+        assert 0 < lease["seconds_left"] <= 30
+        assert params["remote_request_id"] not in said.text
+        path = f"/disagg/leases?request_id={params['remote_request_id']}"
+        assert prefiller.get(path).json()["ranks"][0]["leases"][0]["request"] == lease["request"]
+        assert prefiller.get(f"{path}x").json()["ranks"][0]["leases"] == []
+        decode(decoder, prompt, params)
+        wait_for(lambda: metric(prefiller, LEASES) == 0, "the lease has ended", 5)
+        assert prefiller.get("/disagg/leases").json()["ranks"][0]["leases"] == []
+        mover, other = (decoder, prefiller) if mode == "pull" else (prefiller, decoder)
+        (peer,) = mover.get("/disagg/leases").json()["ranks"][0]["peers"]
+        ((what, engine_id, num_bytes),) = LINE.findall(mover.log.read_text())
+        assert engine_id == peer["engine_id"]
+        assert what == ("READ" if mode == "pull" else "WRITE")
+        assert metric(mover, r"vllm:nixl_bytes_transferred_sum\{.*") == int(num_bytes)
+        assert metric(mover, r"vllm:nixl_xfer_time_seconds_count\{.*") == 1
+        assert metric(mover, "disagg_engine_kv_handshake_seconds_count") == 1
+        assert not LINE.search(other.log.read_text())

@@ -4,7 +4,8 @@ An engine is one scheduler half and a worker half per tensor rank, each over mem
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,13 +22,40 @@ from engine_ext.base.types import (
 )
 from engine_ext.core.scheduler import SchedulerConnector
 from engine_ext.core.worker import WorkerConnector
-from engine_ext.transfer.results import Aggregate
 from tests.unit.engine_ext.core.fakes import Request
 from tests.unit.engine_ext.layout.cache_model import Model, RankCache
 
 TOKENS = 100
 MODEL = Model(layers=2, heads=4, head_bytes=64)
 FACTORS = {"model": "m"}
+
+
+class Aggregate:
+    """What a host makes of its ranks' results: an id is reported once every rank has reported it,
+    as failed if it failed on any."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._sent: Counter[str] = Counter()
+        self._received: Counter[str] = Counter()
+        self._failed: set[str] = set()
+
+    def aggregate(self, by_rank: Sequence[TransferResults]) -> TransferResults:
+        """`by_rank`: what each rank reported since the last call."""
+        for results in by_rank:
+            self._sent.update(results.finished_sending)
+            self._received.update(results.finished_recving)
+            self._failed |= results.failed_recving
+        received = self._take(self._received)
+        failed = received & self._failed
+        self._failed -= failed
+        return TransferResults(self._take(self._sent), received, failed)
+
+    def _take(self, counts: Counter[str]) -> frozenset[str]:
+        complete = frozenset(name for name, count in counts.items() if count >= self._num_ranks)
+        for name in complete:
+            del counts[name]
+        return complete
 
 
 @dataclass

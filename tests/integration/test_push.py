@@ -22,6 +22,7 @@ from tests.integration.processes import Launcher, Server, metric, post_and_leave
 
 PUSH = "DisaggPushConnector"
 PUSHED = "disagg_engine_kv_pushes_ok_total"
+FETCHED = "disagg_engine_prompt_tokens_fetched_total"
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +127,10 @@ def test_only_what_the_decoder_lacks_is_written(
         prompt = text_of(300, 220)
         both_legs(prefiller, decoder, coordinates, prompt)
         longer = prompt + text_of(50, 221)
+        written = metric(decoder, FETCHED)
         answer = both_legs(prefiller, decoder, coordinates, longer)
         assert differences([complete(alone, longer)], [answer]) == []
+        assert metric(decoder, FETCHED) - written == 350 - 9 * 32
         again = both_legs(prefiller, decoder, coordinates, longer)
         assert differences([complete(alone, longer)], [again]) == []
         wait_for(lambda: released(prefiller, but=1), "P's blocks are freed, read or not")

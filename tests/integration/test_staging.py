@@ -72,8 +72,10 @@ def test_what_the_prefillers_cache_held_is_saved_too(
     """Computed for a request that nobody was to read from."""
     prompt = text_of(320, 900)
     complete(prefiller, prompt)
+    cached = metric(prefiller, "disagg_engine_prompt_tokens_cached_total")
     answer = both_legs(prefiller, decoder, prompt + " and more", mode)
     assert differences([complete(alone, prompt + " and more")], [answer]) == []
+    assert metric(prefiller, "disagg_engine_prompt_tokens_cached_total") - cached >= 320
 
 
 def test_turns_come_back_and_are_handed_on(

@@ -9,6 +9,8 @@ from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wait_for
 
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
+UNCACHED = "--no-enable-prefix-caching"
+"""Of a prefill engine, which would find the last turn in its own cache and pull nothing."""
 
 
 def freed(server: Server) -> bool:
@@ -52,11 +54,14 @@ def test_another_history_than_the_one_held_is_answered_right(
 def test_a_turns_params_are_used_once(prefiller: Server, decoder: Server, alone: Server) -> None:
     prompt = tokens_of(400, 30)
     turn = take_turn(prefiller, decoder, prompt)
+    assert turn.params is not None
     longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 31)]
     right = complete(alone, longer)
-    for _ in range(2):
+    for reused in (turn.params["remote_num_tokens"], 0):
+        before = metric(prefiller, COMPUTED)
         again = take_turn(prefiller, decoder, longer, turn.params)
         assert differences([right], [again.answer]) == []
+        assert metric(prefiller, COMPUTED) - before == len(longer) - reused
 
 
 def test_a_turn_that_was_not_asked_for_is_not_kept(prefiller: Server, decoder: Server) -> None:
@@ -69,7 +74,7 @@ def test_a_turn_that_was_not_asked_for_is_not_kept(prefiller: Server, decoder: S
 def test_a_turn_that_waited_too_long_is_computed(launcher: Launcher, alone: Server) -> None:
     extra = {**BOTH_WAYS, "decoder_kv_blocks_ttl": 1}
     with (
-        launcher.engine("prefill", extra=BOTH_WAYS) as prefiller,
+        launcher.engine("prefill", UNCACHED, extra=BOTH_WAYS) as prefiller,
         launcher.engine("decode", extra=extra) as decoder,
     ):
         prompt = tokens_of(300, 50)
@@ -80,12 +85,13 @@ def test_a_turn_that_waited_too_long_is_computed(launcher: Launcher, alone: Serv
         for params in (turn.params, {**turn.params, "retained_until": time.time() + 100}):
             again = take_turn(prefiller, decoder, longer, params)
             assert differences([complete(alone, longer)], [again.answer]) == []
+        assert metric(prefiller, "disagg_engine_prompt_tokens_fetched_total") == 0
 
 
 def test_a_decoder_that_died_costs_the_next_turn_only_time(
     launcher: Launcher, decoder: Server, alone: Server
 ) -> None:
-    with launcher.engine("prefill", extra=BOTH_WAYS) as prefiller:
+    with launcher.engine("prefill", UNCACHED, extra=BOTH_WAYS) as prefiller:
         prompt = tokens_of(300, 60)
         with launcher.engine("dying", extra=BOTH_WAYS) as dying:
             turn = take_turn(prefiller, dying, prompt)
@@ -94,6 +100,7 @@ def test_a_decoder_that_died_costs_the_next_turn_only_time(
         started = time.monotonic()
         again = take_turn(prefiller, decoder, longer, turn.params)
         assert time.monotonic() - started < 15
+        assert metric(prefiller, "disagg_engine_kv_pulls_failed_total") == 1
         assert differences([complete(alone, longer)], [again.answer]) == []
 
 
@@ -101,13 +108,14 @@ def test_a_prefiller_without_the_flag_computes_and_frees_the_decoder(
     launcher: Launcher, alone: Server
 ) -> None:
     with (
-        launcher.engine("prefill") as prefiller,
+        launcher.engine("prefill", UNCACHED) as prefiller,
         launcher.engine("decode", extra=BOTH_WAYS) as decoder,
     ):
         prompt = tokens_of(300, 70)
         turn = take_turn(prefiller, decoder, prompt)
         longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 71)]
         params = prefill(prefiller, longer, turn.params)
+        assert metric(prefiller, "disagg_engine_prompt_tokens_fetched_total") == 0
         wait_for(lambda: freed(decoder), "D's blocks are freed", 5)
         again = decode(decoder, longer, params)
         assert differences([complete(alone, longer)], [again.answer]) == []
@@ -118,7 +126,7 @@ def test_waiting_turns_leave_room_for_new_requests_and_turn_up_as_gone(
 ) -> None:
     extra = {**BOTH_WAYS, "retained_blocks_share": 0.5}
     with (
-        launcher.engine("prefill", extra=BOTH_WAYS) as prefiller,
+        launcher.engine("prefill", UNCACHED, extra=BOTH_WAYS) as prefiller,
         launcher.engine("decode", "--num-blocks", "65", extra=extra) as decoder,
     ):
         prompts = [tokens_of(300, 80 + number) for number in range(8)]
@@ -130,3 +138,4 @@ def test_waiting_turns_leave_room_for_new_requests_and_turn_up_as_gone(
             longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 90)]
             again = decode(decoder, longer, prefill(prefiller, longer, turn.params))
             assert differences([complete(alone, longer)], [again.answer]) == []
+        assert metric(prefiller, "disagg_engine_kv_pulls_failed_total") >= 4

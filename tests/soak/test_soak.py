@@ -186,6 +186,7 @@ async def test_a_thousand_requests_with_aborts_delays_and_kills_leave_no_block(
         assert soak.wrong == []
         assert soak.num_done == REQUESTS
         assert soak.outcomes["hung"] == 0
+        assert soak.outcomes["the client left"] > 0
         assert soak.outcomes["200"] > 0.6 * REQUESTS
         for server in fleet.servers.values():
             await asyncio.to_thread(every_block_is_free, server)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from engine_ext.base.histogram import Bucket
 from tests.integration.oracle import Prompt, tokens_of
 from tests.integration.processes import Server, metric, wait_for
 
@@ -45,15 +46,13 @@ def counted(server: Server, name: str) -> float:
     return metric(server, rf"disagg_engine_kv_{name}(_total)?\{{.*")
 
 
+def distributed(server: Server, name: str) -> Bucket:
+    """A histogram as one bucket: how many values, and their sum."""
+    times, total = (metric(server, rf"{name}_{part}\{{.*") for part in ("count", "sum"))
+    return Bucket(int(times), total)
+
+
 def family(pid: int) -> list[int]:
     """The process and all that it started, and they: vLLM is an engine and workers besides."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(each for child in children for each in family(int(child)))]
-
-
-def cpu_seconds(processes: list[int]) -> float:
-    ticks = 0
-    for pid in processes:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / 100

@@ -9,8 +9,8 @@ import pytest
 
 from tests.integration.legs import coordinates_in, decode, decode_body, prefill, prefill_body
 from tests.integration.oracle import Answer, Prompt, complete, differences, tokens_of
-from tests.integration.processes import Server
-from tests.vllm.measures import prompts
+from tests.integration.processes import Server, wait_for
+from tests.vllm.measures import counted, prompts
 from tests.vllm.servers import PUSH, SCHEDULER, Fleet, Kind
 
 
@@ -42,8 +42,10 @@ def test_pushed_prompts_are_those_of_one_vllm_alone(pair: list[Server], alone: S
             assert p_leg.result(timeout=60).status_code == 200
             return d_leg.result(timeout=60).answer
 
+    pushed = counted(prefiller, "pushes_ok")
     with ThreadPoolExecutor(3) as pool:
         got = list(pool.map(ask, prompts()))
+    wait_for(lambda: counted(prefiller, "pushes_ok") - pushed == len(got), "all of it was pushed")
     assert differences([complete(alone, prompt) for prompt in prompts()], got) == []
 
 

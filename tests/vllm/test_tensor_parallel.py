@@ -7,7 +7,7 @@ import pytest
 from tests.integration.legs import decode, prefill
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, metric
-from tests.vllm.measures import FETCHED, nothing_left
+from tests.vllm.measures import FETCHED, counted, distributed, nothing_left
 from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
 
 LENGTHS = (1, 32, 33, 100, 257, 700, 1500)
@@ -26,6 +26,8 @@ def test_prompts_are_those_of_one_vllm_alone(
 ) -> None:
     first, second = (two_ranks, decoder) if order == "2 to 1" else (prefiller, two_ranks)
     before = metric(second, FETCHED)
+    reads = distributed(second, "vllm:nixl_bytes_transferred")
+    received = counted(second, "bytes_received")
     with nothing_left(first):
         for length in LENGTHS:
             prompt = tokens_of(length, 5000 + length + 2000 * (order == "2 to 1"))
@@ -34,3 +36,7 @@ def test_prompts_are_those_of_one_vllm_alone(
             turn = decode(second, prompt, params)
             assert differences([complete(alone, prompt)], [turn.answer]) == [], length
     assert metric(second, FETCHED) - before == sum(LENGTHS) - 1
+    # One READ from each rank, or by each rank.
+    times, total = distributed(second, "vllm:nixl_bytes_transferred")
+    assert times - reads.times == 2 * len(LENGTHS)
+    assert total - reads.total == counted(second, "bytes_received") - received

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.legs import PREFILL, prefill_body
+from tests.integration.legs import prefill_body
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric
 from tests.vllm.measures import COMPUTED
@@ -48,7 +48,9 @@ def test_prefill_legs_are_not_measured_by_the_threshold(decoder: Server) -> None
     body = {**prefill_body(tokens_of(100, 80)), "cache_hit_threshold": 1}
     response = decoder.post("/v1/completions", body)
     assert response.json()["choices"][0]["finish_reason"] == "length"
-    assert PREFILL["do_remote_decode"]
+    assert response.json()["kv_transfer_params"]["remote_num_tokens"] == 100
+    del body["kv_transfer_params"]
+    assert finish_reason(decoder, "/v1/completions", body | {"stream": False}) == "cache_threshold"
 
 
 def test_a_prompt_that_the_decoder_refuses_is_prefilled_and_the_next_time_it_answers_alone(

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from engine_ext.pages import identity, release
+from engine_ext.pages import identity, leases, release
 from engine_ext.reference.server import answer, generation, tokenization
 from engine_ext.reference.server.body import json_object, read_body
 from engine_ext.reference.server.dialect import ChatDialect, CompletionDialect, Dialect
@@ -58,7 +58,8 @@ class Endpoints:
         self._engine = engine
         self._limits = limits
         self._itself = itself
-        self._registry = registry_of(engine)
+        self._registry = registry_of(engine, model.name)
+        self._key = leases.new_key()
 
     def routes(self) -> list[tuple[str, str, Callable[..., Any]]]:
         return [
@@ -74,6 +75,7 @@ class Endpoints:
             ("GET", "/metrics", self.metrics),
             ("GET", identity.PATH, self.identity),
             ("POST", release.PATH, self.release),
+            ("GET", leases.PATH, self.leases),
         ]
 
     async def completions(self, request: Request) -> Response:
@@ -125,6 +127,14 @@ class Endpoints:
         except ValueError as error:
             raise BadRequestError(str(error)) from None
         return _json({"released": await self._engine.release(*names)})
+
+    async def leases(self, request: Request) -> Response:
+        asked = request.query_params.get(leases.ASKED)
+        try:
+            seen = await asyncio.to_thread(self._engine.inspect, asked)
+        except TimeoutError:
+            raise UnavailableError("the connector's thread does not answer") from None
+        return _json(leases.page([leases.rank(seen, self._key)] if seen else []))
 
     async def _generate(
         self, request: Request, prepare: Prepare, dialect_of: type[Dialect]

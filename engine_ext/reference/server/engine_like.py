@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
+from engine_ext.base.inspection import Inspection
 from engine_ext.base.types import ConnectorStats
 from engine_ext.reference.messages import EngineStats, GenerateRequest, RequestOutput
 
@@ -26,3 +27,6 @@ class EngineLike(Protocol):
 
     def stats(self) -> EngineStats: ...
     def connector_stats(self) -> ConnectorStats: ...
+    def inspect(self, asked: str | None = None) -> Inspection | None:
+        """What is held for other engines, of one request or of all; None without a connector.
+        Blocks for a second at most; raises TimeoutError."""

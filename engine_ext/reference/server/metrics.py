@@ -1,13 +1,21 @@
 """`/metrics`: what the engine and its connector count, read at the moment of the scrape."""
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
+from engine_ext.base.histogram import Histogram
 from engine_ext.base.types import ConnectorStats
-from engine_ext.pages.counted import COUNTED
+from engine_ext.pages.counted import COUNTED, DISTRIBUTED, STOCK, Distributed
 from engine_ext.reference.messages import EngineStats
 from engine_ext.reference.server.engine_like import EngineLike
 
@@ -31,18 +39,25 @@ _COUNTERS = (
 )
 
 
+STOCK_LABELS = ("model_name", "engine")
+"""vLLM's: its dashboards choose by them."""
+
+
 class EngineCollector(Collector):
-    def __init__(self, engine: EngineLike) -> None:
+    def __init__(self, engine: EngineLike, model_name: str) -> None:
         self._engine = engine
+        self._labels = (model_name, "0")
 
     def collect(self) -> Iterable[Metric]:
+        stats = self._engine.connector_stats()
         yield from _engine_metrics(self._engine.stats())
-        yield from _connector_metrics(self._engine.connector_stats())
+        yield from _connector_metrics(stats)
+        yield from _stock_metrics(stats, self._labels)
 
 
-def registry_of(engine: EngineLike) -> CollectorRegistry:
+def registry_of(engine: EngineLike, model_name: str) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(EngineCollector(engine))
+    registry.register(EngineCollector(engine, model_name))
     return registry
 
 
@@ -67,3 +82,32 @@ def _connector_metrics(stats: ConnectorStats) -> Iterator[Metric]:
     for each in COUNTED:
         family = GaugeMetricFamily if each.is_gauge else CounterMetricFamily
         yield family(each.name, each.text, value=getattr(stats, each.field))
+    for one in DISTRIBUTED:
+        if not _is_stock(one):
+            yield _histogram(one, getattr(stats, one.field), (), ())
+
+
+def _stock_metrics(stats: ConnectorStats, labels: tuple[str, ...]) -> Iterator[Metric]:
+    for each in STOCK:
+        family = CounterMetricFamily(each.name, each.text, labels=STOCK_LABELS)
+        family.add_metric(labels, sum(getattr(stats, field) for field in each.fields))
+        yield family
+    for one in DISTRIBUTED:
+        if _is_stock(one):
+            yield _histogram(one, getattr(stats, one.field), STOCK_LABELS, labels)
+
+
+def _is_stock(one: Distributed) -> bool:
+    return one.name.startswith("vllm:")
+
+
+def _histogram(
+    one: Distributed, values: Histogram, names: tuple[str, ...], labels: tuple[str, ...]
+) -> Metric:
+    buckets = values.buckets()
+    counts = accumulate(bucket.times for bucket in buckets)
+    bounds = map(floatToGoString, (*values.bounds, float("inf")))
+    family = HistogramMetricFamily(one.name, one.text, labels=names)
+    total = sum(bucket.total for bucket in buckets)
+    family.add_metric(labels, list(zip(bounds, counts, strict=True)), total)
+    return family

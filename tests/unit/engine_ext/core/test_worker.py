@@ -232,7 +232,7 @@ def test_an_overdue_read_is_reported_and_its_blocks_are_fenced_until_nixl_has_en
     transfer.state = TransferState.DONE
     harness.step()
     assert harness.results.take() == TransferResults(finished_sending=frozenset({"d-1"}))
-    assert transfer.released
+    assert replace(transfer).released
     assert (quarantined(harness), harness.loop.num_open) == (0, 0)
 
 

@@ -145,7 +145,8 @@ def test_a_message_of_the_extension_survives_the_wire(message: wire.ExtensionMes
 
 @given(st.binary())
 def test_garbage_behind_the_extensions_prefix_is_an_unknown_message(message: bytes) -> None:
-    wire.decode_notification(wire.EXTENSION_PREFIX + message)
+    decoded = wire.decode_notification(wire.EXTENSION_PREFIX + message)
+    assert decoded == UnknownMessage(wire.EXTENSION_PREFIX + message)
 
 
 @pytest.fixture

@@ -241,6 +241,9 @@ class FakeWorker:
     def stats(self) -> ConnectorStats:
         return ConnectorStats()
 
+    def inspect(self, asked: str | None = None) -> None:
+        return None
+
     def report(
         self, *, sent: Iterable[str] = (), received: Iterable[str] = (), failed: Iterable[str] = ()
     ) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import httpx
 import uvicorn
 
+from engine_ext.base.inspection import Inspection
 from engine_ext.base.types import ConnectorStats
 from engine_ext.reference.chat_template import ChatTemplate
 from engine_ext.reference.messages import (
@@ -101,6 +102,8 @@ class FakeEngine:
         self.open_until = 0
         self.released: list[tuple[str, str]] = []
         self.aborted: list[str] = []
+        self.counted = ConnectorStats(blocks_received=12, leases_active=2)
+        self.inspection: Inspection | None = None
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
         self.requests.append(request)
@@ -125,8 +128,11 @@ class FakeEngine:
         self.released.append((engine_id, request_id))
         return (engine_id, request_id) == HELD
 
+    def inspect(self, asked: str | None = None) -> Inspection | None:
+        return self.inspection
+
     def connector_stats(self) -> ConnectorStats:
-        return ConnectorStats(blocks_received=12, leases_active=2)
+        return self.counted
 
 
 def served_model(directory: Path) -> ServedModel:

@@ -41,7 +41,7 @@ async def test_metrics_show_what_engine_and_connector_count(real_server: Running
         for family in text_string_to_metric_families(response.text)
         for sample in family.samples
     }
-    assert all(name.startswith("disagg_engine_") for name, *_ in samples)
+    assert all(name.startswith(("disagg_engine_", "vllm:nixl_")) for name, *_ in samples)
     for name, value in {
         "requests_running": 1,
         "requests_waiting": 2,
