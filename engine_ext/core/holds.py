@@ -70,13 +70,20 @@ class Holds:
         return request_id in self._expected
 
     def finish(self, request: EngineRequest, block_ids: BlockIds, has_kv: bool) -> FinishDecision:
-        match self._expected.pop(request.request_id, None):
-            case ForReader(transfer_id) if has_kv:
-                return self._lease(request, block_ids, transfer_id)
-            case ForReader(transfer_id):
-                self._orders.cancels.append(LeaseCancel(request.request_id, transfer_id))
-            case ForNextTurn() if has_kv:
-                return self._retain(request, block_ids)
+        decision = self._finish(request, block_ids, has_kv)
+        self._expected.pop(request.request_id, None)
+        return decision
+
+    def fail(self, request_id: str) -> FinishDecision:
+        """`finish` raised, so nobody hears where the KV is: what is held by then ends at once."""
+        expected = self._expected.pop(request_id, None)
+        if any(grant.request_id == request_id for grant in self._orders.grants):
+            self._held.add(request_id)
+            self._orders.revokes.append(request_id)
+            return FinishDecision(True, None)
+        self.reported(request_id)
+        if isinstance(expected, ForReader):
+            self._orders.cancels.append(LeaseCancel(request_id, expected.transfer_id))
         return NOT_KEPT
 
     def revoke(self, request_id: str) -> bool:
@@ -94,6 +101,16 @@ class Holds:
         """The worker half holds it no more: the host frees its blocks."""
         self._held.discard(request_id)
         self._turns.remove(request_id)
+
+    def _finish(self, request: EngineRequest, block_ids: BlockIds, has_kv: bool) -> FinishDecision:
+        match self._expected.get(request.request_id):
+            case ForReader(transfer_id) if has_kv:
+                return self._lease(request, block_ids, transfer_id)
+            case ForReader(transfer_id):
+                self._orders.cancels.append(LeaseCancel(request.request_id, transfer_id))
+            case ForNextTurn() if has_kv:
+                return self._retain(request, block_ids)
+        return NOT_KEPT
 
     def _lease(
         self, request: EngineRequest, block_ids: BlockIds, transfer_id: str | None

@@ -108,6 +108,11 @@ class SchedulerConnector:
     ) -> None:
         self._loads.allocated(request, block_ids, num_external_tokens)
 
+    def fail_load(self, request_id: str) -> None:
+        """`update_state_after_alloc` raised, and the host waits for a load all the same: it gets
+        its report."""
+        self._loads.fail(request_id)
+
     @property
     def wants_steps(self) -> bool:
         """Whether `on_step` has anything to do."""
@@ -168,4 +173,14 @@ class SchedulerConnector:
             self._saves.forget(request.request_id)
         has_kv = status.leaves_kv and request.num_computed_tokens > 0 and not is_fenced
         decision = self._holds.finish(request, block_ids, has_kv)
+        return decision._replace(delay_free=True) if is_fenced else decision
+
+    def fail_finish(self, request_id: str) -> FinishDecision:
+        """`request_finished` raised: what it may have done is made consistent."""
+        try:
+            self._loads.finish(request_id)
+        except Exception:
+            logger.exception("request %s", request_id)
+        decision = self._holds.fail(request_id)
+        is_fenced = self._loads.is_fenced(request_id)
         return decision._replace(delay_free=True) if is_fenced else decision
