@@ -52,6 +52,7 @@ class Holds:
         self._block_size = geometry.block_size
         self._expected: dict[str, ForReader | ForNextTurn] = {}
         self._held: set[str] = set()
+        self._keeps_turns = True
         self._turns = RetainedTurns(int(config.retain_share * geometry.num_blocks))
 
     @property
@@ -93,9 +94,13 @@ class Holds:
         self._orders.revokes.append(request_id)
         return True
 
-    def revoke_turns(self) -> None:
+    def stop_keeping_turns(self) -> None:
         """No turn waits any more. Leases run on, for their readers."""
+        self._keeps_turns = False
         self._orders.revokes += self._turns.clear()
+
+    def keep_turns(self) -> None:
+        self._keeps_turns = True
 
     def reported(self, request_id: str) -> None:
         """The worker half holds it no more: the host frees its blocks."""
@@ -127,7 +132,7 @@ class Holds:
 
     def _retain(self, request: EngineRequest, block_ids: BlockIds) -> FinishDecision:
         num_blocks = -(-request.num_computed_tokens // self._block_size)
-        if not self._turns.fits(num_blocks):
+        if not (self._keeps_turns and self._turns.fits(num_blocks)):
             return NOT_KEPT
         seconds = self._config.retain_seconds
         self._held.add(request.request_id)

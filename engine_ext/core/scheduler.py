@@ -131,8 +131,13 @@ class SchedulerConnector:
         return self._loads.failure_policy(request.request_id)
 
     def drain(self) -> None:
-        """The engine leaves: turns wait for nobody any more. Leases run on, for their readers."""
-        self._holds.revoke_turns()
+        """The engine leaves or pauses: turns wait for nobody any more, and none is kept. Leases run
+        on, for their readers."""
+        self._holds.stop_keeping_turns()
+
+    def resume(self) -> None:
+        """The engine goes on: turns are kept again."""
+        self._holds.keep_turns()
 
     def release(self, engine_id: str, request_id: str) -> bool:
         """Nobody will read this request's KV. True: it was held. A reader who comes all the same

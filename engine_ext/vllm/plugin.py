@@ -19,10 +19,10 @@ def register() -> None:
     except RuntimeError as error:
         logger.warning("%s: no streamed kv_transfer_params, no cache_hit_threshold", error)
         return
-    from engine_ext.vllm import engine_wake, finish_reason, pages, request_field, streams
+    from engine_ext.vllm import pages
+    from engine_ext.vllm.compat import finish_reason, request_field, streams
 
     finish_reason.install()
     request_field.install()
     streams.install()
-    engine_wake.install()
     pages.install()
