@@ -95,6 +95,8 @@ class Rank:
             self.half._results.received(name, ok=False)
         for name in meta.revokes:
             self.read(name)
+        for name in meta.fences:
+            self.half._results.sent(name)
 
 
 @dataclass
