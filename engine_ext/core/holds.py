@@ -39,6 +39,9 @@ class ForReader:
 class ForNextTurn:
     """Our answer's KV is kept for the conversation's next turn."""
 
+    is_firm: bool
+    """Its reader may be a stock engine, which nobody can tell that it is gone."""
+
 
 class Holds:
     """One per engine. Writes into `orders` what the worker half is to do."""
@@ -63,8 +66,8 @@ class Holds:
         self._expected[request_id] = ForReader(transfer_id)
         self._orders.expects.append(request_id)
 
-    def expect_next_turn(self, request_id: str) -> None:
-        self._expected[request_id] = ForNextTurn()
+    def expect_next_turn(self, request_id: str, is_firm: bool) -> None:
+        self._expected[request_id] = ForNextTurn(is_firm)
 
     def is_expected(self, request_id: str) -> bool:
         """The request runs, and its KV is to be held when it has finished."""
@@ -95,7 +98,7 @@ class Holds:
         return True
 
     def stop_keeping_turns(self) -> None:
-        """No turn waits any more. Leases run on, for their readers."""
+        """No turn waits any more, but those that are firm. Leases run on, for their readers."""
         self._keeps_turns = False
         self._orders.revokes += self._turns.clear()
 
@@ -113,8 +116,8 @@ class Holds:
                 return self._lease(request, block_ids, transfer_id)
             case ForReader(transfer_id):
                 self._orders.cancels.append(LeaseCancel(request.request_id, transfer_id))
-            case ForNextTurn() if has_kv:
-                return self._retain(request, block_ids)
+            case ForNextTurn(is_firm) if has_kv:
+                return self._retain(request, block_ids, is_firm)
         return NOT_KEPT
 
     def _lease(
@@ -130,12 +133,12 @@ class Holds:
             )
         return FinishDecision(True, self._answers.of_prefill(request, block_ids))
 
-    def _retain(self, request: EngineRequest, block_ids: BlockIds) -> FinishDecision:
+    def _retain(self, request: EngineRequest, block_ids: BlockIds, is_firm: bool) -> FinishDecision:
         num_blocks = -(-request.num_computed_tokens // self._block_size)
         if not (self._keeps_turns and self._turns.fits(num_blocks)):
             return NOT_KEPT
         seconds = self._config.retain_seconds
         self._held.add(request.request_id)
         self._orders.grants.append(LeaseGrant(request.request_id, seconds, renewable=False))
-        self._orders.revokes += self._turns.add(request.request_id, num_blocks)
+        self._orders.revokes += self._turns.add(request.request_id, num_blocks, is_firm)
         return FinishDecision(True, self._answers.of_turn(request, block_ids, seconds))

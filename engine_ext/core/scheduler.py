@@ -82,7 +82,7 @@ class SchedulerConnector:
         if params.role is Role.PREFILL:
             self._holds.expect_reader(request.request_id, params.transfer_id)
         elif params.retain and self._config.bidirectional:
-            self._holds.expect_next_turn(request.request_id)
+            self._holds.expect_next_turn(request.request_id, params.may_be_read_by_stock)
         if params.source is not None:
             self._offer(request, params.role, params.source)
         elif params.target is not None:

@@ -11,14 +11,20 @@ import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from vllm.config import KVTransferConfig
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
+from engine_ext.base.types import CacheGeometry, Region
+from engine_ext.core.support import refuse_unsupported_memory
+from engine_ext.vllm import describe
 from engine_ext.vllm.compat import finish_reason
 from engine_ext.vllm.connector import DisaggConnector
 from engine_ext.vllm.guard import is_guarded
@@ -26,6 +32,7 @@ from engine_ext.vllm.owed import Owed
 from tests.vllm.inside.in_process import Engine
 from tests.vllm.inside.planted import IDLE, Broken, Fault, faults, public
 
+THRESHOLD = {"global_cache_hit_threshold": 0.5}
 OURS = "engine_ext.vllm.scheduler.DisaggScheduler"
 
 STARTING = {
@@ -228,6 +235,55 @@ def a_prompt_below_the_threshold_is_refused_once(model: Path) -> None:
     ends(engine)
 
 
+def a_global_threshold_without_the_plugin_is_refused_at_start(model: Path) -> None:
+    reasons: Any = FinishReason
+    member = reasons._member_map_.pop(finish_reason.MEMBER)
+    try:
+        problem = refusal(lambda: Engine(model, scheduler_cls=OURS, extra=THRESHOLD))
+    finally:
+        reasons._member_map_[finish_reason.MEMBER] = member
+    assert "global_cache_hit_threshold" in problem
+    engine = Engine(model, scheduler_cls=OURS, extra=THRESHOLD)
+    engine.add("cold", 40)
+    assert engine.run("cold").reason == "cache_threshold"
+
+
+def what_cannot_be_is_refused_by_name(model: Path) -> None:
+    region = Region(name="a", base_addr=0, block_len=1, block_stride=1, num_blocks=1)
+    geometry = CacheGeometry(16, 1)
+    for key, value, where in (
+        ("kv_buffer_device", "cuda", {}),
+        ("enable_cross_layers_blocks", True, {"kv_connector_extra_config"}),
+    ):
+        transfer: dict[str, Any] = {"kv_connector": "DisaggConnector", "kv_role": "kv_both"}
+        transfer |= {"kv_connector_extra_config": {key: value}} if where else {key: value}
+        given: Any = SimpleNamespace(kv_transfer_config=KVTransferConfig(**transfer))
+        config = describe.connector_config(given)
+        assert key in refusal(partial(refuse_unsupported_memory, config, geometry, [region]))
+    engine = Engine(model)
+    engine.scheduler.vllm_config.model_config.enable_sleep_mode = True
+    refuse = partial(
+        describe.refuse_unsupported, engine.scheduler.vllm_config, engine.scheduler.kv_cache_config
+    )
+    assert "sleep mode" in refusal(refuse)
+
+
+def a_permuted_layout_is_passed_on(model: Path) -> None:
+    transfer = KVTransferConfig(
+        kv_connector="DisaggConnector", kv_role="kv_both", enable_permute_local_kv=True
+    )
+    given: Any = SimpleNamespace(kv_transfer_config=transfer)
+    assert describe.connector_config(given).permute_layout
+
+
+def refusal(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("not refused")
+
+
 def cases() -> Iterator[tuple[str, Case]]:
     for plain in (
         every_hook_is_guarded,
@@ -236,6 +292,9 @@ def cases() -> Iterator[tuple[str, Case]]:
         a_structured_request_is_judged,
         a_request_behind_blocked_ones_is_judged,
         a_prompt_below_the_threshold_is_refused_once,
+        a_global_threshold_without_the_plugin_is_refused_at_start,
+        what_cannot_be_is_refused_by_name,
+        a_permuted_layout_is_passed_on,
     ):
         yield plain.__name__, plain
     for several in (

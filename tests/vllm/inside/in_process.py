@@ -33,7 +33,9 @@ MAX_STEPS = 50
 LAYER = "model.layers.0.self_attn.attn"
 
 
-def configuration(model: Path, policy: str, scheduler: str | None, num_ranks: int) -> VllmConfig:
+def configuration(
+    model: Path, policy: str, scheduler: str | None, extra: dict[str, Any]
+) -> VllmConfig:
     config = EngineArgs(
         model=str(model),
         block_size=BLOCK,
@@ -46,7 +48,7 @@ def configuration(model: Path, policy: str, scheduler: str | None, num_ranks: in
             kv_connector_module_path="engine_ext.vllm",
             kv_role="kv_both",
             kv_load_failure_policy=policy,
-            kv_connector_extra_config={"bidirectional_kv_xfer": True},
+            kv_connector_extra_config={"bidirectional_kv_xfer": True, **extra},
         ),
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = NUM_BLOCKS
@@ -116,11 +118,12 @@ class Engine:
     num_ranks: int = 1
     faults: list[Fault] = field(default_factory=list)
     """The first one for a method is raised, once."""
+    extra: dict[str, Any] = field(default_factory=dict)
     fired: list[Fault] = field(default_factory=list)
     ended: dict[str, Ended] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        config = configuration(self.model, self.policy, self.scheduler_cls, self.num_ranks)
+        config = configuration(self.model, self.policy, self.scheduler_cls, self.extra)
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
