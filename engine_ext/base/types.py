@@ -252,6 +252,23 @@ class StepMetadata:
     comes back in `finished_sending` exactly once, when nothing of ours touches its blocks."""
     saves: tuple[SaveOrder, ...] = ()
     """With host buffers."""
+    failures: tuple[str, ...] = ()
+    """D: requests that wait for a load that could not be ordered. Each id comes back in
+    `finished_recving` and `failed_recving` exactly once."""
+
+    def without_loads(self) -> "StepMetadata":
+        """The same, but that every load has failed, and its holder is told."""
+        pushes = self.registrations
+        failed = [order.request_id for orders in (self.pulls, pushes) for order in orders]
+        withdrawn = [PushWithdrawal(order.request_id, order.target) for order in pushes]
+        return replace(
+            self,
+            pulls=(),
+            registrations=(),
+            withdrawals=(*self.withdrawals, *withdrawn),
+            declines=(*self.declines, *(order.source for order in self.pulls)),
+            failures=(*self.failures, *failed),
+        )
 
     def __bool__(self) -> bool:
         return self is not EMPTY_STEP and self != EMPTY_STEP
@@ -273,6 +290,20 @@ class TransferResults:
 
     def __bool__(self) -> bool:
         return bool(self.finished_sending or self.finished_recving)
+
+    def __and__(self, other: "TransferResults") -> "TransferResults":
+        return TransferResults(
+            self.finished_sending & other.finished_sending,
+            self.finished_recving & other.finished_recving,
+            self.failed_recving & other.failed_recving,
+        )
+
+    def __or__(self, other: "TransferResults") -> "TransferResults":
+        return TransferResults(
+            self.finished_sending | other.finished_sending,
+            self.finished_recving | other.finished_recving,
+            self.failed_recving | other.failed_recving,
+        )
 
 
 NO_RESULTS = TransferResults()

@@ -39,6 +39,9 @@ class ForReader:
 class ForNextTurn:
     """Our answer's KV is kept for the conversation's next turn."""
 
+    is_firm: bool
+    """Its reader may be a stock engine, which nobody can tell that it is gone."""
+
 
 class Holds:
     """One per engine. Writes into `orders` what the worker half is to do."""
@@ -52,6 +55,7 @@ class Holds:
         self._block_size = geometry.block_size
         self._expected: dict[str, ForReader | ForNextTurn] = {}
         self._held: set[str] = set()
+        self._keeps_turns = True
         self._turns = RetainedTurns(int(config.retain_share * geometry.num_blocks))
 
     @property
@@ -62,23 +66,28 @@ class Holds:
         self._expected[request_id] = ForReader(transfer_id)
         self._orders.expects.append(request_id)
 
-    def expect_next_turn(self, request_id: str) -> None:
-        self._expected[request_id] = ForNextTurn()
+    def expect_next_turn(self, request_id: str, is_firm: bool) -> None:
+        self._expected[request_id] = ForNextTurn(is_firm)
 
     def is_expected(self, request_id: str) -> bool:
         """The request runs, and its KV is to be held when it has finished."""
         return request_id in self._expected
 
     def finish(self, request: EngineRequest, block_ids: BlockIds, has_kv: bool) -> FinishDecision:
-        expected = self._expected.pop(request.request_id, None)
-        keys = request.content_keys if has_kv and expected is not None else None
-        match expected:
-            case ForReader(transfer_id) if keys is not None:
-                return self._lease(request, keys, block_ids, transfer_id)
-            case ForReader(transfer_id):
-                self._orders.cancels.append(LeaseCancel(request.request_id, transfer_id))
-            case ForNextTurn() if keys is not None:
-                return self._retain(request, keys, block_ids)
+        decision = self._finish(request, block_ids, has_kv)
+        self._expected.pop(request.request_id, None)
+        return decision
+
+    def fail(self, request_id: str) -> FinishDecision:
+        """`finish` raised, so nobody hears where the KV is: what is held by then ends at once."""
+        expected = self._expected.pop(request_id, None)
+        if any(grant.request_id == request_id for grant in self._orders.grants):
+            self._held.add(request_id)
+            self._orders.revokes.append(request_id)
+            return FinishDecision(True, None)
+        self.reported(request_id)
+        if isinstance(expected, ForReader):
+            self._orders.cancels.append(LeaseCancel(request_id, expected.transfer_id))
         return NOT_KEPT
 
     def revoke(self, request_id: str) -> bool:
@@ -88,14 +97,30 @@ class Holds:
         self._orders.revokes.append(request_id)
         return True
 
-    def revoke_turns(self) -> None:
-        """No turn waits any more. Leases run on, for their readers."""
+    def stop_keeping_turns(self) -> None:
+        """No turn waits any more, but those that are firm. Leases run on, for their readers."""
+        self._keeps_turns = False
         self._orders.revokes += self._turns.clear()
+
+    def keep_turns(self) -> None:
+        self._keeps_turns = True
 
     def reported(self, request_id: str) -> None:
         """The worker half holds it no more: the host frees its blocks."""
         self._held.discard(request_id)
         self._turns.remove(request_id)
+
+    def _finish(self, request: EngineRequest, block_ids: BlockIds, has_kv: bool) -> FinishDecision:
+        expected = self._expected.get(request.request_id)
+        keys = request.content_keys if has_kv and expected is not None else None
+        match expected:
+            case ForReader(transfer_id) if keys is not None:
+                return self._lease(request, keys, block_ids, transfer_id)
+            case ForReader(transfer_id):
+                self._orders.cancels.append(LeaseCancel(request.request_id, transfer_id))
+            case ForNextTurn(is_firm) if keys is not None:
+                return self._retain(request, keys, block_ids, is_firm)
+        return NOT_KEPT
 
     def _lease(
         self, request: EngineRequest, keys: Keys, block_ids: BlockIds, transfer_id: str | None
@@ -110,12 +135,14 @@ class Holds:
             )
         return FinishDecision(True, self._answers.of_prefill(request, keys, block_ids))
 
-    def _retain(self, request: EngineRequest, keys: Keys, block_ids: BlockIds) -> FinishDecision:
+    def _retain(
+        self, request: EngineRequest, keys: Keys, block_ids: BlockIds, is_firm: bool
+    ) -> FinishDecision:
         num_blocks = -(-request.num_computed_tokens // self._block_size)
-        if not self._turns.fits(num_blocks):
+        if not (self._keeps_turns and self._turns.fits(num_blocks)):
             return NOT_KEPT
         seconds = self._config.retain_seconds
         self._held.add(request.request_id)
         self._orders.grants.append(LeaseGrant(request.request_id, seconds, renewable=False))
-        self._orders.revokes += self._turns.add(request.request_id, num_blocks)
+        self._orders.revokes += self._turns.add(request.request_id, num_blocks, is_firm)
         return FinishDecision(True, self._answers.of_turn(request, keys, block_ids, seconds))

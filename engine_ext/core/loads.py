@@ -131,6 +131,18 @@ class Loads:
         first_token -= first_token % self._block_size
         self._order(request, load, block_ids, first_token)
 
+    def fail(self, request_id: str) -> None:
+        """`allocated` raised, and the host waits for a load: it is reported as failed, unless it
+        was ordered all the same."""
+        ordered = (self._orders.pulls, self._orders.registrations)
+        if any(order.request_id == request_id for orders in ordered for order in orders):
+            return
+        self._orders.failures.append(request_id)
+        load = self._loads.get(request_id)
+        if load is not None:
+            load.state = LoadState.LOADING
+            self._tell_holder(request_id, load.origin)
+
     def reported(self, request_id: str, *, failed: bool) -> None:
         """The worker half is done with the load, well or badly."""
         load = self._loads.get(request_id)
@@ -197,7 +209,10 @@ class Loads:
     def _decline(self, request_id: str, load: Load) -> None:
         load.on(LoadEvent.DECLINE)
         self._orders.untracks.append(request_id)
-        if isinstance(load.origin, PushTarget):
-            self._orders.withdrawals.append(PushWithdrawal(request_id, load.origin))
+        self._tell_holder(request_id, load.origin)
+
+    def _tell_holder(self, request_id: str, origin: RemoteSource | PushTarget) -> None:
+        if isinstance(origin, PushTarget):
+            self._orders.withdrawals.append(PushWithdrawal(request_id, origin))
         else:
-            self._orders.declines.append(load.origin)
+            self._orders.declines.append(origin)

@@ -175,6 +175,8 @@ class TransferLoop:
         for request_id in meta.fences:
             self._pulls.give_up(request_id)
             self._fences.add(request_id)
+        for request_id in meta.failures:
+            self._results.received(request_id, ok=False)
 
     def step(self, now: float) -> float:
         """Moves everything on; returns the seconds after which it wants to be called again.

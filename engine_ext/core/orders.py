@@ -37,6 +37,7 @@ class Orders:
     declines: list[RemoteSource] = field(default_factory=list)
     fences: list[str] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return any(map(len, _contents(self)))

@@ -35,7 +35,9 @@ class Role(enum.Enum):
 class TransferParams:
     """`source` is set when the role is DECODE, and when a prefill may pull the last turn's KV.
 
-    `retain`: keep the KV when the answer is done, for the next turn.
+    `retain`: keep the KV when the answer is done, for the next turn. As the request says, and where
+    it says nothing, if it came through a proxy for prefill and decode: upstream's keeps what such
+    an answer says for the next turn, and says nothing.
 
     `problem` says in words why params that were there are not followed; the request is then an
     ordinary local one.
@@ -50,6 +52,9 @@ class TransferParams:
     transfer_id: str | None = None
     """Push mode, either role: the router's name for the transfer."""
     retain: bool = False
+    may_be_read_by_stock: bool = False
+    """Who prefilled for us, and may read this turn, proves no prefix, so it may be a stock engine:
+    it believes the time that it was told."""
     problem: str | None = None
 
 
@@ -79,14 +84,18 @@ def _parse(raw: Any, mode: TransferMode) -> TransferParams:
     retain = _flag(raw, "retain")
     if decode:
         return _prefill(raw)
-    if prefill and mode == "push":
-        target = _target(raw)
-        return TransferParams(
-            Role.DECODE, target=target, transfer_id=target.transfer_id, retain=retain
-        )
-    if prefill:
-        return TransferParams(Role.DECODE, source=_source(raw), proof=_proof(raw), retain=retain)
-    return TransferParams(Role.NONE, retain=retain)
+    if not prefill:
+        return TransferParams(Role.NONE, retain=retain)
+    target = _target(raw) if mode == "push" else None
+    return TransferParams(
+        Role.DECODE,
+        source=_source(raw) if target is None else None,
+        target=target,
+        transfer_id=None if target is None else target.transfer_id,
+        proof=_proof(raw) if target is None else NoProof.ABSENT,
+        retain=retain or raw.get("retain") is None,
+        may_be_read_by_stock=raw.get("prefix_proof") is None,
+    )
 
 
 def _prefill(raw: dict[Any, Any]) -> TransferParams:

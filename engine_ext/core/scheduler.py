@@ -89,7 +89,7 @@ class SchedulerConnector:
         if params.role is Role.PREFILL:
             self._holds.expect_reader(request.request_id, params.transfer_id)
         elif params.retain and self._config.bidirectional:
-            self._holds.expect_next_turn(request.request_id)
+            self._holds.expect_next_turn(request.request_id, params.may_be_read_by_stock)
         if params.source is not None:
             self._offer(request, params, params.source)
         elif params.target is not None:
@@ -125,6 +125,11 @@ class SchedulerConnector:
     ) -> None:
         self._loads.allocated(request, block_ids, num_external_tokens)
 
+    def fail_load(self, request_id: str) -> None:
+        """`update_state_after_alloc` raised, and the host waits for a load all the same: it gets
+        its report."""
+        self._loads.fail(request_id)
+
     @property
     def wants_steps(self) -> bool:
         """Whether `on_step` has anything to do."""
@@ -143,8 +148,13 @@ class SchedulerConnector:
         return self._loads.failure_policy(request.request_id)
 
     def drain(self) -> None:
-        """The engine leaves: turns wait for nobody any more. Leases run on, for their readers."""
-        self._holds.revoke_turns()
+        """The engine leaves or pauses: turns wait for nobody any more, and none is kept. Leases run
+        on, for their readers."""
+        self._holds.stop_keeping_turns()
+
+    def resume(self) -> None:
+        """The engine goes on: turns are kept again."""
+        self._holds.keep_turns()
 
     def release(self, engine_id: str, request_id: str) -> bool:
         """Nobody will read this request's KV. True: it was held. A reader who comes all the same
@@ -185,4 +195,14 @@ class SchedulerConnector:
             self._saves.forget(request.request_id)
         has_kv = status.leaves_kv and request.num_computed_tokens > 0 and not is_fenced
         decision = self._holds.finish(request, block_ids, has_kv)
+        return decision._replace(delay_free=True) if is_fenced else decision
+
+    def fail_finish(self, request_id: str) -> FinishDecision:
+        """`request_finished` raised: what it may have done is made consistent."""
+        try:
+            self._loads.finish(request_id)
+        except Exception:
+            logger.exception("request %s", request_id)
+        decision = self._holds.fail(request_id)
+        is_fenced = self._loads.is_fenced(request_id)
         return decision._replace(delay_free=True) if is_fenced else decision

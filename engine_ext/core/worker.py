@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -76,6 +77,8 @@ class WorkerConnector:
         self._open_agent = open_agent or partial(open_nixl, stats=self._stats)
         self._inbox: deque[StepMetadata] = deque()
         self._questions: deque[Question] = deque(maxlen=MAX_QUESTIONS)
+        self._accepted: StepMetadata | None = None
+        """The last that was handed over."""
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -129,7 +132,16 @@ class WorkerConnector:
     def start_load_kv(self, meta: StepMetadata) -> None:
         if meta:
             self._inbox.append(self._staged.begin(meta) if self._staged else meta)
+            self._accepted = meta
             self._wake.set()
+
+    def fail_loads(self, meta: StepMetadata) -> None:
+        """`start_load_kv` raised: the loads in it have failed, unless it had got through; all else
+        is carried out."""
+        if meta and meta is not self._accepted:
+            self._inbox.append(meta.without_loads())
+            self._accepted = meta
+        self._wake.set()
 
     def wait_for_save(self, meta: StepMetadata) -> None:
         """After the step's forward pass, before its tokens leave the engine."""
@@ -138,7 +150,13 @@ class WorkerConnector:
 
     def get_transfer_results(self) -> TransferResults:
         results = self._results.take()
-        return self._staged.arrived(results) if self._staged and results else results
+        if not self._staged or not results:
+            return results
+        try:
+            return self._staged.arrived(results)
+        except Exception:
+            logger.exception("loads did not get from host memory")
+            return replace(results, failed_recving=results.finished_recving)
 
     def stats(self) -> ConnectorStats:
         return self._stats.snapshot()

@@ -155,18 +155,29 @@ class EngineCore:
         return RequestOutput(request_id=request.request_id, finish_reason="error", error=error)
 
     def _load(self, step: Step, outputs: list[RequestOutput]) -> StepMetadata:
-        """Hands the step's orders to the worker half. Where that fails nobody knows which loads
-        began: those parked in this step end, their blocks stay until a report comes."""
+        """Hands the step's orders to the worker half. What is not built goes with a later step;
+        loads that do not get through have failed."""
+        meta = self._orders(step, outputs)
         try:
-            if self._connector.scheduler.wants_steps:
-                self._announce(step)
-            meta = self._connector.scheduler.build_connector_meta()
             self._connector.worker.start_load_kv(meta)
-            return meta
         except Exception:
-            logger.exception("connector: the step's orders were not carried out")
-            outputs += self._fail(step.parked, "the KV connector failed")
-            return EMPTY_STEP
+            logger.exception("connector: start_load_kv raised")
+            self._connector.worker.fail_loads(meta)
+        return meta
+
+    def _orders(self, step: Step, outputs: list[RequestOutput]) -> StepMetadata:
+        saves = False
+        try:
+            saves = self._connector.scheduler.wants_steps
+            if saves:
+                self._announce(step)
+            return self._connector.scheduler.build_connector_meta()
+        except Exception:
+            logger.exception("connector: the step's orders were not built")
+        if saves:  # What this step computes would be offered to readers, and is not in the mirror.
+            outputs += self._fail([chunk.seq for chunk in step.chunks], "the KV connector failed")
+            step.chunks.clear()
+        return EMPTY_STEP
 
     def _announce(self, step: Step) -> None:
         for chunk in step.chunks:
@@ -248,4 +259,4 @@ class EngineCore:
             return self._connector.scheduler.has_pending_work()
         except Exception:
             logger.exception("connector: has_pending_work raised")
-            return False
+            return True

@@ -31,6 +31,9 @@ class SchedulerHalf(Protocol):
     def update_state_after_alloc(
         self, request: EngineRequest, block_ids: BlockIds, num_external_tokens: int
     ) -> None: ...
+    def fail_load(self, request_id: str) -> None:
+        """`update_state_after_alloc` raised for a request that now waits for a load."""
+
     @property
     def wants_steps(self) -> bool:
         """Whether `on_step` is to be called."""
@@ -56,11 +59,16 @@ class SchedulerHalf(Protocol):
     def request_finished(
         self, request: EngineRequest, block_ids: BlockIds, status: FinishStatus
     ) -> FinishDecision: ...
+    def fail_finish(self, request_id: str) -> FinishDecision:
+        """`request_finished` raised: whether the blocks must stay all the same."""
 
 
 class WorkerHalf(Protocol):
     def set_wake(self, wake: Callable[[], None]) -> None: ...
     def start_load_kv(self, meta: StepMetadata) -> None: ...
+    def fail_loads(self, meta: StepMetadata) -> None:
+        """`start_load_kv` raised: loads that did not get through are reported as failed."""
+
     def wait_for_save(self, meta: StepMetadata) -> None: ...
     def get_transfer_results(self) -> TransferResults: ...
     def stats(self) -> ConnectorStats: ...

@@ -34,6 +34,9 @@ class NoSchedulerHalf:
     ) -> None:
         pass
 
+    def fail_load(self, request_id: str) -> None:
+        pass
+
     wants_steps = False
 
     def on_step(
@@ -67,12 +70,18 @@ class NoSchedulerHalf:
     ) -> FinishDecision:
         return FinishDecision(delay_free=False, kv_transfer_params=None)
 
+    def fail_finish(self, request_id: str) -> FinishDecision:
+        return FinishDecision(delay_free=False, kv_transfer_params=None)
+
 
 class NoWorkerHalf:
     def set_wake(self, wake: Callable[[], None]) -> None:
         pass
 
     def start_load_kv(self, meta: StepMetadata) -> None:
+        pass
+
+    def fail_loads(self, meta: StepMetadata) -> None:
         pass
 
     def wait_for_save(self, meta: StepMetadata) -> None:

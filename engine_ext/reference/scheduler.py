@@ -12,7 +12,7 @@ import enum
 import logging
 from collections import deque
 
-from engine_ext.base.types import FinishDecision, TransferResults
+from engine_ext.base.types import NO_RESULTS, FinishDecision, TransferResults
 from engine_ext.core.admission import FIELD, Verdict, judge, prefills
 from engine_ext.reference.block_manager import BlockManager
 from engine_ext.reference.counters import Counters
@@ -47,6 +47,8 @@ class Scheduler:
         self._connector = connector
         self._counters = counters
         self.queues = Queues()
+        self._unheard = NO_RESULTS
+        """What the connector was told while it raised; it is told once more."""
 
     def add(self, seq: Sequence) -> None:
         """A request whose hook raises ends here: `seq.finish` tells."""
@@ -98,10 +100,12 @@ class Scheduler:
 
     def update_transfers(self, results: TransferResults) -> list[Sequence]:
         """Returns the sequences that a failed load ended."""
+        unheard, self._unheard = self._unheard, NO_RESULTS
         try:
-            results = self._connector.update_connector_output(results)
+            results &= self._connector.update_connector_output(unheard | results)
         except Exception:
             logger.exception("connector: update_connector_output raised")
+            self._unheard = results
         for request_id in results.finished_sending:
             self._free_held(self.queues.delayed.pop(request_id), request_id)
         ended = []
@@ -234,10 +238,15 @@ class Scheduler:
             return _Admission.NO_ROOM
         self._note_prefix_hit(seq, local)
         seq.num_external_tokens = num_external
-        self._connector.update_state_after_alloc(seq, seq.blocks_by_group(), num_external)
         self.queues.remove(seq)
         self.queues.parked[seq.request_id] = seq
         step.parked.append(seq)
+        try:
+            self._connector.update_state_after_alloc(seq, seq.blocks_by_group(), num_external)
+        except Exception:
+            # Its blocks stay: the load may have been ordered.
+            logger.exception("connector: a hook raised for %s", seq.request_id)
+            self._connector.fail_load(seq.request_id)
         return _Admission.TAKEN
 
     def _start(self, seq: Sequence, num_tokens: int, fresh: list[int], step: Step) -> None:
@@ -283,11 +292,16 @@ class Scheduler:
     def _survives_failed_load(self, seq: Sequence) -> bool:
         """Its blocks are freed only by way of `finish`, which asks whether something may still
         write into them; what is computed anew was not reported before nothing did."""
-        if self._connector.load_failure_policy(seq) == "recompute":
+        try:
+            recomputes = self._connector.load_failure_policy(seq) == "recompute"
+        except Exception:
+            logger.exception("connector: load_failure_policy raised for %s", seq.request_id)
+            recomputes = False
+        if recomputes:
             self._send_back(seq)
-            return True
-        self.finish(seq, failed(_LOAD_FAILED))
-        return False
+        else:
+            self.finish(seq, failed(_LOAD_FAILED))
+        return recomputes
 
     def _request_finished(self, seq: Sequence, finish: Finish) -> bool:
         """Sets the answer for the caller; returns whether the blocks must stay."""
@@ -295,12 +309,19 @@ class Scheduler:
             decision = self._connector.request_finished(seq, seq.blocks_by_group(), finish.status)
         except Exception:
             logger.exception("connector: request_finished raised for %s", seq.request_id)
-            decision = FinishDecision(delay_free=False, kv_transfer_params=None)
+            decision = self._fail_finish(seq.request_id)
         params = decision.kv_transfer_params
         if params is not None and params.get("do_remote_prefill"):
             params = params | {"remote_prefill_cached_tokens": seq.num_prefix_hit_tokens or 0}
         seq.kv_transfer_answer = params
         return decision.delay_free
+
+    def _fail_finish(self, request_id: str) -> FinishDecision:
+        try:
+            return self._connector.fail_finish(request_id)
+        except Exception:
+            logger.exception("connector: fail_finish raised for %s", request_id)
+            return FinishDecision(delay_free=False, kv_transfer_params=None)
 
     def _free_held(self, blocks: list[int] | None, request_id: str) -> None:
         if blocks is None:

@@ -1,14 +1,16 @@
 """vLLM's connector interface over the core's two halves: types in, types out.
 
 vLLM makes two instances in two processes; each has one half. An exception out of a hook would end
-the engine, so none gets out: a request whose hook fails is served locally or ends alone.
+the engine, so none gets out: a request whose hook fails is served locally or ends by policy. What
+vLLM calls while it starts may raise: then it does not start.
 """
 
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -28,13 +30,23 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from engine_ext.base.config import LoadFailurePolicy
-from engine_ext.base.types import BlockIds, StepMetadata, TransferResults
+from engine_ext.base.types import (
+    EMPTY_STEP,
+    NO_RESULTS,
+    BlockIds,
+    FinishDecision,
+    StepMetadata,
+    TransferResults,
+)
 from engine_ext.core.scheduler import SchedulerConnector
 from engine_ext.core.worker import WorkerConnector
 from engine_ext.pages import leases
 from engine_ext.vllm import describe
+from engine_ext.vllm.compat import engine_loop
+from engine_ext.vllm.guard import guarded, nothing
 from engine_ext.vllm.log import speak_as_vllm
 from engine_ext.vllm.news import NewsListener, NewsSender
+from engine_ext.vllm.owed import Owed
 from engine_ext.vllm.request import RequestView
 from engine_ext.vllm.stats import (
     Differences,
@@ -46,8 +58,6 @@ from engine_ext.vllm.stats import (
 from engine_ext.vllm.versions import require_supported_version
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -66,25 +76,7 @@ Matched = tuple[int | None, bool]
 Finished = tuple[bool, dict[str, Any] | None]
 
 NOTHING: Matched = (0, False)
-UNCHANGED: DisaggStats | None = None
 NOT_KEPT: Finished = (False, None)
-
-
-def guarded(fallback: T) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """A hook that fails answers `fallback` and says so in the log."""
-
-    def decorate(hook: Callable[..., T]) -> Callable[..., T]:
-        @functools.wraps(hook)
-        def call(*args: Any, **kwargs: Any) -> T:
-            try:
-                return hook(*args, **kwargs)
-            except Exception:
-                logger.exception("KV connector: %s", hook.__name__)
-                return fallback
-
-        return call
-
-    return decorate
 
 
 class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
@@ -101,8 +93,12 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerConnector | None = None
         self._news: NewsListener | None = None
         self._differences = Differences()
+        self._owed = Owed()
+        self._unheard = NO_RESULTS
+        """What our half was told while it raised; it is told once more."""
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler()
+            engine_loop.install()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -116,7 +112,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def build_prom_metrics(cls, *args: Any) -> DisaggPromMetrics:
         return DisaggPromMetrics(*args)
 
-    @guarded(UNCHANGED)
+    @guarded(nothing)
     def get_kv_connector_stats(self) -> DisaggStats | None:
         """Of this half, since the last call."""
         if self._scheduler is not None:
@@ -142,68 +138,102 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         }
         self.scheduler.set_handshake_metadata(payloads)
 
-    @guarded(None)
+    @guarded(nothing)
     def on_new_request(self, request: Request) -> None:
         self.scheduler.on_new_request(self._view(request))
 
-    @guarded(NOTHING)
+    @guarded(lambda: NOTHING)
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Matched:
         view = self._view(request)
         matched = self.scheduler.get_num_new_matched_tokens(view, num_computed_tokens)
         return matched.num_tokens, matched.is_async
 
+    @guarded(tuple)
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return groups
 
+    def _fail_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """vLLM parks the request all the same."""
+        if num_external_tokens > 0:
+            self.scheduler.fail_load(str(request.request_id))
+
+    @guarded(nothing, otherwise=_fail_load)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
+        if num_external_tokens > 0:
+            self._owed.load(str(request.request_id))
         block_ids = _by_group(blocks.get_block_ids())
         self.scheduler.update_state_after_alloc(self._view(request), block_ids, num_external_tokens)
 
+    @guarded(lambda: DisaggMetadata(EMPTY_STEP))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """What cannot be built goes with a later step."""
         return DisaggMetadata(self.scheduler.build_connector_meta())
 
-    @guarded(None)
+    @guarded(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """vLLM frees what it finds in `finished_recving` after this call, whatever
-        `request_finished` has answered; what is fenced is taken out, and comes in
+        `request_finished` has answered: what is kept is taken out, and comes in
         `finished_sending`."""
-        results = self.scheduler.update_connector_output(
-            TransferResults(
-                frozenset(connector_output.finished_sending or ()),
-                frozenset(connector_output.finished_recving or ()),
-                frozenset(getattr(connector_output, "failed_recving", None) or ()),
-            )
+        results = TransferResults(
+            frozenset(connector_output.finished_sending or ()),
+            frozenset(connector_output.finished_recving or ()),
+            frozenset(connector_output.failed_recving),
         )
-        if connector_output.finished_recving:
-            connector_output.finished_recving = set(results.finished_recving)
+        self._owed.settle(connector_output)
+        unheard, self._unheard = self._unheard, results
+        self.scheduler.update_connector_output(unheard | results)
+        self._unheard = NO_RESULTS
 
+    @guarded(lambda: NOT_KEPT)
     def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @guarded(NOT_KEPT)
+    def _fail_finish(self, request: Request, block_ids: tuple[list[int], ...]) -> Finished:
+        return self._kept(request, self.scheduler.fail_finish(str(request.request_id)))
+
+    @guarded(lambda: NOT_KEPT, otherwise=_fail_finish)
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> Finished:
         view = self._view(request)
         decision = self.scheduler.request_finished(view, _by_group(block_ids), view.finish_status)
+        return self._kept(request, decision)
+
+    def _kept(self, request: Request, decision: FinishDecision) -> Finished:
+        if decision.delay_free:
+            self._owed.free(str(request.request_id))
         return decision.delay_free, decision.kv_transfer_params
 
-    def load_failure_policy(self, request: Request) -> LoadFailurePolicy:
-        """For our scheduler class; vLLM's own has one policy for all requests."""
+    @guarded(nothing)
+    def load_failure_policy(self, request: Request) -> LoadFailurePolicy | None:
+        """For our scheduler class; vLLM's own has one policy for all requests. None: that one."""
         return self.scheduler.load_failure_policy(self._view(request))
 
-    @guarded(False)
+    @guarded(nothing)
+    def drain(self) -> None:
+        """The engine leaves or pauses: nothing is kept for later. Readers may go on."""
+        self.scheduler.drain()
+
+    @guarded(nothing)
+    def resume(self) -> None:
+        """The engine goes on."""
+        self.scheduler.resume()
+
+    @guarded(bool)
     def release(self, engine_id: str, request_id: str) -> bool:
         """See engine_ext.pages.release; for our HTTP page, by way of vLLM's engine process."""
         return self.scheduler.release(engine_id, request_id)
 
-    def listen_for_news(self, on_news: Callable[[], None]) -> None:
-        """`on_news` is called when a worker has results, from another thread."""
+    @guarded(bool)
+    def listen_for_news(self, on_news: Callable[[], None]) -> bool:
+        """`on_news` is called when a worker has results, from another thread. False: it is not."""
         self._news = NewsListener(self._config.engine_id, on_news)
+        return True
 
+    @guarded(lambda: True)
     def has_pending_push_work(self) -> bool:
         """The engine takes another step, so that the workers hear what was decided."""
         return self._scheduler is not None and self._scheduler.has_pending_work()
@@ -227,6 +257,12 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         return DisaggHandshake(self._worker.get_handshake_payload())
 
+    def _fail_loads(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, DisaggMetadata)
+        self.worker.fail_loads(metadata.step)
+
+    @guarded(nothing, otherwise=_fail_loads)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, DisaggMetadata)
@@ -236,21 +272,26 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         """See engine_ext.pages.leases. Raises TimeoutError."""
         return leases.rank(self.worker.inspect(asked), key)
 
+    @guarded(nothing)
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads run beside the engine's steps."""
 
+    @guarded(nothing)
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Nothing is saved: other engines read, or are written to, when a request has finished."""
 
+    @guarded(nothing)
     def wait_for_save(self) -> None:
         """Nothing is saved."""
 
+    @guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending, results.finished_recving
 
+    @guarded(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self.worker.get_transfer_results()
         return KVConnectorTransferResults(
@@ -259,13 +300,16 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             set(results.failed_recving),
         )
 
+    @guarded(nothing)
     def shutdown(self) -> None:
-        if self._news is not None:
-            self._news.close()
-        if self._scheduler is not None:
-            self._scheduler.shutdown()
-        if self._worker is not None:
-            self._worker.shutdown()
+        """One part's failure does not keep the others."""
+        with ExitStack() as stack:
+            if self._worker is not None:
+                stack.callback(self._worker.shutdown)
+            if self._scheduler is not None:
+                stack.callback(self._scheduler.shutdown)
+            if self._news is not None:
+                stack.callback(self._news.close)
 
     def _make_scheduler(self) -> SchedulerConnector:
         identity = describe.engine_identity(self._vllm_config, self._config, geometry=None)

@@ -22,7 +22,14 @@ from engine_ext.pages import identity
 SCHEDULERS = "engine_ext.vllm.scheduler"
 """The module of our scheduler classes."""
 
-CONFIG_KEYS = ("kv_connector", "kv_role", "kv_load_failure_policy", "engine_id")
+CONFIG_KEYS = (
+    "kv_connector",
+    "kv_role",
+    "kv_buffer_device",
+    "kv_load_failure_policy",
+    "engine_id",
+    "enable_permute_local_kv",
+)
 
 
 def connector_config(vllm_config: VllmConfig) -> ConnectorConfig:
@@ -44,6 +51,7 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         **{f"KV cache of {kind}": True for kind in _unknown_kinds(kv_cache_config)},
+        "sleep mode (the KV cache gets other memory)": vllm_config.model_config.enable_sleep_mode,
         "KV-cache groups of different block sizes": len(_block_sizes(kv_cache_config)) > 1,
         "KV-cache groups that are not transferred": _has_private_groups(kv_cache_config),
     }

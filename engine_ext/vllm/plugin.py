@@ -20,11 +20,11 @@ def register() -> None:
     except RuntimeError as error:
         logger.warning("%s: no streamed kv_transfer_params, no cache_hit_threshold", error)
         return
-    from engine_ext.vllm import engine_wake, finish_reason, log, pages, request_field, streams
+    from engine_ext.vllm import log, pages
+    from engine_ext.vllm.compat import finish_reason, request_field, streams
 
     log.speak_as_vllm()
     finish_reason.install()
     request_field.install()
     streams.install()
-    engine_wake.install()
     pages.install()

@@ -6,11 +6,11 @@ nothing but remote readers is waited for.
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -18,17 +18,28 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from engine_ext.core.admission import FIELD, Verdict, judge, parse_threshold, prefills
+from engine_ext.vllm.compat import finish_reason
 from engine_ext.vllm.connector import DisaggConnector
-from engine_ext.vllm.finish_reason import cache_threshold_reason
 
 logger = logging.getLogger(__name__)
 
 REST_SECONDS = 0.02
-"""Pause between two steps that can only free blocks, where nobody can wake the engine."""
+"""Longest pause between two steps that can only free blocks, where the engine must not sleep."""
+
+
+NO_PLUGIN = (
+    "VLLM_PLUGINS leaves out the plugin disagg, without which vLLM cannot say cache_threshold"
+)
 
 
 class DisaggMixin:
-    """Over vLLM 0.32's Scheduler. Only names that exist there are overridden."""
+    """Over vLLM 0.32's Scheduler. Only names that exist there are overridden.
+
+    Raises ValueError, at the start, for a threshold that this engine cannot keep.
+    """
+
+    disagg_is_leaving = False
+    """Set by compat/engine_loop.py."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -39,6 +50,8 @@ class DisaggMixin:
         extra = {} if config is None else config.kv_connector_extra_config
         self._keep_window_of_last_token()
         self._default_threshold = parse_threshold(extra.get("global_cache_hit_threshold")) or 0.0
+        if self._default_threshold and not finish_reason.is_installed():
+            raise ValueError(f"global_cache_hit_threshold: {NO_PLUGIN}")
 
     def _keep_window_of_last_token(self) -> None:
         """When a request ends, vLLM gives up what the window of the *next* token does not reach,
@@ -55,11 +68,10 @@ class DisaggMixin:
         manager.remove_skipped_blocks = keep_one_more
 
     def set_wake(self, wake: Callable[[], None]) -> None:
-        """`wake` ends the sleep of the engine's loop; see engine_wake.py."""
+        """`wake` ends the sleep of the engine's loop; see compat/engine_loop.py."""
         connector = self.connector  # type: ignore[attr-defined] # vLLM's
-        if isinstance(connector, DisaggConnector):
+        if isinstance(connector, DisaggConnector) and connector.listen_for_news(self._on_news):
             self._wake = wake
-            connector.listen_for_news(self._on_news)
 
     def _on_news(self) -> None:
         self._news.set()
@@ -68,8 +80,10 @@ class DisaggMixin:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._news.clear()
-        self._refuse_below_threshold()
-        return super().schedule(*args, **kwargs)  # type: ignore[misc] # vLLM's
+        output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc] # vLLM's
+        for request, _ in self._refused:
+            self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)  # type: ignore[attr-defined] # vLLM's
+        return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -90,10 +104,15 @@ class DisaggMixin:
         waiting = bool(super().has_finished_requests())  # type: ignore[misc] # vLLM's
         if not waiting or self.finished_req_ids or self._has_live_requests():  # type: ignore[attr-defined] # vLLM's
             return waiting
-        if self._wake is not None:
+        if self._wake is not None and not self._is_waited_for():
             return self._news.is_set()
-        time.sleep(REST_SECONDS)
+        self._news.wait(REST_SECONDS)
         return True
+
+    def _is_waited_for(self) -> bool:
+        """vLLM leaves, pauses or sleeps once there are no requests, and what a remote may still
+        read is one."""
+        return self.disagg_is_leaving or self.pause_state is not PauseState.UNPAUSED  # type: ignore[attr-defined] # vLLM's
 
     def _has_live_requests(self) -> bool:
         running, waiting = self.get_request_counts()  # type: ignore[attr-defined] # vLLM's
@@ -101,12 +120,14 @@ class DisaggMixin:
 
     def _handle_failed_recving(self, failed_req_ids: set[str]) -> set[str]:
         default = self.recompute_kv_load_failures  # type: ignore[has-type]
+        recomputed = {name for name in failed_req_ids if self._recomputes(name, default)}
         affected: set[str] = set()
-        for recompute in (True, False):
-            self.recompute_kv_load_failures = recompute
-            ids = {name for name in failed_req_ids if self._recomputes(name, default) is recompute}
-            affected |= super()._handle_failed_recving(ids)  # type: ignore[misc] # vLLM's
-        self.recompute_kv_load_failures = default
+        try:
+            for recompute, ids in ((True, recomputed), (False, failed_req_ids - recomputed)):
+                self.recompute_kv_load_failures = recompute
+                affected |= super()._handle_failed_recving(ids)  # type: ignore[misc] # vLLM's
+        finally:
+            self.recompute_kv_load_failures = default
         return affected
 
     def _recomputes(self, request_id: str, default: bool) -> bool:
@@ -114,17 +135,26 @@ class DisaggMixin:
         connector = self.connector  # type: ignore[attr-defined] # vLLM's
         if request is None or not isinstance(connector, DisaggConnector):
             return default
-        return connector.load_failure_policy(request) == "recompute"
+        policy = connector.load_failure_policy(request)
+        return default if policy is None else policy == "recompute"
 
-    def _refuse_below_threshold(self) -> None:
-        """Before anything is allocated, those whose turn may come in this step."""
-        room = self.max_num_running_reqs - len(self.running)  # type: ignore[attr-defined] # vLLM's
-        candidates = [request for request, _ in zip(self.waiting, range(room), strict=False)]  # type: ignore[attr-defined] # vLLM's
-        for request in candidates:
-            verdict = self._judge(request)
-            if verdict is not None and verdict.is_refused:
-                self._refused.append((request, verdict))
-                self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)  # type: ignore[attr-defined] # vLLM's
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """vLLM asks this of every request whose turn has come, wherever it waited and whatever for,
+        before anything is allocated; those that may not go on are passed over in this step."""
+        if not super()._handle_blocked_waiting_request(request):  # type: ignore[misc] # vLLM's
+            return False
+        verdict = self._try_to_judge(request)
+        if verdict is None or not verdict.is_refused:
+            return True
+        self._refused.append((request, verdict))
+        return False
+
+    def _try_to_judge(self, request: Request) -> Verdict | None:
+        try:
+            return self._judge(request)
+        except Exception:
+            logger.exception("request %s: its cache hits were not judged", request.request_id)
+            return None
 
     def _judge(self, request: Request) -> Verdict | None:
         """None where there is nothing to judge: no threshold, or blocks already there."""
@@ -143,6 +173,9 @@ class DisaggMixin:
             threshold = parse_threshold(given.get(FIELD))
         except ValueError as error:
             logger.warning("request %s: %s", request.request_id, error)
+            return 0.0
+        if threshold and not finish_reason.is_installed():
+            logger.warning("request %s: %s: %s", request.request_id, FIELD, NO_PLUGIN)
             return 0.0
         return self._default_threshold if threshold is None else threshold
 
@@ -164,7 +197,7 @@ def _refusal(request: Request, verdict: Verdict) -> EngineCoreOutput:
     return EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=[],
-        finish_reason=cache_threshold_reason(),
+        finish_reason=finish_reason.cache_threshold_reason(),
         stop_reason=verdict.stop_reason,
         events=request.take_events(),
         trace_headers=request.trace_headers,

@@ -48,8 +48,12 @@ class Params:
         return orjson.Fragment(self.raw)
 
     def retaining(self) -> Params:
-        """Our decoders keep an answer's KV only when asked; stock vLLM ignores the key."""
+        """The decoder is to keep its answer's KV; stock vLLM ignores the key."""
         return Params(self.raw[:-1] + b',"retain":true}')
+
+    def not_retaining(self) -> Params:
+        """Nobody will ask for it. Our decoders keep it where nothing is said, for other proxies."""
+        return Params(self.raw[:-1] + b',"retain":false}')
 
 
 RETAIN = Params(b'{"retain":true}')

@@ -22,7 +22,8 @@ async def pull(
     if params is None:
         note_no_params(request, gateway)
     try:
-        await decode(request, gateway, request.content_with(params), decoders)
+        told = None if params is None else params.not_retaining()
+        await decode(request, gateway, request.content_with(told), decoders)
     except BaseException as cause:
         give_up(request, gateway, params, cause)
         raise

@@ -139,9 +139,10 @@ class TurnFlow:
 
     def _asking(self, params: Params | None) -> Params | None:
         """Asks the decoder to keep this turn's KV, unless it could not be found again."""
-        if self._turn.found is Found.STORE_FAILED:
-            return params
-        return RETAIN if params is None else params.retaining()
+        keeps = self._turn.found is not Found.STORE_FAILED
+        if params is None:
+            return RETAIN if keeps else None
+        return params.retaining() if keeps else params.not_retaining()
 
     def _count(self) -> None:
         reuse, metrics = self._reuse, self._gateway.metrics

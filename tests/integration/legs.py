@@ -42,6 +42,7 @@ def prefill_body(prompt: Prompt, previous: dict[str, Any] | None = None) -> dict
 
 
 def decode_body(prompt: Prompt, params: dict[str, Any], max_tokens: int = 12) -> dict[str, Any]:
+    """Nothing is kept for a next turn, unless `params` say so."""
     return {
         "model": "tiny",
         "prompt": prompt,
@@ -50,7 +51,7 @@ def decode_body(prompt: Prompt, params: dict[str, Any], max_tokens: int = 12) ->
         "logprobs": 1,
         "ignore_eos": True,
         "return_token_ids": True,
-        "kv_transfer_params": params,
+        "kv_transfer_params": {"retain": False, **params},
     }
 
 

@@ -64,11 +64,14 @@ def test_a_turns_params_are_used_once(prefiller: Server, decoder: Server, alone:
         assert metric(prefiller, COMPUTED) - before == len(longer) - reused
 
 
-def test_a_turn_that_was_not_asked_for_is_not_kept(prefiller: Server, decoder: Server) -> None:
+def test_a_turn_is_kept_unless_the_proxy_says_no(prefiller: Server, decoder: Server) -> None:
+    """Upstream's proxies say nothing, ours says yes or no."""
     prompt = tokens_of(100, 40)
-    held = metric(decoder, "disagg_engine_kv_leases_granted_total")
-    assert decode(decoder, prompt, prefill(prefiller, prompt)).params is None
-    assert metric(decoder, "disagg_engine_kv_leases_granted_total") == held
+    for retain, is_kept in ((None, True), (True, True), (False, False)):
+        held = metric(decoder, "disagg_engine_kv_leases_granted_total")
+        turn = decode(decoder, prompt, {**prefill(prefiller, prompt), "retain": retain})
+        assert (turn.params is not None) == is_kept
+        assert metric(decoder, "disagg_engine_kv_leases_granted_total") - held == is_kept
 
 
 def test_a_turn_that_waited_too_long_is_computed(launcher: Launcher, alone: Server) -> None:

@@ -3,14 +3,22 @@
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.integration.legs import coordinates_in, decode, decode_body, prefill, prefill_body
-from tests.integration.oracle import Answer, Prompt, complete, differences, tokens_of
-from tests.integration.processes import Server, wait_for
-from tests.vllm.measures import counted, prompts
+from tests.integration.legs import (
+    Turn,
+    coordinates_in,
+    decode,
+    decode_body,
+    prefill,
+    prefill_body,
+)
+from tests.integration.oracle import Prompt, complete, differences, tokens_of
+from tests.integration.processes import Server, metric, wait_for
+from tests.vllm.measures import FETCHED, counted, prompts
 from tests.vllm.servers import PUSH, SCHEDULER, Fleet, Kind
 
 
@@ -29,24 +37,59 @@ def where(prefiller: Server) -> dict[str, Any]:
     return coordinates_in(rank)
 
 
+@pytest.fixture(scope="module")
+def two_ranks(fleet: Fleet) -> Iterator[Server]:
+    options = (*SCHEDULER, "--tensor-parallel-size", "2")
+    with fleet.server(Kind("push-two-ranks", PUSH, options)) as server:
+        yield server
+
+
+def both_legs(prefiller: Server, decoder: Server, prompt: Prompt, previous: Any = None) -> Turn:
+    """At once, as a router does that knows where P is."""
+    request_id = str(uuid.uuid4())
+    told = {"do_remote_prefill": True, "remote_request_id": request_id, "retain": True}
+    body = prefill_body(prompt, previous)
+    with ThreadPoolExecutor(2) as legs:
+        p_leg = legs.submit(prefiller.post, "/v1/completions", body, request_id)
+        d_leg = legs.submit(decode, decoder, prompt, {**told, **where(prefiller)}, 12, request_id)
+        assert p_leg.result(timeout=60).status_code == 200
+        return d_leg.result(timeout=60)
+
+
 def test_pushed_prompts_are_those_of_one_vllm_alone(pair: list[Server], alone: Server) -> None:
     prefiller, decoder = pair
-    at = where(prefiller)
-
-    def ask(prompt: Prompt) -> Answer:
-        request_id = str(uuid.uuid4())
-        params = {"do_remote_prefill": True, "remote_request_id": request_id, **at}
-        with ThreadPoolExecutor(2) as legs:
-            p_leg = legs.submit(prefiller.post, "/v1/completions", prefill_body(prompt), request_id)
-            d_leg = legs.submit(decode, decoder, prompt, params, 12, request_id)
-            assert p_leg.result(timeout=60).status_code == 200
-            return d_leg.result(timeout=60).answer
-
-    pushed = counted(prefiller, "pushes_ok")
     with ThreadPoolExecutor(3) as pool:
-        got = list(pool.map(ask, prompts()))
-    wait_for(lambda: counted(prefiller, "pushes_ok") - pushed == len(got), "all of it was pushed")
-    assert differences([complete(alone, prompt) for prompt in prompts()], got) == []
+        turns = list(pool.map(partial(both_legs, prefiller, decoder), prompts()))
+    right = [complete(alone, prompt) for prompt in prompts()]
+    assert differences(right, [turn.answer for turn in turns]) == []
+
+
+def test_turns_compute_only_what_is_new_and_are_pushed(pair: list[Server], alone: Server) -> None:
+    prefiller, decoder = pair
+    prompt, previous = tokens_of(600, 6000), None
+    for number in range(3):
+        pushed, fetched = counted(prefiller, "pushes_ok"), metric(prefiller, FETCHED)
+        turn = both_legs(prefiller, decoder, prompt, previous)
+        assert differences([complete(alone, prompt)], [turn.answer]) == []
+        wait_for(lambda: counted(prefiller, "pushes_ok") == pushed + 1, "it was pushed")  # noqa: B023 - now
+        # The prefill engine has a prefix cache of its own, but not of the answer.
+        assert number == 0 or metric(prefiller, FETCHED) > fetched
+        previous = turn.params
+        prompt = [*prompt, *turn.answer.tokens, *tokens_of(90, 6010 + number)]
+
+
+@pytest.mark.parametrize("order", ["2 to 1", "1 to 2"])
+def test_between_engines_of_different_tensor_parallel_size(
+    pair: list[Server], two_ranks: Server, alone: Server, order: str
+) -> None:
+    first, second = (two_ranks, pair[1]) if order == "2 to 1" else (pair[0], two_ranks)
+    before = metric(second, FETCHED)
+    lengths = (1, 33, 257, 700)
+    for length in lengths:
+        prompt = tokens_of(length, 6100 + length + 2000 * (order == "2 to 1"))
+        turn = both_legs(first, second, prompt)
+        assert differences([complete(alone, prompt)], [turn.answer]) == [], length
+    assert metric(second, FETCHED) - before == sum(lengths) - 1
 
 
 @pytest.mark.parametrize("missing", ["everything", "remote_request_id", "remote_host", "tp_size"])

@@ -42,7 +42,7 @@ async def test_the_prefiller_is_asked_for_one_token_and_to_keep_its_blocks(
     }
 
 
-async def test_the_decoder_gets_the_request_and_the_prefillers_params_verbatim(
+async def test_the_decoder_gets_the_request_and_the_prefillers_params_and_keeps_nothing(
     router: Router, d: MockEngine
 ) -> None:
     answer = await router.complete(min_tokens=3, unknown={"x": [1]})
@@ -54,7 +54,7 @@ async def test_the_decoder_gets_the_request_and_the_prefillers_params_verbatim(
         "max_tokens": 7,
         "min_tokens": 3,
         "unknown": {"x": [1]},
-        "kv_transfer_params": PARAMS,
+        "kv_transfer_params": {**PARAMS, "retain": False},
     }
 
 

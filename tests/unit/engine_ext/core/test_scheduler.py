@@ -389,7 +389,7 @@ def prefiller() -> SchedulerConnector:
     return make("me", bidirectional=True)
 
 
-def test_a_turn_is_kept_only_when_asked_to() -> None:
+def test_a_turn_is_not_kept_where_turns_are_off_or_it_is_not_wanted() -> None:
     params = answer_of_p()
     for config, asked in ((True, False), (False, True)):
         decoder = make("d", bidirectional=config)
@@ -509,6 +509,48 @@ def test_a_turn_larger_than_the_share_is_not_kept() -> None:
     decoder.update_state_after_alloc(request, BLOCKS, 100)
     decoder.update_connector_output(TransferResults(finished_recving=frozenset({"t-1"})))
     assert decoder.request_finished(request, BLOCKS, FinishStatus.STOPPED) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("said", "is_kept"), [({}, True), ({"retain": None}, True), ({"retain": False}, False)]
+)
+def test_a_turn_is_kept_by_default_where_a_remote_has_prefilled(
+    said: dict[str, Any], is_kept: bool
+) -> None:
+    decoder = make("d", bidirectional=True)
+    for name, params in (("t-1", {**answer_of_p(), **said}), ("local", said)):
+        request = Request(name, params, num_computed_tokens=120)
+        decoder.on_new_request(request)
+        decoder.update_state_after_alloc(request, BLOCKS, 100)
+        decoder.update_connector_output(TransferResults(finished_recving=frozenset({name})))
+        decision = decoder.request_finished(request, BLOCKS, FinishStatus.STOPPED)
+        assert decision.delay_free == (is_kept and name == "t-1")
+
+
+def test_a_turn_that_stock_may_read_never_gives_way_and_what_does_not_fit_is_not_kept() -> None:
+    decoder = make("d", bidirectional=True, retain_share=0.5)
+    proven = answer_of_p()
+    stock = {key: value for key, value in proven.items() if key != "prefix_proof"}
+    kept = [turn(decoder, f"t-{number}", stock) for number in range(3)]
+    assert kept == [True, True, False]
+    assert not turn(decoder, "t-3", proven)
+    decoder.drain()
+    assert decoder.build_connector_meta().revokes == ()
+    decoder.resume()
+    decoder.update_connector_output(TransferResults(finished_sending=frozenset({"t-0"})))
+    assert turn(decoder, "t-4", proven)
+    assert turn(decoder, "t-5", stock)
+    assert decoder.build_connector_meta().revokes == ("t-4",)
+
+
+def turn(decoder: SchedulerConnector, name: str, params: dict[str, Any]) -> bool:
+    """Whether one of 120 tokens is kept."""
+    request = Request(name, params, num_computed_tokens=120, answer=range(100, 121))
+    decoder.on_new_request(request)
+    decoder.update_state_after_alloc(request, BLOCKS, 100)
+    decoder.update_connector_output(TransferResults(finished_recving=frozenset({name})))
+    blocks = (tuple(range(8)),)
+    return decoder.request_finished(request, blocks, FinishStatus.STOPPED).delay_free
 
 
 def test_an_engine_that_drains_gives_up_waiting_turns_and_keeps_leases() -> None:

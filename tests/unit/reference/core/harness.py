@@ -165,6 +165,9 @@ class FakeScheduler:
             self.blocks[request.request_id] = block_ids
             self.external[request.request_id] = 0
 
+    def fail_load(self, request_id: str) -> None:
+        self._called(f"fail_load {request_id}")
+
     wants_steps = False
 
     def on_step(
@@ -208,6 +211,10 @@ class FakeScheduler:
         self.pending = True
         return FinishDecision(True, self.answers.get(request.request_id))
 
+    def fail_finish(self, request_id: str) -> FinishDecision:
+        self._called(f"fail_finish {request_id}")
+        return FinishDecision(False, None)
+
     def _called(self, hook: str, request: EngineRequest | None = None, *values: Any) -> None:
         who = [request.request_id] if request else []
         self.calls.append(" ".join(map(str, [hook, *who, *values])))
@@ -229,6 +236,9 @@ class FakeWorker:
 
     def start_load_kv(self, meta: StepMetadata) -> None:
         self._called("start_load_kv")
+
+    def fail_loads(self, meta: StepMetadata) -> None:
+        self._called("fail_loads")
 
     def wait_for_save(self, meta: StepMetadata) -> None:
         pass

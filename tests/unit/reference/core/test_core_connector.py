@@ -416,19 +416,20 @@ def test_an_exception_from_the_worker_half_harms_no_local_request(
     driver.assert_empty()
 
 
-def test_a_load_whose_orders_were_lost_ends_but_keeps_its_blocks(
+def test_a_load_that_was_not_ordered_keeps_its_blocks_until_it_is_reported(
     make_driver: MakeDriver, connector: FakeConnector
 ) -> None:
     driver = make_driver(connector)
     connector.scheduler.external["d"] = 50
-    connector.worker.raising.add("start_load_kv")
+    connector.scheduler.raising.add("update_state_after_alloc")
     driver.add(request("d", prompt(50)))
     driver.step()
-    assert driver.result("d").finish_reason == "error"
+    assert "fail_load d" in connector.calls
+    assert not driver.is_finished("d")
     assert free_blocks(driver) == driver.core.stats().num_blocks_total - 7
-    connector.worker.raising.clear()
     connector.worker.report(failed=["d"])
     driver.step()
+    assert driver.result("d").finish_reason == "error"
     driver.assert_empty()
 
 

@@ -87,7 +87,7 @@ async def test_a_rejection_leads_to_both_legs_and_is_not_seen(
     assert attempt.json["cache_hit_threshold"] == 0.5
     assert p.last.json["cache_hit_threshold"] == 0
     assert leg.json["cache_hit_threshold"] == 0
-    assert leg.json["kv_transfer_params"] == PARAMS
+    assert leg.json["kv_transfer_params"] == {**PARAMS, "retain": False}
     ids = {request.header("x-request-id") for request in (attempt, leg)}
     assert len(ids) == 2
     assert outcomes(router) == {"answered": 0, "rejected": 1, "skipped": 0}

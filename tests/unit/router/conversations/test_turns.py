@@ -565,13 +565,13 @@ async def test_without_a_store_nothing_is_kept_and_ids_are_still_consumed(
     for messages in (ASKED, AGAIN):
         await chat(router, messages)
     assert offered(p) is None
-    assert d.last.json["kv_transfer_params"] == PARAMS
+    assert d.last.json["kv_transfer_params"] == {**PARAMS, "retain": False}
     assert "conversation_id" not in d.last.json
 
 
 async def test_plain_requests_ask_a_decoder_to_keep_nothing(router: Router, d: MockEngine) -> None:
     await router.complete()
-    assert d.last.json["kv_transfer_params"] == PARAMS
+    assert d.last.json["kv_transfer_params"] == {**PARAMS, "retain": False}
 
 
 async def test_a_broken_stream_leaves_nothing(router: Router, p: MockEngine, d: MockEngine) -> None:

@@ -17,7 +17,7 @@ MEMBER = "CACHE_THRESHOLD"
 def install() -> None:
     """Idempotent."""
     reasons: Any = engine.FinishReason
-    if MEMBER in reasons.__members__:
+    if is_installed():
         return
     number = len(engine.FINISH_REASON_STRINGS)
     member = int.__new__(reasons, number)
@@ -27,6 +27,11 @@ def install() -> None:
     reasons._member_names_.append(MEMBER)
     type.__setattr__(reasons, MEMBER, member)
     engine.FINISH_REASON_STRINGS = (*engine.FINISH_REASON_STRINGS, FINISH_REASON)
+
+
+def is_installed() -> bool:
+    """In this process."""
+    return MEMBER in engine.FinishReason.__members__
 
 
 def cache_threshold_reason() -> Any:

@@ -1,0 +1,45 @@
+"""Hooks of the connector let nothing out: an exception would end vLLM's engine."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+logger = logging.getLogger(__name__)
+
+H = TypeVar("H", bound=Callable[..., Any])
+
+MARK = "_guarded"
+
+
+def guarded(
+    fallback: Callable[[], Any], otherwise: Callable[..., Any] | None = None
+) -> Callable[[H], H]:
+    """A hook that raises says so in the log. The answer is then that of `otherwise`, which is given
+    the same arguments and puts right what may be half done; `fallback()`, a new one for every call,
+    where there is none or it raises too."""
+
+    def decorate(hook: H) -> H:
+        attempts: list[Callable[..., Any]] = [hook] if otherwise is None else [hook, otherwise]
+
+        @functools.wraps(hook)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for attempt in attempts:
+                try:
+                    return attempt(*args, **kwargs)
+                except Exception:
+                    logger.exception("KV connector: %s", hook.__name__)
+            return fallback()
+
+        setattr(call, MARK, True)
+        return cast(H, call)
+
+    return decorate
+
+
+def is_guarded(hook: Any) -> bool:
+    return hasattr(hook, MARK)
+
+
+def nothing() -> None:
+    """What a hook answers that has nothing to answer."""

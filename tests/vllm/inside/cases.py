@@ -1,0 +1,336 @@
+"""What runs inside vLLM's environment, in one process:
+`python -m tests.vllm.inside.cases MODEL RESULTS`.
+
+Writes one JSON object: the name of each case, and its traceback where it failed.
+"""
+
+import inspect
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.config import KVTransferConfig
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output.request import StructuredOutputRequest
+
+from engine_ext.base.types import CacheGeometry, Region
+from engine_ext.core.support import refuse_unsupported_memory
+from engine_ext.vllm import describe
+from engine_ext.vllm.compat import finish_reason
+from engine_ext.vllm.connector import DisaggConnector
+from engine_ext.vllm.guard import is_guarded
+from engine_ext.vllm.owed import Owed
+from tests.vllm.inside.in_process import Engine
+from tests.vllm.inside.planted import IDLE, Broken, Fault, faults, public
+
+THRESHOLD = {"global_cache_hit_threshold": 0.5}
+OURS = "engine_ext.vllm.scheduler.DisaggScheduler"
+
+STARTING = {
+    "set_xfer_handshake_metadata_pp_aware",
+    "register_kv_caches",
+    "get_handshake_metadata",
+    "get_required_kvcache_layout",
+    "build_kv_connector_stats",
+    "build_prom_metrics",
+}
+"""vLLM calls these while it starts, and does not start if they raise."""
+
+ROLES = ("prefill", "decode", "turn")
+
+Case = Callable[[Path], None]
+
+
+def every_hook_is_guarded(model: Path) -> None:
+    hooks = {name for name in public(DisaggConnector) if name not in STARTING}
+    assert {name for name in hooks if not is_guarded(vars(DisaggConnector)[name])} == set()
+    assert len(hooks) > 15
+
+
+def nothing_leaves_a_hook_whose_half_is_broken(model: Path) -> None:
+    engine = Engine(model)
+    scheduler: Any = engine.scheduler.connector
+    worker: Any = engine.ranks[0].connector
+    scheduler._scheduler, worker._worker = Broken(), Broken()
+    for connector in (scheduler, worker):
+        for name in set(public(DisaggConnector)) - STARTING:
+            hook = getattr(connector, name)
+            given = inspect.signature(hook).parameters.values()
+            hook(*[None for each in given if each.kind is each.POSITIONAL_OR_KEYWORD])
+
+
+def a_fault_costs_one_request(
+    fault: Fault, role: str, policy: str, scheduler: str | None, num_ranks: int, model: Path
+) -> None:
+    engine = Engine(model, policy, scheduler, num_ranks, [fault])
+    params = params_of(role, model)
+    engine.add("faulty", 40, params)
+    ended = engine.run("faulty")
+    ends(engine)
+    assert engine.fired or fault.hook in IDLE
+    engine.faults.clear()
+    is_lost = role != "prefill" and fault.ends_load and bool(engine.fired)
+    assert ended.reason == ("error" if is_lost and policy == "fail" else "length"), ended
+    engine.add("next", 40, params)
+    assert engine.run("next").reason == "length"
+    if role != "decode" and fault.hook != "resume":
+        assert engine.ended["next"].params is not None
+    ends(engine)
+
+
+def ends(engine: Engine) -> None:
+    """All that is held is given up by its readers, and the engine has all its blocks."""
+    for _ in range(4):
+        if engine.scheduler.has_requests():
+            engine.step()
+    engine.read_all()
+    engine.scheduler.connector.drain()
+    engine.step_until(engine.is_empty)
+    engine.scheduler.connector.resume()
+    engine.step()
+
+
+def params_of(role: str, model: Path) -> dict[str, Any]:
+    if role == "prefill":
+        return {"do_remote_decode": True}
+    prefiller = Engine(model)
+    prefiller.add("p", 40, {"do_remote_decode": True}, 1)
+    params = prefiller.run("p").params
+    assert params is not None
+    return {**params, "remote_engine_id": "another", "retain": role == "turn"}
+
+
+def a_failed_load_without_a_policy_ends_as_vllm_says(policy: str, model: Path) -> None:
+    faults = [Fault("start_load_kv", False), Fault("load_failure_policy", False)]
+    engine = Engine(model, policy, OURS, 1, faults)
+    engine.add("d", 40, params_of("decode", model))
+    assert engine.run("d").reason == ("error" if policy == "fail" else "length")
+    assert len(engine.fired) == 2
+    ends(engine)
+
+
+def reports_that_nobody_waits_for_end_no_engine(num_ranks: int, model: Path) -> None:
+    engine = Engine(model, num_ranks=num_ranks)
+    engine.add("a", 40)
+    for rank in engine.ranks:
+        rank.half._results.sent("a")
+        rank.half._results.sent("ghost")
+        rank.half._results.received("phantom", ok=False)
+    assert engine.run("a").reason == "length"
+    ends(engine)
+
+
+def blocks_that_we_keep_of_a_failed_load_are_freed_when_we_say_so(model: Path) -> None:
+    owed = Owed()
+    owed.load("d")
+    owed.free("d")
+    output = KVConnectorOutput(finished_recving={"d"})
+    owed.settle(output)
+    assert not output.finished_recving
+    output = KVConnectorOutput(finished_sending={"d"})
+    owed.settle(output)
+    assert output.finished_sending == {"d"}
+
+
+def leased(model: Path, scheduler: str | None) -> Engine:
+    """One that holds a lease and a turn, and whose loop can be woken."""
+    engine = Engine(model, scheduler_cls=scheduler)
+    if scheduler is not None:
+        engine.scheduler.set_wake(lambda: None)
+    engine.add("p", 40, params_of("prefill", model), 1)
+    engine.add("t", 40, params_of("turn", model), 1)
+    engine.step_until(lambda: {"p", "t"} <= engine.ended.keys())
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.connector.scheduler.num_leased == 2
+    return engine
+
+
+def an_engine_that_leaves_waits_for_its_readers_and_for_no_turn(
+    scheduler: str | None, model: Path
+) -> None:
+    engine = leased(model, scheduler)
+    assert engine.scheduler.has_requests() is (scheduler is None)  # ours rests
+    engine.scheduler.connector.drain()
+    engine.scheduler.disagg_is_leaving = True
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.connector.scheduler.num_leased == 1
+    assert engine.scheduler.has_requests()
+    engine.read_all()
+    engine.step_until(engine.is_empty)
+    engine.step()
+    assert not engine.scheduler.has_requests()
+
+
+def a_pause_waits_for_readers_and_for_no_turn(scheduler: str | None, model: Path) -> None:
+    engine = leased(model, scheduler)
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.connector.scheduler.num_leased == 1
+    assert engine.scheduler.has_requests()
+    engine.read_all()
+    engine.step_until(engine.is_empty)
+    engine.step()
+    assert not engine.scheduler.has_requests()
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.add("next", 40, params_of("turn", model))
+    assert engine.run("next").params is not None
+
+
+def a_structured_request_is_judged(model: Path) -> None:
+    engine = Engine(model, scheduler_cls=OURS)
+    request = engine.add("s", 40, cache_hit_threshold=0.5)
+    wait_for_grammar(engine, request)
+    for _ in range(2):
+        engine.step()
+    assert "s" not in engine.ended
+    request.structured_output_request.grammar = object()
+    assert engine.run("s").reason == "cache_threshold"
+    ends(engine)
+
+
+def a_request_behind_blocked_ones_is_judged(model: Path) -> None:
+    engine = Engine(model, scheduler_cls=OURS)
+    engine.scheduler.max_num_running_reqs = engine.scheduler.max_num_active_reqs = 2
+    for number in range(4):
+        wait_for_grammar(engine, engine.add(f"blocked-{number}", 20))
+    engine.add("low", 40, cache_hit_threshold=0.5)
+    assert engine.run("low").reason == "cache_threshold"
+    engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    ends(engine)
+
+
+def wait_for_grammar(engine: Engine, request: Any) -> None:
+    """As a request is that came with structured output: its grammar is being compiled."""
+    engine.scheduler.waiting.remove_request(request)
+    params = StructuredOutputsParams(regex="a")
+    request.sampling_params.structured_outputs = params
+    request.structured_output_request = StructuredOutputRequest.from_sampling_params(
+        request.sampling_params
+    )
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    engine.scheduler._enqueue_waiting_request(request)
+
+
+def a_prompt_below_the_threshold_is_refused_once(model: Path) -> None:
+    engine = Engine(model, scheduler_cls=OURS)
+    engine.add("cold", 40, cache_hit_threshold=0.5)
+    assert engine.run("cold").reason == "cache_threshold"
+    ends(engine)
+    engine.add("warms", 40)
+    engine.run("warms")
+    engine.add("warm", 40, cache_hit_threshold=0.5)
+    assert engine.run("warm").reason == "length"
+    ends(engine)
+
+
+def a_global_threshold_without_the_plugin_is_refused_at_start(model: Path) -> None:
+    reasons: Any = FinishReason
+    member = reasons._member_map_.pop(finish_reason.MEMBER)
+    try:
+        problem = refusal(lambda: Engine(model, scheduler_cls=OURS, extra=THRESHOLD))
+    finally:
+        reasons._member_map_[finish_reason.MEMBER] = member
+    assert "global_cache_hit_threshold" in problem
+    engine = Engine(model, scheduler_cls=OURS, extra=THRESHOLD)
+    engine.add("cold", 40)
+    assert engine.run("cold").reason == "cache_threshold"
+
+
+def what_cannot_be_is_refused_by_name(model: Path) -> None:
+    region = Region(name="a", base_addr=0, block_len=1, block_stride=1, num_blocks=1)
+    geometry = CacheGeometry(16, 1)
+    for key, value, where in (
+        ("kv_buffer_device", "cuda", {}),
+        ("enable_cross_layers_blocks", True, {"kv_connector_extra_config"}),
+    ):
+        transfer: dict[str, Any] = {"kv_connector": "DisaggConnector", "kv_role": "kv_both"}
+        transfer |= {"kv_connector_extra_config": {key: value}} if where else {key: value}
+        given: Any = SimpleNamespace(kv_transfer_config=KVTransferConfig(**transfer))
+        config = describe.connector_config(given)
+        assert key in refusal(partial(refuse_unsupported_memory, config, geometry, [region]))
+    engine = Engine(model)
+    engine.scheduler.vllm_config.model_config.enable_sleep_mode = True
+    refuse = partial(
+        describe.refuse_unsupported, engine.scheduler.vllm_config, engine.scheduler.kv_cache_config
+    )
+    assert "sleep mode" in refusal(refuse)
+
+
+def a_permuted_layout_is_passed_on(model: Path) -> None:
+    transfer = KVTransferConfig(
+        kv_connector="DisaggConnector", kv_role="kv_both", enable_permute_local_kv=True
+    )
+    given: Any = SimpleNamespace(kv_transfer_config=transfer)
+    assert describe.connector_config(given).permute_layout
+
+
+def refusal(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("not refused")
+
+
+def cases() -> Iterator[tuple[str, Case]]:
+    for plain in (
+        every_hook_is_guarded,
+        nothing_leaves_a_hook_whose_half_is_broken,
+        blocks_that_we_keep_of_a_failed_load_are_freed_when_we_say_so,
+        a_structured_request_is_judged,
+        a_request_behind_blocked_ones_is_judged,
+        a_prompt_below_the_threshold_is_refused_once,
+        a_global_threshold_without_the_plugin_is_refused_at_start,
+        what_cannot_be_is_refused_by_name,
+        a_permuted_layout_is_passed_on,
+    ):
+        yield plain.__name__, plain
+    for several in (
+        an_engine_that_leaves_waits_for_its_readers_and_for_no_turn,
+        a_pause_waits_for_readers_and_for_no_turn,
+    ):
+        for scheduler in (None, OURS):
+            yield f"{several.__name__}, {scheduler}", partial(several, scheduler)
+    for policy in ("fail", "recompute"):
+        alone = partial(a_failed_load_without_a_policy_ends_as_vllm_says, policy)
+        yield f"{alone.func.__name__}, {policy}", alone
+    for num_ranks in (1, 2):
+        reports = partial(reports_that_nobody_waits_for_end_no_engine, num_ranks)
+        yield f"{reports.func.__name__}, {num_ranks} ranks", reports
+    yield from planted()
+
+
+def planted() -> Iterator[tuple[str, Case]]:
+    for fault in faults():
+        for role in ROLES:
+            for scheduler, num_ranks in ((None, 2), (OURS, 1)):
+                for policy in ("fail", "recompute"):
+                    how = (fault, role, policy, scheduler, num_ranks)
+                    name = ", ".join(map(str, how))
+                    yield name, partial(a_fault_costs_one_request, *how)
+
+
+def run(case: Case, model: Path) -> str | None:
+    try:
+        case(model)
+    except Exception:
+        return traceback.format_exc()
+    return None
+
+
+if __name__ == "__main__":
+    finish_reason.install()
+    results = {name: run(case, Path(sys.argv[1])) for name, case in cases()}
+    Path(sys.argv[2]).write_text(json.dumps(results))
