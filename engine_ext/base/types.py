@@ -378,5 +378,7 @@ class ConnectorStats:
     heartbeats_sent: int = 0
     heartbeats_received: int = 0
     notifications_unknown: int = 0
+    notifications_unsealed: int = 0
+    """From those who do not hold the shared secret: ignored."""
     handshakes_ok: int = 0
     handshakes_failed: int = 0

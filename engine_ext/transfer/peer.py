@@ -75,7 +75,7 @@ class Peers:
         self._identity = identity
         self._stats = stats
         self._is_in_use = is_in_use
-        self._dialer = dialer or ZmqDialer()
+        self._dialer = dialer or ZmqDialer(access=config.access)
         self._ready: dict[PeerRank, PeerHandle] = {}
         self._connecting: dict[PeerRank, Connecting] = {}
         self._failed: dict[PeerRank, str] = {}

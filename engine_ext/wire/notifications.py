@@ -168,6 +168,14 @@ def _decode_registration(message: bytes) -> PushRegistered | UnknownMessage:
         return UnknownMessage(message)
 
 
+def registration_of_stock(message: bytes) -> bytes | None:
+    """A registration without what our extension adds to it; None where it is none."""
+    registration = _decode_registration(message)
+    if isinstance(registration, UnknownMessage):
+        return None
+    return encode_registration(msgspec.structs.replace(registration, disagg=None))
+
+
 def encode_extension(message: ExtensionMessage) -> bytes:
     return EXTENSION_PREFIX + msgspec.msgpack.encode(message)
 

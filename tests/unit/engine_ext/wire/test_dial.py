@@ -116,3 +116,18 @@ def test_a_name_that_no_resolver_takes_is_an_error(port: int) -> None:
     with pytest.raises(WireError, match="host a"):
         answer(handshake)
     dialer.close()
+
+
+def test_a_name_that_turns_out_to_be_outside_of_the_allowed_peers_is_not_dialled(
+    names: Names, port: int
+) -> None:
+    access = Access(peers=parse_networks("allowed_peers", ["192.0.2.0/24"]))
+    dialer = ZmqDialer(names, access)
+    try:
+        handshake = dialer.dial(at("fast", port))
+        with pytest.raises(WireError, match=r"fast \(127\.0\.0\.1\) is not one of"):
+            answer(handshake)
+        with pytest.raises(WireError, match="allowed_peers"):
+            dialer.dial(at("127.0.0.1", port))
+    finally:
+        dialer.close()

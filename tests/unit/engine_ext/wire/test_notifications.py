@@ -42,7 +42,7 @@ PAYLOAD = handshake.encode_payload(METADATA, {"model": "m"})
 
 def test_a_handshake_request_is_stocks_msgpack_tuple() -> None:
     assert msgspec.msgpack.decode(handshake.encode_request((0, 3))) == [b"get_meta_msg", 0, 3]
-    assert handshake.decode_request(handshake.encode_request((0, 3))) == (0, 3)
+    assert handshake.decode_request(handshake.encode_request((0, 3))).rank == (0, 3)
 
 
 def test_payload_has_the_two_keys_that_stock_reads() -> None:
