@@ -33,10 +33,12 @@ def contents(seed: int) -> Any:
 
 
 class Memory:
-    def __init__(self, name: str, port: int, block_bytes: int) -> None:
+    def __init__(
+        self, name: str, port: int, block_bytes: int, config: ConnectorConfig | None = None
+    ) -> None:
         self.cache = np.zeros((LAYERS, BLOCKS, block_bytes), dtype=np.uint8)
         self.connector: Connector = build_connector(
-            ConnectorConfig(engine_id=name),
+            config or ConnectorConfig(engine_id=name),
             CacheGeometry(BLOCK_SIZE, BLOCKS),
             host="127.0.0.1",
             port=port,
