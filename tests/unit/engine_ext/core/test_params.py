@@ -129,7 +129,7 @@ def test_a_host_outside_of_the_allowed_peers_is_not_followed_in_either_role_or_m
     assert parse(GOOD, allowed_peers=inside).source is not None
     assert parse({**GOOD, "remote_host": "a.name"}, allowed_peers=outside).source is not None
     for mode in ("pull", "push"):
-        params = parse(GOOD, mode, outside)  # type: ignore[arg-type]
+        params = parse(GOOD, mode, outside)
         assert (params.role, params.source, params.target) == (Role.NONE, None, None)
         assert "allowed_peers" in str(params.problem)
     turn = {**GOOD, "do_remote_prefill": False, "do_remote_decode": True}
