@@ -5,8 +5,11 @@ where nothing is read, nothing written and no block moved. The stranger may also
 metadata of both engines, as if they had leaked: then no message of its counts all the same.
 """
 
+import gc
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -90,10 +93,10 @@ class Stranger:
             "transfer_mode": mode,
         }
         self.listener = HandshakeServer(
-            host, port, {(0, 0): encode_payload(self._metadata(), factors)}
+            host, port, {(0, 0): encode_payload(self.metadata(), factors)}
         )
 
-    def _metadata(self) -> AgentMetadata:
+    def metadata(self) -> AgentMetadata:
         return AgentMetadata(
             engine_id="stranger",
             agent_metadata=self.agent.metadata(),
@@ -445,3 +448,54 @@ def test_an_address_outside_is_pushed_to_unless_allowed_peers_says_not(
         assert stats().pushes_failed == (access is INSIDE)
     finally:
         outside.close()
+
+
+def test_ucxs_own_port_asks_for_no_secret_and_is_a_matter_for_the_network(
+    ports: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What docs/security.md warns of: over TCP, who reaches UCX's port and knows an address needs
+    no metadata. The stranger's NIXL is told of an agent of its own, at the engine's port."""
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    before = listening_ports()
+    engine = Memory(
+        "p", ports[0], BLOCK_BYTES, ConnectorConfig(engine_id="p", num_threads=0, access=SECRET)
+    )
+    (its_port,) = listening_ports() - before - {ports[0]}
+    engine.fill(1)
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    before = listening_ports()
+    decoy = Stranger(ports[1])
+    (decoys_port,) = listening_ports() - before - {ports[1]}
+    stranger = Stranger(ports[2])
+    told = decoy.metadata()
+    told.agent_metadata = told.agent_metadata.replace(
+        decoys_port.to_bytes(2, "big"), its_port.to_bytes(2, "big")
+    )
+    its_address = engine.cache.ctypes.data
+    for number, address in enumerate(told.kv_caches_base_addr):
+        there = its_address + number * BLOCKS * BLOCK_BYTES
+        told.kv_caches_base_addr[number] = there
+        told.agent_metadata = told.agent_metadata.replace(
+            address.to_bytes(8, "little"), there.to_bytes(8, "little")
+        )
+    try:
+        assert stranger.move("READ", decode_payload(encode_payload(told, {}))) is TransferState.DONE
+        assert stranger.has_read()
+    finally:
+        stranger.close()
+        decoy.close()
+        engine.connector.shutdown()
+
+
+def listening_ports() -> set[int]:
+    """TCP ports of this process, but for those of agents that nobody has any more."""
+    gc.collect()
+    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    sockets = {os.readlink(link) for link in links if os.path.islink(link)}
+    lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
+    rows = [line.split() for line in lines]
+    return {
+        int(row[1].partition(":")[2], 16)
+        for row in rows
+        if row[3] == "0A" and f"socket:[{row[9]}]" in sockets
+    }
