@@ -70,6 +70,8 @@ class ConnectorConfig:
     """Bound on the holder's answer to a READ."""
     revoke_grace: float = 0.5
     """How long a revoked lease's blocks stay for a READ that is on its way."""
+    engine_ttl: float = 3600.0
+    """An engine that nothing was done with for so long is forgotten."""
     access: Access = OPEN
     """Who may use the side channel, and with whom."""
 
@@ -117,6 +119,7 @@ class ConnectorConfig:
             "trust_unproven_prefix": extra.get("trust_unproven_prefix"),
             "trust_request_ids": extra.get("trust_request_ids"),
             "global_cache_hit_threshold": extra.get("global_cache_hit_threshold"),
+            "engine_ttl": extra.get("engine_ttl"),
             "access": _access(extra),
         }
         chosen: dict[str, Any] = {"engine_id": str(uuid.uuid4())}
@@ -182,6 +185,12 @@ def _seconds(key: str, value: Any) -> float:
     return float(value)
 
 
+def _seconds_or_never(key: str, value: Any) -> float:
+    """As stock: zero or less is never."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return math.inf if number and value <= 0 else _seconds(key, value)
+
+
 def _share(key: str, value: Any) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value <= 1:
@@ -233,6 +242,5 @@ _EXTRA: dict[str, Check] = {
     "side_channel_secret_file": read_secret,
     "side_channel_mode": _one_of("required", "mixed"),
     "allowed_peers": parse_networks,
-    # Accepted so that a configuration written for NixlConnector loads.
-    "engine_ttl": _seconds,
+    "engine_ttl": _seconds_or_never,
 }

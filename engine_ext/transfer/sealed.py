@@ -15,6 +15,7 @@ import hmac
 import logging
 
 from engine_ext.base.access import Access, Secret
+from engine_ext.base.seldom import Seldom
 from engine_ext.base.types import ConnectorStats
 from engine_ext.layout.plan import Indices, PeerLayout
 from engine_ext.transfer.agent import Agent, PeerHandle, Transfer, TransferState
@@ -25,6 +26,7 @@ from engine_ext.wire.notifications import (
 )
 
 logger = logging.getLogger(__name__)
+logger.addFilter(Seldom())
 
 SEAL_PREFIX = b"DS:"
 MAC_BYTES = 16

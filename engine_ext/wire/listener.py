@@ -9,10 +9,12 @@ import msgspec
 import zmq
 
 from engine_ext.base.access import OPEN, Access
+from engine_ext.base.seldom import Seldom
 from engine_ext.wire.errors import Rank
 from engine_ext.wire.secret_handshake import Answers, Asker, Place
 
 logger = logging.getLogger(__name__)
+logger.addFilter(Seldom())
 
 MAX_REQUEST_BYTES = 4096
 SILENT_CONNECTION_MS = 5000
@@ -86,7 +88,9 @@ class HandshakeServer:
             logger.debug("handshake listener: ignored %d frames", len(frames))
             return
         asker = Asker(frames[0].bytes, str(frames[2].get("Peer-Address")))
-        payload, mac = self._answers.to(frames[2].bytes, asker, time.monotonic())
+        payload, mac, problem = self._answers.to(frames[2].bytes, asker, time.monotonic())
+        if problem is not None:
+            logger.warning("handshake with %s refused: %s", asker.address, problem)
         clock = msgspec.msgpack.encode(time.perf_counter())
         answer = [asker.identity, b"", payload, clock] + ([] if mac is None else [mac])
         self._socket.send_multipart(answer, zmq.NOBLOCK)

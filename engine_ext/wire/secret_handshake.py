@@ -61,6 +61,8 @@ class Answer(NamedTuple):
     payload: bytes
     mac: bytes | None = None
     """For those who asked for a proof, too."""
+    problem: str | None = None
+    """Why it is a refusal; a challenge is none."""
 
 
 class Challenges:
@@ -130,8 +132,8 @@ class Answers:
         if not hmac.compare_digest(proof.mac, _proof_mac(secret, rank, proof, self._place)):
             host, port = self._place
             return _refuse(f"not a proof of this engine's secret, or not made for {host}:{port}")
-        payload, _ = self._known(self._payloads, rank)
-        return Answer(payload, _answer_mac(secret, proof, payload))
+        answer = self._known(self._payloads, rank)
+        return answer._replace(mac=_answer_mac(secret, proof, answer.payload))
 
     @staticmethod
     def _known(payloads: Mapping[Rank, bytes], rank: Rank) -> Answer:
@@ -192,7 +194,7 @@ def _first_answer(message: bytes) -> tuple[bytes | None, HandshakePayload | None
 
 
 def _refuse(reason: str) -> Answer:
-    return Answer(encode_refusal(reason))
+    return Answer(encode_refusal(reason), problem=reason)
 
 
 def _proof_mac(secret: Secret, rank: Rank, proof: Proof, place: Place) -> bytes:

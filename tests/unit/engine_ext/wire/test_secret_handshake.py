@@ -68,7 +68,7 @@ def shake(
     prover = Prover(ours, RANK, dialled)
     question = encode_request(RANK)
     while True:
-        payload, mac = theirs.to(question, ASKER, NOW)
+        payload, mac, _ = theirs.to(question, ASKER, NOW)
         frames = [relay(payload), b"clock"] + ([] if mac is None else [mac])
         taken = prover.take(frames)
         if isinstance(taken, HandshakePayload):
@@ -115,7 +115,7 @@ def test_engines_that_do_not_share_what_one_asks_for_do_not_meet(
 
 
 def test_a_stranger_learns_nothing_but_that_there_is_a_secret() -> None:
-    answer, mac = listener(REQUIRED).to(encode_request(RANK), ASKER, NOW)
+    answer, mac, _ = listener(REQUIRED).to(encode_request(RANK), ASKER, NOW)
     assert mac is None
     assert set(msgspec.msgpack.decode(answer)) == {"error", "challenge"}
     with pytest.raises(RefusedError, match="shared secret"):
@@ -124,14 +124,14 @@ def test_a_stranger_learns_nothing_but_that_there_is_a_secret() -> None:
 
 @given(st.binary(max_size=400))
 def test_whatever_is_asked_without_the_secret_no_metadata_leaves(request: bytes) -> None:
-    answer, _ = listener(REQUIRED).to(request, ASKER, NOW)
+    answer, *_ = listener(REQUIRED).to(request, ASKER, NOW)
     assert METADATA.agent_metadata not in answer
 
 
 @given(challenge=st.binary(max_size=64), nonce=st.binary(max_size=32), mac=st.binary(max_size=64))
 def test_no_made_up_proof_is_answered(challenge: bytes, nonce: bytes, mac: bytes) -> None:
     made_up = msgspec.msgpack.encode((b"disagg_meta_msg", 0, 0, challenge, nonce, mac))
-    answer, seal = listener(REQUIRED).to(made_up, ASKER, NOW)
+    answer, seal, _ = listener(REQUIRED).to(made_up, ASKER, NOW)
     assert seal is None
     assert METADATA.agent_metadata not in answer
 
@@ -187,11 +187,11 @@ def test_an_address_outside_of_the_allowed_peers_is_refused_whatever_it_asks() -
     theirs = listener(access)
     assert extension(shake(theirs, REQUIRED)) == EXTENSION_VERSION
     for address in ("10.0.0.16", "192.168.0.1", "::2", "", "nonsense"):
-        answer, _ = theirs.to(encode_request(RANK), ASKER._replace(address=address), NOW)
+        answer, *_ = theirs.to(encode_request(RANK), ASKER._replace(address=address), NOW)
         with pytest.raises(RefusedError, match="allowed_peers"):
             decode_payload(answer)
     for address in ("10.0.0.15", "::1", "::ffff:10.0.0.1", PLACE.host):
-        answer, _ = theirs.to(encode_request(RANK), ASKER._replace(address=address), NOW)
+        answer, *_ = theirs.to(encode_request(RANK), ASKER._replace(address=address), NOW)
         assert b"shared secret" in answer
 
 
