@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.seldom import Seldom
 from engine_ext.base.types import (
     CacheGeometry,
     Clock,
@@ -51,6 +52,7 @@ from engine_ext.wire.notifications import (
 )
 
 logger = logging.getLogger(__name__)
+logger.addFilter(Seldom())
 
 READING_WAIT = 20e-6
 RECENT_WAIT = 1e-3
@@ -90,7 +92,7 @@ class TransferLoop:
             agent, config, geometry, regions, identity, stats, us, self._is_in_use, dialer
         )
         self._leases = LeaseTable(config.lease_extension, config.revoke_grace)
-        self._readers = Readers(agent)
+        self._readers = Readers(agent, config.unused_ttl, self._peers.knows)
         self._writer = PushWriter(
             agent, self._peers, self._readers, self._leases, results, config, us, stats, clock
         )
@@ -143,6 +145,7 @@ class TransferLoop:
             self._send_declines,
             self._send_heartbeats,
             self._holder.step,
+            self._readers.step,
         )
 
     def apply(self, meta: StepMetadata, now: float) -> None:
@@ -247,6 +250,7 @@ class TransferLoop:
         received_at = self._clock()
         for sender, message in messages:
             notification = decode_notification(message)
+            self._readers.heard(sender, received_at)
             if not isinstance(notification, Renewed):  # It ends an exchange: nothing follows.
                 self._last_event = now
             try:
@@ -272,7 +276,7 @@ class TransferLoop:
             case Heartbeat() as heartbeat:
                 self._holder.heartbeat(sender, heartbeat, now)
             case Hello(metadata):
-                self._readers.hello(metadata)
+                self._readers.hello(sender, metadata, now)
             case Renew() as renew:
                 self._holder.renew(sender, renew, now)
             case Renewed() as renewed:

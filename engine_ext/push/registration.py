@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.seldom import Seldom
 from engine_ext.base.types import (
     CacheGeometry,
     ConnectorStats,
@@ -50,6 +51,7 @@ from engine_ext.wire.notifications import (
 )
 
 logger = logging.getLogger(__name__)
+logger.addFilter(Seldom())
 
 SILENT_BEATS = 3
 SILENT_SECONDS = 3.0

@@ -91,8 +91,7 @@ class Peers:
         self._identity = identity
         self._stats = stats
         self._is_in_use = is_in_use
-        self._ttl = max(config.engine_ttl, 2 * config.lease_duration)
-        """Longer than between two heartbeats, by which an engine that holds something is used."""
+        self._ttl = config.unused_ttl
         self._dialer = dialer or ZmqDialer(access=config.access)
         self._ready: dict[PeerRank, Ready] = {}
         self._next_round = NEVER
@@ -151,6 +150,10 @@ class Peers:
         for peer in [peer for peer in self._ready if peer.address == address]:
             self._forget(peer)
 
+    def knows(self, name: str) -> bool:
+        """It is the agent of an engine that we shook hands with."""
+        return any(ready.handle.name == name for ready in self._ready.values())
+
     def close(self) -> None:
         for connecting in self._connecting.values():
             connecting.client.close()
@@ -185,7 +188,7 @@ class Peers:
 
     def _remove(self, name: str) -> None:
         """Unless it is known by another address, too."""
-        if all(ready.handle.name != name for ready in self._ready.values()):
+        if not self.knows(name):
             self._agent.remove_remote(name)
 
     @staticmethod

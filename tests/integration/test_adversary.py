@@ -300,7 +300,7 @@ FORGED = (
     wire.encode_read_done("d-1"),
     wire.encode_heartbeat(["p-1"]),
     wire.encode_extension(wire.Renew(1, ("p-1",))),
-    wire.encode_extension(wire.Renewed(1, ("p-1",))),
+    wire.encode_extension(wire.Renewed(1, 20.0, ("p-1",))),
     wire.encode_extension(wire.Read("p-1", 1, 7)),
     wire.encode_extension(wire.ReadAck(1, False)),
     wire.encode_extension(wire.Gone(("p-1",))),

@@ -35,7 +35,7 @@ REGISTRATION = PushRegistered(
     remote_host="127.0.0.1",
     remote_port=5601,
     remote_tp_size=1,
-    disagg=PushExtension(1, 0, 32, b"digest", "p-1"),
+    disagg=PushExtension(1, 0, 32, b"digest", "p-1", 1000.0),
 )
 OF_STOCK = (encode_read_done("p-1"), encode_heartbeat(["p-1", "p-2"]))
 
