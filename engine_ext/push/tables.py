@@ -185,7 +185,7 @@ class Outcomes:
         return self._answers.get(key)
 
 
-class Registrations:
+class RegisteredByKey:
     """By key; whoever adds asks first whether there is room, for each agent and in all."""
 
     LIMIT = 16384
@@ -230,10 +230,10 @@ class Registrations:
 
 
 class RegistrationTable:
-    """Registrations that wait for an offer. Those of one request's ranks are found together."""
+    """RegisteredByKey that wait for an offer. Those of one request's ranks are found together."""
 
     def __init__(self) -> None:
-        self._registered = Registrations()
+        self._registered = RegisteredByKey()
         self._ranks: dict[RequestKey, dict[str, RegistrationKey]] = {}
         """By sender, the latest."""
         self._names: NameTable[RequestKey] = NameTable()
@@ -273,5 +273,5 @@ class RegistrationTable:
         return [self.pop(key) for key in list(self._ranks[request].values())]
 
     def pop_due(self, now: float) -> list[Registered]:
-        due = [key for key, one in self._registered.items() if one.deadline <= now]
+        due = [one.key for one in self._registered if one.deadline <= now]
         return [self.pop(key) for key in due]

@@ -33,8 +33,8 @@ from engine_ext.push.tables import (
     NameTable,
     Outcomes,
     Registered,
+    RegisteredByKey,
     RegistrationKey,
-    Registrations,
     RegistrationTable,
     Tombstones,
     _lasting,
@@ -97,7 +97,7 @@ class PushWriter:
         self._clock = clock
         self._offers: dict[str, Held] = {}
         self._offer_names: NameTable[str] = NameTable()
-        self._unchecked = Registrations()
+        self._unchecked = RegisteredByKey()
         self._registrations = RegistrationTable()
         self._failed = Tombstones(config.push_deadline)
         self._unwanted = Tombstones(config.push_deadline)

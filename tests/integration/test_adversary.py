@@ -357,7 +357,7 @@ def test_a_prefiller_writes_its_kv_to_a_stranger_who_asks_unless_there_is_a_secr
     asks = [registration(stranger)]
     if engines.is_open:
         has_written = stranger.polling(lambda: prefiller.connector.worker.stats().pushes_ok)
-        tell(prefiller, asks, has_written)
+        tell(prefiller, asks, has_written, stranger.agent.name)
         assert stranger.has_read()
     else:
         tell(prefiller, asks, has_ignored(prefiller, 1))
@@ -443,7 +443,7 @@ def test_an_address_outside_is_pushed_to_unless_allowed_peers_says_not(
     try:
         asks = [registration(outside)]
         has_ended = outside.polling(lambda: stats().pushes_ok or stats().pushes_failed)
-        tell(prefiller, asks, has_ended)
+        tell(prefiller, asks, has_ended, outside.agent.name)
         assert outside.has_read() == (access is OPEN)
         assert stats().pushes_failed == (access is INSIDE)
     finally:

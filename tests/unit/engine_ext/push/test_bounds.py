@@ -9,8 +9,9 @@ from engine_ext.base.access import Access, parse_networks
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import CacheGeometry, ConnectorStats, EngineIdentity
 from engine_ext.core.loop import TransferLoop
-from engine_ext.push.tables import RegistrationTable
+from engine_ext.push.tables import RegisteredByKey
 from engine_ext.transfer.results import Results
+from engine_ext.wire.dial import PeerRank
 from engine_ext.wire.notifications import (
     EXTENSION_PREFIX,
     Hello,
@@ -23,6 +24,19 @@ from engine_ext.wire.notifications import (
     encode_registration,
 )
 from tests.unit.engine_ext.core.fakes import FakeAgent, regions
+
+
+class Silence:
+    """A dialer whom nobody answers: what has come is kept until it is known whose it is."""
+
+    def dial(self, peer: PeerRank) -> "Silence":
+        return self
+
+    def receive(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass
@@ -57,6 +71,7 @@ def prefiller() -> Iterator[Prefiller]:
         Results(),
         stats,
         lambda: 0.0,
+        Silence(),
     )
     yield Prefiller(agent, loop, stats)
     loop.close()
@@ -82,7 +97,7 @@ def test_a_registration_of_an_address_outside_is_refused_and_not_kept(
     prefiller: Prefiller,
 ) -> None:
     prefiller.hears(registration(1), registration(2, host="192.0.2.1"))
-    assert prefiller.refusals == ["192.0.2.1 is not one of this engine's allowed_peers"]
+    assert prefiller.refusals == ["192.0.2.1 is not one of our allowed_peers"]
     assert prefiller.loop.num_open == 1
 
 
@@ -97,8 +112,8 @@ def test_a_registration_of_ranks_that_do_not_divide_ours_is_refused_and_not_kept
 def test_one_agent_takes_no_more_than_its_share_and_all_no_more_than_there_is(
     prefiller: Prefiller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RegistrationTable, "LIMIT_BY_SENDER", 3)
-    monkeypatch.setattr(RegistrationTable, "LIMIT", 5)
+    monkeypatch.setattr(RegisteredByKey, "LIMIT_BY_SENDER", 3)
+    monkeypatch.setattr(RegisteredByKey, "LIMIT", 5)
     prefiller.hears(*map(registration, range(1, 6)), sender="greedy")
     assert prefiller.loop.num_open == 3
     assert prefiller.refusals == ["too many registrations wait here"] * 2
