@@ -86,12 +86,6 @@ class ConnectorConfig:
         return float(self.lease_duration * 2 // 3) or self.lease_duration * 2 / 3
 
     @property
-    def write_bound(self) -> float:
-        """What we promise: the longest from the beginning of a WRITE until it has landed, or never
-        will."""
-        return self.transfer_timeout + self.teardown_grace
-
-    @property
     def unused_ttl(self) -> float:
         """Longer than between two heartbeats: by these an engine that holds something is used."""
         return max(self.engine_ttl, 2 * self.lease_duration)
