@@ -230,7 +230,7 @@ class RegisteredByKey:
 
 
 class RegistrationTable:
-    """RegisteredByKey that wait for an offer. Those of one request's ranks are found together."""
+    """Registrations that wait for an offer. Those of one request's ranks are found together."""
 
     def __init__(self) -> None:
         self._registered = RegisteredByKey()
