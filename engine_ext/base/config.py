@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from engine_ext.base.access import OPEN, Access, parse_networks, read_secret
+
 logger = logging.getLogger(__name__)
 
 LoadFailurePolicy = Literal["fail", "recompute"]
@@ -68,6 +70,10 @@ class ConnectorConfig:
     """Bound on the holder's answer to a READ."""
     revoke_grace: float = 0.5
     """How long a revoked lease's blocks stay for a READ that is on its way."""
+    engine_ttl: float = 3600.0
+    """An engine that nothing was done with for so long is forgotten."""
+    access: Access = OPEN
+    """Who may use the side channel, and with whom."""
 
     @property
     def heartbeat_interval(self) -> float:
@@ -78,6 +84,11 @@ class ConnectorConfig:
     def lease_extension(self) -> float:
         """Two thirds of the lease: what one heartbeat grants from the moment it arrives."""
         return float(self.lease_duration * 2 // 3) or self.lease_duration * 2 / 3
+
+    @property
+    def unused_ttl(self) -> float:
+        """Longer than between two heartbeats: by these an engine that holds something is used."""
+        return max(self.engine_ttl, 2 * self.lease_duration)
 
     @property
     def push_deadline(self) -> float:
@@ -113,6 +124,8 @@ class ConnectorConfig:
             "trust_unproven_prefix": extra.get("trust_unproven_prefix"),
             "trust_request_ids": extra.get("trust_request_ids"),
             "global_cache_hit_threshold": extra.get("global_cache_hit_threshold"),
+            "engine_ttl": extra.get("engine_ttl"),
+            "access": _access(extra),
         }
         chosen: dict[str, Any] = {"engine_id": str(uuid.uuid4())}
         chosen |= {key: value for key, value in given.items() if value is not None}
@@ -126,6 +139,13 @@ def _extra(raw: Any) -> dict[str, Any]:
         raise ValueError("kv_connector_extra_config is not a JSON object")
     _warn_unknown(raw, tuple(_EXTRA), "kv_connector_extra_config")
     return {key: check(key, raw[key]) for key, check in _EXTRA.items() if key in raw}
+
+
+def _access(extra: Mapping[str, Any]) -> Access:
+    secret, mode = extra.get("side_channel_secret_file"), extra.get("side_channel_mode")
+    if mode is not None and secret is None:
+        raise ValueError(f"side_channel_mode: {mode} needs a side_channel_secret_file")
+    return Access(secret, mode == "mixed", extra.get("allowed_peers", OPEN.peers))
 
 
 def _warn_unknown(raw: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
@@ -168,6 +188,12 @@ def _seconds(key: str, value: Any) -> float:
     if not number or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{key}: {value!r} is not a positive number of seconds")
     return float(value)
+
+
+def _seconds_or_never(key: str, value: Any) -> float:
+    """As stock: zero or less is never."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return math.inf if number and value <= 0 else _seconds(key, value)
 
 
 def _share(key: str, value: Any) -> float:
@@ -218,6 +244,8 @@ _EXTRA: dict[str, Check] = {
     "enable_cross_layers_blocks": _switch,
     "push_registration_timeout": _seconds,
     "push_write_bound": _seconds,
-    # Accepted so that a configuration written for NixlConnector loads.
-    "engine_ttl": _seconds,
+    "side_channel_secret_file": read_secret,
+    "side_channel_mode": _one_of("required", "mixed"),
+    "allowed_peers": parse_networks,
+    "engine_ttl": _seconds_or_never,
 }

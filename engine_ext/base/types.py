@@ -428,6 +428,8 @@ class ConnectorStats:
     """That NIXL refused to send."""
     confirmations_late: int = 0
     """Readers that confirmed when the lease had ended: what they read may have been refilled."""
+    notifications_unsealed: int = 0
+    """From those who do not hold the shared secret: ignored."""
     handshakes_ok: int = 0
     handshakes_failed: int = 0
     transfer_seconds: Histogram = field(default_factory=partial(Histogram, SHORT_SECONDS))

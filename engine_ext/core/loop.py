@@ -7,6 +7,7 @@ from functools import partial
 
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.inspection import Inspection, first, first_of
+from engine_ext.base.seldom import Seldom
 from engine_ext.base.types import (
     CacheGeometry,
     Clock,
@@ -52,6 +53,7 @@ from engine_ext.wire.notifications import (
 )
 
 logger = logging.getLogger(__name__)
+logger.addFilter(Seldom())
 
 READING_WAIT = 20e-6
 RECENT_WAIT = 1e-3
@@ -92,7 +94,7 @@ class TransferLoop:
             agent, config, geometry, regions, identity, stats, us, self._is_in_use, dialer
         )
         self._leases = LeaseTable(config.lease_extension, config.revoke_grace)
-        self._readers = Readers(agent)
+        self._readers = Readers(agent, config.unused_ttl, self._peers.knows)
         self._writer = PushWriter(
             agent, self._peers, self._readers, self._leases, results, config, us, stats, clock
         )
@@ -145,6 +147,7 @@ class TransferLoop:
             self._send_declines,
             self._send_heartbeats,
             self._holder.step,
+            self._readers.step,
         )
 
     def apply(self, meta: StepMetadata, now: float) -> None:
@@ -268,6 +271,7 @@ class TransferLoop:
         received_at = self._clock()
         for sender, message in messages:
             notification = decode_notification(message)
+            self._readers.heard(sender, received_at)
             if not isinstance(notification, Renewed):  # It ends an exchange: nothing follows.
                 self._last_event = now
             try:
@@ -296,7 +300,7 @@ class TransferLoop:
             case Heartbeat() as heartbeat:
                 self._holder.heartbeat(sender, heartbeat, now)
             case Hello(metadata):
-                self._readers.hello(metadata)
+                self._readers.hello(sender, metadata, now)
             case Renew() as renew:
                 self._holder.renew(sender, renew, now)
             case Renewed() as renewed:

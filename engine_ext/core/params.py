@@ -7,9 +7,10 @@ Keys and shapes are those of vLLM 0.32's NixlConnector.
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from engine_ext.base.access import EVERYWHERE, Networks
 from engine_ext.base.config import TransferMode
 from engine_ext.base.proof import MAX_TOKENS, NoProof, PrefixProof
 from engine_ext.base.types import BlockIds, PeerAddress, PushTarget, RemoteSource
@@ -62,15 +63,18 @@ class _InvalidError(Exception):
     pass
 
 
-def parse(raw: Any, mode: TransferMode = "pull") -> TransferParams:
+def parse(
+    raw: Any, mode: TransferMode = "pull", allowed_peers: Networks = EVERYWHERE
+) -> TransferParams:
     """Total: returns a record for any object whatever, raises nothing.
 
-    `mode` is how this engine, as D, gets KV from P.
+    `mode` is how this engine, as D, gets KV from P. Params that name an address outside of
+    `allowed_peers` are not followed; a host's name is judged when it has been looked up.
     """
     if raw is None:
         return TransferParams(Role.NONE)
     try:
-        return _parse(raw, mode)
+        return _allowed(_parse(raw, mode), allowed_peers)
     except _InvalidError as problem:
         return TransferParams(Role.NONE, problem=str(problem))
 
@@ -96,6 +100,17 @@ def _parse(raw: Any, mode: TransferMode) -> TransferParams:
         retain=retain or raw.get("retain") is None,
         may_be_read_by_stock=raw.get("prefix_proof") is None,
     )
+
+
+def _allowed(params: TransferParams, peers: Networks) -> TransferParams:
+    """A prefill that may not dial where the last turn is computes it."""
+    origin = params.source or params.target
+    if origin is None or peers.may_admit(origin.address.host):
+        return params
+    problem = f"remote_host {origin.address.host} is not one of this engine's allowed_peers"
+    if params.role is Role.PREFILL:
+        return replace(params, source=None, problem=problem)
+    raise _InvalidError(problem)
 
 
 def _prefill(raw: dict[Any, Any]) -> TransferParams:

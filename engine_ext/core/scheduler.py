@@ -75,7 +75,9 @@ class SchedulerConnector:
 
     def set_handshake_metadata(self, payloads: Mapping[Rank, bytes]) -> None:
         """Starts the listener. Raises OSError when the side channel cannot be bound."""
-        self._listener = HandshakeServer(self._identity.host, self._identity.port, payloads)
+        self._listener = HandshakeServer(
+            self._identity.host, self._identity.port, payloads, self._config.access
+        )
 
     def shutdown(self) -> None:
         if self._listener is not None:
@@ -83,7 +85,9 @@ class SchedulerConnector:
             self._listener = None
 
     def on_new_request(self, request: EngineRequest) -> None:
-        params = parse(request.kv_transfer_params, self._config.transfer_mode)
+        params = parse(
+            request.kv_transfer_params, self._config.transfer_mode, self._config.access.peers
+        )
         if params.problem is not None:
             logger.warning("request %s: %s", request.request_id, params.problem)
         if params.role is Role.PREFILL:

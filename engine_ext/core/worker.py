@@ -30,6 +30,7 @@ from engine_ext.core.support import UnsupportedError, refuse_unsupported, refuse
 from engine_ext.staging.stage import StagedTransfers, StagingFactory
 from engine_ext.transfer.agent import Agent, AgentError, NixlAgent
 from engine_ext.transfer.results import Results
+from engine_ext.transfer.sealed import sealed
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import AgentMetadata, encode_payload
 
@@ -104,7 +105,9 @@ class WorkerConnector:
             regions = staging.regions
         self._regions = tuple(regions)
         refuse_unsupported_memory(self._config, self._geometry, self._regions)
-        agent = self._open_agent(self._regions, self._config)
+        agent = sealed(
+            self._open_agent(self._regions, self._config), self._config.access, self._stats
+        )
         self._payload = encode_payload(
             self._metadata(agent.metadata()),
             self._identity.compat_factors,

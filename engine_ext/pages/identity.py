@@ -6,12 +6,13 @@ handshake that they use: what the page says is what they are told.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import zmq
 
+from engine_ext.base.access import EVERYWHERE, OPEN, Access
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import PeerAddress
 from engine_ext.wire.dial import PeerRank, ZmqDialer
@@ -49,6 +50,8 @@ class Engine:
     dp_size: int = 1
     versions: Mapping[str, str]
     """Of the host."""
+    access: Access = OPEN
+    """To the side channels: the page asks them as another engine would."""
 
 
 def capabilities_of(config: ConnectorConfig | None) -> tuple[str, ...]:
@@ -90,7 +93,7 @@ def installed_version(distribution: str) -> str:
 
 
 def _ranks(engine: Engine) -> list[dict[str, Any]]:
-    dialer = ZmqDialer()
+    dialer = ZmqDialer(access=replace(engine.access, peers=EVERYWHERE))
     deadline = time.monotonic() + ANSWER_SECONDS
     try:
         return [_rank(engine, each, dialer, deadline) for each in engine.side_channels]

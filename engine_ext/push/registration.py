@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.inspection import QuarantineSeen
+from engine_ext.base.seldom import Seldom
 from engine_ext.base.types import (
     CacheGeometry,
     ConnectorStats,
@@ -51,6 +52,7 @@ from engine_ext.wire.notifications import (
 )
 
 logger = logging.getLogger(__name__)
+logger.addFilter(Seldom())
 
 SILENT_BEATS = 3
 SILENT_SECONDS = 3.0

@@ -1,6 +1,7 @@
 """What P's writer remembers: offers and registrations by name, how each ended, what is gone."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -184,11 +185,55 @@ class Outcomes:
         return self._answers.get(key)
 
 
+class RegisteredByKey:
+    """By key; whoever adds asks first whether there is room, for each agent and in all."""
+
+    LIMIT = 16384
+    LIMIT_BY_SENDER = 2048
+
+    def __init__(self) -> None:
+        self._by_key: dict[RegistrationKey, Registered] = {}
+        self._num_by_sender: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Registered]:
+        """Of those that are there now, whatever becomes of them meanwhile."""
+        return iter(list(self._by_key.values()))
+
+    def __contains__(self, key: RegistrationKey) -> bool:
+        return key in self._by_key
+
+    def has_room_for(self, sender: str) -> bool:
+        return len(self) < self.LIMIT and self._num_by_sender[sender] < self.LIMIT_BY_SENDER
+
+    def refresh(self, registered: Registered) -> bool:
+        """True: it waits already, and is worth keeping for longer now."""
+        waiting = self._by_key.get(registered.key)
+        if waiting is None:
+            return False
+        waiting.deadline = max(waiting.deadline, registered.deadline)
+        return True
+
+    def add(self, registered: Registered) -> None:
+        """One that is not there yet."""
+        self._by_key[registered.key] = registered
+        self._num_by_sender[registered.sender] += 1
+
+    def pop(self, key: RegistrationKey) -> Registered:
+        registered = self._by_key.pop(key)
+        self._num_by_sender[key.sender] -= 1
+        if not self._num_by_sender[key.sender]:
+            del self._num_by_sender[key.sender]
+        return registered
+
+
 class RegistrationTable:
     """Registrations that wait for an offer. Those of one request's ranks are found together."""
 
     def __init__(self) -> None:
-        self._registered: dict[RegistrationKey, Registered] = {}
+        self._registered = RegisteredByKey()
         self._ranks: dict[RequestKey, dict[str, RegistrationKey]] = {}
         """By sender, the latest."""
         self._names: NameTable[RequestKey] = NameTable()
@@ -199,16 +244,14 @@ class RegistrationTable:
     def __contains__(self, key: RegistrationKey) -> bool:
         return key in self._registered
 
+    def has_room_for(self, sender: str) -> bool:
+        return self._registered.has_room_for(sender)
+
     def refresh(self, registered: Registered) -> bool:
-        """True: it waits already, and is worth keeping for longer now."""
-        waiting = self._registered.get(registered.key)
-        if waiting is None:
-            return False
-        waiting.deadline = max(waiting.deadline, registered.deadline)
-        return True
+        return self._registered.refresh(registered)
 
     def add(self, registered: Registered) -> None:
-        self._registered[registered.key] = registered
+        self._registered.add(registered)
         self._ranks.setdefault(registered.request, {})[registered.sender] = registered.key
         self._names.add(registered.request, registered.names)
 
@@ -230,5 +273,5 @@ class RegistrationTable:
         return [self.pop(key) for key in list(self._ranks[request].values())]
 
     def pop_due(self, now: float) -> list[Registered]:
-        due = [key for key, one in self._registered.items() if one.deadline <= now]
+        due = [one.key for one in self._registered if one.deadline <= now]
         return [self.pop(key) for key in due]

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.inspection import QuarantineSeen
+from engine_ext.base.seldom import Seldom
 from engine_ext.base.types import Clock, ConnectorStats, PushOffer
 from engine_ext.layout.plan import Batch, PlanError
 from engine_ext.layout.ranks import RankError, TensorRank
@@ -34,6 +35,7 @@ from engine_ext.push.tables import (
     NameTable,
     Outcomes,
     Registered,
+    RegisteredByKey,
     RegistrationKey,
     RegistrationTable,
     Tombstones,
@@ -56,6 +58,9 @@ from engine_ext.wire.notifications import (
 )
 
 logger = logging.getLogger(__name__)
+logger.addFilter(Seldom())
+
+TOO_MANY = "too many registrations wait here"
 
 
 @dataclass(slots=True)
@@ -98,7 +103,7 @@ class PushWriter:
         self._clock = clock
         self._offers: dict[str, Held] = {}
         self._offer_names: NameTable[str] = NameTable()
-        self._unchecked: dict[RegistrationKey, Registered] = {}
+        self._unchecked = RegisteredByKey()
         self._registrations = RegistrationTable()
         self._failed = Tombstones(config.push_deadline)
         self._unwanted = Tombstones(config.push_deadline)
@@ -161,8 +166,7 @@ class PushWriter:
         key = registered.key
         if registered.deadline <= now or self._registrations.refresh(registered):
             return
-        if (unchecked := self._unchecked.get(key)) is not None:
-            unchecked.deadline = max(unchecked.deadline, registered.deadline)
+        if self._unchecked.refresh(registered):
             return
         if (writing := self._writing.get(key)) is not None:
             writing.registered.deadline = max(writing.registered.deadline, registered.deadline)
@@ -170,8 +174,13 @@ class PushWriter:
         if message.disagg is not None and (answer := self._outcomes.find(key)) is not None:
             self._readers.answer(sender, answer)
             return
-        self._unchecked[key] = registered
-        self._check(registered, now)
+        if not self._config.access.peers.may_admit(message.decode_host):
+            self._refuse(registered, f"{message.decode_host} is not one of our allowed_peers")
+        elif not self._unchecked.has_room_for(sender):
+            self._refuse(registered, TOO_MANY)
+        else:
+            self._unchecked.add(registered)
+            self._check(registered, now)
 
     def _check(self, registered: Registered, now: float) -> None:
         """A registration counts from the very agent that would be written to: the one that answers
@@ -180,7 +189,7 @@ class PushWriter:
             rank = self._rank(registered.message)
             peer = self._peers.connect(registered.address, now, rank)
         except (PeerError, PlanError, RankError) as error:
-            del self._unchecked[registered.key]
+            self._unchecked.pop(registered.key)
             self._refuse(registered, str(error))
             return
         if peer is None and registered.deadline > now:
@@ -191,7 +200,7 @@ class PushWriter:
             registered.is_rechecked = True
             self._peers.forget(registered.address)
             return
-        del self._unchecked[registered.key]
+        self._unchecked.pop(registered.key)
         if is_theirs:
             self._welcome(registered, now)
         else:
@@ -204,8 +213,10 @@ class PushWriter:
         held = self._offer_named(registered.names)
         if held is not None and held.may_serve(registered):
             self._match(held, registered, now)
-            return
-        self._registrations.add(registered)
+        elif self._registrations.has_room_for(registered.sender):
+            self._registrations.add(registered)
+        else:
+            self._refuse(registered, TOO_MANY)
 
     def _deadline(self, message: PushRegistered, now: float) -> float:
         longest = now + self._config.push_deadline
@@ -223,7 +234,8 @@ class PushWriter:
             if (answer := self._outcomes.find(key)) is not None:
                 self._readers.answer(sender, answer)
                 return
-            self._unchecked.pop(key, None)
+            if key in self._unchecked:
+                self._unchecked.pop(key)
             if key in self._registrations:
                 self._registrations.pop(key)
             self._answer(key, PushFailed(message.request_id, message.generation, "withdrawn"))
@@ -266,7 +278,7 @@ class PushWriter:
         return self._offer_names.find(names_of(name, transfer_id=name)) or name
 
     def step(self, now: float) -> None:
-        for registered in list(self._unchecked.values()):
+        for registered in self._unchecked:
             self._check(registered, now)
         self._expire(now)
         for writing in list(self._writing.values()):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import uvloop
 
+from engine_ext.base.access import OPEN
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import CacheGeometry
 from engine_ext.core.connector import Connector, build_connector
@@ -110,6 +111,7 @@ def _itself(settings: Settings) -> identity.Engine:
         transfer_modes=() if connector is None else (connector.transfer_mode,),
         capabilities=(*CAPABILITIES, *identity.capabilities_of(connector)),
         versions={"torch": identity.installed_version("torch")},
+        access=OPEN if connector is None else connector.access,
     )
 
 

@@ -56,6 +56,10 @@ Transfer = Any
 class Agent(Protocol):
     """What the transfer machines need of NIXL. Every method may raise AgentError."""
 
+    @property
+    def name(self) -> str:
+        """What others know this agent by, and its notifications are from."""
+
     def metadata(self) -> bytes: ...
     def add_remote(self, metadata: bytes) -> str:
         """Makes a remote agent known, for notifications; returns its name. Twice is once."""
@@ -143,9 +147,10 @@ class NixlAgent:
         self._mem_type = self._only_mem_type()
         self._prepared: dict[bytes, Any] = {}
         self._has_threads = threads > 0
+        self._name = str(uuid.uuid4())
         with _errors("create the NIXL agent"):
             self._nixl = nixl_agent(
-                str(uuid.uuid4()),
+                self._name,
                 nixl_agent_config(
                     enable_prog_thread=False,
                     num_threads=threads,
@@ -163,6 +168,10 @@ class NixlAgent:
             )
             self._prepare_local(strided_descriptors(self._regions))
         self._rehearse(list(backends))
+
+    @property
+    def name(self) -> str:
+        return self._name
 
     def metadata(self) -> bytes:
         with _errors("read the agent's metadata"):

@@ -9,15 +9,16 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.inspection import PeerSeen
+from engine_ext.base.seldom import Seldom
 from engine_ext.base.types import CacheGeometry, ConnectorStats, EngineIdentity, PeerAddress, Region
 from engine_ext.layout.match import match_peer
-from engine_ext.layout.plan import ALONE, PlanError
+from engine_ext.layout.plan import ALONE, PeerLayout, PlanError
 from engine_ext.layout.ranks import RankError, TensorRank
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
+from engine_ext.transfer.leases import NEVER
 from engine_ext.wire.dial import Dialer, Handshake, PeerRank, ZmqDialer
 from engine_ext.wire.errors import EXTENSION_VERSION, WireError
 from engine_ext.wire.handshake import (
@@ -29,6 +30,11 @@ from engine_ext.wire.handshake import (
 from engine_ext.wire.notifications import Hello, encode_extension
 
 logger = logging.getLogger(__name__)
+logger.addFilter(Seldom())
+
+MAX_CONNECTING = 256
+MAX_PEERS = 4096
+EVICTION_SECONDS = 60.0
 
 
 class PeerError(Exception):
@@ -42,9 +48,11 @@ class Connecting:
     deadline: float
 
 
-class Ready(NamedTuple):
+@dataclass(slots=True)
+class Ready:
     handle: PeerHandle
     since: float
+    used_at: float
 
 
 def compatibility_problem(
@@ -62,6 +70,9 @@ def compatibility_problem(
 
 
 class Peers:
+    """Bounded: an engine that nothing was done with for `engine_ttl`, and does not hold or move
+    anything for us, is forgotten; so is the one that was left alone longest, to make room."""
+
     def __init__(
         self,
         agent: Agent,
@@ -83,8 +94,10 @@ class Peers:
         self._identity = identity
         self._stats = stats
         self._is_in_use = is_in_use
-        self._dialer = dialer or ZmqDialer()
+        self._ttl = config.unused_ttl
+        self._dialer = dialer or ZmqDialer(access=config.access)
         self._ready: dict[PeerRank, Ready] = {}
+        self._next_round = NEVER
         self._connecting: dict[PeerRank, Connecting] = {}
         self._failed: dict[PeerRank, str] = {}
 
@@ -97,9 +110,15 @@ class Peers:
         return len(self._ready)
 
     def seen(self, now: float) -> Iterator[PeerSeen]:
-        for (address, rank), (handle, since) in self._ready.items():
-            in_use = self._is_in_use(handle)
-            yield PeerSeen(address.engine_id, address.host, address.port, rank, now - since, in_use)
+        for (address, rank), ready in self._ready.items():
+            yield PeerSeen(
+                address.engine_id,
+                address.host,
+                address.port,
+                rank,
+                now - ready.since,
+                self._is_in_use(ready.handle),
+            )
 
     def connect(
         self, address: PeerAddress, now: float, rank: int | None = None
@@ -112,6 +131,7 @@ class Peers:
         """
         peer = PeerRank(address, self._faced(address)[0] if rank is None else rank)
         if (ready := self._ready.get(peer)) is not None:
+            ready.used_at = now
             return ready.handle
         if peer in self._failed:
             raise PeerError(self._failed[peer])
@@ -128,6 +148,9 @@ class Peers:
     def step(self, now: float) -> None:
         """Moves every handshake on. Failures are seen by `connect` until the next step."""
         self._failed.clear()
+        if now >= self._next_round:
+            self._next_round = now + min(self._ttl / 4, EVICTION_SECONDS)
+            self._forget_unused(now - self._ttl)
         for peer, connecting in list(self._connecting.items()):
             try:
                 self._advance(peer, connecting, now)
@@ -142,10 +165,12 @@ class Peers:
 
         Ranks that a transfer runs with stay: it will find out itself whether they live.
         """
-        for peer, (handle, _) in list(self._ready.items()):
-            if peer.address == address and not self._is_in_use(handle):
-                del self._ready[peer]
-                self._undo(peer, handle)
+        for peer in [peer for peer in self._ready if peer.address == address]:
+            self._forget(peer)
+
+    def knows(self, name: str) -> bool:
+        """It is the agent of an engine that we shook hands with."""
+        return any(ready.handle.name == name for ready in self._ready.values())
 
     def close(self) -> None:
         for connecting in self._connecting.values():
@@ -158,17 +183,43 @@ class Peers:
         except RankError as error:
             raise PeerError(str(error)) from None
 
-    def _undo(self, peer: PeerRank, handle: PeerHandle) -> None:
-        for undo in (
-            partial(self._agent.unprepare, handle),
-            partial(self._agent.remove_remote, handle.name),
-        ):
+    def _forget_unused(self, since: float) -> None:
+        for peer in [peer for peer, ready in self._ready.items() if ready.used_at <= since]:
+            if self._forget(peer):
+                logger.info("%s: forgotten, unused for %g s", peer, self._ttl)
+
+    def _make_room(self) -> None:
+        if len(self._ready) < MAX_PEERS:
+            return
+        by_use = sorted(self._ready, key=lambda peer: self._ready[peer].used_at)
+        if not any(self._forget(peer) for peer in by_use):
+            raise PeerError(f"{len(self._ready)} engines are in use already")
+
+    def _forget(self, peer: PeerRank) -> bool:
+        """False: a transfer runs with it."""
+        handle = self._ready[peer].handle
+        if self._is_in_use(handle):
+            return False
+        del self._ready[peer]
+        self._undo(partial(self._agent.unprepare, handle), partial(self._remove, handle.name))
+        return True
+
+    def _remove(self, name: str) -> None:
+        """Unless it is known by another address, too."""
+        if not self.knows(name):
+            self._agent.remove_remote(name)
+
+    @staticmethod
+    def _undo(*steps: Callable[[], None]) -> None:
+        for step in steps:
             try:
-                undo()
+                step()
             except AgentError as error:
-                logger.warning("%s: %s", peer, error)
+                logger.warning("%s", error)
 
     def _start(self, peer: PeerRank, now: float) -> None:
+        if len(self._connecting) >= MAX_CONNECTING:
+            raise PeerError(f"{len(self._connecting)} handshakes are under way already")
         try:
             client = self._dialer.dial(peer)
         except WireError as error:
@@ -196,8 +247,9 @@ class Peers:
         expected = peer.address.engine_id
         if metadata.engine_id != expected:
             raise PeerError(f"engine {metadata.engine_id} answers where {expected} was")
+        self._make_room()
         them = TensorRank(peer.rank, peer.address.tp_size)
-        self._ready[peer] = Ready(self._introduce(them, metadata), now)
+        self._ready[peer] = Ready(self._introduce(them, metadata), since=now, used_at=now)
         self._connecting.pop(peer).client.close()
         self._stats.handshakes_ok += 1
         logger.info("connected to %s", peer)
@@ -214,19 +266,31 @@ class Peers:
             permute=self._config.permute_layout,
         )
         name = self._agent.add_remote(metadata.agent_metadata)
-        descriptors = self._agent.prepare(name, layout)
-        has_extension = metadata.disagg_ext == EXTENSION_VERSION
-        if has_extension:
-            self._agent.notify(name, encode_extension(Hello(self._agent.metadata())))
-        return PeerHandle(
+        try:
+            return self._prepare(name, layout, them, metadata)
+        except Exception:
+            self._undo(partial(self._remove, name))
+            raise
+
+    def _prepare(
+        self, name: str, layout: PeerLayout, them: TensorRank, metadata: AgentMetadata
+    ) -> PeerHandle:
+        handle = PeerHandle(
             name,
             layout,
-            descriptors,
-            has_extension,
+            self._agent.prepare(name, layout),
+            metadata.disagg_ext == EXTENSION_VERSION,
             metadata.lease_extension,
             metadata.write_bound,
             self._us.facing(them.size),
         )
+        try:
+            if handle.has_extension:
+                self._agent.notify(name, encode_extension(Hello(self._agent.metadata())))
+        except Exception:
+            self._undo(partial(self._agent.unprepare, handle))
+            raise
+        return handle
 
     def _fail(self, peer: PeerRank, problem: str) -> None:
         self._connecting.pop(peer).client.close()

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
+from engine_ext.base.access import OPEN
 from engine_ext.base.config import CONNECTORS, ConnectorConfig
 from engine_ext.base.types import SHARED, CacheGeometry, EngineIdentity, Region
 from engine_ext.pages import identity
@@ -163,14 +164,17 @@ def _speculation(config: Any) -> str | None:
 
 
 def engine(vllm_config: VllmConfig) -> identity.Engine:
-    """What this server says of itself, whichever connector it has, if any."""
+    """What this server says of itself, whichever connector it has, if any. Raises ValueError where
+    our connector's configuration cannot be read any more."""
     parallel = vllm_config.parallel_config
     transfer = vllm_config.kv_transfer_config
+    ours = _config_of_ours(vllm_config)
     return identity.Engine(
         name="vllm",
         side_channels=_side_channels(vllm_config) if transfer is not None else (),
         transfer_modes=_transfer_modes(transfer),
-        capabilities=_capabilities(vllm_config),
+        capabilities=_capabilities(vllm_config, ours),
+        access=OPEN if ours is None else ours.access,
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         dp_size=parallel.data_parallel_size,
@@ -193,15 +197,18 @@ def _transfer_modes(transfer: KVTransferConfig | None) -> tuple[str, ...]:
     return ("push",) if "Push" in str(transfer.kv_connector) else ("pull",)
 
 
-def _capabilities(vllm_config: VllmConfig) -> tuple[str, ...]:
+def _config_of_ours(vllm_config: VllmConfig) -> ConnectorConfig | None:
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector not in CONNECTORS:
+        return None
+    return connector_config(vllm_config)
+
+
+def _capabilities(vllm_config: VllmConfig, config: ConnectorConfig | None) -> tuple[str, ...]:
     named = vllm_config.scheduler_config.scheduler_cls
     name = named if isinstance(named, str) else getattr(named, "__module__", "")
     is_ours = name.startswith(SCHEDULERS)
     threshold = ("cache_hit_threshold",) if is_ours else ()
-    transfer = vllm_config.kv_transfer_config
-    config = None
-    if transfer is not None and transfer.kv_connector in CONNECTORS:
-        config = connector_config(vllm_config)
     return (*threshold, "streamed_kv_transfer_params", *identity.capabilities_of(config))
 
 

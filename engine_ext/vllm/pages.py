@@ -51,10 +51,10 @@ def _attaching(original: Any) -> Any:
 
 
 async def tell_identity(request: Request) -> JSONResponse:
-    engine = describe.engine(request.app.state.vllm_config)
     try:
+        engine = describe.engine(request.app.state.vllm_config)
         return JSONResponse(await run_in_threadpool(identity.identity, engine))
-    except identity.IdentityError as error:
+    except (identity.IdentityError, ValueError) as error:
         return _error(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
 
 

@@ -3,7 +3,6 @@
 ZMQ itself would look them up in the one thread that serves all its connections.
 """
 
-import ipaddress
 import socket
 import threading
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import zmq
 
+from engine_ext.base.access import OPEN, Access, parse_address
 from engine_ext.base.types import PeerAddress
 from engine_ext.wire.client import HandshakeClient
 from engine_ext.wire.errors import WireError
@@ -48,25 +48,30 @@ class Dialer(Protocol):
 class ZmqDialer:
     """Its owner is one thread; lookups have one each, and are shared by those who wait for them."""
 
-    def __init__(self, resolve: Resolve | None = None) -> None:
+    def __init__(self, resolve: Resolve | None = None, access: Access = OPEN) -> None:
         self._resolve = resolve or _resolve
+        self._access = access
         self._context: zmq.Context[Any] = zmq.Context()
         self._lookups: dict[str, Lookup] = {}
 
     def dial(self, peer: PeerRank) -> Handshake:
-        _, host, port, _ = peer.address
-        if _is_numeric(host):
-            return self.connect(host, port, peer.rank)
+        host = peer.address.host
+        if parse_address(host) is not None:
+            return self.connect(host, peer)
         self._lookups = {name: one for name, one in self._lookups.items() if not one.is_done}
         lookup = self._lookups.get(host)
         if lookup is None:
             if len(self._lookups) >= MAX_LOOKUPS:
                 raise WireError(f"{len(self._lookups)} host names are being looked up already")
             lookup = self._lookups[host] = Lookup(host, self._resolve)
-        return NamedHandshake(lookup, lambda address: self.connect(address, port, peer.rank))
+        return NamedHandshake(lookup, lambda address: self.connect(address, peer))
 
-    def connect(self, host: str, port: int, rank: int) -> HandshakeClient:
-        return HandshakeClient(self._context, host, port, (0, rank))
+    def connect(self, address: str, peer: PeerRank) -> HandshakeClient:
+        """`address`: the peer's host, looked up. Raises WireError where it is not allowed."""
+        _, host, port, _ = peer.address
+        if not self._access.peers.admit(address):
+            raise WireError(f"{host} ({address}) is not one of this engine's allowed_peers")
+        return HandshakeClient(self._context, address, port, (0, peer.rank), self._access, host)
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -119,14 +124,6 @@ class NamedHandshake:
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
-
-
-def _is_numeric(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _resolve(host: str) -> str:

@@ -2,19 +2,44 @@
 
 The reader sends msgpack `(b"get_meta_msg", pp_rank, tp_rank)`; the listener answers two frames, a
 `HandshakePayload` and its perf_counter. `disagg_ext` in the inner map says that an engine runs this
-extension. Peers are untrusted: decoding raises `WireError` and nothing else.
+extension. What is said where engines share a secret is in secret_handshake.py. Peers are untrusted:
+decoding raises `WireError` and nothing else.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from engine_ext.wire.errors import MALFORMED, Rank, Unsigned, WireError
 
 GET_METADATA = b"get_meta_msg"
+PROVEN_METADATA = b"disagg_meta_msg"
+
+
+class Proof(NamedTuple):
+    """The dialer holds the secret: `mac` is over the listener's challenge and its own nonce."""
+
+    challenge: bytes
+    nonce: bytes
+    mac: bytes
+
+
+class Question(NamedTuple):
+    """Stock asks without a proof."""
+
+    rank: Rank
+    proof: Proof | None = None
+
+
+class RefusedError(WireError):
+    """The listener's own words; `challenge`: it will answer who proves to hold the secret."""
+
+    def __init__(self, reason: str, challenge: bytes | None) -> None:
+        super().__init__(f"handshake refused by the peer: {reason}")
+        self.challenge = challenge
 
 
 class AgentMetadata(msgspec.Struct, kw_only=True):
@@ -78,6 +103,8 @@ class HandshakePayload(msgspec.Struct, kw_only=True):
     agent_metadata_bytes: bytes
     compat_factors: dict[str, str] | None = None
     error: str | None = None
+    challenge: bytes | None = None
+    """The listener knows more to say to who proves to hold the secret (mixed mode)."""
 
 
 def compatibility_hash(factors: Mapping[str, str]) -> str:
@@ -86,18 +113,26 @@ def compatibility_hash(factors: Mapping[str, str]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def encode_request(rank: Rank) -> bytes:
-    return msgspec.msgpack.encode((GET_METADATA, *rank))
+def encode_request(rank: Rank, proof: Proof | None = None) -> bytes:
+    """The first request must be stock's to the byte: a stock listener dies of any other."""
+    if proof is None:
+        return msgspec.msgpack.encode((GET_METADATA, *rank))
+    return msgspec.msgpack.encode((PROVEN_METADATA, *rank, *proof))
 
 
-def decode_request(message: bytes) -> Rank:
+def decode_request(message: bytes) -> Question:
     try:
-        name, pp_rank, tp_rank = msgspec.msgpack.decode(message, type=tuple[bytes, int, int])
+        match msgspec.msgpack.decode(message, type=list[bytes | int]):
+            case [name, int(pp), int(tp)] if name == GET_METADATA:
+                return Question((pp, tp))
+            case [name, int(pp), int(tp), bytes(challenge), bytes(nonce), bytes(mac)] if (
+                name == PROVEN_METADATA
+            ):
+                return Question((pp, tp), Proof(challenge, nonce, mac))
+            case other:
+                raise WireError(f"handshake request: unknown message {other!r:.64}")
     except MALFORMED as error:
         raise WireError(f"handshake request: {error}") from None
-    if name != GET_METADATA:
-        raise WireError(f"handshake request: unknown message {name[:32]!r}")
-    return pp_rank, tp_rank
 
 
 def encode_payload(
@@ -112,19 +147,31 @@ def encode_payload(
     )
 
 
-def encode_refusal(reason: str) -> bytes:
+def encode_refusal(reason: str, challenge: bytes | None = None) -> bytes:
     """Decodes on our side as an error, and fails to decode at once on stock's."""
-    return msgspec.msgpack.encode({"error": reason})
+    more = {} if challenge is None else {"challenge": challenge}
+    return msgspec.msgpack.encode({"error": reason, **more})
 
 
 def decode_payload(message: bytes) -> HandshakePayload:
+    """Raises RefusedError for what `encode_refusal` made, WireError for all else."""
     try:
-        refusal = msgspec.msgpack.decode(message, type=dict[str, Any]).get("error")
-        if refusal is not None:
-            raise WireError(f"handshake refused by the peer: {str(refusal)[:500]}")
-        return msgspec.msgpack.decode(message, type=HandshakePayload)
+        answer = msgspec.msgpack.decode(message, type=dict[str, Any])
+        if answer.get("error") is None:
+            return msgspec.msgpack.decode(message, type=HandshakePayload)
     except MALFORMED as error:
         raise WireError(f"handshake reply: {error}") from None
+    challenge = answer.get("challenge")
+    raise RefusedError(
+        str(answer["error"])[:500], challenge if isinstance(challenge, bytes) else None
+    )
+
+
+def as_stock(payload: HandshakePayload) -> HandshakePayload:
+    """The same engine without our extension. Raises WireError."""
+    metadata = msgspec.structs.replace(decode_metadata(payload), disagg_ext=None)
+    inner = msgspec.msgpack.encode(metadata)
+    return msgspec.structs.replace(payload, agent_metadata_bytes=inner)
 
 
 def decode_metadata(payload: HandshakePayload) -> AgentMetadata:

@@ -8,10 +8,13 @@ from collections.abc import Mapping
 import msgspec
 import zmq
 
-from engine_ext.wire.errors import Rank, WireError
-from engine_ext.wire.handshake import decode_request, encode_refusal
+from engine_ext.base.access import OPEN, Access
+from engine_ext.base.seldom import Seldom
+from engine_ext.wire.errors import Rank
+from engine_ext.wire.secret_handshake import Answers, Asker, Place
 
 logger = logging.getLogger(__name__)
+logger.addFilter(Seldom())
 
 MAX_REQUEST_BYTES = 4096
 SILENT_CONNECTION_MS = 5000
@@ -25,8 +28,9 @@ class HandshakeServer:
     Raises OSError from the constructor when the address cannot be bound.
     """
 
-    def __init__(self, host: str, port: int, payloads: Mapping[Rank, bytes]) -> None:
-        self._payloads = dict(payloads)
+    def __init__(
+        self, host: str, port: int, payloads: Mapping[Rank, bytes], access: Access = OPEN
+    ) -> None:
         self._context = zmq.Context()
         self._stop = threading.Event()
         try:
@@ -34,6 +38,7 @@ class HandshakeServer:
         except zmq.ZMQError as error:
             self._context.term()
             raise OSError(f"side channel {host}:{port}: {error}") from None
+        self._answers = Answers(payloads, access, Place(host, self._port), self._own_address)
         self._thread = threading.Thread(target=self._run, name="kv-handshake", daemon=True)
         self._thread.start()
 
@@ -60,14 +65,16 @@ class HandshakeServer:
         except zmq.ZMQError:
             socket.close(linger=0)
             raise
-        self._port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        bound_to = socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+        address, _, bound_port = bound_to.rpartition(":")
+        self._own_address, self._port = address.strip("[]"), int(bound_port)
         return socket
 
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
                 if self._socket.poll(100):
-                    self._answer(self._socket.recv_multipart(zmq.NOBLOCK))
+                    self._answer(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
             except zmq.Again:
                 continue
             except zmq.ZMQError:
@@ -75,21 +82,18 @@ class HandshakeServer:
                 self._stop.wait(0.1)
         self._socket.close(linger=0)
 
-    def _answer(self, frames: list[bytes]) -> None:
+    def _answer(self, frames: "list[zmq.Frame]") -> None:
         """`[peer, b"", request]` from a REQ or DEALER socket; anything else gets no answer."""
-        if len(frames) != 3 or frames[1]:
+        if len(frames) != 3 or len(frames[1]):
             logger.debug("handshake listener: ignored %d frames", len(frames))
             return
+        asker = Asker(frames[0].bytes, str(frames[2].get("Peer-Address")))
+        payload, mac, problem = self._answers.to(frames[2].bytes, asker, time.monotonic())
+        if problem is not None:
+            logger.warning("handshake with %s refused: %s", asker.address, problem)
         clock = msgspec.msgpack.encode(time.perf_counter())
-        self._socket.send_multipart([frames[0], b"", self._reply(frames[2]), clock], zmq.NOBLOCK)
-
-    def _reply(self, request: bytes) -> bytes:
-        try:
-            rank = decode_request(request)
-        except WireError as error:
-            return encode_refusal(str(error))
-        payload = self._payloads.get(rank)
-        return payload or encode_refusal(f"no worker of pipeline, tensor rank {rank}")
+        answer = [asker.identity, b"", payload, clock] + ([] if mac is None else [mac])
+        self._socket.send_multipart(answer, zmq.NOBLOCK)
 
 
 def zmq_address(host: str, port: int) -> str:

@@ -19,6 +19,14 @@ EXTENSION_PREFIX = b"DX:"
 REGISTRATION_PREFIX = b"PUSH_REG:"
 MAX_NOTIFICATION_BYTES = 16 << 10
 """Heartbeats longer than this are split."""
+MAX_RECEIVED_BYTES = 1 << 20
+"""What is longer is not decoded: two hundred thousand block ids are in reach."""
+MAX_TP_SIZE = 1024
+
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
+"""Of a request, a transfer or an engine: peers' names are kept, each for some time."""
+Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
+AgentBlob = Annotated[bytes, msgspec.Meta(max_length=256 << 10)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +50,14 @@ class UnknownMessage:
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Reader to holder, once per pair: the agent to send answers to."""
 
-    metadata: bytes
+    metadata: AgentBlob
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
     """Reader to holder: extend these leases. Answered by `Renewed`."""
 
     sequence: int
-    request_ids: tuple[str, ...]
+    request_ids: tuple[Name, ...]
 
 
 class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
@@ -58,8 +66,8 @@ class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
 
     sequence: int
     seconds: Seconds
-    gone: tuple[str, ...] = ()
-    shorter: dict[str, Seconds] = {}
+    gone: tuple[Name, ...] = ()
+    shorter: dict[Name, Seconds] = {}
     clock: float = 0.0
     """The holder's own when the heartbeat arrived, in seconds."""
 
@@ -68,7 +76,7 @@ class Read(msgspec.Struct, frozen=True, tag="read"):
     """Reader to holder: the data has arrived, or will not be read; this reader is done. Answered by
     `ReadAck`, unless `sequence` is 0."""
 
-    request_id: str
+    request_id: Name
     readers: int = 1
     sequence: int = 0
 
@@ -84,13 +92,13 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
     """Holder to reader: these leases are not extended any more. The reader confirms each with
     `Read` when it is done with it, and the blocks are kept until then or until its horizon."""
 
-    request_ids: tuple[str, ...]
+    request_ids: tuple[Name, ...]
 
 
 class PushDone(msgspec.Struct, frozen=True, tag="push_done"):
     """P to D, behind a WRITE: the data stands in D's blocks."""
 
-    request_id: str
+    request_id: Name
     generation: int
 
 
@@ -98,7 +106,7 @@ class PushFailed(msgspec.Struct, frozen=True, tag="push_failed"):
     """P to D: no WRITE of this registration is under way, nor will one begin. What one that failed
     had sent may land for `seconds` yet."""
 
-    request_id: str
+    request_id: Name
     generation: int
     reason: str
     seconds: Seconds = 0.0
@@ -108,10 +116,10 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
     """D to P: do not write, and free your blocks. Answered by `PushDone` if the WRITE was under
     way, else by `PushFailed`, unless `generation` is 0: then nothing was registered."""
 
-    request_id: str
+    request_id: Name
     generation: int
-    remote_request_id: str
-    transfer_id: str | None = None
+    remote_request_id: Name
+    transfer_id: Name | None = None
 
 
 class PushExtension(msgspec.Struct, frozen=True):
@@ -120,29 +128,29 @@ class PushExtension(msgspec.Struct, frozen=True):
     generation: int
     first_token: Unsigned
     last_token: Unsigned
-    digest: bytes
-    remote_request_id: str
+    digest: Digest
+    remote_request_id: Name
     begin_by: float
     """By P's clock: no WRITE may begin after this."""
-    tp_rank: int = 0
+    tp_rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TP_SIZE)] = 0
     """Whose blocks these are, of `decode_tp_size`."""
 
 
 class PushRegistered(msgspec.Struct, frozen=True, kw_only=True):
     """D to P: write into these blocks. Field names are stock's; stock ignores `disagg`."""
 
-    request_id: str
-    decode_engine_id: str
-    decode_host: str
+    request_id: Name
+    decode_engine_id: Name
+    decode_host: Name
     decode_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    decode_tp_size: int
+    decode_tp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_TP_SIZE)]
     local_block_ids: tuple[tuple[Unsigned, ...], ...]
-    remote_engine_id: str
-    remote_host: str
+    remote_engine_id: Name
+    remote_host: Name
     remote_port: int
     remote_tp_size: int
     remote_pp_size: int = 1
-    transfer_id: str | None = None
+    transfer_id: Name | None = None
     disagg: PushExtension | None = None
 
 
@@ -166,6 +174,14 @@ def _decode_registration(message: bytes) -> PushRegistered | UnknownMessage:
         return _registration_decoder.decode(message[len(REGISTRATION_PREFIX) :])
     except MALFORMED:
         return UnknownMessage(message)
+
+
+def registration_of_stock(message: bytes) -> bytes | None:
+    """A registration without what our extension adds to it; None where it is none."""
+    registration = _decode_registration(message)
+    if isinstance(registration, UnknownMessage):
+        return None
+    return encode_registration(msgspec.structs.replace(registration, disagg=None))
 
 
 def encode_extension(message: ExtensionMessage) -> bytes:
@@ -203,6 +219,8 @@ def encode_heartbeat(request_ids: Iterable[str]) -> bytes:
 
 def decode_notification(message: bytes) -> Notification:
     """Total: whatever a peer sent, no exception."""
+    if len(message) > MAX_RECEIVED_BYTES:
+        return UnknownMessage(message[:256])
     if message.startswith(EXTENSION_PREFIX):
         return _decode_extension(message)
     if message.startswith(REGISTRATION_PREFIX):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from engine_ext.base.access import OPEN, Access
 from engine_ext.base.config import ConnectorConfig, TransferMode
 from engine_ext.base.proof import Keys
 from engine_ext.base.types import (
@@ -39,6 +40,7 @@ class EngineSpec:
     device: str = "cpu"
     mode: TransferMode = "pull"
     lease_seconds: float = 600.0
+    access: Access = OPEN
 
 
 @dataclass(slots=True)
@@ -91,7 +93,10 @@ def make_connector(
         "transfer_mode": spec.mode,
     }
     config = ConnectorConfig(
-        engine_id=spec.name, transfer_mode=spec.mode, lease_duration=spec.lease_seconds
+        engine_id=spec.name,
+        transfer_mode=spec.mode,
+        lease_duration=spec.lease_seconds,
+        access=spec.access,
     )
     geometry = CacheGeometry(BLOCK_SIZE, spec.shape.blocks)
     identity = EngineIdentity(spec.name, "127.0.0.1", spec.port, compat_factors=factors)

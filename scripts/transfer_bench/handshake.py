@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine_ext.base.access import OPEN, Access, Secret
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import PeerAddress, Region, StepMetadata, TrackOrder
 from engine_ext.layout.plan import PeerLayout
@@ -27,6 +28,7 @@ from scripts.transfer_bench.sample import Sample
 SECTION = "handshake: from the order to renew a lease there, to a peer that can be read"
 BLOCK_BYTES = 4096
 """Small, so that a million blocks fit the address space; the cost does not depend on it."""
+SECRET = Access(Secret.of(b"what the two engines share"))
 AIM = Aim("total_ms", 20.0)
 AIM_FROM_DESCRIPTORS = 1_000_000
 
@@ -123,21 +125,22 @@ def measure(
     report: Report, device: str, layers: int, descriptors: Sequence[int], rounds: int
 ) -> None:
     for count in descriptors:
-        shape = Shape(layers, -(-count // layers), BLOCK_BYTES)
-        report.say(f"handshake: {count} descriptors")
-        report.add(_row(count, _rounds(shape, device, rounds)))
+        for access, words in ((OPEN, ""), (SECRET, ", shared secret")):
+            shape = Shape(layers, -(-count // layers), BLOCK_BYTES)
+            report.say(f"handshake: {count} descriptors{words}")
+            report.add(_row(count, words, _rounds(shape, device, rounds, access)))
 
 
-def _rounds(shape: Shape, device: str, rounds: int) -> list[Spent]:
+def _rounds(shape: Shape, device: str, rounds: int, access: Access) -> list[Spent]:
     port_p, port_d = free_ports(2)
-    holder_spec = EngineSpec("bench-p", port_p, shape, device)
-    newcomer_spec = EngineSpec("bench-d", port_d, shape, device)
+    holder_spec = EngineSpec("bench-p", port_p, shape, device, access=access)
+    newcomer_spec = EngineSpec("bench-d", port_d, shape, device, access=access)
     peer = PeerAddress("bench-p", "127.0.0.1", port_p)
     with Actor(BenchEngine, holder_spec), Actor(Newcomer, newcomer_spec) as newcomer:
         return [newcomer.call(Newcomer.meet, peer) for _ in range(rounds)]
 
 
-def _row(count: int, spent: list[Spent]) -> Row:
+def _row(count: int, words: str, spent: list[Spent]) -> Row:
     total = Sample.of([one.total for one in spent])
     figures = {
         "total_ms": total.median,
@@ -148,4 +151,4 @@ def _row(count: int, spent: list[Spent]) -> Row:
         "first_ms": total.values[0],
     }
     aim = AIM if count >= AIM_FROM_DESCRIPTORS else None
-    return Row(SECTION, f"{count} descriptors", figures, len(spent), total.spread, aim)
+    return Row(SECTION, f"{count} descriptors{words}", figures, len(spent), total.spread, aim)

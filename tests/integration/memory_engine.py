@@ -68,9 +68,12 @@ class WatchedAgent(NixlAgent):
 
 
 class Memory:
-    def __init__(self, name: str, port: int, block_bytes: int) -> None:
+    def __init__(
+        self, name: str, port: int, block_bytes: int, config: ConnectorConfig | None = None
+    ) -> None:
         self.cache = np.zeros((LAYERS, BLOCKS, block_bytes), dtype=np.uint8)
-        config, geometry = ConnectorConfig(engine_id=name), CacheGeometry(BLOCK_SIZE, BLOCKS)
+        config = config or ConnectorConfig(engine_id=name)
+        geometry = CacheGeometry(BLOCK_SIZE, BLOCKS)
         identity = EngineIdentity(name, "127.0.0.1", port, compat_factors={"model": "bytes"})
         self.connector = Connector(
             SchedulerConnector(config, identity, geometry),
@@ -145,7 +148,7 @@ def read(memory: Memory) -> None:
         results = wait_for_results(memory, lines)
         say(
             ok=request.request_id not in results.failed_recving,
-            is_right=share_that_arrived(memory) == 1,
+            is_right=is_right(memory),
             unproven=worker.stats().reads_unproven,
         )
 
@@ -185,6 +188,11 @@ def share_that_arrived(memory: Memory) -> float:
     places = np.linspace(0, memory.cache.shape[2] - 1, 64, dtype=np.int64)
     found = memory.cache[:, ours][:, :, places] == values[:, :, None]
     return float(found[values != 0].mean())
+
+
+def is_right(memory: Memory) -> bool:
+    """All that `hold` fills its blocks with stands in ours, in `read`'s order."""
+    return share_that_arrived(memory) == 1
 
 
 def wait_for(condition: Callable[[], object]) -> None:

@@ -49,9 +49,11 @@ def handshake(params: dict[str, Any]) -> HandshakePayload:
     """As a reader makes it, with the engine that these params name."""
     context: zmq.Context[Any] = zmq.Context()
     client = HandshakeClient(context, params["remote_host"], params["remote_port"], (0, 0))
-    payload = wait_for(client.receive, "the handshake is answered", 5)
-    client.close()
-    context.destroy(linger=0)
+    try:
+        payload = wait_for(client.receive, "the handshake is answered", 5)
+    finally:
+        client.close()
+        context.destroy(linger=0)
     assert payload is not None
     return payload
 

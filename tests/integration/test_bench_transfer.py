@@ -46,7 +46,7 @@ def cases(report: dict[str, Any], section: str) -> list[str]:
 def test_every_case_of_every_section_is_reported(report: dict[str, Any]) -> None:
     orders = ("ascending", "descending", "random")
     assert cases(report, "throughput") == [f"{n} blocks {one}" for n in (4, 8) for one in orders]
-    assert cases(report, "handshake") == ["64 descriptors"]
+    assert cases(report, "handshake") == ["64 descriptors", "64 descriptors, shared secret"]
     assert cases(report, "hand-over") == ["pull 1 blocks", "push 1 blocks"]
     assert cases(report, "step") == ["P, 3 leases", "D, 3 tracked"]
     assert len(cases(report, "request")) == 4

@@ -43,6 +43,7 @@ class FakeTransfer:
 class FakeAgent:
     """Transfers run until a test ends them. Names of `failing` methods raise AgentError."""
 
+    name: str = "fake"
     failing: set[str] = field(default_factory=set)
     inbox: list[bytes] = field(default_factory=list)
     """From `sender`."""

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_ext.base.access import parse_networks
 from engine_ext.core.params import Role, parse
 
 GOOD: dict[str, Any] = {
@@ -120,3 +121,18 @@ def test_the_number_of_tensor_ranks_is_part_of_the_address() -> None:
     source = parse({**GOOD, "tp_size": 4}).source
     assert source is not None
     assert source.address.tp_size == source.tp_size == 4
+
+
+def test_a_host_outside_of_the_allowed_peers_is_not_followed_in_either_role_or_mode() -> None:
+    inside = parse_networks("allowed_peers", ["10.0.0.0/24"])
+    outside = parse_networks("allowed_peers", ["10.0.1.0/24"])
+    assert parse(GOOD, allowed_peers=inside).source is not None
+    assert parse({**GOOD, "remote_host": "a.name"}, allowed_peers=outside).source is not None
+    for mode in ("pull", "push"):
+        params = parse(GOOD, mode, outside)
+        assert (params.role, params.source, params.target) == (Role.NONE, None, None)
+        assert "allowed_peers" in str(params.problem)
+    turn = {**GOOD, "do_remote_prefill": False, "do_remote_decode": True}
+    params = parse(turn, allowed_peers=outside)
+    assert (params.role, params.source) == (Role.PREFILL, None)
+    assert "allowed_peers" in str(params.problem)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from engine_ext.base.access import Access, parse_networks
 from engine_ext.base.types import PeerAddress
 from engine_ext.wire.dial import MAX_LOOKUPS, Handshake, PeerRank, ZmqDialer
 from engine_ext.wire.errors import WireError
@@ -116,3 +117,18 @@ def test_a_name_that_no_resolver_takes_is_an_error(port: int) -> None:
     with pytest.raises(WireError, match="host a"):
         answer(handshake)
     dialer.close()
+
+
+def test_a_name_that_turns_out_to_be_outside_of_the_allowed_peers_is_not_dialled(
+    names: Names, port: int
+) -> None:
+    access = Access(peers=parse_networks("allowed_peers", ["192.0.2.0/24"]))
+    dialer = ZmqDialer(names, access)
+    try:
+        handshake = dialer.dial(at("p", "quick", port))
+        with pytest.raises(WireError, match=r"quick \(127\.0\.0\.1\) is not one of"):
+            answer(handshake)
+        with pytest.raises(WireError, match="allowed_peers"):
+            dialer.dial(at("p", "127.0.0.1", port))
+    finally:
+        dialer.close()

@@ -42,7 +42,7 @@ PAYLOAD = handshake.encode_payload(METADATA, {"model": "m"})
 
 def test_a_handshake_request_is_stocks_msgpack_tuple() -> None:
     assert msgspec.msgpack.decode(handshake.encode_request((0, 3))) == [b"get_meta_msg", 0, 3]
-    assert handshake.decode_request(handshake.encode_request((0, 3))) == (0, 3)
+    assert handshake.decode_request(handshake.encode_request((0, 3))).rank == (0, 3)
 
 
 def test_payload_has_the_two_keys_that_stock_reads() -> None:
@@ -216,3 +216,53 @@ def test_the_listener_survives_odd_frames_large_messages_and_raw_tcp(
 def test_a_taken_side_channel_is_an_os_error(server: HandshakeServer) -> None:
     with pytest.raises(OSError, match="side channel"):
         HandshakeServer("127.0.0.1", server.port, {})
+
+
+def registered(**changed: Any) -> bytes:
+    fields: dict[str, Any] = {
+        "request_id": "d-1",
+        "decode_engine_id": "d",
+        "decode_host": "10.0.0.1",
+        "decode_port": 5600,
+        "decode_tp_size": 1,
+        "local_block_ids": [[1, 2]],
+        "remote_engine_id": "p",
+        "remote_host": "10.0.0.2",
+        "remote_port": 5600,
+        "remote_tp_size": 1,
+        **changed,
+    }
+    return wire.REGISTRATION_PREFIX + msgspec.msgpack.encode(fields)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"decode_tp_size": 0},
+        {"decode_tp_size": 1025},
+        {"decode_tp_size": -1},
+        {"request_id": "x" * 1025},
+        {"transfer_id": "x" * 1025},
+        {"decode_port": 0},
+        {"local_block_ids": [list(range(70_000, 70_000 + 300_000))]},
+        {
+            "disagg": {
+                "generation": 1,
+                "first_token": 0,
+                "last_token": 1,
+                "digest": b"x" * 65,
+                "remote_request_id": "p",
+            }
+        },
+    ],
+)
+def test_a_registration_beyond_its_bounds_is_an_unknown_message(changed: dict[str, Any]) -> None:
+    assert isinstance(wire.decode_notification(registered()), wire.PushRegistered)
+    assert isinstance(wire.decode_notification(registered(**changed)), UnknownMessage)
+
+
+@pytest.mark.parametrize("prefix", [b"DX:", b"PUSH_REG:", b"HB:", b""])
+def test_a_message_beyond_a_megabyte_is_not_looked_into_nor_kept(prefix: bytes) -> None:
+    decoded = wire.decode_notification(prefix + b"x:1" * (1 << 20))
+    assert isinstance(decoded, UnknownMessage)
+    assert len(decoded.message) <= 256

@@ -1,0 +1,176 @@
+"""What is known of other engines comes, stays while it is used, and goes without a trace."""
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+
+from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.types import CacheGeometry, ConnectorStats, EngineIdentity, PeerAddress
+from engine_ext.transfer import peer as peers_module
+from engine_ext.transfer.agent import PeerHandle
+from engine_ext.transfer.peer import PeerError, Peers
+from engine_ext.wire.dial import PeerRank
+from engine_ext.wire.errors import EXTENSION_VERSION
+from engine_ext.wire.handshake import (
+    AgentMetadata,
+    HandshakePayload,
+    decode_payload,
+    encode_payload,
+)
+from tests.unit.engine_ext.core.fakes import FakeAgent, regions
+
+FACTORS = {"model": "m"}
+TTL = 3600.0
+
+
+@dataclass
+class Answered:
+    """A handshake that is answered at once, or never."""
+
+    payload: HandshakePayload | None
+    is_closed: bool = False
+
+    def receive(self) -> HandshakePayload | None:
+        return self.payload
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass
+class Everybody:
+    """A dialer: every engine answers, each with an agent of its name, but for `silent` ones."""
+
+    dialled: list[Answered] = field(default_factory=list)
+
+    def dial(self, peer: PeerRank) -> Answered:
+        name = peer.address.engine_id
+        handshake = Answered(None if name.startswith("silent") else payload_of(name))
+        self.dialled.append(handshake)
+        return handshake
+
+    def close(self) -> None:
+        pass
+
+
+def payload_of(engine_id: str) -> HandshakePayload:
+    layers = regions()
+    metadata = AgentMetadata(
+        engine_id=engine_id,
+        agent_metadata=f"agent of {engine_id}".encode(),
+        kv_caches_base_addr=[region.base_addr for region in layers],
+        device_id=0,
+        num_blocks=32,
+        block_lens=[region.block_len for region in layers],
+        block_strides=[region.block_stride for region in layers],
+        kv_cache_layout="LBHNC",
+        block_size=16,
+        attn_backend_name="CPU_ATTN",
+        disagg_ext=EXTENSION_VERSION,
+    )
+    return decode_payload(encode_payload(metadata, FACTORS))
+
+
+@dataclass
+class Known:
+    agent: FakeAgent
+    peers: Peers
+    in_use: list[PeerHandle]
+
+    def meet(self, engine_id: str, now: float = 0.0, host: str = "10.0.0.1") -> PeerHandle:
+        address = PeerAddress(engine_id, host, 5600)
+        self.peers.connect(address, now)
+        self.peers.step(now)
+        handle = self.peers.connect(address, now)
+        assert handle is not None
+        return handle
+
+
+@pytest.fixture
+def known() -> Known:
+    agent, in_use = FakeAgent(), list[PeerHandle]()
+    peers = Peers(
+        agent,
+        ConnectorConfig(engine_id="us", engine_ttl=TTL),
+        CacheGeometry(16, 32),
+        regions(),
+        EngineIdentity("us", "10.0.0.9", 5600, compat_factors=FACTORS),
+        ConnectorStats(),
+        is_in_use=lambda handle: any(handle is one for one in in_use),
+        dialer=Everybody(),
+    )
+    return Known(agent, peers, in_use)
+
+
+@pytest.mark.parametrize("step", ["prepare", "notify"])
+def test_an_introduction_that_fails_half_way_leaves_no_agent_behind(
+    known: Known, step: str
+) -> None:
+    known.agent.failing.add(step)
+    for _ in range(3):
+        with pytest.raises(PeerError, match=f"injected: {step}"):
+            known.meet("p")
+        known.peers.step(0)
+    assert known.agent.peers == []
+    known.agent.failing.clear()
+    known.meet("p")
+    assert known.agent.peers == ["agent of p"]
+
+
+def test_an_engine_that_nothing_was_done_with_is_forgotten_and_met_anew(known: Known) -> None:
+    known.meet("left")
+    known.meet("used")
+    for now in range(0, int(TTL) + 60, 60):
+        known.meet("used", now)
+    assert known.agent.peers == ["agent of used"]
+    known.meet("left", TTL + 100)
+    assert sorted(known.agent.peers) == ["agent of left", "agent of used"]
+
+
+def test_an_engine_that_a_transfer_runs_with_is_kept_whatever_the_time(known: Known) -> None:
+    known.in_use.append(known.meet("p"))
+    known.peers.step(10 * TTL)
+    assert known.agent.peers == ["agent of p"]
+    known.in_use.clear()
+    known.peers.step(11 * TTL)
+    assert known.agent.peers == []
+
+
+def test_an_engine_known_by_two_addresses_is_removed_with_the_second(known: Known) -> None:
+    known.meet("p", host="10.0.0.1")
+    known.meet("p", now=TTL - 1, host="10.0.0.2")
+    known.peers.step(TTL + 1)
+    assert set(known.agent.peers) == {"agent of p"}
+    known.peers.step(3 * TTL)
+    assert len(known.agent.peers) == 1  # The double counts twice what NIXL counts once.
+
+
+def test_handshakes_under_way_are_bounded(known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "MAX_CONNECTING", 3)
+    for number in range(3):
+        known.peers.connect(PeerAddress(f"silent {number}", "10.0.0.1", 5600), 0)
+    with pytest.raises(PeerError, match="3 handshakes are under way"):
+        known.peers.connect(PeerAddress("p", "10.0.0.1", 5600), 0)
+    known.peers.step(100)
+    known.peers.step(101)
+    assert known.meet("p", 102)
+
+
+def test_engines_are_bounded_and_the_one_left_alone_longest_makes_room(
+    known: Known, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_module, "MAX_PEERS", 3)
+    busy = known.meet("busy", 0)
+    known.in_use.append(busy)
+    for number in range(1, 6):
+        known.meet(f"p{number}", number)
+    assert sorted(known.agent.peers) == ["agent of busy", "agent of p4", "agent of p5"]
+    known.in_use += [known.meet(name, 10) for name in ("p4", "p5")]
+    with pytest.raises(PeerError, match="3 engines are in use"):
+        known.meet("one more", 11)
+
+
+def test_zero_is_never() -> None:
+    raw = {"kv_connector": "DisaggConnector", "kv_connector_extra_config": {"engine_ttl": 0}}
+    assert ConnectorConfig.from_kv_transfer_config(raw).engine_ttl == math.inf
