@@ -186,7 +186,7 @@ def share_that_arrived(memory: Memory) -> float:
     ours, theirs = np.arange(BLOCKS - 1, 0, -1), np.arange(1, BLOCKS)
     values = contents(1)[:, theirs]
     places = np.linspace(0, memory.cache.shape[2] - 1, 64, dtype=np.int64)
-    found = memory.cache[:, ours][:, :, places] == values[:, :, None]
+    found = memory.cache[:, :, places][:, ours] == values[:, :, None]
     return float(found[values != 0].mean())
 
 

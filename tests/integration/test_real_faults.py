@@ -49,6 +49,12 @@ class Half:
         """It holds its connections, and does nothing with them."""
         self.process.send_signal(signal.SIGSTOP)
 
+    def runs_for(self, seconds: float) -> None:
+        """One that was stopped, and is again."""
+        self.process.send_signal(signal.SIGCONT)
+        time.sleep(seconds)
+        self.stop()
+
 
 @contextmanager
 def half(
@@ -79,21 +85,18 @@ def test_a_prefiller_killed_in_mid_read_fails_that_read_and_the_next_is_served(
     """A READ over TCP needs the holder's help: one that is stopped holds it open for the kill."""
     ports = free_ports(3)
     with (
-        half("hold", "dying", ports[0], tmp_path) as dying,
-        half("hold", "other", ports[1], tmp_path) as other,
-        half("read", "reader", ports[2], tmp_path) as reader,
+        half("hold", "dying", ports[0], tmp_path, 2 * BLOCK_BYTES) as dying,
+        half("hold", "other", ports[1], tmp_path, 2 * BLOCK_BYTES) as other,
+        half("read", "reader", ports[2], tmp_path, 2 * BLOCK_BYTES) as reader,
     ):
         reader.hears(dying.says()["params"])
         assert reader.says() == {"reading": True}
-        if moment.startswith("before"):
-            dying.stop()
-            reader.hears("read")
-        else:
-            reader.hears("read")
-            while not how_far(reader)["arrived"]:
-                pass
-            dying.stop()
+        dying.stop()
+        reader.hears("read")
         seen = at_rest(reader)
+        while moment.startswith("after") and not seen["arrived"]:
+            dying.runs_for(0.005)
+            seen = at_rest(reader)
         assert seen["is_running"], "the READ is under way"
         assert (seen["arrived"] == 0) is moment.startswith("before")
         assert seen["arrived"] < 1
