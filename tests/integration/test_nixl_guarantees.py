@@ -210,8 +210,9 @@ def test_a_read_does_not_land_once_its_agent_is_destroyed(pair: Callable[..., Pa
     with both.target.frozen():
         both.initiator.does("destroy")
         both.initiator.does("fill", NEW)
-    for _ in range(50):
-        both.target.does("work")
+    with suppress(EOFError, ConnectionError):  # its reader's end may be the holder's, see below
+        for _ in range(50):
+            both.target.does("work")
     assert both.initiator.does("count", NEW) == LENGTH
 
 
@@ -381,7 +382,7 @@ def test_an_error_of_a_transfer_that_threads_share_is_no_end(pair: Callable[...,
         except (EOFError, ConnectionError):  # a holder whose connection is cut crashes now and then
             return 0
 
-    assert wait_for(late, "what the others had under way lands", PATIENCE) > 0
+    assert wait_for(late, "what the others had under way lands", seconds=100) > 0
 
 
 def late_with_other_reads(both: Pair) -> int:
