@@ -1,6 +1,7 @@
 # make demo   install, start prefill + decode engine + router, print curl lines
 # make test   install, run every test but those inside vLLM
 # make test-vllm   install vLLM's CPU build, run the connector inside it
+# make simulate   ten thousand seeds of a world in which everything goes wrong
 # make soak   thousands of requests, clients that leave, engines that are killed
 # make check  lint, types, layers
 
@@ -9,7 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-vllm soak check install clean help
+.PHONY: demo test test-vllm simulate soak check install clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -30,6 +31,9 @@ test: $(STAMP)
 test-vllm: $(STAMP)
 	PYTHON="$(PYTHON)" scripts/install_vllm
 	@VENV="$(VENV)" scripts/test tests/vllm --timeout 600 $(ARGS)
+
+simulate: $(STAMP)
+	@$(BIN)/python -m tests.unit.engine_ext.simulation.run $(ARGS)
 
 soak: $(STAMP)
 	@VENV="$(VENV)" scripts/test tests/soak $(ARGS)

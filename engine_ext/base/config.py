@@ -25,8 +25,9 @@ class ConnectorConfig:
     transfer_mode: TransferMode = "pull"
     load_failure_policy: LoadFailurePolicy = "fail"
     backends: tuple[str, ...] = ("UCX",)
-    num_threads: int = 4
-    """Workers of the UCX backend."""
+    num_threads: int = 0
+    """Worker threads of the UCX backend. With any, an error of a large transfer does not say that
+    it has ended, and its blocks are in quarantine until the engine is."""
     lease_duration: float = 30.0
     bidirectional: bool = False
     """A decode engine keeps a turn's KV when asked to, a prefill engine pulls it."""
@@ -52,8 +53,13 @@ class ConnectorConfig:
     handshake_timeout: float = 5.0
     registration_timeout: float | None = None
     """How long D waits for P's WRITE; None: as long as it would keep a turn."""
-    teardown_grace: float = 10.0
-    """How long it takes, once a WRITE is past its time, until it is known to be over."""
+    write_bound: float = 1200.0
+    """What we promise as P: the longest from the beginning of a WRITE until it has landed, or never
+    will, if only because our machine is gone. RDMA gives up within seconds; TCP after 15 minutes
+    (`net.ipv4.tcp_retries2`), and sends until then what it has."""
+    landing_seconds: float = 120.0
+    """How long what a WRITE that failed had sent may be on its way
+    (`net.ipv4.tcp_orphan_retries`)."""
     transfer_timeout: float = 120.0
     """Bound on one READ or WRITE: past it, the transfer has failed."""
     confirm_timeout: float = 2.0
@@ -70,12 +76,6 @@ class ConnectorConfig:
     def lease_extension(self) -> float:
         """Two thirds of the lease: what one heartbeat grants from the moment it arrives."""
         return float(self.lease_duration * 2 // 3) or self.lease_duration * 2 / 3
-
-    @property
-    def write_bound(self) -> float:
-        """What we promise: the longest from the beginning of a WRITE until it has landed, or never
-        will."""
-        return self.transfer_timeout + self.teardown_grace
 
     @property
     def push_deadline(self) -> float:
@@ -102,6 +102,7 @@ class ConnectorConfig:
             "cross_layers_blocks": extra.get("enable_cross_layers_blocks"),
             "buffer_device": top.get("kv_buffer_device"),
             "registration_timeout": extra.get("push_registration_timeout"),
+            "write_bound": extra.get("push_write_bound"),
             "enforce_handshake_compat": extra.get("enforce_handshake_compat"),
             "bidirectional": extra.get("bidirectional_kv_xfer"),
             "retain_seconds": extra.get("decoder_kv_blocks_ttl"),
@@ -212,6 +213,7 @@ _EXTRA: dict[str, Check] = {
     "global_cache_hit_threshold": _share,
     "enable_cross_layers_blocks": _switch,
     "push_registration_timeout": _seconds,
+    "push_write_bound": _seconds,
     # Accepted so that a configuration written for NixlConnector loads.
     "engine_ttl": _seconds,
 }

@@ -287,8 +287,8 @@ class TransferLoop:
                 self._writer.registered(registration, sender, now)
             case PushDone(request_id, generation):
                 self._registrations.written(request_id, sender, generation)
-            case PushFailed(request_id, generation, reason):
-                self._registrations.failed(request_id, sender, generation, reason, now)
+            case PushFailed() as failure:
+                self._registrations.failed(failure, sender, now)
             case Withdraw() as withdrawal:
                 self._writer.withdrawn(withdrawal, sender, now)
             case unknown:

@@ -20,6 +20,7 @@ badly when one has not and the others can write no more.
 
 import enum
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -35,12 +36,13 @@ from engine_ext.base.types import (
 from engine_ext.layout.plan import without_holes
 from engine_ext.push.clocks import RemoteClocks
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
-from engine_ext.transfer.heartbeats import HeartbeatTracker
+from engine_ext.transfer.heartbeats import CLOCK_DRIFT, HeartbeatTracker
 from engine_ext.transfer.leases import NEVER
 from engine_ext.transfer.peer import PeerError, Peers
 from engine_ext.transfer.results import Results
 from engine_ext.wire.notifications import (
     PushExtension,
+    PushFailed,
     PushRegistered,
     Withdraw,
     encode_extension,
@@ -88,6 +90,9 @@ class Waiting:
     """Those that may still write, by name."""
     begin_by: dict[str, float] = field(default_factory=dict)
     """By name: the latest time, by its own clock, until which that peer was ever asked to begin."""
+    landed_by: dict[str, float] = field(default_factory=dict)
+    """By name: the time, by our clock, at which what that peer's failed WRITE had sent has
+    landed."""
     ranks: list[str] = field(default_factory=list)
     """The names of all ranks that we face, in their order, whether they have written or not."""
     is_spoilt: bool = False
@@ -196,16 +201,20 @@ class Registrations:
         self._settle(waiting, sender)
         return True
 
-    def failed(
-        self, request_id: str, sender: str, generation: int, reason: str, now: float
-    ) -> None:
-        waiting = self._find(request_id, sender, generation)
+    def failed(self, message: PushFailed, sender: str, now: float) -> None:
+        waiting = self._find(message.request_id, sender, message.generation)
         if waiting is None:
             return
-        if waiting.state is not State.WITHDRAWING:
-            logger.warning("request %s: P will not write: %.200s", request_id, reason)
+        if waiting.state is State.REGISTERED:
+            logger.warning(
+                "request %s: P will not write: %.200s", waiting.request_id, message.reason
+            )
         waiting.is_spoilt = True
-        self._settle(waiting, sender)
+        if message.seconds > 0:
+            over = now + message.seconds * (1 + CLOCK_DRIFT)
+            waiting.landed_by[sender] = min(over, waiting.landed_by.get(sender, over))
+        else:
+            self._settle(waiting, sender)
         if waiting.peers and waiting.state is State.REGISTERED:
             self._withdraw(waiting, now)
 
@@ -284,6 +293,8 @@ class Registrations:
         for peer in waiting.peers.values():
             if waiting.state is State.WITHDRAWING and not peer.has_extension:
                 continue  # Stock has no word for it.
+            if peer.name in waiting.landed_by:
+                continue  # It has answered.
             try:
                 self._agent.notify(peer.name, self._question(waiting, peer, now))
             except AgentError as error:
@@ -330,6 +341,8 @@ class Registrations:
 
     def _is_harmless(self, waiting: Waiting, peer: PeerHandle, now: float) -> bool:
         """By its own clock it is too late to begin, and what has begun has landed."""
+        if now >= waiting.landed_by.get(peer.name, math.inf):
+            return True
         if not peer.has_extension or not self._clocks.knows(peer.name):
             return False
         began_by = waiting.begin_by.get(peer.name, NEVER)

@@ -36,6 +36,8 @@ class Registered:
     sender: str
     deadline: float
     """By our clock, and D's word where it speaks our extension: no WRITE begins after this."""
+    is_rechecked: bool = False
+    """Its agent is not the one we know there, which was met anew."""
 
     @property
     def names(self) -> tuple[str, ...]:

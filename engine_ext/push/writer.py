@@ -93,6 +93,7 @@ class PushWriter:
         self._clock = clock
         self._offers: dict[str, Held] = {}
         self._offer_names: NameTable[str] = NameTable()
+        self._unchecked: dict[RegistrationKey, Registered] = {}
         self._registrations = RegistrationTable()
         self._failed = Tombstones(config.push_deadline)
         self._unwanted = Tombstones(config.push_deadline)
@@ -112,7 +113,7 @@ class PushWriter:
     @property
     def num_waiting(self) -> int:
         """Offers and registrations without their counterpart."""
-        return len(self._offers) + len(self._registrations)
+        return len(self._offers) + len(self._registrations) + len(self._unchecked)
 
     def num_blocks_quarantined(self, now: float) -> int:
         """Of WRITEs that should be over."""
@@ -131,7 +132,7 @@ class PushWriter:
             return
         registrations = self._registrations.pop_all(names, offer.transfer_id)
         if not registrations and self._unwanted.take(names, now):
-            self._release(offer.request_id)
+            self._confirm(offer.request_id, now)
             return
         held = self._offers[offer.request_id] = Held(offer)
         self._offer_names.add(offer.request_id, names)
@@ -143,12 +144,43 @@ class PushWriter:
         key = registered.key
         if registered.deadline <= now or self._registrations.refresh(registered):
             return
+        if (unchecked := self._unchecked.get(key)) is not None:
+            unchecked.deadline = max(unchecked.deadline, registered.deadline)
+            return
         if (writing := self._writing.get(key)) is not None:
             writing.registered.deadline = max(writing.registered.deadline, registered.deadline)
             return
         if message.disagg is not None and (answer := self._outcomes.find(key)) is not None:
             self._readers.answer(sender, answer)
             return
+        self._unchecked[key] = registered
+        self._check(registered, now)
+
+    def _check(self, registered: Registered, now: float) -> None:
+        """A registration counts from the very agent that would be written to: the one that answers
+        our handshake where the registration says."""
+        try:
+            rank = self._rank(registered.message)
+            peer = self._peers.connect(registered.address, now, rank)
+        except (PeerError, PlanError, RankError) as error:
+            del self._unchecked[registered.key]
+            self._refuse(registered, str(error))
+            return
+        if peer is None and registered.deadline > now:
+            return
+        is_theirs = peer is not None and peer.name == registered.sender
+        if peer is not None and not is_theirs and not registered.is_rechecked:
+            # It may have come back under another name.
+            registered.is_rechecked = True
+            self._peers.forget(registered.address)
+            return
+        del self._unchecked[registered.key]
+        if is_theirs:
+            self._welcome(registered, now)
+        else:
+            logger.warning("ignored a registration by another agent than it is for")
+
+    def _welcome(self, registered: Registered, now: float) -> None:
         if self._failed.take(registered.names, now):
             self._refuse_ranks([registered], "P gave this request up", now)
             return
@@ -174,6 +206,7 @@ class PushWriter:
             if (answer := self._outcomes.find(key)) is not None:
                 self._readers.answer(sender, answer)
                 return
+            self._unchecked.pop(key, None)
             if key in self._registrations:
                 self._registrations.pop(key)
             self._answer(key, PushFailed(message.request_id, message.generation, "withdrawn"))
@@ -189,7 +222,7 @@ class PushWriter:
             return
         self._withdrawn.add((message.request_id,), now)
         if held is not None and held.request is None and held.is_for(message):
-            self._release(held.offer.request_id)
+            self._confirm(held.offer.request_id, now, sender)
         elif not self._failed.take(names, now):
             self._unwanted.add(_lasting(names, message.transfer_id), now)
 
@@ -216,6 +249,8 @@ class PushWriter:
         return self._offer_names.find((f"transfer {name}", name, base_id(name))) or name
 
     def step(self, now: float) -> None:
+        for registered in list(self._unchecked.values()):
+            self._check(registered, now)
         self._expire(now)
         for writing in list(self._writing.values()):
             try:
@@ -343,7 +378,8 @@ class PushWriter:
             writing.moving.problem = writing.moving.problem or problem
 
     def _give_up(self, writing: Writing, problem: str) -> None:
-        self._refuse(writing.registered, problem)
+        landing = 0.0 if writing.moving is None else self._config.landing_seconds
+        self._refuse(writing.registered, problem, landing)
         self._end(writing)
         if writing.peer is not None:
             self._peers.forget(writing.registered.address)
@@ -354,13 +390,16 @@ class PushWriter:
         self._end_if_last(writing.held)
 
     def _end_if_last(self, held: Held) -> None:
-        if held.is_complete and not held.num_writing:
-            self._stats.leases_released += 1
-            self._results.sent(held.offer.request_id)
+        """Those it was written to are done with it; others may believe in its lease yet."""
+        if not held.is_complete or held.num_writing:
+            return
+        self._leases.put_back(held.offer.request_id)
+        for sender in held.senders:
+            self._confirm(held.offer.request_id, self._clock(), sender)
 
-    def _release(self, request_id: str) -> None:
+    def _confirm(self, request_id: str, now: float, reader: str = "") -> None:
         self.forget(request_id)
-        if self._leases.take(request_id):
+        if self._leases.confirm(request_id, now, reader=reader):
             self._stats.leases_released += 1
             self._results.sent(request_id)
 
@@ -371,13 +410,13 @@ class PushWriter:
         if self._num_readers(registrations[0]) > 1:
             self._failed.add((registrations[0].message.request_id,), now)
 
-    def _refuse(self, registered: Registered, reason: str) -> None:
+    def _refuse(self, registered: Registered, reason: str, landing: float = 0.0) -> None:
         logger.warning("push to request %s: %s", registered.message.request_id, reason)
         self._stats.pushes_failed += 1
         if registered.message.disagg is not None:
             self._answer(
                 registered.key,
-                PushFailed(registered.message.request_id, registered.generation, reason),
+                PushFailed(registered.message.request_id, registered.generation, reason, landing),
             )
 
     def _answer(self, key: RegistrationKey, answer: PushDone | PushFailed) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nixl._api import nixl_agent, nixl_agent_config
+from nixl._api import nixl_agent, nixl_agent_config, nixlBind
 
 from engine_ext.base.types import Region
 from engine_ext.layout.plan import Indices, PeerLayout, Rows, strided_descriptors
@@ -60,7 +60,9 @@ class Agent(Protocol):
     def add_remote(self, metadata: bytes) -> str:
         """Makes a remote agent known, for notifications; returns its name. Twice is once."""
 
-    def remove_remote(self, name: str) -> None: ...
+    def remove_remote(self, name: str) -> None:
+        """Not while a transfer with it runs: nobody would ever hear how it ends."""
+
     def prepare(self, name: str, layout: PeerLayout) -> Any:
         """Both sides' descriptors, for `start_read`."""
 
@@ -100,6 +102,29 @@ class Prepared:
     remote: Any
 
 
+SHARED_DESCRIPTORS = 1024
+"""From so many on NIXL splits a transfer among its worker threads, where it has any."""
+
+_ENDED = (
+    nixlBind.nixlBackendError,
+    nixlBind.nixlCancelledError,
+    nixlBind.nixlNotFoundError,
+    nixlBind.nixlNotPostedError,
+    nixlBind.nixlRemoteDisconnectError,
+)
+"""What a poll raises of a transfer that has failed. Not found: the connection has failed, and
+another transfer was asked first. We never remove a remote with which a transfer runs."""
+
+
+@dataclass(slots=True)
+class NixlTransfer:
+    handle: Any
+    is_shared: bool
+    """Worker threads carry it together: an error of one does not say that the others have ended."""
+    has_failed: bool = False
+    """It could not be started, or not all of it."""
+
+
 class NixlAgent:
     """`Agent` over the real library. Raises AgentError when the memory cannot be registered."""
 
@@ -107,6 +132,7 @@ class NixlAgent:
         self._regions = tuple(regions)
         self._mem_type = self._only_mem_type()
         self._prepared: dict[bytes, Any] = {}
+        self._has_threads = threads > 0
         with _errors("create the NIXL agent"):
             self._nixl = nixl_agent(
                 str(uuid.uuid4()),
@@ -161,13 +187,22 @@ class NixlAgent:
         return self._start("WRITE", peer, local, remote, notification)
 
     def poll(self, transfer: Transfer) -> TransferState:
+        """See docs/engine.md, "What stops a transfer", for what is an end."""
         with _errors("poll a transfer"):
-            state = self._nixl.check_xfer_state(transfer)
-        return _STATES.get(state, TransferState.FAILED)
+            try:
+                state = self._nixl.check_xfer_state(transfer.handle)
+            except _ENDED:
+                if transfer.is_shared:
+                    raise
+                return TransferState.FAILED
+        if state == "PROC":
+            return TransferState.RUNNING
+        is_well = state == "DONE" and not transfer.has_failed
+        return TransferState.DONE if is_well else TransferState.FAILED
 
     def discard(self, transfer: Transfer) -> None:
         with _errors("release a transfer"):
-            self._nixl.release_xfer_handle(transfer)
+            self._nixl.release_xfer_handle(transfer.handle)
 
     def notify(self, name: str, message: bytes) -> None:
         with _errors("send a notification"):
@@ -194,14 +229,17 @@ class NixlAgent:
     ) -> Transfer:
         ours, theirs = peer.descriptors.local, peer.descriptors.remote
         with _errors(f"start a {operation}"):
-            transfer = self._nixl.make_prepped_xfer(
+            handle = self._nixl.make_prepped_xfer(
                 operation, ours, local, theirs, remote, notification
             )
+        is_shared = self._has_threads and len(local) >= SHARED_DESCRIPTORS
+        transfer = NixlTransfer(handle, is_shared)
         try:
-            self._nixl.transfer(transfer)
+            self._nixl.transfer(handle)
         except Exception as error:
-            # Part of it may be under way: whoever polls it finds out, and lets go of it.
+            # Part of it may be under way: whoever polls it finds out when it has ended.
             logger.warning("could not start a %s: %s", operation, error)
+            transfer.has_failed = True
         return transfer
 
     def _prepare_local(self, rows: Rows) -> Any:
@@ -252,9 +290,6 @@ def _say_a_word(caller: nixl_agent, callee: nixl_agent) -> None:
     while not callee.get_new_notifs() and time.monotonic() < deadline:
         caller.get_new_notifs()
     caller.remove_remote_agent(name)
-
-
-_STATES = {"DONE": TransferState.DONE, "PROC": TransferState.RUNNING}
 
 
 class _errors:  # noqa: N801 - reads as a statement

@@ -64,15 +64,13 @@ class Holder:
         """A stock reader's: it believes in the lease from now on, and hears nothing."""
         self._stats.heartbeats_received += 1
         for name in message.request_ids:
-            self._leases.renew(self._alias(name), sender, now)
+            self._renew(sender, name, now)
 
     def renew(self, sender: str, message: Renew, now: float) -> None:
         """`now` must have been read after the message was received: the reader counts from when it
         was sent."""
         self._stats.heartbeats_received += 1
-        granted = {
-            name: self._leases.renew(self._alias(name), sender, now) for name in message.request_ids
-        }
+        granted = {name: self._renew(sender, name, now) for name in message.request_ids}
         gone = tuple(name for name, seconds in granted.items() if seconds is None)
         shorter = {
             name: seconds
@@ -81,6 +79,13 @@ class Holder:
         }
         answer = Renewed(message.sequence, self._extension, gone, shorter, now)
         self._readers.answer(sender, answer)
+
+    def _renew(self, sender: str, name: str, now: float) -> float | None:
+        """Who knows it by another name waits to be written to, and believes in nothing."""
+        request_id = self._alias(name)
+        if request_id == name:
+            return self._leases.renew(name, sender, now)
+        return 0.0 if self._leases.extend(request_id, now) else None
 
     def read(self, sender: str, message: Read, now: float) -> None:
         """What was read until now is right, if the lease still is."""

@@ -19,6 +19,9 @@ A revoked lease stays for a short grace in any case, so that a READ that is on i
 what it came for. A confirmation may come before `grant`, because the answer that lets D read and
 the order that starts the lease leave the scheduler together: an EXPECTED lease remembers it.
 
+In push mode P's writer takes a lease (WRITING) while it writes, in which nothing ends it, and puts
+it back when NIXL has ended the WRITE: as a revoked one, for those who may still believe in it.
+
 The reader's side is heartbeats.py.
 Source of the rules: vLLM's NIXL lease design (lease 30 s, beat every sixth, extension two thirds);
 horizons, revocation and answers are ours.
@@ -38,12 +41,15 @@ class LeaseState(enum.Enum):
     EXPECTED = "expected"
     GRANTED = "granted"
     REVOKED = "revoked"
+    WRITING = "writing"
 
 
 class LeaseEvent(enum.Enum):
     GRANT = "grant"
     CANCEL = "cancel"
     REVOKE = "revoke"
+    TAKE = "take"
+    PUT_BACK = "put back"
     END = "end"
 
 
@@ -56,6 +62,9 @@ NEXT: dict[tuple[LeaseState, LeaseEvent], LeaseState | None] = {
     (LeaseState.GRANTED, LeaseEvent.REVOKE): LeaseState.REVOKED,
     (LeaseState.GRANTED, LeaseEvent.END): ENDED,
     (LeaseState.REVOKED, LeaseEvent.END): ENDED,
+    (LeaseState.GRANTED, LeaseEvent.TAKE): LeaseState.WRITING,
+    (LeaseState.REVOKED, LeaseEvent.TAKE): LeaseState.WRITING,
+    (LeaseState.WRITING, LeaseEvent.PUT_BACK): LeaseState.REVOKED,
 }
 """Every event that means something in a state; others change nothing."""
 
@@ -75,7 +84,8 @@ class Lease:
 
     @property
     def is_counted(self) -> bool:
-        """As many have confirmed as were said to read."""
+        """As many have confirmed as were said to read, or it was written to the one who wanted
+        it."""
         return len(self.confirmed) >= self.num_readers
 
     def last_horizon(self) -> float:
@@ -91,7 +101,7 @@ class Lease:
 class LeaseTable:
     """Which finished requests' blocks are held for remote readers, and until when.
 
-    Each id that was granted ends exactly once: by `confirm`, by `take`, or in what `reap` returns.
+    Each id that was granted ends exactly once: by `confirm`, or in what `reap` returns.
     """
 
     def __init__(self, extension: float, grace: float) -> None:
@@ -138,22 +148,29 @@ class LeaseTable:
         lease.renewable, lease.granted_at, lease.deadline = renewable, now, now + seconds
         return not self._ends_if_unread(request_id, lease, now)
 
-    def renew(self, request_id: str, reader: str, now: float) -> float | None:
-        """Grants `reader` a horizon: for how many seconds from now it may believe in the lease.
+    def extend(self, request_id: str, now: float) -> bool:
+        """A renewable lease that is granted lasts longer; it is never shortened. False: it will
+        not, because it is revoked, or gone."""
+        lease = self._leases.get(request_id)
+        if lease is None or lease.state is LeaseState.REVOKED:
+            return False
+        if lease.renewable and lease.state is not LeaseState.EXPECTED:
+            lease.deadline = max(lease.deadline, now + self._extension)
+        return True
 
-        Extends a renewable lease, never shortens it. 0: it is to be granted yet. None: it will not
-        be extended for this reader, who has confirmed or came too late.
+    def renew(self, request_id: str, reader: str, now: float) -> float | None:
+        """Extends it, and grants `reader` a horizon: for how many seconds from now it may believe
+        in the lease. 0: it is to be granted yet. None: it is not extended for this reader, who has
+        confirmed or came too late.
         """
         lease = self._leases.get(request_id)
-        if lease is None or lease.state is LeaseState.REVOKED or reader in lease.confirmed:
+        if lease is None or reader in lease.confirmed or not self.extend(request_id, now):
             return None
         if lease.state is LeaseState.EXPECTED:
             return 0.0
-        if lease.renewable:
-            lease.deadline = max(lease.deadline, now + self._extension)
-        seconds = max(0.0, min(self._extension, lease.deadline - now))
         if reader not in lease.horizons and len(lease.horizons) >= MAX_READERS:
             return 0.0
+        seconds = max(0.0, min(self._extension, lease.deadline - now))
         lease.horizons[reader] = now + seconds
         return seconds
 
@@ -168,8 +185,12 @@ class LeaseTable:
         return self._ends_if_unread(request_id, lease, now)
 
     def take(self, request_id: str) -> bool:
-        """True: the lease was held and is the caller's now, who frees the blocks."""
-        return self._happens(request_id, LeaseEvent.END)
+        """True: the lease was held; nothing ends it before it is put back."""
+        return self._happens(request_id, LeaseEvent.TAKE)
+
+    def put_back(self, request_id: str) -> None:
+        """What was taken may end."""
+        self._happens(request_id, LeaseEvent.PUT_BACK)
 
     def revoke(self, request_id: str, now: float) -> bool:
         """Ends a granted lease before its time. True: it was granted; its readers must be told."""
@@ -197,8 +218,10 @@ class LeaseTable:
         return [name for name in self._due(now) if self._happens(name, LeaseEvent.END)]
 
     def _ends_if_unread(self, request_id: str, lease: Lease, now: float) -> bool:
-        if lease.is_counted and lease.last_horizon() <= now:
-            return self._happens(request_id, LeaseEvent.END)
+        is_unread = lease.is_counted and lease.last_horizon() <= now
+        # Without a meaning where it is expected yet, or being written.
+        if is_unread and self._happens(request_id, LeaseEvent.END):
+            return True
         if lease.state is not LeaseState.EXPECTED:
             self._look_again(request_id, lease)
         return False

@@ -95,11 +95,13 @@ class PushDone(msgspec.Struct, frozen=True, tag="push_done"):
 
 
 class PushFailed(msgspec.Struct, frozen=True, tag="push_failed"):
-    """P to D: this registration will never be written, now or later."""
+    """P to D: no WRITE of this registration is under way, nor will one begin. What one that failed
+    had sent may land for `seconds` yet."""
 
     request_id: str
     generation: int
     reason: str
+    seconds: Seconds = 0.0
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):

@@ -4,14 +4,11 @@ Both engines run the real scheduler halves and loops over a simulated NIXL, whic
 order is reported once, that no wrong KV is accepted and that no WRITE lands late.
 """
 
-from random import Random
-from typing import Any
-
 import pytest
 
-from engine_ext.transfer.agent import TransferState
 from engine_ext.wire.notifications import PushExtension, PushRegistered, encode_registration
-from tests.unit.engine_ext.simulation.world import SimRequest, Weather, World
+from tests.unit.engine_ext.simulation.pair import LONGEST, Pair, tokens
+from tests.unit.engine_ext.simulation.world import SimRequest, Weather
 
 METHODS = (
     "add_remote",
@@ -26,60 +23,6 @@ METHODS = (
     "notifications",
 )
 MODES = ("pull", "push")
-LONGEST = 300.0
-"""Past every timeout of the default configuration but a registration's."""
-
-
-def tokens(seed: int, length: int = 10) -> list[int]:
-    return [seed * 1000 + position for position in range(length)]
-
-
-class Pair:
-    """One prefill and one decode engine, and what a router does between them."""
-
-    def __init__(self, mode: str, **config: Any) -> None:
-        self.mode = mode
-        self.world = World()
-        settings: dict[str, Any] = {"registration_timeout": 60.0, **config}
-        self.prefiller = self.world.engine("p", mode, port=1, **settings)
-        self.decoder = self.world.engine("d", mode, port=2, **settings)
-        self.count = 0
-
-    def ask(self, hurry: bool = False) -> str:
-        """Both legs of a request; returns D's id for it. `hurry`: no time passes in between."""
-        self.count += 1
-        number = self.count
-        name = f"cmpl-x{number}-0"
-        leg = self.prefiller.prefill(f"{name}-0000000a", tokens(number))
-        if self.mode == "push":
-            self.decoder.decode(f"{name}-0000000d", tokens(number), self.where(f"x{number}"))
-            if not hurry:
-                self.world.pass_time(0.1)
-            self.prefiller.finish(leg)
-        else:
-            params = self.prefiller.finish(leg)
-            self.decoder.decode(f"{name}-0000000d", tokens(number), params)
-        return f"{name}-0000000d"
-
-    def where(self, name: str, **more: Any) -> dict[str, Any]:
-        return {
-            "do_remote_prefill": True,
-            "remote_engine_id": self.prefiller.identity.engine_id,
-            "remote_host": "sim",
-            "remote_port": self.prefiller.identity.port,
-            "remote_request_id": name,
-            **more,
-        }
-
-    def is_served(self, within: float = 30.0) -> bool:
-        asked = self.ask()
-        self.world.until(lambda: asked in self.decoder.outcomes, within)
-        return self.decoder.outcomes[asked]
-
-    def assert_all_ended(self) -> None:
-        self.world.pass_time(LONGEST)
-        self.prefiller.assert_empty()
-        self.decoder.assert_empty()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -159,11 +102,13 @@ def test_a_nixl_error_while_the_decoder_queues_costs_no_block(
 
 
 STORMS = {
-    "lost": Weather(lose=True),
+    "lost": Weather(lose=0.3),
+    "all lost": Weather(lose=1.0),
     "doubled": Weather(copies=2, spread=0.5),
     "reordered": Weather(spread=2.0),
     "late": Weather(delay=3.0),
-    "all": Weather(lose=True, copies=2, spread=3.0, transfer=1.0, handshake=2.0),
+    "minutes late": Weather(late=0.3),
+    "all": Weather(lose=0.3, copies=2, spread=3.0, transfer=1.0, handshake=2.0, late=0.2),
 }
 
 
@@ -173,13 +118,12 @@ STORMS = {
 def test_messages_lost_doubled_reordered_or_late_end_each_order_once(
     mode: str, storm: str, seed: int
 ) -> None:
-    pair = Pair(mode)
-    pair.world.network.random = Random(seed)
+    pair = Pair(mode, seed)
     pair.world.network.weather = STORMS[storm]
     asked = []
-    for _ in range(6):
+    for seconds in pair.world.network.dice.roll("between requests", 6):
         asked.append(pair.ask(hurry=True))
-        pair.world.pass_time(pair.world.network.random.random() * 4)
+        pair.world.pass_time(seconds * 4)
     pair.world.pass_time(LONGEST)
     assert all(one in pair.decoder.outcomes for one in asked)
     pair.world.network.weather = Weather()
@@ -193,12 +137,12 @@ def test_a_push_message_that_was_lost_is_asked_for_again(message: str) -> None:
     assert pair.is_served()
     network = pair.world.network
     if message == "registration":
-        network.weather = Weather(lose=True)
-        network.losses = 1
+        network.weather = Weather(lose=1.0)
         asked = pair.ask()
     else:
+        network.weather = Weather(transfer=0.5)
         asked = pair.ask()
-        network.weather = Weather(lose=True, transfer=0.5)
+        network.weather = Weather(lose=1.0)
     pair.world.pass_time(0.3)
     network.weather = Weather()
     assert asked not in pair.decoder.outcomes
@@ -279,7 +223,7 @@ def test_a_request_sent_twice_is_never_answered_with_another_requests_kv(
     twin.decode("cmpl-x-0-0000000e", tokens(1), params)
     pair.world.pass_time(2.5)
     if fate == "fails":
-        network.transfers[0].state = TransferState.FAILED
+        network.fail(network.transfers[0])
     for number in range(20):
         pair.world.pass_time(0.1)
         other = pair.prefiller.prefill(f"cmpl-y{number}-0-0000000a", tokens(100 + number))
@@ -317,11 +261,11 @@ def test_a_write_under_way_keeps_the_blocks_of_an_aborted_decode(loss: bool) -> 
     assert request is not None
     pair.prefiller.finish(pair.prefiller.prefill("cmpl-x-0-0000000a", tokens(9)))
     pair.world.until(lambda: network.num_writes == 2)
-    network.weather = Weather(lose=loss, transfer=100.0)
+    network.weather = Weather(lose=float(loss), transfer=100.0)
     pair.decoder.abort(request)
     pair.world.pass_time(90)
     assert request.request_id not in pair.decoder.outcomes
-    pair.world.until(lambda: request.request_id in pair.decoder.outcomes, 20)
+    pair.world.until(lambda: request.request_id in pair.decoder.outcomes, 60 if loss else 20)
     pair.assert_all_ended()
 
 

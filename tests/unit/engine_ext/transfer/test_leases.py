@@ -139,6 +139,19 @@ def test_a_lease_that_is_expected_grants_no_horizon_yet() -> None:
     assert leases.readers_of("a") == []
 
 
+def test_a_lease_that_is_written_ends_when_it_was_put_back_and_nobody_believes_in_it() -> None:
+    leases = table()
+    leases.grant("a", now=0, seconds=30)
+    leases.renew("a", "d", now=1)
+    assert leases.take("a")
+    assert not leases.take("a")
+    assert not leases.confirm("a", now=2, reader="another")
+    assert leases.expire(1000) == leases.reap(1000) == []
+    leases.put_back("a")
+    assert leases.reap(EXTENSION) == []
+    assert leases.reap(1 + EXTENSION) == ["a"]
+
+
 def test_readers_with_a_horizon_are_bounded() -> None:
     leases = table()
     leases.grant("a", now=0, seconds=30)
@@ -180,12 +193,16 @@ def test_an_event_without_a_meaning_in_a_state_changes_nothing(
         leases.grant("a", now=0, seconds=30)
     if state is LeaseState.REVOKED:
         leases.revoke("a", now=0)
+    if state is LeaseState.WRITING:
+        leases.take("a")
     held = leases.is_held("a")
     happens: dict[LeaseEvent, Callable[[], object]] = {
         LeaseEvent.GRANT: lambda: leases.grant("a", now=0, seconds=30),
         LeaseEvent.CANCEL: lambda: leases.cancel("a"),
         LeaseEvent.REVOKE: lambda: leases.revoke("a", now=0),
-        LeaseEvent.END: lambda: leases.take("a"),
+        LeaseEvent.TAKE: lambda: leases.take("a"),
+        LeaseEvent.PUT_BACK: lambda: leases.put_back("a"),
+        LeaseEvent.END: lambda: leases.reap(1000),
     }
     happens[event]()
     if (state, event) not in NEXT:
