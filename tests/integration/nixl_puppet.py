@@ -5,7 +5,6 @@ NIXL works only while a step runs, so whoever holds the strings decides what hap
 
 import gc
 import os
-import socket
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -82,18 +81,6 @@ class Puppet:
         self.prepared.clear()
         self.registered = self.agent = None
         gc.collect()
-
-    def cut(self, port: int) -> None:
-        """Shuts the connection from this port."""
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
-            try:
-                connection = socket.socket(fileno=os.dup(descriptor))
-            except OSError:
-                continue
-            with connection:
-                is_inet = connection.family == socket.AF_INET
-                if is_inet and connection.getsockname()[1] == port:
-                    connection.shutdown(socket.SHUT_RDWR)
 
     def fill(self, value: int) -> None:
         self.memory[:] = value
