@@ -224,13 +224,13 @@ class Network:
         if late >= self.weather.straggle:
             return
         pairs = list(zip(transfer.local, transfer.remote, strict=True))
+        seconds = lateness * transfer.agent.landing_seconds
+        if self.now + seconds > transfer.cut_at:
+            return
         for local, remote in pairs[int(share * len(pairs)) :]:
             content = transfer.agent.memory.contents[local]
             self.num_in_flight += 1
-            self.later(
-                lateness * transfer.agent.landing_seconds,
-                partial(self._straggle, transfer, remote, content),
-            )
+            self.later(seconds, partial(self._straggle, transfer, remote, content))
 
     def _straggle(self, transfer: SimTransfer, remote: int, content: Content) -> None:
         self.num_in_flight -= 1

@@ -117,14 +117,7 @@ def test_a_stock_reader_that_heartbeats_keeps_the_lease_when_another_has_read() 
     pair.assert_all_ended()
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        "declined here",
-        pytest.param("withdrawn", marks=fails_on_row("b")),
-        pytest.param("written", marks=fails_on_row("b")),
-    ],
-)
+@pytest.mark.parametrize("end", ["declined here", "withdrawn", "written"])
 def test_what_ends_a_request_by_other_ways_spares_a_reader_with_a_horizon(end: str) -> None:
     """Both legs on one engine; a push that is not wanted; a push that is."""
     pair = Pair("push")
@@ -344,7 +337,6 @@ def test_a_strangers_confirmation_frees_nothing_that_another_may_read(message: s
     pair.assert_all_ended()
 
 
-@fails_on_row("f")
 @pytest.mark.parametrize("dialect", ["ours", "stock"])
 def test_a_registration_counts_only_from_the_engine_whose_blocks_it_names(dialect: str) -> None:
     pair = Pair("push")

@@ -8,8 +8,16 @@ from tests.unit.engine_ext.simulation.scenario import KINDS
 SEEDS = 100
 
 
-@pytest.mark.xfail(strict=True, reason="issue 11 rows a to f")
-@pytest.mark.parametrize("kind", KINDS)
+TWINS = pytest.mark.xfail(
+    reason="two requests of one engine for one lease; a READ that never ends, of a load that is "
+    "recomputed, is not counted and renews the lease for ever",
+    strict=False,
+)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "push" else TWINS) for kind in KINDS]
+)
 def test_no_seed_breaks_what_no_fault_may_break(kind: str) -> None:
     failures = [
         f"{problem}\n  {COMMAND} --kind {kind} --seed {seed} --trace"

@@ -34,7 +34,7 @@ def _in_words(details: object) -> str:
     if isinstance(details, bytes):
         return f"{decode_notification(details)!r:.240}"
     if isinstance(details, StepMetadata):
-        filled = {f.name: getattr(details, f.name) for f in fields(details)}
+        filled = {f.name: sorted(map(str, getattr(details, f.name))) for f in fields(details)}
         return f"{ {name: value for name, value in filled.items() if value} }"
     if isinstance(details, set | frozenset):
         return f"{sorted(details)}"
