@@ -334,9 +334,10 @@ class TransferLoop:
 
     def _gone(self, sender: str, remote_ids: tuple[str, ...]) -> None:
         """Confirms what we do not read now; a READ under way ends with a message of its own."""
-        for request_id, remote_id in self._beats.lost(sender, remote_ids):
-            if not self._pulls.reads(request_id):
-                self._agent.notify(sender, encode_extension(Read(remote_id)))
+        lost = self._beats.lost(sender, remote_ids)
+        being_read = {remote_id for name, remote_id in lost if self._pulls.reads(name)}
+        for remote_id in {remote_id for _, remote_id in lost} - being_read:
+            self._agent.notify(sender, encode_extension(Read(remote_id)))
 
     def _answer_fences(self, now: float) -> None:
         touched = {
@@ -355,9 +356,13 @@ class TransferLoop:
             self._declines.append(source)
 
     def _send_declines(self, now: float) -> None:
-        """Tells holders that we will not read; dropped when no handshake succeeds."""
+        """Tells holders that we will not read; dropped when no handshake succeeds. Where another
+        request of ours waits for the same lease, that one's end speaks for both: to the holder we
+        are one reader."""
         sources, self._declines = self._declines, []
         for source in sources:
+            if self._beats.waits_for(source.address, source.request_id):
+                continue
             if not self._with_peer(source.address, now, partial(self._send_decline, source)):
                 self._declines.append(source)
 

@@ -201,6 +201,11 @@ class HeartbeatTracker:
             if waits_for == remote_id:
                 self._lose(request_id)
 
+    def waits_for(self, address: PeerAddress, remote_id: str) -> bool:
+        """A request of ours may still read that lease, and believes in it."""
+        beat = self._engines.get(address)
+        return beat is not None and remote_id in beat.remote_ids.values()
+
     def valid_until(self, request_id: str) -> float:
         return self._valid_until.get(request_id, NEVER)
 

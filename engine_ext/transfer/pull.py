@@ -102,7 +102,7 @@ class Pulls:
         self._reading: list[Reading] = []
         self._confirming: list[Reading] = []
         self._quarantine: list[Reading] = []
-        """Reported as failed, and not ended."""
+        """Let go of, and not ended."""
 
     @property
     def is_busy(self) -> bool:
@@ -280,15 +280,18 @@ class Pulls:
         if not reading.running:
             self._reading.remove(reading)
             self._settle(reading, self._clock())
-        elif not reading.order.recomputes and all(p.moving.is_late(now) for p in reading.running):
+        elif all(part.moving.is_late(now) for part in reading.running):
             self._let_go(reading)
 
     def _poll_quarantined(self, reading: Reading, now: float) -> None:
         self._ask_nixl(reading, now)
-        if not reading.running:
-            self._quarantine.remove(reading)
-            logger.info("request %s: its late READ has ended", reading.order.request_id)
-            self._end_badly(reading)
+        if reading.running:
+            return
+        self._quarantine.remove(reading)
+        logger.info("request %s: its late READ has ended", reading.order.request_id)
+        if reading.order.recomputes:
+            self._fail(reading.order, reading.problem or "it took too long")
+        self._end_badly(reading)
 
     def _ask_nixl(self, reading: Reading, now: float) -> None:
         for part in reading.running:
@@ -299,10 +302,13 @@ class Pulls:
                 reading.problem = reading.problem or f"READ: {moving.problem}"
 
     def _let_go(self, reading: Reading) -> None:
-        """Reported now; what it may still write into stays ours to watch."""
+        """Nobody waits for it any more, nor renews its lease; what it may still write into stays
+        ours to watch. Where that would be computed into, the report waits, too."""
         self._reading.remove(reading)
         self._quarantine.append(reading)
-        self._fail(reading.order, reading.problem or "it took too long")
+        self._beats.untrack(reading.order.request_id)
+        if not reading.order.recomputes:
+            self._fail(reading.order, reading.problem or "it took too long")
 
     def _settle(self, reading: Reading, now: float) -> None:
         """`now` was read after NIXL had ended the last part."""
