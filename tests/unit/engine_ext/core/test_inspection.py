@@ -105,7 +105,7 @@ def test_a_read_that_counted_is_one_line_at_info(
         harness.now += 0.5
         harness.hears(wire.ReadAck(read.sequence, valid=True))
     (line,) = [one.getMessage() for one in caplog.records if one.name.endswith(".report")]
-    what = "request d-1: READ peer=engine-p blocks=7 bytes=57344 ms=500.0 proven_tokens=0"
+    what = "request d-1: READ peer=engine-p blocks=7 bytes=57344 ms=500.0 proven_tokens=100"
     assert line == what
 
 

@@ -25,10 +25,6 @@ from tests.unit.engine_ext.simulation.stock import StockReader
 from tests.unit.engine_ext.simulation.world import SimEngine, SimRequest, Weather
 
 
-def fails_on_row(row: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, reason=f"issue 11 row {row}")
-
-
 def leased(pair: Pair, number: int = 1) -> dict[str, Any]:
     """What P answers."""
     leg = pair.prefiller.prefill(f"cmpl-x{number}-0-0000000a", tokens(number))
@@ -145,7 +141,6 @@ def test_what_ends_a_request_by_other_ways_spares_a_reader_with_a_horizon(end: s
     pair.assert_all_ended()
 
 
-@fails_on_row("b")
 @pytest.mark.parametrize("moment", ["in the queue", "while it loads"])
 def test_of_two_requests_of_one_engine_for_one_lease_the_one_that_leaves_spares_the_other(
     moment: str,

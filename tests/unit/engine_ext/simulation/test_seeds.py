@@ -8,16 +8,7 @@ from tests.unit.engine_ext.simulation.scenario import KINDS
 SEEDS = 100
 
 
-TWINS = pytest.mark.xfail(
-    reason="two requests of one engine for one lease; a READ that never ends, of a load that is "
-    "recomputed, is not counted and renews the lease for ever",
-    strict=False,
-)
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "push" else TWINS) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_seed_breaks_what_no_fault_may_break(kind: str) -> None:
     failures = [
         f"{problem}\n  {COMMAND} --kind {kind} --seed {seed} --trace"
