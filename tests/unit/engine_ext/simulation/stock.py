@@ -26,6 +26,8 @@ from tests.unit.engine_ext.simulation.network import Network
 BEAT = 5.0
 LEASE, EXTENSION = 30.0, 20.0
 LOOK = 0.1
+PATIENCE = 100.0
+"""Of a client: stock stops to heartbeat for a request that was aborted, and reads on."""
 
 
 class StockPeer:
@@ -52,6 +54,7 @@ class StockRead:
     remote_id: str
     tokens: list[int]
     remote_blocks: list[int]
+    client_leaves_at: float
     blocks: list[int] = field(default_factory=list)
     is_over: bool = False
     was_right: bool | None = None
@@ -65,7 +68,11 @@ class StockReader(StockPeer):
     ) -> StockRead:
         """Heartbeats at once, READs after it has queued. `holder`: the agent's name."""
         read = StockRead(
-            holder, params["remote_request_id"], tokens, list(params["remote_block_ids"][0])
+            holder,
+            params["remote_request_id"],
+            tokens,
+            list(params["remote_block_ids"][0]),
+            self.network.now + queued + PATIENCE,
         )
         self._beat(read)
         self.network.later(queued, partial(self._begin, read))
@@ -98,7 +105,7 @@ class StockReader(StockPeer):
         return blocks
 
     def _beat(self, read: StockRead) -> None:
-        if read.is_over or not self.agent.is_alive:
+        if read.is_over or not self.agent.is_alive or self.network.now > read.client_leaves_at:
             return
         self.tell(read.holder, encode_heartbeat([read.remote_id]))
         self.network.later(BEAT, partial(self._beat, read))
