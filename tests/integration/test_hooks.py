@@ -28,8 +28,8 @@ TAKING = {"build_connector_meta", "get_transfer_results"}
 """Handing out what they took is the last thing they do: nothing can raise after it."""
 IDLE = {"on_step", "load_failure_policy", "revoke"}
 """Not called where nothing is staged, no load fails and every answer is taken."""
-OUTSIDE = {"set_wake", "stats"}
-"""Called by the engine's start and its metrics page, not by a step."""
+OUTSIDE = {"set_wake", "stats", "inspect"}
+"""Called by the engine's start and by pages, not by a step."""
 
 
 def hooks_of(half: type) -> list[str]:

@@ -66,12 +66,13 @@ class Fleet:
 
     @contextmanager
     def servers(self, *kinds: Kind) -> Iterator[list[Server]]:
-        """At once: one that starts leaves most of a second core idle."""
-        ports = iter(self.free_ports(2 * len(kinds)))
+        """At once: one that starts leaves most of a second core idle. The port after the side
+        channel is that of a second data-parallel rank."""
+        ports = self.free_ports(3 * len(kinds))
         with ExitStack() as stack, ThreadPoolExecutor(len(kinds)) as pool:
             starting = [
-                pool.submit(stack.enter_context, self._start(kind, next(ports), next(ports)))
-                for kind in kinds
+                pool.submit(stack.enter_context, self._start(kind, port, side_channel))
+                for kind, port, side_channel in zip(kinds, ports[::3], ports[1::3], strict=True)
             ]
             yield [each.result() for each in starting]
 

@@ -78,7 +78,7 @@ def test_a_turn_is_pulled_by_either_rank(pair: list[Server], alone: Server, rank
 
 
 def test_a_prompt_below_the_threshold_is_refused(pair: list[Server]) -> None:
-    body = {"model": "tiny", "prompt": tokens_of(200, 8020), "max_tokens": 4}
+    body = {"model": "tiny", "prompt": tokens_of(200, 8020), "max_tokens": 4, "ignore_eos": True}
     refused = pair[1].post("/v1/completions", {**body, "cache_hit_threshold": 0.5})
     assert refused.json()["choices"][0]["finish_reason"] == "cache_threshold"
     served = pair[1].post("/v1/completions", body)

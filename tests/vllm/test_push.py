@@ -44,14 +44,18 @@ def two_ranks(fleet: Fleet) -> Iterator[Server]:
         yield server
 
 
-def both_legs(prefiller: Server, decoder: Server, prompt: Prompt, previous: Any = None) -> Turn:
-    """At once, as a router does that knows where P is."""
+def both_legs(
+    prefiller: Server, decoder: Server, prompt: Prompt, previous: Any = None, max_tokens: int = 12
+) -> Turn:
+    """At once, as a router does that knows where P is. The answer is kept for the next turn."""
     request_id = str(uuid.uuid4())
     told = {"do_remote_prefill": True, "remote_request_id": request_id, "retain": True}
     body = prefill_body(prompt, previous)
     with ThreadPoolExecutor(2) as legs:
         p_leg = legs.submit(prefiller.post, "/v1/completions", body, request_id)
-        d_leg = legs.submit(decode, decoder, prompt, {**told, **where(prefiller)}, 12, request_id)
+        d_leg = legs.submit(
+            decode, decoder, prompt, {**told, **where(prefiller)}, max_tokens, request_id
+        )
         assert p_leg.result(timeout=60).status_code == 200
         return d_leg.result(timeout=60)
 
@@ -69,10 +73,10 @@ def test_turns_compute_only_what_is_new_and_are_pushed(pair: list[Server], alone
     prompt, previous = tokens_of(600, 6000), None
     for number in range(3):
         pushed, fetched = counted(prefiller, "pushes_ok"), metric(prefiller, FETCHED)
-        turn = both_legs(prefiller, decoder, prompt, previous)
-        assert differences([complete(alone, prompt)], [turn.answer]) == []
+        turn = both_legs(prefiller, decoder, prompt, previous, max_tokens=100)
+        assert differences([complete(alone, prompt, 100)], [turn.answer]) == []
         wait_for(lambda: counted(prefiller, "pushes_ok") == pushed + 1, "it was pushed")  # noqa: B023 - now
-        # The prefill engine has a prefix cache of its own, but not of the answer.
+        # The prefill engine has the prompt in its prefix cache, but not the answer.
         assert number == 0 or metric(prefiller, FETCHED) > fetched
         previous = turn.params
         prompt = [*prompt, *turn.answer.tokens, *tokens_of(90, 6010 + number)]

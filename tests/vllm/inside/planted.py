@@ -13,7 +13,7 @@ TAKING = {"build_connector_meta", "get_transfer_results"}
 """Handing out what they took is the last thing they do: nothing can raise after it."""
 OUTSIDE = {
     *("set_handshake_metadata", "register_kv_caches", "get_handshake_payload", "set_wake"),
-    *("stats", "shutdown", "on_step", "wait_for_save", "release", "revoke"),
+    *("stats", "shutdown", "on_step", "wait_for_save", "release", "revoke", "inspect"),
 }
 """Not called by vLLM's steps."""
 IDLE = {"has_pending_work", "load_failure_policy"}
