@@ -22,6 +22,11 @@ BlockIds = tuple[tuple[int, ...], ...]
 [k * block_size, (k + 1) * block_size)."""
 
 
+def num_blocks_in(block_ids: BlockIds) -> int:
+    """Of all groups: what is kept as long as something may touch any of them."""
+    return sum(map(len, block_ids))
+
+
 class FinishStatus(enum.Enum):
     """How a request ended, as far as KV is concerned. Only the first two leave KV worth reading."""
 

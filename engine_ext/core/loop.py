@@ -4,6 +4,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.inspection import Inspection, first, first_of
@@ -13,10 +14,12 @@ from engine_ext.base.types import (
     Clock,
     ConnectorStats,
     EngineIdentity,
+    LeaseCancel,
     PeerAddress,
     Region,
     RemoteSource,
     StepMetadata,
+    TrackOrder,
 )
 from engine_ext.layout.ranks import TensorRank
 from engine_ext.push.clocks import RemoteClocks
@@ -137,6 +140,7 @@ class TransferLoop:
         self._declines: list[RemoteSource] = []
         self._fences: set[str] = set()
         self._last_event = NEVER
+        self._orders = self._orders_in_turn()
         self._parts: tuple[Callable[[float], None], ...] = (
             self._receive,
             self._peers.step,
@@ -151,35 +155,43 @@ class TransferLoop:
         )
 
     def apply(self, meta: StepMetadata, now: float) -> None:
+        """An order that fails, by a fault of ours, costs no other order."""
         self._last_event = now
-        for request_id in meta.expects:
-            self._leases.expect(request_id)
-        for cancel in meta.cancels:
-            self._leases.cancel(cancel.request_id)
-            self._writer.cancel(cancel.request_id, now, cancel.transfer_id)
-        for grant in meta.grants:
-            self._holder.grant(grant, now)
-        for request_id in meta.revokes:
-            self._holder.revoke(request_id, now)
-        for track in meta.tracks:
-            self._beats.track(track.request_id, track.address, track.remote_id, now)
-        for order in meta.pulls:
-            self._pulls.start(order)
-        for request_id in meta.untracks:
-            self._beats.untrack(request_id)
-        for offer in meta.offers:
-            self._writer.offer(offer, now)
-        for registration in meta.registrations:
-            self._registrations.register(registration, now)
-        for withdrawal in meta.withdrawals:
-            self._registrations.withdraw(withdrawal, now)
-        for source in meta.declines:
-            self._decline(source)
-        for request_id in meta.fences:
-            self._pulls.give_up(request_id)
-            self._fences.add(request_id)
-        for request_id in meta.failures:
-            self._results.received(request_id, ok=False)
+        for name, obey in self._orders:
+            for order in getattr(meta, name):
+                try:
+                    obey(order, now)
+                except Exception:
+                    logger.exception("order of %s: %.200r", name, order)
+
+    def _orders_in_turn(self) -> tuple[tuple[str, Callable[[Any, float], object]], ...]:
+        """Fields of `StepMetadata`, and what each order in them is for."""
+        return (
+            ("expects", lambda request_id, now: self._leases.expect(request_id)),
+            ("cancels", self._cancel),
+            ("grants", self._holder.grant),
+            ("revokes", self._holder.revoke),
+            ("tracks", self._track),
+            ("pulls", lambda order, now: self._pulls.start(order)),
+            ("untracks", lambda request_id, now: self._beats.untrack(request_id)),
+            ("offers", self._writer.offer),
+            ("registrations", self._registrations.register),
+            ("withdrawals", self._registrations.withdraw),
+            ("declines", lambda source, now: self._decline(source)),
+            ("fences", lambda request_id, now: self._fence(request_id)),
+            ("failures", lambda request_id, now: self._results.received(request_id, ok=False)),
+        )
+
+    def _cancel(self, cancel: LeaseCancel, now: float) -> None:
+        self._leases.cancel(cancel.request_id)
+        self._writer.cancel(cancel.request_id, now, cancel.transfer_id)
+
+    def _track(self, track: TrackOrder, now: float) -> None:
+        self._beats.track(track.request_id, track.address, track.remote_id, now)
+
+    def _fence(self, request_id: str) -> None:
+        self._fences.add(request_id)
+        self._pulls.give_up(request_id)
 
     def step(self, now: float) -> float:
         """Moves everything on; returns the seconds after which it wants to be called again.

@@ -34,6 +34,7 @@ from engine_ext.base.types import (
     PeerAddress,
     PushRegistration,
     PushWithdrawal,
+    num_blocks_in,
 )
 from engine_ext.layout.plan import without_holes
 from engine_ext.push.clocks import RemoteClocks
@@ -172,7 +173,7 @@ class Registrations:
     def num_blocks_quarantined(self) -> int:
         """Of what was reported, and may still be written to."""
         return sum(
-            len(waiting.registration.local_block_ids[0])
+            num_blocks_in(waiting.registration.local_block_ids)
             for waiting in self._waiting.values()
             if waiting.is_reported
         )
@@ -183,7 +184,7 @@ class Registrations:
                 yield QuarantineSeen(
                     waiting.request_id,
                     waiting.address.engine_id,
-                    len(waiting.registration.local_block_ids[0]),
+                    num_blocks_in(waiting.registration.local_block_ids),
                     max(0.0, now - waiting.deadline),
                 )
 

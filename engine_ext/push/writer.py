@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.inspection import QuarantineSeen
 from engine_ext.base.seldom import Seldom
-from engine_ext.base.types import Clock, ConnectorStats, PushOffer
+from engine_ext.base.types import Clock, ConnectorStats, PushOffer, num_blocks_in
 from engine_ext.layout.plan import Batch, PlanError
 from engine_ext.layout.ranks import RankError, TensorRank
 from engine_ext.push.names import names_of, whole_id
@@ -128,7 +128,7 @@ class PushWriter:
     def num_blocks_quarantined(self, now: float) -> int:
         """Of WRITEs that should be over."""
         late = [writing.held.offer for writing in self._writing.values() if writing.is_late(now)]
-        return sum(max(map(len, offer.block_ids), default=0) for offer in late)
+        return sum(num_blocks_in(offer.block_ids) for offer in late)
 
     def quarantined(self, now: float) -> Iterator[QuarantineSeen]:
         for writing in self._writing.values():
@@ -136,7 +136,7 @@ class PushWriter:
                 yield QuarantineSeen(
                     writing.held.offer.request_id,
                     writing.registered.message.decode_engine_id,
-                    writing.num_blocks,
+                    num_blocks_in(writing.held.offer.block_ids),
                     now - writing.moving.deadline,
                 )
 

@@ -27,7 +27,14 @@ from functools import partial
 
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.inspection import QuarantineSeen
-from engine_ext.base.types import Clock, ConnectorStats, PeerAddress, PullOrder, RemoteSource
+from engine_ext.base.types import (
+    Clock,
+    ConnectorStats,
+    PeerAddress,
+    PullOrder,
+    RemoteSource,
+    num_blocks_in,
+)
 from engine_ext.layout.plan import Batch, PlanError
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
 from engine_ext.transfer.heartbeats import HeartbeatTracker
@@ -120,7 +127,7 @@ class Pulls:
 
     @property
     def num_blocks_quarantined(self) -> int:
-        return sum(reading.num_blocks for reading in self._quarantine)
+        return sum(num_blocks_in(one.order.local_block_ids) for one in self._quarantine)
 
     def quarantined(self, now: float) -> Iterator[QuarantineSeen]:
         for reading in self._quarantine:
@@ -128,7 +135,7 @@ class Pulls:
             yield QuarantineSeen(
                 reading.order.request_id,
                 reading.order.source.address.engine_id,
-                reading.num_blocks,
+                num_blocks_in(reading.order.local_block_ids),
                 max(0.0, now - deadline),
             )
 

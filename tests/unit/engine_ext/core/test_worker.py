@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import pytest
 
@@ -626,3 +627,22 @@ def test_the_longer_nothing_happens_the_later_the_loop_looks_again(harness: Harn
     assert waits == pytest.approx([RECENT_WAIT, 0.003, 0.01, LEASED_WAIT, LEASED_WAIT])
     harness.hears(wire.Renew(1, ("p-1",)))
     assert harness.step() == RECENT_WAIT
+
+
+def test_every_order_of_a_step_is_obeyed_in_the_order_of_the_fields(harness: Harness) -> None:
+    """But for those that the engine's thread carries out itself."""
+    obeyed = [name for name, _ in harness.loop._orders]
+    assert set(obeyed) == {field.name for field in fields(StepMetadata)} - {"saves"}
+    assert obeyed == sorted(obeyed, key=[field.name for field in fields(StepMetadata)].index)
+
+
+def test_an_order_that_fails_costs_no_other_order(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken: Any = None
+    grants = (broken, LeaseGrant("p-1", 30))
+    harness.apply(StepMetadata(grants=grants, tracks=(broken,), fences=("d-1",)))
+    harness.step()
+    assert harness.results.take().finished_sending == {"d-1"}
+    assert harness.stats.leases_active == 1
+    assert len([record for record in caplog.records if record.exc_info]) == 2
