@@ -221,7 +221,7 @@ class TransferLoop:
             + len(self._beats)
             + self._pulls.num_active
             + self._pulls.num_quarantined
-            + self._writer.num_active
+            + len(self._writer.writes)
             + self._writer.num_waiting
             + self._registrations.num_active
             + len(self._declines)
@@ -232,7 +232,7 @@ class TransferLoop:
         """Leases and quarantine of request `asked` only, if one is named."""
         quarantined = [
             *self._pulls.quarantined(now),
-            *self._writer.quarantined(now),
+            *self._writer.writes.quarantined(now),
             *self._registrations.quarantined(now),
         ]
         return Inspection(
@@ -254,19 +254,19 @@ class TransferLoop:
         self._agent.close()
 
     def _is_in_use(self, peer: PeerHandle) -> bool:
-        return self._pulls.uses(peer) or self._writer.uses(peer)
+        return self._pulls.uses(peer) or self._writer.writes.uses(peer)
 
     def _count(self, now: float) -> None:
         self._stats.leases_active = self._leases.num_held
-        self._stats.pushes_active = self._writer.num_active + self._registrations.num_active
+        self._stats.pushes_active = len(self._writer.writes) + self._registrations.num_active
         self._stats.quarantined_blocks_active = (
             self._pulls.num_blocks_quarantined
             + self._registrations.num_blocks_quarantined
-            + self._writer.num_blocks_quarantined(now)
+            + self._writer.writes.num_blocks_quarantined(now)
         )
 
     def _wait(self, now: float) -> float:
-        if self._pulls.is_busy or self._writer.is_busy:
+        if self._pulls.is_busy or self._writer.writes.is_busy:
             return READING_WAIT
         if self._peers.num_connecting:
             return RECENT_WAIT

@@ -13,21 +13,16 @@ Where D has more ranks than we do, several of them register for one offer, each 
 own. Each is written as soon as it has registered, and P's blocks are freed after the last.
 
 Messages may come twice, late or in another order. How a registration ended is remembered by its
-generation, so that what comes again is answered again and never written again. D keeps its blocks
-for as long as we may write: by our own clock we begin no WRITE after the time that D gave with the
-registration, and D gives a later one by sending it again. A WRITE that has begun is watched until
-NIXL has ended it, and our blocks are kept as long; an engine that keeps us waiting past the time
-for a WRITE is not written to again before that."""
+generation, so that what comes again is answered again and never written again. What was matched is
+written by writes.py, and our blocks are kept until that has ended.
+"""
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.inspection import QuarantineSeen
 from engine_ext.base.seldom import Seldom
-from engine_ext.base.types import Clock, ConnectorStats, PushOffer, num_blocks_in
-from engine_ext.layout.plan import Batch, PlanError
+from engine_ext.base.types import Clock, ConnectorStats, PushOffer
+from engine_ext.layout.plan import PlanError
 from engine_ext.layout.ranks import RankError, TensorRank
 from engine_ext.push.names import names_of, whole_id
 from engine_ext.push.tables import (
@@ -41,42 +36,23 @@ from engine_ext.push.tables import (
     Tombstones,
     _lasting,
 )
-from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
+from engine_ext.push.writes import Writes, Writing, rank_of
+from engine_ext.transfer.agent import Agent
 from engine_ext.transfer.leases import LeaseTable
-from engine_ext.transfer.moving import Moving
 from engine_ext.transfer.peer import PeerError, Peers
 from engine_ext.transfer.readers import Readers
-from engine_ext.transfer.report import log_transfer
 from engine_ext.transfer.results import Results
 from engine_ext.wire.notifications import (
     PushDone,
     PushFailed,
     PushRegistered,
     Withdraw,
-    encode_extension,
-    encode_read_done,
 )
 
 logger = logging.getLogger(__name__)
 logger.addFilter(Seldom())
 
 TOO_MANY = "too many registrations wait here"
-
-
-@dataclass(slots=True)
-class Writing:
-    held: Held
-    registered: Registered
-    deadline: float
-    """For the handshake."""
-    peer: PeerHandle | None = None
-    moving: Moving | None = None
-    began: float = 0.0
-    num_blocks: int = 0
-    num_bytes: int = 0
-
-    def is_late(self, now: float) -> bool:
-        return self.moving is not None and self.moving.is_late(now)
 
 
 class PushWriter:
@@ -110,39 +86,17 @@ class PushWriter:
         self._withdrawn = Tombstones(config.push_deadline)
         """D's ids: of its ranks' withdrawals, one frees our blocks."""
         self._outcomes = Outcomes()
-        self._writing: dict[RegistrationKey, Writing] = {}
+        self._writes = Writes(agent, peers, config, us, clock, self._ended)
 
     @property
-    def is_busy(self) -> bool:
-        return any(writing.moving is not None for writing in self._writing.values())
-
-    @property
-    def num_active(self) -> int:
-        return len(self._writing)
+    def writes(self) -> Writes:
+        """Those that have begun, or shake hands."""
+        return self._writes
 
     @property
     def num_waiting(self) -> int:
         """Offers and registrations without their counterpart."""
         return len(self._offers) + len(self._registrations) + len(self._unchecked)
-
-    def num_blocks_quarantined(self, now: float) -> int:
-        """Of WRITEs that should be over."""
-        late = [writing.held.offer for writing in self._writing.values() if writing.is_late(now)]
-        return sum(num_blocks_in(offer.block_ids) for offer in late)
-
-    def quarantined(self, now: float) -> Iterator[QuarantineSeen]:
-        for writing in self._writing.values():
-            if writing.moving is not None and writing.moving.is_late(now):
-                yield QuarantineSeen(
-                    writing.held.offer.request_id,
-                    writing.registered.message.decode_engine_id,
-                    num_blocks_in(writing.held.offer.block_ids),
-                    now - writing.moving.deadline,
-                )
-
-    def uses(self, peer: PeerHandle) -> bool:
-        """A WRITE to this peer is under way."""
-        return any(writing.peer is peer for writing in self._writing.values())
 
     def offer(self, offer: PushOffer, now: float) -> None:
         """P's request has finished; its lease has just been granted."""
@@ -168,8 +122,7 @@ class PushWriter:
             return
         if self._unchecked.refresh(registered):
             return
-        if (writing := self._writing.get(key)) is not None:
-            writing.registered.deadline = max(writing.registered.deadline, registered.deadline)
+        if self._writes.refresh(registered):
             return
         if message.disagg is not None and (answer := self._outcomes.find(key)) is not None:
             self._readers.answer(sender, answer)
@@ -186,7 +139,7 @@ class PushWriter:
         """A registration counts from the very agent that would be written to: the one that answers
         our handshake where the registration says."""
         try:
-            rank = self._rank(registered.message)
+            rank = rank_of(registered.message, self._us)
             peer = self._peers.connect(registered.address, now, rank)
         except (PeerError, PlanError, RankError) as error:
             self._unchecked.pop(registered.key)
@@ -225,10 +178,7 @@ class PushWriter:
     def withdrawn(self, message: Withdraw, sender: str, now: float) -> None:
         """D does not want it: nothing more is written, and P's blocks are freed."""
         key = RegistrationKey(sender, message.request_id, message.generation, message.transfer_id)
-        writing = self._writing.get(key)
-        if writing is not None:
-            if writing.moving is None:
-                self._give_up(writing, "withdrawn")
+        if self._writes.withdraw(key):
             return  # The WRITE's own end answers.
         if message.generation:
             if (answer := self._outcomes.find(key)) is not None:
@@ -281,14 +231,7 @@ class PushWriter:
         for registered in self._unchecked:
             self._check(registered, now)
         self._expire(now)
-        for writing in list(self._writing.values()):
-            try:
-                self._advance(writing, now)
-            except (PeerError, PlanError, RankError, AgentError) as error:
-                self._give_up(writing, str(error))
-            except Exception as error:
-                logger.exception("push of %s", writing.held.offer.request_id)
-                self._stumble(writing, repr(error))
+        self._writes.step(now)
 
     def _expire(self, now: float) -> None:
         for registered in self._registrations.pop_due(now):
@@ -309,8 +252,7 @@ class PushWriter:
         held.num_writing += 1
         if held.is_complete:
             self.forget(held.offer.request_id)
-        deadline = now + self._config.handshake_timeout
-        self._writing[registered.key] = Writing(held, registered, deadline)
+        self._writes.begin(held, registered, now)
 
     def _begin(self, held: Held, registered: Registered, now: float) -> bool:
         if not self._leases.take(held.offer.request_id):
@@ -341,95 +283,17 @@ class PushWriter:
         self.forget(held.offer.request_id)
         self._end_if_last(held)
 
-    def _advance(self, writing: Writing, now: float) -> None:
-        if writing.moving is None:
-            self._connect(writing, now)
-        elif writing.moving.has_ended(self._agent, now):
-            if writing.moving.problem is None:
-                self._succeed(writing)
-            else:
-                self._give_up(writing, f"WRITE: {writing.moving.problem}")
-
-    def _connect(self, writing: Writing, now: float) -> None:
+    def _ended(self, writing: Writing) -> None:
+        """Well, or with a problem: NIXL touches our blocks no more for this one."""
         registered = writing.registered
-        peer = self._peers.connect(registered.address, now, self._rank(registered.message))
-        if peer is None and now >= writing.deadline:
-            raise PeerError(f"no handshake within {self._config.handshake_timeout:g} s")
-        if peer is None:
-            return
-        if any(one.is_late(now) for one in self._writing.values() if one.peer is peer):
-            raise PeerError("an earlier WRITE to this engine has not ended")
-        batch = self._plan(peer, writing.held.offer, registered.message)
-        done = _done(registered, self._us.size)
-        writing.began = now
-        if peer.layout.skips_write or not len(batch.local):
-            self._agent.notify(peer.name, done)
-            self._succeed(writing)
-            return
-        begins = self._clock()
-        if begins > registered.deadline:
-            raise PeerError("it is too late to begin")
-        writing.peer, writing.began = peer, begins
-        writing.num_blocks, writing.num_bytes = batch.num_blocks, batch.num_bytes
-        transfer = self._agent.start_write(peer, batch.local, batch.remote, done)
-        writing.moving = Moving(transfer, begins + self._config.transfer_timeout)
-
-    def _rank(self, message: PushRegistered) -> int:
-        """Of D, the rank that registered. Stock does not say which."""
-        faced = self._us.faces(message.decode_tp_size)
-        rank = message.disagg.tp_rank if message.disagg else faced[0]
-        if rank not in faced or (len(faced) > 1 and message.disagg is None):
-            raise PlanError(f"rank {self._us} here does not know which rank of D registered")
-        return rank
-
-    @staticmethod
-    def _plan(peer: PeerHandle, offer: PushOffer, message: PushRegistered) -> Batch:
-        first_token, last_token = None, offer.num_tokens
-        if message.disagg is not None:
-            if message.disagg.digest != offer.digest:
-                raise PlanError("the two engines' prompts differ")
-            first_token, last_token = message.disagg.first_token, message.disagg.last_token
-        return peer.layout.to_write(
-            offer.block_ids, message.local_block_ids, first_token, last_token
-        )
-
-    def _succeed(self, writing: Writing) -> None:
-        self._stats.pushes_ok += 1
-        registered = writing.registered
-        self._log(writing)
-        # The WRITE's own notification says so; this is for those who ask again.
-        done = PushDone(registered.message.request_id, registered.generation)
-        self._outcomes.add(registered.key, done)
-        self._end(writing)
-
-    def _log(self, writing: Writing) -> None:
-        message = writing.registered.message
-        log_transfer(
-            "WRITE",
-            writing.held.offer.request_id,
-            message.decode_engine_id,
-            num_blocks=writing.num_blocks,
-            num_bytes=writing.num_bytes,
-            seconds=self._clock() - writing.began,
-            num_proven=0 if message.disagg is None else message.disagg.last_token,
-        )
-
-    def _stumble(self, writing: Writing, problem: str) -> None:
-        """A fault of ours frees nothing that is still written from."""
-        if writing.moving is None or writing.moving.ended:
-            self._give_up(writing, problem)
+        if writing.problem is None:
+            self._stats.pushes_ok += 1
+            # The WRITE's own notification says so; this is for those who ask again.
+            done = PushDone(registered.message.request_id, registered.generation)
+            self._outcomes.add(registered.key, done)
         else:
-            writing.moving.problem = writing.moving.problem or problem
-
-    def _give_up(self, writing: Writing, problem: str) -> None:
-        landing = 0.0 if writing.moving is None else self._config.landing_seconds
-        self._refuse(writing.registered, problem, landing)
-        self._end(writing)
-        if writing.peer is not None:
-            self._peers.forget(writing.registered.address)
-
-    def _end(self, writing: Writing) -> None:
-        del self._writing[writing.registered.key]
+            landing = 0.0 if writing.moving is None else self._config.landing_seconds
+            self._refuse(registered, writing.problem, landing)
         writing.held.num_writing -= 1
         self._end_if_last(writing.held)
 
@@ -466,10 +330,3 @@ class PushWriter:
     def _answer(self, key: RegistrationKey, answer: PushDone | PushFailed) -> None:
         self._outcomes.add(key, answer)
         self._readers.answer(key.sender, answer)
-
-
-def _done(registered: Registered, world_size: int) -> bytes:
-    """A stock decoder gets stock bytes."""
-    if registered.message.disagg is None:
-        return encode_read_done(registered.message.request_id, world_size)
-    return encode_extension(PushDone(registered.message.request_id, registered.generation))

@@ -1,0 +1,215 @@
+"""The WRITEs of push mode, from a match of offer and registration to NIXL's end.
+
+    begin --> connecting --> moving --> (ended)
+                  +--------------------> (ended, with a problem)
+
+D keeps its blocks for as long as we may write: by our own clock we begin none after the time that D
+gave with the registration. A WRITE that has begun is watched until NIXL has ended it; an engine
+that keeps us waiting past the time for one is not written to again before that.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from engine_ext.base.config import ConnectorConfig
+from engine_ext.base.inspection import QuarantineSeen
+from engine_ext.base.seldom import Seldom
+from engine_ext.base.types import Clock, PushOffer, num_blocks_in
+from engine_ext.layout.plan import Batch, PlanError
+from engine_ext.layout.ranks import RankError, TensorRank
+from engine_ext.push.tables import Held, Registered, RegistrationKey
+from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
+from engine_ext.transfer.moving import Moving
+from engine_ext.transfer.peer import PeerError, Peers
+from engine_ext.transfer.report import log_transfer
+from engine_ext.wire.notifications import (
+    PushDone,
+    PushRegistered,
+    encode_extension,
+    encode_read_done,
+)
+
+logger = logging.getLogger(__name__)
+logger.addFilter(Seldom())
+
+
+@dataclass(slots=True)
+class Writing:
+    held: Held
+    registered: Registered
+    deadline: float
+    """For the handshake."""
+    peer: PeerHandle | None = None
+    moving: Moving | None = None
+    problem: str | None = None
+    """Why nothing was, or will be, written."""
+    began: float = 0.0
+    num_blocks: int = 0
+    num_bytes: int = 0
+
+    def is_late(self, now: float) -> bool:
+        return self.moving is not None and self.moving.is_late(now)
+
+
+class Writes:
+    """`on_end` is called once for each, when NIXL touches our blocks no more."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        peers: Peers,
+        config: ConnectorConfig,
+        us: TensorRank,
+        clock: Clock,
+        on_end: Callable[[Writing], None],
+    ) -> None:
+        self._agent = agent
+        self._peers = peers
+        self._config = config
+        self._us = us
+        self._clock = clock
+        self._on_end = on_end
+        self._writing: dict[RegistrationKey, Writing] = {}
+
+    def __len__(self) -> int:
+        return len(self._writing)
+
+    @property
+    def is_busy(self) -> bool:
+        return any(writing.moving is not None for writing in self._writing.values())
+
+    def num_blocks_quarantined(self, now: float) -> int:
+        """Of WRITEs that should be over."""
+        late = [writing.held.offer for writing in self._writing.values() if writing.is_late(now)]
+        return sum(num_blocks_in(offer.block_ids) for offer in late)
+
+    def quarantined(self, now: float) -> Iterator[QuarantineSeen]:
+        for writing in self._writing.values():
+            if writing.moving is not None and writing.moving.is_late(now):
+                yield QuarantineSeen(
+                    writing.held.offer.request_id,
+                    writing.registered.message.decode_engine_id,
+                    num_blocks_in(writing.held.offer.block_ids),
+                    now - writing.moving.deadline,
+                )
+
+    def uses(self, peer: PeerHandle) -> bool:
+        """A WRITE to this peer is under way."""
+        return any(writing.peer is peer for writing in self._writing.values())
+
+    def begin(self, held: Held, registered: Registered, now: float) -> None:
+        deadline = now + self._config.handshake_timeout
+        self._writing[registered.key] = Writing(held, registered, deadline)
+
+    def refresh(self, registered: Registered) -> bool:
+        """True: it is among these, and may begin for longer now."""
+        writing = self._writing.get(registered.key)
+        if writing is None:
+            return False
+        writing.registered.deadline = max(writing.registered.deadline, registered.deadline)
+        return True
+
+    def withdraw(self, key: RegistrationKey) -> bool:
+        """True: it is among these, and does not begin if it has not yet."""
+        writing = self._writing.get(key)
+        if writing is not None and writing.moving is None:
+            self._end(writing, "withdrawn")
+        return writing is not None
+
+    def step(self, now: float) -> None:
+        for writing in list(self._writing.values()):
+            try:
+                self._advance(writing, now)
+            except (PeerError, PlanError, RankError, AgentError) as error:
+                self._end(writing, str(error))
+            except Exception as error:
+                logger.exception("push of %s", writing.held.offer.request_id)
+                self._stumble(writing, repr(error))
+
+    def _advance(self, writing: Writing, now: float) -> None:
+        if writing.moving is None:
+            self._connect(writing, now)
+        elif writing.moving.has_ended(self._agent, now):
+            problem = writing.moving.problem
+            self._end(writing, None if problem is None else f"WRITE: {problem}")
+
+    def _connect(self, writing: Writing, now: float) -> None:
+        registered = writing.registered
+        peer = self._peers.connect(registered.address, now, rank_of(registered.message, self._us))
+        if peer is None and now >= writing.deadline:
+            raise PeerError(f"no handshake within {self._config.handshake_timeout:g} s")
+        if peer is None:
+            return
+        if any(one.is_late(now) for one in self._writing.values() if one.peer is peer):
+            raise PeerError("an earlier WRITE to this engine has not ended")
+        batch = self._plan(peer, writing.held.offer, registered.message)
+        done = _done(registered, self._us.size)
+        writing.began = now
+        if peer.layout.skips_write or not len(batch.local):
+            self._agent.notify(peer.name, done)
+            self._end(writing)
+            return
+        begins = self._clock()
+        if begins > registered.deadline:
+            raise PeerError("it is too late to begin")
+        writing.peer, writing.began = peer, begins
+        writing.num_blocks, writing.num_bytes = batch.num_blocks, batch.num_bytes
+        transfer = self._agent.start_write(peer, batch.local, batch.remote, done)
+        writing.moving = Moving(transfer, begins + self._config.transfer_timeout)
+
+    @staticmethod
+    def _plan(peer: PeerHandle, offer: PushOffer, message: PushRegistered) -> Batch:
+        first_token, last_token = None, offer.num_tokens
+        if message.disagg is not None:
+            if message.disagg.digest != offer.digest:
+                raise PlanError("the two engines' prompts differ")
+            first_token, last_token = message.disagg.first_token, message.disagg.last_token
+        return peer.layout.to_write(
+            offer.block_ids, message.local_block_ids, first_token, last_token
+        )
+
+    def _stumble(self, writing: Writing, problem: str) -> None:
+        """A fault of ours frees nothing that is still written from."""
+        if writing.moving is None or writing.moving.ended:
+            self._end(writing, problem)
+        else:
+            writing.moving.problem = writing.moving.problem or problem
+
+    def _end(self, writing: Writing, problem: str | None = None) -> None:
+        if self._writing.pop(writing.registered.key, None) is None:
+            return
+        writing.problem = problem
+        if problem is None:
+            self._log(writing)
+        self._on_end(writing)
+        if problem is not None and writing.peer is not None:
+            self._peers.forget(writing.registered.address)
+
+    def _log(self, writing: Writing) -> None:
+        message = writing.registered.message
+        log_transfer(
+            "WRITE",
+            writing.held.offer.request_id,
+            message.decode_engine_id,
+            num_blocks=writing.num_blocks,
+            num_bytes=writing.num_bytes,
+            seconds=self._clock() - writing.began,
+            num_proven=0 if message.disagg is None else message.disagg.last_token,
+        )
+
+
+def rank_of(message: PushRegistered, us: TensorRank) -> int:
+    """Of D, the rank that registered; stock does not say which. Raises RankError, PlanError."""
+    faced = us.faces(message.decode_tp_size)
+    rank = message.disagg.tp_rank if message.disagg else faced[0]
+    if rank not in faced or (len(faced) > 1 and message.disagg is None):
+        raise PlanError(f"rank {us} here does not know which rank of D registered")
+    return rank
+
+
+def _done(registered: Registered, world_size: int) -> bytes:
+    """A stock decoder gets stock bytes."""
+    if registered.message.disagg is None:
+        return encode_read_done(registered.message.request_id, world_size)
+    return encode_extension(PushDone(registered.message.request_id, registered.generation))
