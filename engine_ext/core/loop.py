@@ -347,9 +347,11 @@ class TransferLoop:
     def _gone(self, sender: str, remote_ids: tuple[str, ...]) -> None:
         """Confirms what we do not read now; a READ under way ends with a message of its own."""
         lost = self._beats.lost(sender, remote_ids)
-        being_read = {remote_id for name, remote_id in lost if self._pulls.reads(name)}
-        for remote_id in {remote_id for _, remote_id in lost} - being_read:
-            self._agent.notify(sender, encode_extension(Read(remote_id)))
+        being_read = {one.remote_id for one in lost if self._pulls.reads(one.request_id)}
+        for address, remote_id in {(one.address, one.remote_id) for one in lost}:
+            if remote_id not in being_read:
+                self._beats.confirm(address, remote_id)
+                self._agent.notify(sender, encode_extension(Read(remote_id)))
 
     def _answer_fences(self, now: float) -> None:
         touched = {
@@ -375,7 +377,9 @@ class TransferLoop:
         for source in sources:
             if self._beats.waits_for(source.address, source.request_id):
                 continue
-            if not self._with_peer(source.address, now, partial(self._send_decline, source)):
+            if self._with_peer(source.address, now, partial(self._send_decline, source)):
+                self._beats.confirm(source.address, source.request_id)
+            else:
                 self._declines.append(source)
 
     def _send_decline(self, source: RemoteSource, peer: PeerHandle) -> None:

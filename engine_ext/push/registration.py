@@ -357,10 +357,14 @@ class Registrations:
         """By its own clock it is too late to begin, and what has begun has landed."""
         if now >= waiting.landed_by.get(peer.name, math.inf):
             return True
-        if not peer.has_extension or not self._clocks.knows(peer.name):
+        if not peer.has_extension:
             return False
-        began_by = waiting.begin_by.get(peer.name, NEVER)
-        return self._clocks.earliest(peer.name, now) > began_by + peer.write_bound
+        begin_by = waiting.begin_by.get(peer.name)
+        if begin_by is None:
+            return True  # It has come where the one was that we had asked, and was asked nothing.
+        if not self._clocks.knows(peer.name):
+            return False
+        return self._clocks.earliest(peer.name, now) > begin_by + peer.write_bound
 
     def _say_decline(self, withdrawal: PushWithdrawal, now: float) -> None:
         """Nothing was registered, but P need not keep the blocks."""

@@ -141,6 +141,8 @@ class Writes:
             raise PeerError(f"no handshake within {self._config.handshake_timeout:g} s")
         if peer is None:
             return
+        if peer.name != registered.sender:
+            raise PeerError("the agent that registered is not there any more")
         if any(one.is_late(now) for one in self._writing.values() if one.peer is peer):
             raise PeerError("an earlier WRITE to this engine has not ended")
         batch = self._plan(peer, writing.held.offer, registered.message)

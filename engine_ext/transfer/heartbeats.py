@@ -11,8 +11,10 @@ Source of the rules: vLLM's NIXL lease design (lease 30 s, beat every sixth, ext
 the answers are ours.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine_ext.base.types import PeerAddress
 from engine_ext.transfer.leases import NEVER
@@ -56,6 +58,19 @@ class _Sent:
     remote_ids: tuple[str, ...]
 
 
+class _Horizon(NamedTuple):
+    until: float
+    agent: str
+
+
+class Lost(NamedTuple):
+    """A request of ours, and the lease that it waited for."""
+
+    request_id: str
+    address: PeerAddress
+    remote_id: str
+
+
 class HeartbeatTracker:
     """What to renew, where. A new id is beaten for at once, but no engine more often than five
     times an interval; after that every interval of that engine, all its ids together.
@@ -64,14 +79,18 @@ class HeartbeatTracker:
     """
 
     MAX_UNANSWERED = 256
+    MAX_CONFIRMED = 8192
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
         self._engines: dict[PeerAddress, _EngineBeat] = {}
         self._engine_of: dict[str, PeerAddress] = {}
         self._unanswered: dict[int, _Sent] = {}
-        self._valid_until: dict[str, float] = {}
+        self._valid_until: dict[str, _Horizon] = {}
         self._gone: set[str] = set()
+        self._confirmed: OrderedDict[tuple[PeerAddress, str], None] = OrderedDict()
+        """Leases that we are done with. To the holder we are one reader, however many of ours read:
+        whatever it answers about these was, or may have been, said before it heard so."""
 
     def __len__(self) -> int:
         return len(self._engine_of)
@@ -80,6 +99,8 @@ class HeartbeatTracker:
         beat = self._engines.setdefault(address, _EngineBeat(self._interval))
         beat.remote_ids[request_id] = remote_id
         self._engine_of[request_id] = address
+        if (address, remote_id) in self._confirmed:
+            self._lose(request_id)
         beat.due = min(beat.due, max(now, beat.last_sent + beat.interval / 5))
 
     def untrack(self, request_id: str) -> None:
@@ -169,21 +190,21 @@ class HeartbeatTracker:
             elif remote_id in renewed and request_id not in self._gone:
                 granted = min(seconds, shorter.get(remote_id, seconds))
                 horizon = sent.at + granted * (1 - CLOCK_DRIFT)
-                self._valid_until[request_id] = max(horizon, self.valid_until(request_id))
+                known = self.valid_until(request_id, sent.agent)
+                self._valid_until[request_id] = _Horizon(max(horizon, known), sent.agent)
 
-    def lost(self, sender: str, remote_ids: Iterable[str]) -> list[tuple[str, str]]:
-        """A holder says that these ended. Returns our requests that are concerned, each with the
-        id that the holder knows."""
+    def lost(self, sender: str, remote_ids: Iterable[str]) -> list[Lost]:
+        """A holder says that these ended. Returns our requests that are concerned."""
         missing = set(remote_ids)
         lost = [
-            (request_id, remote_id)
-            for beat in self._engines.values()
+            Lost(request_id, address, remote_id)
+            for address, beat in self._engines.items()
             if sender in beat.agents
             for request_id, remote_id in beat.remote_ids.items()
             if remote_id in missing
         ]
-        for request_id, _ in lost:
-            self._lose(request_id)
+        for one in lost:
+            self._lose(one.request_id)
         return lost
 
     def is_silent(self, address: PeerAddress, now: float, beats: int, at_least: float) -> bool:
@@ -193,9 +214,12 @@ class HeartbeatTracker:
             return False
         return now - beat.silent_since >= max(at_least, beats * beat.interval)
 
-    def read(self, address: PeerAddress, remote_id: str) -> None:
-        """We have confirmed it, so the holder frees it: for others of ours who wait for the same,
-        what was proven before proves nothing any more."""
+    def confirm(self, address: PeerAddress, remote_id: str) -> None:
+        """We have told the holder that we are done with it, so it may free it: for others of ours
+        who wait for the same, now or later, nothing that it answers proves anything."""
+        self._confirmed[address, remote_id] = None
+        while len(self._confirmed) > self.MAX_CONFIRMED:
+            self._confirmed.popitem(last=False)
         beat = self._engines.get(address)
         for request_id, waits_for in beat.remote_ids.items() if beat is not None else ():
             if waits_for == remote_id:
@@ -206,8 +230,10 @@ class HeartbeatTracker:
         beat = self._engines.get(address)
         return beat is not None and remote_id in beat.remote_ids.values()
 
-    def valid_until(self, request_id: str) -> float:
-        return self._valid_until.get(request_id, NEVER)
+    def valid_until(self, request_id: str, agent: str) -> float:
+        """What that very agent has granted: another that has come to its place knows no lease."""
+        horizon = self._valid_until.get(request_id)
+        return NEVER if horizon is None or horizon.agent != agent else horizon.until
 
     def is_gone(self, request_id: str) -> bool:
         return request_id in self._gone

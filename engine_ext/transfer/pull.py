@@ -326,8 +326,8 @@ class Pulls:
 
     def _arrive(self, reading: Reading, now: float) -> None:
         """With several holders, one's answered heartbeat proves nothing about the others."""
-        is_proven = (
-            len(reading.peers) == 1 and self._beats.valid_until(reading.order.request_id) > now
+        is_proven = len(reading.peers) == 1 and (
+            self._beats.valid_until(reading.order.request_id, reading.peers[0].name) > now
         )
         self._read_by_us(reading.order)
         unproven = [] if is_proven else [p for p in reading.parts if p.peer.has_extension]
@@ -385,7 +385,7 @@ class Pulls:
             self._peers.forget(reading.order.source.address)
 
     def _read_by_us(self, order: PullOrder) -> None:
-        self._beats.read(order.source.address, order.source.request_id)
+        self._beats.confirm(order.source.address, order.source.request_id)
 
     def _tell_done(self, reading: Reading, *, even_if_read: bool = False) -> None:
         """Those whose READ has not told them already may free their blocks."""

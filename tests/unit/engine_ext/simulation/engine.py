@@ -24,6 +24,7 @@ from engine_ext.base.types import (
 from engine_ext.core.loop import TransferLoop
 from engine_ext.core.scheduler import SchedulerConnector
 from engine_ext.transfer.agent import TransferState
+from engine_ext.transfer.leases import NEVER
 from engine_ext.transfer.results import Results
 from engine_ext.wire.dial import Handshake, PeerRank
 from engine_ext.wire.errors import EXTENSION_VERSION
@@ -169,7 +170,8 @@ class SimEngine:
     def horizon(self, request_id: str) -> float:
         """Until when, by its own clock, this engine believes that what it reads for the request is
         what it asked for."""
-        return self.loop._beats.valid_until(request_id)
+        horizon = self.loop._beats._valid_until.get(request_id)
+        return NEVER if horizon is None else horizon.until
 
     # What arrives over HTTP.
 

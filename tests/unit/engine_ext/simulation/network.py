@@ -167,6 +167,7 @@ class Network:
             return
         transfer.to_land.discard(index)
         if self.now > transfer.cut_at:
+            self.fail(transfer)  # Not all of it has landed, and NIXL does not say that it has.
             return
         ours, theirs = transfer.agent, self.agents[transfer.remote_name]
         if not (ours.is_alive and theirs.is_alive):

@@ -45,9 +45,9 @@ def test_an_answered_heartbeat_proves_the_lease_for_its_extension() -> None:
     beats = HeartbeatTracker(interval=5)
     beats.track("d1", address(), "p1", now=0)
     beats.sent(1, address(), "p", ("p1",), now=10)
-    assert beats.valid_until("d1") < 0
+    assert beats.valid_until("d1", "p") < 0
     beats.answered("p", 1, 20)
-    assert beats.valid_until("d1") == 10 + 20 * (1 - CLOCK_DRIFT)
+    assert beats.valid_until("d1", "p") == 10 + 20 * (1 - CLOCK_DRIFT)
 
 
 def test_an_id_that_is_gone_is_known_to_be_and_proves_nothing() -> None:
@@ -57,18 +57,18 @@ def test_an_id_that_is_gone_is_known_to_be_and_proves_nothing() -> None:
     beats.sent(1, address(), "p", ("p1", "p2"), now=10)
     beats.answered("p", 1, 20, gone=("p1",))
     assert beats.is_gone("d1")
-    assert beats.valid_until("d1") < 0
-    assert beats.valid_until("d2") == 10 + 20 * (1 - CLOCK_DRIFT)
-    assert beats.lost("p", ["p2"]) == [("d2", "p2")]
+    assert beats.valid_until("d1", "p") < 0
+    assert beats.valid_until("d2", "p") == 10 + 20 * (1 - CLOCK_DRIFT)
+    assert beats.lost("p", ["p2"]) == [("d2", address(), "p2")]
     assert beats.is_gone("d2")
-    assert beats.valid_until("d2") < 0
+    assert beats.valid_until("d2", "p") < 0
 
 
 def test_an_answer_to_no_question_proves_nothing() -> None:
     beats = HeartbeatTracker(interval=5)
     beats.track("d1", address(), "p1", now=0)
     assert not beats.answered("p", 99, 20)
-    assert beats.valid_until("d1") < 0
+    assert beats.valid_until("d1", "p") < 0
 
 
 def test_unanswered_heartbeats_are_bounded() -> None:
@@ -77,9 +77,9 @@ def test_unanswered_heartbeats_are_bounded() -> None:
     for sequence in range(10_000):
         beats.sent(sequence, address(), "p", ("p1",), now=sequence)
     assert not beats.answered("p", 0, 20)
-    assert beats.valid_until("d1") < 0
+    assert beats.valid_until("d1", "p") < 0
     assert beats.answered("p", 9_999, 20)
-    assert beats.valid_until("d1") == 9_999 + 20 * (1 - CLOCK_DRIFT)
+    assert beats.valid_until("d1", "p") == 9_999 + 20 * (1 - CLOCK_DRIFT)
 
 
 def test_only_who_was_asked_can_answer() -> None:
@@ -87,7 +87,7 @@ def test_only_who_was_asked_can_answer() -> None:
     beats.track("d1", address(), "p1", now=0)
     beats.sent(1, address(), "p", ("p1",), now=10)
     assert not beats.answered("another", 1, 20)
-    assert beats.valid_until("d1") < 0
+    assert beats.valid_until("d1", "p") < 0
     assert beats.answered("p", 1, 20)
 
 
@@ -105,8 +105,8 @@ def test_a_lease_may_hold_for_less_than_the_others() -> None:
         beats.track(f"d{number}", address(), f"p{number}", now=0)
     beats.sent(1, address(), "p", ("p1", "p2"), now=10)
     beats.answered("p", 1, 20, shorter={"p1": 1.0})
-    assert beats.valid_until("d1") == 10 + (1 - CLOCK_DRIFT)
-    assert beats.valid_until("d2") == 10 + 20 * (1 - CLOCK_DRIFT)
+    assert beats.valid_until("d1", "p") == 10 + (1 - CLOCK_DRIFT)
+    assert beats.valid_until("d2", "p") == 10 + 20 * (1 - CLOCK_DRIFT)
 
 
 def test_an_engine_with_short_leases_is_beaten_for_in_time() -> None:
@@ -128,3 +128,26 @@ def test_an_engine_is_silent_after_three_of_its_own_beats() -> None:
     assert beats.is_silent(address(), 16, beats=3, at_least=3)
     beats.answered("p", 1, 20)
     assert not beats.is_silent(address(), 100, beats=3, at_least=3)
+
+
+def test_a_lease_that_we_are_done_with_proves_nothing_to_who_waits_for_it_later() -> None:
+    """An answer that was on its way, or a renewal that overtakes the confirmation."""
+    beats = HeartbeatTracker(interval=5)
+    beats.track("d1", address(), "p1", now=0)
+    beats.sent(1, address(), "p", ("p1",), now=0)
+    beats.confirm(address(), "p1")
+    beats.untrack("d1")
+    beats.track("d2", address(), "p1", now=1)
+    beats.sent(2, address(), "p", ("p1",), now=1)
+    assert beats.answered("p", 1, 20)
+    assert beats.answered("p", 2, 20)
+    assert beats.is_gone("d2")
+    assert beats.valid_until("d2", "p") < 0
+
+
+def test_what_one_agent_granted_another_in_its_place_does_not_keep() -> None:
+    beats = HeartbeatTracker(interval=5)
+    beats.track("d1", address(), "p1", now=0)
+    beats.sent(1, address(), "p", ("p1",), now=0)
+    assert beats.answered("p", 1, 20)
+    assert beats.valid_until("d1", "p reborn") < 0
