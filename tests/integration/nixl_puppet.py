@@ -4,9 +4,6 @@ NIXL works only while a step runs, so whoever holds the strings decides what hap
 """
 
 import gc
-import os
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +14,8 @@ PIECES = 4096
 PIECE_BYTES = 8192
 LENGTH = PIECES * PIECE_BYTES
 """Much more than the sockets of a connection hold, so that a transfer can stick half way."""
+TCP = {"UCX_TLS": "tcp", "UCX_TCP_SNDBUF": "256k", "UCX_TCP_RCVBUF": "256k"}
+"""Without shared memory a transfer takes time, and needs both ends; sockets hold little of it."""
 
 
 class Puppet:
@@ -94,19 +93,3 @@ def _pieces(start: int) -> Any:
     return np.array(
         [(start + i * PIECE_BYTES, PIECE_BYTES, 0) for i in range(PIECES)], dtype=np.uint64
     )
-
-
-def dance(strings: Connection, log: Path, env: dict[str, str], name: str, threads: int) -> None:
-    """Answers each (step, arguments) with what came of it, and the name of what was raised."""
-    with log.open("wb") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    os.environ.update(env)
-    puppet = Puppet(name, threads)
-    strings.send((None, ""))
-    while True:
-        step, arguments = strings.recv()
-        try:
-            strings.send((getattr(puppet, step)(*arguments), ""))
-        except Exception as error:
-            strings.send((None, type(error).__name__))

@@ -6,70 +6,21 @@ news, not a regression: read the section again.
 """
 
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.nixl_puppet import LENGTH, PIECES, dance
+from tests.integration.nixl_puppet import LENGTH, PIECES, TCP, Puppet
 from tests.integration.processes import wait_for
+from tests.integration.strings import PATIENCE, Strings, dance
 
 OLD, BLANK, NEW = 1, 9, 7
 """What the source holds, what the destination holds, and what is written over either."""
-PATIENCE = 60.0
-TCP = {"UCX_TLS": "tcp", "UCX_TCP_SNDBUF": "256k", "UCX_TCP_RCVBUF": "256k"}
-"""Without shared memory a transfer takes time, and needs both ends; sockets hold little of it."""
-
-
-@dataclass(frozen=True)
-class Strings:
-    """To a puppet."""
-
-    name: str
-    process: ForkServerProcess
-    ends: Connection
-
-    def does(self, step: str, *arguments: Any) -> Any:
-        said, raised = self.tries(step, *arguments)
-        assert not raised, f"{self.name} {step}: {raised}"
-        return said
-
-    def raises(self, step: str, *arguments: Any) -> str:
-        """The exception's name; empty if there was none."""
-        return self.tries(step, *arguments)[1]
-
-    def tries(self, step: str, *arguments: Any) -> tuple[Any, str]:
-        """What came of it and the exception's name. Raises EOFError when the puppet has died."""
-        self.ends.send((step, arguments))
-        return self.hears()
-
-    def hears(self) -> tuple[Any, str]:
-        assert self.ends.poll(PATIENCE), f"{self.name} hangs"
-        answer: tuple[Any, str] = self.ends.recv()
-        return answer
-
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        self.signal(signal.SIGSTOP)
-        status = Path(f"/proc/{self.process.pid}/stat")
-        wait_for(lambda: status.read_text().rpartition(") ")[2][0] == "T", "it is stopped")
-        yield
-        self.signal(signal.SIGCONT)
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join(PATIENCE)
 
 
 @dataclass(frozen=True)
@@ -133,7 +84,7 @@ def puppet(
     def start(name: str, threads: int = 0, env: dict[str, str] = TCP) -> Strings:
         ends, strings = theatre.Pipe()
         log = tmp_path / f"{name}-{len(started)}.log"
-        process = theatre.Process(target=dance, args=(strings, log, env, name, threads))
+        process = theatre.Process(target=dance, args=(strings, log, env, Puppet, name, threads))
         process.start()
         strings.close()
         started.append(Strings(name, process, ends))
