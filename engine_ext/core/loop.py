@@ -273,7 +273,7 @@ class TransferLoop:
         return max(RECENT_WAIT, min(PATIENCE * (now - self._last_event), self._longest_wait()))
 
     def _longest_wait(self) -> float:
-        if self._registrations.num_active or self._pulls.num_quarantined:
+        if self._registrations.num_active or self._pulls.num_quarantined or self._writer.writes:
             return REGISTERED_WAIT
         return LEASED_WAIT if len(self._leases) or len(self._beats) else IDLE_WAIT
 

@@ -119,13 +119,14 @@ class Waiting:
         except KeyError:
             raise IllegalEventError(f"{event} of a registration that is {self.state}") from None
 
-    def replace(self, peers: list[PeerHandle]) -> None:
+    def replace(self, peers: list[PeerHandle], over: float) -> None:
         """An engine that was met again may have come back under other names: what its process was
-        asked before has ended with it."""
+        asked before has ended with it, but what that had sent may land until `over`."""
         for name, peer in zip(self.ranks, peers, strict=True):
             if name != peer.name and self.peers.pop(name, None) is not None:
                 self.peers[peer.name] = peer
                 self.begin_by.pop(name, None)
+                self.landed_by[peer.name] = over
             elif name in self.peers:
                 self.peers[name] = peer
         self.ranks = [peer.name for peer in peers]
@@ -224,9 +225,11 @@ class Registrations:
                 "request %s: P will not write: %.200s", waiting.request_id, message.reason
             )
         waiting.is_spoilt = True
-        if message.seconds > 0:
+        if sender in waiting.landed_by:
+            pass  # It cannot speak for what may be on its way.
+        elif message.seconds > 0:
             over = now + message.seconds * (1 + CLOCK_DRIFT)
-            waiting.landed_by[sender] = min(over, waiting.landed_by.get(sender, over))
+            waiting.landed_by[sender] = over
         else:
             self._settle(waiting, sender)
         if waiting.peers and waiting.state is State.REGISTERED:
@@ -298,8 +301,12 @@ class Registrations:
         if peers is None:
             return
         if waiting.state is State.WITHDRAWING or all(self._may_ask(peer, now) for peer in peers):
-            waiting.replace(peers)
-            self._ask(waiting, now)
+            over = now + self._config.landing_seconds * (1 + CLOCK_DRIFT)
+            waiting.replace(peers, over)
+            if waiting.landed_by and waiting.state is State.REGISTERED:
+                self._fail(waiting, "P is another process now", now)
+            else:
+                self._ask(waiting, now)
 
     def _ask(self, waiting: Waiting, now: float) -> None:
         waiting.ask_again_at = now + self._config.heartbeat_interval
@@ -359,12 +366,10 @@ class Registrations:
             return True
         if not peer.has_extension:
             return False
-        begin_by = waiting.begin_by.get(peer.name)
-        if begin_by is None:
-            return True  # It has come where the one was that we had asked, and was asked nothing.
-        if not self._clocks.knows(peer.name):
+        if peer.name in waiting.landed_by or not self._clocks.knows(peer.name):
             return False
-        return self._clocks.earliest(peer.name, now) > begin_by + peer.write_bound
+        began_by = waiting.begin_by.get(peer.name, NEVER)
+        return self._clocks.earliest(peer.name, now) > began_by + peer.write_bound
 
     def _say_decline(self, withdrawal: PushWithdrawal, now: float) -> None:
         """Nothing was registered, but P need not keep the blocks."""

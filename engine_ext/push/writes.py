@@ -77,7 +77,9 @@ class Writes:
 
     @property
     def is_busy(self) -> bool:
-        return any(writing.moving is not None for writing in self._writing.values())
+        """One moves that somebody waits for."""
+        moving = [writing.moving for writing in self._writing.values() if writing.moving]
+        return any(one.problem is None for one in moving)
 
     def num_blocks_quarantined(self, now: float) -> int:
         """Of WRITEs that should be over."""

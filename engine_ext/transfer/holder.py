@@ -82,7 +82,7 @@ class Holder:
 
     def _renew(self, sender: str, name: str, now: float) -> float | None:
         """Who knows it by another name waits to be written to, and believes in nothing."""
-        request_id = self._alias(name)
+        request_id = name if self._leases.knows(name) else self._alias(name)
         if request_id == name:
             return self._leases.renew(name, sender, now)
         return 0.0 if self._leases.extend(request_id, now) else None

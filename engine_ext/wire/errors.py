@@ -12,7 +12,16 @@ MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 Unsigned = Annotated[int, msgspec.Meta(ge=0)]
 
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+
+Duration = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+"""Seconds that a peer promises something for: one that never ends could not be waited for."""
+
+Instant = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+"""Seconds, on somebody's monotonic clock."""
+
+MAX_IDS = 4096
+"""In one notification; ours are shorter, see `batches`."""
 
 Rank = tuple[int, int]
 """(pipeline rank, tensor rank)."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine_ext.wire.errors import MALFORMED, Rank, Unsigned, WireError
+from engine_ext.wire.errors import MALFORMED, Duration, Rank, Unsigned, WireError
 
 GET_METADATA = b"get_meta_msg"
 PROVEN_METADATA = b"disagg_meta_msg"
@@ -71,9 +71,9 @@ class AgentMetadata(msgspec.Struct, kw_only=True):
     packed_member_layouts: dict[Any, Any] = msgspec.field(default_factory=dict)
     disagg_ext: int | None = None
     """Version of our extension; stock neither sends nor reads it."""
-    lease_extension: float = 0.0
+    lease_extension: Duration = 0.0
     """Seconds that one heartbeat grants here from its arrival."""
-    write_bound: float = 0.0
+    write_bound: Duration = 0.0
     """Seconds after which a WRITE that has begun here has landed, or never will."""
     tensor_rank: tuple[int, int] | None = None
     """This worker's, and how many there are; stock neither sends nor reads it."""

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from engine_ext.wire.errors import MALFORMED, Seconds, Unsigned
+from engine_ext.wire.errors import MALFORMED, MAX_IDS, Instant, Seconds, Unsigned
 
 EXTENSION_PREFIX = b"DX:"
 REGISTRATION_PREFIX = b"PUSH_REG:"
@@ -25,6 +25,7 @@ MAX_TP_SIZE = 1024
 
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 """Of a request, a transfer or an engine: peers' names are kept, each for some time."""
+Names = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_IDS)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 AgentBlob = Annotated[bytes, msgspec.Meta(max_length=256 << 10)]
 
@@ -57,7 +58,7 @@ class Renew(msgspec.Struct, frozen=True, tag="renew"):
     """Reader to holder: extend these leases. Answered by `Renewed`."""
 
     sequence: int
-    request_ids: tuple[Name, ...]
+    request_ids: Names
 
 
 class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
@@ -68,7 +69,7 @@ class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
     seconds: Seconds
     gone: tuple[Name, ...] = ()
     shorter: dict[Name, Seconds] = {}
-    clock: float = 0.0
+    clock: Instant = 0.0
     """The holder's own when the heartbeat arrived, in seconds."""
 
 
@@ -92,7 +93,7 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
     """Holder to reader: these leases are not extended any more. The reader confirms each with
     `Read` when it is done with it, and the blocks are kept until then or until its horizon."""
 
-    request_ids: tuple[Name, ...]
+    request_ids: Names
 
 
 class PushDone(msgspec.Struct, frozen=True, tag="push_done"):
@@ -130,7 +131,7 @@ class PushExtension(msgspec.Struct, frozen=True):
     last_token: Unsigned
     digest: Digest
     remote_request_id: Name
-    begin_by: float
+    begin_by: Instant
     """By P's clock: no WRITE may begin after this."""
     tp_rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TP_SIZE)] = 0
     """Whose blocks these are, of `decode_tp_size`."""
@@ -230,7 +231,7 @@ def decode_notification(message: bytes) -> Notification:
     except UnicodeDecodeError:
         return UnknownMessage(message)
     if text.startswith("HB:"):
-        return Heartbeat(tuple(filter(None, text[3:].split(","))))
+        return Heartbeat(tuple(filter(None, text[3:].split(",", MAX_IDS)[:MAX_IDS])))
     request_id, separator, readers = text.rpartition(":")
     if not separator or not request_id or not (readers.isascii() and readers.isdigit()):
         return UnknownMessage(message)

@@ -41,7 +41,7 @@ def prefill_body(prompt: Prompt, previous: dict[str, Any] | None = None) -> dict
     return {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
 
 
-def decode_body(prompt: Prompt, params: dict[str, Any], max_tokens: int = 12) -> dict[str, Any]:
+def decode_body(prompt: Prompt, params: Any, max_tokens: int = 12) -> dict[str, Any]:
     """Nothing is kept for a next turn, unless `params` say so."""
     return {
         "model": "tiny",
@@ -51,7 +51,7 @@ def decode_body(prompt: Prompt, params: dict[str, Any], max_tokens: int = 12) ->
         "logprobs": 1,
         "ignore_eos": True,
         "return_token_ids": True,
-        "kv_transfer_params": {"retain": False, **params},
+        "kv_transfer_params": {"retain": False, **params} if isinstance(params, dict) else params,
     }
 
 

@@ -51,6 +51,7 @@ class WatchedAgent(NixlAgent):
         super().__init__(regions, config.backends, config.num_threads)
         self.is_asked = threading.Event()
         self.may_post = threading.Event()
+        self.may_post.set()
         self.num_polls = 0
         self.state = TransferState.RUNNING
 

@@ -69,15 +69,15 @@ def test_another_history_is_answered_right(
     whole = [*prompt, *talk.say(prompt).tokens]
     changed, held = {
         "stripped": ([*whole[:1000], *whole[1006:], *tokens_of(40, 22)], 992),
-        "edited": ([*whole[:500], whole[500] ^ 1, *whole[501:], *tokens_of(40, 21)], 480),
-        "shortened": (whole[:700], 672),
+        "edited": ([*whole[:500], whole[500] ^ 1, *whole[501:], *tokens_of(40, 21)], 496),
+        "shortened": (whole[:700], 688),
         "regenerated": (prompt, 992),
         "unrelated": (tokens_of(400, 23), 0),
     }[change]
     before = metric(prefiller, COMPUTED)
     answer = talk.say(changed)
     assert differences([complete(alone, changed)], [answer]) == []
-    # Whole blocks of 32 tokens are pulled, up to the one that differs.
+    # Whole steps of the proof are pulled, of 16 tokens here, up to the one that differs.
     assert metric(prefiller, COMPUTED) - before == len(changed) - held
 
 
