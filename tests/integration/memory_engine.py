@@ -28,6 +28,7 @@ from engine_ext.base.types import (
 from engine_ext.core.connector import Connector, SchedulerConnector, WorkerConnector
 from engine_ext.layout.plan import Indices
 from engine_ext.transfer.agent import NixlAgent, PeerHandle, Transfer, TransferState
+from engine_ext.wire.errors import CONNECTOR_VERSION
 from tests.unit.engine_ext.core.fakes import Request
 
 LAYERS, BLOCKS, BLOCK_SIZE = 4, 64, 16
@@ -75,7 +76,12 @@ class Memory:
         self.cache = np.zeros((LAYERS, BLOCKS, block_bytes), dtype=np.uint8)
         config = config or ConnectorConfig(engine_id=name)
         geometry = CacheGeometry(BLOCK_SIZE, BLOCKS)
-        identity = EngineIdentity(name, "127.0.0.1", port, compat_factors={"model": "bytes"})
+        factors = {
+            "model": "bytes",
+            "connector_version": str(CONNECTOR_VERSION),
+            "transfer_mode": config.transfer_mode,
+        }
+        identity = EngineIdentity(name, "127.0.0.1", port, compat_factors=factors)
         self.connector = Connector(
             SchedulerConnector(config, identity, geometry),
             WorkerConnector(config, geometry, identity, self.open_agent),
