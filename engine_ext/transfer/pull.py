@@ -182,7 +182,6 @@ class Pulls:
         for order in orders:
             self._guard(Reading(order, []), partial(self._try_to_read, order, now))
         self._stats.pulls_active = self.num_active
-        self._stats.quarantined_blocks_active = self.num_blocks_quarantined
 
     def answered(self, peer_name: str, sequence: int, valid: bool) -> None:
         """The holder says whether what a READ found was still the request's."""
