@@ -30,7 +30,7 @@ def test_prompts_are_those_of_one_vllm_alone(
     received = counted(second, "bytes_received")
     with nothing_left(first):
         for length in LENGTHS:
-            prompt = tokens_of(length, 5000 + length + 2000 * (order == "2 to 1"))
+            prompt = tokens_of(length, 50_000 + length + 2000 * (order == "2 to 1"))
             params = prefill(first, prompt)
             assert params["tp_size"] == (2 if first is two_ranks else 1)
             turn = decode(second, prompt, params)

@@ -47,15 +47,15 @@ def test_another_history_is_answered_right(
     whole = [*prompt, *talk.say(prompt).tokens]
     changed, held = {
         "stripped": ([*whole[:1000], *whole[1006:], *tokens_of(40, 122)], 992),
-        "edited": ([*whole[:500], whole[500] ^ 1, *whole[501:], *tokens_of(40, 121)], 480),
-        "shortened": (whole[:700], 672),
+        "edited": ([*whole[:500], whole[500] ^ 1, *whole[501:], *tokens_of(40, 121)], 496),
+        "shortened": (whole[:700], 688),
         "regenerated": (prompt, 992),
         "unrelated": (tokens_of(400, 123), 0),
     }[change]
     before = metric(prefiller, COMPUTED)
     answer = talk.say(changed)
     assert differences([complete(alone, changed)], [answer]) == []
-    # Whole blocks of 32 tokens are pulled, up to the one that differs.
+    # Whole steps of the proof are pulled, 16 tokens each, up to the one that differs.
     assert metric(prefiller, COMPUTED) - before == len(changed) - held
 
 
