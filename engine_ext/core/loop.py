@@ -86,6 +86,7 @@ class TransferLoop:
     ) -> None:
         us = TensorRank(geometry.tp_rank, identity.tp_size)
         sequence = itertools.count(1)
+        max_quarantined = int(config.quarantine_share * geometry.num_blocks)
         self._agent = agent
         self._tp_rank = geometry.tp_rank
         self._identity = identity
@@ -122,7 +123,7 @@ class TransferLoop:
             stats,
             clock,
             decline=self._decline,
-            max_quarantined=int(config.quarantine_share * geometry.num_blocks),
+            max_quarantined=max_quarantined,
         )
         self._clocks = RemoteClocks()
         self._registrations = Registrations(
@@ -136,6 +137,7 @@ class TransferLoop:
             geometry,
             identity,
             stats,
+            max_quarantined,
         )
         self._declines: list[RemoteSource] = []
         self._fences: set[str] = set()
@@ -302,9 +304,7 @@ class TransferLoop:
 
     def _handle(self, sender: str, notification: Notification, now: float) -> None:
         match notification:
-            case ReadDone() as done if self._holder.read_done(sender, done, now):
-                pass
-            case ReadDone(request_id) if self._registrations.written(request_id, sender):
+            case ReadDone() as read_done if self._holder.read_done(sender, read_done, now):
                 pass
             case ReadDone() as late:
                 self._stats.confirmations_late += 1
@@ -325,8 +325,8 @@ class TransferLoop:
                 self._gone(sender, remote_ids)
             case PushRegistered() as registration:
                 self._writer.registered(registration, sender, now)
-            case PushDone(request_id, generation):
-                self._registrations.written(request_id, sender, generation)
+            case PushDone() as done:
+                self._registrations.written(done, sender)
             case PushFailed() as failure:
                 self._registrations.failed(failure, sender, now)
             case Withdraw() as withdrawal:
@@ -348,9 +348,9 @@ class TransferLoop:
         """Confirms what we do not read now; a READ under way ends with a message of its own."""
         lost = self._beats.lost(sender, remote_ids)
         being_read = {one.remote_id for one in lost if self._pulls.reads(one.request_id)}
-        for address, remote_id in {(one.address, one.remote_id) for one in lost}:
+        for engine_id, remote_id in {(one.address.engine_id, one.remote_id) for one in lost}:
             if remote_id not in being_read:
-                self._beats.confirm(address, remote_id)
+                self._beats.confirm(engine_id, remote_id)
                 self._agent.notify(sender, encode_extension(Read(remote_id)))
 
     def _answer_fences(self, now: float) -> None:
@@ -375,10 +375,10 @@ class TransferLoop:
         are one reader."""
         sources, self._declines = self._declines, []
         for source in sources:
-            if self._beats.waits_for(source.address, source.request_id):
+            if self._beats.waits_for(source.address.engine_id, source.request_id):
                 continue
             if self._with_peer(source.address, now, partial(self._send_decline, source)):
-                self._beats.confirm(source.address, source.request_id)
+                self._beats.confirm(source.address.engine_id, source.request_id)
             else:
                 self._declines.append(source)
 

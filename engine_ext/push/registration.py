@@ -9,7 +9,8 @@ A withdrawn registration is reported as failed at once where the host will ask b
 blocks (`touches`), else when it is over. It is over when P can no longer write into the blocks: P
 has said so, or its clock, as far as we know it, has passed the time by which it was to begin, and
 the bound that it announced for a WRITE to land is over, too. Both are P's promises, by P's clock:
-nothing is concluded from our own settings. P's promise to begin by a time is renewed every
+nothing is concluded from our own settings, and with an engine that promises nothing, as stock does
+not, nothing is registered. P's promise to begin by a time is renewed every
 heartbeat, with the same message; P remembers how each registration ended, so what was lost on the
 way is asked for again. A number tells one registration of a request from the next, so that what
 comes late is not taken for an answer.
@@ -44,6 +45,7 @@ from engine_ext.transfer.leases import NEVER
 from engine_ext.transfer.peer import PeerError, Peers
 from engine_ext.transfer.results import Results
 from engine_ext.wire.notifications import (
+    PushDone,
     PushExtension,
     PushFailed,
     PushRegistered,
@@ -147,7 +149,9 @@ class Registrations:
         geometry: CacheGeometry,
         identity: EngineIdentity,
         stats: ConnectorStats,
+        max_quarantined: int,
     ) -> None:
+        """`max_quarantined`: in blocks."""
         self._agent = agent
         self._peers = peers
         self._beats = beats
@@ -158,6 +162,7 @@ class Registrations:
         self._geometry = geometry
         self._identity = identity
         self._stats = stats
+        self._max_quarantined = max_quarantined
         self._waiting: dict[str, Waiting] = {}
         self._declines: list[PushWithdrawal] = []
 
@@ -208,13 +213,11 @@ class Registrations:
         elif waiting.state is State.REGISTERED:
             self._withdraw(waiting, now)
 
-    def written(self, request_id: str, sender: str, generation: int | None = None) -> bool:
-        """That agent's WRITE has landed. False: for no registration that waits for it."""
-        waiting = self._find(request_id, sender, generation)
-        if waiting is None:
-            return False
-        self._settle(waiting, sender)
-        return True
+    def written(self, message: PushDone, sender: str) -> None:
+        """That agent's WRITE has landed."""
+        waiting = self._find(message.request_id, sender, message.generation)
+        if waiting is not None:
+            self._settle(waiting, sender)
 
     def failed(self, message: PushFailed, sender: str, now: float) -> None:
         waiting = self._find(message.request_id, sender, message.generation)
@@ -279,7 +282,13 @@ class Registrations:
 
     def _register(self, waiting: Waiting, now: float) -> None:
         peers = self._peers.connect_all(waiting.address, now)
-        if peers is None or not all(self._may_ask(peer, now) for peer in peers):
+        if peers is None:
+            return
+        if not all(peer.has_extension for peer in peers):
+            raise PeerError("P does not promise when its WRITE would have landed")
+        if (num_blocks := self.num_blocks_quarantined) > self._max_quarantined:
+            raise PeerError(f"{num_blocks} blocks are in quarantine")
+        if not self._clocks_are_fresh(peers, now):
             return
         waiting.ranks = [peer.name for peer in peers]
         # Before the first message leaves: one that cannot be sent may have arrived.
@@ -287,20 +296,19 @@ class Registrations:
         waiting.on(Event.REGISTER)
         self._ask(waiting, now)
 
-    def _may_ask(self, peer: PeerHandle, now: float) -> bool:
+    def _clocks_are_fresh(self, peers: list[PeerHandle], now: float) -> bool:
         """P's clock is known, which it tells with every answer to a heartbeat, so that it can be
-        told by when to begin. Stock has no word for it."""
-        return not peer.has_extension or self._clocks.is_fresh(peer.name, now)
+        told by when to begin."""
+        return all(self._clocks.is_fresh(peer.name, now) for peer in peers)
 
     def _ask_again(self, waiting: Waiting, now: float) -> None:
         """The same message once more, to peers that remember what they answered."""
-        speaks = any(peer.has_extension for peer in waiting.peers.values())
-        if waiting.ask_again_at > now or not speaks:
+        if waiting.ask_again_at > now:
             return
         peers = self._peers.connect_all(waiting.address, now)
         if peers is None:
             return
-        if waiting.state is State.WITHDRAWING or all(self._may_ask(peer, now) for peer in peers):
+        if waiting.state is State.WITHDRAWING or self._clocks_are_fresh(peers, now):
             over = now + self._config.landing_seconds * (1 + CLOCK_DRIFT)
             waiting.replace(peers, over)
             if waiting.landed_by and waiting.state is State.REGISTERED:
@@ -312,8 +320,6 @@ class Registrations:
         waiting.ask_again_at = now + self._config.heartbeat_interval
         is_well = True
         for peer in waiting.peers.values():
-            if waiting.state is State.WITHDRAWING and not peer.has_extension:
-                continue  # Stock has no word for it.
             if peer.name in waiting.landed_by:
                 continue  # It has answered.
             try:
@@ -364,8 +370,6 @@ class Registrations:
         """By its own clock it is too late to begin, and what has begun has landed."""
         if now >= waiting.landed_by.get(peer.name, math.inf):
             return True
-        if not peer.has_extension:
-            return False
         if peer.name in waiting.landed_by or not self._clocks.knows(peer.name):
             return False
         began_by = waiting.begin_by.get(peer.name, NEVER)
@@ -425,13 +429,11 @@ class Registrations:
             ),
         )
 
-    def _find(self, request_id: str, sender: str, generation: int | None) -> Waiting | None:
+    def _find(self, request_id: str, sender: str, generation: int) -> Waiting | None:
         waiting = self._waiting.get(request_id)
         if waiting is None or sender not in waiting.peers:
             return None
-        if generation is None and waiting.peers[sender].has_extension:
-            return None
-        return waiting if generation in (None, waiting.generation) else None
+        return waiting if generation == waiting.generation else None
 
     def _end(self, waiting: Waiting, *, ok: bool) -> None:
         del self._waiting[waiting.request_id]

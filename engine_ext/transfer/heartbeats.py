@@ -12,7 +12,7 @@ the answers are ours.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -88,9 +88,10 @@ class HeartbeatTracker:
         self._unanswered: dict[int, _Sent] = {}
         self._valid_until: dict[str, _Horizon] = {}
         self._gone: set[str] = set()
-        self._confirmed: OrderedDict[tuple[PeerAddress, str], None] = OrderedDict()
-        """Leases that we are done with. To the holder we are one reader, however many of ours read:
-        whatever it answers about these was, or may have been, said before it heard so."""
+        self._confirmed: OrderedDict[tuple[str, str], None] = OrderedDict()
+        """Leases that we are done with, by engine, whose host may have several names. To the holder
+        we are one reader, however many of ours read: whatever it answers about these was, or may
+        have been, said before it heard so."""
 
     def __len__(self) -> int:
         return len(self._engine_of)
@@ -99,7 +100,7 @@ class HeartbeatTracker:
         beat = self._engines.setdefault(address, _EngineBeat(self._interval))
         beat.remote_ids[request_id] = remote_id
         self._engine_of[request_id] = address
-        if (address, remote_id) in self._confirmed:
+        if (address.engine_id, remote_id) in self._confirmed:
             self._lose(request_id)
         beat.due = min(beat.due, max(now, beat.last_sent + beat.interval / 5))
 
@@ -214,21 +215,25 @@ class HeartbeatTracker:
             return False
         return now - beat.silent_since >= max(at_least, beats * beat.interval)
 
-    def confirm(self, address: PeerAddress, remote_id: str) -> None:
+    def confirm(self, engine_id: str, remote_id: str) -> None:
         """We have told the holder that we are done with it, so it may free it: for others of ours
         who wait for the same, now or later, nothing that it answers proves anything."""
-        self._confirmed[address, remote_id] = None
+        self._confirmed[engine_id, remote_id] = None
         while len(self._confirmed) > self.MAX_CONFIRMED:
             self._confirmed.popitem(last=False)
-        beat = self._engines.get(address)
-        for request_id, waits_for in beat.remote_ids.items() if beat is not None else ():
+        for request_id, waits_for in self._requests_at(engine_id):
             if waits_for == remote_id:
                 self._lose(request_id)
 
-    def waits_for(self, address: PeerAddress, remote_id: str) -> bool:
+    def waits_for(self, engine_id: str, remote_id: str) -> bool:
         """A request of ours may still read that lease, and believes in it."""
-        beat = self._engines.get(address)
-        return beat is not None and remote_id in beat.remote_ids.values()
+        return any(waits_for == remote_id for _, waits_for in self._requests_at(engine_id))
+
+    def _requests_at(self, engine_id: str) -> Iterator[tuple[str, str]]:
+        """Ours, and what each waits for there."""
+        for address, beat in self._engines.items():
+            if address.engine_id == engine_id:
+                yield from beat.remote_ids.items()
 
     def valid_until(self, request_id: str, agent: str) -> float:
         """What that very agent has granted: another that has come to its place knows no lease."""

@@ -384,7 +384,7 @@ class Pulls:
             self._peers.forget(reading.order.source.address)
 
     def _read_by_us(self, order: PullOrder) -> None:
-        self._beats.confirm(order.source.address, order.source.request_id)
+        self._beats.confirm(order.source.address.engine_id, order.source.request_id)
 
     def _tell_done(self, reading: Reading, *, even_if_read: bool = False) -> None:
         """Those whose READ has not told them already may free their blocks."""

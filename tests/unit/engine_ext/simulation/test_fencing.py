@@ -22,7 +22,7 @@ from engine_ext.wire.notifications import (
 from tests.unit.engine_ext.simulation.forger import Forger
 from tests.unit.engine_ext.simulation.pair import LONGEST, Pair, tokens
 from tests.unit.engine_ext.simulation.stock import StockReader
-from tests.unit.engine_ext.simulation.world import SimEngine, SimRequest, Weather
+from tests.unit.engine_ext.simulation.world import OURS, SimEngine, SimRequest, Weather
 
 
 def leased(pair: Pair, number: int = 1) -> dict[str, Any]:
@@ -141,6 +141,21 @@ def test_what_ends_a_request_by_other_ways_spares_a_reader_with_a_horizon(end: s
     pair.assert_all_ended()
 
 
+def test_a_holder_whose_host_has_two_names_is_one_holder() -> None:
+    """One router knows it by its address, another by its name: our READs are one reader's."""
+    pair = Pair("pull")
+    listeners = pair.world.network.listeners
+    listeners["sim-too", 1] = listeners["sim", 1]
+    params = leased(pair)
+    late = trusting(pair, {**params, "remote_host": "sim-too"})
+    assert pair.decoder.decode("cmpl-x1-0-first", tokens(1), params)
+    pair.world.pass_time(3.0)
+    assert pair.decoder.outcomes["cmpl-x1-0-first"]
+    assert pair.prefiller.stats.leases_active == 0
+    pair.decoder.load(late)
+    pair.assert_all_ended()
+
+
 @pytest.mark.parametrize("moment", ["in the queue", "while it loads"])
 def test_of_two_requests_of_one_engine_for_one_lease_the_one_that_leaves_spares_the_other(
     moment: str,
@@ -249,6 +264,32 @@ def test_blocks_that_a_dead_prefiller_was_writing_come_back_after_the_bound_it_a
 
 
 # Whose word counts, and for how long.
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("version", [None, OURS - 1])
+def test_blocks_are_never_registered_with_a_prefiller_that_promises_nothing(
+    version: int | None, policy: str
+) -> None:
+    """Stock, or of an earlier version: if it died, nobody could say when they are free."""
+    pair = Pair("push", load_failure_policy=policy)
+    pair.prefiller = pair.world.engine("p", "push", port=1, version=version)
+    assert not pair.is_served(within=10.0)
+    pair.assert_all_ended()
+
+
+def test_nothing_is_registered_while_too_much_is_in_quarantine() -> None:
+    pair = Pair("push", quarantine_share=0.1, registration_timeout=10.0)
+    assert pair.is_served()
+    pair.decoder.decode("cmpl-y1-0-0000000d", tokens(8), pair.where("y1"))
+    pair.world.pass_time(0.5)
+    pair.prefiller.freeze(60.0)
+    pair.world.until(lambda: "cmpl-y1-0-0000000d" in pair.decoder.outcomes, within=20.0)
+    assert pair.decoder.stats.quarantined_blocks_active == 3
+    pair.decoder.decode("cmpl-y2-0-0000000d", tokens(9), pair.where("y2"))
+    pair.world.until(lambda: "cmpl-y2-0-0000000d" in pair.decoder.outcomes, within=1.0)
+    assert pair.decoder.stats.quarantined_blocks_active == 3
+    pair.assert_all_ended()
 
 
 def test_a_lease_that_is_not_renewed_is_never_confirmed_beyond_its_end() -> None:

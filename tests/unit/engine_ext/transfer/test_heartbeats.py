@@ -135,7 +135,7 @@ def test_a_lease_that_we_are_done_with_proves_nothing_to_who_waits_for_it_later(
     beats = HeartbeatTracker(interval=5)
     beats.track("d1", address(), "p1", now=0)
     beats.sent(1, address(), "p", ("p1",), now=0)
-    beats.confirm(address(), "p1")
+    beats.confirm("p", "p1")
     beats.untrack("d1")
     beats.track("d2", address(), "p1", now=1)
     beats.sent(2, address(), "p", ("p1",), now=1)
