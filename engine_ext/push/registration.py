@@ -288,7 +288,7 @@ class Registrations:
             raise PeerError("P does not promise when its WRITE would have landed")
         if (num_blocks := self.num_blocks_quarantined) > self._max_quarantined:
             raise PeerError(f"{num_blocks} blocks are in quarantine")
-        if not self._clocks_are_fresh(peers, now):
+        if not self._may_ask(waiting, peers, now):
             return
         waiting.ranks = [peer.name for peer in peers]
         # Before the first message leaves: one that cannot be sent may have arrived.
@@ -296,10 +296,13 @@ class Registrations:
         waiting.on(Event.REGISTER)
         self._ask(waiting, now)
 
-    def _clocks_are_fresh(self, peers: list[PeerHandle], now: float) -> bool:
+    def _may_ask(self, waiting: Waiting, peers: list[PeerHandle], now: float) -> bool:
         """P's clock is known, which it tells with every answer to a heartbeat, so that it can be
         told by when to begin."""
-        return all(self._clocks.is_fresh(peer.name, now) for peer in peers)
+        if all(self._clocks.is_fresh(peer.name, now) for peer in peers):
+            return True
+        self._beats.hurry(waiting.address, now)
+        return False
 
     def _ask_again(self, waiting: Waiting, now: float) -> None:
         """The same message once more, to peers that remember what they answered."""
@@ -308,7 +311,7 @@ class Registrations:
         peers = self._peers.connect_all(waiting.address, now)
         if peers is None:
             return
-        if waiting.state is State.WITHDRAWING or self._clocks_are_fresh(peers, now):
+        if waiting.state is State.WITHDRAWING or self._may_ask(waiting, peers, now):
             over = now + self._config.landing_seconds * (1 + CLOCK_DRIFT)
             waiting.replace(peers, over)
             if waiting.landed_by and waiting.state is State.REGISTERED:

@@ -26,6 +26,9 @@ that are slewed by 0.1 %."""
 BEATS_PER_EXTENSION = 4
 """A lease is renewed every sixth of its duration by two thirds of it."""
 
+HURRY_SECONDS = 1.0
+"""Between two beats at least, where somebody waits for the answer."""
+
 
 @dataclass(slots=True)
 class _EngineBeat:
@@ -73,7 +76,8 @@ class Lost(NamedTuple):
 
 class HeartbeatTracker:
     """What to renew, where. A new id is beaten for at once, but no engine more often than five
-    times an interval; after that every interval of that engine, all its ids together.
+    times an interval; after that every interval of that engine, all its ids together, and sooner
+    where somebody waits for an answer.
 
     `interval` is for engines that do not say how long their leases are.
     """
@@ -132,6 +136,13 @@ class HeartbeatTracker:
             return
         beat.interval = extension / BEATS_PER_EXTENSION
         beat.due = min(beat.due, beat.last_sent + beat.interval)
+
+    def hurry(self, address: PeerAddress, now: float) -> None:
+        """Somebody waits for what this engine answers, however long its leases are."""
+        beat = self._engines.get(address)
+        if beat is not None:
+            soonest = beat.last_sent + min(HURRY_SECONDS, beat.interval / 5)
+            beat.due = min(beat.due, max(now, soonest))
 
     def retry(self, address: PeerAddress, at: float) -> None:
         """The last beat to this engine could not be sent: it is due again at `at`."""

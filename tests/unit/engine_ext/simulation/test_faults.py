@@ -151,6 +151,25 @@ def test_a_push_message_that_was_lost_is_asked_for_again(message: str) -> None:
     pair.assert_all_ended()
 
 
+@pytest.mark.parametrize("prefilled_after", [0.5, 30.0, 60.0])
+def test_a_prefiller_with_long_leases_knows_of_a_registration_whenever_it_has_prefilled(
+    prefilled_after: float,
+) -> None:
+    """It hears a heartbeat every 100 s, and each answer tells its clock, by which it is asked."""
+    pair = Pair("push", lease_duration=600.0)
+    pair.decoder = pair.world.engine("d2", "push", port=3, lease_duration=30.0)
+    assert pair.is_served()
+    pair.world.pass_time(12.0)
+    leg = pair.prefiller.prefill("cmpl-x9-0-0000000a", tokens(9))
+    pair.decoder.decode("cmpl-x9-0-0000000d", tokens(9), pair.where("x9"))
+    pair.world.pass_time(prefilled_after)
+    sent = pair.decoder.stats.heartbeats_sent
+    pair.prefiller.finish(leg)
+    pair.world.until(lambda: pair.decoder.outcomes.get("cmpl-x9-0-0000000d"), 2.0)
+    assert sent < 3 + prefilled_after / 5
+    pair.assert_all_ended()
+
+
 @pytest.mark.parametrize("moment", ["before", "connecting", "moving", "queued"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_prefiller_that_dies_ends_its_requests_within_a_bound(mode: str, moment: str) -> None:

@@ -119,6 +119,30 @@ def test_an_engine_with_short_leases_is_beaten_for_in_time() -> None:
     assert beats.due(2)
 
 
+def test_an_engine_with_long_leases_is_beaten_for_at_once_when_asked_but_once_a_second() -> None:
+    beats = HeartbeatTracker(interval=5)
+    beats.track("d1", address(), "p1", now=0)
+    beats.follow(address(), extension=400)
+    beats.due(0)
+    beats.hurry(address(), now=15)
+    assert beats.due(15)
+    beats.hurry(address(), now=15.5)
+    assert not beats.due(15.9)
+    assert beats.due(16)
+    assert not beats.due(115.9)
+    beats.hurry(address("unknown"), now=16)
+
+
+def test_to_hurry_beats_no_engine_with_short_leases_less_often() -> None:
+    beats = HeartbeatTracker(interval=5)
+    beats.track("d1", address(), "p1", now=0)
+    beats.follow(address(), extension=2)
+    beats.due(0)
+    beats.hurry(address(), now=0.01)
+    assert not beats.due(0.09)
+    assert beats.due(0.1)
+
+
 def test_an_engine_is_silent_after_three_of_its_own_beats() -> None:
     beats = HeartbeatTracker(interval=5)
     beats.track("d1", address(), "p1", now=0)
