@@ -26,6 +26,9 @@ that are slewed by 0.1 %."""
 BEATS_PER_EXTENSION = 4
 """A lease is renewed every sixth of its duration by two thirds of it."""
 
+SHORTEST_INTERVAL, LONGEST_INTERVAL = 0.05, 100.0
+"""Seconds between two beats, whatever a holder says of its leases."""
+
 HURRY_SECONDS = 1.0
 """Between two beats at least, where somebody waits for the answer."""
 
@@ -83,13 +86,18 @@ class HeartbeatTracker:
     """
 
     MAX_UNANSWERED = 256
+    """Of one agent."""
+    MAX_ASKED = 4096
+    """Agents that owe an answer."""
     MAX_CONFIRMED = 8192
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
         self._engines: dict[PeerAddress, _EngineBeat] = {}
         self._engine_of: dict[str, PeerAddress] = {}
-        self._unanswered: dict[int, _Sent] = {}
+        self._unanswered: OrderedDict[str, OrderedDict[int, _Sent]] = OrderedDict()
+        """By agent: one that answers nothing leaves the others what they were asked. The one that
+        was asked longest ago is first."""
         self._valid_until: dict[str, _Horizon] = {}
         self._gone: set[str] = set()
         self._confirmed: OrderedDict[tuple[str, str], None] = OrderedDict()
@@ -134,7 +142,8 @@ class HeartbeatTracker:
         beat = self._engines.get(address)
         if beat is None or extension <= 0:
             return
-        beat.interval = extension / BEATS_PER_EXTENSION
+        interval = extension / BEATS_PER_EXTENSION
+        beat.interval = min(max(interval, SHORTEST_INTERVAL), LONGEST_INTERVAL)
         beat.due = min(beat.due, beat.last_sent + beat.interval)
 
     def hurry(self, address: PeerAddress, now: float) -> None:
@@ -164,9 +173,13 @@ class HeartbeatTracker:
             beat.agents.add(agent)
             if beat.silent_since is None:
                 beat.silent_since = now
-        self._unanswered[sequence] = _Sent(now, address, agent, remote_ids)
-        while len(self._unanswered) > self.MAX_UNANSWERED:
-            del self._unanswered[next(iter(self._unanswered))]
+        unanswered = self._unanswered.setdefault(agent, OrderedDict())
+        unanswered[sequence] = _Sent(now, address, agent, remote_ids)
+        self._unanswered.move_to_end(agent)
+        if len(unanswered) > self.MAX_UNANSWERED:
+            unanswered.popitem(last=False)
+        if len(self._unanswered) > self.MAX_ASKED:
+            self._unanswered.popitem(last=False)
 
     def answered(
         self,
@@ -178,10 +191,11 @@ class HeartbeatTracker:
     ) -> bool:
         """The leases that the heartbeat named hold for `seconds`, but for those that `shorter` has
         other seconds for, and those that are gone. False: that agent was not asked."""
-        sent = self._unanswered.get(sequence)
-        if sent is None or sent.agent != sender:
+        unanswered = self._unanswered.get(sender)
+        if unanswered is None or (sent := unanswered.pop(sequence, None)) is None:
             return False
-        del self._unanswered[sequence]
+        if not unanswered:
+            del self._unanswered[sender]
         if (beat := self._engines.get(sent.address)) is not None:
             beat.silent_since = None
             self._renew(beat, sent, seconds, set(gone), shorter or {})

@@ -1,5 +1,12 @@
+import pytest
+
 from engine_ext.base.types import PeerAddress
-from engine_ext.transfer.heartbeats import CLOCK_DRIFT, HeartbeatTracker
+from engine_ext.transfer.heartbeats import (
+    CLOCK_DRIFT,
+    LONGEST_INTERVAL,
+    SHORTEST_INTERVAL,
+    HeartbeatTracker,
+)
 
 
 def address(engine_id: str = "p") -> PeerAddress:
@@ -82,6 +89,28 @@ def test_unanswered_heartbeats_are_bounded() -> None:
     assert beats.valid_until("d1", "p") == 9_999 + 20 * (1 - CLOCK_DRIFT)
 
 
+def test_an_engine_that_answers_nothing_costs_no_other_its_answer() -> None:
+    beats = HeartbeatTracker(interval=5)
+    beats.track("d1", address("silent"), "p1", now=0)
+    beats.track("d2", address("well"), "p2", now=0)
+    beats.sent(1, address("well"), "well", ("p2",), now=0)
+    for sequence in range(2, 10_000):
+        beats.sent(sequence, address("silent"), "silent", ("p1",), now=sequence)
+    assert beats.answered("well", 1, 20)
+    assert not beats.answered("silent", 2, 20)
+    assert beats.answered("silent", 9_999, 20)
+
+
+def test_agents_that_were_asked_and_answer_nothing_are_bounded() -> None:
+    """Those asked longest ago are forgotten first."""
+    beats = HeartbeatTracker(interval=5)
+    beats.track("d1", address(), "p1", now=0)
+    for sequence in range(HeartbeatTracker.MAX_ASKED + 1):
+        beats.sent(sequence, address(), f"p{sequence}", ("p1",), now=sequence)
+    assert not beats.answered("p0", 0, 20)
+    assert beats.answered("p1", 1, 20)
+
+
 def test_only_who_was_asked_can_answer() -> None:
     beats = HeartbeatTracker(interval=5)
     beats.track("d1", address(), "p1", now=0)
@@ -141,6 +170,20 @@ def test_to_hurry_beats_no_engine_with_short_leases_less_often() -> None:
     beats.hurry(address(), now=0.01)
     assert not beats.due(0.09)
     assert beats.due(0.1)
+
+
+@pytest.mark.parametrize(
+    ("extension", "interval"),
+    [(1e-9, SHORTEST_INTERVAL), (0.1, SHORTEST_INTERVAL), (400, 100.0), (1e6, LONGEST_INTERVAL)],
+)
+def test_no_lease_makes_us_beat_without_end_or_never(extension: float, interval: float) -> None:
+    beats = HeartbeatTracker(interval=5)
+    beats.track("d1", address(), "p1", now=0)
+    beats.due(0)
+    beats.follow(address(), extension)
+    beats.due(10)
+    assert not beats.due(10 + 0.9 * interval)
+    assert beats.due(10 + interval)
 
 
 def test_an_engine_is_silent_after_three_of_its_own_beats() -> None:
