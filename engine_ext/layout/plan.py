@@ -149,10 +149,19 @@ class PeerLayout:
             first_token = min(blocks.first for blocks in theirs) * self.remote.block_size
         return self._batch(ours, theirs, first_token, last_token, into_local=False)
 
-    def _check_groups(self, local: BlockIds, remote: BlockIds) -> None:
+    def check_registered(self, remote: BlockIds) -> None:
+        """Raises PlanError for what no request of ours fills, however long it is."""
+        self._check_groups(remote)
+        for ids, group in zip(remote, self.local.groups, strict=True):
+            most = _blocks(group.num_blocks * self.local.block_size, self.remote)
+            if len(ids) > most:
+                raise PlanError(f"{len(ids)} blocks registered, all of ours would fill {most}")
+
+    def _check_groups(self, *sides: BlockIds) -> None:
+        """The last is the remote's."""
         number = len(self.windows)
-        if not len(local) == len(remote) == number:
-            raise PlanError(f"KV-cache groups differ: {number} here, {len(remote)} there")
+        if any(len(side) != number for side in sides):
+            raise PlanError(f"KV-cache groups differ: {number} here, {len(sides[-1])} there")
 
     def _batch(
         self,

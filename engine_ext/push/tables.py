@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from engine_ext.base.types import PeerAddress, PushOffer
+from engine_ext.base.types import PeerAddress, PushOffer, num_blocks_in
 from engine_ext.push.names import names_of, stock_names_of
 from engine_ext.wire.notifications import PushDone, PushFailed, PushRegistered, Withdraw
 
@@ -52,6 +52,12 @@ class Registered:
     @property
     def generation(self) -> int:
         return self.message.disagg.generation if self.message.disagg else 0
+
+    @property
+    def num_ids(self) -> int:
+        """Of blocks. A list of them costs what an id does."""
+        block_ids = self.message.local_block_ids
+        return num_blocks_in(block_ids) + len(block_ids)
 
     @property
     def key(self) -> RegistrationKey:
@@ -190,10 +196,15 @@ class RegisteredByKey:
 
     LIMIT = 16384
     LIMIT_BY_SENDER = 2048
+    LIMIT_IDS = 1 << 22
+    LIMIT_IDS_BY_SENDER = 1 << 19
+    """Eight million tokens in blocks of 16."""
 
     def __init__(self) -> None:
         self._by_key: dict[RegistrationKey, Registered] = {}
         self._num_by_sender: Counter[str] = Counter()
+        self._ids_by_sender: Counter[str] = Counter()
+        self._num_ids = 0
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -205,8 +216,14 @@ class RegisteredByKey:
     def __contains__(self, key: RegistrationKey) -> bool:
         return key in self._by_key
 
-    def has_room_for(self, sender: str) -> bool:
-        return len(self) < self.LIMIT and self._num_by_sender[sender] < self.LIMIT_BY_SENDER
+    def has_room_for(self, registered: Registered) -> bool:
+        sender, num_ids = registered.sender, registered.num_ids
+        return (
+            len(self) < self.LIMIT
+            and self._num_by_sender[sender] < self.LIMIT_BY_SENDER
+            and self._num_ids + num_ids <= self.LIMIT_IDS
+            and self._ids_by_sender[sender] + num_ids <= self.LIMIT_IDS_BY_SENDER
+        )
 
     def refresh(self, registered: Registered) -> bool:
         """True: it waits already, and is worth keeping for longer now."""
@@ -220,12 +237,16 @@ class RegisteredByKey:
         """One that is not there yet."""
         self._by_key[registered.key] = registered
         self._num_by_sender[registered.sender] += 1
+        self._ids_by_sender[registered.sender] += registered.num_ids
+        self._num_ids += registered.num_ids
 
     def pop(self, key: RegistrationKey) -> Registered:
         registered = self._by_key.pop(key)
+        self._num_ids -= registered.num_ids
+        self._ids_by_sender[key.sender] -= registered.num_ids
         self._num_by_sender[key.sender] -= 1
         if not self._num_by_sender[key.sender]:
-            del self._num_by_sender[key.sender]
+            del self._num_by_sender[key.sender], self._ids_by_sender[key.sender]
         return registered
 
 
@@ -244,8 +265,8 @@ class RegistrationTable:
     def __contains__(self, key: RegistrationKey) -> bool:
         return key in self._registered
 
-    def has_room_for(self, sender: str) -> bool:
-        return self._registered.has_room_for(sender)
+    def has_room_for(self, registered: Registered) -> bool:
+        return self._registered.has_room_for(registered)
 
     def refresh(self, registered: Registered) -> bool:
         return self._registered.refresh(registered)

@@ -129,7 +129,7 @@ class PushWriter:
             return
         if not self._config.access.peers.may_admit(message.decode_host):
             self._refuse(registered, f"{message.decode_host} is not one of our allowed_peers")
-        elif not self._unchecked.has_room_for(sender):
+        elif not self._unchecked.has_room_for(registered):
             self._refuse(registered, TOO_MANY)
         else:
             self._unchecked.add(registered)
@@ -141,13 +141,15 @@ class PushWriter:
         try:
             rank = rank_of(registered.message, self._us)
             peer = self._peers.connect(registered.address, now, rank)
+            is_theirs = peer is not None and peer.name == registered.sender
+            if peer is not None and is_theirs:
+                peer.layout.check_registered(registered.message.local_block_ids)
         except (PeerError, PlanError, RankError) as error:
             self._unchecked.pop(registered.key)
             self._refuse(registered, str(error))
             return
         if peer is None and registered.deadline > now:
             return
-        is_theirs = peer is not None and peer.name == registered.sender
         if peer is not None and not is_theirs and not registered.is_rechecked:
             # It may have come back under another name.
             registered.is_rechecked = True
@@ -166,7 +168,7 @@ class PushWriter:
         held = self._offer_named(registered.names)
         if held is not None and held.may_serve(registered):
             self._match(held, registered, now)
-        elif self._registrations.has_room_for(registered.sender):
+        elif self._registrations.has_room_for(registered):
             self._registrations.add(registered)
         else:
             self._refuse(registered, TOO_MANY)

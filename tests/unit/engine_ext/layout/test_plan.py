@@ -245,6 +245,20 @@ def test_a_registration_that_does_not_name_the_blocks_is_refused(
         layout.to_write(((1, 2, 3),), (registered,), first, last)
 
 
+@pytest.mark.parametrize(("ours", "theirs", "most"), [(4, 4, 12), (4, 1, 48), (2, 4, 6), (1, 4, 3)])
+def test_no_more_blocks_are_registered_than_all_of_ours_would_fill(
+    ours: int, theirs: int, most: int
+) -> None:
+    model = Model(1, 1, 1)
+    layout = match(
+        RankCache(model, "LBHNC", ours, 12, 0, 1), RankCache(model, "LBHNC", theirs, 99, 0, 1)
+    )
+    layout.check_registered((tuple(range(most)),))
+    for registered in ((tuple(range(most + 1)),), ((1,), (1,)), ()):
+        with pytest.raises(PlanError):
+            layout.check_registered(registered)
+
+
 def test_a_stock_registration_is_written_up_to_the_last_token() -> None:
     layout = match_peer(GEOMETRY, regions(layers=1), metadata(1))
     batch = layout.to_write(((1, 2, 3),), ((8, 9),), None, 40)

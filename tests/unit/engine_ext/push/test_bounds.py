@@ -1,6 +1,6 @@
 """What registrations P keeps, and which it refuses at once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -12,6 +12,13 @@ from engine_ext.core.loop import TransferLoop
 from engine_ext.push.tables import RegisteredByKey
 from engine_ext.transfer.results import Results
 from engine_ext.wire.dial import PeerRank
+from engine_ext.wire.errors import EXTENSION_VERSION
+from engine_ext.wire.handshake import (
+    AgentMetadata,
+    HandshakePayload,
+    decode_payload,
+    encode_payload,
+)
 from engine_ext.wire.notifications import (
     EXTENSION_PREFIX,
     Hello,
@@ -26,14 +33,36 @@ from engine_ext.wire.notifications import (
 from tests.unit.engine_ext.core.fakes import FakeAgent, regions
 
 
-class Silence:
-    """A dialer whom nobody answers: what has come is kept until it is known whose it is."""
+@dataclass
+class Dialer:
+    """By default nobody answers: what has come is kept until it is known whose it is. Else
+    `agent`, and `num_dialled` counts."""
 
-    def dial(self, peer: PeerRank) -> "Silence":
+    agent: str | None = None
+    num_dialled: int = 0
+
+    def dial(self, peer: PeerRank) -> "Dialer":
+        self.num_dialled += 1
         return self
 
-    def receive(self) -> None:
-        return None
+    def receive(self) -> HandshakePayload | None:
+        if self.agent is None:
+            return None
+        layers = regions(num_blocks=100)
+        metadata = AgentMetadata(
+            engine_id="d",
+            agent_metadata=self.agent.encode(),
+            kv_caches_base_addr=[region.base_addr for region in layers],
+            device_id=0,
+            num_blocks=100,
+            block_lens=[region.block_len for region in layers],
+            block_strides=[region.block_stride for region in layers],
+            kv_cache_layout="LBHNC",
+            block_size=16,
+            attn_backend_name="CPU_ATTN",
+            disagg_ext=EXTENSION_VERSION,
+        )
+        return decode_payload(encode_payload(metadata, {}))
 
     def close(self) -> None:
         pass
@@ -44,6 +73,7 @@ class Prefiller:
     agent: FakeAgent
     loop: TransferLoop
     stats: ConnectorStats
+    dialer: Dialer
 
     def hears(self, *registrations: PushRegistered, sender: str = "agent-d") -> None:
         self.agent.sender = sender
@@ -60,7 +90,7 @@ class Prefiller:
 
 @pytest.fixture
 def prefiller() -> Iterator[Prefiller]:
-    agent, stats = FakeAgent(), ConnectorStats()
+    agent, stats, dialer = FakeAgent(), ConnectorStats(), Dialer()
     inside = parse_networks("allowed_peers", ["10.0.0.0/24"])
     loop = TransferLoop(
         agent,
@@ -71,20 +101,25 @@ def prefiller() -> Iterator[Prefiller]:
         Results(),
         stats,
         lambda: 0.0,
-        Silence(),
+        dialer,
     )
-    yield Prefiller(agent, loop, stats)
+    yield Prefiller(agent, loop, stats, dialer)
     loop.close()
 
 
-def registration(number: int, host: str = "10.0.0.2", tp_size: int = 2) -> PushRegistered:
+def registration(
+    number: int,
+    host: str = "10.0.0.2",
+    tp_size: int = 2,
+    blocks: Sequence[int] = (1, 2),
+) -> PushRegistered:
     return PushRegistered(
         request_id=f"d-{number}",
         decode_engine_id="d",
         decode_host=host,
         decode_port=5600,
         decode_tp_size=tp_size,
-        local_block_ids=((1, 2),),
+        local_block_ids=(tuple(blocks),),
         remote_engine_id="p",
         remote_host="10.0.0.1",
         remote_port=5600,
@@ -125,3 +160,33 @@ def test_one_agent_takes_no_more_than_its_share_and_all_no_more_than_there_is(
     prefiller.hears(registration(21), sender="greedy")
     assert prefiller.refusals[4:] == ["withdrawn"]
     assert prefiller.loop.num_open == 5
+
+
+def test_block_ids_that_wait_are_bounded_by_agent_and_in_all(
+    prefiller: Prefiller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RegisteredByKey, "LIMIT_IDS_BY_SENDER", 33)
+    monkeypatch.setattr(RegisteredByKey, "LIMIT_IDS", 55)
+    ten = [registration(number, blocks=range(10)) for number in range(1, 12)]
+    prefiller.hears(*ten[:4], sender="greedy")
+    assert prefiller.loop.num_open == 3
+    prefiller.hears(*ten[4:7], sender="other")
+    assert prefiller.loop.num_open == 5
+    assert prefiller.refusals == ["too many registrations wait here"] * 2
+    prefiller.agent.sender = "greedy"
+    prefiller.agent.inbox.append(encode_extension(Withdraw("d-1", 1, "p-1")))
+    prefiller.hears(ten[8], sender="greedy")
+    assert prefiller.loop.num_open == 5
+
+
+def test_a_registration_of_more_blocks_than_ours_would_fill_is_refused_and_not_kept(
+    prefiller: Prefiller,
+) -> None:
+    prefiller.dialer.agent = "agent-d"
+    prefiller.hears(
+        registration(1, blocks=range(32)), registration(2, blocks=range(33)), sender="agent-d"
+    )
+    prefiller.loop.step(0)
+    assert prefiller.refusals == ["33 blocks registered, all of ours would fill 32"]
+    assert prefiller.loop.num_open == 1
+    assert prefiller.stats.pushes_failed == 1
