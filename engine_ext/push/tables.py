@@ -37,8 +37,8 @@ class Registered:
     sender: str
     deadline: float
     """By our clock, and D's word where it speaks our extension: no WRITE begins after this."""
-    is_rechecked: bool = False
-    """Its agent is not the one we know there, which was met anew."""
+    came_at: float
+    """By our clock."""
     trusts_request_ids: bool = False
 
     @property

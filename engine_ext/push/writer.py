@@ -18,10 +18,11 @@ written by writes.py, and our blocks are kept until that has ended.
 """
 
 import logging
+from collections import OrderedDict
 
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.seldom import Seldom
-from engine_ext.base.types import Clock, ConnectorStats, PushOffer
+from engine_ext.base.types import Clock, ConnectorStats, PeerAddress, PushOffer
 from engine_ext.layout.plan import PlanError
 from engine_ext.layout.ranks import RankError, TensorRank
 from engine_ext.push.names import names_of, whole_id
@@ -38,7 +39,7 @@ from engine_ext.push.tables import (
 )
 from engine_ext.push.writes import Writes, Writing, rank_of
 from engine_ext.transfer.agent import Agent
-from engine_ext.transfer.leases import LeaseTable
+from engine_ext.transfer.leases import NEVER, LeaseTable
 from engine_ext.transfer.peer import PeerError, Peers
 from engine_ext.transfer.readers import Readers
 from engine_ext.transfer.results import Results
@@ -53,6 +54,10 @@ logger = logging.getLogger(__name__)
 logger.addFilter(Seldom())
 
 TOO_MANY = "too many registrations wait here"
+RECHECK_SECONDS = 5.0
+"""An engine is met anew no more often than this because of who registers in its name: without a
+secret, anybody can."""
+MAX_RECHECKED = 4096
 
 
 class PushWriter:
@@ -86,6 +91,8 @@ class PushWriter:
         self._withdrawn = Tombstones(config.push_deadline)
         """D's ids: of its ranks' withdrawals, one frees our blocks."""
         self._outcomes = Outcomes()
+        self._rechecked: OrderedDict[PeerAddress, float] = OrderedDict()
+        """When engines were last met anew, the one longest ago first."""
         self._writes = Writes(agent, peers, config, us, clock, self._ended)
 
     @property
@@ -116,7 +123,7 @@ class PushWriter:
     def registered(self, message: PushRegistered, sender: str, now: float) -> None:
         deadline = self._deadline(message, now)
         trusts = self._config.trust_request_ids
-        registered = Registered(message, sender, deadline, trusts_request_ids=trusts)
+        registered = Registered(message, sender, deadline, now, trusts_request_ids=trusts)
         key = registered.key
         if registered.deadline <= now or self._registrations.refresh(registered):
             return
@@ -148,18 +155,29 @@ class PushWriter:
             self._unchecked.pop(registered.key)
             self._refuse(registered, str(error))
             return
-        if peer is None and registered.deadline > now:
-            return
-        if peer is not None and not is_theirs and not registered.is_rechecked:
-            # It may have come back under another name.
-            registered.is_rechecked = True
-            self._peers.forget(registered.address)
+        is_open = peer is None or (not is_theirs and self._waits_for_recheck(registered, now))
+        if is_open and registered.deadline > now:
             return
         self._unchecked.pop(registered.key)
         if is_theirs:
             self._welcome(registered, now)
         else:
             logger.warning("ignored a registration by another agent than it is for")
+
+    def _waits_for_recheck(self, registered: Registered, now: float) -> bool:
+        """Its agent may have come to the place of the one that we know. False: whoever is there was
+        met since it came, for this one or for another."""
+        address = registered.address
+        last = self._rechecked.get(address, NEVER)
+        if last >= registered.came_at:
+            return False
+        if now - last >= RECHECK_SECONDS:
+            self._rechecked[address] = max(now, registered.came_at)
+            self._rechecked.move_to_end(address)
+            if len(self._rechecked) > MAX_RECHECKED:
+                self._rechecked.popitem(last=False)
+            self._peers.forget(address)
+        return True
 
     def _welcome(self, registered: Registered, now: float) -> None:
         if self._failed.take(registered.names, now):

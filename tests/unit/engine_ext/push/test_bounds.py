@@ -1,7 +1,7 @@
 """What registrations P keeps, and which it refuses at once."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -10,6 +10,7 @@ from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import CacheGeometry, ConnectorStats, EngineIdentity
 from engine_ext.core.loop import TransferLoop
 from engine_ext.push.tables import RegisteredByKey
+from engine_ext.push.writer import RECHECK_SECONDS
 from engine_ext.transfer.results import Results
 from engine_ext.wire.dial import PeerRank
 from engine_ext.wire.errors import EXTENSION_VERSION
@@ -70,16 +71,34 @@ class Dialer:
 
 @dataclass
 class Prefiller:
-    agent: FakeAgent
-    loop: TransferLoop
-    stats: ConnectorStats
-    dialer: Dialer
+    agent: FakeAgent = field(default_factory=FakeAgent)
+    stats: ConnectorStats = field(default_factory=ConnectorStats)
+    dialer: Dialer = field(default_factory=Dialer)
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        inside = parse_networks("allowed_peers", ["10.0.0.0/24"])
+        self.loop = TransferLoop(
+            self.agent,
+            ConnectorConfig(engine_id="p", transfer_mode="push", access=Access(peers=inside)),
+            CacheGeometry(16, 32, num_kv_heads=8),
+            EngineIdentity("p", "10.0.0.1", 5600, tp_size=2),
+            regions(),
+            Results(),
+            self.stats,
+            lambda: self.now,
+            self.dialer,
+        )
+
+    def step(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.loop.step(self.now)
 
     def hears(self, *registrations: PushRegistered, sender: str = "agent-d") -> None:
         self.agent.sender = sender
         self.agent.inbox.append(encode_extension(Hello(sender.encode())))
         self.agent.inbox += map(encode_registration, registrations)
-        self.loop.step(0)
+        self.step()
 
     @property
     def refusals(self) -> list[str]:
@@ -90,21 +109,9 @@ class Prefiller:
 
 @pytest.fixture
 def prefiller() -> Iterator[Prefiller]:
-    agent, stats, dialer = FakeAgent(), ConnectorStats(), Dialer()
-    inside = parse_networks("allowed_peers", ["10.0.0.0/24"])
-    loop = TransferLoop(
-        agent,
-        ConnectorConfig(engine_id="p", transfer_mode="push", access=Access(peers=inside)),
-        CacheGeometry(16, 32, num_kv_heads=8),
-        EngineIdentity("p", "10.0.0.1", 5600, tp_size=2),
-        regions(),
-        Results(),
-        stats,
-        lambda: 0.0,
-        dialer,
-    )
-    yield Prefiller(agent, loop, stats, dialer)
-    loop.close()
+    made = Prefiller()
+    yield made
+    made.loop.close()
 
 
 def registration(
@@ -186,7 +193,40 @@ def test_a_registration_of_more_blocks_than_ours_would_fill_is_refused_and_not_k
     prefiller.hears(
         registration(1, blocks=range(32)), registration(2, blocks=range(33)), sender="agent-d"
     )
-    prefiller.loop.step(0)
+    prefiller.step()
     assert prefiller.refusals == ["33 blocks registered, all of ours would fill 32"]
     assert prefiller.loop.num_open == 1
     assert prefiller.stats.pushes_failed == 1
+
+
+def test_forged_registrations_make_us_meet_their_engine_anew_but_seldom(
+    prefiller: Prefiller,
+) -> None:
+    prefiller.dialer.agent = "agent-d"
+    prefiller.hears(registration(1), sender="agent-d")
+    prefiller.step()
+    for number in range(2, 102):
+        prefiller.hears(registration(number), sender=f"mallory-{number}")
+        prefiller.step(0.1)
+    assert prefiller.dialer.num_dialled == 1 + 10 / RECHECK_SECONDS
+    prefiller.step(RECHECK_SECONDS)
+    prefiller.step()
+    assert prefiller.loop.num_open == 1
+
+
+def test_an_engine_that_came_back_under_another_name_is_met_whatever_was_forged_before(
+    prefiller: Prefiller,
+) -> None:
+    prefiller.dialer.agent = "agent-d"
+    prefiller.hears(registration(1), sender="agent-d")
+    prefiller.step()
+    prefiller.hears(registration(2), sender="mallory")
+    prefiller.step(0.1)
+    assert prefiller.loop.num_open == 1
+    prefiller.dialer.agent = "agent-d reborn"
+    prefiller.hears(registration(3), sender="agent-d reborn")
+    prefiller.step(RECHECK_SECONDS)
+    prefiller.step()
+    prefiller.step(RECHECK_SECONDS)
+    assert prefiller.agent.peers.count("agent-d reborn") == 2, "by handshake, and by its hello"
+    assert prefiller.loop.num_open == 2
