@@ -13,6 +13,7 @@ extension says counts from those who hold the secret.
 import hashlib
 import hmac
 import logging
+from collections import OrderedDict
 
 from engine_ext.base.access import Access, Secret
 from engine_ext.base.seldom import Seldom
@@ -56,9 +57,15 @@ def open_seal(secret: Secret, sender: str, receiver: str, message: bytes) -> byt
 class SealedAgent:
     """`Agent` that seals what it says and hears only what is sealed.
 
-    In mixed mode it seals for those to whom something of the extension was ever said: these have
-    proven in a handshake, or by a seal of their own, that they hold the secret.
+    In mixed mode it seals for those who have proven, in a handshake or by a seal of their own, that
+    they hold the secret: something of the extension was said to them, or sealed by them. They are
+    heard sealed alone from then on, also when we have forgotten them as peers: whoever speaks in
+    such a name without a seal is a stranger. A name is an agent's for its life and nobody else's.
     """
+
+    MAX_HOLDERS = 16384
+    """The one longest without a word is forgotten first: only holders get in here, and the readers
+    and peers that we may know at a time fit."""
 
     def __init__(
         self, agent: Agent, secret: Secret, stats: ConnectorStats, *, is_mixed: bool
@@ -67,7 +74,7 @@ class SealedAgent:
         self._secret = secret
         self._stats = stats
         self._is_mixed = is_mixed
-        self._holders: set[str] = set()
+        self._holders: OrderedDict[str, None] = OrderedDict()
 
     @property
     def name(self) -> str:
@@ -80,7 +87,6 @@ class SealedAgent:
         return self._agent.add_remote(metadata)
 
     def remove_remote(self, name: str) -> None:
-        self._holders.discard(name)
         self._agent.remove_remote(name)
 
     def prepare(self, name: str, layout: PeerLayout) -> object:
@@ -118,19 +124,27 @@ class SealedAgent:
 
     def _seal(self, name: str, message: bytes) -> bytes:
         if message.startswith(EXTENSION_PREFIX):
-            self._holders.add(name)
+            self._has_proven(name)
         if self._is_mixed and name not in self._holders:
             return message
         return seal(self._secret, self.name, name, message)
 
     def _open(self, sender: str, message: bytes) -> bytes | None:
         opened = open_seal(self._secret, sender, self.name, message)
-        if opened is None and self._is_mixed and sender not in self._holders:
+        if opened is not None:
+            self._has_proven(sender)
+        elif self._is_mixed and sender not in self._holders:
             opened = _of_stock(message)
         if opened is None:
             self._stats.notifications_unsealed += 1
             logger.warning("ignored a notification of %s, not sealed: %.32r", sender, message)
         return opened
+
+    def _has_proven(self, name: str) -> None:
+        self._holders[name] = None
+        self._holders.move_to_end(name)
+        if len(self._holders) > self.MAX_HOLDERS:
+            self._holders.popitem(last=False)
 
 
 def _of_stock(message: bytes) -> bytes | None:

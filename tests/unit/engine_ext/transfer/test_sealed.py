@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from engine_ext.base.access import OPEN, Access, Secret
 from engine_ext.base.types import ConnectorStats
 from engine_ext.transfer.agent import Agent
-from engine_ext.transfer.sealed import open_seal, seal, sealed
+from engine_ext.transfer.sealed import SealedAgent, open_seal, seal, sealed
 from engine_ext.wire.notifications import (
     Gone,
     PushExtension,
@@ -116,6 +116,43 @@ def test_in_mixed_mode_who_was_spoken_to_as_one_of_ours_is_not_heard_unsealed() 
     assert agent.notifications() == []
     agent.notify("them", OF_STOCK[0])
     assert [open_seal(SECRET, "us", "them", said) for _, said in nixl.sent] == [READ, OF_STOCK[0]]
+
+
+def test_in_mixed_mode_who_has_proven_the_secret_is_not_heard_unsealed_once_forgotten() -> None:
+    agent, nixl = engine(MIXED)
+    agent.add_remote(b"them")
+    agent.notify("them", READ)
+    agent.remove_remote("them")
+    nixl.inbox += OF_STOCK
+    assert agent.notifications() == []
+
+
+def test_in_mixed_mode_a_seal_is_proof_enough_to_be_heard_sealed_alone() -> None:
+    agent, nixl = engine(MIXED)
+    nixl.inbox += [seal(SECRET, "them", "us", READ), *OF_STOCK]
+    assert agent.notifications() == [("them", READ)]
+
+
+def test_in_mixed_mode_who_shows_a_name_in_a_handshake_does_not_free_it_of_its_seal() -> None:
+    """Anybody can tell another's metadata on, and stock's handshake proves nothing."""
+    agent, nixl = engine(MIXED)
+    agent.notify("them", READ)
+    assert agent.add_remote(b"them") == "them"
+    nixl.inbox += OF_STOCK
+    assert agent.notifications() == []
+
+
+def test_names_that_have_proven_the_secret_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one without a word for longest is the first to be taken for stock again."""
+    monkeypatch.setattr(SealedAgent, "MAX_HOLDERS", 3)
+    agent, nixl = engine(MIXED)
+    for name in ("them", "b", "c", "them", "d"):
+        agent.notify(name, READ)
+    nixl.inbox += OF_STOCK
+    assert agent.notifications() == []
+    nixl.sender = "b"
+    nixl.inbox += OF_STOCK
+    assert len(agent.notifications()) == len(OF_STOCK)
 
 
 def test_in_mixed_mode_a_stock_peer_gets_stock_bytes() -> None:
