@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from engine_ext.base.config import ConnectorConfig, LoadFailurePolicy
 from engine_ext.base.proof import digest
+from engine_ext.base.states import after
 from engine_ext.base.types import (
     BlockIds,
     EngineRequest,
@@ -51,10 +52,6 @@ _NEXT = {
 }
 
 
-class IllegalEventError(Exception):
-    """A load was told what cannot happen in its state: a fault of ours."""
-
-
 @dataclass(slots=True)
 class Load:
     origin: RemoteSource | PushTarget
@@ -68,10 +65,7 @@ class Load:
 
     def on(self, event: LoadEvent) -> None:
         """Raises IllegalEventError."""
-        try:
-            self.state = _NEXT[self.state, event]
-        except KeyError:
-            raise IllegalEventError(f"{event} of a load that is {self.state}") from None
+        self.state = after(_NEXT, self.state, event)
 
 
 class Loads:

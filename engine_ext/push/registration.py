@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.inspection import QuarantineSeen
 from engine_ext.base.seldom import Seldom
+from engine_ext.base.states import after
 from engine_ext.base.types import (
     CacheGeometry,
     ConnectorStats,
@@ -82,10 +83,6 @@ _NEXT = {
 }
 
 
-class IllegalEventError(Exception):
-    """A registration was told what cannot happen in its state: a fault of ours."""
-
-
 @dataclass(slots=True)
 class Waiting:
     registration: PushRegistration
@@ -116,10 +113,7 @@ class Waiting:
 
     def on(self, event: Event) -> None:
         """Raises IllegalEventError."""
-        try:
-            self.state = _NEXT[self.state, event]
-        except KeyError:
-            raise IllegalEventError(f"{event} of a registration that is {self.state}") from None
+        self.state = after(_NEXT, self.state, event)
 
     def replace(self, peers: list[PeerHandle], over: float) -> None:
         """An engine that was met again may have come back under other names: what its process was

@@ -3,7 +3,8 @@ from itertools import product
 import pytest
 
 from engine_ext.base.config import ConnectorConfig, LoadFailurePolicy
-from engine_ext.core.loads import IllegalEventError, Load, LoadEvent, Loads, LoadState
+from engine_ext.base.states import IllegalEventError
+from engine_ext.core.loads import Load, LoadEvent, Loads, LoadState
 from engine_ext.core.orders import Orders
 from engine_ext.core.params import Role
 from tests.unit.engine_ext.core.fakes import Request, source
