@@ -10,21 +10,9 @@ from engine_ext.base.access import Access, parse_networks
 from engine_ext.base.types import PeerAddress
 from engine_ext.wire.dial import MAX_LOOKUPS, Handshake, PeerRank, ZmqDialer
 from engine_ext.wire.errors import WireError
-from engine_ext.wire.handshake import AgentMetadata, encode_payload
+from engine_ext.wire.handshake import encode_payload
 from engine_ext.wire.listener import HandshakeServer
-
-METADATA = AgentMetadata(
-    engine_id="p",
-    agent_metadata=b"blob",
-    kv_caches_base_addr=[1],
-    device_id=0,
-    num_blocks=8,
-    block_lens=[64],
-    block_strides=[64],
-    kv_cache_layout="LBHNC",
-    block_size=16,
-    attn_backend_name="CPU_ATTN",
-)
+from tests.unit.engine_ext.wire.metadata import METADATA
 
 
 class Names:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from engine_ext.wire import handshake
 from engine_ext.wire import notifications as wire
 from engine_ext.wire.errors import WireError
-from engine_ext.wire.handshake import AgentMetadata
 from engine_ext.wire.listener import HandshakeServer
 from engine_ext.wire.notifications import (
     Gone,
@@ -24,19 +23,8 @@ from engine_ext.wire.notifications import (
     Renewed,
     UnknownMessage,
 )
+from tests.unit.engine_ext.wire.metadata import METADATA
 
-METADATA = AgentMetadata(
-    engine_id="p",
-    agent_metadata=b"blob",
-    kv_caches_base_addr=[1 << 46],
-    device_id=0,
-    num_blocks=8,
-    block_lens=[64],
-    block_strides=[64],
-    kv_cache_layout="LBHNC",
-    block_size=16,
-    attn_backend_name="CPU_ATTN",
-)
 PAYLOAD = handshake.encode_payload(METADATA, {"model": "m"})
 
 

@@ -14,7 +14,6 @@ from engine_ext.base.access import OPEN, Access, Secret, parse_networks
 from engine_ext.wire.client import HandshakeClient
 from engine_ext.wire.errors import EXTENSION_VERSION, WireError
 from engine_ext.wire.handshake import (
-    AgentMetadata,
     HandshakePayload,
     RefusedError,
     decode_metadata,
@@ -31,18 +30,11 @@ from engine_ext.wire.secret_handshake import (
     Place,
     Prover,
 )
+from tests.unit.engine_ext.wire.metadata import METADATA as SOME_METADATA
 
-METADATA = AgentMetadata(
-    engine_id="p",
+METADATA = msgspec.structs.replace(
+    SOME_METADATA,
     agent_metadata=b"what a stranger must not have",
-    kv_caches_base_addr=[1 << 46],
-    device_id=0,
-    num_blocks=8,
-    block_lens=[64],
-    block_strides=[64],
-    kv_cache_layout="LBHNC",
-    block_size=16,
-    attn_backend_name="CPU_ATTN",
     disagg_ext=EXTENSION_VERSION,
 )
 PAYLOAD = encode_payload(METADATA, {"model": "m"})
