@@ -8,6 +8,7 @@ from engine_ext.base.proof import Keys
 from engine_ext.base.types import PeerAddress, Region, RemoteSource
 from engine_ext.layout.plan import Indices, PeerLayout
 from engine_ext.transfer.agent import AgentError, PeerHandle, TransferState
+from engine_ext.wire.handshake import AgentMetadata
 
 
 @dataclass
@@ -116,6 +117,23 @@ def regions(num_blocks: int = 32, layers: int = 2) -> tuple[Region, ...]:
     return tuple(
         Region(f"model.layers.{i}.self_attn.attn", 0x10000 + i * 0x100000, 4096, 4096, num_blocks)
         for i in range(layers)
+    )
+
+
+def metadata_of(engine_id: str, agent: str, layers: Sequence[Region], **more: Any) -> AgentMetadata:
+    """What an engine with this memory tells in its handshake."""
+    return AgentMetadata(
+        engine_id=engine_id,
+        agent_metadata=agent.encode(),
+        kv_caches_base_addr=[region.base_addr for region in layers],
+        device_id=0,
+        num_blocks=layers[0].num_blocks,
+        block_lens=[region.block_len for region in layers],
+        block_strides=[region.block_stride for region in layers],
+        kv_cache_layout="LBHNC",
+        block_size=16,
+        attn_backend_name="CPU_ATTN",
+        **more,
     )
 
 

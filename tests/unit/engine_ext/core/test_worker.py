@@ -34,7 +34,13 @@ from engine_ext.wire import notifications as wire
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import AgentMetadata
 from engine_ext.wire.listener import HandshakeServer
-from tests.unit.engine_ext.core.fakes import FakeAgent, FakeTransfer, regions, source
+from tests.unit.engine_ext.core.fakes import (
+    FakeAgent,
+    FakeTransfer,
+    metadata_of,
+    regions,
+    source,
+)
 
 GEOMETRY = CacheGeometry(block_size=16, num_blocks=32)
 FACTORS = {"model": "m", "dtype": "float32"}
@@ -42,21 +48,9 @@ FACTORS = {"model": "m", "dtype": "float32"}
 
 def remote_metadata(engine_id: str = "engine-p", extension: int | None = None) -> AgentMetadata:
     layers = regions()
-    return AgentMetadata(
-        engine_id=engine_id,
-        agent_metadata=b"agent-p",
-        kv_caches_base_addr=[region.base_addr for region in layers],
-        device_id=0,
-        num_blocks=32,
-        block_lens=[region.block_len for region in layers],
-        block_strides=[region.block_stride for region in layers],
-        kv_cache_layout="LBHNC",
-        block_size=16,
-        attn_backend_name="CPU_ATTN",
-        region_names=[region.name for region in layers],
-        disagg_ext=extension,
-        lease_extension=20.0,
-    )
+    names = [region.name for region in layers]
+    more = {"region_names": names, "disagg_ext": extension, "lease_extension": 20.0}
+    return metadata_of(engine_id, "agent-p", layers, **more)
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from engine_ext.transfer.results import Results
 from engine_ext.wire.dial import PeerRank
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import (
-    AgentMetadata,
     HandshakePayload,
     decode_payload,
     encode_payload,
@@ -31,7 +30,7 @@ from engine_ext.wire.notifications import (
     encode_extension,
     encode_registration,
 )
-from tests.unit.engine_ext.core.fakes import FakeAgent, regions
+from tests.unit.engine_ext.core.fakes import FakeAgent, metadata_of, regions
 
 
 @dataclass
@@ -50,19 +49,7 @@ class Dialer:
         if self.agent is None:
             return None
         layers = regions(num_blocks=100)
-        metadata = AgentMetadata(
-            engine_id="d",
-            agent_metadata=self.agent.encode(),
-            kv_caches_base_addr=[region.base_addr for region in layers],
-            device_id=0,
-            num_blocks=100,
-            block_lens=[region.block_len for region in layers],
-            block_strides=[region.block_stride for region in layers],
-            kv_cache_layout="LBHNC",
-            block_size=16,
-            attn_backend_name="CPU_ATTN",
-            disagg_ext=EXTENSION_VERSION,
-        )
+        metadata = metadata_of("d", self.agent, layers, disagg_ext=EXTENSION_VERSION)
         return decode_payload(encode_payload(metadata, {}))
 
     def close(self) -> None:

@@ -13,12 +13,11 @@ from engine_ext.transfer.peer import PeerError, Peers
 from engine_ext.wire.dial import PeerRank
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import (
-    AgentMetadata,
     HandshakePayload,
     decode_payload,
     encode_payload,
 )
-from tests.unit.engine_ext.core.fakes import FakeAgent, regions
+from tests.unit.engine_ext.core.fakes import FakeAgent, metadata_of, regions
 
 FACTORS = {"model": "m"}
 TTL = 3600.0
@@ -55,20 +54,8 @@ class Everybody:
 
 
 def payload_of(engine_id: str) -> HandshakePayload:
-    layers = regions()
-    metadata = AgentMetadata(
-        engine_id=engine_id,
-        agent_metadata=f"agent of {engine_id}".encode(),
-        kv_caches_base_addr=[region.base_addr for region in layers],
-        device_id=0,
-        num_blocks=32,
-        block_lens=[region.block_len for region in layers],
-        block_strides=[region.block_stride for region in layers],
-        kv_cache_layout="LBHNC",
-        block_size=16,
-        attn_backend_name="CPU_ATTN",
-        disagg_ext=EXTENSION_VERSION,
-    )
+    agent = f"agent of {engine_id}"
+    metadata = metadata_of(engine_id, agent, regions(), disagg_ext=EXTENSION_VERSION)
     return decode_payload(encode_payload(metadata, FACTORS))
 
 
