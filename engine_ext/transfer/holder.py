@@ -115,5 +115,7 @@ class Holder:
         self._results.sent(request_id)
 
     def _tell_gone(self, request_id: str) -> None:
+        """Not stock, which has no word for it, and would be taken for one of ours from then on."""
         for reader in self._leases.readers_of(request_id):
-            self._readers.answer(reader, Gone((request_id,)))
+            if self._readers.knows(reader):
+                self._readers.answer(reader, Gone((request_id,)))

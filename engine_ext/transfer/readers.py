@@ -44,6 +44,10 @@ class Readers:
         while len(self._readers) > self.LIMIT:
             self._forget_oldest()
 
+    def knows(self, name: str) -> bool:
+        """It has said hello: it speaks our extension."""
+        return name in self._readers
+
     def heard(self, sender: str, now: float) -> None:
         reader = self._readers.get(sender)
         if reader is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine_ext.base.access import Access, Secret
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import (
     CacheGeometry,
@@ -29,6 +30,7 @@ from engine_ext.core.loop import (
 )
 from engine_ext.transfer.agent import TransferState
 from engine_ext.transfer.results import Results
+from engine_ext.transfer.sealed import sealed
 from engine_ext.wire import handshake
 from engine_ext.wire import notifications as wire
 from engine_ext.wire.errors import EXTENSION_VERSION
@@ -560,6 +562,29 @@ def test_a_holder_answers_heartbeats_and_tells_the_reader_when_a_lease_ends(
     harness.step(30)
     assert harness.sent() == [wire.Gone(("p-1",))]
     assert not harness.results.take()
+
+
+def test_a_stock_reader_is_told_nothing_when_its_lease_ends(harness: Harness) -> None:
+    lease(harness)
+    harness.agent.sender = "stock-d"
+    harness.agent.inbox = [b"HB:p-1"]
+    harness.step()
+    harness.step(60)
+    assert harness.stats.leases_expired == 1
+    assert harness.sent() == []
+
+
+def test_in_mixed_mode_a_stock_reader_is_heard_also_after_a_lease_of_its_has_ended() -> None:
+    nixl, stats = FakeAgent(sender="stock-d"), ConnectorStats()
+    access = Access(Secret.of(b"a secret of the fleet"), is_mixed=True)
+    harness = Harness(agent=sealed(nixl, access, stats), stats=stats)  # type: ignore[arg-type] # sealed
+    for _ in range(2):
+        lease(harness)
+        nixl.inbox = [b"HB:p-1"]
+        harness.step()
+        end(harness, 60)
+    assert (stats.heartbeats_received, stats.notifications_unsealed) == (2, 0)
+    harness.loop.close()
 
 
 def test_a_holder_says_whether_a_read_was_in_time(harness: Harness) -> None:
