@@ -74,7 +74,11 @@ class RequestView:
 
     @property
     def num_computed_tokens(self) -> int:
-        return int(self._request.num_computed_tokens)
+        """Whose KV is written. vLLM counts a step's tokens when it schedules the step, ahead of the
+        model where scheduling is asynchronous: one may be under way for a request that has ended.
+        """
+        request = self._request
+        return max(0, int(request.num_computed_tokens - request.num_in_flight_tokens))
 
     @property
     def finish_status(self) -> FinishStatus:

@@ -29,11 +29,13 @@ from engine_ext.vllm.compat import finish_reason
 from engine_ext.vllm.connector import DisaggConnector
 from engine_ext.vllm.guard import is_guarded
 from engine_ext.vllm.owed import Owed
+from tests.unit.engine_ext.core.fakes import told
 from tests.vllm.inside.in_process import Engine
 from tests.vllm.inside.planted import IDLE, Broken, Fault, faults, public
 
 THRESHOLD = {"global_cache_hit_threshold": 0.5}
 OURS = "engine_ext.vllm.scheduler.DisaggScheduler"
+ASYNC = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
 
 STARTING = {
     "set_xfer_handshake_metadata_pp_aware",
@@ -108,7 +110,7 @@ def params_of(role: str, model: Path) -> dict[str, Any]:
     prefiller.add("p", 40, {"do_remote_decode": True}, 1)
     params = prefiller.run("p").params
     assert params is not None
-    return {**params, "remote_engine_id": "another", "retain": role == "turn"}
+    return told(params, remote_engine_id="another", retain=role == "turn")
 
 
 def a_failed_load_without_a_policy_ends_as_vllm_says(policy: str, model: Path) -> None:
@@ -188,6 +190,23 @@ def a_pause_waits_for_readers_and_for_no_turn(scheduler: str | None, model: Path
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.add("next", 40, params_of("turn", model))
     assert engine.run("next").params is not None
+
+
+def a_turn_promises_no_token_that_a_step_is_yet_to_compute(scheduler: str, model: Path) -> None:
+    """Steps are scheduled ahead of the model; the answer ends by a stop token, which nobody could
+    foresee, while one more is under way."""
+    engine = Engine(model, scheduler_cls=scheduler)
+    request = engine.add("turn", 40, {"retain": True}, max_tokens=20)
+    request.sampling_params.stop_token_ids = [5]
+    steps = [engine.scheduler.schedule(), engine.scheduler.schedule()]
+    engine.answer(steps[0], token=3)
+    steps.append(engine.scheduler.schedule())
+    engine.answer(steps[1], token=5)
+    assert request.num_in_flight_tokens == 1
+    params = engine.ended["turn"].params
+    assert params is not None
+    assert params["remote_num_tokens"] == params["prefix_proof"]["n"] == 41
+    engine.answer(steps[2])
 
 
 def a_structured_request_is_judged(model: Path) -> None:
@@ -305,6 +324,9 @@ def cases() -> Iterator[tuple[str, Case]]:
     ):
         for scheduler in (None, OURS):
             yield f"{several.__name__}, {scheduler}", partial(several, scheduler)
+    for ahead in ("engine_ext.vllm.scheduler.DisaggAsyncScheduler", ASYNC):
+        turn = partial(a_turn_promises_no_token_that_a_step_is_yet_to_compute, ahead)
+        yield f"{turn.func.__name__}, {ahead}", turn
     for policy in ("fail", "recompute"):
         alone = partial(a_failed_load_without_a_policy_ends_as_vllm_says, policy)
         yield f"{alone.func.__name__}, {policy}", alone

@@ -157,13 +157,16 @@ class Engine:
         return request
 
     def step(self) -> None:
-        scheduled = self.scheduler.schedule()
+        self.answer(self.scheduler.schedule())
+
+    def answer(self, scheduled: Any, token: int = 1) -> None:
+        """The model has computed that step, and sampled `token` for each prompt that is whole."""
         names = list(scheduled.num_scheduled_tokens)
         outputs: list[Any] = [
             ModelRunnerOutput(
                 names,
                 {name: index for index, name in enumerate(names)},
-                [[1] if self._is_complete(name) else [] for name in names],
+                [[token] if self._is_complete(name) else [] for name in names],
                 kv_connector_output=rank.step(scheduled.kv_connector_metadata),
             )
             for rank in self.ranks
