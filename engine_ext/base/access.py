@@ -6,12 +6,16 @@ See docs/security.md for what each of them stops.
 import hashlib
 import hmac
 import ipaddress
+import re
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 MIN_SECRET_BYTES = 16
+MAX_SECRET_BYTES = 64 << 10
+
+_SCOPED = re.compile(r"[0-9A-Fa-f:.]+%[0-9A-Za-z._-]{1,15}")
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -64,7 +68,10 @@ OPEN = Access()
 
 
 def parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None for what is not numeric. IPv4 in IPv6's clothes is IPv4."""
+    """None for what is not numeric. IPv4 in IPv6's clothes is IPv4. A scope is an interface: the
+    standard library takes anything for one."""
+    if "%" in text and not _SCOPED.fullmatch(text):
+        return None
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -77,7 +84,11 @@ def read_secret(key: str, value: Any) -> Secret:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{key}: {value!r} is not a path")
     try:
-        return Secret.of(Path(value).read_bytes().strip())
+        path = Path(value)
+        if path.exists() and not path.is_file():
+            raise ValueError("not an ordinary file")
+        with path.open("rb") as file:
+            return Secret.of(file.read(MAX_SECRET_BYTES).strip())
     except (OSError, ValueError) as error:
         raise ValueError(f"{key}: {value}: {error}") from None
 

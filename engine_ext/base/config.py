@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from engine_ext.base.access import OPEN, Access, parse_networks, read_secret
+from engine_ext.base.proof import MAX_TOKENS
 
 logger = logging.getLogger(__name__)
 
 LoadFailurePolicy = Literal["fail", "recompute"]
 
 TransferMode = Literal["pull", "push"]
+
+LEAST_SECONDS, MOST_SECONDS = 0.01, 1e6
 
 CONNECTORS: dict[str, TransferMode] = {"DisaggConnector": "pull", "DisaggPushConnector": "push"}
 
@@ -184,9 +187,13 @@ def _switch(key: str, value: Any) -> bool:
 
 
 def _seconds(key: str, value: Any) -> float:
+    """What a peer is told of: see `wire.errors.Duration`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{key}: {value!r} is not a positive number of seconds")
+    if not number or not LEAST_SECONDS <= value <= MOST_SECONDS:
+        raise ValueError(
+            f"{key}: {value!r:.40} is not a number of seconds "
+            f"from {LEAST_SECONDS} to {MOST_SECONDS:.0f}"
+        )
     return float(value)
 
 
@@ -203,10 +210,10 @@ def _share(key: str, value: Any) -> float:
     return float(value)
 
 
-def _count(low: int) -> Check:
+def _count(most: int) -> Check:
     def check(key: str, value: Any) -> int:
-        if type(value) is not int or value < low:
-            raise ValueError(f"{key}: {value!r} is not an integer of at least {low}")
+        if type(value) is not int or not 0 <= value <= most:
+            raise ValueError(f"{key}: {value!r:.40} is not an integer from 0 to {most}")
         return value
 
     return check
@@ -230,13 +237,13 @@ _TOP_LEVEL: dict[str, Check] = {
 
 _EXTRA: dict[str, Check] = {
     "backends": _names,
-    "num_threads": _count(0),
+    "num_threads": _count(256),
     "kv_lease_duration": _seconds,
     "enforce_handshake_compat": _switch,
     "bidirectional_kv_xfer": _switch,
     "decoder_kv_blocks_ttl": _seconds,
     "retained_blocks_share": _share,
-    "kv_recompute_threshold": _count(0),
+    "kv_recompute_threshold": _count(MAX_TOKENS),
     "trust_unproven_prefix": _switch,
     "trust_request_ids": _switch,
     # Read by the scheduler class; checked here so that a typo is found at start.

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from engine_ext.base.clock import boottime
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.inspection import Inspection
 from engine_ext.base.types import (
@@ -66,7 +67,7 @@ class WorkerConnector:
         geometry: CacheGeometry,
         identity: EngineIdentity,
         open_agent: AgentFactory | None = None,
-        clock: Clock = time.monotonic,
+        clock: Clock = boottime,
     ) -> None:
         refuse_unsupported(geometry, identity)
         self._config = config

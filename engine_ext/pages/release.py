@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 PATH = "/disagg/release"
 FIELD = "kv_transfer_params"
+MAX_NAME = 512
+MAX_BODY = 4 << 20
+"""Bytes; an answer of a prompt of a million tokens in blocks of 16 has half a million."""
 
 
 class Release(NamedTuple):
@@ -26,6 +29,6 @@ def parse(body: Any) -> Release:
 
 def _text(params: dict[str, Any], key: str) -> str:
     value = params.get(key)
-    if not isinstance(value, str):
-        raise ValueError(f"{FIELD}.{key} must be a string")
+    if not isinstance(value, str) or not value.isascii() or len(value) > MAX_NAME:
+        raise ValueError(f"{FIELD}.{key} must be a string of at most {MAX_NAME} ASCII characters")
     return value

@@ -59,9 +59,14 @@ async def tell_identity(request: Request) -> JSONResponse:
 
 
 async def release_kv(request: Request) -> JSONResponse:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > release.MAX_BODY:
+            return _error("the body is too large", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
     try:
-        names = release.parse(json.loads(await request.body()))
-    except ValueError as error:  # JSON's own included
+        names = release.parse(json.loads(body))
+    except (ValueError, RecursionError) as error:  # JSON's own included
         return _error(str(error), HTTPStatus.BAD_REQUEST)
     core = request.app.state.engine_client.engine_core
     answers = await core.call_utility_all_async(RELEASE, *names)

@@ -217,6 +217,9 @@ def test_kv_that_nobody_will_read_is_released_by_name_and_once(
     assert differences([complete(alone, prompt)], [turn.answer]) == []
     wait_for(lambda: freed(prefiller), "the other is read")
     assert prefiller.post("/disagg/release", {}).status_code == 400
+    for body in (b"[" * 100_000, b"x", b'{"kv_transfer_params": "\xff"}'):
+        answer = httpx.post(f"{prefiller.url}/disagg/release", content=body, timeout=30)
+        assert answer.status_code == 400, answer.text
 
 
 @pytest.mark.parametrize("how", ["a model that nobody serves", "a prompt that shares nothing"])

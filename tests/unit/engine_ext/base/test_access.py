@@ -48,7 +48,11 @@ def test_a_secret_that_is_missing_short_or_no_path_is_refused_by_key_and_path(
 ) -> None:
     short = tmp_path / "short"
     short.write_text("fifteen bytes..\n\n\n")
-    for path, word in ((short, "15 bytes"), (tmp_path / "none", "No such file"), (tmp_path, "")):
+    for path, word in (
+        (short, "15 bytes"),
+        (tmp_path / "none", "No such file"),
+        (tmp_path, "not an"),
+    ):
         with pytest.raises(ValueError, match=f"side_channel_secret_file: {path}: .*{word}") as one:
             access(side_channel_secret_file=str(path))
         assert "\n" not in str(one.value)
@@ -68,6 +72,7 @@ def test_a_mode_without_a_secret_is_refused() -> None:
         (["192.0.2.7", "fd00::/8"], ["192.0.2.7", "fd12::1"], ["192.0.2.8", "fe80::1"]),
         (["localhost"], ["127.0.0.1"], ["10.0.0.1", "localhost"]),
         (["0.0.0.0/0"], ["8.8.8.8"], ["::1"]),
+        (["10.1.0.0/16"], [], ["::ffff:10.1.0.1%lo]:0;[::ffff:10.2.0.1", "::ffff:10.1.0.1%"]),
     ],
 )
 def test_an_address_is_inside_or_it_is_not(

@@ -1,3 +1,4 @@
+import math
 from typing import Any
 
 import pytest
@@ -41,6 +42,11 @@ def test_a_short_lease_still_beats_and_extends(duration: float) -> None:
         ({**BASE, "kv_connector_extra_config": []}, "kv_connector_extra_config"),
         ({**BASE, "kv_connector_extra_config": {"kv_lease_duration": 0}}, "kv_lease_duration"),
         ({**BASE, "kv_connector_extra_config": {"kv_lease_duration": "30"}}, "kv_lease_duration"),
+        *(
+            ({**BASE, "kv_connector_extra_config": {key: value}}, key)
+            for key in ("kv_lease_duration", "push_write_bound", "engine_ttl", "num_threads")
+            for value in (10**400, 2e6, math.nan, math.inf, 1e-300, True)
+        ),
         ({**BASE, "kv_connector_extra_config": {"backends": "UCX"}}, "backends"),
         ({**BASE, "kv_connector_extra_config": {"num_threads": -1}}, "num_threads"),
         ({**BASE, "kv_connector_extra_config": {"bidirectional_kv_xfer": 1}}, "bidirectional"),

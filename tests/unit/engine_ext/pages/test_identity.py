@@ -64,7 +64,9 @@ def test_turns_are_a_capability_where_they_are_switched_on() -> None:
 def test_a_release_is_read_from_a_prefill_engines_own_answer() -> None:
     params = {"remote_engine_id": "e", "remote_request_id": "r", "remote_block_ids": [[1]]}
     assert parse({"kv_transfer_params": params}) == Release("e", "r")
-    wrong: list[Any] = [[], {}, {"kv_transfer_params": {**params, "remote_request_id": 7}}]
+    names = (7, "\ud800", "x" * 513)
+    wrong: list[Any] = [{"kv_transfer_params": {**params, "remote_request_id": n}} for n in names]
+    wrong += [[], {}]
     for body in wrong:
         with pytest.raises(ValueError, match="kv_transfer_params"):
             parse(body)
