@@ -9,7 +9,7 @@ the engine's thread.
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine_ext.base.types import (
     BlockIds,
@@ -20,6 +20,7 @@ from engine_ext.base.types import (
     StepMetadata,
     TransferResults,
 )
+from engine_ext.layout.plan import NULL_BLOCK
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +43,30 @@ StagingFactory = Callable[[Sequence[Region]], Staging]
 """The cache's regions -> its mirror."""
 
 
+class Saved(NamedTuple):
+    """What of a request is in the mirror."""
+
+    num_tokens: int
+    block_ids: BlockIds
+
+    def is_continued(self, block_ids: BlockIds, num_computed: int) -> bool:
+        """These blocks, of so many tokens, are the same ones, but for those a window has left."""
+        return self.num_tokens == num_computed and all(
+            ids[: len(saved)] == saved or all(map(_is_same_or_hole, ids, saved))
+            for ids, saved in zip(block_ids, self.block_ids, strict=True)
+        )
+
+
+def _is_same_or_hole(block_id: int, saved: int) -> bool:
+    return block_id in (saved, NULL_BLOCK)
+
+
 class SavePlanner:
     """Scheduler half: which blocks of a request a step has to save."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._num_saved: dict[str, int] = {}
-        """Request id -> leading tokens whose KV is in the mirror."""
+        self._saved: dict[str, Saved] = {}
 
     def plan(
         self, request_id: str, block_ids: BlockIds, num_computed: int, num_new: int
@@ -58,14 +76,16 @@ class SavePlanner:
         The first step of a request saves what its prefix hits or a load brought, too; so does the
         first one after a preemption, whose blocks may be others.
         """
-        goes_on = self._num_saved.get(request_id) == num_computed
+        saved = self._saved.get(request_id)
+        goes_on = saved is not None and saved.is_continued(block_ids, num_computed)
         first = num_computed // self._block_size if goes_on else 0
         end = -(-(num_computed + num_new) // self._block_size)
-        self._num_saved[request_id] = num_computed + num_new
-        return SaveOrder(request_id, tuple(ids[first:end] for ids in block_ids))
+        in_mirror = tuple(tuple(ids[:end]) for ids in block_ids)
+        self._saved[request_id] = Saved(num_computed + num_new, in_mirror)
+        return SaveOrder(request_id, tuple(ids[first:] for ids in in_mirror))
 
     def forget(self, request_id: str) -> None:
-        self._num_saved.pop(request_id, None)
+        self._saved.pop(request_id, None)
 
 
 class StagedTransfers:

@@ -73,13 +73,21 @@ def test_the_first_step_saves_what_was_there_before_it() -> None:
     assert SavePlanner(4).plan("r", IDS, 8, 1).block_ids == ((10, 11, 12), (20, 21, 22))
 
 
-@pytest.mark.parametrize("num_computed", [0, 4, 12])
+@pytest.mark.parametrize("num_computed", [0, 4, 10, 12])
 def test_a_request_that_was_preempted_saves_all_of_its_new_blocks(num_computed: int) -> None:
+    """At 10 as well, which it had reached when it was preempted: another request's blocks of the
+    same content may be what it finds."""
     planner = SavePlanner(4)
     planner.plan("r", IDS, 0, 10)
-    other = ((30, 31, 32, 33),)
+    other = ((30, 31, 32, 33), (20, 21, 22, 23))
     order = planner.plan("r", other, num_computed, 2)
-    assert order.block_ids == (other[0][: -(-(num_computed + 2) // 4)],)
+    assert order.block_ids == tuple(ids[: -(-(num_computed + 2) // 4)] for ids in other)
+
+
+def test_a_block_that_a_window_has_left_is_not_missed() -> None:
+    planner = SavePlanner(4)
+    planner.plan("r", IDS, 0, 12)
+    assert planner.plan("r", (IDS[0], (0, *IDS[1][1:])), 12, 1).block_ids == ((13,), (23,))
 
 
 def test_an_id_that_is_used_again_begins_anew() -> None:
