@@ -8,8 +8,13 @@ the first difference ends the match.
 What KV depends on: the token ids, and what a `ContentKey` names (images and sounds by their
 content's hash and their place, the LoRA adapter, the cache salt). What has no name has no proof.
 
-On the wire, in `kv_transfer_params`: `{"v": 2, "step": tokens per hash, "n": tokens covered, "h":
-base64 of 16 bytes per step, the last one for what remains of n}`. The bytes are the beginning of
+Hashes say what the blocks hold, not which blocks they are. So a proof is bound to the rest of what
+was told with it, and proves nothing where that has come otherwise than it was sent: a list that was
+sorted, cut or taken from another answer.
+
+On the wire, in `kv_transfer_params`: `{"v": 3, "step": tokens per hash, "n": tokens covered, "b":
+base64 of the 16 bytes of `bound_to`, "h": base64 of 16 bytes per step, the last one for what
+remains of n}`. The bytes of "h" are the beginning of
 SHA-256 over the hash before (zeros at first), the length (four bytes, little-endian) of the JSON of
 the keys that begin in these tokens, that JSON (nothing for no keys), and the tokens as
 little-endian unsigned 32 bits: the same on every host.
@@ -26,12 +31,14 @@ import hashlib
 import json
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
+
 HASH_BYTES = 16
-VERSION = 2
+VERSION = 3
 MAX_TOKENS = 1 << 24
 WORD_BYTES = 4
 NO_KEYS = bytes(WORD_BYTES)
@@ -39,6 +46,17 @@ LEAST_STEP = 16
 MOST_HASHES = 256
 """Bounds what a proof costs to make, to send and to check. A difference costs at most the step that
 it is in: a 128th of the content, where that is more than `LEAST_STEP`."""
+
+
+BOUND = (
+    "remote_engine_id",
+    "remote_request_id",
+    "tp_size",
+    "remote_num_tokens",
+    "remote_block_size",
+    "remote_block_ids",
+)
+"""Of `kv_transfer_params`: what says where the proven tokens lie."""
 
 
 class NoProof(enum.Enum):
@@ -69,6 +87,8 @@ class PrefixProof:
     step: int
     num_tokens: int
     hashes: bytes
+    binding: bytes = b""
+    """`bound_to` what it was told with."""
 
     @classmethod
     def of(
@@ -101,8 +121,8 @@ class PrefixProof:
         return min(proven * self.step, shared)
 
     def to_wire(self) -> dict[str, Any]:
-        encoded = base64.b64encode(self.hashes).decode()
-        return {"v": VERSION, "step": self.step, "n": self.num_tokens, "h": encoded}
+        hashes, binding = (base64.b64encode(one).decode() for one in (self.hashes, self.binding))
+        return {"v": VERSION, "step": self.step, "n": self.num_tokens, "b": binding, "h": hashes}
 
     @classmethod
     def from_wire(cls, raw: Any) -> "PrefixProof | NoProof":
@@ -111,18 +131,22 @@ class PrefixProof:
             return NoProof.ABSENT
         if not isinstance(raw, dict) or raw.get("v") != VERSION:
             return NoProof.UNREADABLE
-        step, num_tokens, encoded = raw.get("step"), raw.get("n"), raw.get("h")
-        if type(step) is not int or type(num_tokens) is not int or type(encoded) is not str:
+        step, num_tokens = raw.get("step"), raw.get("n")
+        if type(step) is not int or type(num_tokens) is not int:
             return NoProof.UNREADABLE
-        if not 0 < step <= MAX_TOKENS or not 0 <= num_tokens <= MAX_TOKENS:
+        if not LEAST_STEP <= step <= MAX_TOKENS or not 0 <= num_tokens <= step * MOST_HASHES:
             return NoProof.UNREADABLE
-        try:
-            hashes = base64.b64decode(encoded, validate=True)
-        except (binascii.Error, ValueError):
+        hashes, binding = _decoded(raw.get("h")), _decoded(raw.get("b"))
+        if hashes is None or len(hashes) != HASH_BYTES * -(-num_tokens // step):
             return NoProof.UNREADABLE
-        if len(hashes) != HASH_BYTES * -(-num_tokens // step):
-            return NoProof.UNREADABLE
-        return cls(step, num_tokens, hashes)
+        return NoProof.UNREADABLE if binding is None else cls(step, num_tokens, hashes, binding)
+
+
+def bound_to(params: Mapping[str, Any]) -> bytes:
+    """SHA-256's beginning over the MessagePack of what `BOUND` names. Raises TypeError,
+    OverflowError or ValueError for what no engine of ours tells."""
+    told = [params.get(key) for key in BOUND]
+    return hashlib.sha256(msgspec.msgpack.encode(told)).digest()[:HASH_BYTES]
 
 
 def digest(token_ids: Sequence[int], keys: Keys = (), num_tokens: int | None = None) -> bytes:
@@ -132,6 +156,13 @@ def digest(token_ids: Sequence[int], keys: Keys = (), num_tokens: int | None = N
         return b""
     head = _heads(keys, num_tokens, num_tokens).get(0, NO_KEYS)
     return hashlib.sha256(head + _encode(token_ids, num_tokens)).digest()
+
+
+def _decoded(raw: Any) -> bytes | None:
+    try:
+        return base64.b64decode(raw, validate=True) if type(raw) is str else None
+    except (binascii.Error, ValueError):
+        return None
 
 
 def _bounded(num_tokens: int | None, token_ids: Sequence[int]) -> int:

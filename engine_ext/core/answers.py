@@ -2,11 +2,12 @@
 words, and which tokens it is of, in ours."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from engine_ext.base.config import TransferMode
-from engine_ext.base.proof import Keys, PrefixProof
+from engine_ext.base.proof import Keys, PrefixProof, bound_to
 from engine_ext.base.types import BlockIds, CacheGeometry, EngineIdentity, EngineRequest
 from engine_ext.layout.plan import without_holes
 
@@ -27,27 +28,27 @@ class Answers:
 
     def of_prefill(self, request: EngineRequest, keys: Keys, block_ids: BlockIds) -> dict[str, Any]:
         """The proof is of the prompt: what D decodes itself it does not load."""
-        tokens, num_tokens = request.prompt_token_ids, request.num_computed_tokens
+        where = self._where(request, block_ids)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            **self._where(request, block_ids),
+            **where,
             "remote_blocks_expiry_time": None,
-            "prefix_proof": PrefixProof.of(tokens, keys, num_tokens).to_wire(),
+            "prefix_proof": _proof(request.prompt_token_ids, keys, where),
         }
 
     def of_turn(
         self, request: EngineRequest, keys: Keys, block_ids: BlockIds, seconds: float
     ) -> dict[str, Any]:
-        tokens, num_tokens = request.token_ids, request.num_computed_tokens
+        where = self._where(request, block_ids)
         return {
             "do_remote_prefill": False,
             "do_remote_decode": True,
-            **self._where(request, block_ids),
+            **where,
             # Stock's readers compare it with this process's clock, whose offset they measured.
             "remote_blocks_expiry_time": time.perf_counter() + seconds,
             "retained_until": self._unix_time() + seconds,
-            "prefix_proof": PrefixProof.of(tokens, keys, num_tokens).to_wire(),
+            "prefix_proof": _proof(request.token_ids, keys, where),
         }
 
     def _where(self, request: EngineRequest, block_ids: BlockIds) -> dict[str, Any]:
@@ -67,3 +68,8 @@ class Answers:
             "transfer_mode": self._mode,
             "remote_block_size": self._block_size,
         }
+
+
+def _proof(tokens: Sequence[int], keys: Keys, where: dict[str, Any]) -> dict[str, Any]:
+    proof = PrefixProof.of(tokens, keys, where["remote_num_tokens"])
+    return replace(proof, binding=bound_to(where)).to_wire()

@@ -74,9 +74,10 @@ class Loadable:
 
     def _windows_reach(self, source: RemoteSource, num_tokens: int) -> bool:
         """Whether the remote keeps what the token behind `num_tokens` sees through a window: its
-        lists end with its own last token, and it may have gone further than we can follow."""
+        lists end with its own last token, which it has to name, and it may have gone further than
+        we can follow."""
         if source.num_tokens is None:
-            return True
+            return all(window is None for window in self._windows)
         block_size = source.block_size or self._block_size
         end = -(-source.num_tokens // block_size)
         kept = without_holes(source.block_ids, self._windows)

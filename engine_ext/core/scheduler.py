@@ -110,7 +110,7 @@ class SchedulerConnector:
             self._proofs_unreadable += 1
             logger.warning(
                 "request %s: nothing is loaded from engine %s: its prefix_proof is malformed, cut, "
-                "or of another version",
+                "of another version, or of other blocks than the ones that are named",
                 request.request_id,
                 source.address.engine_id,
             )

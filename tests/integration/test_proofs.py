@@ -59,3 +59,29 @@ def test_a_proof_that_got_lost_is_an_error_and_no_byte_moves(pair: tuple[Server,
     assert metric(decoder, "disagg_engine_kv_pulls_refused_total") == 1
     assert metric(decoder, "disagg_engine_kv_bytes_received_total") == 0
     wait_for(lambda: metric(prefiller, LEASES) == 0, "the prefill engine has its blocks back")
+
+
+MISPLACED: dict[str, Callable[[list[int], list[int]], Any]] = {
+    "of another request": lambda ours, others: others,
+    "in another order": lambda ours, others: ours[::-1],
+    "one of them twice": lambda ours, others: [ours[0], *ours[:-1]],
+    "flattened and cut": lambda ours, others: ours[: len(ours) // 2],
+}
+
+
+@pytest.mark.parametrize("how", MISPLACED)
+def test_a_whole_proof_of_other_blocks_proves_nothing(
+    pair: tuple[Server, Server], alone: Server, how: str
+) -> None:
+    """A proxy that merges, sorts or thins out what it passes on."""
+    prefiller, decoder = pair
+    prompt = text_of(300, 50 + list(MISPLACED).index(how))
+    fetched = metric(decoder, FETCHED)
+    params, others = prefill(prefiller, prompt), prefill(prefiller, text_of(300, 49))
+    ids = MISPLACED[how](*(one["remote_block_ids"][0] for one in (params, others)))
+    named = ids if "flattened" in how else [ids]
+    turn = decode(decoder, prompt, {**params, "remote_block_ids": named})
+    prefiller.post("/disagg/release", {"kv_transfer_params": others})
+    assert differences([complete(alone, prompt)], [turn.answer]) == []
+    assert metric(decoder, FETCHED) == fetched
+    wait_for(lambda: metric(prefiller, LEASES) == 0, "the prefill engine has its blocks back")

@@ -38,6 +38,7 @@ from tests.integration.processes import (
     wait_for,
 )
 from tests.integration.stranger import GARBAGE, NUM_UNKNOWN, handshake, stranger
+from tests.unit.engine_ext.core.fakes import told
 
 LEASE = 3
 """Seconds: what a request that is not followed leaves to expire."""
@@ -171,10 +172,12 @@ def test_r6_block_ids_that_are_no_integers_are_not_followed(
 def test_block_ids_outside_the_remote_memory_fail_one_request(
     prefiller: Server, decoder: Server, alone: Server, mode: str
 ) -> None:
+    """Told by the engine itself: what got lost on the way is computed."""
     if mode == "push":
         pytest.skip("a push registration carries no block ids of P's")
     prompt = text_of(90, 7)
-    params = {**prefill(prefiller, prompt), "remote_block_ids": [[10**6, 10**6 + 1, 10**6 + 2]]}
+    nowhere = [[10**6, 10**6 + 1, 10**6 + 2]]
+    params = told(prefill(prefiller, prompt), remote_block_ids=nowhere)
     with unharmed(decoder, alone):
         status, answer = ask(decoder, prompt, params)
         assert status == 500, answer

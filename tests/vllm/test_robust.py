@@ -16,6 +16,7 @@ from tests.integration.legs import decode, decode_body, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, metric, wait_for
 from tests.integration.stranger import GARBAGE, NUM_UNKNOWN, handshake, stranger
+from tests.unit.engine_ext.core.fakes import told
 from tests.vllm.measures import COMPUTED, counted, nothing_left
 
 PULL = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_request_id": "r", "tp_size": 1}
@@ -55,6 +56,7 @@ CHANGED: dict[str, tuple[Callable[[list[int]], list[int]], dict[str, Any], int]]
     "blocks that P has not": (lambda prompt: prompt, {"remote_block_ids": FAR}, 500),
     "another engine's name": (lambda prompt: prompt, {"remote_engine_id": "other"}, 500),
 }
+"""As if P had said so."""
 
 
 @pytest.mark.parametrize("name", CHANGED)
@@ -64,7 +66,7 @@ def test_legs_that_do_not_fit_are_answered_right_or_fail_alone(
     change, forged, status = CHANGED[name]
     prompt = tokens_of(100, 3100 + list(CHANGED).index(name))
     params = prefill(prefiller, change(prompt))
-    response = decoder.post("/v1/completions", decode_body(prompt, {**params, **forged}))
+    response = decoder.post("/v1/completions", decode_body(prompt, told(params, **forged)))
     assert response.status_code == status, response.text
     right = complete(alone, prompt)
     if status == 200:
@@ -72,6 +74,16 @@ def test_legs_that_do_not_fit_are_answered_right_or_fail_alone(
     else:
         again = decode(decoder, prompt, prefill(prefiller, prompt))
         assert differences([right], [again.answer]) == []
+
+
+@pytest.mark.parametrize("forged", [{"remote_block_ids": FAR}, {"remote_engine_id": "other"}])
+def test_what_p_has_not_said_is_computed(
+    prefiller: Server, decoder: Server, alone: Server, forged: dict[str, Any]
+) -> None:
+    prompt = tokens_of(100, 3150 + ("remote_engine_id" in forged))
+    params = prefill(prefiller, prompt)
+    turn = decode(decoder, prompt, {**params, **forged})
+    assert differences([complete(alone, prompt)], [turn.answer]) == []
 
 
 def test_r8_the_handshake_is_answered_whatever_was_sent_before(

@@ -1,4 +1,6 @@
+import base64
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +14,19 @@ from engine_ext.base.proof import (
     Keys,
     NoProof,
     PrefixProof,
+    bound_to,
     digest,
 )
 
 LONG = 128 * 1024
+PLACE = {
+    "remote_engine_id": "p",
+    "remote_request_id": "p-1",
+    "tp_size": 1,
+    "remote_num_tokens": 100,
+    "remote_block_size": 16,
+    "remote_block_ids": [[5, 3, 8, 1, 2, 9, 4]],
+}
 
 tokens = st.lists(st.integers(0, 5), max_size=80)
 steps = st.integers(1, 16)
@@ -98,9 +109,9 @@ def test_a_proof_of_the_first_tokens_is_that_of_a_content_that_ends_there(
     assert digest([*held, *more], keys, count) == digest(held, keys)
 
 
-@given(tokens, steps, all_keys)
+@given(tokens, st.sampled_from([16, 32, 4096]), all_keys)
 def test_a_proof_survives_the_wire(held: list[int], step: int, keys: Keys) -> None:
-    proof = PrefixProof.of(held, keys, step=step)
+    proof = replace(PrefixProof.of(held, keys, step=step), binding=bound_to(PLACE))
     assert PrefixProof.from_wire(json.loads(json.dumps(proof.to_wire()))) == proof
 
 
@@ -116,10 +127,11 @@ def test_a_proof_has_a_bounded_number_of_hashes_and_a_step_is_small_beside_the_w
 def test_hashes_are_the_same_on_every_host() -> None:
     keys = [ContentKey("cache_salt", ("grün",)), ContentKey("mm", ("0f",), 2, 3)]
     proof = PrefixProof.of([1, 2, 3, 70000], keys, step=2)
-    assert proof.to_wire() == {
-        "v": 2,
+    assert replace(proof, binding=bound_to(PLACE)).to_wire() == {
+        "v": 3,
         "step": 2,
         "n": 4,
+        "b": "5h53hXexni9xHwOmxVpVjg==",
         "h": "1GzjQ0N7WpBJtG/vE/cUZoWc+SL/sFLCVBfgyYo7MmQ=",
     }
     assert digest([1, 2, 3, 70000], keys).hex() == (
@@ -127,11 +139,29 @@ def test_hashes_are_the_same_on_every_host() -> None:
     )
 
 
-GOOD = PrefixProof.of(range(100), step=16).to_wire()
+GOOD = replace(PrefixProof.of(range(100), step=16), binding=bound_to(PLACE)).to_wire()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_block_ids": [[5, 3, 8, 1, 2, 4, 9]]},
+        {"remote_block_ids": [[5, 3, 8, 1, 2, 9]]},
+        {"remote_block_ids": [5, 3, 8, 1, 2, 9, 4]},
+        *({key: None} for key in PLACE),
+    ],
+)
+def test_a_proof_is_bound_to_what_it_was_told_with(change: dict[str, Any]) -> None:
+    assert bound_to(json.loads(json.dumps(PLACE))) == bound_to({**PLACE, "pp_size": 1})
+    assert bound_to({**PLACE, **change}) != bound_to(PLACE)
 
 
 def test_only_nothing_at_all_is_absent() -> None:
     assert PrefixProof.from_wire(None) is NoProof.ABSENT
+
+
+def hashes(number: int) -> str:
+    return base64.b64encode(bytes(HASH_BYTES * number)).decode()
 
 
 @pytest.mark.parametrize(
@@ -143,8 +173,12 @@ def test_only_nothing_at_all_is_absent() -> None:
         0,
         False,
         {**GOOD, "v": 1},
-        {**GOOD, "v": 3},
-        {**GOOD, "v": "2"},
+        {**GOOD, "v": 2},
+        {**GOOD, "v": "3"},
+        {**GOOD, "step": 15},
+        {"v": 3, "step": 16, "n": 4112, "b": GOOD["b"], "h": hashes(257)},
+        {**GOOD, "b": None},
+        {**GOOD, "b": "é"},
         {**GOOD, "step": 0},
         {**GOOD, "step": True},
         {**GOOD, "step": 1 << 60},
@@ -163,7 +197,7 @@ def test_what_is_there_and_is_no_proof_is_unreadable(raw: Any) -> None:
     assert PrefixProof.from_wire(raw) is NoProof.UNREADABLE
 
 
-@pytest.mark.parametrize("key", ["v", "step", "n", "h"])
+@pytest.mark.parametrize("key", ["v", "step", "n", "b", "h"])
 def test_a_proof_without_one_of_its_parts_is_unreadable(key: str) -> None:
     rest = {name: value for name, value in GOOD.items() if name != key}
     assert PrefixProof.from_wire(rest) is NoProof.UNREADABLE
@@ -176,5 +210,5 @@ def test_a_proof_that_is_cut_anywhere_is_unreadable(length: int) -> None:
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists))
 def test_anything_at_all_is_read_without_an_error(raw: Any) -> None:
-    for value in (raw, {**GOOD, "h": raw}, {**GOOD, "n": raw}, {**GOOD, "step": raw}):
+    for value in (raw, *({**GOOD, key: raw} for key in GOOD)):
         assert isinstance(PrefixProof.from_wire(value), PrefixProof | NoProof)

@@ -16,7 +16,7 @@ from engine_ext.base.types import (
     TransferResults,
 )
 from engine_ext.core.scheduler import SchedulerConnector
-from tests.unit.engine_ext.core.fakes import Request
+from tests.unit.engine_ext.core.fakes import Request, told
 
 BLOCKS = ((6, 5, 4, 3, 2, 1, 0),)
 
@@ -41,7 +41,7 @@ def answer_of_p(**changes: Any) -> dict[str, Any]:
     prefiller.on_new_request(request)
     params = prefiller.request_finished(request, BLOCKS, FinishStatus.LENGTH_CAPPED)[1]
     assert params is not None
-    return {**params, **changes}
+    return told(params, **changes)
 
 
 def offered(scheduler: SchedulerConnector, **changes: Any) -> Request:
@@ -204,9 +204,10 @@ TAMPERED = {
     "empty": lambda proof: {},
     "empty text": lambda proof: "",
     "of an older version": lambda proof: {**proof, "v": 1},
-    "of a newer version": lambda proof: {**proof, "v": 3},
+    "of a newer version": lambda proof: {**proof, "v": 4},
     "cut by a character": without_last_character,
     "without hashes": lambda proof: {**proof, "h": ""},
+    "of other blocks": lambda proof: {**proof, "b": "A" * 22 + "=="},
 }
 
 
@@ -375,7 +376,7 @@ def retained(
     delay, answer = decoder.request_finished(request, blocks, FinishStatus.STOPPED)
     assert delay
     assert answer is not None
-    return {**answer, **changes}
+    return told(answer, **changes)
 
 
 def next_turn(scheduler: SchedulerConnector, prompt_tokens: int = 150, **changes: Any) -> Request:
@@ -592,6 +593,28 @@ def test_where_a_group_has_a_window_the_last_token_is_left_to_compute(
     decoder.update_state_after_alloc(request, blocks, loaded - 32)
     (order,) = decoder.build_connector_meta().pulls
     assert (order.first_token, order.last_token) == (32, loaded)
+
+
+@pytest.mark.parametrize("proof", ["as it was", "none"])
+@pytest.mark.parametrize("number", [99, None])
+def test_a_window_is_not_placed_by_a_number_that_got_lost_or_changed_on_the_way(
+    proof: str, number: int | None
+) -> None:
+    """Its list ends with the remote's last token, and only the number of tokens says where."""
+    geometry = CacheGeometry(16, 32, group_windows=(None, 49))
+    decoder = SchedulerConnector(
+        ConnectorConfig(engine_id="d"), EngineIdentity("d", "10.0.0.2", 5600), geometry
+    )
+    whole = list(BLOCKS[0])
+    changes = {
+        "remote_block_ids": [whole, whole],
+        **({"prefix_proof": None} if proof == "none" else {}),
+    }
+    params = answer_of_p(**changes)
+    request = Request("d-1", {**params, "remote_num_tokens": number})
+    decoder.on_new_request(request)
+    is_stock = proof == "none" and number is not None
+    assert decoder.get_num_new_matched_tokens(request, 0) == (99 if is_stock else 0, is_stock)
 
 
 @pytest.mark.parametrize(("listed", "loaded"), [(5, 99), (4, 99), (3, 0)])
