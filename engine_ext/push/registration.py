@@ -302,7 +302,11 @@ class Registrations:
         """The same message once more, to peers that remember what they answered."""
         if waiting.ask_again_at > now:
             return
-        peers = self._peers.connect_all(waiting.address, now)
+        try:
+            peers = self._peers.connect_all(waiting.address, now)
+        except PeerError:
+            waiting.ask_again_at = now + self._config.heartbeat_interval
+            raise
         if peers is None:
             return
         if waiting.state is State.WITHDRAWING or self._may_ask(waiting, peers, now):

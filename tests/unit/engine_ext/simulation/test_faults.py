@@ -223,6 +223,24 @@ def test_a_prefiller_back_on_its_address_is_used_within_ten_seconds_or_twenty_if
     pair.assert_all_ended()
 
 
+def test_whose_blocks_a_dead_prefiller_may_write_knocks_at_its_address_once_a_heartbeat() -> None:
+    """Where another engine answers by now: each knock is a handshake."""
+    pair = Pair("push")
+    assert pair.is_served()
+    asked = "cmpl-x9-0-0000000d"
+    pair.decoder.decode(asked, tokens(9), pair.where("x9"))
+    pair.world.pass_time(6)
+    pair.prefiller.die()
+    del pair.world.engines["p"]
+    pair.world.engine("p2", "push", port=1)
+    pair.world.until(lambda: asked in pair.decoder.outcomes, 40)
+    stats = pair.decoder.stats
+    before = stats.handshakes_failed
+    pair.world.pass_time(60)
+    assert stats.pushes_active
+    assert 1 <= stats.handshakes_failed - before <= 13, "for it beats every five seconds"
+
+
 @pytest.mark.parametrize("fate", ["ends well", "fails"])
 @pytest.mark.parametrize("where", ["the same engine", "another engine"])
 def test_a_request_sent_twice_is_never_answered_with_another_requests_kv(
