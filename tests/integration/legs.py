@@ -66,11 +66,8 @@ def decode(
     body = decode_body(prompt, params, max_tokens)
     response = server.post("/v1/completions", body, request_id=request_id)
     assert response.status_code == 200, response.text
-    choice = response.json()["choices"][0]
-    answer = Answer(
-        tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]), choice["text"]
-    )
-    return Turn(answer, response.json().get("kv_transfer_params"))
+    said = response.json()
+    return Turn(Answer.in_body(said), said.get("kv_transfer_params"))
 
 
 def take_turn(

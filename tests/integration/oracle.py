@@ -19,6 +19,13 @@ class Answer:
     logprobs: tuple[float, ...]
     text: str
 
+    @classmethod
+    def in_body(cls, body: dict[str, Any]) -> "Answer":
+        """Of a completion that was asked for token ids and log-probabilities."""
+        choice = body["choices"][0]
+        logprobs = choice["logprobs"]["token_logprobs"]
+        return cls(tuple(choice["token_ids"]), tuple(logprobs), choice["text"])
+
 
 def text_of(length: int, seed: int) -> str:
     """As many bytes as tokens: the tiny model's tokenizer is byte-level."""
@@ -61,10 +68,7 @@ def complete(server: Server, prompt: Prompt, max_tokens: int = 12, **body: Any) 
         },
     )
     assert response.status_code == 200, response.text
-    choice = response.json()["choices"][0]
-    return Answer(
-        tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]), choice["text"]
-    )
+    return Answer.in_body(response.json())
 
 
 def complete_all(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,6 +55,17 @@ def cpu_seconds(processes: list[int]) -> float:
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
+def family(pid: int) -> list[int]:
+    """The process and all that it started, and they: vLLM is an engine and workers besides."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(each for child in children for each in family(int(child)))]
+
+
+def wait_until_stopped(pid: int) -> None:
+    status = Path(f"/proc/{pid}/stat")
+    wait_for(lambda: status.read_text().rpartition(") ")[2][0] == "T", f"{pid} is stopped")
+
+
 @dataclass(frozen=True)
 class Server:
     """A process that serves HTTP on `port`."""
@@ -91,6 +102,21 @@ class Server:
         lines = self.get("/metrics").text.splitlines()
         samples = (line.rpartition(" ") for line in lines if line and line[0] != "#")
         return {name: float(value) for name, _, value in samples}
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """It stands still, and all that it started, until the block ends."""
+        processes = family(self.process.pid)
+        try:
+            for pid in processes:
+                os.kill(pid, signal.SIGSTOP)
+            for pid in processes:
+                wait_until_stopped(pid)
+            yield
+        finally:
+            for pid in processes:
+                with suppress(ProcessLookupError):  # It may have been killed meanwhile.
+                    os.kill(pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """As the kernel's out-of-memory killer would."""

@@ -1,12 +1,13 @@
 """A process that can reach an engine and is none: it knows the protocol, and keeps to it or not."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import numpy as np
 import zmq
+from nixl._api import nixl_agent, nixl_agent_config
 
 from engine_ext.base.types import Region
 from engine_ext.transfer.agent import NixlAgent
@@ -43,6 +44,53 @@ NUM_UNKNOWN = sum(
     isinstance(wire.decode_notification(message), wire.UnknownMessage) for message in GARBAGE
 )
 """Those that are no message at all; the others are of requests that nobody knows."""
+
+
+def forged(request_id: str, number: int = 1) -> tuple[bytes, ...]:
+    """All that an engine may say to another of a request. `number`: what its messages count by,
+    a sequence or a generation."""
+    return (
+        wire.encode_read_done(request_id),
+        wire.encode_heartbeat([request_id]),
+        wire.encode_extension(wire.Renew(number, (request_id,))),
+        wire.encode_extension(wire.Renewed(number, 20.0, (request_id,))),
+        wire.encode_extension(wire.Renewed(number, 20.0, (), {}, 1e6)),
+        wire.encode_extension(wire.Read(request_id)),
+        wire.encode_extension(wire.Read(request_id, 3, number)),
+        wire.encode_extension(wire.ReadAck(number, False)),
+        wire.encode_extension(wire.ReadAck(number, True)),
+        wire.encode_extension(wire.Gone((request_id,))),
+        wire.encode_extension(wire.PushDone(request_id, number)),
+        wire.encode_extension(wire.PushFailed(request_id, number, "no")),
+        wire.encode_extension(wire.Withdraw(request_id, 0, request_id)),
+        wire.encode_extension(wire.Withdraw(request_id, number, request_id)),
+    )
+
+
+def registration(
+    request_id: str, engine_id: str, host: str, port: int, block_ids: Sequence[Sequence[int]]
+) -> bytes:
+    """Write that request's KV into these blocks, of the engine there."""
+    return wire.encode_registration(
+        wire.PushRegistered(
+            request_id=request_id,
+            decode_engine_id=engine_id,
+            decode_host=host,
+            decode_port=port,
+            decode_tp_size=1,
+            local_block_ids=tuple(map(tuple, block_ids)),
+            remote_engine_id="p",
+            remote_host="127.0.0.1",
+            remote_port=1,
+            remote_tp_size=1,
+        )
+    )
+
+
+def agent_called(name: str) -> nixl_agent:
+    """Anybody may call his agent as he likes."""
+    config = nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=["UCX"])
+    return nixl_agent(name, config)
 
 
 def handshake(params: dict[str, Any]) -> HandshakePayload:

@@ -11,7 +11,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from tests.integration.processes import wait_for
+from tests.integration.processes import wait_until_stopped
 
 PATIENCE = 60.0
 
@@ -55,8 +55,8 @@ class Strings:
         self.thaw()
 
     def wait_until_stopped(self) -> None:
-        status = Path(f"/proc/{self.process.pid}/stat")
-        wait_for(lambda: status.read_text().rpartition(") ")[2][0] == "T", "it is stopped")
+        assert self.process.pid is not None
+        wait_until_stopped(self.process.pid)
 
     def thaw(self) -> None:
         self.signal(signal.SIGCONT)

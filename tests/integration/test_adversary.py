@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import pytest
-from nixl._api import nixl_agent, nixl_agent_config
 
 from engine_ext.base.access import OPEN, Access, Secret, parse_networks
 from engine_ext.base.config import ConnectorConfig
@@ -43,7 +42,7 @@ from tests.integration.memory_engine import (
     is_right,
 )
 from tests.integration.processes import wait_for
-from tests.integration.stranger import GARBAGE, handshake
+from tests.integration.stranger import GARBAGE, agent_called, forged, handshake, registration
 from tests.integration.stranger import stranger as agent_of_a_stranger
 from tests.unit.engine_ext.core.fakes import Request
 
@@ -211,9 +210,7 @@ def tell(
     name: str = "stranger",
 ) -> None:
     """From an agent of that name."""
-    agent = nixl_agent(
-        name, nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=["UCX"])
-    )
+    agent = agent_called(name)
     target = agent.add_remote_agent(decode_metadata(leaked(engine)).agent_metadata)
     for message in messages:
         agent.send_notif(target, message)
@@ -299,17 +296,8 @@ def test_a_forged_confirmation_ends_a_lease_unless_there_is_a_secret(
 
 FORGED = (
     *GARBAGE,
-    wire.encode_read_done("p-1"),
-    wire.encode_read_done("d-1"),
-    wire.encode_heartbeat(["p-1"]),
-    wire.encode_extension(wire.Renew(1, ("p-1",))),
-    wire.encode_extension(wire.Renewed(1, 20.0, ("p-1",))),
-    wire.encode_extension(wire.Read("p-1", 1, 7)),
-    wire.encode_extension(wire.ReadAck(1, False)),
-    wire.encode_extension(wire.Gone(("p-1",))),
-    wire.encode_extension(wire.PushDone("d-1", 1)),
-    wire.encode_extension(wire.PushFailed("d-1", 1, "no")),
-    wire.encode_extension(wire.Withdraw("d-1", 0, "p-1")),
+    *forged("p-1"),
+    *forged("d-1"),
     seal(Secret.of(b"what the stranger made up"), "stranger", "p", b"p-1:1"),
 )
 
@@ -320,7 +308,7 @@ def test_no_forged_message_counts_where_there_is_a_secret_under_whatever_name_it
     engines: Engines, stranger: Stranger, mode: str
 ) -> None:
     hello = wire.encode_extension(wire.Hello(stranger.agent.metadata()))
-    messages = [*FORGED, hello, registration(stranger)]
+    messages = [*FORGED, hello, wants_kv(stranger)]
     for victim, other in (engines.both, engines.both[::-1]):
         tell(victim, messages, has_ignored(victim, len(messages)))
         for_both = has_ignored(victim, 2 * len(messages))
@@ -334,22 +322,9 @@ def test_no_forged_message_counts_where_there_is_a_secret_under_whatever_name_it
         assert not engines.prefiller.connector.worker.get_transfer_results()
 
 
-def registration(stranger: Stranger) -> bytes:
+def wants_kv(stranger: Stranger) -> bytes:
     """Write `p-1`'s KV into the stranger's memory."""
-    return wire.encode_registration(
-        wire.PushRegistered(
-            request_id="p-1",
-            decode_engine_id="stranger",
-            decode_host=stranger.host,
-            decode_port=stranger.port,
-            decode_tp_size=1,
-            local_block_ids=PROMPT_BLOCKS,
-            remote_engine_id="p",
-            remote_host="127.0.0.1",
-            remote_port=1,
-            remote_tp_size=1,
-        )
-    )
+    return registration("p-1", "stranger", stranger.host, stranger.port, PROMPT_BLOCKS)
 
 
 @push
@@ -357,7 +332,7 @@ def test_a_prefiller_writes_its_kv_to_a_stranger_who_asks_unless_there_is_a_secr
     engines: Engines, stranger: Stranger
 ) -> None:
     prefiller = engines.prefiller
-    asks = [registration(stranger)]
+    asks = [wants_kv(stranger)]
     if engines.is_open:
         has_written = stranger.polling(lambda: prefiller.connector.worker.stats().pushes_ok)
         tell(prefiller, asks, has_written, stranger.agent.name)
@@ -444,7 +419,7 @@ def test_an_address_outside_is_pushed_to_unless_allowed_peers_says_not(
     prefiller = engines.prefiller
     stats = prefiller.connector.worker.stats
     try:
-        asks = [registration(outside)]
+        asks = [wants_kv(outside)]
         has_ended = outside.polling(lambda: stats().pushes_ok or stats().pushes_failed)
         tell(prefiller, asks, has_ended, outside.agent.name)
         assert outside.has_read() == (access is OPEN)

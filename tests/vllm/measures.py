@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 from engine_ext.base.histogram import Bucket
 from tests.integration.oracle import Prompt, tokens_of
@@ -50,9 +49,3 @@ def distributed(server: Server, name: str) -> Bucket:
     """A histogram as one bucket: how many values, and their sum."""
     times, total = (metric(server, rf"{name}_{part}\{{.*") for part in ("count", "sum"))
     return Bucket(int(times), total)
-
-
-def family(pid: int) -> list[int]:
-    """The process and all that it started, and they: vLLM is an engine and workers besides."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(each for child in children for each in family(int(child)))]

@@ -15,6 +15,7 @@ from tests.integration.processes import (
     Launcher,
     Server,
     cpu_seconds,
+    family,
     metric,
     pause,
     wait_for,
@@ -25,7 +26,6 @@ from tests.vllm.measures import (
     FETCHED,
     counted,
     distributed,
-    family,
     freed,
     prompts,
 )

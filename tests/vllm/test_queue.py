@@ -14,8 +14,8 @@ import pytest
 
 from tests.integration.legs import decode, decode_body, prefill, prefill_body, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Server, metric, post_and_leave, wait_for
-from tests.vllm.measures import RUNNING, WAITING, family, freed, nothing_left
+from tests.integration.processes import Server, family, metric, post_and_leave, wait_for
+from tests.vllm.measures import RUNNING, WAITING, freed, nothing_left
 from tests.vllm.servers import ONE_WAY, SCHEDULER, Fleet, Kind
 
 LEASE = 6
