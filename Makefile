@@ -2,7 +2,7 @@
 # make test   install, run every test but those inside vLLM
 # make test-vllm   install vLLM's CPU build, run the connector inside it
 # make simulate   ten thousand seeds of a world in which everything goes wrong
-# make soak   thousands of requests, clients that leave, engines that are killed
+# make soak   thousands of requests, clients that leave, engines killed and frozen, forged messages
 # make check  lint, types, layers
 
 PYTHON ?= python3
@@ -36,7 +36,7 @@ simulate: $(STAMP)
 	@$(BIN)/python -m tests.unit.engine_ext.simulation.run $(ARGS)
 
 soak: $(STAMP)
-	@VENV="$(VENV)" scripts/test tests/soak $(ARGS)
+	@VENV="$(VENV)" scripts/test tests/soak --log-cli-level INFO $(ARGS)
 
 check: $(STAMP)
 	@VENV="$(VENV)" scripts/check

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -115,8 +115,7 @@ class Server:
             yield
         finally:
             for pid in processes:
-                with suppress(ProcessLookupError):  # It may have been killed meanwhile.
-                    os.kill(pid, signal.SIGCONT)
+                os.kill(pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """As the kernel's out-of-memory killer would."""
