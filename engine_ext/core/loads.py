@@ -135,6 +135,7 @@ class Loads:
         load = self._loads.get(request_id)
         if load is not None:
             load.state = LoadState.LOADING
+            self._orders.untracks.append(request_id)
             self._tell_holder(request_id, load.origin)
 
     def reported(self, request_id: str, *, failed: bool) -> None:

@@ -214,6 +214,8 @@ class Pulls:
             return
         if (problem := self._quarantine_problem(order.source.address)) is not None:
             self._fail(order, problem)
+            # It waits for that lease no more: what is said of it is not left to its end.
+            self._beats.untrack(order.request_id)
             self._decline(order.source)
             return
         try:

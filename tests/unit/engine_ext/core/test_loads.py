@@ -93,3 +93,16 @@ def test_a_load_that_went_well_needs_no_fence() -> None:
     made.reported("d-1", failed=False)
     assert not made.finish("d-1")
     assert orders.take().fences == ()
+
+
+def test_a_load_that_could_not_be_ordered_waits_for_its_lease_no_more_when_the_holder_is_told() -> (
+    None
+):
+    """Else the holder is not told: a request that waits for the lease speaks for it."""
+    orders = Orders()
+    made = Loads(orders, 16, ConnectorConfig(engine_id="d"))
+    made.offer("d-1", source(), Role.DECODE, 100, is_proven=True)
+    orders.take()
+    made.fail("d-1")
+    meta = orders.take()
+    assert (meta.untracks, meta.declines, meta.failures) == (("d-1",), (source(),), ("d-1",))

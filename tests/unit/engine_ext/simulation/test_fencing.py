@@ -219,6 +219,21 @@ def test_blocks_of_a_write_that_was_let_go_are_not_used_before_it_has_landed() -
     pair.assert_all_ended()
 
 
+def test_a_load_refused_for_quarantine_tells_its_holder() -> None:
+    pair = Pair("pull", transfer_timeout=5.0)
+    assert pair.is_served()
+    pair.world.network.weather = Weather(transfer=100.0)
+    pair.ask()
+    pair.world.pass_time(8.0)
+    pair.world.network.weather = Weather()
+    asked = pair.ask()
+    pair.world.until(lambda: asked in pair.decoder.outcomes)
+    pair.world.pass_time(3.0)
+    assert not pair.decoder.outcomes[asked]
+    assert not [name for name in pair.prefiller.held if name.startswith("cmpl-x3-")]
+    pair.assert_all_ended()
+
+
 # A WRITE that nobody hears of.
 
 
