@@ -10,8 +10,8 @@ blocks (`touches`), else when it is over. It is over when P can no longer write 
 has said so, or its clock, as far as we know it, has passed the time by which it was to begin, and
 the bound that it announced for a WRITE to land is over, too. Both are P's promises, by P's clock:
 nothing is concluded from our own settings, and with an engine that promises nothing, as stock does
-not, nothing is registered. P's promise to begin by a time is renewed every
-heartbeat, with the same message; P remembers how each registration ended, so what was lost on the
+not, nothing is registered. P's promise to begin by a time is renewed with
+every asking, the same message; P remembers how each registration ended, so what was lost on the
 way is asked for again. A number tells one registration of a request from the next, so that what
 comes late is not taken for an answer.
 
@@ -61,9 +61,11 @@ logger.addFilter(Seldom())
 SILENT_BEATS = 3
 SILENT_SECONDS = 3.0
 """P has answered none of so many heartbeats, for so long at least: it is taken for dead."""
+LONGEST_ASKING = 5.0
+"""Seconds between two times that P is asked, at most, however long our own leases are."""
 BEGIN_BEATS = 3
-"""P may begin a WRITE for so many heartbeats after it was last asked; longer, and its silence keeps
-our blocks longer."""
+"""P may begin a WRITE until it should have been asked so many times more; longer, and its silence
+keeps our blocks longer."""
 
 
 class State(enum.Enum):
@@ -157,6 +159,7 @@ class Registrations:
         self._identity = identity
         self._stats = stats
         self._max_quarantined = max_quarantined
+        self._asks_every = min(config.heartbeat_interval, LONGEST_ASKING)
         self._waiting: dict[str, Waiting] = {}
         self._declines: list[PushWithdrawal] = []
 
@@ -318,7 +321,7 @@ class Registrations:
                 self._ask(waiting, now)
 
     def _ask(self, waiting: Waiting, now: float) -> None:
-        waiting.ask_again_at = now + self._config.heartbeat_interval
+        waiting.ask_again_at = now + self._asks_every
         is_well = True
         for peer in waiting.peers.values():
             if peer.name in waiting.landed_by:
@@ -334,7 +337,7 @@ class Registrations:
     def _question(self, waiting: Waiting, peer: PeerHandle, now: float) -> bytes:
         if waiting.state is State.REGISTERED:
             begin_by = self._clocks.earliest(peer.name, now) + BEGIN_BEATS * max(
-                self._config.heartbeat_interval, 1.0
+                self._asks_every, 1.0
             )
             waiting.begin_by[peer.name] = max(begin_by, waiting.begin_by.get(peer.name, NEVER))
             return encode_registration(self._message(waiting, begin_by))

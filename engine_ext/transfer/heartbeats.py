@@ -32,6 +32,10 @@ SHORTEST_INTERVAL, LONGEST_INTERVAL = 0.05, 100.0
 HURRY_SECONDS = 1.0
 """Between two beats at least, where somebody waits for the answer."""
 
+LONGEST_BEAT = 5.0
+"""Seconds that one unanswered beat counts for, at most, in an engine's silence: who waits beats
+more often than an engine with long leases wants to be beaten for."""
+
 
 @dataclass(slots=True)
 class _EngineBeat:
@@ -42,6 +46,10 @@ class _EngineBeat:
     due: float = 0.0
     silent_since: float | None = None
     """When the first heartbeat was sent that was not answered, nor any after it."""
+    num_unanswered: int = 0
+    """Beats since then, that one included."""
+    counted: float = NEVER
+    """When the last of those was due: one beat may be several messages."""
     agents: set[str] = field(default_factory=set)
     """Whom of that engine we have asked: nobody else can speak of its leases."""
 
@@ -171,8 +179,7 @@ class HeartbeatTracker:
         beat = self._engines.get(address)
         if beat is not None:
             beat.agents.add(agent)
-            if beat.silent_since is None:
-                beat.silent_since = now
+            self._count_unanswered(beat, now)
         unanswered = self._unanswered.setdefault(agent, OrderedDict())
         unanswered[sequence] = _Sent(now, address, agent, remote_ids)
         self._unanswered.move_to_end(agent)
@@ -180,6 +187,14 @@ class HeartbeatTracker:
             unanswered.popitem(last=False)
         if len(self._unanswered) > self.MAX_ASKED:
             self._unanswered.popitem(last=False)
+
+    @staticmethod
+    def _count_unanswered(beat: _EngineBeat, now: float) -> None:
+        if beat.silent_since is None:
+            beat.silent_since = now
+        if beat.counted < beat.last_sent:
+            beat.counted = beat.last_sent
+            beat.num_unanswered += 1
 
     def answered(
         self,
@@ -197,7 +212,7 @@ class HeartbeatTracker:
         if not unanswered:
             del self._unanswered[sender]
         if (beat := self._engines.get(sent.address)) is not None:
-            beat.silent_since = None
+            beat.silent_since, beat.num_unanswered, beat.counted = None, 0, NEVER
             self._renew(beat, sent, seconds, set(gone), shorter or {})
         return True
 
@@ -236,9 +251,10 @@ class HeartbeatTracker:
     def is_silent(self, address: PeerAddress, now: float, beats: int, at_least: float) -> bool:
         """An engine that answers heartbeats has answered none for so many of them, and seconds."""
         beat = self._engines.get(address)
-        if beat is None or beat.silent_since is None:
+        if beat is None or beat.silent_since is None or beat.num_unanswered < beats:
             return False
-        return now - beat.silent_since >= max(at_least, beats * beat.interval)
+        seconds = beats * min(beat.interval, LONGEST_BEAT)
+        return now - beat.silent_since >= max(at_least, seconds)
 
     def confirm(self, engine_id: str, remote_id: str) -> None:
         """We have told the holder that we are done with it, so it may free it: for others of ours

@@ -201,6 +201,37 @@ def test_a_prefiller_that_dies_ends_its_requests_within_a_bound(mode: str, momen
     pair.decoder.assert_empty()
 
 
+@pytest.mark.parametrize("lease", [30.0, 600.0])
+@pytest.mark.parametrize("waited", [1.0, 12.0])
+def test_a_prefiller_with_long_leases_that_dies_is_found_out_as_soon_as_one_with_short_ones(
+    waited: float, lease: float
+) -> None:
+    """It wants to be beaten for every 100 s, D asks it sooner, whatever D's own leases are."""
+    pair = Pair("push", lease_duration=600.0)
+    pair.decoder = pair.world.engine("d2", "push", port=3, lease_duration=lease)
+    assert pair.is_served()
+    pair.decoder.decode("cmpl-x9-0-0000000d", tokens(9), pair.where("x9"))
+    pair.world.pass_time(waited)
+    pair.prefiller.die()
+    pair.world.until(lambda: "cmpl-x9-0-0000000d" in pair.decoder.outcomes, within=40.0)
+    assert not pair.decoder.outcomes["cmpl-x9-0-0000000d"]
+
+
+@pytest.mark.parametrize("lease", [30.0, 600.0])
+def test_a_prefiller_that_stands_still_for_seconds_is_waited_for(lease: float) -> None:
+    pair = Pair("push", lease_duration=lease)
+    assert pair.is_served()
+    leg = pair.prefiller.prefill("cmpl-x9-0-0000000a", tokens(9))
+    pair.decoder.decode("cmpl-x9-0-0000000d", tokens(9), pair.where("x9"))
+    for _ in range(4):
+        pair.world.pass_time(5.0)
+        pair.prefiller.freeze(4.0)
+    pair.world.pass_time(5.0)
+    pair.prefiller.finish(leg)
+    pair.world.until(lambda: "cmpl-x9-0-0000000d" in pair.decoder.outcomes, within=10.0)
+    assert pair.decoder.outcomes["cmpl-x9-0-0000000d"]
+
+
 @pytest.mark.parametrize("name", ["p2", "p"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_prefiller_back_on_its_address_is_used_within_ten_seconds_or_twenty_if_its_id_is_the_same(

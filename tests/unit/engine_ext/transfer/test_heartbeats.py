@@ -186,15 +186,51 @@ def test_no_lease_makes_us_beat_without_end_or_never(extension: float, interval:
     assert beats.due(10 + interval)
 
 
+def beat(beats: HeartbeatTracker, *times: float) -> None:
+    for now in times:
+        assert beats.due(now)
+        # Of a request each, as if they were too many for one message.
+        for part in range(2):
+            beats.sent(int(now * 10) + part, address(), "p", (f"p{part}",), now)
+
+
+def is_silent(beats: HeartbeatTracker, now: float) -> bool:
+    return beats.is_silent(address(), now, beats=3, at_least=3)
+
+
 def test_an_engine_is_silent_after_three_of_its_own_beats() -> None:
     beats = HeartbeatTracker(interval=5)
     beats.track("d1", address(), "p1", now=0)
     beats.follow(address(), extension=8)
-    beats.sent(1, address(), "p", ("p1",), now=10)
-    assert not beats.is_silent(address(), 15.9, beats=3, at_least=3)
-    assert beats.is_silent(address(), 16, beats=3, at_least=3)
-    beats.answered("p", 1, 20)
-    assert not beats.is_silent(address(), 100, beats=3, at_least=3)
+    beat(beats, 10, 12, 14)
+    assert not is_silent(beats, 15.9)
+    assert is_silent(beats, 16)
+    assert beats.answered("p", 100, 20)
+    assert not is_silent(beats, 100)
+    beat(beats, 110)
+    assert not is_silent(beats, 116)
+
+
+def test_an_engine_with_long_leases_that_is_beaten_for_in_a_hurry_is_silent_after_15_seconds() -> (
+    None
+):
+    """Not before: it may only be busy."""
+    beats = HeartbeatTracker(interval=5)
+    beats.track("d1", address(), "p1", now=0)
+    beats.follow(address(), extension=400)
+    for now in range(10, 26):
+        assert not is_silent(beats, now - 0.1)
+        beats.hurry(address(), now)
+        beat(beats, now)
+    assert is_silent(beats, 25)
+
+
+def test_a_beat_that_is_lost_does_not_make_an_engine_silent_however_long_ago() -> None:
+    beats = HeartbeatTracker(interval=5)
+    beats.track("d1", address(), "p1", now=0)
+    beats.follow(address(), extension=400)
+    beat(beats, 10, 110)
+    assert not is_silent(beats, 209)
 
 
 def test_a_lease_that_we_are_done_with_proves_nothing_to_who_waits_for_it_later() -> None:
