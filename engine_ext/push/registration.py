@@ -10,10 +10,11 @@ blocks (`touches`), else when it is over. It is over when P can no longer write 
 has said so, or its clock, as far as we know it, has passed the time by which it was to begin, and
 the bound that it announced for a WRITE to land is over, too. Both are P's promises, by P's clock:
 nothing is concluded from our own settings, and with an engine that promises nothing, as stock does
-not, nothing is registered. P's promise to begin by a time is renewed with
-every asking, the same message; P remembers how each registration ended, so what was lost on the
-way is asked for again. A number tells one registration of a request from the next, so that what
-comes late is not taken for an answer.
+not, nothing is registered. Another process at P's address, under its id or not, says nothing of
+the one that was asked, which may be cut off and live. P's promise to begin by a time is renewed
+each time that it is asked, with the same message; P remembers how each registration ended, so what
+was lost on the way is asked for again. A number tells one registration of a request from the next,
+so that what comes late is not taken for an answer.
 
 Where P has more ranks than we do, several write: the registration has ended well when all have, and
 badly when one has not and the others can write no more.
@@ -92,14 +93,12 @@ class Waiting:
     deadline: float
     state: State = State.CONNECTING
     peers: dict[str, PeerHandle] = field(default_factory=dict)
-    """Those that may still write, by name."""
+    """Those that may still write, by name: who comes to the place of one does not speak for it."""
     begin_by: dict[str, float] = field(default_factory=dict)
     """By name: the latest time, by its own clock, until which that peer was ever asked to begin."""
     landed_by: dict[str, float] = field(default_factory=dict)
     """By name: the time, by our clock, at which what that peer's failed WRITE had sent has
     landed."""
-    ranks: list[str] = field(default_factory=list)
-    """The names of all ranks that we face, in their order, whether they have written or not."""
     is_spoilt: bool = False
     """One of them will not write, or nobody waits any more."""
     is_reported: bool = False
@@ -117,17 +116,11 @@ class Waiting:
         """Raises IllegalEventError."""
         self.state = after(_NEXT, self.state, event)
 
-    def replace(self, peers: list[PeerHandle], over: float) -> None:
-        """An engine that was met again may have come back under other names: what its process was
-        asked before has ended with it, but what that had sent may land until `over`."""
-        for name, peer in zip(self.ranks, peers, strict=True):
-            if name != peer.name and self.peers.pop(name, None) is not None:
-                self.peers[peer.name] = peer
-                self.begin_by.pop(name, None)
-                self.landed_by[peer.name] = over
-            elif name in self.peers:
-                self.peers[name] = peer
-        self.ranks = [peer.name for peer in peers]
+    def meet(self, peers: list[PeerHandle]) -> bool:
+        """Of those who answer at P's address, some may have been met anew. False: one that was
+        asked is not among them."""
+        self.peers.update((peer.name, peer) for peer in peers if peer.name in self.peers)
+        return self.peers.keys() <= {peer.name for peer in peers}
 
 
 class Registrations:
@@ -226,7 +219,7 @@ class Registrations:
             )
         waiting.is_spoilt = True
         if sender in waiting.landed_by:
-            pass  # It cannot speak for what may be on its way.
+            pass  # What it said first counts.
         elif message.seconds > 0:
             over = now + message.seconds * (1 + CLOCK_DRIFT)
             waiting.landed_by[sender] = over
@@ -287,11 +280,10 @@ class Registrations:
             raise PeerError(f"{num_blocks} blocks are in quarantine")
         if not self._may_ask(waiting, peers, now):
             return
-        waiting.ranks = [peer.name for peer in peers]
         # Before the first message leaves: one that cannot be sent may have arrived.
         waiting.peers = {peer.name: peer for peer in peers}
         waiting.on(Event.REGISTER)
-        self._ask(waiting, now)
+        self._ask(waiting, peers, now)
 
     def _may_ask(self, waiting: Waiting, peers: list[PeerHandle], now: float) -> bool:
         """P's clock is known, which it tells with every answer to a heartbeat, so that it can be
@@ -312,20 +304,18 @@ class Registrations:
             raise
         if peers is None:
             return
-        if waiting.state is State.WITHDRAWING or self._may_ask(waiting, peers, now):
-            over = now + self._config.landing_seconds * (1 + CLOCK_DRIFT)
-            waiting.replace(peers, over)
-            if waiting.landed_by and waiting.state is State.REGISTERED:
-                self._fail(waiting, "P is another process now", now)
-            else:
-                self._ask(waiting, now)
+        if not waiting.meet(peers) and waiting.state is State.REGISTERED:
+            self._fail(waiting, "P is another process now", now)
+        elif waiting.state is State.WITHDRAWING or self._may_ask(waiting, peers, now):
+            self._ask(waiting, peers, now)
 
-    def _ask(self, waiting: Waiting, now: float) -> None:
+    def _ask(self, waiting: Waiting, peers: list[PeerHandle], now: float) -> None:
+        """Those of `peers` that were asked before, and have not answered."""
         waiting.ask_again_at = now + self._asks_every
         is_well = True
-        for peer in waiting.peers.values():
-            if peer.name in waiting.landed_by:
-                continue  # It has answered.
+        for peer in peers:
+            if peer.name not in waiting.peers or peer.name in waiting.landed_by:
+                continue
             try:
                 self._agent.notify(peer.name, self._question(waiting, peer, now))
             except AgentError as error:

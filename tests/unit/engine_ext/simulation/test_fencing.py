@@ -278,6 +278,49 @@ def test_blocks_that_a_dead_prefiller_was_writing_come_back_after_the_bound_it_a
     pair.decoder.assert_empty()
 
 
+def test_a_twin_at_the_same_address_does_not_speak_for_a_prefiller_that_is_cut_off() -> None:
+    """Its replacement has its id, as a pod that another node runs by now."""
+    pair = Pair("push", transfer_timeout=120.0)
+    network = pair.world.network
+    assert pair.is_served()
+    network.weather = Weather(transfer=4.0, emulated=True)
+    asked = pair.ask()
+    pair.world.until(lambda: network.num_writes == 2)
+    pair.world.pass_time(0.5)
+    cut_off = pair.prefiller
+    cut_off.freeze(60.0)
+    network.weather = Weather(emulated=True)
+    pair.prefiller = pair.world.engine("p", "push", port=1)
+    pair.world.until(lambda: asked in pair.decoder.outcomes, within=20.0)
+    assert not pair.decoder.outcomes[asked]
+    assert pair.is_served()
+    assert pair.decoder.stats.quarantined_blocks_active == 3
+    pair.world.pass_time(60.0)
+    assert cut_off.stats.pushes_ok == 2
+    pair.world.pass_time(10.0)
+    assert pair.decoder.stats.quarantined_blocks_active == 0
+    pair.assert_all_ended()
+    cut_off.assert_empty()
+
+
+def test_a_prefiller_back_under_its_own_id_is_used_while_what_it_left_waits_for_its_bound() -> None:
+    pair = Pair("push", write_bound=130.0)
+    network = pair.world.network
+    assert pair.is_served()
+    network.weather = Weather(transfer=10.0)
+    asked = pair.ask()
+    pair.world.until(lambda: network.num_writes == 2)
+    pair.prefiller.die()
+    network.weather = Weather()
+    pair.prefiller = pair.world.engine("p", "push", port=1)
+    pair.world.until(lambda: asked in pair.decoder.outcomes, within=20.0)
+    assert not pair.decoder.outcomes[asked]
+    assert pair.is_served()
+    pair.world.pass_time(100.0)
+    assert pair.decoder.stats.quarantined_blocks_active == 3
+    pair.assert_all_ended()
+
+
 # Whose word counts, and for how long.
 
 
