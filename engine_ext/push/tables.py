@@ -175,20 +175,39 @@ class Tombstones:
 
 
 class Outcomes:
-    """How registrations ended, for those who ask again. Bounded by number."""
+    """How registrations ended, for those who ask again. Who has too many forgets his own, the
+    oldest first; where there are too many in all, it is who has most. So nobody who has fewer than
+    an even share loses any because of another."""
 
-    LIMIT = 8192
+    LIMIT = 16384
+    LIMIT_BY_SENDER = 4096
 
     def __init__(self) -> None:
-        self._answers: OrderedDict[RegistrationKey, PushDone | PushFailed] = OrderedDict()
+        self._answers: dict[str, OrderedDict[RegistrationKey, PushDone | PushFailed]] = {}
+        self._num_answers = 0
+
+    def __len__(self) -> int:
+        return self._num_answers
 
     def add(self, key: RegistrationKey, answer: PushDone | PushFailed) -> None:
-        self._answers[key] = answer
-        while len(self._answers) > self.LIMIT:
-            self._answers.popitem(last=False)
+        answers = self._answers.setdefault(key.sender, OrderedDict())
+        self._num_answers += key not in answers
+        answers[key] = answer
+        if len(answers) > self.LIMIT_BY_SENDER:
+            self._forget_oldest(key.sender)
+        elif len(self) > self.LIMIT:
+            self._forget_oldest(max(self._answers, key=lambda name: len(self._answers[name])))
 
     def find(self, key: RegistrationKey) -> PushDone | PushFailed | None:
-        return self._answers.get(key)
+        answers = self._answers.get(key.sender)
+        return None if answers is None else answers.get(key)
+
+    def _forget_oldest(self, sender: str) -> None:
+        answers = self._answers[sender]
+        answers.popitem(last=False)
+        self._num_answers -= 1
+        if not answers:
+            del self._answers[sender]
 
 
 class RegisteredByKey:

@@ -9,7 +9,7 @@ from engine_ext.base.access import Access, parse_networks
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import CacheGeometry, ConnectorStats, EngineIdentity
 from engine_ext.core.loop import TransferLoop
-from engine_ext.push.tables import RegisteredByKey
+from engine_ext.push.tables import Outcomes, RegisteredByKey, RegistrationKey
 from engine_ext.push.writer import RECHECK_SECONDS
 from engine_ext.transfer.results import Results
 from engine_ext.wire.dial import PeerRank
@@ -22,6 +22,7 @@ from engine_ext.wire.handshake import (
 from engine_ext.wire.notifications import (
     EXTENSION_PREFIX,
     Hello,
+    PushDone,
     PushExtension,
     PushFailed,
     PushRegistered,
@@ -217,3 +218,51 @@ def test_an_engine_that_came_back_under_another_name_is_met_whatever_was_forged_
     prefiller.step(RECHECK_SECONDS)
     assert prefiller.agent.peers.count("agent-d reborn") == 2, "by handshake, and by its hello"
     assert prefiller.loop.num_open == 2
+
+
+def outcome(sender: str, number: int) -> RegistrationKey:
+    return RegistrationKey(sender, f"{sender}-{number}", number, None)
+
+
+def found(outcomes: Outcomes, sender: str) -> list[int]:
+    return [number for number in range(100) if outcomes.find(outcome(sender, number)) is not None]
+
+
+def test_what_is_said_of_registrations_costs_another_agent_none_of_what_it_will_be_answered(
+    prefiller: Prefiller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P answers how a registration ended, and writes it no more; a withdrawal of what never was is
+    an end, too."""
+    monkeypatch.setattr(Outcomes, "LIMIT_BY_SENDER", 10)
+    monkeypatch.setattr(Outcomes, "LIMIT", 20)
+    prefiller.agent.sender = "agent-d"
+    prefiller.agent.inbox.append(encode_extension(Withdraw("d-1", 1, "p-1")))
+    prefiller.step()
+    prefiller.agent.sender = "mallory"
+    prefiller.agent.inbox += [
+        encode_extension(Withdraw(f"m-{number}", number, "p-1")) for number in range(1, 100)
+    ]
+    prefiller.step()
+    prefiller.agent.sent.clear()
+    prefiller.hears(registration(1))
+    assert prefiller.refusals == ["withdrawn"]
+    assert prefiller.loop.num_open == 0
+
+
+def test_who_has_too_many_outcomes_forgets_the_oldest_of_his_own_and_who_has_most_makes_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Outcomes, "LIMIT_BY_SENDER", 5)
+    monkeypatch.setattr(Outcomes, "LIMIT", 8)
+    outcomes = Outcomes()
+    for sender, count in (("a", 3), ("greedy", 10), ("b", 2)):
+        for number in range(count):
+            outcomes.add(outcome(sender, number), PushDone(sender, number))
+    assert found(outcomes, "a") == [0, 1, 2]
+    assert found(outcomes, "greedy") == [7, 8, 9]
+    assert found(outcomes, "b") == [0, 1]
+    outcomes.add(outcome("b", 1), PushDone("b", 1))
+    assert len(outcomes) == 8
+    for number in range(9):
+        outcomes.add(outcome(f"c{number}", 0), PushDone("c", number))
+    assert len(outcomes) == 8
