@@ -169,7 +169,7 @@ class TransferLoop:
     def _orders_in_turn(self) -> tuple[tuple[str, Callable[[Any, float], object]], ...]:
         """Fields of `StepMetadata`, and what each order in them is for."""
         return (
-            ("expects", lambda request_id, now: self._leases.expect(request_id)),
+            ("expects", lambda request_id, now: self._expect(request_id)),
             ("cancels", self._cancel),
             ("grants", self._holder.grant),
             ("revokes", self._holder.revoke),
@@ -183,6 +183,10 @@ class TransferLoop:
             ("fences", lambda request_id, now: self._fence(request_id)),
             ("failures", lambda request_id, now: self._results.received(request_id, ok=False)),
         )
+
+    def _expect(self, request_id: str) -> None:
+        self._leases.expect(request_id)
+        self._writer.expect(request_id)
 
     def _cancel(self, cancel: LeaseCancel, now: float) -> None:
         self._leases.cancel(cancel.request_id)

@@ -29,6 +29,13 @@ class RegistrationKey(NamedTuple):
     transfer_id: str | None
 
 
+class Doubt(NamedTuple):
+    """Why a registration may wait for nothing, and when it is refused if nothing has come."""
+
+    reason: str
+    until: float
+
+
 @dataclass(slots=True)
 class Registered:
     """A registration as it arrived: by which agent, and until when it is worth keeping."""
@@ -40,6 +47,11 @@ class Registered:
     came_at: float
     """By our clock."""
     trusts_request_ids: bool = False
+    doubt: Doubt | None = None
+
+    def fits(self, offer: PushOffer) -> bool:
+        """It is of the same content, as far as D says of which."""
+        return self.message.disagg is None or self.message.disagg.digest == offer.digest
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -114,8 +126,13 @@ class Held:
 
     def may_serve(self, registered: Registered) -> bool:
         if self.request is None:
-            return not _are_different(self.offer.transfer_id, registered.key.transfer_id)
+            return self.may_be_meant(registered) and registered.fits(self.offer)
         return self.request == registered.request and registered.sender not in self.senders
+
+    def may_be_meant(self, registered: Registered) -> bool:
+        """As far as names say."""
+        is_other = _are_different(self.offer.transfer_id, registered.key.transfer_id)
+        return self.request is None and not is_other
 
     def is_for(self, message: Withdraw) -> bool:
         """Whether D's withdrawal means this offer."""
@@ -126,25 +143,32 @@ class Held:
 
 
 class NameTable(Generic[K]):
-    """Things to be found by any of several names; the last one to claim a name has it."""
+    """Things to be found by any of several names, each of which others may have, too: clients
+    choose names."""
 
     def __init__(self) -> None:
-        self._key_of: dict[str, K] = {}
+        self._keys_of: dict[str, dict[K, None]] = {}
         self._names: dict[K, tuple[str, ...]] = {}
 
     def add(self, key: K, names: tuple[str, ...]) -> None:
         self.remove(key)
         self._names[key] = names
         for name in names:
-            self._key_of[name] = key
+            self._keys_of.setdefault(name, {})[key] = None
 
-    def find(self, names: tuple[str, ...]) -> K | None:
-        return next((self._key_of[name] for name in names if name in self._key_of), None)
+    def has(self, names: tuple[str, ...]) -> bool:
+        return any(name in self._keys_of for name in names)
+
+    def find(self, names: tuple[str, ...]) -> list[K]:
+        """By the most certain name first; of those that share it, the last one to claim it."""
+        found = (key for name in names for key in reversed(self._keys_of.get(name, {})))
+        return list(dict.fromkeys(found))
 
     def remove(self, key: K) -> None:
         for name in self._names.pop(key, ()):
-            if self._key_of.get(name) == key:
-                del self._key_of[name]
+            del self._keys_of[name][key]
+            if not self._keys_of[name]:
+                del self._keys_of[name]
 
 
 class Tombstones:
@@ -170,8 +194,8 @@ class Tombstones:
             del self._until[name]
         return bool(found)
 
-    def has(self, name: str, now: float) -> bool:
-        return self._until.get(name, now) > now
+    def has(self, names: tuple[str, ...], now: float) -> bool:
+        return any(self._until.get(name, now) > now for name in names)
 
 
 class Outcomes:
@@ -234,6 +258,9 @@ class RegisteredByKey:
 
     def __contains__(self, key: RegistrationKey) -> bool:
         return key in self._by_key
+
+    def __getitem__(self, key: RegistrationKey) -> Registered:
+        return self._by_key[key]
 
     def has_room_for(self, registered: Registered) -> bool:
         sender, num_ids = registered.sender, registered.num_ids
@@ -305,12 +332,26 @@ class RegistrationTable:
                 self._names.remove(registered.request)
         return registered
 
-    def pop_all(self, names: tuple[str, ...], transfer_id: str | None) -> list[Registered]:
-        """Of all ranks that registered the request of these names."""
-        request = self._names.find(names)
-        if request is None or _are_different(request.transfer_id, transfer_id):
-            return []
-        return [self.pop(key) for key in list(self._ranks[request].values())]
+    def named(self, names: tuple[str, ...], transfer_id: str | None) -> list[list[Registered]]:
+        """Of each request that has one of these names, what its ranks have registered."""
+        return [
+            [self._registered[key] for key in self._ranks[request].values()]
+            for request in self._names.find(names)
+            if not _are_different(request.transfer_id, transfer_id)
+        ]
+
+    def pop_all(self, registered: list[Registered]) -> list[Registered]:
+        return [self.pop(one.key) for one in registered]
+
+    def pop_ranks(self, registered: Registered) -> list[Registered]:
+        """It, and what the other ranks of its request have registered."""
+        others = self._ranks.get(registered.request, {}).values()
+        return [self.pop(key) for key in dict.fromkeys((registered.key, *others))]
+
+    def doubtful(self, now: float) -> list[tuple[Registered, Doubt]]:
+        """Those whose time to be refused has come, and why."""
+        waiting = [(one, one.doubt) for one in self._registered if one.doubt is not None]
+        return [(one, doubt) for one, doubt in waiting if doubt.until <= now]
 
     def pop_due(self, now: float) -> list[Registered]:
         due = [one.key for one in self._registered if one.deadline <= now]

@@ -19,6 +19,7 @@ written by writes.py, and our blocks are kept until that has ended.
 
 import logging
 from collections import OrderedDict
+from itertools import chain
 
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.seldom import Seldom
@@ -27,6 +28,7 @@ from engine_ext.layout.plan import PlanError
 from engine_ext.layout.ranks import RankError, TensorRank
 from engine_ext.push.names import names_of, whole_id
 from engine_ext.push.tables import (
+    Doubt,
     Held,
     NameTable,
     Outcomes,
@@ -54,6 +56,11 @@ logger = logging.getLogger(__name__)
 logger.addFilter(Seldom())
 
 TOO_MANY = "too many registrations wait here"
+GIVEN_UP = "P gave this request up"
+DIFFERENT = "the two engines' prompts differ"
+DOUBT_SECONDS = 5.0
+"""A registration whose offer seems to have been another's, or to be gone, is refused after so long,
+unless P prefills a request of the same name by then."""
 RECHECK_SECONDS = 5.0
 """An engine is met anew no more often than this because of who registers in its name: without a
 secret, anybody can."""
@@ -82,12 +89,16 @@ class PushWriter:
         self._us = us
         self._stats = stats
         self._clock = clock
+        self._prefilling: NameTable[str] = NameTable()
+        """Requests that will be offered, or cancelled."""
         self._offers: dict[str, Held] = {}
         self._offer_names: NameTable[str] = NameTable()
         self._unchecked = RegisteredByKey()
         self._registrations = RegistrationTable()
         self._failed = Tombstones(config.push_deadline)
         self._unwanted = Tombstones(config.push_deadline)
+        self._missed = Tombstones(config.push_deadline)
+        """Of offers that are gone: a registration of such a name may have come for one of them."""
         self._withdrawn = Tombstones(config.push_deadline)
         """D's ids: of its ranks' withdrawals, one frees our blocks."""
         self._outcomes = Outcomes()
@@ -105,19 +116,28 @@ class PushWriter:
         """Offers and registrations without their counterpart."""
         return len(self._offers) + len(self._registrations) + len(self._unchecked)
 
+    def expect(self, request_id: str) -> None:
+        """P has a request that somebody may register for."""
+        if self._config.transfer_mode == "push":
+            self._prefilling.add(request_id, names_of(request_id, transfer_id=None))
+
     def offer(self, offer: PushOffer, now: float) -> None:
         """P's request has finished; its lease has just been granted."""
+        self._prefilling.remove(offer.request_id)
         names = names_of(offer.request_id, offer.transfer_id)
         if not self._leases.is_held(offer.request_id):
             self.cancel(offer.request_id, now, offer.transfer_id)
             return
-        registrations = self._registrations.pop_all(names, offer.transfer_id)
-        if not registrations and self._unwanted.take(names, now):
+        waiting = self._registrations.named(names, offer.transfer_id)
+        fitting = next((one for one in waiting if all(rank.fits(offer) for rank in one)), [])
+        if not fitting:
+            self._doubt(waiting, DIFFERENT, now)
+        if not fitting and self._unwanted.take(names, now):
             self._confirm(offer.request_id, now)
             return
         held = self._offers[offer.request_id] = Held(offer)
         self._offer_names.add(offer.request_id, names)
-        for registered in registrations:
+        for registered in self._registrations.pop_all(fitting):
             self._match(held, registered, now)
 
     def registered(self, message: PushRegistered, sender: str, now: float) -> None:
@@ -180,16 +200,22 @@ class PushWriter:
         return True
 
     def _welcome(self, registered: Registered, now: float) -> None:
-        if self._failed.take(registered.names, now):
-            self._refuse_ranks([registered], "P gave this request up", now)
-            return
-        held = self._offer_named(registered.names)
-        if held is not None and held.may_serve(registered):
+        offers = self._offers_named(registered.names)
+        held = next((one for one in offers if one.may_serve(registered)), None)
+        if self._failed.take((whole_id(registered.message.request_id),), now):
+            self._refuse_ranks([registered], GIVEN_UP, now)
+        elif held is not None:
             self._match(held, registered, now)
-        elif self._registrations.has_room_for(registered):
-            self._registrations.add(registered)
-        else:
+        elif self._failed.take(registered.names, now):
+            self._refuse_ranks([registered], GIVEN_UP, now)
+        elif not self._registrations.has_room_for(registered):
             self._refuse(registered, TOO_MANY)
+        else:
+            self._registrations.add(registered)
+            if any(one.may_be_meant(registered) for one in offers):
+                self._doubt([[registered]], DIFFERENT, now)
+            elif self._missed.has(registered.names, now):
+                self._doubt([[registered]], GIVEN_UP, now)
 
     def _deadline(self, message: PushRegistered, now: float) -> float:
         longest = now + self._config.push_deadline
@@ -213,14 +239,14 @@ class PushWriter:
 
     def _free_unwanted(self, message: Withdraw, sender: str, now: float) -> None:
         names = names_of(message.request_id, message.transfer_id, message.remote_request_id)
-        held = self._offer_named(names)
-        if held is not None and held.request is not None and held.is_for(message):
+        held = next((one for one in self._offers_named(names) if one.is_for(message)), None)
+        if held is not None and held.request is not None:
             self._leave(held, sender)
             return
-        if self._withdrawn.has(message.request_id, now):
+        if self._withdrawn.has((message.request_id,), now):
             return
         self._withdrawn.add((message.request_id,), now)
-        if held is not None and held.request is None and held.is_for(message):
+        if held is not None:
             self._confirm(held.offer.request_id, now, sender)
         elif not self._failed.take(names, now):
             self._unwanted.add(_lasting(names, message.transfer_id), now)
@@ -232,20 +258,25 @@ class PushWriter:
             transfer_id = held.offer.transfer_id
         self.forget(request_id)
         names = names_of(request_id, transfer_id)
-        registrations = self._registrations.pop_all(names, transfer_id)
-        if registrations:
-            self._refuse_ranks(registrations, "P gave this request up", now)
-        elif not self._unwanted.take(names, now):
+        waiting = self._registrations.named(names, transfer_id)
+        is_unwanted, others = self._unwanted.take(names, now), self._prefilling.has(names)
+        if len(waiting) == 1 and not (held or others or is_unwanted):
+            self._refuse_ranks(self._registrations.pop_all(waiting[0]), GIVEN_UP, now)
+        elif waiting or others:
+            self._doubt(waiting, GIVEN_UP, now)
+            self._missed.add(_lasting(names, transfer_id), now)
+        elif not is_unwanted:
             self._failed.add(_lasting(names, transfer_id), now)
 
     def forget(self, request_id: str) -> None:
         """Its lease has ended: there is nothing to offer any more."""
+        self._prefilling.remove(request_id)
         self._offers.pop(request_id, None)
         self._offer_names.remove(request_id)
 
     def request_of(self, name: str) -> str:
         """P's own id of what a decode engine calls `name`, for heartbeats; else `name`."""
-        return self._offer_names.find(names_of(name, transfer_id=name)) or name
+        return next(iter(self._offer_names.find(names_of(name, transfer_id=name))), name)
 
     def step(self, now: float) -> None:
         for registered in self._unchecked:
@@ -257,13 +288,30 @@ class PushWriter:
         for registered in self._registrations.pop_due(now):
             # D asks again if it still waits, and then gets a new time.
             logger.debug("push to %s: timed out", registered.message.request_id)
+        for registered, doubt in self._registrations.doubtful(now):
+            self._resolve(registered, doubt, now)
         for held in [held for held in self._offers.values() if held.request is not None]:
             if held.deadline <= now:
                 self._close(held, now)
 
-    def _offer_named(self, names: tuple[str, ...]) -> Held | None:
-        request_id = self._offer_names.find(names)
-        return None if request_id is None else self._offers[request_id]
+    def _doubt(self, waiting: list[list[Registered]], reason: str, now: float) -> None:
+        """Its own offer may come yet: several requests may have one name."""
+        for registered in chain.from_iterable(waiting):
+            registered.doubt = registered.doubt or Doubt(reason, now + DOUBT_SECONDS)
+
+    def _resolve(self, registered: Registered, doubt: Doubt, now: float) -> None:
+        if registered.key not in self._registrations:
+            return  # Refused with another rank's.
+        if self._prefilling.has(registered.names):
+            registered.doubt = doubt._replace(until=now + DOUBT_SECONDS)
+        else:
+            ranks = self._registrations.pop_ranks(registered)
+            self._refuse_ranks(ranks, doubt.reason, now)
+
+    def _offers_named(self, names: tuple[str, ...]) -> list[Held]:
+        """Those that are being written first: other ranks of the same request may join them."""
+        offers = [self._offers[request_id] for request_id in self._offer_names.find(names)]
+        return sorted(offers, key=lambda held: held.request is None)
 
     def _match(self, held: Held, registered: Registered, now: float) -> None:
         if held.request is None and not self._begin(held, registered, now):

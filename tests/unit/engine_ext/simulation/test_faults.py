@@ -354,6 +354,89 @@ def test_two_attempts_with_one_request_id_are_told_apart_by_their_transfer() -> 
     pair.assert_all_ended()
 
 
+NAMESAKES = {"a": 7, "b": 8}
+"""Two clients that chose the same X-Request-Id: P's leg of each, and its prompt."""
+
+
+@pytest.mark.parametrize("registers", ["before", "after"])
+@pytest.mark.parametrize("order", ["ab", "ba"])
+@pytest.mark.parametrize("number", [7, 8])
+def test_of_two_requests_of_one_name_each_is_written_its_own(
+    number: int, order: str, registers: str
+) -> None:
+    """With the same prompt or another."""
+    pair = Pair("push", registration_timeout=480.0)
+    assert pair.is_served()
+    prompts = {"a": tokens(7), "b": tokens(number)}
+    legs = {c: pair.prefiller.prefill(f"cmpl-x-0-0000000{c}", prompts[c]) for c in "ab"}
+    finishing = [legs[c] for c in order]
+    if registers == "after":
+        for leg in finishing:
+            pair.prefiller.finish(leg)
+    for c in "ab":
+        assert pair.decoder.decode(f"cmpl-x-0-{c * 8}", prompts[c], pair.where("x"))
+        pair.world.pass_time(0.2)
+    if registers == "before":
+        for leg in finishing:
+            pair.world.pass_time(20.0)
+            pair.prefiller.finish(leg)
+    pair.world.pass_time(2.0)
+    assert pair.decoder.outcomes["cmpl-x-0-aaaaaaaa"]
+    assert pair.decoder.outcomes["cmpl-x-0-bbbbbbbb"]
+    pair.assert_all_ended()
+
+
+@pytest.mark.parametrize("first", ["offer", "registration"])
+def test_a_registration_of_another_prompt_ends_within_seconds_and_costs_the_right_one_nothing(
+    first: str,
+) -> None:
+    pair = Pair("push", registration_timeout=480.0)
+    assert pair.is_served()
+    leg = pair.prefiller.prefill("cmpl-x-0-0000000a", tokens(7))
+    if first == "offer":
+        pair.prefiller.finish(leg)
+    pair.decoder.decode("cmpl-x-0-0000000e", tokens(8), pair.where("x"))
+    pair.world.pass_time(0.5)
+    if first == "registration":
+        pair.prefiller.finish(leg)
+    pair.world.until(lambda: "cmpl-x-0-0000000e" in pair.decoder.outcomes, within=10.0)
+    assert not pair.decoder.outcomes["cmpl-x-0-0000000e"]
+    pair.decoder.decode("cmpl-x-0-0000000d", tokens(7), pair.where("x"))
+    pair.world.pass_time(1.0)
+    assert pair.decoder.outcomes["cmpl-x-0-0000000d"]
+    pair.assert_all_ended()
+
+
+@pytest.mark.parametrize("cancelled", ["before it registers", "after it has registered"])
+@pytest.mark.parametrize("name", NAMESAKES)
+def test_of_two_requests_of_one_name_the_one_that_p_gives_up_costs_the_other_nothing(
+    name: str, cancelled: str
+) -> None:
+    pair = Pair("push", registration_timeout=480.0)
+    assert pair.is_served()
+    legs = {
+        c: pair.prefiller.prefill(f"cmpl-x-0-0000000{c}", tokens(number))
+        for c, number in NAMESAKES.items()
+    }
+    pair.world.pass_time(0.5)
+    given_up = legs.pop(name)
+    if cancelled == "before it registers":
+        pair.prefiller.abort(given_up)
+        pair.world.pass_time(0.5)
+    for c, number in NAMESAKES.items():
+        assert pair.decoder.decode(f"cmpl-x-0-{c * 8}", tokens(number), pair.where("x"))
+        pair.world.pass_time(0.5)
+    if cancelled == "after it has registered":
+        pair.prefiller.abort(given_up)
+    pair.world.pass_time(20.0)
+    (leg,) = legs.values()
+    pair.prefiller.finish(leg)
+    pair.world.pass_time(10.0)
+    outcomes = {c: pair.decoder.outcomes[f"cmpl-x-0-{c * 8}"] for c in NAMESAKES}
+    assert outcomes == {c: c in legs for c in NAMESAKES}
+    pair.assert_all_ended()
+
+
 @pytest.mark.parametrize("end", ["written", "withdrawn"])
 def test_a_registration_that_comes_again_after_its_end_is_never_written(end: str) -> None:
     """Its blocks are others' by then, and another attempt of the request offers its KV."""
