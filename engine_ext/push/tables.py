@@ -164,6 +164,11 @@ class NameTable(Generic[K]):
         found = (key for name in names for key in reversed(self._keys_of.get(name, {})))
         return list(dict.fromkeys(found))
 
+    def oldest(self, names: tuple[str, ...]) -> K | None:
+        """By the most certain name, the first one to claim it."""
+        keys = next((self._keys_of[name] for name in names if name in self._keys_of), ())
+        return next(iter(keys), None)
+
     def remove(self, key: K) -> None:
         for name in self._names.pop(key, ()):
             del self._keys_of[name][key]
@@ -172,7 +177,8 @@ class NameTable(Generic[K]):
 
 
 class Tombstones:
-    """Names of what ended without its counterpart. Bounded by age and number."""
+    """Names of what ended without its counterpart, for so many seconds where `add` says no other.
+    Bounded by number, too."""
 
     LIMIT = 8192
 
@@ -180,9 +186,9 @@ class Tombstones:
         self._seconds = seconds
         self._until: OrderedDict[str, float] = OrderedDict()
 
-    def add(self, names: tuple[str, ...], now: float) -> None:
+    def add(self, names: tuple[str, ...], now: float, seconds: float | None = None) -> None:
         for name in names:
-            self._until[name] = now + self._seconds
+            self._until[name] = now + (self._seconds if seconds is None else seconds)
             self._until.move_to_end(name)
         while len(self._until) > self.LIMIT:
             self._until.popitem(last=False)

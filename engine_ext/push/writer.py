@@ -61,6 +61,9 @@ DIFFERENT = "the two engines' prompts differ"
 DOUBT_SECONDS = 5.0
 """A registration whose offer seems to have been another's, or to be gone, is refused after so long,
 unless P prefills a request of the same name by then."""
+LATE_SECONDS = 5.0
+"""What P offers so soon after D has withdrawn a request of that name, of which P knew nothing yet,
+is taken for that request's; what comes later is another attempt's."""
 RECHECK_SECONDS = 5.0
 """An engine is met anew no more often than this because of who registers in its name: without a
 secret, anybody can."""
@@ -133,7 +136,7 @@ class PushWriter:
         if not fitting:
             self._doubt(waiting, DIFFERENT, now)
         if not fitting and self._unwanted.take(names, now):
-            self._confirm(offer.request_id, now)
+            self._free_unwanted(offer, now)
             return
         held = self._offers[offer.request_id] = Held(offer)
         self._offer_names.add(offer.request_id, names)
@@ -235,9 +238,9 @@ class PushWriter:
             if key in self._registrations:
                 self._registrations.pop(key)
             self._answer(key, PushFailed(message.request_id, message.generation, "withdrawn"))
-        self._free_unwanted(message, sender, now)
+        self._leave_offer(message, sender, now)
 
-    def _free_unwanted(self, message: Withdraw, sender: str, now: float) -> None:
+    def _leave_offer(self, message: Withdraw, sender: str, now: float) -> None:
         names = names_of(message.request_id, message.transfer_id, message.remote_request_id)
         held = next((one for one in self._offers_named(names) if one.is_for(message)), None)
         if held is not None and held.request is not None:
@@ -247,9 +250,27 @@ class PushWriter:
             return
         self._withdrawn.add((message.request_id,), now)
         if held is not None:
-            self._confirm(held.offer.request_id, now, sender)
+            self._free_unwanted(held.offer, now, sender)
         elif not self._failed.take(names, now):
-            self._unwanted.add(_lasting(names, message.transfer_id), now)
+            self._will_be_unwanted(names, message.transfer_id, now)
+
+    def _free_unwanted(self, offer: PushOffer, now: float, sender: str = "") -> None:
+        """Another attempt of the request may have been meant, and this one's D come yet."""
+        names = names_of(offer.request_id, offer.transfer_id)
+        self._missed.add(_lasting(names, offer.transfer_id), now)
+        self._confirm(offer.request_id, now, sender)
+
+    def _will_be_unwanted(
+        self, names: tuple[str, ...], transfer_id: str | None, now: float
+    ) -> None:
+        """D has withdrawn a request before P has offered it, or before it has come to P."""
+        prefilling = self._prefilling.oldest(names)
+        if transfer_id is not None:
+            self._unwanted.add(_lasting(names, transfer_id), now)
+        elif prefilling is not None:
+            self._unwanted.add((whole_id(prefilling),), now)
+        else:
+            self._unwanted.add(names, now, LATE_SECONDS)
 
     def cancel(self, request_id: str, now: float, transfer_id: str | None = None) -> None:
         """P's request was aborted, or its lease ended: whoever registers for it must hear."""

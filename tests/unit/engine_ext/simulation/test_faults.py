@@ -6,7 +6,13 @@ order is reported once, that no wrong KV is accepted and that no WRITE lands lat
 
 import pytest
 
-from engine_ext.wire.notifications import PushExtension, PushRegistered, encode_registration
+from engine_ext.wire.notifications import (
+    PushExtension,
+    PushRegistered,
+    Withdraw,
+    encode_extension,
+    encode_registration,
+)
 from tests.unit.engine_ext.simulation.pair import LONGEST, Pair, tokens
 from tests.unit.engine_ext.simulation.world import SimRequest, Weather
 
@@ -351,6 +357,78 @@ def test_two_attempts_with_one_request_id_are_told_apart_by_their_transfer() -> 
     pair.prefiller.finish(leg)
     pair.world.pass_time(1)
     assert pair.decoder.outcomes == {"cmpl-x-0-0000000d": False, "cmpl-x-0-0000000e": True}
+    pair.assert_all_ended()
+
+
+@pytest.mark.parametrize(("pause", "is_served"), [(30.0, True), (0.5, False)])
+def test_a_retry_after_an_attempt_that_never_reached_p_is_served_or_ends_soon(
+    pause: float, is_served: bool
+) -> None:
+    """Same X-Request-Id, no transfer_id, and a prefill that is faster than D. Soon after D has
+    withdrawn the first, P takes what it offers for the first's."""
+    pair = Pair("push", registration_timeout=480.0)
+    assert pair.is_served()
+    first = SimRequest("cmpl-x-0-0000000d", tokens(7), pair.where("x"))
+    pair.decoder.queue(first)
+    pair.world.pass_time(1.0)
+    pair.decoder.abort(first)
+    pair.world.pass_time(pause)
+    pair.prefiller.finish(pair.prefiller.prefill("cmpl-x-0-0000000b", tokens(7)))
+    pair.world.pass_time(0.2)
+    assert pair.decoder.decode("cmpl-x-0-0000000e", tokens(7), pair.where("x"))
+    pair.world.until(lambda: "cmpl-x-0-0000000e" in pair.decoder.outcomes, within=10.0)
+    assert pair.decoder.outcomes["cmpl-x-0-0000000e"] is is_served
+    pair.assert_all_ended()
+
+
+@pytest.mark.parametrize("comes", ["while it prefills", "when it has offered"])
+def test_a_decline_that_comes_during_the_next_attempt_does_not_leave_it_waiting(
+    comes: str,
+) -> None:
+    pair = Pair("push", registration_timeout=480.0)
+    network = pair.world.network
+    assert pair.is_served()
+    leg = pair.prefiller.prefill("cmpl-x-0-0000000b", tokens(7))
+    pair.world.pass_time(0.5)
+    if comes == "when it has offered":
+        pair.prefiller.finish(leg)
+        pair.world.pass_time(0.5)
+    late = encode_extension(Withdraw("cmpl-x-0-0000000d", 0, "x"))
+    network.deliver(pair.decoder.agent.name, pair.prefiller.agent.name, late)
+    pair.world.pass_time(0.5)
+    if comes == "while it prefills":
+        pair.prefiller.finish(leg)
+        pair.world.pass_time(0.5)
+    pair.decoder.decode("cmpl-x-0-0000000e", tokens(7), pair.where("x"))
+    pair.world.until(lambda: "cmpl-x-0-0000000e" in pair.decoder.outcomes, within=10.0)
+    pair.assert_all_ended()
+
+
+@pytest.mark.parametrize("declined", ["while P prefills", "when P has offered"])
+def test_a_request_declined_in_the_queue_is_served_when_it_is_tried_again(declined: str) -> None:
+    """The first attempt's blocks are free at once, and the second's registration waits for its
+    own, however long that takes."""
+    pair = Pair("push", registration_timeout=480.0)
+    assert pair.is_served()
+    leg = pair.prefiller.prefill("cmpl-x-0-0000000a", tokens(7))
+    first = pair.decoder.queue(SimRequest("cmpl-x-0-0000000d", tokens(7), pair.where("x")))
+    pair.world.pass_time(1.0)
+    if declined == "when P has offered":
+        pair.prefiller.finish(leg)
+        pair.world.pass_time(1.0)
+    pair.decoder.abort(first)
+    pair.world.pass_time(1.0)
+    if declined == "while P prefills":
+        pair.prefiller.finish(leg)
+        pair.world.pass_time(1.0)
+    assert not pair.prefiller.held
+    pair.decoder.decode("cmpl-x-0-0000000e", tokens(7), pair.where("x"))
+    pair.world.pass_time(3.0)
+    again = pair.prefiller.prefill("cmpl-x-0-0000000b", tokens(7))
+    pair.world.pass_time(30.0)
+    pair.prefiller.finish(again)
+    pair.world.pass_time(2.0)
+    assert pair.decoder.outcomes["cmpl-x-0-0000000e"]
     pair.assert_all_ended()
 
 
