@@ -14,6 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
+
 from engine_ext.base.clock import boottime
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.inspection import Inspection
@@ -248,7 +250,7 @@ class WorkerConnector:
             region_group_ids=[region.group for region in regions],
             region_names=[region.name for region in regions],
             region_mem_types=[region.mem_type for region in regions],
-            region_members=[[region.name] for region in regions],
+            region_members=msgspec.Raw(msgspec.msgpack.encode([[r.name] for r in regions])),
             disagg_ext=EXTENSION_VERSION,
             lease_extension=self._config.lease_extension,
             write_bound=self._config.write_bound,

@@ -26,10 +26,11 @@ import msgspec
 from engine_ext.base.access import Access, Secret
 from engine_ext.wire.errors import Rank, WireError
 from engine_ext.wire.handshake import (
+    MAX_REFUSAL_BYTES,
     HandshakePayload,
     Proof,
-    RefusedError,
     as_stock,
+    decode_challenge,
     decode_payload,
     decode_request,
     encode_refusal,
@@ -52,7 +53,7 @@ class Asker(NamedTuple):
     """A connection to the listener."""
 
     identity: bytes
-    """ZMQ's, of this connection alone."""
+    """Of this connection alone, and not to be guessed."""
     address: str
     """Numeric, as the socket knows it."""
 
@@ -100,9 +101,12 @@ class Answers:
         self._challenges = Challenges()
         self._plain = self._of_stock() if access.is_mixed else {}
 
+    def admit(self, address: str) -> bool:
+        return self._access.peers.admit(address) or address == self._own_address
+
     def to(self, request: bytes, asker: Asker, now: float) -> Answer:
         """Total: a refusal for what makes no sense."""
-        if not (self._access.peers.admit(asker.address) or asker.address == self._own_address):
+        if not self.admit(asker.address):
             return _refuse(f"{asker.address} is not one of this engine's allowed_peers")
         try:
             rank, proof = decode_request(request)
@@ -161,13 +165,13 @@ class Prover:
             return decode_payload(frames[0])
         if self._proof is not None:
             return self._verified(secret, self._proof, frames)
-        challenge, plain = _first_answer(frames[0])
+        challenge = decode_challenge(frames[0])
         if challenge is not None:
             self._proof = self._prove(secret, challenge)
             return encode_request(self._rank, self._proof)
-        if plain is None or not self._access.is_mixed:
-            raise WireError("handshake: the peer does not hold the shared secret")
-        return as_stock(plain)
+        if not self._access.is_mixed:
+            raise _not_a_holder()
+        return as_stock(decode_payload(frames[0]))
 
     def _prove(self, secret: Secret, challenge: bytes) -> Proof:
         unsigned = Proof(challenge, secrets.token_bytes(NONCE_BYTES), b"")
@@ -175,22 +179,17 @@ class Prover:
 
     @staticmethod
     def _verified(secret: Secret, proof: Proof, frames: list[bytes]) -> HandshakePayload:
-        payload = decode_payload(frames[0])
+        """What is not proven is not looked at, unless it is short: it may say why."""
         mac = frames[2] if len(frames) > 2 else b""
         if not hmac.compare_digest(mac, _answer_mac(secret, proof, frames[0])):
-            raise WireError("handshake: the peer does not hold the shared secret")
-        return payload
+            if len(frames[0]) <= MAX_REFUSAL_BYTES:
+                decode_challenge(frames[0])
+            raise _not_a_holder()
+        return decode_payload(frames[0])
 
 
-def _first_answer(message: bytes) -> tuple[bytes | None, HandshakePayload | None]:
-    """A challenge, and what stock would be told."""
-    try:
-        payload = decode_payload(message)
-    except RefusedError as refusal:
-        if refusal.challenge is None:
-            raise
-        return refusal.challenge, None
-    return payload.challenge, payload
+def _not_a_holder() -> WireError:
+    return WireError("handshake: the peer does not hold the shared secret")
 
 
 def _refuse(reason: str) -> Answer:

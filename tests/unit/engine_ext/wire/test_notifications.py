@@ -28,6 +28,10 @@ from tests.unit.engine_ext.wire.metadata import METADATA
 PAYLOAD = handshake.encode_payload(METADATA, {"model": "m"})
 
 
+def told(metadata: handshake.AgentMetadata) -> dict[str, Any]:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(metadata), type=dict[str, Any])
+
+
 def test_a_handshake_request_is_stocks_msgpack_tuple() -> None:
     assert msgspec.msgpack.decode(handshake.encode_request((0, 3))) == [b"get_meta_msg", 0, 3]
     assert handshake.decode_request(handshake.encode_request((0, 3))).rank == (0, 3)
@@ -42,7 +46,7 @@ def test_payload_has_the_two_keys_that_stock_reads() -> None:
 
 
 def test_metadata_of_a_newer_peer_with_more_keys_is_read() -> None:
-    inner = {**msgspec.to_builtins(METADATA), "agent_metadata": b"blob", "new": [1]}
+    inner = {**told(METADATA), "new": [1]}
     payload = handshake.HandshakePayload(
         compatibility_hash="h", agent_metadata_bytes=msgspec.msgpack.encode(inner)
     )
@@ -62,7 +66,7 @@ def test_metadata_of_a_newer_peer_with_more_keys_is_read() -> None:
     ],
 )
 def test_metadata_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
-    inner = {**msgspec.to_builtins(METADATA), "agent_metadata": b"", **change}
+    inner = {**told(METADATA), **change}
     payload = handshake.HandshakePayload(
         compatibility_hash="h", agent_metadata_bytes=msgspec.msgpack.encode(inner)
     )
