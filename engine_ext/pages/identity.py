@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
-import zmq
-
 from engine_ext.base.access import EVERYWHERE, OPEN, Access
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import PeerAddress
-from engine_ext.wire.dial import PeerRank, ZmqDialer
+from engine_ext.wire.dial import PeerRank, TcpDialer
 from engine_ext.wire.errors import CONNECTOR_VERSION, EXTENSION_VERSION, WireError
 from engine_ext.wire.handshake import HandshakePayload, decode_metadata
 
@@ -93,17 +91,17 @@ def installed_version(distribution: str) -> str:
 
 
 def _ranks(engine: Engine) -> list[dict[str, Any]]:
-    dialer = ZmqDialer(access=replace(engine.access, peers=EVERYWHERE))
+    dialer = TcpDialer(access=replace(engine.access, peers=EVERYWHERE))
     deadline = time.monotonic() + ANSWER_SECONDS
     try:
         return [_rank(engine, each, dialer, deadline) for each in engine.side_channels]
-    except (WireError, zmq.ZMQError) as error:
+    except WireError as error:
         raise IdentityError(f"handshake with this engine's own side channel: {error}") from None
     finally:
         dialer.close()
 
 
-def _rank(engine: Engine, at: SideChannel, dialer: ZmqDialer, deadline: float) -> dict[str, Any]:
+def _rank(engine: Engine, at: SideChannel, dialer: TcpDialer, deadline: float) -> dict[str, Any]:
     """The names are those of `kv_transfer_params`, where these have one."""
     payload = _shake_hands(at, dialer, deadline)
     metadata = decode_metadata(payload)
@@ -123,7 +121,7 @@ def _rank(engine: Engine, at: SideChannel, dialer: ZmqDialer, deadline: float) -
     }
 
 
-def _shake_hands(at: SideChannel, dialer: ZmqDialer, deadline: float) -> HandshakePayload:
+def _shake_hands(at: SideChannel, dialer: TcpDialer, deadline: float) -> HandshakePayload:
     handshake = dialer.dial(PeerRank(PeerAddress("self", at.host, at.port), 0))
     try:
         while (payload := handshake.receive()) is None:

@@ -19,7 +19,7 @@ from engine_ext.layout.plan import ALONE, PeerLayout, PlanError
 from engine_ext.layout.ranks import RankError, TensorRank
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
 from engine_ext.transfer.leases import NEVER
-from engine_ext.wire.dial import Dialer, Handshake, PeerRank, ZmqDialer
+from engine_ext.wire.dial import Dialer, Handshake, PeerRank, TcpDialer
 from engine_ext.wire.errors import EXTENSION_VERSION, WireError
 from engine_ext.wire.handshake import (
     AgentMetadata,
@@ -95,7 +95,7 @@ class Peers:
         self._stats = stats
         self._is_in_use = is_in_use
         self._ttl = config.unused_ttl
-        self._dialer = dialer or ZmqDialer(access=config.access)
+        self._dialer = dialer or TcpDialer(access=config.access)
         self._ready: dict[PeerRank, Ready] = {}
         self._next_round = NEVER
         self._connecting: dict[PeerRank, Connecting] = {}

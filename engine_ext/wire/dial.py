@@ -1,14 +1,9 @@
-"""How a handshake begins: names are looked up aside, so that one slow name delays no other peer.
-
-ZMQ itself would look them up in the one thread that serves all its connections.
-"""
+"""How a handshake begins: names are looked up aside, so that one slow name delays no other peer."""
 
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
-
-import zmq
+from typing import NamedTuple, Protocol
 
 from engine_ext.base.access import OPEN, Access, parse_address
 from engine_ext.base.types import PeerAddress
@@ -45,13 +40,12 @@ class Dialer(Protocol):
     def close(self) -> None: ...
 
 
-class ZmqDialer:
+class TcpDialer:
     """Its owner is one thread; lookups have one each, and are shared by those who wait for them."""
 
     def __init__(self, resolve: Resolve | None = None, access: Access = OPEN) -> None:
         self._resolve = resolve or _resolve
         self._access = access
-        self._context: zmq.Context[Any] = zmq.Context()
         self._lookups: dict[str, Lookup] = {}
 
     def dial(self, peer: PeerRank) -> Handshake:
@@ -71,10 +65,10 @@ class ZmqDialer:
         _, host, port, _ = peer.address
         if not self._access.peers.admit(address):
             raise WireError(f"{host} ({address}) is not one of this engine's allowed_peers")
-        return HandshakeClient(self._context, address, port, (0, peer.rank), self._access, host)
+        return HandshakeClient(address, port, (0, peer.rank), self._access, host)
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        """Handshakes are closed by those who began them."""
 
 
 class Lookup:

@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import zmq
 from nixl._api import nixl_agent, nixl_agent_config
 
 from engine_ext.base.types import Region
@@ -95,13 +94,11 @@ def agent_called(name: str) -> nixl_agent:
 
 def handshake(params: dict[str, Any]) -> HandshakePayload:
     """As a reader makes it, with the engine that these params name."""
-    context: zmq.Context[Any] = zmq.Context()
-    client = HandshakeClient(context, params["remote_host"], params["remote_port"], (0, 0))
+    client = HandshakeClient(params["remote_host"], params["remote_port"], (0, 0))
     try:
         payload = wait_for(client.receive, "the handshake is answered", 5)
     finally:
         client.close()
-        context.destroy(linger=0)
     assert payload is not None
     return payload
 

@@ -1,5 +1,6 @@
 """The owner thread's loop, stepped by hand: a fake agent, a fake clock, a real handshake."""
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -59,6 +60,13 @@ def remote_metadata(engine_id: str = "engine-p", extension: int | None = None) -
 def prefiller() -> Iterator[HandshakeServer]:
     """The side channel of a stock prefill engine."""
     yield from listening(remote_metadata())
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """A port where connections are taken and nothing is ever said."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        yield door.getsockname()[1]
 
 
 @pytest.fixture
@@ -174,16 +182,22 @@ def test_many_requests_to_one_engine_share_one_handshake(
     assert harness.stats.handshakes_ok == 1
 
 
-def test_a_dead_peer_fails_its_request_at_the_deadline_and_delays_no_other(
-    harness: Harness, prefiller: HandshakeServer
+def test_a_silent_peer_fails_its_request_at_the_deadline_and_delays_no_other(
+    harness: Harness, prefiller: HandshakeServer, silent: int
 ) -> None:
-    dead = source("p-dead", engine_id="dead", port=1)
+    dead = source("p-dead", engine_id="dead", port=silent)
     live = pull(source(port=prefiller.port), "d-live")
     harness.apply(StepMetadata(pulls=(pull(dead), live)))
     harness.step_until(lambda: harness.agent.transfers)
     assert not harness.results.take()
     harness.step(harness.config.handshake_timeout)
     assert harness.results.take() == FAILED
+
+
+def test_a_peer_that_is_not_there_fails_its_request_before_the_deadline(harness: Harness) -> None:
+    dead = source("p-dead", engine_id="dead", port=1)
+    harness.apply(StepMetadata(pulls=(pull(dead),)))
+    assert harness.results_after(lambda: harness.stats.handshakes_failed) == FAILED
 
 
 @pytest.mark.parametrize("method", ["add_remote", "prepare", "start_read"])
@@ -631,9 +645,9 @@ def test_a_holder_that_leaves_tells_every_reader_it_knows(harness: Harness) -> N
 
 
 def test_a_release_is_owed_until_it_was_sent_or_the_holder_is_known_dead(
-    harness: Harness, prefiller: HandshakeServer
+    harness: Harness, prefiller: HandshakeServer, silent: int
 ) -> None:
-    harness.apply(StepMetadata(declines=(source(port=prefiller.port), source(port=1))))
+    harness.apply(StepMetadata(declines=(source(port=prefiller.port), source(port=silent))))
     harness.step_until(lambda: harness.agent.sent)
     assert harness.loop.owes_messages
     harness.step(harness.config.handshake_timeout)

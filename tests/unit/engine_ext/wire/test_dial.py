@@ -8,7 +8,7 @@ import pytest
 
 from engine_ext.base.access import Access, parse_networks
 from engine_ext.base.types import PeerAddress
-from engine_ext.wire.dial import MAX_LOOKUPS, Handshake, PeerRank, ZmqDialer
+from engine_ext.wire.dial import MAX_LOOKUPS, Handshake, PeerRank, TcpDialer
 from engine_ext.wire.errors import WireError
 from engine_ext.wire.handshake import encode_payload
 from engine_ext.wire.listener import HandshakeServer
@@ -39,8 +39,8 @@ def names() -> Iterator[Names]:
 
 
 @pytest.fixture
-def dialer(names: Names) -> Iterator[ZmqDialer]:
-    made = ZmqDialer(names)
+def dialer(names: Names) -> Iterator[TcpDialer]:
+    made = TcpDialer(names)
     yield made
     made.close()
 
@@ -65,7 +65,7 @@ def answer(handshake: Handshake) -> bool:
     return True
 
 
-def test_a_name_that_takes_long_delays_no_other(dialer: ZmqDialer, names: Names, port: int) -> None:
+def test_a_name_that_takes_long_delays_no_other(dialer: TcpDialer, names: Names, port: int) -> None:
     slow = dialer.dial(at("p", "slow", port))
     assert answer(dialer.dial(at("p", "quick", port)))
     assert answer(dialer.dial(at("p", "127.0.0.1", port)))
@@ -75,7 +75,7 @@ def test_a_name_that_takes_long_delays_no_other(dialer: ZmqDialer, names: Names,
 
 
 def test_a_name_that_does_not_exist_is_an_error_in_words(
-    dialer: ZmqDialer, names: Names, port: int
+    dialer: TcpDialer, names: Names, port: int
 ) -> None:
     handshake = dialer.dial(at("p", "nobody", port))
     names.may_answer.set()
@@ -84,7 +84,7 @@ def test_a_name_that_does_not_exist_is_an_error_in_words(
 
 
 def test_those_who_wait_for_one_name_share_its_lookup(
-    dialer: ZmqDialer, names: Names, port: int
+    dialer: TcpDialer, names: Names, port: int
 ) -> None:
     handshakes = [dialer.dial(at(f"p{i}", "slow", port)) for i in range(5)]
     names.may_answer.set()
@@ -92,7 +92,7 @@ def test_those_who_wait_for_one_name_share_its_lookup(
     assert names.asked == ["slow"]
 
 
-def test_lookups_under_way_are_bounded(dialer: ZmqDialer, port: int) -> None:
+def test_lookups_under_way_are_bounded(dialer: TcpDialer, port: int) -> None:
     for number in range(MAX_LOOKUPS):
         dialer.dial(at("p", f"slow-{number}", port))
     with pytest.raises(WireError, match="looked up already"):
@@ -100,7 +100,7 @@ def test_lookups_under_way_are_bounded(dialer: ZmqDialer, port: int) -> None:
 
 
 def test_a_name_that_no_resolver_takes_is_an_error(port: int) -> None:
-    dialer = ZmqDialer()
+    dialer = TcpDialer()
     handshake = dialer.dial(at("p", "a" * 70 + ".x", port))
     with pytest.raises(WireError, match="host a"):
         answer(handshake)
@@ -111,7 +111,7 @@ def test_a_name_that_turns_out_to_be_outside_of_the_allowed_peers_is_not_dialled
     names: Names, port: int
 ) -> None:
     access = Access(peers=parse_networks("allowed_peers", ["192.0.2.0/24"]))
-    dialer = ZmqDialer(names, access)
+    dialer = TcpDialer(names, access)
     try:
         handshake = dialer.dial(at("p", "quick", port))
         with pytest.raises(WireError, match=r"quick \(127\.0\.0\.1\) is not one of"):

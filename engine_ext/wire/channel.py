@@ -1,0 +1,61 @@
+"""A ZMTP connection over a non-blocking TCP socket."""
+
+import socket
+
+from engine_ext.wire.zmtp import Session
+
+MAX_PIECES = 64
+"""Handed to the kernel at once; Linux takes 1,024."""
+
+
+class Channel:
+    """Owns its socket. Methods never block, and raise OSError when the connection is over."""
+
+    def __init__(self, connection: socket.socket, session: Session, chunk: int) -> None:
+        """`chunk`: bytes that are read at once, and so the most that a read can cost."""
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connection
+        self.session = session
+        self._chunk = chunk
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self.session.outgoing)
+
+    @property
+    def num_bytes_kept(self) -> int:
+        return self.session.num_kept + sum(map(len, self.session.outgoing))
+
+    def read(self) -> None:
+        """What has arrived, at most one chunk of it."""
+        try:
+            data = self.socket.recv(self._chunk)
+        except (BlockingIOError, InterruptedError):
+            return
+        if not data:
+            raise ConnectionAbortedError("the peer closed the connection")
+        self.session.feed(data)
+
+    def flush(self) -> None:
+        """As much as the kernel takes."""
+        outgoing = self.session.outgoing
+        try:
+            while outgoing:
+                self._sent(self.socket.sendmsg([outgoing[i] for i in range(self._num_pieces())]))
+        except (BlockingIOError, InterruptedError):
+            return
+
+    def close(self) -> None:
+        self.session.outgoing.clear()
+        self.socket.close()
+
+    def _num_pieces(self) -> int:
+        return min(len(self.session.outgoing), MAX_PIECES)
+
+    def _sent(self, count: int) -> None:
+        outgoing = self.session.outgoing
+        while outgoing and count >= len(outgoing[0]):
+            count -= len(outgoing.popleft())
+        if count:
+            outgoing[0] = outgoing[0][count:]
