@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 logger.addFilter(Seldom())
 
 MAX_CONNECTING = 256
+MAX_CONNECTING_THERE = 32
+"""With one host; more wait for their turn. One request may name an engine of 64 ranks that nobody
+has ever seen."""
 MAX_PEERS = 4096
 EVICTION_SECONDS = 60.0
 
@@ -135,7 +138,7 @@ class Peers:
             return ready.handle
         if peer in self._failed:
             raise PeerError(self._failed[peer])
-        if peer not in self._connecting:
+        if peer not in self._connecting and self._has_turn(address.host):
             self._start(peer, now)
         return None
 
@@ -216,6 +219,10 @@ class Peers:
                 step()
             except AgentError as error:
                 logger.warning("%s", error)
+
+    def _has_turn(self, host: str) -> bool:
+        there = sum(peer.address.host == host for peer in self._connecting)
+        return there < MAX_CONNECTING_THERE
 
     def _start(self, peer: PeerRank, now: float) -> None:
         if len(self._connecting) >= MAX_CONNECTING:

@@ -9,7 +9,7 @@ from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import CacheGeometry, ConnectorStats, EngineIdentity, PeerAddress
 from engine_ext.transfer import peer as peers_module
 from engine_ext.transfer.agent import PeerHandle
-from engine_ext.transfer.peer import PeerError, Peers
+from engine_ext.transfer.peer import MAX_CONNECTING_THERE, PeerError, Peers
 from engine_ext.wire.dial import PeerRank
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import (
@@ -63,6 +63,7 @@ def payload_of(engine_id: str) -> HandshakePayload:
 class Known:
     agent: FakeAgent
     peers: Peers
+    dialer: Everybody
     in_use: list[PeerHandle]
 
     def meet(self, engine_id: str, now: float = 0.0, host: str = "10.0.0.1") -> PeerHandle:
@@ -76,7 +77,7 @@ class Known:
 
 @pytest.fixture
 def known() -> Known:
-    agent, in_use = FakeAgent(), list[PeerHandle]()
+    agent, dialer, in_use = FakeAgent(), Everybody(), list[PeerHandle]()
     peers = Peers(
         agent,
         ConnectorConfig(engine_id="us", engine_ttl=TTL),
@@ -85,9 +86,9 @@ def known() -> Known:
         EngineIdentity("us", "10.0.0.9", 5600, compat_factors=FACTORS),
         ConnectorStats(),
         is_in_use=lambda handle: any(handle is one for one in in_use),
-        dialer=Everybody(),
+        dialer=dialer,
     )
-    return Known(agent, peers, in_use)
+    return Known(agent, peers, dialer, in_use)
 
 
 @pytest.mark.parametrize("step", ["prepare", "notify"])
@@ -142,6 +143,27 @@ def test_handshakes_under_way_are_bounded(known: Known, monkeypatch: pytest.Monk
     known.peers.step(100)
     known.peers.step(101)
     assert known.meet("p", 102)
+
+
+def test_handshakes_with_one_host_wait_for_their_turn_and_for_no_other_host(known: Known) -> None:
+    everybody = known.dialer
+    lost = PeerAddress("silent", "10.0.0.1", 5600, tp_size=64)
+    assert known.peers.connect_all(lost, 0) is None
+    assert known.peers.num_connecting == MAX_CONNECTING_THERE
+    assert known.peers.connect(PeerAddress("p", "10.0.0.1", 5600), 0) is None
+    assert len(everybody.dialled) == MAX_CONNECTING_THERE
+    assert known.meet("p", host="10.0.0.2")
+    known.peers.step(100)
+    assert known.meet("p", 100)
+
+
+def test_more_engines_on_one_host_than_have_a_turn_are_met_in_two_rounds(known: Known) -> None:
+    engines = [PeerAddress(f"p{i}", "10.0.0.1", 5600 + i) for i in range(MAX_CONNECTING_THERE + 8)]
+    for met in (MAX_CONNECTING_THERE, len(engines)):
+        for address in engines:
+            known.peers.connect(address, 0)
+        known.peers.step(0)
+        assert known.peers.num_ready == met
 
 
 def test_engines_are_bounded_and_the_one_left_alone_longest_makes_room(
