@@ -5,7 +5,7 @@
 #     scripts/gpu_check.sh            figures go to ${OUT:-build/gpu}
 #
 # Without network, put the wheels that are missing into ./.whl beforehand, on a machine with the
-# same Python: pip download -d .whl -c constraints.txt nixl msgspec pyzmq
+# same Python: pip download -d .whl -c constraints.txt nixl msgspec
 #
 # NOT YET RUN on a GPU: none was at hand when this was written. The same steps pass on a CPU:
 #
@@ -14,7 +14,7 @@ set -eu
 cd "$(dirname "$0")/.."
 DEVICE="${DEVICE:-cuda}"
 OUT="${OUT:-build/gpu}"
-MODULES="nixl msgspec zmq numpy torch tokenizers safetensors jinja2 fastapi uvicorn uvloop httptools orjson"
+MODULES="nixl msgspec numpy torch tokenizers safetensors jinja2 fastapi uvicorn uvloop httptools orjson"
 
 fail() {
     echo "gpu_check: error: $1" >&2
@@ -33,9 +33,8 @@ missing() {
 import importlib.util
 import sys
 
-packages = {"zmq": "pyzmq"}
 absent = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
-print(" ".join(packages.get(name, name) for name in absent))
+print(" ".join(absent))
 END
 }
 

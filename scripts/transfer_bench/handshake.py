@@ -79,7 +79,7 @@ class Spent:
     """Milliseconds."""
 
     total: float
-    zmq: float
+    side_channel: float
     """Until the reply was there and checked, waking the owner thread included."""
     add_remote: float
     prepare: float
@@ -144,7 +144,7 @@ def _row(count: int, words: str, spent: list[Spent]) -> Row:
     total = Sample.of([one.total for one in spent])
     figures = {
         "total_ms": total.median,
-        "zmq_ms": Sample.of([one.zmq for one in spent]).median,
+        "side_channel_ms": Sample.of([one.side_channel for one in spent]).median,
         "add_remote_ms": Sample.of([one.add_remote for one in spent]).median,
         "prepare_ms": Sample.of([one.prepare for one in spent]).median,
         "hello_ms": Sample.of([one.hello for one in spent]).median,
