@@ -19,7 +19,7 @@ from collections import deque
 from engine_ext.base.access import OPEN, Access, read_secret
 from engine_ext.base.types import PeerAddress
 from engine_ext.wire import notifications as wire
-from engine_ext.wire.dial import Handshake, PeerRank, ZmqDialer
+from engine_ext.wire.dial import Handshake, PeerRank, TcpDialer
 from engine_ext.wire.errors import WireError
 from engine_ext.wire.handshake import AgentMetadata, decode_metadata
 from tests.integration.stranger import GARBAGE, agent_called, forged, registration
@@ -38,7 +38,7 @@ GARBAGE_SHARE = 0.25
 class Victim:
     """An engine at a known port, whichever it is at the moment."""
 
-    def __init__(self, port: int, dialer: ZmqDialer) -> None:
+    def __init__(self, port: int, dialer: TcpDialer) -> None:
         self.port = port
         self._metadata: AgentMetadata | None = None
         self._dialer = dialer
@@ -108,7 +108,7 @@ class Voice:
 
 class Forger:
     def __init__(self, access: Access, ports: list[int]) -> None:
-        dialer = ZmqDialer(access=access)
+        dialer = TcpDialer(access=access)
         self.num_sent = 0
         self._is_open = access.secret is None
         self._victims = [Victim(port, dialer) for port in ports]
