@@ -44,7 +44,7 @@ from tests.integration.memory_engine import (
 from tests.integration.processes import wait_for
 from tests.integration.stranger import GARBAGE, agent_called, forged, handshake, registration
 from tests.integration.stranger import stranger as agent_of_a_stranger
-from tests.unit.engine_ext.core.fakes import Request
+from tests.unit.engine_ext.core.fakes import Request, told
 
 T = TypeVar("T")
 
@@ -369,18 +369,23 @@ def test_a_decoder_takes_a_forged_end_of_a_push_for_true_unless_there_is_a_secre
 def test_a_decoder_reads_what_a_stranger_has_for_it_unless_there_is_a_secret(
     engines: Engines, stranger: Stranger
 ) -> None:
-    params = {
-        **engines.params,
-        "remote_engine_id": "stranger",
-        "remote_host": stranger.host,
-        "remote_port": stranger.port,
-    }
+    params = told_by(stranger, engines)
     assert load(engines, params)
     ended = results_of(engines.decoder, stranger)
     assert ended.finished_recving == {"d-1"}
     assert (not ended.failed_recving) == engines.is_open
     assert (engines.decoder.cache[:, 1:] == 66).all() == engines.is_open
     assert engines.decoder.cache.any() == engines.is_open
+
+
+def told_by(stranger: Stranger, engines: Engines) -> dict[str, Any]:
+    """Who can lie about where the blocks are can make the proof fit."""
+    return told(
+        engines.params,
+        remote_engine_id="stranger",
+        remote_host=stranger.host,
+        remote_port=stranger.port,
+    )
 
 
 INSIDE = Access(peers=parse_networks("allowed_peers", ["127.0.0.1"]))
@@ -392,12 +397,7 @@ def test_an_address_outside_is_dialled_unless_allowed_peers_says_not(
 ) -> None:
     """The whole of 127/8 is this machine."""
     outside = Stranger(ports[2], host="127.0.0.2")
-    params = {
-        **engines.params,
-        "remote_engine_id": "stranger",
-        "remote_host": outside.host,
-        "remote_port": outside.port,
-    }
+    params = told_by(outside, engines)
     try:
         is_followed = load(engines, params)
         assert is_followed == (access is OPEN)
