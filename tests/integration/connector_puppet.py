@@ -17,7 +17,9 @@ from engine_ext.transfer.agent import PeerHandle, Transfer, TransferState
 from tests.integration.memory_engine import BLOCK_SIZE, BLOCKS, Memory, WatchedAgent, contents
 from tests.unit.engine_ext.core.fakes import Request
 
-BLOCK_BYTES = 1 << 18
+BLOCK_BYTES = 1 << 19
+"""Sixteen megabytes in half a cache: more than the kernel's buffers of a young connection hold, so
+that a transfer is not over before anybody has looked."""
 """A transfer of half the cache is much more than the sockets of a connection hold."""
 HALVES = {"first": tuple(range(1, BLOCKS // 2)), "second": tuple(range(BLOCKS // 2, BLOCKS))}
 CANARY = 0xAA
