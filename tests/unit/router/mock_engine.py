@@ -127,7 +127,7 @@ class MockEngine:
     usual: Script
     scripts: list[Script] = field(default_factory=list)
     requests: list[Received] = field(default_factory=list)
-    identity: dict[str, Any] | None = None
+    identity: dict[str, Any] | bytes | None = None
     models: list[str] = field(default_factory=lambda: ["m"])
     healthy: bool = True
     probes: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections import Counter
 
 import httpx
@@ -9,6 +11,7 @@ import pytest
 
 from router.app import build
 from router.fleet.engine import Role
+from router.fleet.probes import ANSWER_LIMIT
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
 from tests.unit.router.mock_engine import (
@@ -83,6 +86,56 @@ async def test_one_failed_probe_is_forgiven_and_two_are_not(router: Router, d: M
     d.healthy = False
     await eventually(lambda: router.gateway.fleet.missing())
     assert "/health says 503" in (await router.client.get("/ready")).text
+
+
+@pytest.mark.parametrize(
+    "identity",
+    [
+        b"[" * 100_000,
+        b"no json",
+        b"7",
+        b'{"capabilities": 7}',
+        b'{"capabilities": [[], {}]}',
+        b"x" * (ANSWER_LIMIT + 1),
+    ],
+)
+async def test_no_answer_of_an_engine_ends_the_probing(
+    router: Router, p: MockEngine, d: MockEngine, identity: bytes
+) -> None:
+    p.identity = identity
+    for engine in router.gateway.fleet.engines:
+        engine.learned.wanted = True
+    await eventually(lambda: router.gateway.fleet.engines[0].learned.asked or p.probes > 3)
+    before = p.probes, d.probes
+    await eventually(lambda: p.probes > before[0] + 1 and d.probes > before[1] + 1)
+    assert not router.gateway.fleet.missing()
+    d.healthy = False
+    await eventually(lambda: router.gateway.fleet.missing())
+
+
+async def test_a_probe_has_one_deadline_for_all_of_it(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    """It answers a byte at a time, each of them in time."""
+    has_ended = asyncio.Event()
+    dripping: list[asyncio.Task[None] | None] = []
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        dripping.append(asyncio.current_task())
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
+        while not has_ended.is_set() and not writer.is_closing():
+            writer.write(b"x")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(has_ended.wait(), 0.05)
+        writer.transport.abort()
+
+    router = await start_router(ps=[p], ds=[d], health_timeout=0.3)
+    port = d.port
+    await d.stop()
+    async with await asyncio.start_server(drip, "127.0.0.1", port):
+        await eventually(lambda: "TimeoutError" in "".join(router.gateway.fleet.missing().values()))
+        has_ended.set()
+        await asyncio.gather(*filter(None, dripping))
 
 
 async def test_engines_not_probed_yet_are_asked(p: MockEngine, d: MockEngine, front: str) -> None:
