@@ -1,9 +1,11 @@
 """What the connector costs the engine's thread: CPU per step, and per request."""
 
+import base64
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from engine_ext.base.proof import bound_to
 from engine_ext.base.types import FinishStatus
 from scripts.bench.ports import free_ports
 from scripts.transfer_bench.actor import Actor
@@ -82,7 +84,7 @@ class SteppedEngine(BenchEngine):
 
     def _decode_request(self, request_id: str, num_blocks: int) -> int:
         self._prefill_request(request_id, num_blocks)
-        params = {**(self._params or {}), "remote_engine_id": "another"}
+        params = _told_by("another", self._params or {})
         blocks = tuple(range(num_blocks))
         request = BenchRequest(request_id, params, num_blocks * BLOCK_SIZE)
         scheduler = self.connector.scheduler
@@ -93,6 +95,13 @@ class SteppedEngine(BenchEngine):
         scheduler.request_finished(request, (blocks,), FinishStatus.STOPPED)
         scheduler.build_connector_meta()
         return time.thread_time_ns() - started
+
+
+def _told_by(engine_id: str, params: dict[str, Any]) -> dict[str, Any]:
+    """As that engine would have told it."""
+    params = {**params, "remote_engine_id": engine_id}
+    binding = base64.b64encode(bound_to(params)).decode()
+    return {**params, "prefix_proof": {**params["prefix_proof"], "b": binding}}
 
 
 def _cpu(step: Callable[[], None], count: int) -> float:
