@@ -178,7 +178,10 @@ class SchedulerConnector:
 
     def update_connector_output(self, results: TransferResults) -> TransferResults:
         """Returns what the host is to act upon: not the loads of requests that are fenced, whose
-        blocks it keeps until they come in `finished_sending`."""
+        blocks it keeps until they come in `finished_sending`. Called in every step, as a rule with
+        nothing."""
+        if not results:
+            return results
         fenced = {name for name in results.finished_recving if self._loads.is_fenced(name)}
         for request_id in results.finished_recving:
             self._loads.reported(request_id, failed=request_id in results.failed_recving)
