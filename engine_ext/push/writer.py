@@ -18,36 +18,32 @@ written by writes.py, and our blocks are kept until that has ended.
 """
 
 import logging
-from collections import OrderedDict
 from itertools import chain
 
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.seldom import Seldom
-from engine_ext.base.types import Clock, ConnectorStats, PeerAddress, PushOffer
-from engine_ext.layout.plan import PlanError
-from engine_ext.layout.ranks import RankError, TensorRank
+from engine_ext.base.types import Clock, ConnectorStats, PushOffer
+from engine_ext.layout.ranks import TensorRank
+from engine_ext.push.checks import TOO_MANY, Checks
 from engine_ext.push.names import names_of, whole_id
+from engine_ext.push.replies import Replies
 from engine_ext.push.tables import (
     Doubt,
     Held,
     NameTable,
-    Outcomes,
     Registered,
-    RegisteredByKey,
     RegistrationKey,
     RegistrationTable,
     Tombstones,
     _lasting,
 )
-from engine_ext.push.writes import Writes, Writing, rank_of
+from engine_ext.push.writes import Writes, Writing
 from engine_ext.transfer.agent import Agent
-from engine_ext.transfer.leases import NEVER, LeaseTable
-from engine_ext.transfer.peer import PeerError, Peers
+from engine_ext.transfer.leases import LeaseTable
+from engine_ext.transfer.peer import Peers
 from engine_ext.transfer.readers import Readers
 from engine_ext.transfer.results import Results
 from engine_ext.wire.notifications import (
-    PushDone,
-    PushFailed,
     PushRegistered,
     Withdraw,
 )
@@ -55,7 +51,6 @@ from engine_ext.wire.notifications import (
 logger = logging.getLogger(__name__)
 logger.addFilter(Seldom())
 
-TOO_MANY = "too many registrations wait here"
 GIVEN_UP = "P gave this request up"
 DIFFERENT = "the two engines' prompts differ"
 DOUBT_SECONDS = 5.0
@@ -64,10 +59,6 @@ unless P prefills a request of the same name by then."""
 LATE_SECONDS = 5.0
 """What P offers so soon after D has withdrawn a request of that name, of which P knew nothing yet,
 is taken for that request's; what comes later is another attempt's."""
-RECHECK_SECONDS = 5.0
-"""An engine is met anew no more often than this because of who registers in its name: without a
-secret, anybody can."""
-MAX_RECHECKED = 4096
 
 
 class PushWriter:
@@ -83,9 +74,6 @@ class PushWriter:
         stats: ConnectorStats,
         clock: Clock,
     ) -> None:
-        self._agent = agent
-        self._peers = peers
-        self._readers = readers
         self._leases = leases
         self._results = results
         self._config = config
@@ -96,7 +84,6 @@ class PushWriter:
         """Requests that will be offered, or cancelled."""
         self._offers: dict[str, Held] = {}
         self._offer_names: NameTable[str] = NameTable()
-        self._unchecked = RegisteredByKey()
         self._registrations = RegistrationTable()
         self._failed = Tombstones(config.push_deadline)
         self._unwanted = Tombstones(config.push_deadline)
@@ -104,9 +91,8 @@ class PushWriter:
         """Of offers that are gone: a registration of such a name may have come for one of them."""
         self._withdrawn = Tombstones(config.push_deadline)
         """D's ids: of its ranks' withdrawals, one frees our blocks."""
-        self._outcomes = Outcomes()
-        self._rechecked: OrderedDict[PeerAddress, float] = OrderedDict()
-        """When engines were last met anew, the one longest ago first."""
+        self._replies = Replies(readers, stats)
+        self._checks = Checks(peers, config.access.peers, us, self._replies, self._welcome)
         self._writes = Writes(agent, peers, config, us, clock, self._ended)
 
     @property
@@ -117,7 +103,7 @@ class PushWriter:
     @property
     def num_waiting(self) -> int:
         """Offers and registrations without their counterpart."""
-        return len(self._offers) + len(self._registrations) + len(self._unchecked)
+        return len(self._offers) + len(self._registrations) + len(self._checks)
 
     def expect(self, request_id: str) -> None:
         """P has a request that somebody may register for."""
@@ -147,60 +133,13 @@ class PushWriter:
         deadline = self._deadline(message, now)
         trusts = self._config.trust_request_ids
         registered = Registered(message, sender, deadline, now, trusts_request_ids=trusts)
-        key = registered.key
-        if registered.deadline <= now or self._registrations.refresh(registered):
+        if registered.deadline <= now:
             return
-        if self._unchecked.refresh(registered):
-            return
-        if self._writes.refresh(registered):
-            return
-        if message.disagg is not None and (answer := self._outcomes.find(key)) is not None:
-            self._readers.answer(sender, answer)
-            return
-        if not self._config.access.peers.may_admit(message.decode_host):
-            self._refuse(registered, f"{message.decode_host} is not one of our allowed_peers")
-        elif not self._unchecked.has_room_for(registered):
-            self._refuse(registered, TOO_MANY)
-        else:
-            self._unchecked.add(registered)
-            self._check(registered, now)
-
-    def _check(self, registered: Registered, now: float) -> None:
-        """A registration counts from the very agent that would be written to: the one that answers
-        our handshake where the registration says."""
-        try:
-            rank = rank_of(registered.message, self._us)
-            peer = self._peers.connect(registered.address, now, rank)
-            is_theirs = peer is not None and peer.name == registered.sender
-            if peer is not None and is_theirs:
-                peer.layout.check_registered(registered.message.local_block_ids)
-        except (PeerError, PlanError, RankError) as error:
-            self._unchecked.pop(registered.key)
-            self._refuse(registered, str(error))
-            return
-        is_open = peer is None or (not is_theirs and self._waits_for_recheck(registered, now))
-        if is_open and registered.deadline > now:
-            return
-        self._unchecked.pop(registered.key)
-        if is_theirs:
-            self._welcome(registered, now)
-        else:
-            logger.warning("ignored a registration by another agent than it is for")
-
-    def _waits_for_recheck(self, registered: Registered, now: float) -> bool:
-        """Its agent may have come to the place of the one that we know. False: whoever is there was
-        met since it came, for this one or for another."""
-        address = registered.address
-        last = self._rechecked.get(address, NEVER)
-        if last >= registered.came_at:
-            return False
-        if now - last >= RECHECK_SECONDS:
-            self._rechecked[address] = max(now, registered.came_at)
-            self._rechecked.move_to_end(address)
-            if len(self._rechecked) > MAX_RECHECKED:
-                self._rechecked.popitem(last=False)
-            self._peers.forget(address)
-        return True
+        for known in (self._registrations, self._checks, self._writes):
+            if known.refresh(registered):
+                return
+        if message.disagg is None or not self._replies.repeat(registered.key):
+            self._checks.begin(registered, now)
 
     def _welcome(self, registered: Registered, now: float) -> None:
         offers = self._offers_named(registered.names)
@@ -212,7 +151,7 @@ class PushWriter:
         elif self._failed.take(registered.names, now):
             self._refuse_ranks([registered], GIVEN_UP, now)
         elif not self._registrations.has_room_for(registered):
-            self._refuse(registered, TOO_MANY)
+            self._replies.refuse(registered, TOO_MANY)
         else:
             self._registrations.add(registered)
             if any(one.may_be_meant(registered) for one in offers):
@@ -230,14 +169,12 @@ class PushWriter:
         if self._writes.withdraw(key):
             return  # The WRITE's own end answers.
         if message.generation:
-            if (answer := self._outcomes.find(key)) is not None:
-                self._readers.answer(sender, answer)
+            if self._replies.repeat(key):
                 return
-            if key in self._unchecked:
-                self._unchecked.pop(key)
+            self._checks.forget(key)
             if key in self._registrations:
                 self._registrations.pop(key)
-            self._answer(key, PushFailed(message.request_id, message.generation, "withdrawn"))
+            self._replies.fail(key, "withdrawn")
         self._leave_offer(message, sender, now)
 
     def _leave_offer(self, message: Withdraw, sender: str, now: float) -> None:
@@ -300,8 +237,7 @@ class PushWriter:
         return next(iter(self._offer_names.find(names_of(name, transfer_id=name))), name)
 
     def step(self, now: float) -> None:
-        for registered in self._unchecked:
-            self._check(registered, now)
+        self._checks.step(now)
         self._expire(now)
         self._writes.step(now)
 
@@ -346,7 +282,7 @@ class PushWriter:
     def _begin(self, held: Held, registered: Registered, now: float) -> bool:
         if not self._leases.take(held.offer.request_id):
             self.forget(held.offer.request_id)
-            self._refuse(registered, "P's lease has ended")
+            self._replies.refuse(registered, "P's lease has ended")
             return False
         held.request = registered.request
         held.num_readers = self._num_readers(registered)
@@ -376,13 +312,10 @@ class PushWriter:
         """Well, or with a problem: NIXL touches our blocks no more for this one."""
         registered = writing.registered
         if writing.problem is None:
-            self._stats.pushes_ok += 1
-            # The WRITE's own notification says so; this is for those who ask again.
-            done = PushDone(registered.message.request_id, registered.generation)
-            self._outcomes.add(registered.key, done)
+            self._replies.written(registered)
         else:
             landing = 0.0 if writing.moving is None else self._config.landing_seconds
-            self._refuse(registered, writing.problem, landing)
+            self._replies.refuse(registered, writing.problem, landing)
         writing.held.num_writing -= 1
         self._end_if_last(writing.held)
 
@@ -403,19 +336,6 @@ class PushWriter:
     def _refuse_ranks(self, registrations: list[Registered], reason: str, now: float) -> None:
         """These and, when they come, those of the same request's other ranks."""
         for registered in registrations:
-            self._refuse(registered, reason)
+            self._replies.refuse(registered, reason)
         if self._num_readers(registrations[0]) > 1:
             self._failed.add((whole_id(registrations[0].message.request_id),), now)
-
-    def _refuse(self, registered: Registered, reason: str, landing: float = 0.0) -> None:
-        logger.warning("push to request %s: %s", registered.message.request_id, reason)
-        self._stats.pushes_failed += 1
-        if registered.message.disagg is not None:
-            self._answer(
-                registered.key,
-                PushFailed(registered.message.request_id, registered.generation, reason, landing),
-            )
-
-    def _answer(self, key: RegistrationKey, answer: PushDone | PushFailed) -> None:
-        self._outcomes.add(key, answer)
-        self._readers.answer(key.sender, answer)

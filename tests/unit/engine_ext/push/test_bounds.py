@@ -9,8 +9,8 @@ from engine_ext.base.access import Access, parse_networks
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import CacheGeometry, ConnectorStats, EngineIdentity
 from engine_ext.core.loop import TransferLoop
+from engine_ext.push.checks import RECHECK_SECONDS
 from engine_ext.push.tables import Outcomes, RegisteredByKey, RegistrationKey
-from engine_ext.push.writer import RECHECK_SECONDS
 from engine_ext.transfer.results import Results
 from engine_ext.wire.dial import PeerRank
 from engine_ext.wire.errors import EXTENSION_VERSION

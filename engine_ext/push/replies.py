@@ -1,0 +1,44 @@
+"""What P answers registrations, and remembers of it: what comes again is answered again."""
+
+import logging
+
+from engine_ext.base.seldom import Seldom
+from engine_ext.base.types import ConnectorStats
+from engine_ext.push.tables import Outcomes, Registered, RegistrationKey
+from engine_ext.transfer.readers import Readers
+from engine_ext.wire.notifications import PushDone, PushFailed
+
+logger = logging.getLogger(__name__)
+logger.addFilter(Seldom())
+
+
+class Replies:
+    def __init__(self, readers: Readers, stats: ConnectorStats) -> None:
+        self._readers = readers
+        self._stats = stats
+        self._outcomes = Outcomes()
+
+    def repeat(self, key: RegistrationKey) -> bool:
+        """True: it has ended, and was told so once more."""
+        answer = self._outcomes.find(key)
+        if answer is not None:
+            self._readers.answer(key.sender, answer)
+        return answer is not None
+
+    def written(self, registered: Registered) -> None:
+        """The WRITE's own notification says so; this is for those who ask again."""
+        self._stats.pushes_ok += 1
+        done = PushDone(registered.message.request_id, registered.generation)
+        self._outcomes.add(registered.key, done)
+
+    def refuse(self, registered: Registered, reason: str, landing: float = 0.0) -> None:
+        """`landing`: for so many seconds what a WRITE that failed had sent may land yet."""
+        logger.warning("push to request %s: %s", registered.message.request_id, reason)
+        self._stats.pushes_failed += 1
+        if registered.message.disagg is not None:
+            self.fail(registered.key, reason, landing)
+
+    def fail(self, key: RegistrationKey, reason: str, landing: float = 0.0) -> None:
+        answer = PushFailed(key.request_id, key.generation, reason, landing)
+        self._outcomes.add(key, answer)
+        self._readers.answer(key.sender, answer)
