@@ -14,10 +14,9 @@ sorted, cut or taken from another answer.
 
 On the wire, in `kv_transfer_params`: `{"v": 3, "step": tokens per hash, "n": tokens covered, "b":
 base64 of the 16 bytes of `bound_to`, "h": base64 of 16 bytes per step, the last one for what
-remains of n}`. The bytes of "h" are the beginning of
-SHA-256 over the hash before (zeros at first), the length (four bytes, little-endian) of the JSON of
-the keys that begin in these tokens, that JSON (nothing for no keys), and the tokens as
-little-endian unsigned 32 bits: the same on every host.
+remains of n}`. The bytes of "h" are the beginning of SHA-256 over the hash before (zeros at first),
+the length (four bytes, little-endian) of the JSON of the keys that begin in these tokens, that JSON
+(nothing for no keys), and the tokens as little-endian unsigned 32 bits: the same on every host.
 
 128 bits: to make a request take a given content's KV for its own takes 2^128 tries. Two contents of
 one's own with one hash take 2^64, and buy nothing: a request reads only what its own prefill leg or
@@ -46,7 +45,6 @@ LEAST_STEP = 16
 MOST_HASHES = 256
 """Bounds what a proof costs to make, to send and to check. A difference costs at most the step that
 it is in: a 128th of the content, where that is more than `LEAST_STEP`."""
-
 
 BOUND = (
     "remote_engine_id",
@@ -87,8 +85,6 @@ class PrefixProof:
     step: int
     num_tokens: int
     hashes: bytes
-    binding: bytes = b""
-    """`bound_to` what it was told with."""
 
     @classmethod
     def of(
@@ -120,13 +116,18 @@ class PrefixProof:
             proven += 1
         return min(proven * self.step, shared)
 
-    def to_wire(self) -> dict[str, Any]:
-        hashes, binding = (base64.b64encode(one).decode() for one in (self.hashes, self.binding))
+    def to_wire(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """As it stands in `params`, which say where the tokens lie. Raises as `bound_to` does."""
+        hashes, binding = (
+            base64.b64encode(one).decode() for one in (self.hashes, bound_to(params))
+        )
         return {"v": VERSION, "step": self.step, "n": self.num_tokens, "b": binding, "h": hashes}
 
     @classmethod
-    def from_wire(cls, raw: Any) -> "PrefixProof | NoProof":
-        """Total. Whatever is there and is not a proof is unreadable; only None is absent."""
+    def from_wire(cls, raw: Any, params: Mapping[str, Any]) -> "PrefixProof | NoProof":
+        """Of what came as a proof with `params`, which are otherwise known to be what they should
+        be. Total: whatever is there and proves nothing of them is unreadable; only None is
+        absent."""
         if raw is None:
             return NoProof.ABSENT
         if not isinstance(raw, dict) or raw.get("v") != VERSION:
@@ -136,10 +137,12 @@ class PrefixProof:
             return NoProof.UNREADABLE
         if not LEAST_STEP <= step <= MAX_TOKENS or not 0 <= num_tokens <= step * MOST_HASHES:
             return NoProof.UNREADABLE
-        hashes, binding = _decoded(raw.get("h")), _decoded(raw.get("b"))
+        hashes = _decoded(raw.get("h"))
         if hashes is None or len(hashes) != HASH_BYTES * -(-num_tokens // step):
             return NoProof.UNREADABLE
-        return NoProof.UNREADABLE if binding is None else cls(step, num_tokens, hashes, binding)
+        if _decoded(raw.get("b")) != bound_to(params):
+            return NoProof.UNREADABLE
+        return cls(step, num_tokens, hashes)
 
 
 def bound_to(params: Mapping[str, Any]) -> bytes:

@@ -3,11 +3,10 @@ words, and which tokens it is of, in ours."""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from engine_ext.base.config import TransferMode
-from engine_ext.base.proof import Keys, PrefixProof, bound_to
+from engine_ext.base.proof import Keys, PrefixProof
 from engine_ext.base.types import BlockIds, CacheGeometry, EngineIdentity, EngineRequest
 from engine_ext.layout.plan import without_holes
 
@@ -71,5 +70,4 @@ class Answers:
 
 
 def _proof(tokens: Sequence[int], keys: Keys, where: dict[str, Any]) -> dict[str, Any]:
-    proof = PrefixProof.of(tokens, keys, where["remote_num_tokens"])
-    return replace(proof, binding=bound_to(where)).to_wire()
+    return PrefixProof.of(tokens, keys, where["remote_num_tokens"]).to_wire(where)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from engine_ext.base.access import EVERYWHERE, Networks
 from engine_ext.base.config import TransferMode
-from engine_ext.base.proof import MAX_TOKENS, NoProof, PrefixProof, bound_to
+from engine_ext.base.proof import MAX_TOKENS, NoProof, PrefixProof
 from engine_ext.base.types import BlockIds, PeerAddress, PushTarget, RemoteSource
 
 MAX_ID_LENGTH = 512
@@ -141,11 +141,8 @@ def _source(raw: dict[Any, Any]) -> RemoteSource:
 
 
 def _proof(raw: dict[Any, Any]) -> PrefixProof | NoProof:
-    """Called for params whose other fields are known to be what they should be."""
-    proof = PrefixProof.from_wire(raw.get("prefix_proof"))
-    if isinstance(proof, PrefixProof) and proof.binding != bound_to(raw):
-        return NoProof.UNREADABLE
-    return proof
+    """Asked for when the source has been checked."""
+    return PrefixProof.from_wire(raw.get("prefix_proof"), raw)
 
 
 def _block_size(raw: dict[Any, Any]) -> int | None:

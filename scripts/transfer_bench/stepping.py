@@ -1,11 +1,10 @@
 """What the connector costs the engine's thread: CPU per step, and per request."""
 
-import base64
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine_ext.base.proof import bound_to
+from engine_ext.base.proof import PrefixProof
 from engine_ext.base.types import FinishStatus
 from scripts.bench.ports import free_ports
 from scripts.transfer_bench.actor import Actor
@@ -99,9 +98,10 @@ class SteppedEngine(BenchEngine):
 
 def _told_by(engine_id: str, params: dict[str, Any]) -> dict[str, Any]:
     """As that engine would have told it."""
+    proof = PrefixProof.from_wire(params["prefix_proof"], params)
+    assert isinstance(proof, PrefixProof)
     params = {**params, "remote_engine_id": engine_id}
-    binding = base64.b64encode(bound_to(params)).decode()
-    return {**params, "prefix_proof": {**params["prefix_proof"], "b": binding}}
+    return {**params, "prefix_proof": proof.to_wire(params)}
 
 
 def _cpu(step: Callable[[], None], count: int) -> float:

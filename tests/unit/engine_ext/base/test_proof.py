@@ -1,6 +1,5 @@
 import base64
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,8 +110,8 @@ def test_a_proof_of_the_first_tokens_is_that_of_a_content_that_ends_there(
 
 @given(tokens, st.sampled_from([16, 32, 4096]), all_keys)
 def test_a_proof_survives_the_wire(held: list[int], step: int, keys: Keys) -> None:
-    proof = replace(PrefixProof.of(held, keys, step=step), binding=bound_to(PLACE))
-    assert PrefixProof.from_wire(json.loads(json.dumps(proof.to_wire()))) == proof
+    proof = PrefixProof.of(held, keys, step=step)
+    assert PrefixProof.from_wire(json.loads(json.dumps(proof.to_wire(PLACE))), PLACE) == proof
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 4096, 4097, LONG, LONG + 1])
@@ -127,7 +126,7 @@ def test_a_proof_has_a_bounded_number_of_hashes_and_a_step_is_small_beside_the_w
 def test_hashes_are_the_same_on_every_host() -> None:
     keys = [ContentKey("cache_salt", ("grün",)), ContentKey("mm", ("0f",), 2, 3)]
     proof = PrefixProof.of([1, 2, 3, 70000], keys, step=2)
-    assert replace(proof, binding=bound_to(PLACE)).to_wire() == {
+    assert proof.to_wire(PLACE) == {
         "v": 3,
         "step": 2,
         "n": 4,
@@ -139,7 +138,7 @@ def test_hashes_are_the_same_on_every_host() -> None:
     )
 
 
-GOOD = replace(PrefixProof.of(range(100), step=16), binding=bound_to(PLACE)).to_wire()
+GOOD = PrefixProof.of(range(100), step=16).to_wire(PLACE)
 
 
 @pytest.mark.parametrize(
@@ -154,10 +153,11 @@ GOOD = replace(PrefixProof.of(range(100), step=16), binding=bound_to(PLACE)).to_
 def test_a_proof_is_bound_to_what_it_was_told_with(change: dict[str, Any]) -> None:
     assert bound_to(json.loads(json.dumps(PLACE))) == bound_to({**PLACE, "pp_size": 1})
     assert bound_to({**PLACE, **change}) != bound_to(PLACE)
+    assert PrefixProof.from_wire(GOOD, {**PLACE, **change}) is NoProof.UNREADABLE
 
 
 def test_only_nothing_at_all_is_absent() -> None:
-    assert PrefixProof.from_wire(None) is NoProof.ABSENT
+    assert PrefixProof.from_wire(None, PLACE) is NoProof.ABSENT
 
 
 def hashes(number: int) -> str:
@@ -194,21 +194,21 @@ def hashes(number: int) -> str:
     ],
 )
 def test_what_is_there_and_is_no_proof_is_unreadable(raw: Any) -> None:
-    assert PrefixProof.from_wire(raw) is NoProof.UNREADABLE
+    assert PrefixProof.from_wire(raw, PLACE) is NoProof.UNREADABLE
 
 
 @pytest.mark.parametrize("key", ["v", "step", "n", "b", "h"])
 def test_a_proof_without_one_of_its_parts_is_unreadable(key: str) -> None:
     rest = {name: value for name, value in GOOD.items() if name != key}
-    assert PrefixProof.from_wire(rest) is NoProof.UNREADABLE
+    assert PrefixProof.from_wire(rest, PLACE) is NoProof.UNREADABLE
 
 
 @given(st.integers(0, len(GOOD["h"]) - 1))
 def test_a_proof_that_is_cut_anywhere_is_unreadable(length: int) -> None:
-    assert PrefixProof.from_wire({**GOOD, "h": GOOD["h"][:length]}) is NoProof.UNREADABLE
+    assert PrefixProof.from_wire({**GOOD, "h": GOOD["h"][:length]}, PLACE) is NoProof.UNREADABLE
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists))
 def test_anything_at_all_is_read_without_an_error(raw: Any) -> None:
     for value in (raw, *({**GOOD, key: raw} for key in GOOD)):
-        assert isinstance(PrefixProof.from_wire(value), PrefixProof | NoProof)
+        assert isinstance(PrefixProof.from_wire(value, PLACE), PrefixProof | NoProof)

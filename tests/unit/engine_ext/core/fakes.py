@@ -1,11 +1,10 @@
 """Doubles that inject faults: the happy path of NIXL itself is tested on the real library."""
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_ext.base.proof import Keys, bound_to
+from engine_ext.base.proof import Keys, PrefixProof
 from engine_ext.base.types import PeerAddress, Region, RemoteSource
 from engine_ext.layout.plan import Indices, PeerLayout
 from engine_ext.transfer.agent import AgentError, PeerHandle, TransferState
@@ -14,12 +13,12 @@ from engine_ext.wire.handshake import AgentMetadata
 
 def told(params: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """As if the engine itself had said it so: its proof is bound to what it says now."""
+    proof = PrefixProof.from_wire(params["prefix_proof"], params)
+    assert isinstance(proof, PrefixProof)
     params = {**params, **changes}
-    proof = params.get("prefix_proof")
-    if isinstance(proof, dict) and "prefix_proof" not in changes:
-        binding = base64.b64encode(bound_to(params)).decode()
-        params["prefix_proof"] = {**proof, "b": binding}
-    return params
+    return (
+        params if "prefix_proof" in changes else {**params, "prefix_proof": proof.to_wire(params)}
+    )
 
 
 @dataclass

@@ -1,14 +1,13 @@
 """A turn's KV on a prefill engine that runs out of blocks, or whose load does not come."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.proof import PrefixProof, bound_to
+from engine_ext.base.proof import PrefixProof
 from engine_ext.base.types import CacheGeometry, EngineIdentity, Region
 from engine_ext.core.scheduler import SchedulerConnector
 from engine_ext.reference.model.decoder import Decoder
@@ -54,8 +53,7 @@ def last_turn(tokens: Sequence[int]) -> dict[str, Any]:
         "remote_block_ids": [list(range(HELD // BLOCK))],
         "remote_num_tokens": HELD,
     }
-    proof = replace(PrefixProof.of(tokens[:HELD]), binding=bound_to(where))
-    return {**where, "prefix_proof": proof.to_wire()}
+    return {**where, "prefix_proof": PrefixProof.of(tokens[:HELD]).to_wire(where)}
 
 
 @pytest.fixture
