@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from engine_ext.base.access import Networks
+from engine_ext.base.latest import keep_latest
 from engine_ext.base.seldom import Seldom
 from engine_ext.base.types import PeerAddress
 from engine_ext.layout.plan import PlanError
@@ -102,9 +103,7 @@ class Checks:
         if last >= registered.came_at:
             return False
         if now - last >= RECHECK_SECONDS:
-            self._rechecked[address] = max(now, registered.came_at)
-            self._rechecked.move_to_end(address)
-            if len(self._rechecked) > MAX_RECHECKED:
-                self._rechecked.popitem(last=False)
+            met_at = max(now, registered.came_at)
+            keep_latest(self._rechecked, address, met_at, MAX_RECHECKED)
             self._peers.forget(address)
         return True

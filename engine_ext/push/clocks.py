@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from engine_ext.base.latest import keep_latest
 from engine_ext.transfer.heartbeats import CLOCK_DRIFT
 
 FRESH_WITHIN = 1.0
@@ -28,10 +29,7 @@ class RemoteClocks:
         """A message came in which the agent's clock reads `clock`."""
         if clock < self.earliest(agent, now, default=clock):
             return  # Overtaken by another message.
-        self._told[agent] = _Told(clock, now)
-        self._told.move_to_end(agent)
-        while len(self._told) > self.LIMIT:
-            self._told.popitem(last=False)
+        keep_latest(self._told, agent, _Told(clock, now), self.LIMIT)
 
     def knows(self, agent: str) -> bool:
         return agent in self._told

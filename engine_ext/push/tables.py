@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from engine_ext.base.latest import keep_latest
 from engine_ext.base.types import PeerAddress, PushOffer, num_blocks_in
 from engine_ext.push.names import names_of, stock_names_of
 from engine_ext.wire.notifications import PushDone, PushFailed, PushRegistered, Withdraw
@@ -187,11 +188,9 @@ class Tombstones:
         self._until: OrderedDict[str, float] = OrderedDict()
 
     def add(self, names: tuple[str, ...], now: float, seconds: float | None = None) -> None:
+        until = now + (self._seconds if seconds is None else seconds)
         for name in names:
-            self._until[name] = now + (self._seconds if seconds is None else seconds)
-            self._until.move_to_end(name)
-        while len(self._until) > self.LIMIT:
-            self._until.popitem(last=False)
+            keep_latest(self._until, name, until, self.LIMIT)
 
     def take(self, names: tuple[str, ...], now: float) -> bool:
         """True: one of the names ended a short while ago; it is forgotten now."""

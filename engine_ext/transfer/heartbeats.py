@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine_ext.base.latest import keep_latest
 from engine_ext.base.types import PeerAddress
 from engine_ext.transfer.leases import NEVER
 
@@ -180,13 +181,10 @@ class HeartbeatTracker:
         if beat is not None:
             beat.agents.add(agent)
             self._count_unanswered(beat, now)
-        unanswered = self._unanswered.setdefault(agent, OrderedDict())
-        unanswered[sequence] = _Sent(now, address, agent, remote_ids)
-        self._unanswered.move_to_end(agent)
-        if len(unanswered) > self.MAX_UNANSWERED:
-            unanswered.popitem(last=False)
-        if len(self._unanswered) > self.MAX_ASKED:
-            self._unanswered.popitem(last=False)
+        unanswered = self._unanswered.get(agent, OrderedDict())
+        sent = _Sent(now, address, agent, remote_ids)
+        keep_latest(unanswered, sequence, sent, self.MAX_UNANSWERED)
+        keep_latest(self._unanswered, agent, unanswered, self.MAX_ASKED)
 
     @staticmethod
     def _count_unanswered(beat: _EngineBeat, now: float) -> None:

@@ -16,6 +16,7 @@ import logging
 from collections import OrderedDict
 
 from engine_ext.base.access import Access, Secret
+from engine_ext.base.latest import keep_latest
 from engine_ext.base.seldom import Seldom
 from engine_ext.base.types import ConnectorStats
 from engine_ext.layout.plan import Indices, PeerLayout
@@ -141,10 +142,7 @@ class SealedAgent:
         return opened
 
     def _has_proven(self, name: str) -> None:
-        self._holders[name] = None
-        self._holders.move_to_end(name)
-        if len(self._holders) > self.MAX_HOLDERS:
-            self._holders.popitem(last=False)
+        keep_latest(self._holders, name, None, self.MAX_HOLDERS)
 
 
 def _of_stock(message: bytes) -> bytes | None:
