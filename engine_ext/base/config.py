@@ -18,6 +18,7 @@ LoadFailurePolicy = Literal["fail", "recompute"]
 TransferMode = Literal["pull", "push"]
 
 LEAST_SECONDS, MOST_SECONDS = 0.01, 1e6
+"""Of any setting: what a peer is told of, it believes no longer than this."""
 
 CONNECTORS: dict[str, TransferMode] = {"DisaggConnector": "pull", "DisaggPushConnector": "push"}
 
@@ -187,7 +188,6 @@ def _switch(key: str, value: Any) -> bool:
 
 
 def _seconds(key: str, value: Any) -> float:
-    """What a peer is told of: see `wire.errors.Duration`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not LEAST_SECONDS <= value <= MOST_SECONDS:
         raise ValueError(

@@ -169,7 +169,7 @@ class TransferLoop:
     def _orders_in_turn(self) -> tuple[tuple[str, Callable[[Any, float], object]], ...]:
         """Fields of `StepMetadata`, and what each order in them is for."""
         return (
-            ("expects", lambda request_id, now: self._expect(request_id)),
+            ("expects", self._expect),
             ("cancels", self._cancel),
             ("grants", self._holder.grant),
             ("revokes", self._holder.revoke),
@@ -184,7 +184,7 @@ class TransferLoop:
             ("failures", lambda request_id, now: self._results.received(request_id, ok=False)),
         )
 
-    def _expect(self, request_id: str) -> None:
+    def _expect(self, request_id: str, now: float) -> None:
         self._leases.expect(request_id)
         self._writer.expect(request_id)
 

@@ -7,9 +7,10 @@ nothing. Who knows the request's name may do it: it holds a random part, and onl
 
 from typing import Any, NamedTuple
 
+from engine_ext.core.params import MAX_ID_LENGTH
+
 PATH = "/disagg/release"
 FIELD = "kv_transfer_params"
-MAX_NAME = 512
 MAX_BODY = 4 << 20
 """Bytes; an answer of a prompt of a million tokens in blocks of 16 has half a million."""
 
@@ -29,6 +30,8 @@ def parse(body: Any) -> Release:
 
 def _text(params: dict[str, Any], key: str) -> str:
     value = params.get(key)
-    if not isinstance(value, str) or not value.isascii() or len(value) > MAX_NAME:
-        raise ValueError(f"{FIELD}.{key} must be a string of at most {MAX_NAME} ASCII characters")
+    if not isinstance(value, str) or not value.isascii() or len(value) > MAX_ID_LENGTH:
+        raise ValueError(
+            f"{FIELD}.{key} must be a string of at most {MAX_ID_LENGTH} ASCII characters"
+        )
     return value

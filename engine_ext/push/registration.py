@@ -22,7 +22,6 @@ badly when one has not and the others can write no more.
 
 import enum
 import logging
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -362,9 +361,9 @@ class Registrations:
 
     def _is_harmless(self, waiting: Waiting, peer: PeerHandle, now: float) -> bool:
         """By its own clock it is too late to begin, and what has begun has landed."""
-        if now >= waiting.landed_by.get(peer.name, math.inf):
-            return True
-        if peer.name in waiting.landed_by or not self._clocks.knows(peer.name):
+        if peer.name in waiting.landed_by:
+            return now >= waiting.landed_by[peer.name]
+        if not self._clocks.knows(peer.name):
             return False
         began_by = waiting.begin_by.get(peer.name, NEVER)
         return self._clocks.earliest(peer.name, now) > began_by + peer.write_bound
@@ -425,9 +424,9 @@ class Registrations:
 
     def _find(self, request_id: str, sender: str, generation: int) -> Waiting | None:
         waiting = self._waiting.get(request_id)
-        if waiting is None or sender not in waiting.peers:
+        if waiting is None or sender not in waiting.peers or generation != waiting.generation:
             return None
-        return waiting if generation == waiting.generation else None
+        return waiting
 
     def _end(self, waiting: Waiting, *, ok: bool) -> None:
         del self._waiting[waiting.request_id]

@@ -80,7 +80,7 @@ class SavePlanner:
         goes_on = saved is not None and saved.is_continued(block_ids, num_computed)
         first = num_computed // self._block_size if goes_on else 0
         end = -(-(num_computed + num_new) // self._block_size)
-        in_mirror = tuple(tuple(ids[:end]) for ids in block_ids)
+        in_mirror = tuple(ids[:end] for ids in block_ids)
         self._saved[request_id] = Saved(num_computed + num_new, in_mirror)
         return SaveOrder(request_id, tuple(ids[first:] for ids in in_mirror))
 

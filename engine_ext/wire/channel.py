@@ -1,6 +1,7 @@
 """A ZMTP connection over a non-blocking TCP socket."""
 
 import socket
+from itertools import islice
 
 from engine_ext.wire.zmtp import Session
 
@@ -42,16 +43,13 @@ class Channel:
         outgoing = self.session.outgoing
         try:
             while outgoing:
-                self._sent(self.socket.sendmsg([outgoing[i] for i in range(self._num_pieces())]))
+                self._sent(self.socket.sendmsg(list(islice(outgoing, MAX_PIECES))))
         except (BlockingIOError, InterruptedError):
             return
 
     def close(self) -> None:
         self.session.outgoing.clear()
         self.socket.close()
-
-    def _num_pieces(self) -> int:
-        return min(len(self.session.outgoing), MAX_PIECES)
 
     def _sent(self, count: int) -> None:
         outgoing = self.session.outgoing

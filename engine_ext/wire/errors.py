@@ -4,6 +4,8 @@ from typing import Annotated
 
 import msgspec
 
+from engine_ext.base.config import MOST_SECONDS
+
 CONNECTOR_VERSION = 14
 EXTENSION_VERSION = 2
 
@@ -14,7 +16,7 @@ Unsigned = Annotated[int, msgspec.Meta(ge=0)]
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
-Duration = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Duration = Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
 """Seconds that a peer promises something for: one that never ends could not be waited for."""
 
 Instant = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
