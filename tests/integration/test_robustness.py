@@ -361,8 +361,11 @@ def test_a10_bodies_with_several_choices_and_ps_params_release_p_at_once(
     prefiller: Server, decoder: Server, alone: Server, mode: str, several: dict[str, Any]
 ) -> None:
     prompt = text_of(80, 20)
+    leases, granted = "disagg_engine_kv_leases_active", "disagg_engine_kv_leases_granted_total"
+    before = metric(prefiller, granted)
     known = where(prefiller)
-    leases = "disagg_engine_kv_leases_active"
+    # It is granted a step after the answer.
+    wait_for(lambda: metric(prefiller, granted) > before, "the coordinates' own lease has begun")
     wait_for(lambda: metric(prefiller, leases) == 0, "the coordinates' own lease has ended", 20)
     expired = metric(prefiller, EXPIRED)
     if mode == "pull":
