@@ -90,6 +90,8 @@ SHAPES: dict[type[BaseException], Shape] = {
     ShuttingDownError: Shape(503, "ServiceUnavailableError"),
     upstream.ConnectTimeoutError: Shape(504, "GatewayTimeoutError"),
     upstream.ConnectError: Shape(503, "ServiceUnavailableError"),
+    upstream.LocalError: Shape(503, "ServiceUnavailableError"),
+    upstream.EngineLostError: Shape(503, "ServiceUnavailableError"),
     upstream.DisconnectedError: Shape(503, "ServiceUnavailableError"),
     upstream.AnswerTimeoutError: Shape(504, "GatewayTimeoutError"),
     upstream.BrokenAnswerError: Shape(502, "BadGatewayError"),

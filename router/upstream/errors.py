@@ -1,10 +1,14 @@
 """Everything that can go wrong between the router and an engine.
 
 UpstreamError
-├── ConnectError            no connection, so nothing was sent: another engine may be asked
-│   ├── ConnectRefusedError      refused, unreachable, unknown host
+├── ConnectError                 the engine cannot be reached; nothing was sent
+│   ├── ConnectRefusedError      refused or unreachable
 │   └── ConnectTimeoutError      no connection in time
+├── LocalError                   a limit of ours; nothing was sent, and the engine is not to blame
+│   └── UnresolvedError          no address for its name
 ├── DisconnectedError            the connection died before the first byte of an answer
+│   └── StaleConnectionError     a reused one, which the engine may have closed before it was asked
+├── EngineLostError              the engine was declared dead while it was asked
 ├── AnswerTimeoutError           the engine was asked and did not answer in time
 ├── BrokenAnswerError            not HTTP, ended early, or contradicts itself
 │   └── AnswerTooLargeError      more than the router is willing to hold
@@ -37,9 +41,28 @@ class ConnectTimeoutError(ConnectError):
     phrase = "cannot be reached in time"
 
 
+class LocalError(UpstreamError):
+    kind = "local"
+    phrase = "was not asked: the router is at a limit of its own"
+
+
+class UnresolvedError(LocalError):
+    kind = "dns"
+    phrase = "was not asked: its name cannot be resolved"
+
+
 class DisconnectedError(UpstreamError):
     kind = "disconnected"
     phrase = "closed the connection without an answer"
+
+
+class StaleConnectionError(DisconnectedError):
+    kind = "stale"
+
+
+class EngineLostError(UpstreamError):
+    kind = "engine_lost"
+    phrase = "was lost"
 
 
 class AnswerTimeoutError(UpstreamError):
