@@ -14,11 +14,17 @@ from router.flows.prefilled import Params, Prefilled
 from router.flows.request import Request, write_body
 from router.upstream.answer import Answer
 from router.upstream.deadlines import now
-from router.upstream.errors import BrokenAnswerError, ConnectError, UpstreamError
+from router.upstream.errors import (
+    BrokenAnswerError,
+    ConnectError,
+    LocalError,
+    StaleConnectionError,
+    UpstreamError,
+)
 
 Deliver = Callable[[Request, Gateway, Engine, Answer], Awaitable[None]]
 Content = Callable[[Engine], tuple[bytes, bool]]
-"""What an engine is sent, and whether that may be sent only once."""
+"""What an engine is sent, and whether it takes a fresh connection, which cannot be stale."""
 LastTurn = Callable[[Engine], legs.Body | None]
 MOST_TRIED = 3
 
@@ -65,21 +71,26 @@ async def ask(
     """
     failure: Exception | None = None
     for engine in (gateway.in_turn(role) if order is None else order)[:MOST_TRIED]:
-        body, once = content(engine)
+        body, fresh = content(engine)
         message = headers.message(
             request.record.endpoint, engine.name, request.leg_id, request.shared_headers, body
         )
         deadline = min(now() + timeout, request.latest)
         engine.in_flight += 1
         try:
-            return Leg(gateway, engine, await engine.pool.ask(message, deadline, once))
+            try:
+                answer = await engine.pool.ask(message, deadline, fresh)
+            except StaleConnectionError:
+                answer = await engine.pool.ask(message, deadline, fresh=True)
+            return Leg(gateway, engine, answer)
         except BaseException as error:
             engine.in_flight -= 1
             if isinstance(error, UpstreamError):
                 gateway.note_failure(engine, error)
-            if not isinstance(error, ConnectError):
+            if not isinstance(error, ConnectError | LocalError):
                 raise
-            gateway.fleet.unreachable(engine, str(error))
+            if isinstance(error, ConnectError):
+                gateway.fleet.unreachable(engine, str(error))
             failure = error
     raise failure or NoEngineError(f"no {role} engine is healthy")
 
@@ -103,7 +114,7 @@ async def prefill(
     def content(engine: Engine) -> tuple[bytes, bool]:
         record.prefiller = engine.name
         held = None if last_turn is None else last_turn(engine)
-        # A decoder's blocks can be read once: what asks for them is not sent a second time.
+        # A decoder's blocks can be read once: what asks for them is not sent where it may be lost.
         return write_body(legs.prefill_body(request.body, held)), held is not None
 
     timeout = limits.prefill_timeout

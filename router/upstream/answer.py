@@ -118,6 +118,7 @@ class Answer:
             self._wake()
 
     def fail(self, error: UpstreamError) -> None:
+        """The first failure counts, and none once the end has arrived."""
         if not self._done and self._error is None:
             self._error = error
             self._deadlines.drop(self)
@@ -188,11 +189,11 @@ class Answer:
         self._pass_on(sink, self._take(), now())
         if self._done:
             return
+        self.check()
         self._deadlines.watch(self)
-        if self._error is None:
-            if not self._stalled:
-                self._wire.resume()
-            await self._news()
+        if not self._stalled:
+            self._wire.resume()
+        await self._news()
         self.check()
 
     def pause(self) -> None:

@@ -2,7 +2,8 @@
 
 The connection is *idle* (kept by its pool), *busy* (it has an answer to feed) or *closed*. It goes
 back to its pool only after an answer that ended by its own framing, on a connection that the engine
-keeps open, with nothing unsent and nothing unasked for. Everything else closes it.
+keeps open, with nothing unsent and nothing unasked for. Everything else aborts it: to close is to
+wait until the engine has read what it was sent, and it may never do that.
 """
 
 from __future__ import annotations
@@ -13,13 +14,20 @@ from typing import Protocol, cast
 import httptools
 
 from router.upstream.answer import Answer, Headers
-from router.upstream.errors import BrokenAnswerError, DisconnectedError
+from router.upstream.errors import (
+    BrokenAnswerError,
+    DisconnectedError,
+    StaleConnectionError,
+    UpstreamError,
+)
 
 NO_BODY = frozenset((204, 304))
 
 
 class Owner(Protocol):
-    """The pool that a connection reports to."""
+    """The pool that a connection reports to. `heard` counts what came on any connection."""
+
+    heard: int
 
     def released(self, connection: EngineConnection) -> None: ...
     def lost(self, connection: EngineConnection) -> None: ...
@@ -54,11 +62,21 @@ class EngineConnection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def ask(self, request: bytes, answer: Answer) -> None:
+        """Sends a request, or fails its answer: a connection may be lost as soon as it is made."""
         assert self._answer is None, "one request at a time"
-        assert self._transport is not None
         self._reset()
+        if self._transport is None:
+            answer.fail(self._unanswered(None))
+            return
         self._answer = answer
         self._transport.write(request)
+
+    def fail(self, error: UpstreamError) -> None:
+        """Fails the answer that is running, if any, and ends the connection."""
+        answer = self._answer
+        self.abort()
+        if answer is not None:
+            answer.fail(error)
 
     # Wire: what the answer does with its connection.
 
@@ -91,9 +109,15 @@ class EngineConnection(asyncio.Protocol):
         elif self._heard:
             answer.fail(BrokenAnswerError("the answer ended early"))
         else:
-            answer.fail(DisconnectedError(f"the connection was lost: {exc or 'closed'}"))
+            answer.fail(self._unanswered(exc))
+
+    def eof_received(self) -> None:
+        """The engine may still not read: a mere close would wait for that."""
+        assert self._transport is not None
+        self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        self._owner.heard += 1
         answer = self._answer
         if answer is None:
             self.abort()
@@ -132,7 +156,11 @@ class EngineConnection(asyncio.Protocol):
         if error is None and self._keep_alive and all_sent and not transport.is_closing():
             self._owner.released(self)
         else:
-            transport.close()
+            transport.abort()
+
+    def _unanswered(self, exc: Exception | None) -> DisconnectedError:
+        kind = StaleConnectionError if self.idle_since else DisconnectedError
+        return kind(f"the connection was lost: {exc or 'closed'}")
 
     # httptools.
 

@@ -2,24 +2,21 @@
 
 Idle connections are a stack: the youngest is the likeliest to be still open, and the oldest ones
 fall out when there is less to do. The engine may close an idle connection in the very moment that
-it is used again; a request that dies on a *reused* connection before any byte came back is sent
-once more on a fresh one, and nobody hears of it (RFC 9112, section 9.3.1).
+it is used again: that is a StaleConnectionError. Whether the request may be sent a second time is
+not for the pool to say (RFC 9110, section 9.2.2).
 """
 
 from __future__ import annotations
 
 import asyncio
+from copy import copy
 from dataclasses import dataclass
-from socket import SO_RCVBUF, SOL_SOCKET
 
 from router.upstream.answer import Answer
+from router.upstream.connect import Attempt
 from router.upstream.connection import EngineConnection
 from router.upstream.deadlines import Deadlines, now
-from router.upstream.errors import ConnectRefusedError, ConnectTimeoutError, DisconnectedError
-
-# Bytes: about the most that one read brings, and so the most that a client which does not read can
-# make us hold beyond its write buffer. The kernel would let it grow to megabytes.
-READ_AT_ONCE = 64 * 1024
+from router.upstream.errors import UpstreamError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,43 +30,60 @@ class PoolLimits:
 
 
 class EnginePool:
+    """`heard` counts the reads that brought bytes of the engine, whatever they were."""
+
     def __init__(self, host: str, port: int, limits: PoolLimits, deadlines: Deadlines) -> None:
+        self.heard = 0
         self._host = host
         self._port = port
         self._limits = limits
         self._deadlines = deadlines
+        self._attempts: set[Attempt] = set()
+        self._open: set[EngineConnection] = set()
         self._idle: list[EngineConnection] = []
         self._reaper: asyncio.TimerHandle | None = None
+
+    @property
+    def open_count(self) -> int:
+        return len(self._open)
 
     @property
     def idle_count(self) -> int:
         return len(self._idle)
 
-    async def ask(self, request: bytes, deadline: float, once: bool = False) -> Answer:
+    async def ask(self, request: bytes, deadline: float, fresh: bool = False) -> Answer:
         """Sends a request and returns when its answer is ready; the answer must be closed.
 
-        `deadline` is a time of `now`. `once`: the request uses something up, so it is not sent a
-        second time, and not on a connection that may be closing. Raises UpstreamError; when
-        cancelled, the connection is closed at once.
+        `deadline` is a time of `now`. `fresh`: on a new connection, which cannot be stale. Raises
+        UpstreamError; when cancelled, the connection is closed at once.
         """
-        connection = None if once else self._youngest()
-        while True:
-            is_reused = connection is not None
-            if connection is None:
-                connection = await self._connect(deadline)
-            answer = Answer(connection, self._deadlines, deadline)
-            try:
-                connection.ask(request, answer)
-                await answer.ready()
-                answer.check()
-                return answer
-            except BaseException as error:
-                answer.close()
-                if not is_reused or not isinstance(error, DisconnectedError):
-                    raise
-            connection = None
+        connection = None if fresh else self._youngest()
+        if connection is None:
+            connection = await self._connect(deadline)
+        answer = Answer(connection, self._deadlines, deadline)
+        try:
+            connection.ask(request, answer)
+            await answer.ready()
+            answer.check()
+        except BaseException:
+            answer.close()
+            raise
+        return answer
+
+    def fail_legs(self, error: UpstreamError) -> None:
+        """The engine is dead: every answer fails at once with a copy of `error`, unless its end is
+        here, every connection is aborted, and a connect that is under way raises ConnectError.
+
+        What is asked afterwards is asked as ever.
+        """
+        for attempt in self._attempts:
+            attempt.fail(error)
+        self.close()
+        for connection in tuple(self._open):
+            connection.fail(copy(error))
 
     def close(self) -> None:
+        """Closes what is idle."""
         while self._idle:
             self._idle.pop().abort()
         if self._reaper is not None:
@@ -78,21 +92,16 @@ class EnginePool:
 
     async def _connect(self, deadline: float) -> EngineConnection:
         loop = asyncio.get_running_loop()
-        latest = min(deadline, now() + self._limits.connect_timeout)
+        attempt = Attempt(self._host, self._port, deadline, self._limits.connect_timeout)
+        self._attempts.add(attempt)
         try:
-            async with asyncio.timeout_at(latest):
-                transport, connection = await loop.create_connection(
-                    lambda: EngineConnection(self, self._limits.header_limit, loop),
-                    self._host,
-                    self._port,
-                )
-        except TimeoutError as error:
-            raise ConnectTimeoutError(
-                f"{self._host}:{self._port} did not accept in time"
-            ) from error
-        except (OSError, UnicodeError) as error:
-            raise ConnectRefusedError(f"{self._host}:{self._port}: {error}") from error
-        transport.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_RCVBUF, READ_AT_ONCE)
+            connection = await attempt.run(
+                loop, lambda: EngineConnection(self, self._limits.header_limit, loop)
+            )
+        finally:
+            self._attempts.discard(attempt)
+        if connection.is_usable:
+            self._open.add(connection)
         return connection
 
     # Owner of its connections.
@@ -108,6 +117,7 @@ class EnginePool:
             self._reaper = loop.call_later(self._limits.idle_age, self._reap, loop)
 
     def lost(self, connection: EngineConnection) -> None:
+        self._open.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 

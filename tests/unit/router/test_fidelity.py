@@ -73,6 +73,7 @@ class FakeTransport:
 
 @dataclass
 class FakePool:
+    heard: int = 0
     kept: list[EngineConnection] = field(default_factory=list)
 
     def released(self, connection: EngineConnection) -> None:
