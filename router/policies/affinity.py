@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from router.policies.candidate import legs
+from router.policies.chance import sample
+
 
 class Loaded(Protocol):
     """An engine, as far as affinity goes: `in_flight` are the legs that run on it."""
@@ -15,32 +18,38 @@ class Loaded(Protocol):
     in_flight: int
 
 
-E = TypeVar("E", bound=Loaded)
+L = TypeVar("L", bound=Loaded)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadBound:
     """An engine is overloaded with more than `floor` legs and more than `factor` times the mean."""
 
-    factor: float
-    floor: int
+    factor: float = 1.5
+    floor: int = 8
 
-    def exceeded(self, engine: Loaded, candidates: Sequence[Loaded]) -> bool:
-        mean = sum(candidate.in_flight for candidate in candidates) / max(1, len(candidates))
-        return engine.in_flight >= self.floor and engine.in_flight > self.factor * mean
+    def limit(self, candidates: Sequence[Loaded], chance: int = 0) -> int:
+        """The most legs of an engine that is not overloaded. Of many engines, the mean is that of
+        a sample, which `chance` chooses."""
+        looked_at = sample(candidates, chance)
+        mean = sum(map(legs, looked_at)) / max(1, len(looked_at))
+        return max(self.floor - 1, int(self.factor * mean))
+
+    def exceeded(self, engine: Loaded, candidates: Sequence[Loaded], chance: int = 0) -> bool:
+        few = engine.in_flight < self.floor
+        return not few and engine.in_flight > self.limit(candidates, chance)
 
 
-def by_session(candidates: Sequence[E], session: str, bound: LoadBound) -> list[E]:
+def by_session(candidates: Sequence[L], session: str, bound: LoadBound) -> list[L]:
     """All candidates, in an order that is the session's own; overloaded ones at the end.
 
     Rendezvous hashing: an engine that comes or goes moves only the sessions that are its own.
     """
-    return sorted(
-        candidates, key=lambda engine: (bound.exceeded(engine, candidates), _rank(session, engine))
-    )
+    limit = bound.limit(candidates)
+    return sorted(candidates, key=lambda engine: (engine.in_flight > limit, _rank(session, engine)))
 
 
-def first(candidates: Sequence[E], preferred: E) -> list[E]:
+def first(candidates: Sequence[L], preferred: L) -> list[L]:
     """All candidates, `preferred` before the others."""
     return [preferred, *(engine for engine in candidates if engine is not preferred)]
 
