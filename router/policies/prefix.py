@@ -9,6 +9,7 @@ from router.policies.candidate import MOST_TRIED, Ask, Candidate, E, Policy, fil
 from router.policies.chance import mix
 from router.policies.chunks import TOKENS
 from router.policies.holders import Holders
+from router.policies.least_loaded import LeastLoaded
 from router.policies.power_of_two import PowerOfTwo
 
 # Of those who hold the same, so many are compared.
@@ -22,7 +23,8 @@ MOST_OPEN = 4096
 class Prefix(Policy):
     def __init__(self, bound: LoadBound, holders: Holders | None = None) -> None:
         self._bound = bound
-        self._by_load = PowerOfTwo()
+        self._by_load = LeastLoaded()
+        self._stand_ins = PowerOfTwo()
         self._holders = holders or Holders()
         self._open: dict[tuple[str, int], int] = {}
         """What we believed of an engine when it was sent a prompt: (name, turn) -> tokens."""
@@ -40,7 +42,7 @@ class Prefix(Policy):
             found = [candidates[self._places[bit]] for bit in _some(engines, chance)]
             found.sort(key=load)
             if not exceeded(found[0], candidates, chance):
-                return filled(found, self._by_load.order(candidates, ask))
+                return filled(found, self._stand_ins.order(candidates, ask))
             overloaded += found
         return filled([], self._by_load.order(candidates, ask), overloaded)
 
