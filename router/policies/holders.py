@@ -61,10 +61,10 @@ class Holders:
         if len(young) >= self._half or 2 * self._added >= self._per_engine * len(self._bits):
             self._turn_over()
 
-    def longest(self, chunks: Sequence[int], among: int) -> Match:
-        """The longest beginning that any of these engines (bits) holds."""
+    def longest(self, chunks: Sequence[int], among: int, most: int | None = None) -> Match:
+        """The longest beginning (of `most` chunks) that any of these engines (bits) holds."""
         young, old = self._young, self._old
-        low, high, engines = 0, len(chunks), 0
+        low, high, engines = 0, len(chunks) if most is None else most, 0
         while low < high:
             middle = (low + high + 1) // 2
             chunk = chunks[middle - 1]

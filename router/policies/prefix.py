@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from router.policies.affinity import LoadBound
 from router.policies.candidate import MOST_TRIED, Ask, Candidate, E, Policy, filled, load
@@ -14,10 +15,22 @@ from router.policies.power_of_two import PowerOfTwo
 
 # Of those who hold the same, so many are compared.
 COMPARED = 8
-# Answers in a row that belied us, before nothing we believed of that engine counts any more. One
-# proves little: of two prompts with one beginning at the same time, neither finds it in the cache.
+# Answers in a row that belied us, before nothing we believed of that engine counts any more.
 ENOUGH = 3
-MOST_OPEN = 4096
+# Of the prompts sent to an engine last, so many are remembered until they are answered.
+MOST_OPEN = 32
+
+
+class _Open(NamedTuple):
+    """A prompt that was sent, when `depth` of its chunks were believed to be there already."""
+
+    depth: int
+    certain: bool
+    """Not just because another prompt, unanswered too, begins with them."""
+    chunks: tuple[int, ...]
+
+    def brings(self, chunk: int, depth: int) -> bool:
+        return self.depth < depth <= len(self.chunks) and self.chunks[depth - 1] == chunk
 
 
 class Prefix(Policy):
@@ -25,9 +38,9 @@ class Prefix(Policy):
         self._bound = bound
         self._by_load = LeastLoaded()
         self._stand_ins = PowerOfTwo()
-        self._holders = holders or Holders()
-        self._open: dict[tuple[str, int], int] = {}
-        """What we believed of an engine when it was sent a prompt: (name, turn) -> tokens."""
+        self._holders = Holders() if holders is None else holders
+        self._open: dict[str, dict[int, _Open]] = {}
+        """For each engine, by turn."""
         self._strikes: dict[str, int] = {}
         self._seat(())
 
@@ -47,41 +60,50 @@ class Prefix(Policy):
         return filled([], self._by_load.order(candidates, ask), overloaded)
 
     def note(self, name: str, ask: Ask) -> None:
-        if not ask.chunks:
+        if not ask.chunks or not self._holders.bit(name):
             return
-        if len(self._open) >= MOST_OPEN:
-            self._open.clear()  # Of answers that never came: nothing is learned from the others.
-        self._open[name, ask.turn] = self.expected(name, ask)
+        open_asks = self._open.setdefault(name, {})
+        depth = self._depth(name, ask)
+        chunk = ask.chunks[depth - 1] if depth else 0
+        certain = not any(other.brings(chunk, depth) for other in open_asks.values())
+        if len(open_asks) >= MOST_OPEN:
+            del open_asks[next(iter(open_asks))]
+        open_asks[ask.turn] = _Open(depth, certain, ask.chunks)
         self._holders.add(name, ask.chunks)
 
     def note_cached(self, name: str, ask: Ask, cached_tokens: int) -> None:
-        believed = self._open.pop((name, ask.turn), 0)
-        if believed < TOKENS:
+        """What it held may be a bit less than we believed: tokens are estimated."""
+        sent = self._open.get(name, {}).pop(ask.turn, None)
+        if sent is None or not sent.depth:
             return
-        if 2 * cached_tokens >= believed:
+        if 2 * cached_tokens >= sent.depth * TOKENS:
             self._strikes.pop(name, None)
-            return
-        strikes = self._strikes[name] = self._strikes.get(name, 0) + 1
-        if strikes >= ENOUGH:
-            self.forget(name)
+        elif sent.certain:
+            strikes = self._strikes[name] = self._strikes.get(name, 0) + 1
+            if strikes >= ENOUGH:
+                self.forget(name)
 
     def forget(self, name: str) -> None:
         self._strikes.pop(name, None)
+        self._open.pop(name, None)
         self._holders.forget(name)
         self._seat(())
 
     def expected(self, name: str, ask: Ask) -> int:
-        return self._holders.longest(ask.chunks, self._holders.bit(name)).depth * TOKENS
+        return self._depth(name, ask) * TOKENS
+
+    def _depth(self, name: str, ask: Ask) -> int:
+        return self._holders.longest(ask.chunks, self._holders.bit(name)).depth
 
     def _matches(self, chunks: Sequence[int]) -> Iterator[int]:
         """Those who hold most of it (bits), those who hold most of it after them, and so on."""
-        among = self._among
+        among, most = self._among, len(chunks)
         for _ in range(MOST_TRIED):
-            depth, engines = self._holders.longest(chunks, among)
+            depth, engines = self._holders.longest(chunks, among, most)
             if not depth:
                 return
             yield engines
-            among &= ~engines
+            among, most = among & ~engines, depth - 1
 
     def _seat(self, candidates: Sequence[Candidate]) -> None:
         """A tuple stays what it is, so its identity tells; a list is looked at each time."""
@@ -89,6 +111,8 @@ class Prefix(Policy):
         bits = self._holders.seat([engine.name for engine in candidates])
         self._places = {bit: place for place, bit in enumerate(bits)}
         self._among = sum(bits)
+        for name in [name for name in self._open if not self._holders.bit(name)]:
+            del self._open[name]
 
 
 def _some(engines: int, chance: int) -> list[int]:

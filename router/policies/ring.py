@@ -34,6 +34,10 @@ class Ring:
     def __init__(self) -> None:
         self._begin_anew()
 
+    def __len__(self) -> int:
+        """Names that it knows."""
+        return len(self._numbers)
+
     def seat(self, names: Sequence[str]) -> None:
         """From now on these names are asked; `nearest` tells their places in this list."""
         unknown = set(names) - self._numbers.keys()
