@@ -25,6 +25,9 @@ LIMIT = MOST * CHUNK_BYTES
 MESSAGE_TOKENS = 4
 """What a template writes around a message."""
 MEDIA_ENDS = 256
+MEDIA = ("image_url", "input_audio", "video_url", "audio_url", "file")
+MEDIA_BYTES = 4096
+"""What an image counts as: its encoded size says little about its tokens."""
 MIXER = 0x9E3779B97F4A7C15
 VALUES = 10_000
 """Of nested JSON, so many values are looked at."""
@@ -160,5 +163,8 @@ def _size_of(value: object) -> int:
         elif isinstance(item, list):
             waiting += item
         elif isinstance(item, dict):
-            waiting += item.values()
+            if item.get("type") in MEDIA:
+                size += MEDIA_BYTES
+            else:
+                waiting += item.values()
     return size

@@ -112,6 +112,7 @@ def test_long_prompts_and_images_are_read_in_part() -> None:
     chunks = [chunks_of({"messages": [{"content": [i, text]}]}) for i in (image, other)]
     assert len(chunks[0]) == 3
     assert not set(chunks[0]) & set(chunks[1])
+    assert tokens_of({"messages": [{"content": [image, text]}]}) < 3000
 
 
 def test_what_is_nested_deeply_is_only_measured() -> None:
