@@ -49,7 +49,7 @@ class Policy(ABC):
         return
 
     def note_cached(self, name: str, ask: Ask, cached_tokens: int) -> None:
-        """That engine answered, and said how much of the prompt its cache held before."""
+        """That engine answered: now it holds the prompt. This much it had, or was given, before."""
         return
 
     def forget(self, name: str) -> None:

@@ -90,7 +90,12 @@ class Prefix(Policy):
         self._seat(())
 
     def expected(self, name: str, ask: Ask) -> int:
-        return self._depth(name, ask) * TOKENS
+        """Without what others that are unanswered yet will bring."""
+        depth = self._depth(name, ask)
+        for other in self._open.get(name, {}).values():
+            if depth and other.brings(ask.chunks[depth - 1], depth):
+                depth = other.depth
+        return depth * TOKENS
 
     def _depth(self, name: str, ask: Ask) -> int:
         return self._holders.longest(ask.chunks, self._holders.bit(name)).depth

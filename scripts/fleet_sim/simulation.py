@@ -156,9 +156,8 @@ class Simulation:
         self._decode_policy.note(decoder.name, ask)
         decoder.begin(job.tokens)
         done, cached = decoder.prefill(job, self._now)
-        self._decode_policy.note_cached(decoder.name, ask, cached)
         self._plan(decoder)
-        self._at(done, self._decode, job, decoder)
+        self._at(done, self._computed, job, ask, decoder, cached)
 
     def _send(self, job: Job, ask: Ask, decoder: Decoder) -> None:
         costs = self.outcome.prefill_costs
@@ -180,9 +179,14 @@ class Simulation:
                 decoder.begin(job.tokens)
             missing = job.tokens - decoder.look_up(job)
             moved = TRANSFER_SECONDS + missing / TRANSFER_RATE
-            self._at(self._now + moved, self._decode, job, decoder)
+            self._at(self._now + moved, self._computed, job, ask, decoder, job.tokens)
         if prefiller.waiting:
             self._at(self._now + prefiller.start(), self._prefilled, prefiller)
+
+    def _computed(self, job: Job, ask: Ask, decoder: Decoder, cached: int) -> None:
+        """`cached` of it the decoder had, or was given."""
+        self._decode_policy.note_cached(decoder.name, ask, cached)
+        self._decode(job, decoder)
 
     def _decode(self, job: Job, decoder: Decoder) -> None:
         decoder.advance(self._now)

@@ -115,6 +115,16 @@ def test_prompts_sent_at_the_same_time_belie_nothing() -> None:
     assert policy.expected(a.name, _ask(1, 2, 3)) == 3 * TOKENS
 
 
+def test_what_is_still_being_computed_is_not_expected_but_attracts() -> None:
+    a, policy = FLEET[0], _told((FLEET[0], (1, 2)))
+    ask = _ask(1, 2, 3, 4)
+    policy.note(a.name, ask)
+    assert policy.expected(a.name, _ask(1, 2, 3, 5)) == 2 * TOKENS
+    assert policy.order(FLEET, _ask(1, 2, 3, 5))[0] is a
+    policy.note_cached(a.name, ask, 2 * TOKENS)
+    assert policy.expected(a.name, _ask(1, 2, 3, 5)) == 3 * TOKENS
+
+
 def test_memory_is_bounded_whatever_is_asked_and_never_answered() -> None:
     holders = Holders(per_engine=50, in_all=400)
     policy = Prefix(BOUND, holders)
