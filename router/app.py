@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 from collections.abc import AsyncIterator
 from importlib.metadata import version
 from typing import Any
 
-import httpx
 from fastapi import FastAPI
 
 from router.api import failures, models, openai, operations
@@ -18,16 +16,17 @@ from router.conversations.conversations import Conversations
 from router.conversations.identity import Identity
 from router.conversations.memory_store import MemoryStore
 from router.conversations.store import Store
-from router.fleet.engine import Engine, Role, State
+from router.fleet.engine import Engine, Health
 from router.fleet.fleet import Fleet
 from router.fleet.probes import Prober
+from router.fleet.spec import EngineSpec, specs_of
 from router.flows.gateway import Gateway
 from router.settings import Settings, SettingsError
 from router.telemetry.metrics import Metrics
 from router.upstream.deadlines import Deadlines
 from router.upstream.pool import EnginePool, PoolLimits
 
-HEALTH_VALUES = {State.HEALTHY: 1, State.UNHEALTHY: 0, State.UNKNOWN: -1}
+HEALTH_VALUES = {Health.HEALTHY: 1, Health.UNHEALTHY: 0, Health.UNKNOWN: -1}
 
 
 def build(settings: Settings) -> FastAPI:
@@ -35,12 +34,13 @@ def build(settings: Settings) -> FastAPI:
     uvicorn runs it with RouterProtocol. Engines are probed while its lifespan runs."""
     deadlines, metrics = Deadlines(), Metrics()
     fleet = _fleet(settings, deadlines, metrics)
+    prober = Prober(fleet, settings.health_interval, settings.health_timeout)
     gateway = Gateway(settings, fleet, metrics, _conversations(settings, metrics))
     metrics.in_flight.set_function(lambda: len(gateway.running))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
-        probing = asyncio.create_task(_prober(settings, fleet, client).run())
+        probing = asyncio.create_task(prober.run())
         try:
             yield {"gateway": gateway, "deadlines": deadlines}
         finally:
@@ -48,17 +48,14 @@ def build(settings: Settings) -> FastAPI:
             await asyncio.gather(probing, return_exceptions=True)
             await gateway.close()
             fleet.close()
-            await client.aclose()
 
-    # Engines speak plain HTTP, and are never behind the proxy of HTTP_PROXY.
-    client = httpx.AsyncClient(trust_env=False, verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
     app = FastAPI(
         title="disagg-router",
         version=version("disagg-router"),
         lifespan=lifespan,
         redirect_slashes=False,
     )
-    app.state.gateway, app.state.client = gateway, client
+    app.state.gateway, app.state.prober = gateway, prober
     app.state.exposition = metrics.exposition
     for room in (openai, models, operations):
         app.include_router(room.router)
@@ -93,10 +90,6 @@ def _redis(settings: Settings) -> Store:
         raise SettingsError([f"--conversation-store: {error}"]) from error
 
 
-def _prober(settings: Settings, fleet: Fleet, client: httpx.AsyncClient) -> Prober:
-    return Prober(fleet, client, settings.health_interval, settings.health_timeout)
-
-
 def _fleet(settings: Settings, deadlines: Deadlines, metrics: Metrics) -> Fleet:
     limits = PoolLimits(
         connect_timeout=settings.connect_timeout,
@@ -104,22 +97,13 @@ def _fleet(settings: Settings, deadlines: Deadlines, metrics: Metrics) -> Fleet:
         idle_age=settings.engine_idle_age,
         header_limit=settings.max_header_size,
     )
-    known = [(Role.PREFILL, address) for address in settings.prefillers]
-    known += [(Role.DECODE, address) for address in settings.decoders]
-    engines = [
-        Engine(role, address, EnginePool(address.host, address.port, limits, deadlines))
-        for role, address in known
-    ]
-    for engine in engines:
-        _publish(engine, metrics)
 
-    def on_change(engine: Engine) -> None:
-        metrics.engine_healthy.labels(engine.role, engine.name).set(HEALTH_VALUES[engine.state])
+    def make_pool(spec: EngineSpec) -> EnginePool:
+        return EnginePool(spec.address.host, spec.address.port, limits, deadlines)
 
-    return Fleet(engines, settings.health_failures, on_change)
+    def publish(engine: Engine) -> None:
+        labels = (engine.role, engine.name)
+        metrics.engine_healthy.labels(*labels).set(HEALTH_VALUES[engine.health])
+        metrics.engine_in_flight.labels(*labels).set_function(lambda: engine.in_flight)
 
-
-def _publish(engine: Engine, metrics: Metrics) -> None:
-    labels = (engine.role, engine.name)
-    metrics.engine_healthy.labels(*labels).set(HEALTH_VALUES[engine.state])
-    metrics.engine_in_flight.labels(*labels).set_function(lambda: engine.in_flight)
+    return Fleet(specs_of(settings), make_pool, settings.health_failures, publish)

@@ -125,6 +125,7 @@ Hosts = Annotated[tuple[Host, ...], BeforeValidator(_items)]
 Ports = Annotated[tuple[Port, ...], BeforeValidator(_items)]
 Seconds = Annotated[float, Field(gt=0, le=LONGEST)]
 Delay = Annotated[float, Field(ge=0, le=LONGEST)]
+Policy = Literal["round_robin", "least_loaded", "power_of_two", "session", "prefix"]
 Lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 
 
@@ -237,16 +238,43 @@ class Settings(BaseSettings):
     )
 
     health_interval: Seconds = _setting(
-        5.0, "Health", "Seconds between two probes of an engine (GET /health).", "SECONDS"
+        1.0, "Health", "Seconds between two probes of an engine (GET /health).", "SECONDS"
     )
     health_timeout: Seconds = _setting(
-        5.0, "Health", "Longest wait for a probe's answer.", "SECONDS"
+        1.0, "Health", "Longest wait for a probe's answer.", "SECONDS"
     )
     health_failures: Annotated[int, Field(ge=1)] = _setting(
         2,
         "Health",
         "Failed probes in a row that make a healthy engine unhealthy. A refused connection does "
         "so at once.",
+        "N",
+    )
+
+    prefill_policy: Annotated[Policy, Lower] = _setting(
+        "session",
+        "Choice",
+        "Which prefiller: each in turn, by tokens in flight, by those of two picked at random, the "
+        "conversation's own, or the one whose cache holds most of the prompt.",
+        "POLICY",
+    )
+    decode_policy: Annotated[Policy, Lower] = _setting(
+        "power_of_two",
+        "Choice",
+        "Which decoder, where a conversation does not say it.",
+        "POLICY",
+    )
+    without_prefiller: Annotated[Literal["decode", "refuse"], Lower] = _setting(
+        "decode",
+        "Choice",
+        "When no prefiller can be asked: let a decoder do it all, or answer 503.",
+        "{decode,refuse}",
+    )
+    without_prefiller_tokens: Annotated[int, Field(ge=0)] = _setting(
+        16_384,
+        "Choice",
+        "The longest prompt that a decoder then does alone, in tokens (estimated); longer ones are "
+        "answered 503.",
         "N",
     )
 

@@ -98,6 +98,7 @@ class AsgiExchange:
         self.arrived = now()
         self.started = False
         self._send = send
+        self._head: tuple[int, Sequence[Header], int | None] | None = None
 
     async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         await self._start(status, headers, len(body))
@@ -107,6 +108,7 @@ class AsgiExchange:
         self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
     ) -> None:
         length = None if answer.is_event_stream else answer.length
+        self._head = status, headers, length
         blocks = BlockQueue(answer)
         taking = asyncio.create_task(answer.relay(blocks, idle, latest))
         taking.add_done_callback(blocks.stop)
@@ -123,6 +125,8 @@ class AsgiExchange:
             taking.cancel()
 
     async def finish(self, tail: bytes) -> None:
+        if not self.started and self._head is not None:
+            await self._start(*self._head)
         await self._send_body(tail, more=False)
 
     def abort(self) -> None:

@@ -8,7 +8,7 @@ from importlib.metadata import version as installed_version
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from router.fleet.engine import Role
+from router.fleet.spec import LEGS, Role
 from router.flows.gateway import Gateway
 from router.telemetry.metrics import CONTENT_TYPE
 
@@ -25,7 +25,7 @@ async def health() -> dict[str, str]:
 async def healthcheck(request: Request) -> dict[str, str | int]:
     """What vLLM's example proxies answer: scripts that start one wait for it."""
     fleet = request.app.state.gateway.fleet
-    known = {role: len(fleet.candidates(role)) for role in Role}
+    known = {role: len(fleet.candidates(role)) for role in LEGS}
     return {
         "status": "ok",
         "prefill_instances": known[Role.PREFILL],
@@ -42,6 +42,8 @@ async def healthcheck(request: Request) -> dict[str, str | int]:
 async def ready(request: Request) -> Response:
     gateway: Gateway = request.app.state.gateway
     reasons = {str(role): why for role, why in gateway.fleet.missing().items()}
+    if trouble := request.app.state.prober.trouble():
+        reasons["prober"] = trouble
     if gateway.draining:
         reasons["router"] = "shutting down"
     if reasons:

@@ -1,43 +1,72 @@
-"""One engine: where it is, what it does for us, whether it is alive."""
+"""One engine: what it is, and three things that are not the same: health, intent and load."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from router.fleet.breaker import Breaker
 from router.fleet.learned import Learned
-from router.settings import Address
+from router.fleet.spec import EngineSpec, Role
 from router.upstream.pool import EnginePool
 
 
-class Role(StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
+class Health(StrEnum):
+    """What it does when it is asked."""
 
-
-class State(StrEnum):
     UNKNOWN = "unknown"
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
 
 
+class Intent(StrEnum):
+    """What is wanted of it."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+
+
 @dataclass(slots=True, eq=False)
 class Engine:
-    """Mutated by its Fleet alone; flows hold it and count their legs with `in_flight`."""
+    """Mutated by its Fleet alone; flows count their legs with `in_flight`, and the estimated tokens
+    of these legs' prompts with `tokens_in_flight`."""
 
-    role: Role
-    address: Address
+    spec: EngineSpec
     pool: EnginePool
-    state: State = State.UNKNOWN
+    breaker: Breaker
+    health: Health = Health.UNKNOWN
+    intent: Intent = Intent.SERVING
+    is_cooling: bool = False
+    """It said that it has too much to do, and until when."""
     reason: str = "not probed yet"
     failures: int = 0
     in_flight: int = 0
+    tokens_in_flight: int = 0
     learned: Learned = field(default_factory=Learned)
+    models: frozenset[str] | None = None
+    """None: not known, so it is taken to serve every one."""
     lost_at: float = 0.0
     """Unix time when it was last found unhealthy: what it held before may be gone."""
     name: str = field(init=False)
+    role: Role = field(init=False)
     url: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.name = str(self.address)
+        self.name, self.role = self.spec.name, self.spec.role
         self.url = f"http://{self.name}"
+        self.models = self.spec.models or None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Requests may go there at all, if there is none better."""
+        return self.health is not Health.UNHEALTHY and self.intent is Intent.SERVING
+
+    @property
+    def is_asked(self) -> bool:
+        """Nothing speaks against it."""
+        return (
+            self.health is Health.HEALTHY
+            and self.intent is Intent.SERVING
+            and not self.is_cooling
+            and self.breaker.admits
+        )

@@ -1,80 +1,204 @@
-"""All engines, and the only place where their state changes."""
+"""All engines, and the only place where what is known of them changes."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from router.fleet.engine import Engine, Role, State
+from router.fleet.breaker import Breaker, BreakerRules, Circuit
+from router.fleet.engine import Engine, Health, Intent
 from router.fleet.learned import Learned
+from router.fleet.snapshot import picture
+from router.fleet.spec import LEGS, EngineSpec, Role
+from router.upstream.errors import EngineLostError
+from router.upstream.pool import EnginePool
 
 logger = logging.getLogger("disagg_router.fleet")
 
+Later = Callable[[float, Callable[[], None]], object]
+# Seconds: the longest that an engine's "Retry-After" is believed.
+LONGEST_COOLING = 30.0
+
 
 class Fleet:
+    """`on_change` is told of an engine whose health changed, `later` calls something after a time.
+
+    Engines may be added and removed at any time; a request that runs keeps those it has.
+    """
+
     def __init__(
         self,
-        engines: list[Engine],
+        specs: Iterable[EngineSpec],
+        make_pool: Callable[[EngineSpec], EnginePool],
         tolerated_failures: int,
         on_change: Callable[[Engine], None],
+        breaker_rules: BreakerRules | None = None,
         clock: Callable[[], float] = time.time,
+        later: Later | None = None,
     ) -> None:
-        self.engines = tuple(engines)
-        self._by_role = {role: tuple(e for e in engines if e.role is role) for role in Role}
-        self._candidates = {role: _candidates(found) for role, found in self._by_role.items()}
+        self._make_pool = make_pool
         self._tolerated_failures = tolerated_failures
         self._on_change = on_change
+        self._rules = breaker_rules or BreakerRules()
         self._clock = clock
+        self._later = later or _call_later
+        self._engines: dict[str, Engine] = {}
+        self.snapshot = picture(())
+        for spec in specs:
+            self.add(spec)
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        return tuple(self._engines.values())
+
+    def named(self, name: str) -> Engine | None:
+        """The engine of that name, if it may be asked."""
+        engine = self._engines.get(name)
+        return engine if engine is not None and engine.is_wanted else None
 
     def candidates(self, role: Role) -> Sequence[Engine]:
-        """The engines that may be asked: the healthy ones, or else those not probed yet."""
-        return self._candidates[role]
+        """Whoever of that role may be asked for something."""
+        pools = self.snapshot.any_model
+        of_role = (p.prefillers if role is Role.PREFILL else p.decoders for p in pools)
+        return tuple(engine for engines in of_role for engine in engines)
 
-    def named(self, role: Role, name: str) -> Engine | None:
-        """The engine of that name, if it may be asked."""
-        return next((engine for engine in self.candidates(role) if engine.name == name), None)
+    def may_serve(self, model: object) -> bool:
+        """Whether an engine, dead or alive, is known to serve the model, or may for all we know."""
+        if not self._engines or not isinstance(model, str) or not model:
+            return True
+        return any(e.models is None or model in e.models for e in self._engines.values())
 
     def missing(self) -> dict[Role, str]:
         """For each role without a healthy engine: why."""
+        able = {role: [e for e in self.engines if e.role.plays(role)] for role in LEGS}
         return {
-            role: ", ".join(f"{engine.name}: {engine.reason}" for engine in engines) or "none known"
-            for role, engines in self._by_role.items()
-            if not any(engine.state is State.HEALTHY for engine in engines)
+            role: ", ".join(f"{e.name}: {e.reason or e.intent}" for e in engines) or "none known"
+            for role, engines in able.items()
+            if not any(e.health is Health.HEALTHY and e.is_wanted for e in engines)
         }
+
+    # Who is there.
+
+    def add(self, spec: EngineSpec) -> Engine:
+        engine = Engine(spec, self._make_pool(spec), Breaker(self._rules))
+        self._engines[engine.name] = engine
+        self._refresh()
+        self._on_change(engine)
+        return engine
+
+    def remove(self, name: str) -> None:
+        """It is not there any more: its legs end, and go through the table of failures."""
+        engine = self._engines.pop(name, None)
+        if engine is not None:
+            self._refresh()
+            engine.pool.fail_legs(EngineLostError(f"{name} was removed"))
+            engine.pool.close()
+
+    def drain(self, engine: Engine) -> None:
+        """No new legs; those that run go on."""
+        engine.intent = Intent.DRAINING
+        self._refresh()
+
+    # What probes find.
 
     def probe_passed(self, engine: Engine) -> None:
         engine.failures = 0
-        self._enter(engine, State.HEALTHY, "")
+        self._enter(engine, Health.HEALTHY, "")
 
-    def probe_failed(self, engine: Engine, reason: str) -> None:
-        """One slow probe of a busy engine is no outage; several in a row are."""
+    def probe_failed(self, engine: Engine, reason: str, is_silent: bool = False) -> None:
+        """One slow probe of a busy engine is no outage; several in a row are.
+
+        `is_silent`: it has said nothing at all, on any connection, all the while. Then its legs are
+        as dead as it is. Who answers "no" may still finish what it has begun.
+        """
         engine.failures += 1
-        if engine.state is not State.HEALTHY or engine.failures >= self._tolerated_failures:
-            self._enter(engine, State.UNHEALTHY, reason)
+        if engine.health is Health.HEALTHY and engine.failures < self._tolerated_failures:
+            return
+        self._enter(engine, Health.UNHEALTHY, reason)
+        if is_silent:
+            engine.pool.fail_legs(EngineLostError(f"{engine.name} is silent: {reason}"))
 
     def unreachable(self, engine: Engine, reason: str) -> None:
-        """No connection was possible: not to be asked until a probe passes."""
-        self._enter(engine, State.UNHEALTHY, reason)
+        """It refuses connections: not to be asked until a probe passes.
+
+        Its legs are left alone: those of a process that is gone end by themselves, and one that is
+        draining has closed its listener and still answers them.
+        """
+        self._enter(engine, Health.UNHEALTHY, reason)
+
+    def serves(self, engine: Engine, models: frozenset[str]) -> None:
+        """What the engine says of itself; what its source said stays."""
+        if not engine.spec.models and engine.models != models:
+            engine.models = models
+            self._refresh()
+
+    # What requests find.
+
+    def begins(self, engine: Engine) -> None:
+        """A leg begins at an engine whose circuit is half open: the only one for now."""
+        engine.breaker.on_trial = True
+        self._refresh()
+
+    def answered(self, engine: Engine) -> None:
+        """It did what it was asked for, and its circuit has closed by that."""
+        logger.info("%s engine %s works again", engine.role, engine.name)
+        self._refresh()
+
+    def failed(self, engine: Engine, reason: str) -> None:
+        """A leg failed, and it was the engine's fault."""
+        pause = engine.breaker.failed()
+        if pause is None:
+            return
+        name = engine.name
+        logger.warning("%s engine %s is left alone %.1f s: %s", engine.role, name, pause, reason)
+        self._refresh()
+        self._later(pause, lambda: self._try_again(engine))
+
+    def left(self, engine: Engine) -> None:
+        """The one leg of a half-open circuit ended without showing anything."""
+        if engine.breaker.on_trial:
+            engine.breaker.on_trial = False
+            self._refresh()
+
+    def cool(self, engine: Engine, seconds: float) -> None:
+        """It asked to be left alone for so long."""
+        if seconds > 0 and not engine.is_cooling:
+            engine.is_cooling = True
+            self._refresh()
+            self._later(min(seconds, LONGEST_COOLING), lambda: self._warm(engine))
 
     def close(self) -> None:
         for engine in self.engines:
             engine.pool.close()
 
-    def _enter(self, engine: Engine, state: State, reason: str) -> None:
+    def _try_again(self, engine: Engine) -> None:
+        engine.breaker.half_open()
+        self._refresh()
+
+    def _warm(self, engine: Engine) -> None:
+        engine.is_cooling = False
+        self._refresh()
+
+    def _enter(self, engine: Engine, health: Health, reason: str) -> None:
         engine.reason = reason
-        if engine.state is state:
+        if engine.health is health:
             return
-        engine.state = state
-        self._candidates[engine.role] = _candidates(self._by_role[engine.role])
-        if state is State.UNHEALTHY:
+        engine.health = health
+        if health is Health.UNHEALTHY:
             engine.lost_at, engine.learned = self._clock(), Learned()
-        level = logging.WARNING if state is State.UNHEALTHY else logging.INFO
+        elif engine.breaker.circuit is not Circuit.CLOSED:
+            engine.breaker.half_open()  # it lives again: no need to wait for the pause
+        self._refresh()
+        level = logging.WARNING if health is Health.UNHEALTHY else logging.INFO
         detail = f": {reason}" if reason else ""
-        logger.log(level, "%s engine %s is %s%s", engine.role, engine.name, state, detail)
+        logger.log(level, "%s engine %s is %s%s", engine.role, engine.name, health, detail)
         self._on_change(engine)
 
+    def _refresh(self) -> None:
+        self.snapshot = picture(self._engines.values())
 
-def _candidates(engines: Sequence[Engine]) -> tuple[Engine, ...]:
-    healthy = tuple(engine for engine in engines if engine.state is State.HEALTHY)
-    return healthy or tuple(engine for engine in engines if engine.state is State.UNKNOWN)
+
+def _call_later(seconds: float, call: Callable[[], None]) -> object:
+    return asyncio.get_running_loop().call_later(seconds, call)

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # Answers that could have shown something and did not, before it is taken for absent.
 ENOUGH = 3
 DP_RANK = re.compile(r"_dp\d+$")
+
+
+class Coordinates(NamedTuple):
+    """Where a rank of a prefiller takes registrations, in the words of kv_transfer_params."""
+
+    remote_engine_id: str
+    remote_host: str
+    remote_port: int
+    tp_size: int
+    pp_size: int
 
 
 def instance_of(engine_id: str) -> str:
@@ -32,6 +44,9 @@ class Learned:
     wanted: bool = False
     asked: bool = False
     told: bool = False
+    transfer_modes: frozenset[str] | None = None
+    ranks: Mapping[int, Coordinates] = field(default_factory=dict)
+    """For push: by data-parallel rank."""
     _bare_streams: int = 0
     _bare_accepts: int = 0
 
@@ -75,3 +90,35 @@ class Learned:
             self.told = True
             self.knows_threshold = "cache_hit_threshold" in capabilities
             self.releases = "release" in capabilities
+            self.proves_prefix = self.proves_prefix or "prefix_proof" in capabilities
+        modes, ranks = identity.get("transfer_modes"), identity.get("ranks")
+        if isinstance(modes, list):
+            self.transfer_modes = frozenset(mode for mode in modes if isinstance(mode, str))
+        if isinstance(ranks, list):
+            known = {_rank_of(rank): coordinates_in(rank) for rank in ranks}
+            self.ranks = {rank: at for rank, at in known.items() if at is not None}
+
+    def note_transfer(self, params: Mapping[str, object]) -> None:
+        """What a prefiller's own kv_transfer_params say; they are newer than its page."""
+        mode, at = params.get("transfer_mode"), coordinates_in(params)
+        if isinstance(mode, str):
+            self.transfer_modes = frozenset((mode,))
+        if at is not None:
+            found = DP_RANK.search(at.remote_engine_id)
+            self.ranks = {**self.ranks, int(found[0][3:]) if found else 0: at}
+
+
+def coordinates_in(params: object) -> Coordinates | None:
+    """Of a dict that has them all, rightly typed."""
+    if not isinstance(params, Mapping):
+        return None
+    given = [params.get(name) for name in ("remote_engine_id", "remote_host", "remote_port")]
+    match given, params.get("tp_size", 1), params.get("pp_size", 1):
+        case [str() as engine_id, str() as host, int() as port], int() as tp, int() as pp:
+            return Coordinates(engine_id, host, port, tp, pp)
+    return None
+
+
+def _rank_of(rank: object) -> int:
+    number = rank.get("dp_rank", 0) if isinstance(rank, dict) else 0
+    return number if type(number) is int else 0

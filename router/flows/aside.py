@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from router.fleet.engine import Engine
-from router.flows import headers, legs
-from router.flows.request import Request, write_body
+from router.flows import headers
+from router.flows.legs import write
+from router.flows.request import Body, Request
 from router.upstream.deadlines import now
 
 TIMEOUT = 5.0
@@ -19,10 +20,10 @@ class Told(NamedTuple):
     content: bytes
 
 
-async def tell(request: Request, engine: Engine, path: str, body: legs.Body, why: str) -> Told:
+async def tell(request: Request, engine: Engine, path: str, body: Body, why: str) -> Told:
     """`why` ends its X-Request-Id. Raises UpstreamError."""
-    content = write_body(body)
-    leg_id = f"{request.leg_id}-{why}"
+    content = write(body)
+    leg_id = f"{request.leg_id()}-{why}"
     message = headers.message(path, engine.name, leg_id, request.shared_headers, content)
     answer = await engine.pool.ask(message, now() + TIMEOUT)
     try:
@@ -31,7 +32,7 @@ async def tell(request: Request, engine: Engine, path: str, body: legs.Body, why
         answer.close()
 
 
-def smallest(model: object) -> legs.Body:
+def smallest(model: object) -> Body:
     """A completion of one token after one token."""
-    body: legs.Body = {"prompt": [1], "max_tokens": 1, "stream": False}
+    body: Body = {"prompt": [1], "max_tokens": 1, "stream": False}
     return body if model is None else {"model": model, **body}

@@ -1,21 +1,18 @@
-"""One request from its arrival to its line in the books: choose a plan, run it, answer failures."""
+"""One request from its arrival to its line in the books: read it, plan, run, tell of failures."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any
 
-from router.flows import errors, headers, legs
-from router.flows.decode_first import decoder_or_both
-from router.flows.decode_only import decode_only
-from router.flows.exchange import Exchange, Header
+from router.flows import errors, headers
+from router.flows.exchange import Exchange
 from router.flows.gateway import Gateway
-from router.flows.options import Options, take_options
-from router.flows.pull import pull
+from router.flows.legs import Bodies
+from router.flows.plan import Plan, make_plan
 from router.flows.request import Request
-from router.flows.turn import take_turn
+from router.flows.reuse import find_reuse
+from router.flows.run import Run
 from router.telemetry.record import Record
 from router.upstream.deadlines import now
 from router.upstream.errors import ReaderStalledError
@@ -48,13 +45,17 @@ def _open_books(exchange: Exchange, gateway: Gateway) -> Request:
     request_id, shared_headers = headers.read(exchange.headers)
     record = Record(exchange.endpoint, exchange.arrived, request_id)
     latest = exchange.arrived + gateway.limits.request_timeout
-    return Request(exchange, record, {}, shared_headers, latest)
+    return Request(exchange, record, shared_headers, latest)
 
 
 async def _run(request: Request, gateway: Gateway) -> None:
     try:
-        request.parse()
-        await _plan(request, gateway)
+        gateway.budget.note_request(request.record.started)
+        request.read(gateway.limits, gateway.conversations)
+        bodies = Bodies(request.body)
+        plan = await _plan(request, gateway)
+        request.record.flow = plan.flow
+        await Run(request, bodies, plan, gateway).answer()
     except asyncio.CancelledError:
         if not gateway.interrupted:
             _note_disconnect(request.record, gateway)
@@ -62,6 +63,11 @@ async def _run(request: Request, gateway: Gateway) -> None:
         await _refuse(request, errors.ShuttingDownError("the router is shutting down"))
     except errors.RejectedError as rejected:
         await _pass_on(request, rejected)
+    except errors.EngineOverloadedError as error:
+        if error.rejected is None:
+            await _refuse(request, error)
+        else:
+            await _pass_on(request, error.rejected)
     except Exception as error:
         await _refuse(request, error)
 
@@ -72,35 +78,15 @@ def _note_disconnect(record: Record, gateway: Gateway) -> None:
     gateway.metrics.client_disconnects.labels(record.stage).inc()
 
 
-def _plan(request: Request, gateway: Gateway) -> Coroutine[Any, Any, None]:
-    options = take_options(request, gateway)
-    if legs.has_params(request.body):
-        if gateway.limits.trust_client_kv_params:
-            return _decode_only(request, gateway, "client_params")
-        request.body = legs.without_params(request.body)
-    reason = legs.why_decode_only(request.body)
-    if reason is not None:
-        return _decode_only(request, gateway, reason)
-    if options is not None:
-        return _with_options(request, gateway, options)
-    request.record.flow = "pull"
-    return pull(request, gateway)
-
-
-def _with_options(
-    request: Request, gateway: Gateway, options: Options
-) -> Coroutine[Any, Any, None]:
-    turn, conversations = options.turn, gateway.conversations
-    if turn is not None and conversations is not None:
-        request.record.flow = "turn"
-        return take_turn(request, gateway, conversations, turn, options)
-    request.record.flow = "decode_first"
-    return decoder_or_both(request, gateway, options.threshold)
-
-
-def _decode_only(request: Request, gateway: Gateway, reason: str) -> Coroutine[Any, Any, None]:
-    request.record.flow = "decode_only"
-    return decode_only(request, gateway, reason)
+async def _plan(request: Request, gateway: Gateway) -> Plan:
+    """Raises UnknownModelError, NoEngineError."""
+    turn, conversations, limits = request.turn, gateway.conversations, gateway.limits
+    if turn is None or conversations is None or request.alone:
+        return make_plan(request, gateway.route(request), None, limits)
+    gateway.pools(request.model)  # what was kept is taken only if it can be used
+    await conversations.recall(turn)
+    reuse = find_reuse(turn, gateway.fleet, gateway.load_bound, limits.conversation_unproven)
+    return make_plan(request, gateway.route(request, reuse.decoder), reuse, limits)
 
 
 async def _pass_on(request: Request, rejected: errors.RejectedError) -> None:
@@ -121,17 +107,14 @@ async def _refuse(request: Request, error: Exception) -> None:
     if not exchange.started:
         record.status = shape.status
         record.outcome = "refused" if shape.status < 500 else "failed"
-        await exchange.respond(shape.status, _error_headers(record), errors.body_of(error))
+        told = headers.to_client(errors.headers_of(error), record.request_id)
+        await exchange.respond(shape.status, told, errors.body_of(error))
     elif request.event_stream and not isinstance(error, ReaderStalledError):
         record.outcome = "broken_stream"
         await exchange.finish(errors.event_of(error))
     else:
         record.outcome = "broken_stream"
         exchange.abort()
-
-
-def _error_headers(record: Record) -> list[Header]:
-    return headers.to_client(errors.JSON, record.request_id)
 
 
 def _close_books(record: Record, gateway: Gateway) -> None:

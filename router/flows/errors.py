@@ -7,8 +7,10 @@ RequestError
 ├── BodyTooLargeError
 ├── RequestTimeoutError      the client did not send its request in time
 ├── NoEngineError            no engine of a role may be asked
-├── EngineError        an engine answered 5xx
-│   └── EngineOverloadedError    an engine answered 503
+├── UnknownModelError        no engine serves the model
+├── EngineError              an engine answered 5xx
+│   ├── EngineUnavailableError   503
+│   └── EngineOverloadedError    503 or 429, and when to come back
 ├── ShuttingDownError
 └── RejectedError            an engine answered 4xx: no failure of ours, passed on as it is
 
@@ -26,7 +28,8 @@ from router.upstream.answer import Headers
 
 
 class RequestError(Exception):
-    pass
+    retry_after: int | None = None
+    """Seconds, for the client."""
 
 
 class BadRequestError(RequestError):
@@ -53,14 +56,37 @@ class NoEngineError(RequestError):
     pass
 
 
+class UnknownModelError(RequestError):
+    """In vLLM's words."""
+
+    param = "model"
+
+    def __init__(self, model: object) -> None:
+        super().__init__(f"The model `{model}` does not exist.")
+
+
 class EngineError(RequestError):
     kind = "status_5xx"
     phrase = "answered with an error"
     role = ""
 
 
-class EngineOverloadedError(EngineError):
+class EngineUnavailableError(EngineError):
     pass
+
+
+class EngineOverloadedError(EngineError):
+    """`rejected`: an answer that goes to the client as it is, if nobody else can be asked."""
+
+    kind = "overloaded"
+    phrase = "has too much to do"
+
+    def __init__(
+        self, message: str, retry_after: int = 1, rejected: RejectedError | None = None
+    ) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        self.rejected = rejected
 
 
 class ShuttingDownError(RequestError):
@@ -85,14 +111,18 @@ SHAPES: dict[type[BaseException], Shape] = {
     BodyTooLargeError: Shape(413, "RequestEntityTooLargeError"),
     RequestTimeoutError: Shape(408, "RequestTimeoutError"),
     NoEngineError: Shape(503, "ServiceUnavailableError"),
+    UnknownModelError: Shape(404, "NotFoundError"),
+    EngineUnavailableError: Shape(503, "ServiceUnavailableError"),
     EngineOverloadedError: Shape(503, "ServiceUnavailableError"),
     EngineError: Shape(502, "BadGatewayError"),
     ShuttingDownError: Shape(503, "ServiceUnavailableError"),
+    upstream.LocalError: Shape(503, "ServiceUnavailableError"),
     upstream.ConnectTimeoutError: Shape(504, "GatewayTimeoutError"),
     upstream.ConnectError: Shape(503, "ServiceUnavailableError"),
     upstream.LocalError: Shape(503, "ServiceUnavailableError"),
     upstream.EngineLostError: Shape(503, "ServiceUnavailableError"),
     upstream.DisconnectedError: Shape(503, "ServiceUnavailableError"),
+    upstream.EngineLostError: Shape(503, "ServiceUnavailableError"),
     upstream.AnswerTimeoutError: Shape(504, "GatewayTimeoutError"),
     upstream.BrokenAnswerError: Shape(502, "BadGatewayError"),
     upstream.UpstreamError: Shape(502, "BadGatewayError"),
@@ -121,15 +151,21 @@ def message_of(error: Exception) -> str:
     return "internal error"
 
 
-def error_body(status: int, kind: str, message: str) -> bytes:
+def error_body(status: int, kind: str, message: str, param: str | None = None) -> bytes:
     return orjson.dumps(
-        {"error": {"message": message, "type": kind, "param": None, "code": status}}
+        {"error": {"message": message, "type": kind, "param": param, "code": status}}
     )
 
 
 def body_of(error: Exception) -> bytes:
     shape = shape_of(error)
-    return error_body(shape.status, shape.type, message_of(error))
+    param = getattr(error, "param", None)
+    return error_body(shape.status, shape.type, message_of(error), param)
+
+
+def headers_of(error: Exception) -> Headers:
+    seconds = error.retry_after if isinstance(error, RequestError) else None
+    return JSON if seconds is None else [*JSON, (b"retry-after", b"%d" % seconds)]
 
 
 def event_of(error: Exception) -> bytes:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from router.conversations.conversations import Conversations
-from router.fleet.engine import Engine, Role
+from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet
-from router.flows.errors import EngineError, NoEngineError
+from router.fleet.snapshot import Pool
+from router.fleet.spec import LEGS, Role
+from router.flows.attempts import RetryBudget
+from router.flows.errors import EngineError, NoEngineError, UnknownModelError
 from router.flows.limits import Limits
+from router.flows.request import Request
 from router.policies.affinity import LoadBound
-from router.policies.round_robin import in_turn
+from router.policies.candidate import Ask
+from router.policies.registry import make_policy
+from router.policies.route import Route, route
 from router.settings import Settings
 from router.telemetry.access import AccessLog
 from router.telemetry.metrics import Metrics
@@ -38,25 +44,49 @@ class Gateway:
         self.metrics = metrics
         self.conversations = conversations
         self.load_bound = LoadBound(settings.affinity_load_factor, settings.affinity_load_floor)
+        self.budget = RetryBudget()
         self.access = AccessLog() if settings.access_log else None
         self.running: set[asyncio.Task[None]] = set()
         self.draining = False
         self.interrupted = False
         self.throttle = Throttle(logging.getLogger("disagg_router.flows"))
-        self._turns = dict.fromkeys(Role, 0)
+        self._policies = {
+            Role.PREFILL: make_policy(settings.prefill_policy, self.load_bound),
+            Role.DECODE: make_policy(settings.decode_policy, self.load_bound),
+        }
+        self._turns = dict.fromkeys(LEGS, 0)
         self._background: set[asyncio.Task[None]] = set()
 
-    def require(self, *roles: Role) -> None:
-        """Raises NoEngineError when a role has nobody to ask."""
-        for role in roles:
-            if not self.fleet.candidates(role):
-                raise NoEngineError(f"no {role} engine is healthy")
+    def route(self, request: Request, home: Engine | None = None) -> Route:
+        """Who may serve this request, in order of preference; the decoder `home` before others.
 
-    def in_turn(self, role: Role) -> Sequence[Engine]:
-        """The engines that may be asked, the one whose turn it is first."""
-        turn = self._turns[role]
-        self._turns[role] = turn + 1
-        return in_turn(self.fleet.candidates(role), turn)
+        Raises UnknownModelError, NoEngineError.
+        """
+        pools = self.pools(request.model)
+        session = "" if request.turn is None else request.turn.conversation.session
+        turns = self._turns
+        ask = Ask(turns[Role.PREFILL], request.tokens, session)
+        if not request.alone:
+            turns[Role.PREFILL] += 1
+        ask_decoder = Ask(turns[Role.DECODE], request.tokens, session)
+        turns[Role.DECODE] += 1
+        policies = self._policies
+        return route(pools, policies[Role.PREFILL], policies[Role.DECODE], (ask, ask_decoder), home)
+
+    def others(self, request: Request, planned: Route, role: Role) -> Iterable[Engine]:
+        """Who else of the planned group may be asked, as things are now."""
+        for pool in self.fleet.snapshot.pools(request.model):
+            if pool.group == planned.group:
+                yield from pool.prefillers if role is Role.PREFILL else pool.decoders
+
+    def pools(self, model: object) -> Sequence[Pool]:
+        """Raises UnknownModelError, NoEngineError."""
+        pools = self.fleet.snapshot.pools(model)
+        if pools:
+            return pools
+        if self.fleet.may_serve(model):
+            raise NoEngineError("no decode engine is healthy")
+        raise UnknownModelError(model)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs something that outlives its request; it must end by itself, soon."""
@@ -82,8 +112,8 @@ class Gateway:
         for task in list(self.running):
             task.cancel()
 
-    def note_failure(self, engine: Engine, error: UpstreamError | EngineError) -> None:
+    def note_failure(self, engine: Engine, role: Role, error: UpstreamError | EngineError) -> None:
         """Names the engine's role in the error, counts it, and logs it now and then."""
-        error.role = engine.role
-        self.metrics.upstream_errors.labels(engine.role, error.kind).inc()
-        self.throttle.warn(f"{engine.role} engine {engine.name} {error.phrase}", str(error))
+        error.role = role
+        self.metrics.upstream_errors.labels(role, error.kind).inc()
+        self.throttle.warn(f"{role} engine {engine.name} {error.phrase}", str(error))

@@ -33,6 +33,8 @@ HOP_BY_HOP = frozenset(
 CONVERSATION_ID = b"x-conversation-id"
 CONVERSATION_STREAM = b"x-conversation-stream"
 BREAKS = re.compile(rb"[\r\n\0]")
+DIGITS = re.compile(rb"[0-9]{1,9}")
+LONGEST_RETRY = 3600
 LOOKED_AT = frozenset((REQUEST_ID, b"connection"))
 NOT_TO_ENGINE = HOP_BY_HOP | {
     CONVERSATION_ID,
@@ -76,6 +78,14 @@ def to_client(headers: Sequence[Header], request_id: str) -> list[Header]:
             break
     kept.append((REQUEST_ID, request_id.encode("ascii")))
     return kept
+
+
+def retry_after(headers: Sequence[Header]) -> int | None:
+    """Seconds of an answer's Retry-After; 1 where it is given as a date or makes no sense."""
+    given = next((value for name, value in headers if name == b"retry-after"), None)
+    if given is None:
+        return None
+    return min(int(given), LONGEST_RETRY) if DIGITS.fullmatch(given) else 1
 
 
 def _own_id(headers: Sequence[Header]) -> str:

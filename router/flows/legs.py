@@ -1,22 +1,21 @@
-"""The two bodies that one request becomes, and what a prefiller's answer says. Pure functions.
+"""What each leg is sent. Pure.
 
-Everything that is not named here goes to both engines as the client sent it: both must tokenize
-the same prompt.
+What both engines must read alike, which is nearly all, is written once, from what was parsed: so
+they are sent the same prompt, whatever a strange body says twice. The few fields that are a leg's
+own come behind it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import orjson
 
+from router.flows.errors import BadRequestError
 from router.flows.prefilled import Params
+from router.flows.request import KV_PARAMS, THRESHOLD, Body
 
-Body = dict[str, Any]
-KV_PARAMS = "kv_transfer_params"
-EXTRA_ARGS = "vllm_xargs"
-
-# What a prefiller needs to keep its blocks for a decoder (vLLM's NixlConnector, pull mode).
+# What a prefiller needs to keep its blocks for a decoder (vLLM's NixlConnector).
 PREFILL_PARAMS = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -27,57 +26,94 @@ PREFILL_PARAMS = {
 }
 # Of the last turn's decoder, whose params then say where its blocks are (bidirectional mode).
 PULL_TURN = {"do_remote_decode": True, "do_remote_prefill": False}
-THRESHOLD = "cache_hit_threshold"
-DROPPED_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens", "n")
-ONE_TOKEN = {"max_tokens": 1, "stream": False, KV_PARAMS: PREFILL_PARAMS}
+MAX_COMPLETION_TOKENS = "max_completion_tokens"
+OWN = (
+    "stream",
+    "max_tokens",
+    MAX_COMPLETION_TOKENS,
+    "stream_options",
+    "min_tokens",
+    "min_completion_tokens",
+    "n",
+    THRESHOLD,
+    KV_PARAMS,
+)
+_own = frozenset(OWN)
+# One token, not streamed, once: the prefiller computes the prompt and keeps its blocks.
+ONE_TOKEN = b'"max_tokens":1,"stream":false'
+ONE_COMPLETION_TOKEN = b'"max_completion_tokens":1'
+KEEP_BLOCKS = b'"kv_transfer_params":' + orjson.dumps(PREFILL_PARAMS)
+NO_THRESHOLD = b'"cache_hit_threshold":0'
 
 
-def has_params(body: Body) -> bool:
-    return KV_PARAMS in body or _has_nested_params(body)
+class Bodies:
+    """The bodies that one request becomes. Raises BadRequestError for what cannot be written."""
+
+    __slots__ = ("_common", "_own")
+
+    def __init__(self, body: Body) -> None:
+        self._own = {name: body[name] for name in OWN if name in body}
+        common = {name: body[name] for name in body if name not in _own} if self._own else body
+        self._common = write(common)[:-1]
+
+    def prefill(
+        self,
+        last_turn: Body | None = None,
+        transfer_id: str = "",
+        no_threshold: bool = False,
+    ) -> bytes:
+        """`last_turn` are a decoder's params: the prefiller pulls from there what it need not
+        compute."""
+        parts = [ONE_TOKEN]
+        if MAX_COMPLETION_TOKENS in self._own:
+            parts.append(ONE_COMPLETION_TOKEN)
+        if no_threshold or THRESHOLD in self._own:
+            parts.append(NO_THRESHOLD)
+        if last_turn is None and not transfer_id:
+            parts.append(KEEP_BLOCKS)
+        else:
+            params = PREFILL_PARAMS if last_turn is None else {**last_turn, **PULL_TURN}
+            named = {"transfer_id": transfer_id} if transfer_id else {}
+            parts.append(_field(KV_PARAMS, {**params, **named}))
+        return self._with(parts)
+
+    def decode(
+        self, params: Params | None, threshold: float | None = None, whole: bool = False
+    ) -> bytes:
+        """`threshold` is what the decoder's cache must hold, None what the client said of it.
+        `whole`: without streaming."""
+        own = self._own
+        if whole:
+            own = {**own, "stream": False}
+            own.pop("stream_options", None)
+        if threshold is not None:
+            own = {**own, THRESHOLD: threshold}
+        elif THRESHOLD in own:
+            own = {**own, THRESHOLD: 0}
+        if params is not None and KV_PARAMS in own:
+            own = {name: own[name] for name in own if name != KV_PARAMS}
+        parts = [write(own)[1:-1]] if own else []
+        if params is not None:
+            parts.append(b'"kv_transfer_params":' + params.raw)
+        return self._with(parts)
+
+    def _with(self, parts: list[bytes]) -> bytes:
+        common = self._common
+        if len(common) > 1:
+            return b",".join((common, *parts)) + b"}"
+        return common + b",".join(parts) + b"}"
 
 
-def without_params(body: Body) -> Body:
-    """The body without kv_transfer_params, wherever an engine would read them."""
-    if not has_params(body):
-        return body
-    rest = {name: value for name, value in body.items() if name != KV_PARAMS}
-    if _has_nested_params(rest):
-        extra = rest[EXTRA_ARGS]
-        rest[EXTRA_ARGS] = {name: extra[name] for name in extra if name != KV_PARAMS}
-    return rest
+def _field(name: str, value: Mapping[str, object]) -> bytes:
+    return b'"%s":' % name.encode("ascii") + write(value)
 
 
-def _has_nested_params(body: Body) -> bool:
-    extra = body.get(EXTRA_ARGS)
-    return isinstance(extra, dict) and KV_PARAMS in extra
-
-
-def prefill_body(body: Body, last_turn: Body | None = None) -> Body:
-    """One token, not streamed, once: the prefiller computes the prompt and keeps its blocks.
-
-    `last_turn` are a decoder's params, from which the prefiller pulls what it need not compute.
-    """
-    leg = {**body, **ONE_TOKEN}
-    for name in DROPPED_FOR_PREFILL:
-        leg.pop(name, None)
-    if "max_completion_tokens" in leg:
-        leg["max_completion_tokens"] = 1
-    if last_turn is not None:
-        leg[KV_PARAMS] = {**last_turn, **PULL_TURN}
-    return leg
-
-
-def decode_body(body: Body, params: Params | None) -> Body:
-    return body if params is None else {**body, KV_PARAMS: params.fragment}
-
-
-def whole_body(body: Body) -> Body:
-    """The same request without streaming."""
-    return {**{name: body[name] for name in body if name != "stream_options"}, "stream": False}
-
-
-def with_threshold(body: Body, threshold: float) -> Body:
-    return {**body, THRESHOLD: threshold}
+def write(content: Mapping[str, object]) -> bytes:
+    """Raises BadRequestError for what can be read but not written: nesting beyond 250 levels."""
+    try:
+        return orjson.dumps(content)
+    except orjson.JSONEncodeError as error:
+        raise BadRequestError(f"the body cannot be forwarded: {error}") from error
 
 
 def message_in(answer: bytes) -> str:
@@ -88,29 +124,3 @@ def message_in(answer: bytes) -> str:
     except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
         return ""
     return f": {message[:1000]}" if isinstance(message, str) else ""
-
-
-def why_decode_only(body: Body) -> str | None:
-    """Why this request cannot be prefilled elsewhere in pull mode, or None when it can.
-
-    The prefiller frees its blocks when the first reader is done, so only a request that becomes
-    exactly one sequence may have its blocks pulled.
-    """
-    if body.get("n") not in (None, 1):
-        return "n"
-    if body.get("best_of") not in (None, 1):
-        return "best_of"
-    if body.get("use_beam_search"):
-        return "beam_search"
-    if _count(body.get("prompt")) + _count(body.get("prompt_embeds")) > 1:
-        return "prompt_list"
-    return None
-
-
-def _count(prompt: object) -> int:
-    """How many sequences a prompt field asks for; a list of token ids is one."""
-    if prompt is None:
-        return 0
-    if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
-        return len(prompt)
-    return 1

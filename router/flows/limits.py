@@ -27,6 +27,8 @@ class Limits:
     request_timeout: float
     stream_idle_timeout: float
     trust_client_kv_params: bool
+    without_prefiller: str
+    without_prefiller_tokens: int
 
     @classmethod
     def of(cls, settings: Settings) -> Limits:

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from router.flows.legs import Body
+from router.flows.request import Body
 
 DONE = b"data: [DONE]\n\n"
 NOT_IN_CHUNKS = ("choices", "usage", "object", "prompt_logprobs", "prompt_token_ids")

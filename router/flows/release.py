@@ -16,15 +16,18 @@ from __future__ import annotations
 import asyncio
 
 from router.conversations.entry import Entry
-from router.fleet.engine import Engine, Role
-from router.flows import legs
+from router.fleet.engine import Engine
+from router.fleet.spec import Role
 from router.flows.aside import COMPLETIONS, smallest, tell
 from router.flows.gateway import Gateway
-from router.flows.prefilled import Params
-from router.flows.request import Request
+from router.flows.prefilled import Params, Prefilled
+from router.flows.request import KV_PARAMS, Body, Request
+from router.upstream.answer import Answer
 from router.upstream.deadlines import now
 from router.upstream.errors import UpstreamError
 
+# Seconds that a prefiller whose request was given up may take to say that it had ended by then.
+LATE = 1.0
 # Seconds after which a decoder has read, tokenized and queued a request, even under load.
 ARRIVED = 5.0
 PAGE = "/disagg/release"
@@ -32,7 +35,7 @@ NO_MODEL = "disagg-router/released"
 
 
 def give_up(
-    request: Request, gateway: Gateway, params: Params | None, cause: BaseException
+    request: Request, gateway: Gateway, params: Params | None, cause: BaseException | None
 ) -> None:
     """A decode leg failed or was left; before its first byte, the prefiller still waits."""
     if params is None or request.record.first_byte is not None:
@@ -47,11 +50,27 @@ def _has_arrived(request: Request) -> bool:
     return started is not None and now() - started > ARRIVED
 
 
+async def late(request: Request, gateway: Gateway, answer: Answer) -> None:
+    """The client left while a prefiller worked. It is told so by a half-closed connection; what it
+    had answered by then still comes, and names blocks that nobody will read. Never raises."""
+    answer.hang_up()
+    try:
+        async with asyncio.timeout(LATE):
+            raw = await answer.read(gateway.limits.max_answer_size)
+            params = Prefilled(raw).params if answer.status == 200 else None
+    except (TimeoutError, UpstreamError):
+        return
+    finally:
+        answer.close()
+    if params is not None:
+        await release(request, gateway, params)
+
+
 async def release(request: Request, gateway: Gateway, params: Params) -> None:
     """Tells the prefiller, itself or through a decoder, that nobody will read. Never raises."""
-    prefiller = gateway.fleet.named(Role.PREFILL, request.record.prefiller)
+    prefiller = gateway.fleet.named(request.record.prefiller)
     if prefiller is not None and params.is_proven:
-        status = await _tell(request, gateway, prefiller, PAGE, {legs.KV_PARAMS: params.fragment})
+        status = await _tell(request, gateway, prefiller, PAGE, {KV_PARAMS: params.fragment})
         if status == 200:
             return gateway.metrics.releases.labels("done").inc()
     decoder = _decoder(request, gateway)
@@ -63,24 +82,17 @@ async def release(request: Request, gateway: Gateway, params: Params) -> None:
 
 def give_up_turn(request: Request, gateway: Gateway, entry: Entry) -> None:
     """Nobody will pull this turn's KV: its decoder frees it before its time."""
-    decoder = gateway.fleet.named(Role.DECODE, entry.decoder)
-    if decoder is None:
-        return
-    decoder.learned.wanted = True
-    if decoder.learned.releases:
+    decoder = gateway.fleet.named(entry.decoder)
+    if decoder is not None and decoder.learned.releases:
         gateway.spawn(_release_turn(request, gateway, decoder, entry.params))
 
 
-async def _release_turn(
-    request: Request, gateway: Gateway, decoder: Engine, params: legs.Body
-) -> None:
-    status = await _tell(request, gateway, decoder, PAGE, {legs.KV_PARAMS: params})
+async def _release_turn(request: Request, gateway: Gateway, decoder: Engine, params: Body) -> None:
+    status = await _tell(request, gateway, decoder, PAGE, {KV_PARAMS: params})
     gateway.metrics.releases.labels("done" if status == 200 else "failed").inc()
 
 
-async def _tell(
-    request: Request, gateway: Gateway, engine: Engine, path: str, body: legs.Body
-) -> int:
+async def _tell(request: Request, gateway: Gateway, engine: Engine, path: str, body: Body) -> int:
     """The answer's status, 0 without one."""
     try:
         return (await tell(request, engine, path, body, "release")).status
@@ -91,11 +103,10 @@ async def _tell(
 
 def _decoder(request: Request, gateway: Gateway) -> Engine | None:
     """The one that was asked, which knows the prefiller already; else any."""
-    name = request.record.decoder
-    candidates = gateway.fleet.candidates(Role.DECODE)
-    return gateway.fleet.named(Role.DECODE, name) or next(iter(candidates), None)
+    known = gateway.fleet.named(request.record.decoder)
+    return known or next(iter(gateway.fleet.candidates(Role.DECODE)), None)
 
 
-def _body(body: legs.Body, params: Params) -> legs.Body:
+def _body(body: Body, params: Params) -> Body:
     model = body.get("model") if params.is_proven else NO_MODEL
-    return legs.decode_body(smallest(model), params)
+    return {**smallest(model), KV_PARAMS: params.fragment}

@@ -1,57 +1,94 @@
-"""One request on its way through a flow."""
+"""One request, read once: what it asks of engines, and what of the router itself."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
+from random import getrandbits
+from typing import Any
 
 import orjson
 
+from router.conversations.conversations import Conversations, Turn
 from router.flows.errors import BadRequestError
 from router.flows.exchange import Exchange
-from router.flows.legs import KV_PARAMS, Body, decode_body
-from router.flows.prefilled import Params
+from router.flows.headers import CONVERSATION_STREAM
+from router.flows.limits import Limits
 from router.telemetry.record import Record
 
-OPEN_PARAMS = f',"{KV_PARAMS}":'.encode("ascii")
+Body = dict[str, Any]
+KV_PARAMS = "kv_transfer_params"
+EXTRA_ARGS = "vllm_xargs"
+THRESHOLD = "cache_hit_threshold"
+STREAM_FIELD = "conversation_stream"
+CONSUMED = frozenset(("conversation_id", STREAM_FIELD))
+MODES = ("auto", "exact")
+BYTES_A_TOKEN = 4
+CLIENT_PARAMS = "client_params"
+# Ids of legs are this process's own: two clients may send the same X-Request-Id, and in push mode
+# legs of the same id are one request.
+_process, _legs = f"{getrandbits(40):010x}", count()
 
 
 @dataclass(slots=True)
 class Request:
     """`latest` is the loop time when everything must be over; `shared_headers` go to both legs.
 
-    `body` is the client's until a plan puts another in its place; it is never changed itself.
+    `body` is what engines may see of the client's, never changed. `alone` says why two engines
+    cannot share the work; empty where they can. `threshold` above 0: a decoder is asked first.
+    `exact`: see the setting conversation_stream.
     """
 
     exchange: Exchange
     record: Record
-    body: Body
     shared_headers: bytes
     latest: float
+    body: Body = field(default_factory=dict)
+    alone: str = ""
+    turn: Turn | None = None
+    threshold: float = 0.0
+    exact: bool = False
     event_stream: bool = False
-    attempt: int = 0
-    given: Body | None = None
+    tokens: int = 0
+    """Of the prompt, as roughly as its bytes tell: a measure of load."""
 
-    def parse(self) -> None:
+    def read(self, limits: Limits, conversations: Conversations | None) -> None:
         """Raises BadRequestError."""
-        self.body = self.given = parse_body(self.exchange.body)
-
-    def content_with(self, params: Params | None) -> bytes:
-        """The body for a decoder, with these kv_transfer_params; raises BadRequestError.
-
-        The client's own bytes where nothing else was changed: they need not be written again.
-        """
-        if self.body is not self.given or not self.body:
-            return write_body(decode_body(self.body, params))
         raw = self.exchange.body
-        if params is None:
-            return raw
-        return b"".join((raw[: raw.rindex(b"}")], OPEN_PARAMS, params.raw, b"}"))
+        body, self.tokens = parse_body(raw), len(raw) // BYTES_A_TOKEN
+        self.threshold = threshold_of(body, limits.decode_first_threshold)
+        if conversations is not None:
+            self.turn = conversations.turn_of(self.exchange.headers, body)
+        if self.turn is not None or STREAM_FIELD in body:
+            self.exact = self._mode(body, limits.conversation_stream) == "exact"
+        if not CONSUMED.isdisjoint(body):
+            body = {name: body[name] for name in body if name not in CONSUMED}
+        if not has_params(body):
+            self.alone = why_alone(body)
+        elif limits.trust_client_kv_params:
+            self.alone = CLIENT_PARAMS
+        else:
+            body = without_params(body)
+            self.alone = why_alone(body)
+        self.body = body
 
     @property
+    def model(self) -> object:
+        return self.body.get("model")
+
     def leg_id(self) -> str:
-        """The X-Request-Id of this attempt's legs: push mode matches on it, so never twice."""
-        request_id = self.record.request_id
-        return request_id if self.attempt == 0 else f"{request_id}-{self.attempt}"
+        """A new one for each attempt, with the client's own in front for engines' logs."""
+        return f"{self.record.request_id}.{_process}{next(_legs):x}"
+
+    def _mode(self, body: Body, default: str) -> str:
+        mode = body.get(STREAM_FIELD)
+        if mode is None:
+            headers = self.exchange.headers
+            given = next((value for name, value in headers if name == CONVERSATION_STREAM), b"")
+            mode = given.decode("latin-1").lower() or default
+        if mode not in MODES:
+            raise BadRequestError(f"{STREAM_FIELD} must be one of {', '.join(MODES)}")
+        return str(mode)
 
 
 def parse_body(raw: bytes) -> Body:
@@ -65,9 +102,61 @@ def parse_body(raw: bytes) -> Body:
     return body
 
 
-def write_body(body: Body) -> bytes:
-    """Raises BadRequestError for what can be read but not written: nesting beyond 250 levels."""
-    try:
-        return orjson.dumps(body)
-    except orjson.JSONEncodeError as error:
-        raise BadRequestError(f"the body cannot be forwarded: {error}") from error
+def threshold_of(body: Body, default: float) -> float:
+    """The request's own threshold, else the default; 0 asks for nothing. Raises BadRequestError."""
+    value = body.get(THRESHOLD)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise BadRequestError(f"{THRESHOLD} must be a number from 0 to 1")
+    return float(value)
+
+
+def has_params(body: Body) -> bool:
+    return KV_PARAMS in body or _has_nested_params(body)
+
+
+def without_params(body: Body) -> Body:
+    """The body without kv_transfer_params, wherever an engine would read them."""
+    rest = {name: value for name, value in body.items() if name != KV_PARAMS}
+    if _has_nested_params(rest):
+        extra = rest[EXTRA_ARGS]
+        rest[EXTRA_ARGS] = {name: extra[name] for name in extra if name != KV_PARAMS}
+    return rest
+
+
+def _has_nested_params(body: Body) -> bool:
+    extra = body.get(EXTRA_ARGS)
+    return isinstance(extra, dict) and KV_PARAMS in extra
+
+
+def why_alone(body: Body) -> str:
+    """Why one engine must do it all, or nothing.
+
+    A prefiller frees its blocks when the first reader is done, so only a request that becomes
+    exactly one sequence is shared; and what is said of a prompt's own tokens is known only where
+    the prompt was computed.
+    """
+    if body.get("n") not in (None, 1):
+        return "n"
+    if body.get("best_of") not in (None, 1):
+        return "best_of"
+    if body.get("use_beam_search"):
+        return "beam_search"
+    if _count(body.get("prompt")) + _count(body.get("prompt_embeds")) > 1:
+        return "prompt_list"
+    # Of 0, too: then the logprob of each prompt token itself is answered.
+    if body.get("prompt_logprobs") not in (None, False):
+        return "prompt_logprobs"
+    if body.get("echo") and body.get("logprobs") not in (None, False):
+        return "echo"
+    return ""
+
+
+def _count(prompt: object) -> int:
+    """How many sequences a prompt field asks for; a list of token ids is one."""
+    if prompt is None:
+        return 0
+    if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
+        return len(prompt)
+    return 1

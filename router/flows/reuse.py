@@ -3,87 +3,92 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from router.conversations.conversations import Turn
 from router.conversations.entry import Entry
 from router.conversations.guard import Fit, Verdict, cut, judge
-from router.fleet.engine import Engine, Role
+from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet
 from router.fleet.learned import instance_of
-from router.flows.legs import Body
+from router.fleet.spec import Role
+from router.flows.request import Body
 from router.policies.affinity import LoadBound
 
 # Differences that an engine finds by itself when it compares token hashes.
 SEEN_BY_PROOF = ("history", "reasoning", "rendering")
 
 
-@dataclass(slots=True)
-class Reuse:
-    """`decoder`, `entry` and `verdict` are there together: a last turn at a decoder that may be
-    asked. `offered` is what a prefiller was told to pull; `outcome` and `reason` are for the books.
-    """
+class Offer(NamedTuple):
+    """What a prefiller is told to pull, None for nothing; the rest is for the books."""
 
+    outcome: str
+    reason: str = ""
+    params: Body | None = None
+
+    @property
+    def tokens(self) -> int:
+        held = None if self.params is None else self.params.get("remote_num_tokens")
+        return held if type(held) is int and held > 0 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What recalling the last turn came to. `decoder`, `entry` and `verdict` are there together: a
+    last turn at a decoder that may be asked. `unproven` is the setting conversation_unproven."""
+
+    turn: Turn
+    unproven: str
     outcome: str
     reason: str = ""
     decoder: Engine | None = None
     entry: Entry | None = None
     verdict: Verdict | None = None
-    offered: Body | None = None
 
-    @property
-    def offered_tokens(self) -> int:
-        tokens = None if self.offered is None else self.offered.get("remote_num_tokens")
-        return tokens if type(tokens) is int and tokens > 0 else 0
-
-    def held_share(self, turn: Turn) -> float:
+    def held_share(self) -> float:
         """About how much of this prompt the decoder has; 0 if it does not extend the last one."""
         if self.entry is None or self.verdict is None:
             return 0
         extends = self.verdict.fit is Fit.HIT or self.verdict.reason == "rendering"
-        return self.entry.size / max(1, turn.prompt.size) if extends else 0
+        return self.entry.size / max(1, self.turn.prompt.size) if extends else 0
 
-    def offer(self, turn: Turn, prefiller: Engine, unproven: str) -> Body | None:
-        """What this prefiller may pull. `unproven` is the setting conversation_unproven."""
-        self.offered = None
-        if self.entry is not None and self.verdict is not None:
-            self.outcome, self.reason = self.verdict.fit.value, self.verdict.reason
-            if self.verdict.reason != "model":
-                self.offered = self._offer(self.entry, self.verdict, turn, prefiller, unproven)
-        return self.offered
+    def offer(self, prefiller: Engine) -> Offer:
+        """What this prefiller may pull."""
+        if self.entry is None or self.verdict is None:
+            return Offer(self.outcome, self.reason)
+        if self.verdict.reason == "model":
+            return Offer(self.verdict.fit.value, self.verdict.reason)
+        return self._offer(self.entry, self.verdict, prefiller)
 
-    def fail(self) -> None:
-        """The last turn's KV is used up, and was of no use."""
-        self.outcome, self.reason, self.entry, self.offered = "failed", "", None, None
-
-    def _offer(
-        self, entry: Entry, verdict: Verdict, turn: Turn, prefiller: Engine, unproven: str
-    ) -> Body | None:
+    def _offer(self, entry: Entry, verdict: Verdict, prefiller: Engine) -> Offer:
         whole = verdict.fit is Fit.HIT
         proven = entry.is_proven and prefiller.learned.proves_prefix
-        if proven and (whole or not turn.prompt.has_media):
-            if verdict.reason in SEEN_BY_PROOF:
-                self.outcome = Fit.CUT.value
-            return entry.params
-        if whole and unproven == "whole":
-            return entry.params
-        params = None if unproven == "off" else cut(entry.params, verdict.tokens)
-        self.outcome = (Fit.MISMATCH if params is None else Fit.CUT).value
-        self.reason = self.reason or "unproven"
-        return params
+        if proven and (whole or not self.turn.prompt.has_media):
+            fit = Fit.CUT if verdict.reason in SEEN_BY_PROOF else verdict.fit
+            return Offer(fit.value, verdict.reason, entry.params)
+        if whole and self.unproven == "whole":
+            return Offer(verdict.fit.value, verdict.reason, entry.params)
+        params = None if self.unproven == "off" else cut(entry.params, verdict.tokens)
+        fit = Fit.MISMATCH if params is None else Fit.CUT
+        return Offer(fit.value, verdict.reason or "unproven", params)
 
 
-def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound) -> Reuse:
+# The last turn's KV is used up, and was of no use.
+USED_UP = Offer("failed")
+
+
+def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Reuse:
     """What recalling the last turn came to."""
     entry = turn.entry
     if entry is None:
-        return Reuse(turn.found.value)
-    decoder = fleet.named(Role.DECODE, entry.decoder)
-    if decoder is None or not _is_same(decoder, entry):
-        return Reuse("decoder_gone")
+        return Reuse(turn, unproven, turn.found.value)
+    decoder = fleet.named(entry.decoder)
+    if decoder is None or not decoder.role.plays(Role.DECODE) or not _is_same(decoder, entry):
+        return Reuse(turn, unproven, "decoder_gone")
     if bound.exceeded(decoder, fleet.candidates(Role.DECODE)):
-        return Reuse("decoder_overloaded")
+        return Reuse(turn, unproven, "decoder_overloaded")
     verdict = judge(entry, turn.prompt, turn.scope)
-    return Reuse(verdict.fit.value, verdict.reason, decoder, entry, verdict)
+    return Reuse(turn, unproven, verdict.fit.value, verdict.reason, decoder, entry, verdict)
 
 
 def _is_same(decoder: Engine, entry: Entry) -> bool:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from router.conversations.said import Json, parsed
 from router.fleet.engine import Engine
-from router.flows import legs
 from router.flows.aside import COMPLETIONS, smallest, tell
-from router.flows.request import Request
+from router.flows.request import THRESHOLD, Request
 from router.upstream.errors import UpstreamError
 
 REJECTION = "cache_threshold"
@@ -18,7 +17,7 @@ REJECTION = "cache_threshold"
 
 async def try_threshold(request: Request, engine: Engine) -> None:
     """Notes a rejection. Never raises."""
-    body = legs.with_threshold(smallest(request.body.get("model")), 1)
+    body = {**smallest(request.model), THRESHOLD: 1}
     try:
         status, content = await tell(request, engine, COMPLETIONS, body, "trial")
     except UpstreamError:

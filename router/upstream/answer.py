@@ -36,6 +36,13 @@ class Wire(Protocol):
     def pause(self) -> None: ...
     def resume(self) -> None: ...
     def abort(self) -> None: ...
+    def hang_up(self) -> None: ...
+
+
+class Tap(Protocol):
+    """Looks at a body that is relayed, changes it, and says its end itself, when all is relayed."""
+
+    def passing(self, block: bytes, last: bool) -> bytes: ...
 
 
 class Sink(Protocol):
@@ -67,6 +74,7 @@ class Answer:
         "is_event_stream",
         "length",
         "status",
+        "tap",
     )
 
     def __init__(self, wire: Wire, deadlines: Deadlines, deadline: float) -> None:
@@ -76,6 +84,7 @@ class Answer:
         self.length: int | None = None
         self.is_event_stream = False
         self.first_body_at: float | None = None
+        self.tap: Tap | None = None
         self._wire = wire
         self._deadlines = deadlines
         self._whole_limit: int | None = None
@@ -214,6 +223,11 @@ class Answer:
             self._deadlines.drop(self)
             self._wire.abort()
 
+    def hang_up(self) -> None:
+        """Tells the engine that nobody waits for more, and leaves open what it has sent by then."""
+        if not self._done:
+            self._wire.hang_up()
+
     def _is_ready(self) -> bool:
         if self._done or self._error is not None:
             return True
@@ -243,7 +257,10 @@ class Answer:
             block = self._gate.passing(block)
             if self._done:
                 block += self._gate.rest()
-        if block or self._done:
+        if self.tap is not None:
+            if block := self.tap.passing(block, self._done):
+                sink.write(block, False)
+        elif block or self._done:
             sink.write(block, self._done)
 
     def _news(self) -> asyncio.Future[None]:

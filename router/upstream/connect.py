@@ -48,7 +48,7 @@ OPTIONS = (
     ("IPPROTO_TCP", "TCP_KEEPIDLE", 5),
     ("IPPROTO_TCP", "TCP_KEEPINTVL", 2),
     ("IPPROTO_TCP", "TCP_KEEPCNT", 3),
-    ("IPPROTO_TCP", "TCP_USER_TIMEOUT", 10_000),
+    ("IPPROTO_TCP", "TCP_USER_TIMEOUT", 20_000),
 )
 KNOWN_OPTIONS = tuple(
     (getattr(socket, level), getattr(socket, name), value)

@@ -55,7 +55,8 @@ class EngineConnection(asyncio.Protocol):
         self._head_done = False
         self._until_close = False
         self._complete = False
-        self._keep_alive = False
+        self._may_stay = False
+        self._hung_up = False
 
     @property
     def is_usable(self) -> bool:
@@ -79,6 +80,12 @@ class EngineConnection(asyncio.Protocol):
             answer.fail(error)
 
     # Wire: what the answer does with its connection.
+
+    def hang_up(self) -> None:
+        """Half closes: a server takes that for a client that has left."""
+        self._hung_up = True
+        if self._transport is not None and self._transport.can_write_eof():
+            self._transport.write_eof()
 
     def pause(self) -> None:
         if self._transport is not None and self._transport.is_reading():
@@ -153,7 +160,7 @@ class EngineConnection(asyncio.Protocol):
         if transport is None:
             return
         all_sent = transport.get_write_buffer_size() == 0
-        if error is None and self._keep_alive and all_sent and not transport.is_closing():
+        if error is None and self._may_stay and all_sent and not transport.is_closing():
             self._owner.released(self)
         else:
             transport.abort()
@@ -206,7 +213,7 @@ class EngineConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._head_done:
             self._complete = True
-            self._keep_alive = self._parser.should_keep_alive()
+            self._may_stay = self._parser.should_keep_alive() and not self._hung_up
 
     def _head_too_large(self) -> BrokenAnswerError:
         return BrokenAnswerError(f"headers of more than {self._header_limit} bytes")

@@ -57,17 +57,22 @@ class EnginePool:
         `deadline` is a time of `now`. `fresh`: on a new connection, which cannot be stale. Raises
         UpstreamError; when cancelled, the connection is closed at once.
         """
-        connection = None if fresh else self._youngest()
-        if connection is None:
-            connection = await self._connect(deadline)
-        answer = Answer(connection, self._deadlines, deadline)
+        answer = await self.send(request, deadline, fresh)
         try:
-            connection.ask(request, answer)
             await answer.ready()
             answer.check()
         except BaseException:
             answer.close()
             raise
+        return answer
+
+    async def send(self, request: bytes, deadline: float, fresh: bool = False) -> Answer:
+        """The same, without waiting: the answer is not ready yet, and may have failed."""
+        connection = None if fresh else self._youngest()
+        if connection is None:
+            connection = await self._connect(deadline)
+        answer = Answer(connection, self._deadlines, deadline)
+        connection.ask(request, answer)
         return answer
 
     def fail_legs(self, error: UpstreamError) -> None:

@@ -29,7 +29,15 @@ async def eventually(condition: Callable[[], object], seconds: float = 5.0) -> N
 
 
 def settings_for(*, p: list[MockEngine], d: list[MockEngine], **changes: Any) -> Settings:
-    quick = {"health_interval": 0.05, "health_timeout": 1.0, "connect_timeout": 1.0}
+    quick: dict[str, Any] = {
+        "health_interval": 0.05,
+        "health_timeout": 1.0,
+        "connect_timeout": 1.0,
+        # What a prefiller does wrong is to be seen, unless a test asks for decoders alone.
+        "without_prefiller": "refuse",
+        "prefill_policy": "round_robin",
+        "decode_policy": "round_robin",
+    }
     return Settings(
         prefiller_hosts=("127.0.0.1",) * len(p),
         prefiller_ports=tuple(engine.port for engine in p),

@@ -128,7 +128,7 @@ class MockEngine:
     scripts: list[Script] = field(default_factory=list)
     requests: list[Received] = field(default_factory=list)
     identity: dict[str, Any] | bytes | None = None
-    models: list[str] = field(default_factory=lambda: ["m"])
+    models: list[str] = field(default_factory=lambda: ["m", "other"])
     healthy: bool = True
     probes: int = 0
     connections: int = 0
@@ -188,7 +188,8 @@ class MockEngine:
             await peer.answer(self.identity or {}, 404 if self.identity is None else 200)
         else:
             self.requests.append(request)
-            script = self.scripts.pop(0) if self.scripts else self.usual
+            is_aside = is_release(request) and request.path == "/v1/completions"
+            script = self.scripts.pop(0) if self.scripts and not is_aside else self.usual
             await script(request, peer)
 
 

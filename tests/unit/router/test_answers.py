@@ -24,6 +24,7 @@ from tests.unit.router.mock_engine import (
     Script,
     chunk,
     event,
+    is_release,
     usual_decode,
 )
 
@@ -144,7 +145,7 @@ async def test_a_prefill_answer_that_is_no_json_object_is_a_502(
 async def test_a_connection_lost_before_the_answer_is_a_503(
     router: Router, engine: MockEngine, script: Script
 ) -> None:
-    engine.scripts = [script]
+    engine.scripts = [script, script]  # one on the connection that a probe left, one on a new one
     answer = await router.complete()
     assert answer.status_code == 503
     assert error_of(answer)["type"] == "ServiceUnavailableError"
@@ -368,18 +369,18 @@ async def test_a_reused_connection_that_dies_unheard_is_retried_unseen(
     used = engine.last.connection
     engine.scripts = [reset]
     assert (await router.complete()).status_code == 200
-    first, again = engine.requests[-2:]
+    first, again = [r for r in engine.requests if not is_release(r)][-2:]
     assert first.connection == used
     assert again.connection != used
     assert again.body == first.body
-    assert again.header("x-request-id") == first.header("x-request-id")
+    assert again.header("x-request-id") != first.header("x-request-id"), "it may have been heard"
 
 
 async def test_it_is_retried_once(router: Router, engine: MockEngine) -> None:
     await router.complete()
     engine.scripts = [reset, reset]
     assert (await router.complete()).status_code == 503
-    assert len(engine.requests) == 3
+    assert len([r for r in engine.requests if not is_release(r)]) == 3
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from router.app import build
-from router.fleet.engine import Role
 from router.fleet.probes import ANSWER_LIMIT
+from router.fleet.spec import Role
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
 from tests.unit.router.mock_engine import (
@@ -103,8 +103,6 @@ async def test_no_answer_of_an_engine_ends_the_probing(
     router: Router, p: MockEngine, d: MockEngine, identity: bytes
 ) -> None:
     p.identity = identity
-    for engine in router.gateway.fleet.engines:
-        engine.learned.wanted = True
     await eventually(lambda: router.gateway.fleet.engines[0].learned.asked or p.probes > 3)
     before = p.probes, d.probes
     await eventually(lambda: p.probes > before[0] + 1 and d.probes > before[1] + 1)
@@ -174,16 +172,36 @@ async def test_liveness_and_readiness(router: Router, p: MockEngine) -> None:
     assert (await router.client.get("/ready")).json()["reasons"] == {"router": "shutting down"}
 
 
-async def test_models_are_the_union_of_the_engines(
-    router: Router, p: MockEngine, d: MockEngine
+@pytest.mark.parametrize("alone", ["refuse", "decode"])
+async def test_models_are_those_that_a_request_is_served_with(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, alone: str
 ) -> None:
     p.models, d.models = ["m", "only-p"], ["m", "only-d"]
-    models = (await router.client.get("/v1/models")).json()
-    assert models["object"] == "list"
-    assert [model["id"] for model in models["data"]] == ["m", "only-p", "only-d"]
+    router = await start_router(without_prefiller=alone)
+    await eventually(lambda: all(e.models for e in router.gateway.fleet.engines))
+
+    async def listed() -> list[str]:
+        models = (await router.client.get("/v1/models")).json()
+        assert models["object"] == "list"
+        return [model["id"] for model in models["data"]]
+
+    def expected(*names: str) -> list[str]:
+        return [name for name in names if alone == "decode" or name == "m"]
+
+    assert await listed() == expected("m", "only-d")
+    for name in ("m", "only-p", "only-d"):
+        status = 200 if name in await listed() else 503
+        assert (await router.complete(model=name)).status_code == status
+    unknown = await router.complete(model="nobody's")
+    assert unknown.status_code == 404
+    assert unknown.json()["error"] == {
+        "message": "The model `nobody's` does not exist.",
+        "type": "NotFoundError",
+        "param": "model",
+        "code": 404,
+    }
     await p.stop()
-    models = (await router.client.get("/v1/models")).json()
-    assert [model["id"] for model in models["data"]] == ["m", "only-d"]
+    assert await listed() == (["m", "only-d"] if alone == "decode" else [])
     await d.stop()
     answer = await router.client.get("/v1/models")
     assert answer.status_code == 503

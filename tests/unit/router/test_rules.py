@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from router.flows import errors, headers, legs
 from router.flows.prefilled import Prefilled
-from router.flows.request import parse_body, write_body
-from router.policies.round_robin import in_turn
+from router.flows.request import Body, has_params, parse_body, why_alone, without_params
 from router.telemetry.access import AccessLine
 from router.telemetry.logs import LINES, JsonFormatter, TextFormatter
 from router.telemetry.record import Record
@@ -39,9 +38,9 @@ BODIES = st.dictionaries(
 
 
 @given(BODIES)
-def test_a_prefill_body_changes_what_it_must_and_nothing_else(body: legs.Body) -> None:
+def test_a_prefill_body_changes_what_it_must_and_nothing_else(body: Body) -> None:
     before = orjson.dumps(body)
-    leg = legs.prefill_body(legs.without_params(body))
+    leg = json.loads(legs.Bodies(without_params(body)).prefill())
     assert orjson.dumps(body) == before, "the client's body is needed again"
     edited = {"max_tokens", "max_completion_tokens", "stream", "kv_transfer_params", "vllm_xargs"}
     dropped = {"stream_options", "min_tokens", "min_completion_tokens", "n"}
@@ -56,10 +55,10 @@ def test_a_prefill_body_changes_what_it_must_and_nothing_else(body: legs.Body) -
 
 
 @given(BODIES, JSON_VALUES)
-def test_no_params_of_a_client_survive(body: legs.Body, forged: object) -> None:
+def test_no_params_of_a_client_survive(body: Body, forged: object) -> None:
     body = {**body, "kv_transfer_params": forged, "vllm_xargs": {"kv_transfer_params": forged}}
-    kept = legs.without_params(body)
-    assert not legs.has_params(kept)
+    kept = without_params(body)
+    assert not has_params(kept)
     assert kept["vllm_xargs"] == {}
 
 
@@ -83,8 +82,8 @@ def test_whatever_json_a_prefiller_answers_is_read_or_refused(content: object) -
 
 @given(JSON_VALUES, JSON_VALUES, JSON_VALUES)
 def test_no_prompt_breaks_the_choice_of_a_plan(prompt: object, n: object, best: object) -> None:
-    reason = legs.why_decode_only({"prompt": prompt, "n": n, "best_of": best})
-    assert reason in (None, "n", "best_of", "prompt_list")
+    reason = why_alone({"prompt": prompt, "n": n, "best_of": best})
+    assert reason in ("", "n", "best_of", "prompt_list")
 
 
 @pytest.mark.parametrize(
@@ -102,8 +101,8 @@ def test_no_prompt_breaks_the_choice_of_a_plan(prompt: object, n: object, best: 
         ({"use_beam_search": False}, None),
     ],
 )
-def test_only_a_single_sequence_is_pulled(body: legs.Body, reason: str | None) -> None:
-    assert legs.why_decode_only(body) == reason
+def test_only_a_single_sequence_is_pulled(body: Body, reason: str | None) -> None:
+    assert why_alone(body) == (reason or "")
 
 
 @given(st.lists(st.tuples(st.binary(min_size=1), st.binary())))
@@ -154,13 +153,6 @@ def test_a_stream_without_events_passes_a_gate() -> None:
     assert len(passed) > 1_000_000 - HOLD_LIMIT - 1
 
 
-@given(st.lists(st.integers(), unique=True), st.integers(0, 1000))
-def test_every_candidate_has_its_turn_and_its_stand_ins(items: list[int], turn: int) -> None:
-    order = in_turn(items, turn)
-    assert sorted(order) == sorted(items)
-    assert not items or order[0] == items[turn % len(items)]
-
-
 def _leaves(kind: type[Exception]) -> list[type[Exception]]:
     below = kind.__subclasses__()
     return [kind, *[leaf for sub in below for leaf in _leaves(sub)]]
@@ -192,7 +184,7 @@ def test_any_bytes_are_a_body_or_a_bad_request(raw: bytes) -> None:
         body = parse_body(raw)
     except errors.BadRequestError:
         return
-    assert orjson.loads(write_body(body)) == body
+    assert orjson.loads(legs.write(body)) == body
 
 
 def test_a_throttle_speaks_once_per_period_and_counts(caplog: pytest.LogCaptureFixture) -> None:

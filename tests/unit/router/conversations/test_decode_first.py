@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.fleet.engine import Role
+from router.fleet.spec import Role
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import (
     KEPT,
@@ -227,10 +227,10 @@ async def test_an_engine_that_has_rejected_knows_the_field(
 async def test_an_engine_may_say_itself_that_it_does_not_know_the_field(
     router: Router, p: MockEngine, d: MockEngine
 ) -> None:
-    d.identity = {"capabilities": ["prefix_proof"]}
     d.usual = computing(590)
     await ask_long(router)
     (engine,) = router.gateway.fleet.candidates(Role.DECODE)
+    d.identity, engine.learned.asked = {"capabilities": ["prefix_proof"]}, False
     await eventually(lambda: engine.learned.told)
     await ask_long(router)
     assert outcomes(router)["skipped"] == 1
@@ -240,11 +240,12 @@ async def test_a_turn_goes_to_its_decoder_alone_once_that_is_known_to_judge(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     router = await start_router(decode_first_turns=0.1)
-    d.identity = {"capabilities": {"cache_hit_threshold": True}}
     await chat(router, ASKED)
     (engine,) = router.gateway.fleet.candidates(Role.DECODE)
     await chat(router, AGAIN)
     assert len(p.requests) == 2, "not known yet"
+    d.identity = {"capabilities": {"cache_hit_threshold": True}}
+    engine.learned.asked = False
     await eventually(lambda: engine.learned.told)
     await chat(router, ASKED, conversation_id="d")
     count = len(p.requests)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from router.fleet.engine import Engine, Role
-from router.flows.kept import Tail
+from router.fleet.engine import Engine
+from router.fleet.spec import Role
+from router.flows.deliver import Tail
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, PROOF, decoding, prefilling, stream
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, SAID, chat, offered, turns
@@ -39,7 +40,7 @@ def engines(p: MockEngine, d: MockEngine) -> None:
 async def heard(router: Router, role: Role) -> Engine:
     """The engine of that role, once the router knows that it has the page."""
     (engine,) = router.gateway.fleet.candidates(role)
-    engine.learned.wanted = True
+    engine.learned.asked = False
     await eventually(lambda: engine.learned.releases)
     return engine
 
@@ -110,9 +111,7 @@ async def test_a_turn_that_nobody_pulls_is_given_back_to_its_decoder(
 ) -> None:
     router = await start_router(decode_first_turns=0.1 if case == "decoder_alone" else 0)
     d.identity = {"capabilities": ["cache_hit_threshold", "release"]}
-    (engine,) = router.gateway.fleet.candidates(Role.DECODE)
-    engine.learned.wanted = True
-    await eventually(lambda: engine.learned.told)
+    await heard(router, Role.DECODE)
     await chat(router, ASKED)
     await chat(router, AGAIN, model="m" if case != "mismatch" else "other")
     assert turns(router, case, "model" if case == "mismatch" else "") == 1
@@ -208,9 +207,9 @@ async def test_a_turn_whose_decoder_is_overloaded_is_given_back_by_it(
         d.identity = other.identity = CAPABLE
         await chat(router, ASKED)
         home = d if d.requests else other
-        engine = router.gateway.fleet.named(Role.DECODE, f"127.0.0.1:{home.port}")
+        engine = router.gateway.fleet.named(f"127.0.0.1:{home.port}")
         assert engine is not None
-        engine.learned.wanted = True
+        engine.learned.asked = False
         await eventually(lambda: engine.learned.releases)
         engine.in_flight += 5
         await chat(router, AGAIN)
@@ -219,26 +218,16 @@ async def test_a_turn_whose_decoder_is_overloaded_is_given_back_by_it(
         engine.in_flight -= 5
 
 
-class Client(list[bytes]):
-    """A Sink."""
-
-    def write(self, block: bytes, last: bool) -> None:
-        self.append(block)
-
-
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_client_sees_done_only_when_the_answer_is_over(alone: bool) -> None:
     """Then its turn is kept, and the next one, which it may send at once, finds it."""
-    client = Client()
-    tail = Tail(client)
-    events = stream(SAID, KEPT, alone)
-    for event in events:
-        tail.write(event, False)
+    tail = Tail()
+    client = b"".join(tail.passing(event, False) for event in stream(SAID, KEPT, alone))
     assert tail.params == KEPT
-    assert b"fine" in b"".join(client)
-    assert DONE not in b"".join(client)
-    tail.write(b"", True)
-    whole = b"".join([*client, tail.last])
+    assert b"fine" in client
+    assert DONE not in client
+    assert tail.passing(b"", True) == b""
+    whole = client + tail.last
     assert whole.count(DONE) == 1
     assert whole.endswith(DONE)
 

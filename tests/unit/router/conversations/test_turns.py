@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from router.fleet.engine import Role
+from router.fleet.spec import Role
 from tests.redis_server import running_redis
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import (
@@ -262,7 +262,7 @@ async def test_a_turn_goes_back_to_its_decoder(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     async with running_engine(decoding()) as other, running_engine(prefilling()) as second:
-        router = await start_router(ps=[p, second], ds=[d, other])
+        router = await start_router(ps=[p, second], ds=[d, other], prefill_policy="session")
         everyone = (d, other, p, second)
         for name in "abcdef":
             await chat(router, ASKED, conversation_id=name)
@@ -349,7 +349,7 @@ async def test_an_overloaded_decoder_is_left(
         router = await start_router(ds=[d, other], affinity_load_floor=2, affinity_load_factor=1.0)
         await chat(router, ASKED)
         home = d if d.requests else other
-        engine = router.gateway.fleet.named(Role.DECODE, f"127.0.0.1:{home.port}")
+        engine = router.gateway.fleet.named(f"127.0.0.1:{home.port}")
         assert engine is not None
         home.usual = slow
         waiting: list[asyncio.Task[Any]] = []

@@ -236,7 +236,7 @@ async def test_engine_sockets_notice_a_vanished_host(engine: MockEngine) -> None
             socket.TCP_USER_TIMEOUT,
         )
     ]
-    assert tcp == [1, 5, 2, 3, 10_000]
+    assert tcp == [1, 5, 2, 3, 20_000]
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) == 2 * READ_AT_ONCE, "as Linux has"
     made[0].abort()

@@ -1,0 +1,207 @@
+"""A decoder's answer on its way to the client, and what a turn's leaves for the next turn.
+
+The decoder's kv_transfer_params say where the next turn's KV is. They are the router's: it asked
+for them, so the client does not see them. They are kept before the client sees the answer's end,
+so that its next turn finds them, whichever router it asks. What nobody will find again is given
+back to its decoder.
+
+A stream is not decoded as it passes, only searched for the params. Once those are there, what was
+said is read from a copy, all at once.
+"""
+
+from __future__ import annotations
+
+import re
+
+import orjson
+
+from router.conversations.conversations import Turn
+from router.conversations.said import Json, Said, events_in, parsed, said_by, said_in
+from router.fleet.engine import Engine
+from router.flows import headers, reemit
+from router.flows.exchange import Header
+from router.flows.gateway import Gateway
+from router.flows.release import give_up_turn
+from router.flows.request import KV_PARAMS, Request
+from router.upstream.answer import Answer
+
+NEEDLE = b'"kv_transfer_params"'
+EVENT_END = re.compile(rb"(\r\n\r\n|\n\n|\r\r)")
+COPY_LIMIT = 4 * 1024 * 1024
+EVENT_STREAM: list[Header] = [(b"content-type", b"text/event-stream; charset=utf-8")]
+
+
+async def deliver(request: Request, gateway: Gateway, answer: Answer) -> None:
+    """Passes the decoder's answer to the client as it comes."""
+    note_first_byte(request, answer)
+    passed = headers.to_client(answer.headers, request.record.request_id)
+    limits, exchange = gateway.limits, request.exchange
+    if answer.is_whole and not answer.is_event_stream:
+        await exchange.respond(answer.status, passed, await answer.read(limits.max_answer_size))
+    else:
+        request.event_stream = answer.is_event_stream
+        idle = limits.stream_idle_timeout
+        await exchange.relay(answer.status, passed, answer, idle, request.latest)
+    note_done(request)
+
+
+async def deliver_turn(
+    request: Request,
+    gateway: Gateway,
+    turn: Turn,
+    engine: Engine,
+    answer: Answer,
+    prompt_tokens: int | None,
+) -> None:
+    """The same, and keeps what it leaves for the next turn. `prompt_tokens`: where the prefiller
+    told."""
+    note_first_byte(request, answer)
+    if answer.is_event_stream:
+        await _relay_turn(request, gateway, turn, engine, answer, prompt_tokens)
+    else:
+        await _respond_turn(request, gateway, turn, engine, answer, prompt_tokens)
+    note_done(request)
+
+
+async def _respond_turn(
+    request: Request,
+    gateway: Gateway,
+    turn: Turn,
+    engine: Engine,
+    answer: Answer,
+    prompt_tokens: int | None,
+) -> None:
+    raw = await answer.read(gateway.limits.max_answer_size)
+    content, given = parsed(raw), answer.headers
+    if content is not None:
+        params = content.pop(KV_PARAMS, None)
+        raw = raw if params is None else orjson.dumps(content)
+        await _keep(request, gateway, turn, engine, params, said_in(content), prompt_tokens)
+        if request.exact and request.body.get("stream") and reemit.is_answer(content):
+            raw, given = reemit.events(content, request.body), EVENT_STREAM
+    passed = headers.to_client(given, request.record.request_id)
+    await request.exchange.respond(answer.status, passed, raw)
+
+
+async def _relay_turn(
+    request: Request,
+    gateway: Gateway,
+    turn: Turn,
+    engine: Engine,
+    answer: Answer,
+    prompt_tokens: int | None,
+) -> None:
+    request.event_stream = True
+    passed = headers.to_client(answer.headers, request.record.request_id)
+    tail = answer.tap = Tail()
+    exchange, idle = request.exchange, gateway.limits.stream_idle_timeout
+    try:
+        await exchange.relay(answer.status, passed, answer, idle, request.latest)
+    except BaseException:
+        if tail.params is not None:  # said to its end, which nobody waits for
+            gateway.spawn(
+                _keep(request, gateway, turn, engine, tail.params, tail.said(), prompt_tokens)
+            )
+        raise
+    _note_stream(gateway, engine, tail.params is not None)
+    said = None if tail.params is None else tail.said()
+    await _keep(request, gateway, turn, engine, tail.params, said, prompt_tokens)
+    await exchange.finish(tail.last)
+
+
+async def _keep(
+    request: Request,
+    gateway: Gateway,
+    turn: Turn,
+    engine: Engine,
+    params: object,
+    said: Said | None,
+    prompt_tokens: int | None,
+) -> None:
+    """Leaves `params` for the next turn, if they are some."""
+    conversations, kept = gateway.conversations, "not_offered"
+    if conversations is not None and isinstance(params, dict) and _tells_where(params):
+        engine.learned.note_kept(params)
+        if prompt_tokens is None and said is not None:
+            prompt_tokens = said.prompt_tokens
+        done, lost = await conversations.keep(turn, engine.name, params, said, prompt_tokens)
+        kept = "kept" if done else "not_kept"
+        for entry in lost:
+            give_up_turn(request, gateway, entry)
+    gateway.metrics.conversation_kept.add((kept,))
+
+
+def note_first_byte(request: Request, answer: Answer) -> None:
+    record = request.record
+    record.stage, record.status, record.first_byte = "stream", answer.status, answer.first_body_at
+
+
+def note_done(request: Request) -> None:
+    request.record.stage, request.record.outcome = "done", "ok"
+
+
+def _tells_where(params: Json) -> bool:
+    """A decoder that rejects has params too: why it did."""
+    return any(name.startswith("remote_") for name in params)
+
+
+def _note_stream(gateway: Gateway, engine: Engine, has_params: bool) -> None:
+    learned = engine.learned
+    learned.note_stream(has_params)
+    if learned.streams_params is False:
+        gateway.throttle.warn(
+            "a decoder does not stream kv_transfer_params: turns are reused only with "
+            "conversation_stream exact",
+            engine.name,
+        )
+
+
+class Tail:
+    """A Tap that takes the params out of what passes, and holds the end back.
+
+    Clients stop reading at [DONE], before the body ends. So from the params on, which come with the
+    end of the answer, each block waits for the one after it; and the last one, whatever came, waits
+    as `last` until what it ends is kept.
+    """
+
+    def __init__(self) -> None:
+        self.params: Json | None = None
+        self.last = b""
+        self._copy: list[bytes] = []
+        self._size = 0
+
+    def passing(self, block: bytes, last: bool) -> bytes:
+        if block.find(NEEDLE) >= 0:
+            block = self._without_params(block)
+        self._size += len(block)
+        if self._size <= COPY_LIMIT:
+            self._copy.append(block)
+        if last:
+            self.last += block
+            return b""
+        if self.params is not None:
+            block, self.last = self.last, block
+        return block
+
+    def said(self) -> Said | None:
+        if self._size > COPY_LIMIT:
+            return None
+        return said_by(events_in(b"".join(self._copy)))
+
+    def _without_params(self, block: bytes) -> bytes:
+        pieces = EVENT_END.split(block)
+        ends = [*pieces[1::2], b""]
+        return b"".join(map(self._event, pieces[::2], ends))
+
+    def _event(self, event: bytes, end: bytes) -> bytes:
+        if NEEDLE not in event or not event.startswith(b"data:"):
+            return event + end
+        content = parsed(event[5:])
+        if content is None or KV_PARAMS not in content:
+            return event + end
+        params = content.pop(KV_PARAMS)
+        if isinstance(params, dict) and params:
+            self.params = params
+        if content.get("choices") == [] and content.get("usage") is None:
+            return b""  # an event for the params alone, which no client expects
+        return b"data: " + orjson.dumps(content) + end

@@ -1,0 +1,88 @@
+"""What is to be done about a request: a value, made by pure functions, carried out by `run`.
+
+Pull asks a prefiller and then a decoder, which fetches the blocks that the prefiller keeps for it.
+Push asks both at once, and the prefiller writes the blocks. Alone, a decoder does it all. Any of
+them may begin with a question to the decoder: does its cache hold enough to answer alone?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from router.fleet.engine import Engine
+from router.flows.limits import Limits
+from router.flows.request import THRESHOLD, Request
+from router.flows.reuse import Reuse
+from router.policies.route import Route
+
+# Bytes of a request whose prefill costs a decoder little, whether or not it was asked for.
+SHORT = 4096
+
+
+class Mode(StrEnum):
+    ALONE = "alone"
+    PULL = "pull"
+    PUSH = "push"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`flow` and `why_alone` are for the books. `threshold` above 0: the first decoder is asked
+    first, and may reject; `was_skipped`: it would be, if it were known to do so. `reuse`: of a
+    turn, whose answer is kept for the next."""
+
+    flow: str
+    mode: Mode
+    route: Route
+    why_alone: str = ""
+    threshold: float = 0.0
+    was_skipped: bool = False
+    reuse: Reuse | None = None
+
+    @property
+    def prefillers(self) -> Sequence[Engine]:
+        return self.route.prefillers
+
+    @property
+    def decoders(self) -> Sequence[Engine]:
+        return self.route.decoders
+
+
+def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limits) -> Plan:
+    if request.alone:
+        return Plan("decode_only", Mode.ALONE, route, request.alone)
+    flow = _flow(request)
+    mode = _mode(route, limits)
+    threshold = request.threshold or _own_threshold(request, route, reuse, limits)
+    if threshold and not _may_reject(request, route):
+        return Plan(flow, mode, route, was_skipped=True, reuse=reuse)
+    return Plan(flow, mode, route, threshold=threshold, reuse=reuse)
+
+
+def _flow(request: Request) -> str:
+    if request.turn is not None:
+        return "turn"
+    return "decode_first" if request.threshold else "pull"
+
+
+def _mode(route: Route, limits: Limits) -> Mode:
+    return Mode.PULL
+
+
+def _own_threshold(request: Request, route: Route, reuse: Reuse | None, limits: Limits) -> float:
+    """0 unless the decoder is known to hold most of the prompt, and may be asked."""
+    share = limits.decode_first_turns
+    if not share or reuse is None or reuse.decoder is None or THRESHOLD in request.body:
+        return 0
+    holds_it = reuse.held_share() >= share
+    return share if holds_it and reuse.decoder.learned.knows_threshold else 0
+
+
+def _may_reject(request: Request, route: Route) -> bool:
+    """The first decoder may refuse, or the prompt is short enough not to mind."""
+    if not route.decoders:
+        return False
+    knows = route.decoders[0].learned.knows_threshold
+    return knows is not False or len(request.exchange.body) <= SHORT

@@ -1,0 +1,390 @@
+"""Carries out a plan: its legs one after the other, or both at once, each tried as often as the
+table of failures and the budget allow. All that a request does at engines is done here.
+
+Nothing waits between a prefiller's answer and the decoder's being asked: the blocks are leased,
+30 s by default.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from enum import Enum, auto
+
+from router.conversations.conversations import Found
+from router.fleet.breaker import Circuit
+from router.fleet.engine import Engine
+from router.fleet.learned import Learned
+from router.fleet.spec import Role
+from router.flows import headers, release
+from router.flows.attempts import RULES, Next, next_of
+from router.flows.deliver import deliver, deliver_turn
+from router.flows.errors import (
+    EngineError,
+    EngineOverloadedError,
+    EngineUnavailableError,
+    NoEngineError,
+    RejectedError,
+)
+from router.flows.gateway import Gateway
+from router.flows.legs import Bodies, message_in
+from router.flows.plan import Mode, Plan
+from router.flows.prefilled import RETAIN, Params, Prefilled
+from router.flows.request import Body, Request
+from router.flows.reuse import USED_UP, Offer
+from router.flows.screen import cached_share, is_rejected
+from router.flows.trial import try_threshold
+from router.policies.chunks import tokens_of
+from router.upstream.answer import Answer
+from router.upstream.deadlines import now
+from router.upstream.errors import BrokenAnswerError, ConnectRefusedError, UpstreamError
+
+LegError = UpstreamError | EngineError
+LEG_ERRORS = (UpstreamError, EngineError)
+# Legs that may fail of one request, before it is given up.
+MOST_FAILED = 4
+# Seconds after a prefiller's answer in which its blocks surely still wait, if nobody renews.
+HELD = 20.0
+
+
+# For the books of a turn that needed no prefiller.
+ALONE = Offer("decoder_alone")
+
+
+class Came(Enum):
+    """What became of a decode leg that did not fail for good."""
+
+    ANSWERED = auto()
+    REJECTED = auto()
+    AFRESH = auto()
+
+
+class Run:
+    """One request under way: what failed so far, and what is held for it at engines."""
+
+    __slots__ = ("_bodies", "_failed", "_failure", "_fresh", "_gateway", "_is_spent", "_offer",
+                 "_plan", "_prompt_tokens", "_rejected", "_request", "_unread")  # fmt: skip
+
+    def __init__(self, request: Request, bodies: Bodies, plan: Plan, gateway: Gateway) -> None:
+        self._request = request
+        self._bodies = bodies
+        self._plan = plan
+        self._gateway = gateway
+        self._failed: list[Engine] = []
+        self._failure: LegError | None = None
+        self._fresh = False
+        self._rejected = False
+        self._prompt_tokens: int | None = None
+        # Of a turn: what the last one left, as long as no prefiller has read it.
+        self._unread = None if plan.reuse is None else plan.reuse.turn.entry
+        self._is_spent = False
+        self._offer = USED_UP
+
+    async def answer(self) -> None:
+        """Raises UpstreamError, EngineError, NoEngineError, or RejectedError with a 4xx."""
+        plan = self._plan
+        if plan.was_skipped:
+            self._gateway.metrics.decode_first.add(("skipped",))
+        try:
+            if plan.threshold and await self._decoder_first():
+                return
+            if plan.mode is Mode.ALONE:
+                await self._alone(plan.why_alone)
+            else:
+                await self._pull()
+        finally:
+            self._give_up_unread()
+
+    async def _decoder_first(self) -> bool:
+        """Whether a decoder has answered by itself."""
+        came = await self._decode(self._keeping(None), self._plan.threshold)
+        self._rejected = came is Came.REJECTED
+        outcome = "rejected" if self._rejected else "answered"
+        self._gateway.metrics.decode_first.add((outcome,))
+        if not self._rejected:
+            self._count(ALONE)
+        return not self._rejected
+
+    async def _alone(self, why: str) -> None:
+        self._gateway.metrics.decode_only.labels(why).inc()
+        await self._decode(self._keeping(None))
+        self._count(ALONE)
+
+    async def _pull(self) -> None:
+        if not self._plan.decoders:
+            raise NoEngineError("no decode engine is healthy")
+        while True:
+            prefilled = await self._prefill()
+            if prefilled is None:
+                return await self._alone("no_prefiller")
+            params = self._keeping(prefilled.params)
+            try:
+                came = await self._decode(params, after_prefill=True)
+            except BaseException as cause:
+                release.give_up(self._request, self._gateway, prefilled.params, cause)
+                raise
+            if came is Came.ANSWERED:
+                return None
+            release.give_up(self._request, self._gateway, prefilled.params, None)
+
+    # The prefill leg.
+
+    async def _prefill(self) -> Prefilled | None:
+        """None: there is no prefiller, and a decoder may do without."""
+        while True:
+            engine = self._next(Role.PREFILL)
+            if engine is None:
+                self._require_short()
+                return None
+            try:
+                prefilled = await self._prefill_at(engine)
+            except LEG_ERRORS as error:
+                self._after(error, engine, Role.PREFILL)
+            else:
+                self._note_prefilled(engine, prefilled)
+                return prefilled
+
+    async def _prefill_at(self, engine: Engine) -> Prefilled:
+        request, gateway, record = self._request, self._gateway, self._request.record
+        limits = gateway.limits
+        offered = self._offer_at(engine)
+        body = self._bodies.prefill(offered, no_threshold=self._rejected)
+        record.stage, record.prefiller = "prefill", engine.name
+        started = now()
+        answer: Answer | None = None
+        self._begin(engine)
+        try:
+            # A decoder's blocks are read once: what asks for them is sent on a sound connection.
+            is_fresh = self._fresh or offered is not None
+            answer = await self._send(engine, body, limits.prefill_timeout, is_fresh)
+            await answer.ready()
+            answer.check()
+            raw = await answer.read(limits.max_answer_size)
+            self._check(engine, answer, raw)
+            prefilled = Prefilled(raw)
+        except asyncio.CancelledError:
+            if answer is not None:
+                gateway.spawn(release.late(request, gateway, answer))
+                answer = None
+            raise
+        finally:
+            self._end(engine, answer)
+        record.prefill_done = moment = now()
+        gateway.metrics.prefill_seconds.observe(moment - started)
+        return prefilled
+
+    def _note_prefilled(self, engine: Engine, prefilled: Prefilled) -> None:
+        if prefilled.params is None:
+            self._gateway.metrics.prefill_without_params.inc()
+            self._gateway.throttle.warn(
+                "a prefiller answered without kv_transfer_params, so the decoder prefills again",
+                engine.name,
+            )
+        else:
+            _note_proof(engine.learned, prefilled.params)
+        if self._plan.reuse is not None:
+            self._prompt_tokens = prefilled.prompt_tokens
+            self._count(self._offer)
+            if self._offer.params is None:
+                self._give_up_unread()
+            self._unread = None
+
+    def _offer_at(self, engine: Engine) -> Body | None:
+        """What of the last turn this prefiller may pull, unless another was told to already."""
+        reuse = self._plan.reuse
+        if reuse is None:
+            return None
+        self._offer = USED_UP if self._is_spent else reuse.offer(engine)
+        return self._offer.params
+
+    def _require_short(self) -> None:
+        """Raises the last failure, or NoEngineError, where no decoder may prefill so much."""
+        limits, request = self._gateway.limits, self._request
+        if limits.without_prefiller == "refuse":
+            raise self._failure or NoEngineError("no prefill engine is healthy")
+        if tokens_of(request.body) > limits.without_prefiller_tokens:
+            raise self._failure or NoEngineError(
+                "no prefill engine is healthy, and the prompt is too long for a decoder alone"
+            )
+
+    # The decode leg.
+
+    async def _decode(
+        self, params: Params | None, threshold: float = 0.0, after_prefill: bool = False
+    ) -> Came:
+        while True:
+            engine = self._next(Role.DECODE)
+            if engine is None:
+                raise self._failure or NoEngineError("no decode engine is healthy")
+            try:
+                return await self._decode_at(engine, params, threshold)
+            except LEG_ERRORS as error:
+                what = self._after(error, engine, Role.DECODE)
+                if self._next(Role.DECODE) is None:
+                    raise
+                if after_prefill and (what is Next.AFRESH or not self._is_held()):
+                    return Came.AFRESH
+
+    async def _decode_at(self, engine: Engine, params: Params | None, threshold: float) -> Came:
+        request, gateway, record = self._request, self._gateway, self._request.record
+        limits, reuse = gateway.limits, self._plan.reuse
+        required = threshold or (0 if self._rejected else None)
+        body = self._bodies.decode(params, required, request.exact and reuse is not None)
+        record.stage, record.decoder, record.decode_started = "decode", engine.name, now()
+        answer: Answer | None = None
+        self._begin(engine)
+        try:
+            timeout = limits.decode_first_byte_timeout
+            answer = await self._send(engine, body, timeout, self._fresh)
+            await answer.ready()
+            answer.check()
+            raw = b"" if answer.status == 200 else await answer.read(limits.max_answer_size)
+            self._check(engine, answer, raw)
+            if threshold and await self._is_rejected(engine, answer, threshold):
+                return Came.REJECTED
+            if reuse is None:
+                await deliver(request, gateway, answer)
+            else:
+                tokens = self._prompt_tokens
+                await deliver_turn(request, gateway, reuse.turn, engine, answer, tokens)
+            return Came.ANSWERED
+        finally:
+            self._end(engine, answer)
+
+    async def _is_rejected(self, engine: Engine, answer: Answer, threshold: float) -> bool:
+        learned = engine.learned
+        if await is_rejected(answer):
+            learned.note_rejected()
+            return True
+        if learned.knows_threshold is None:
+            share = await cached_share(answer)
+            if learned.note_accepted(threshold, share):
+                self._gateway.spawn(try_threshold(self._request, engine))
+        return False
+
+    def _keeping(self, params: Params | None) -> Params | None:
+        """Asks the decoder to keep a turn's KV, unless it could not be found again."""
+        reuse = self._plan.reuse
+        keeps = reuse is not None and reuse.turn.found is not Found.STORE_FAILED
+        if params is None:
+            return RETAIN if keeps else None
+        return params.retaining() if keeps else params.not_retaining()
+
+    def _is_held(self) -> bool:
+        """Whether the prefiller's blocks surely wait still."""
+        done = self._request.record.prefill_done
+        return done is not None and now() - done < HELD
+
+    # Any leg.
+
+    def _next(self, role: Role) -> Engine | None:
+        """The one to ask: the first in the plan that has not failed this request, else whoever has
+        come since."""
+        plan = self._plan
+        order = plan.prefillers if role is Role.PREFILL else plan.decoders
+        if not self._failed:
+            return order[0] if order else None
+        planned = [engine for engine in order if engine.is_wanted]
+        others = self._gateway.others(self._request, plan.route, role)
+        return next((one for one in (*planned, *others) if one not in self._failed), None)
+
+    def _begin(self, engine: Engine) -> None:
+        engine.in_flight += 1
+        engine.tokens_in_flight += self._request.tokens
+        if engine.breaker.circuit is Circuit.HALF_OPEN:
+            self._gateway.fleet.begins(engine)
+
+    def _end(self, engine: Engine, answer: Answer | None) -> None:
+        engine.in_flight -= 1
+        engine.tokens_in_flight -= self._request.tokens
+        if answer is not None:
+            answer.close()
+        if engine.breaker.on_trial:
+            self._gateway.fleet.left(engine)
+
+    async def _send(self, engine: Engine, body: bytes, timeout: float, fresh: bool) -> Answer:
+        """Raises UpstreamError."""
+        request = self._request
+        message = headers.message(
+            request.record.endpoint, engine.name, request.leg_id(), request.shared_headers, body
+        )
+        return await engine.pool.send(message, min(now() + timeout, request.latest), fresh)
+
+    def _check(self, engine: Engine, answer: Answer, body: bytes) -> None:
+        """200 is an answer; 4xx is for the client as it is; anything else is the engine's failure.
+
+        Raises RejectedError, EngineError, BrokenAnswerError."""
+        status = answer.status
+        if status == 200 or 400 <= status < 500:
+            if engine.breaker.succeeded():
+                self._gateway.fleet.answered(engine)
+            if status == 200:
+                return
+        raise _error_of(engine, answer, body)
+
+    def _after(self, error: LegError, engine: Engine, role: Role) -> Next:
+        """What follows from a leg's failure, for the engine and for the request. Raises it where
+        there is nothing left to try."""
+        gateway, request = self._gateway, self._request
+        moment, rule = now(), RULES[error.kind]
+        is_late = moment >= request.latest
+        # Perhaps it is what the last turn left that failed: then the same prefiller can do without.
+        is_of_turn = role is Role.PREFILL and self._offer.params is not None and not rule.is_free
+        gateway.note_failure(engine, role, error)
+        if not is_late:
+            _blame(gateway, engine, error, rule.blames_engine and not is_of_turn)
+        what = next_of(error.kind, role, request.exchange.started)
+        self._failure = error
+        if is_of_turn:
+            self._is_spent = True
+        elif error.kind == "stale":
+            self._fresh = True
+        else:
+            self._failed.append(engine)
+        is_over = what in (Next.END, Next.GIVE_UP) or is_late or len(self._failed) >= MOST_FAILED
+        if is_over or not (rule.is_free or gateway.budget.take(moment)):
+            raise error
+        return what
+
+    # A turn.
+
+    def _count(self, offer: Offer) -> None:
+        if self._plan.reuse is not None:
+            metrics = self._gateway.metrics
+            self._request.record.conversation = offer.outcome
+            metrics.conversation_turns.add((offer.outcome, offer.reason))
+            metrics.conversation_tokens.inc(offer.tokens)
+
+    def _give_up_unread(self) -> None:
+        """What the last turn left, if no prefiller has read it."""
+        entry, self._unread = self._unread, None
+        if entry is not None:
+            release.give_up_turn(self._request, self._gateway, entry)
+
+
+def _blame(gateway: Gateway, engine: Engine, error: LegError, is_its_fault: bool) -> None:
+    if isinstance(error, ConnectRefusedError):
+        gateway.fleet.unreachable(engine, str(error))
+    elif isinstance(error, EngineOverloadedError):
+        gateway.fleet.cool(engine, error.retry_after or 1)
+    elif is_its_fault:
+        gateway.fleet.failed(engine, str(error))
+
+
+def _note_proof(learned: Learned, params: Params) -> None:
+    """Reads the params of an engine only until it is known to prove what its blocks hold."""
+    known = learned.proves_prefix and params.speaks_of_proof
+    learned.proves_prefix = known or params.is_proven
+
+
+def _error_of(engine: Engine, answer: Answer, body: bytes) -> Exception:
+    status = answer.status
+    if status < 400:
+        return BrokenAnswerError(f"an answer with status {status}")
+    rejected = RejectedError(status, answer.headers, body) if status < 500 else None
+    text = f"the {engine.role} engine answered {status}{message_in(body)}"
+    seconds = headers.retry_after(answer.headers) if status in (429, 503) else None
+    if seconds is not None:
+        return EngineOverloadedError(text, seconds, rejected)
+    if rejected is not None:
+        return rejected
+    return (EngineUnavailableError if status == 503 else EngineError)(text)
