@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import orjson
 
-from router.conversations.entry import MOST_MARKS, Entry
+from router.conversations.entry import MOST_MARKS, Entry, Inexact
 from router.conversations.identity import Conversation, Header, Identity
-from router.conversations.prompt import Mark, Prompt, prompt_of
+from router.conversations.prompt import MOST, Mark, Prompt, prompt_of
 from router.conversations.said import Json, Said
 from router.conversations.scope import Scope, rewrites_history, scope_of
-from router.conversations.store import Store, StoreError
+from router.conversations.store import Store, StoreError, UnverifiedError
 
 # A store keeps an entry longer than it is valid, so that "came too late" can be told from "never
 # was there".
@@ -29,6 +29,8 @@ class Found(StrEnum):
     ENTRY = "entry"
     NEW = "new"
     EXPIRED = "expired"
+    UNVERIFIED = "unverified"
+    UNREADABLE = "unreadable"
     STORE_FAILED = "store_failed"
 
 
@@ -97,13 +99,18 @@ class Conversations:
             return
         try:
             raw = await self._store.take(key)
+        except UnverifiedError:
+            turn.found = Found.UNVERIFIED
+            return
         except StoreError:
             turn.found = Found.STORE_FAILED
             return
-        entry = None if raw is None else Entry.from_bytes(raw)
-        if entry is None:
+        if raw is None:
             return
-        if entry.expires_at <= self._clock():
+        entry = Entry.from_bytes(raw)
+        if entry is None:  # another version's
+            turn.found = Found.UNREADABLE
+        elif entry.expires_at <= self._clock():
             turn.found = Found.EXPIRED
         else:
             turn.found, turn.entry = Found.ENTRY, entry
@@ -116,7 +123,9 @@ class Conversations:
         key = turn.conversation.key_after(entry.whole)
         if key is None or entry.expires_at <= entry.created_at:
             return Kept(False, [entry])
-        raw = entry.to_bytes()
+        raw = _written(entry)
+        if raw is None:
+            return Kept(False, [])
         try:
             given_up = await self._store.put(
                 key, raw, entry.expires_at - entry.created_at + AFTERLIFE
@@ -154,19 +163,28 @@ class Conversations:
         return now + self._ttl
 
 
+def _written(entry: Entry) -> bytes | None:
+    """None for params that are nested too deep: nor could an engine be told of them."""
+    try:
+        return entry.to_bytes()
+    except orjson.JSONEncodeError:
+        return None
+
+
 def _marks(turn: Turn, prompt_tokens: int | None) -> tuple[Mark, ...]:
     """The prompts so far that this one extends, and this one."""
     prompt = turn.prompt
     older = turn.entry.prompts if turn.entry is not None else ()
     kept = [mark for mark in older if prompt.digest_at(mark.count) == mark.digest]
     digest = prompt.digest_at(prompt.count)
-    if prompt_tokens is not None and digest is not None and prompt.plain == prompt.count:
+    known = prompt_tokens is not None and 0 <= prompt_tokens <= MOST
+    if known and digest is not None and prompt.plain == prompt.count:
         kept = [mark for mark in kept if mark.count < prompt.count]
         kept.append(Mark(prompt.count, digest, prompt_tokens))
     return tuple(kept[-MOST_MARKS:])
 
 
-def _why_inexact(turn: Turn, said: Said | None) -> str:
+def _why_inexact(turn: Turn, said: Said | None) -> Inexact:
     """Why a template may render the answer in the next prompt otherwise than it was generated."""
     if said is None:
         return "rendering"

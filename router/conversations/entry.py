@@ -1,17 +1,26 @@
-"""What one turn leaves for the next, as it is kept in a store."""
+"""What one turn leaves for the next, as it is kept in a store.
+
+What comes back from there is input: each field has its type and its bounds, or there is no entry.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
+import msgspec
 import orjson
+from msgspec import Meta
 
-from router.conversations.prompt import Mark
+from router.conversations.prompt import Count, Mark
 from router.conversations.said import Json
 from router.conversations.scope import Scope
 
 VERSION = 1
 MOST_MARKS = 16
+Text = Annotated[str, Meta(max_length=512)]
+Time = Annotated[float, Meta(ge=0, le=1e11)]
+Inexact = Literal["", "reasoning", "rendering"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +30,16 @@ class Entry:
     answer otherwise than it was generated, or is empty.
     """
 
-    decoder: str
+    decoder: Text
     params: Json
-    created_at: float
-    expires_at: float
-    kind: str
+    created_at: Time
+    expires_at: Time
+    kind: Text
     scope: Scope
-    prompts: tuple[Mark, ...]
+    prompts: Annotated[tuple[Mark, ...], Meta(max_length=MOST_MARKS)]
     whole: Mark | None
-    inexact: str
-    size: int
+    inexact: Inexact
+    size: Count
     """Bytes of prompt and answer, roughly."""
 
     @property
@@ -51,14 +60,10 @@ class Entry:
         """Total: None for what this version did not write."""
         try:
             content = orjson.loads(raw)
-            if content.pop("v") != VERSION:
+            if not isinstance(content, dict) or content.pop("v", None) != VERSION:
                 return None
-            whole = content.pop("whole")
-            return cls(
-                scope=Scope(**content.pop("scope")),
-                prompts=tuple(Mark(**mark) for mark in content.pop("prompts")),
-                whole=None if whole is None else Mark(**whole),
-                **content,
-            )
-        except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError):
+            if content.keys() != set(cls.__slots__):
+                return None
+            return msgspec.convert(content, cls)
+        except (orjson.JSONDecodeError, msgspec.ValidationError, RecursionError):
             return None

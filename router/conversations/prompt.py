@@ -12,22 +12,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import orjson
+from msgspec import Meta
 
 from router.conversations.said import REASONING_KEYS, Json, Said, has_reasoning
 
 DIGEST_BYTES = 16
+MOST = 2**53
+Count = Annotated[int, Meta(ge=0, le=MOST)]
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A beginning of a prompt: how long, which, and how many tokens it was, where known."""
 
-    count: int
-    digest: str
-    tokens: int | None = None
+    count: Count
+    digest: Annotated[str, Meta(max_length=2 * DIGEST_BYTES)]
+    tokens: Count | None = None
 
 
 class Prompt(Protocol):

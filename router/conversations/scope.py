@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Annotated
 
 import orjson
+from msgspec import Meta
 
 from router.conversations.said import Json
 
@@ -23,15 +25,17 @@ TEMPLATE = (
 )
 # Templates that may write an empty trace before an answer and leave it out of the history.
 THINKING = ("enable_thinking", "thinking")
+DIGEST_BYTES = 8
+Digest = Annotated[str, Meta(max_length=2 * DIGEST_BYTES)]
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
     """Digests. `model` is what KV depends on although no token shows it."""
 
-    model: str
-    tools: str
-    template: str
+    model: Digest
+    tools: Digest
+    template: Digest
 
 
 def scope_of(body: Json) -> Scope:
@@ -53,4 +57,4 @@ def _present(body: Json, names: tuple[str, ...]) -> Json:
 
 def _digest(content: Json) -> str:
     raw = orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
-    return hashlib.blake2b(raw, digest_size=8).hexdigest()
+    return hashlib.blake2b(raw, digest_size=DIGEST_BYTES).hexdigest()

@@ -9,6 +9,10 @@ class StoreError(Exception):
     """The store cannot be asked now. The turn goes on without it."""
 
 
+class UnverifiedError(StoreError):
+    """The store was asked, and what it held is not ours. It is not there any more."""
+
+
 class Store(Protocol):
     """Bytes by key, each readable once. Every method may raise StoreError."""
 
