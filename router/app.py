@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import secrets
 from collections.abc import AsyncIterator
 from importlib.metadata import version
 from typing import Any
@@ -15,6 +17,8 @@ from router.conversations.breaker import Breaker
 from router.conversations.conversations import Conversations
 from router.conversations.identity import Identity
 from router.conversations.memory_store import MemoryStore
+from router.conversations.seal import Seal
+from router.conversations.sealed_store import SealedStore
 from router.conversations.store import Store
 from router.fleet.engine import Engine, Health
 from router.fleet.fleet import Fleet
@@ -26,6 +30,7 @@ from router.telemetry.metrics import Metrics
 from router.upstream.deadlines import Deadlines
 from router.upstream.pool import EnginePool, PoolLimits
 
+logger = logging.getLogger("disagg_router")
 HEALTH_VALUES = {Health.HEALTHY: 1, Health.UNHEALTHY: 0, Health.UNKNOWN: -1}
 
 
@@ -72,9 +77,29 @@ def _conversations(settings: Settings, metrics: Metrics) -> Conversations | None
         metrics.conversation_entries.set_function(lambda: len(memory))
         store: Store = memory
     else:
-        store = Breaker(_redis(settings), metrics.conversation_store_errors)
+        errors = metrics.conversation_store_errors
+        redis = Breaker(_redis(settings), errors)
+        seal = Seal(with_store_keys(settings).store_keys())
+        store = SealedStore(redis, seal, errors, settings.conversation_ttl)
     identity = Identity(settings.conversation_ids, settings.tenant_header)
     return Conversations(store, identity, settings.conversation_ttl)
+
+
+def with_store_keys(settings: Settings) -> Settings:
+    """With the keys of a shared store, or with one of this router's own. Raises SettingsError.
+
+    Called before a router becomes several processes; the second time it changes nothing.
+    """
+    if settings.conversation_store in ("memory", "off"):
+        return settings
+    keys = settings.store_keys()
+    if not keys:
+        logger.warning(
+            "no --conversation-store-key: turns in Redis are reused only within this router, and "
+            "until it ends"
+        )
+        keys = [secrets.token_urlsafe(32).encode()]
+    return settings.with_store_keys(keys)
 
 
 def _redis(settings: Settings) -> Store:

@@ -38,7 +38,8 @@ PREFIX = "DISAGG_ROUTER_"
 SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
 LONGEST = 366 * 86400.0
 STORES = re.compile(r"memory|off|rediss?(\+cluster|\+sentinel)?://.+")
-SECRETS = frozenset(("conversation_store", "conversation_store_password"))
+SECRETS = frozenset(("conversation_store", "conversation_store_password", "conversation_store_key"))
+SHORTEST_KEY = 16
 IDS = (
     "conversation_id",
     "x-conversation-id",
@@ -108,6 +109,27 @@ def _store(value: object) -> object:
             "not a store: memory, off, or redis://, rediss://, redis+cluster://, redis+sentinel://"
         )
     return value
+
+
+def _keys(value: object) -> object:
+    """Text that holds keys, one a line. What is wrong with it is told without them."""
+    if isinstance(value, str):
+        keys_in(value)
+    return value
+
+
+def keys_in(text: str) -> list[bytes]:
+    """The first signs, all verify. Raises ValueError."""
+    keys = [line.strip().encode() for line in text.splitlines() if line.strip()]
+    if not keys:
+        raise ValueError("no key: give one line of text, as from openssl rand -base64 32")
+    for number, key in enumerate(keys, 1):
+        if len(key) < SHORTEST_KEY:
+            raise ValueError(
+                f"key {number} is too short with {len(key)} bytes: at least {SHORTEST_KEY}, better "
+                "those of openssl rand -base64 32"
+            )
+    return keys
 
 
 def _name(value: object) -> object:
@@ -308,6 +330,19 @@ class Settings(BaseSettings):
     conversation_store_password_file: Path | None = _setting(
         None, "Conversations", "File with the Redis password, read at start.", "FILE"
     )
+    conversation_store_key: Annotated[SecretStr, BeforeValidator(_keys)] | None = _setting(
+        None,
+        "Conversations",
+        "Secret that signs turns in Redis, the same at all routers that share it; without one, "
+        "routers do not reuse each other's turns. A variable is safer than a flag.",
+        "KEY",
+    )
+    conversation_store_key_file: Path | None = _setting(
+        None,
+        "Conversations",
+        "File with it, read at start. Of several lines the first one signs and each is accepted.",
+        "FILE",
+    )
     conversation_store_timeout: Seconds = _setting(
         0.25,
         "Conversations",
@@ -414,6 +449,8 @@ class Settings(BaseSettings):
         problems = [*_pairing(self, "prefiller"), *_pairing(self, "decoder")]
         if self.conversation_store_password and self.conversation_store_password_file:
             problems.append("--conversation-store-password and its -file are both set")
+        if self.conversation_store_key and self.conversation_store_key_file:
+            problems.append("--conversation-store-key and its -file are both set")
         if self.workers > 1 and self.conversation_store == "memory":
             problems.append(
                 f"--workers {self.workers} cannot share a conversation store in memory: set "
@@ -428,14 +465,26 @@ class Settings(BaseSettings):
         if self.conversation_store_password is not None:
             return self.conversation_store_password.get_secret_value()
         path = self.conversation_store_password_file
+        return None if path is None else _secret_in("conversation_store_password_file", path)
+
+    def store_keys(self) -> list[bytes]:
+        """The first signs, all verify; none where none is set. Raises SettingsError."""
+        if self.conversation_store_key is not None:
+            return keys_in(self.conversation_store_key.get_secret_value())
+        path = self.conversation_store_key_file
         if path is None:
-            return None
+            return []
         try:
-            return path.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-            problem = f"--conversation-store-password-file {path}: {reason}"
-            raise SettingsError([problem]) from error
+            return keys_in(_secret_in("conversation_store_key_file", path))
+        except ValueError as error:
+            problem = f"{flag_of('conversation_store_key_file')} {path}: {error}"
+            raise SettingsError([problem]) from None
+
+    def with_store_keys(self, keys: list[bytes]) -> Settings:
+        """The same with these, so that no process reads them, or makes them, by itself."""
+        text = SecretStr(b"\n".join(keys).decode())
+        changes = {"conversation_store_key": text, "conversation_store_key_file": None}
+        return self.model_copy(update=changes)
 
     @property
     def prefillers(self) -> tuple[Address, ...]:
@@ -475,6 +524,15 @@ def _pairing(settings: Settings, role: str) -> Iterator[str]:
 def _pair(hosts: tuple[str, ...], ports: tuple[int, ...]) -> tuple[Address, ...]:
     spread = ports * len(hosts) if len(ports) == 1 else ports
     return tuple(map(Address, hosts, spread))
+
+
+def _secret_in(name: str, path: Path) -> str:
+    """Raises SettingsError."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise SettingsError([f"{flag_of(name)} {path}: {reason}"]) from None
 
 
 def read_file(path: Path) -> dict[str, Any]:

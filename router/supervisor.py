@@ -25,6 +25,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from router import serve
+from router.app import with_store_keys
 from router.children import die_with
 from router.settings import Settings, SettingsError
 from router.telemetry import logs
@@ -46,7 +47,8 @@ class Worker:
 
 
 def run(settings: Settings) -> int:
-    """Serves until a signal; the exit code. Raises BindError."""
+    """Serves until a signal; the exit code. Raises BindError, SettingsError."""
+    settings = with_store_keys(settings)
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(made) for made in _bind_all(settings)]
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="disagg-router-")))

@@ -16,6 +16,7 @@ from pathlib import Path
 from tests.conftest import find_free_ports
 
 PASSWORD = "not a secret"
+KEY = "neither is this one, of 32 bytes"
 
 
 @dataclass
@@ -27,6 +28,15 @@ class RedisServer:
     @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}"
+
+    @property
+    def options(self) -> list[str]:
+        """What a router is told of it, which shares it with others."""
+        return [
+            f"--conversation-store={self.url}",
+            f"--conversation-store-password={self.password}",
+            f"--conversation-store-key={KEY}",
+        ]
 
     def keys(self) -> list[str]:
         return self.cli("keys", "*").split()

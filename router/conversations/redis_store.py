@@ -7,12 +7,14 @@ import logging
 from collections.abc import Awaitable
 from typing import Any
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from router.conversations.redis_url import connect
 from router.conversations.store import StoreError
 
 NAMESPACE = "disagg-router:turn:"
+WRONG_TYPE = "WRONGTYPE"
+NOT_OURS = b""
 
 
 class RedisStore:
@@ -20,7 +22,8 @@ class RedisStore:
 
     GETDEL (Redis 6.2) makes taking atomic, and SET with GET tells what it replaced. No operation
     lasts longer than `timeout` seconds; one that does, or fails, raises StoreError. Nothing is
-    tried twice: GETDEL may have succeeded.
+    tried twice: GETDEL may have succeeded. A list, or whatever else somebody put where entries are,
+    says nothing of Redis: it is removed, and told as a value that no router put there.
     """
 
     def __init__(self, url: str, password: str | None, timeout: float) -> None:
@@ -28,14 +31,12 @@ class RedisStore:
         self._client, self._others = connect(url, password, timeout)
 
     async def take(self, key: str) -> bytes | None:
-        value = await self._in_time(self._client.getdel(NAMESPACE + key))
+        value = await self._in_time(self._take(NAMESPACE + key))
         return value if isinstance(value, bytes) else None
 
     async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
         milliseconds = max(1, int(seconds * 1000))
-        older = await self._in_time(
-            self._client.set(NAMESPACE + key, value, px=milliseconds, get=True)
-        )
+        older = await self._in_time(self._put(NAMESPACE + key, value, milliseconds))
         return [older] if isinstance(older, bytes) else []
 
     async def close(self) -> None:
@@ -44,6 +45,24 @@ class RedisStore:
                 await client.aclose()
             except (RedisError, OSError) as error:
                 logging.getLogger(__name__).debug("closing Redis: %s", error)
+
+    async def _take(self, name: str) -> object:
+        try:
+            return await self._client.getdel(name)
+        except ResponseError as error:
+            if not str(error).startswith(WRONG_TYPE):
+                raise
+            await self._client.delete(name)
+            return NOT_OURS
+
+    async def _put(self, name: str, value: bytes, milliseconds: int) -> object:
+        try:
+            return await self._client.set(name, value, px=milliseconds, get=True)
+        except ResponseError as error:
+            if not str(error).startswith(WRONG_TYPE):
+                raise
+            await self._client.set(name, value, px=milliseconds)
+            return NOT_OURS
 
     async def _in_time(self, answer: Awaitable[Any]) -> Any:
         try:

@@ -82,7 +82,8 @@ class Metrics:
         )
         self.conversation_store_errors = self._counter(
             "conversation_store_errors",
-            "Operations on the conversation store that failed, or were skipped after a failure.",
+            "Operations on the conversation store that failed, were skipped after a failure, or "
+            "found what is not ours.",
             "operation",
             "result",
         )

@@ -189,9 +189,7 @@ def test_of_many_takers_at_two_routers_none_pulls_what_another_took_and_all_are_
 ) -> None:
     prompt = tokens_of(1000, 60)
     with running_redis() as redis, ExitStack() as stack:
-        options = ["--conversation-store", redis.url, "--decode-first-turns", "0"]
-        options += ["--conversation-store-password", redis.password]
-        options += ["--conversation-store-timeout", "10"]
+        options = [*redis.options, "--conversation-store-timeout=10", "--decode-first-turns=0"]
         routers = [
             stack.enter_context(launcher.router([prefiller], [decoder], *options)) for _ in range(2)
         ]
@@ -218,9 +216,7 @@ def test_two_routers_share_one_redis(
     launcher: Launcher, prefiller: Server, decoder: Server, alone: Server
 ) -> None:
     with running_redis() as redis, ExitStack() as stack:
-        options = ["--conversation-store", redis.url, "--tenant-header", "x-tenant"]
-        options += ["--decode-first-turns", "0"]
-        options += ["--conversation-store-password", redis.password]
+        options = [*redis.options, "--tenant-header=x-tenant", "--decode-first-turns=0"]
         routers = [
             stack.enter_context(launcher.router([prefiller], [decoder], *options)) for _ in range(2)
         ]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.app import with_store_keys
 from router.cli import main, parser
 from router.settings import Address, Settings, SettingsError, load
 
@@ -248,6 +249,18 @@ def test_the_command_itself_exits_with_2_and_no_traceback() -> None:
         (["--conversation-store", "redis://:pa55@host:port"], "--conversation-store"),
         (["--conversation-store", "redis+sentinel://:pa55@host"], "master"),
         (["--conversation-store", "redis://h", "--conversation-store-password-file", "/no"], "/no"),
+        (["--conversation-store-key", "pa55"], "at least 16"),
+        (["--conversation-store-key", "a pa55 of 16 bytes\npa55"], "key 2 is too short"),
+        (["--conversation-store-key", ""], "openssl rand"),
+        (["--conversation-store", "redis://h", "--conversation-store-key-file", "/no"], "/no"),
+        (
+            ["--conversation-store=redis://h", "--conversation-store-key-file=/no", "--workers=2"],
+            "/no",
+        ),
+        (
+            ["--conversation-store=redis://h", "--conversation-store-key-file=/dev/null"],
+            "no key",
+        ),
         (["--conversation-ids", "a b!c"], "--conversation-ids"),
         (["--decode-first-threshold", "1.5"], "--decode-first-threshold"),
         (["--affinity-load-factor", "0.5"], "--affinity-load-factor"),
@@ -275,3 +288,40 @@ def test_a_password_comes_from_a_flag_a_variable_or_a_file_but_not_from_two(
     assert "from variable" not in repr(settings)
     with pytest.raises(SettingsError):
         load(ENGINES | path)
+
+
+def test_a_key_comes_from_a_flag_a_variable_or_a_file_of_several_but_not_from_two(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("\n the newer key, which signs \nthe older key, which is accepted\n")
+    assert load(ENGINES).store_keys() == []
+    path = {"conversation_store_key_file": str(file)}
+    newer, older = load(ENGINES | path).store_keys()
+    assert (newer, older) == (b"the newer key, which signs", b"the older key, which is accepted")
+    monkeypatch.setenv("DISAGG_ROUTER_CONVERSATION_STORE_KEY", "from the variable")
+    settings = load(ENGINES)
+    assert settings.store_keys() == [b"from the variable"]
+    assert "from the variable" not in repr(settings)
+    with pytest.raises(SettingsError):
+        load(ENGINES | path)
+
+
+def test_a_shared_store_has_a_key_before_there_are_workers(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Theirs would be another each; and a file may change before one of them is replaced."""
+    shared = ENGINES | {"conversation_store": "redis://h"}
+    made = with_store_keys(load(shared))
+    (key,) = made.store_keys()
+    assert len(key) > 32
+    assert with_store_keys(made).store_keys() == [key]
+    assert [x.levelname for x in caplog.records] == ["WARNING"], "said once"
+    assert key.decode() not in caplog.text
+    assert with_store_keys(load(shared)).store_keys() != [key]
+    file = tmp_path / "keys"
+    file.write_text("a key of the operator's")
+    read = with_store_keys(load(shared | {"conversation_store_key_file": str(file)}))
+    file.unlink()
+    assert read.store_keys() == [b"a key of the operator's"]
+    assert with_store_keys(load(ENGINES)).store_keys() == [], "nobody else writes to memory"

@@ -17,6 +17,8 @@ import pytest
 from router.cli import main
 from router.telemetry.family import merged
 from router.telemetry.liveness import LivenessServer, answering
+from tests.redis_server import running_redis
+from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.harness import eventually
 from tests.unit.router.mock_engine import (
     DONE,
@@ -30,6 +32,7 @@ from tests.unit.router.mock_engine import (
 from tests.unit.router.processes import RouterProcess, router_process, serving_router
 
 FAMILY = ("--workers=2", "--conversation-store=off", "--port=0", "--health-interval=0.1")
+CHAT = [{"role": "user", "content": "how are you?"}]
 BODY = {"model": "m", "prompt": "x"}
 
 
@@ -163,6 +166,31 @@ def test_workers_refuse_a_store_that_they_cannot_share(
     (line,) = capsys.readouterr().err.splitlines()
     assert "--workers 4" in line
     assert "set --conversation-store to a Redis URL, or to off" in line
+
+
+@pytest.mark.parametrize("key", [(), ("--conversation-store-key=of the operator's",)])
+async def test_workers_reuse_each_others_turns_with_a_key_and_without(
+    p: MockEngine, d: MockEngine, key: tuple[str, ...]
+) -> None:
+    p.usual, d.usual = prefilling(), decoding()
+    with running_redis() as redis:
+        store = [f"--conversation-store={redis.url}", "--conversation-store-timeout=10"]
+        store.append(f"--conversation-store-password={redis.password}")
+        async with family(p, d, *store, *key) as (router, _):
+            for number in range(16):
+                body = {"model": "m", "messages": CHAT, "conversation_id": str(number)}
+                for _ in range(2):
+                    async with httpx.AsyncClient(base_url=router.url, timeout=20) as client:
+                        answer = await client.post("/v1/chat/completions", json=body)
+                        assert answer.status_code == 200
+            async with httpx.AsyncClient(base_url=router.url) as client:
+                text = (await client.get("/metrics")).text
+            warned = [line for line in router.lines if "no --conversation-store-key" in line]
+    turns = "disagg_router_conversation_turns_total"
+    assert f'{turns}{{outcome="new",reason=""}} 16.0' in text
+    assert f'{turns}{{outcome="cut",reason="history"}} 16.0' in text
+    assert len(warned) == (0 if key else 1)
+    assert len({request.connection for request in d.requests}) >= 2, "both workers had a share"
 
 
 async def test_a_blocked_loop_does_not_fail_liveness() -> None:

@@ -400,9 +400,7 @@ async def test_of_fifty_turns_at_two_routers_with_one_redis_one_reuses(
     p: MockEngine, d: MockEngine
 ) -> None:
     with running_redis() as redis:
-        options = ["--conversation-store", redis.url]
-        options += ["--conversation-store-password", redis.password]
-        options += ["--conversation-store-timeout", "10"]
+        options = [*redis.options, "--conversation-store-timeout=10"]
         async with (
             serving_router(p, d, *options) as one,
             serving_router(p, d, *options) as two,
