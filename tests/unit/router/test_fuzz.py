@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
@@ -10,15 +11,17 @@ from itertools import pairwise
 
 import httptools
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.corpus import HIDDEN, PLAIN, SHOWN, SMUGGLED
 from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
-from tests.unit.router.mock_engine import MockEngine
+from tests.unit.router.mock_engine import USUAL, MockEngine, Peer, Received
 
 ANYTHING = PLAIN | SMUGGLED
-CLEAN = post(SHOWN)
+CLOSE = b"connection: close\r\n"
+CLEAN = post(SHOWN, headers=CLOSE)
 
 
 @pytest.fixture
@@ -79,10 +82,67 @@ def cut(data: bytes, places: list[int]) -> Iterator[bytes]:
         yield data[start:end]
 
 
+# Names that engines read params by, each letter as it is or escaped, which is the same to JSON.
+PARAMS, EXTRA = "kv_transfer_params", "vllm_xargs"
+PLANTED = b"planted"
+FORGED = b'{"do_remote_prefill":true,"remote_host":"planted","remote_block_ids":[[1]]}'
+
+
+@st.composite
+def spelled(draw: st.DrawFn, name: str) -> bytes:
+    escaped = draw(st.sets(st.integers(0, len(name) - 1), max_size=3))
+    form = draw(st.sampled_from(["\\u%04x", "\\u%04X"]))
+    letters = (form % ord(x) if at in escaped else x for at, x in enumerate(name))
+    return f'"{"".join(letters)}"'.encode()
+
+
+@st.composite
+def planted(draw: st.DrawFn, *, top: bool = True) -> bytes:
+    """An object with params where an engine would read them, or looks as if, once or more often."""
+    value = st.sampled_from([FORGED, b"[%s]" % FORGED, b'"planted"', b"{}", b"null", b"1"])
+    members = [st.tuples(spelled(PARAMS), value), st.tuples(spelled("x"), value)]
+    if top:
+        members.append(st.tuples(spelled(EXTRA), planted(top=False) | value))
+        members.append(st.sampled_from(PLAIN_MEMBERS))
+    given = draw(st.lists(st.one_of(members), max_size=5))
+    space = draw(st.sampled_from([b"", b" ", b"\r\n\t"]))
+    if top:
+        given.insert(draw(st.integers(0, len(given))), (b'"prompt"', b'"shown"'))
+    inner = (space + b",").join(space + name + space + b":" + text for name, text in given)
+    return b"{" + inner + space + b"}" + space
+
+
+PLAIN_MEMBERS = [
+    (b'"stream"', b"true"),
+    (b'"n"', b"2"),
+    (b'"conversation_id"', b'"c"'),
+    (b'"cache_hit_threshold"', b"0.5"),
+]
+
+
+def read_by_engines(body: bytes) -> list[str]:
+    """All params in it that some reader of JSON finds, whichever of two equal names it takes."""
+    pairs = json.loads(body, object_pairs_hook=lambda pairs: pairs)
+    found = [value for name, value in pairs if name == PARAMS]
+    extras = (value for name, value in pairs if name == EXTRA and isinstance(value, list))
+    for extra in extras:
+        found += [pair[1] for pair in extra if isinstance(pair, tuple) and pair[0] == PARAMS]
+    return [json.dumps(value) for value in found]
+
+
+def seen(*engines: MockEngine) -> list[str]:
+    """The planted params that an engine read, since this was last asked."""
+    bodies = [request.body for engine in engines for request in engine.requests]
+    for engine in engines:
+        engine.requests.clear()
+    return [x for body in bodies for x in read_by_engines(body) if PLANTED.decode() in x]
+
+
 @st.composite
 def mangled(draw: st.DrawFn) -> list[bytes]:
-    """One of the corpus with some bytes changed, lines lost or doubled, cut anywhere."""
-    lines = ANYTHING[draw(st.sampled_from(sorted(ANYTHING)))].split(b"\r\n")
+    """One of the corpus, or with params in it, some bytes changed, lines lost or doubled, cut."""
+    corpus = st.sampled_from(sorted(ANYTHING)).map(ANYTHING.__getitem__)
+    lines = draw(corpus | planted().map(lambda body: post(body, headers=CLOSE))).split(b"\r\n")
     for at in draw(st.lists(st.integers(0, 30), max_size=2)):
         lines[at % len(lines)] *= draw(st.integers(0, 2))
     data = bytearray(b"\r\n".join(lines) or b"\r\n")
@@ -99,11 +159,11 @@ async def test_no_bytes_of_a_client_break_the_router(
     @given(mangled())
     @settings(max_examples=100)
     def check(pieces: list[bytes]) -> None:
-        asked = len(p.requests)
         statuses = talk(port, pieces)
         assert 500 not in statuses
         # A request that the prefiller got is one that was answered, or whose client was closed on.
-        assert len(p.requests) - asked <= len(statuses) + 1
+        assert len(p.requests) <= len(statuses) + 1
+        assert not seen(p, d)
         assert 200 in talk(port, [CLEAN])
 
     await asyncio.to_thread(check)
@@ -111,3 +171,51 @@ async def test_no_bytes_of_a_client_break_the_router(
     assert not d.failures
     await eventually(lambda: not impatient.gateway.running)
     assert all(engine.in_flight == 0 for engine in impatient.gateway.fleet.engines)
+
+
+PATHS = st.sampled_from(["/v1/completions", "/v1/chat/completions"])
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_no_spelling_of_params_by_a_client_is_read_by_an_engine(
+    impatient: Router, p: MockEngine, d: MockEngine, keeps: bool
+) -> None:
+    p.usual, d.usual = prefilling(), decoding()
+    if not keeps:
+        p.usual = p_without_params
+
+    @given(planted(), PATHS)
+    @example(
+        b'{"vllm_xargs":{"kv_transfer_params":%s},"vllm_xargs":{}}' % FORGED, "/v1/completions"
+    )
+    @example(
+        b'{"vllm_xargs":{},"vllm_xargs":{"kv_transfer_params":%s}}' % FORGED, "/v1/completions"
+    )
+    @settings(max_examples=200)
+    def check(body: bytes, path: str) -> None:
+        assert talk(impatient.port, [post(body, path, CLOSE)]) in ([200], [400])
+        assert not seen(p, d)
+
+    await asyncio.to_thread(check)
+
+
+async def p_without_params(request: Received, peer: Peer) -> None:
+    """The decoder is then sent what the client sent, byte by byte."""
+    await peer.answer(USUAL)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":"x","kv_transfer_params":%s}' % FORGED,
+        b'{"prompt":"x","kv_transfer\\u005fparams":%s}' % FORGED,
+        b'{"prompt":"x","vllm_xargs":{"kv_transfer_params":%s}}' % FORGED,
+    ],
+)
+async def test_a_client_that_is_trusted_is_heard(p: MockEngine, d: MockEngine, body: bytes) -> None:
+    """And what looks for planted params finds them."""
+    trusting = settings_for(p=[p], d=[d], trust_client_kv_params=True, keep_alive_timeout=0.1)
+    async with running_router(trusting, "protocol") as router:
+        await eventually(lambda: not router.gateway.fleet.missing())
+        assert await asyncio.to_thread(talk, router.port, [post(body)]) == [200]
+    assert len(seen(p, d)) == 1
