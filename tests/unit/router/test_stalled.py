@@ -7,12 +7,16 @@ import resource
 import socket
 from pathlib import Path
 
+import httpx
+import pytest
+
 from tests.unit.router.harness import Router, eventually, post
 from tests.unit.router.mock_engine import (
     STREAM_HEAD,
     MockEngine,
     Peer,
     Received,
+    Script,
     chunk,
     event,
     usual_decode,
@@ -23,6 +27,8 @@ STALLED, BATCH = 1000, 50
 MOST = 256 * 1024 * 1024
 PIECE = chunk(event("x" * 4000)) * 16
 STREAM = post(b'{"prompt": "x", "stream": true}')
+WHOLE = post(b'{"prompt": "x"}')
+LARGE = 1024 * 1024
 
 
 async def endless(request: Received, peer: Peer) -> None:
@@ -34,11 +40,23 @@ async def endless(request: Received, peer: Peer) -> None:
         await asyncio.sleep(0)  # a send that need not wait would let nobody else run
 
 
-async def test_a_thousand_stalled_readers_of_endless_streams_fit_in_256_mib(
-    p: MockEngine, d: MockEngine
+async def endless_whole(request: Received, peer: Peer) -> None:
+    sock = peer.writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
+    await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % 2**40)
+    while True:
+        await peer.send(b"x" * 65536)
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "script"), [(STREAM, endless), (WHOLE, endless_whole)], ids=["stream", "whole"]
+)
+async def test_a_thousand_stalled_readers_of_endless_answers_fit_in_256_mib(
+    p: MockEngine, d: MockEngine, asked: bytes, script: Script
 ) -> None:
     _allow_many_files()
-    d.usual = endless
+    d.usual = script
     async with serving_router(p, d, "--no-access-log") as router:
         port = int(router.url.rpartition(":")[2])
         clients: list[socket.socket] = []
@@ -47,7 +65,7 @@ async def test_a_thousand_stalled_readers_of_endless_streams_fit_in_256_mib(
             return len(d.requests) == len(clients)
 
         while len(clients) < STALLED:  # no more at once than an engine's backlog takes
-            clients += [await _stalled(port) for _ in range(BATCH)]
+            clients += [await _stalled(port, asked) for _ in range(BATCH)]
             await eventually(all_asked, 30)
         await _until_quiet(router.process.pid)
         peak = _peak(router.process.pid)
@@ -55,6 +73,44 @@ async def test_a_thousand_stalled_readers_of_endless_streams_fit_in_256_mib(
         for client in clients:
             client.close()
     assert peak < MOST, f"{peak / 2**20:.0f} MiB"
+
+
+async def test_a_prefill_answer_without_an_end_is_held_no_further_than_its_limit(
+    p: MockEngine, d: MockEngine
+) -> None:
+    p.usual = endless_whole
+    async with serving_router(p, d, "--no-access-log", f"--max-answer-size={LARGE}") as router:
+        before = _peak(router.process.pid)
+        async with httpx.AsyncClient(base_url=router.url, timeout=60) as client:
+            asked = [client.post("/v1/completions", json={"prompt": "x"}) for _ in range(BATCH)]
+            answers = await asyncio.gather(*asked)
+        assert {answer.status_code for answer in answers} == {502}
+        assert _peak(router.process.pid) - before < 3 * BATCH * LARGE
+    assert not d.requests
+
+
+@pytest.mark.parametrize("fields", [b"", b', "conversation_id": "c"'])
+async def test_whole_answers_that_nobody_reads_are_held_a_few_times_at_most(
+    p: MockEngine, d: MockEngine, fields: bytes
+) -> None:
+    """That of a conversation is read whole, for its end comes after it is kept."""
+
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.answer({"choices": [{"index": 0, "text": "x" * LARGE}]})
+
+    d.usual = script
+    asked = post(b'{"prompt": "x"%b}' % fields)
+    async with serving_router(p, d, "--shutdown-delay=0") as router:
+        before = _peak(router.process.pid)
+        clients = [await _stalled(int(router.url.rpartition(":")[2]), asked) for _ in range(BATCH)]
+        await eventually(lambda: len(d.requests) == BATCH, 30)
+        await _until_quiet(router.process.pid)
+        peak = _peak(router.process.pid)
+        for client in clients:
+            client.close()
+        router.process.terminate()
+        assert await router.ended() == 0
+    assert peak - before < 5 * BATCH * LARGE, f"{(peak - before) / 2**20:.0f} MiB"
 
 
 async def _until_quiet(pid: int) -> None:
@@ -67,13 +123,13 @@ async def _until_quiet(pid: int) -> None:
         await asyncio.sleep(1)  # what is waited for is that nothing happens
 
 
-async def _stalled(port: int) -> socket.socket:
+async def _stalled(port: int, asked: bytes) -> socket.socket:
     loop = asyncio.get_running_loop()
     client = socket.socket()
     client.setblocking(False)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     await loop.sock_connect(client, ("127.0.0.1", port))
-    await loop.sock_sendall(client, STREAM)
+    await loop.sock_sendall(client, asked)
     return client
 
 
