@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable
 from typing import Any
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from router.conversations.redis_url import connect
 from router.conversations.store import StoreError
@@ -70,5 +70,5 @@ class RedisStore:
                 return await answer
         except TimeoutError as error:
             raise StoreError(f"Redis did not answer within {self._timeout:g} s") from error
-        except (RedisError, OSError) as error:
+        except (RedisError, RedisClusterException, OSError) as error:
             raise StoreError(f"{type(error).__name__}: {error}") from error
