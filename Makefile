@@ -1,6 +1,7 @@
 # make demo   install, start prefill + decode engine + router, print curl lines
 # make test   install, run every test but those inside vLLM
 # make test-vllm   install vLLM's CPU build, run the connector inside it
+# make test-lowest   the router's tests with the lowest versions that pyproject.toml admits
 # make simulate   ten thousand seeds of a world in which everything goes wrong
 # make soak   thousands of requests, clients that leave, engines killed and frozen, forged messages
 # make check  lint, types, layers
@@ -10,7 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-vllm simulate soak check install clean help
+.PHONY: demo test test-vllm test-lowest simulate soak check install clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -31,6 +32,9 @@ test: $(STAMP)
 test-vllm: $(STAMP)
 	PYTHON="$(PYTHON)" scripts/install_vllm
 	@VENV="$(VENV)" scripts/test tests/vllm --timeout 600 $(ARGS)
+
+test-lowest:
+	PYTHON="$(PYTHON)" scripts/test_lowest -n 2 --dist loadfile $(ARGS)
 
 simulate: $(STAMP)
 	@$(BIN)/python -m tests.unit.engine_ext.simulation.run $(ARGS)
