@@ -4,6 +4,7 @@
 # make test-lowest   the router's tests with the lowest versions that pyproject.toml admits
 # make simulate   ten thousand seeds of a world in which everything goes wrong
 # make soak   thousands of requests, clients that leave, engines killed and frozen, forged messages
+# make chaos  engines and routers killed, frozen and worse under load: what clients see of it
 # make check  lint, types, layers
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-vllm test-lowest simulate soak check install clean help
+.PHONY: demo test test-vllm test-lowest simulate soak chaos check install clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -41,6 +42,9 @@ simulate: $(STAMP)
 
 soak: $(STAMP)
 	@VENV="$(VENV)" scripts/test tests/soak --log-cli-level INFO $(ARGS)
+
+chaos: $(STAMP)
+	@$(BIN)/python scripts/chaos.py --check $(ARGS)
 
 check: $(STAMP)
 	@VENV="$(VENV)" scripts/check

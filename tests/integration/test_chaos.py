@@ -1,0 +1,25 @@
+"""Engines die, freeze and talk nonsense under load, and clients see no more of it than they may.
+
+The short form of `make chaos`; docs/reliability.md says what is measured and how.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "chaos.py"
+
+
+@pytest.mark.timeout(240)
+def test_clients_see_no_more_of_a_failure_than_they_may(tmp_path: Path) -> None:
+    written = tmp_path / "chaos.json"
+    command = [sys.executable, str(PROGRAM), "--short", "--check", "--json", str(written)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode in (0, 1), done.stderr
+    runs = json.loads(written.read_text())["runs"]
+    missed = {f"{run['scenario']} {run['mode']}": run["missed"] for run in runs if run["missed"]}
+    assert not missed, done.stdout
+    assert len(runs) == 22
