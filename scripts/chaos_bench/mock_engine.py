@@ -25,7 +25,8 @@ CHAT = b"/v1/chat/completions"
 CONTROL = b"/chaos/"
 KEEP_ALIVE = 5.0
 """Seconds after which an idle connection is closed, as uvicorn does under vLLM."""
-PREFILL_SECONDS = 0.01
+PREFILL_SECONDS = 0.1
+"""So long that whoever breaks a prefiller finds requests there."""
 SLOW_SECONDS = 1.0
 MODELS = {"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "x"}]}
 PARAMS: dict[str, Any] = {

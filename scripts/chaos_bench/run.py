@@ -21,7 +21,7 @@ from scripts.chaos_bench.scenarios import Aim, Mode, Role, Scenario
 from scripts.chaos_bench.sockets import noting_requests
 from scripts.router_bench.accounting import usage
 
-BEFORE = 0.5
+BEFORE = 0.7
 """Seconds of load before anything goes wrong, after all clients have begun."""
 BALANCER = 0.3
 """Seconds after SIGTERM until new connections go to the second router: less than its delay."""
