@@ -14,9 +14,9 @@ from router.children import Family
 from router.parser import Parser
 from scripts.bench.errors import BenchError
 from scripts.bench.machine import describe
+from scripts.chaos_bench.outcome import Run
 from scripts.chaos_bench.report import HEAD, line, say, table, to_json
 from scripts.chaos_bench.routers import OURS, Contestant
-from scripts.chaos_bench.run import Run
 from scripts.chaos_bench.scenarios import SHORT, scenarios
 from scripts.chaos_bench.session import Plan, Session
 from scripts.router_bench.contestants import prepare

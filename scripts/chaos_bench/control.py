@@ -4,24 +4,29 @@ import asyncio
 import json
 from typing import Any
 
+from scripts.bench.errors import BenchError
+
 PATIENCE = 5.0
 
 
-class AnswerError(Exception):
+class AnswerError(BenchError):
     """None, or none that can be read."""
 
 
 async def is_ok(port: int, path: str) -> bool:
     try:
         status, _ = await _exchange(port, "GET", path)
-    except (OSError, TimeoutError, AnswerError):
+    except (OSError, AnswerError):
         return False
     return status == 200
 
 
 async def post(port: int, path: str, content: bytes = b"") -> Any:
-    """Raises OSError, TimeoutError or AnswerError."""
-    status, body = await _exchange(port, "POST", path, content)
+    """Raises AnswerError."""
+    try:
+        status, body = await _exchange(port, "POST", path, content)
+    except OSError as error:
+        raise AnswerError(f"{path} is not answered: {error!r}") from error
     if status != 200:
         raise AnswerError(f"{path} answers {status}")
     return json.loads(body)

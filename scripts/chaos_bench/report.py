@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.errors import BenchError
-from scripts.chaos_bench.run import Run
+from scripts.chaos_bench.outcome import Run
 
 SCHEMA = 1
 HEAD = f"{'scenario':<16}{'mode':<10}{'asked':>6}{'ok':>6}{'longest':>9}{'left alone':>15}  errors"

@@ -17,7 +17,7 @@ from scripts.chaos_bench.fleet import Engine, Fleet, free_port, until_healthy
 
 OURS = "disagg-router"
 FLAGS = ("--health-interval", "1", "--health-timeout", "1", "--prefill-timeout", "3")
-IN_A_ROW = 12
+IN_A_ROW = 6
 """Right answers that say that a router knows all its engines."""
 READY = 60.0
 

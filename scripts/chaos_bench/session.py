@@ -9,8 +9,9 @@ from router.children import Family
 from scripts.chaos_bench import reference
 from scripts.chaos_bench.asks import mock_asks
 from scripts.chaos_bench.fleet import mock_fleet
+from scripts.chaos_bench.outcome import Run
 from scripts.chaos_bench.routers import Contestant
-from scripts.chaos_bench.run import Bench, Run
+from scripts.chaos_bench.run import Bench
 from scripts.chaos_bench.scenarios import Mode, Scenario
 
 

@@ -3,23 +3,27 @@
 import asyncio
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
 
 from scripts.chaos_bench import answers, client
 from scripts.chaos_bench.answers import Ask, Received, judge
+from scripts.chaos_bench.asks import mock_asks
 from scripts.chaos_bench.client import Client, Result
+from scripts.chaos_bench.faults import Fault
 from scripts.chaos_bench.fleet import free_port
+from scripts.chaos_bench.mock_engine import Connection, Engine
+from scripts.chaos_bench.outcome import left_alone, summary
 from scripts.chaos_bench.report import table
-from scripts.chaos_bench.run import left_alone, summary
 from scripts.chaos_bench.scenarios import Mode, scenarios
 from scripts.chaos_bench.sockets import unread
 
@@ -164,6 +168,49 @@ async def test_silence_without_end_is_a_timeout(monkeypatch: pytest.MonkeyPatch)
     with socket.create_server(("127.0.0.1", 0)) as server:
         result = await Client().ask(server.getsockname()[1], Ask("/", b"", False, ""))
     assert result.kind == answers.TIMEOUT
+
+
+@asynccontextmanager
+async def mock_decoder(fault: Fault) -> AsyncIterator[Callable[[Ask], Awaitable[str]]]:
+    """Asks it, with a client of its own."""
+    engine, client = Engine(True, random.Random(1), fault), Client()
+    server = await asyncio.get_running_loop().create_server(lambda: Connection(engine), "127.0.0.1")
+    port = server.sockets[0].getsockname()[1]
+
+    async def ask(asked: Ask) -> str:
+        return (await client.ask(port, asked)).kind
+
+    async with server:
+        yield ask
+        client.close()
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("mode", [Mode.UNARY, Mode.STREAMED])
+@pytest.mark.parametrize(
+    ("fault", "kinds"),
+    [
+        (Fault.NONE, {answers.OK}),
+        (Fault.ERROR, {"status 500"}),
+        (Fault.BUSY, {"status 503"}),
+        (Fault.RESET, {answers.NO_ANSWER}),
+        (Fault.RUBBISH, {answers.GARBLED, answers.CUT, answers.NO_ANSWER}),
+        (Fault.SLOW, {answers.OK}),
+    ],
+)
+async def test_an_engine_fails_as_it_is_told(mode: Mode, fault: Fault, kinds: set[str]) -> None:
+    asks = mock_asks("test", mode, 2, 0.001, 1)
+    async with mock_decoder(fault) as ask:
+        assert {await ask(asks()) for _ in range(1 if fault is Fault.SLOW else 9)} <= kinds
+
+
+@pytest.mark.parametrize("mode", [Mode.UNARY, Mode.STREAMED])
+async def test_a_decoder_that_was_given_the_kv_of_another_request_is_found_out(mode: Mode) -> None:
+    ask = mock_asks("test", mode, 2, 0.001, 1)()
+    body = {**json.loads(ask.body), "kv_transfer_params": {"nonce": "another"}}
+    ask.body = json.dumps(body).encode()
+    async with mock_decoder(Fault.NONE) as say:
+        assert await say(ask) == answers.WRONG
 
 
 def chaos(*arguments: str) -> "subprocess.CompletedProcess[str]":
