@@ -17,7 +17,7 @@ from scripts.bench.machine import describe
 from scripts.chaos_bench.outcome import Run
 from scripts.chaos_bench.report import HEAD, line, say, table, to_json
 from scripts.chaos_bench.routers import OURS, Contestant
-from scripts.chaos_bench.scenarios import SHORT, scenarios
+from scripts.chaos_bench.scenarios import SHORT, Mode, Scenario, scenarios
 from scripts.chaos_bench.session import Plan, Session
 from scripts.router_bench.contestants import prepare
 
@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0: done; 1: it could not be done, or with --check an aim was missed; 2: wrong options."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if not _todo(options):
+        parser.error("nothing of --only is in the short form")
     try:
         if options.compare:
             say(table(dict(options.compare)))
@@ -83,8 +85,6 @@ async def _until_told(session: Session) -> None:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    known = scenarios()
-    names = options.only or (SHORT if options.short else known)
     environment = None
     if options.peer == PEER:
         environment = (options.peer_venv or Path(".venv-peers") / PEER).absolute()
@@ -92,7 +92,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     name = OURS if environment is None else PEER
     return Plan(
         Contestant(name, tuple(options.router_arg), environment),
-        [scenario for scenario in known.values() if scenario.name in names],
+        _todo(options),
         options.clients,
         options.seconds or (SHORT_SECONDS if options.short else SECONDS),
         options.seed,
@@ -100,9 +100,16 @@ def _plan(options: argparse.Namespace) -> Plan:
     )
 
 
+def _todo(options: argparse.Namespace) -> list[tuple[Scenario, Mode]]:
+    known = scenarios()
+    every = [(known[name], mode) for name in known for mode in known[name].modes]
+    todo = [(known[name], mode) for name, mode in SHORT] if options.short else every
+    return [one for one in todo if not options.only or one[0].name in options.only]
+
+
 def _in_order(made: Sequence[Run], plan: Plan) -> list[Run]:
-    names = [scenario.name for scenario in plan.scenarios]
-    return sorted(made, key=lambda run: (names.index(run.scenario), run.mode != "unary"))
+    places = [(scenario.name, mode) for scenario, mode in plan.todo]
+    return sorted(made, key=lambda run: places.index((run.scenario, Mode(run.mode))))
 
 
 def _plain(options: argparse.Namespace) -> dict[str, Any]:

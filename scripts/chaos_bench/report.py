@@ -41,7 +41,7 @@ def to_json(machine: dict[str, Any], options: dict[str, Any], runs: Sequence[Run
 
 
 def table(columns: Mapping[str, Path]) -> str:
-    """In Markdown. Raises BenchError."""
+    """In Markdown; what missed its aim is bold. Raises BenchError."""
     read = {name: _read(path) for name, path in columns.items()}
     keys = dict.fromkeys(key for runs in read.values() for key in runs)
     lines = [f"| scenario | | {' | '.join(read)} |", f"|---|---|{'---|' * len(read)}"]
@@ -64,4 +64,5 @@ def _cell(run: Run | None) -> str:
         return ""
     failed = run.requests - run.ok
     told = f"{failed} of {run.requests}, {run.longest:.1f} s"
-    return f"{told}: {errors(run.errors)}" if failed else told
+    told = f"{told}: {errors(run.errors)}" if failed else told
+    return f"**{told}**" if run.missed else told

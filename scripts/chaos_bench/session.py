@@ -20,7 +20,7 @@ class Plan:
     """`at_once` runs side by side, each with engines and a router of its own."""
 
     contestant: Contestant
-    scenarios: Sequence[Scenario]
+    todo: Sequence[tuple[Scenario, Mode]]
     clients: int
     seconds: float
     seed: int
@@ -35,12 +35,11 @@ class Session:
 
     async def run(self) -> None:
         """Raises BenchError."""
-        mocked = [scenario for scenario in self.plan.scenarios if not scenario.is_real]
-        real = [scenario for scenario in self.plan.scenarios if scenario.is_real]
-        todo = deque((scenario, mode) for scenario in mocked for mode in scenario.modes)
+        mocked = deque(one for one in self.plan.todo if not one[0].is_real)
+        real = [scenario for scenario, _ in self.plan.todo if scenario.is_real]
         async with asyncio.TaskGroup() as group:
-            for lane in range(min(self.plan.at_once, len(todo))):
-                group.create_task(self._run_mocked(f"lane {lane}", todo))
+            for lane in range(min(self.plan.at_once, len(mocked))):
+                group.create_task(self._run_mocked(f"lane {lane}", mocked))
         if real:
             await self._run_real(real)
 

@@ -222,6 +222,7 @@ def chaos(*arguments: str) -> "subprocess.CompletedProcess[str]":
     "arguments",
     [
         ["--only", "nothing"],
+        ["--short", "--only", "slow-p"],
         ["--seconds", "nan"],
         ["--seconds", "0"],
         ["--clients", "-1"],
@@ -250,7 +251,7 @@ def test_files_are_set_side_by_side(tmp_path: Path) -> None:
     run = summary(scenarios()["kill-p"], Mode.UNARY, [Result("cut", 0.0, 0.5)], 0.0, 3.0, None)
     path = tmp_path / "before.json"
     path.write_text(json.dumps({"runs": [run.to_json()]}))
-    assert "| kill-p | unary | 1 of 1, 0.5 s: 1 cut |" in table({"before": path})
+    assert "| kill-p | unary | **1 of 1, 0.5 s: 1 cut** |" in table({"before": path})
     path.write_text("[]")
     done = chaos("--compare", f"before={path}")
     assert done.returncode == 1
@@ -261,8 +262,12 @@ def test_files_are_set_side_by_side(tmp_path: Path) -> None:
 def under_way(directory: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """Its engine is frozen, which is when it is hardest to end."""
     command = [sys.executable, str(PROGRAM), "--only", "freeze-p", "--at-once", "1"]
-    log = [*command, "--logs", str(directory)]
-    with subprocess.Popen(log, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+    with subprocess.Popen(
+        [*command, "--logs", str(directory)],
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(directory)},
+        start_new_session=True,
+    ) as process:
         try:
             latest = time.monotonic() + 30
             while not any(state == "T" for state in states(process.pid)):
