@@ -1,9 +1,9 @@
 """Breaks engines and routers under load, and counts what clients see of it. See --help.
 
 scripts/chaos.py                                   every scenario, about four minutes
-scripts/chaos.py --short --check                             the short form, as the tests run it
+scripts/chaos.py --short --check                   the short form, as the tests run it
 scripts/chaos.py --peer vllm-router --json FILE    the same against the Rust router
-scripts/chaos.py --compare BEFORE AFTER PEER       a table of what three files say
+scripts/chaos.py --compare NAME=FILE NAME=FILE     a table of what files say
 """
 
 import os
