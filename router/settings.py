@@ -273,6 +273,14 @@ class Settings(BaseSettings):
         "N",
     )
 
+    transfer_mode: Annotated[Literal["auto", "pull", "push"], Lower] = _setting(
+        "auto",
+        "Choice",
+        "pull: the decoder is asked when the prefiller has answered, and reads its blocks. push: "
+        "both are asked at once, and the prefiller writes. auto: as the engines say they are set "
+        "up.",
+        "{auto,pull,push}",
+    )
     prefill_policy: Annotated[Policy, Lower] = _setting(
         "session",
         "Choice",

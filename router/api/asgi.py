@@ -77,6 +77,8 @@ async def _serve_until_gone(exchange: AsgiExchange, gateway: Gateway, receive: R
     listening = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((serving, listening), return_when=asyncio.FIRST_COMPLETED)
+        if exchange.ended:  # a server calls that a disconnect, too
+            await asyncio.wait((serving,))
     finally:
         listening.cancel()
         if not serving.done():
@@ -97,6 +99,7 @@ class AsgiExchange:
         self.body = b""
         self.arrived = now()
         self.started = False
+        self.ended = False
         self._send = send
         self._head: tuple[int, Sequence[Header], int | None] | None = None
 
@@ -140,6 +143,7 @@ class AsgiExchange:
         )
 
     async def _send_body(self, body: bytes, more: bool) -> None:
+        self.ended = not more
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 

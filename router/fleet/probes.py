@@ -34,8 +34,9 @@ logger = logging.getLogger("disagg_router.fleet")
 
 IMPATIENT = 1.0
 ANSWER_LIMIT = 1024 * 1024
-# Seconds between two questions for an engine's models: adapters come and go.
-MODELS_AGE = 10.0
+# Seconds between two questions for what an engine says of itself: adapters come and go, and a quick
+# restart may go unseen.
+LEARNED_AGE = 10.0
 MOST_MODELS = 10_000
 # Seconds after which a watch that has not looked is taken for dead.
 PATIENCE = 10.0
@@ -80,6 +81,7 @@ class Prober:
         self._clock = clock
         self._watches: dict[Engine, Watch] = {}
         self._models_at: dict[Engine, float] = {}
+        self._identity_at: dict[Engine, float] = {}
         self._death = ""
 
     async def run(self) -> None:
@@ -143,6 +145,7 @@ class Prober:
         except UpstreamError:
             return  # Asked again.
         engine.learned.asked = True
+        self._identity_at[engine] = self._clock()
         content = _read(told)
         if content is not None:
             engine.learned.note_identity(content)
@@ -163,6 +166,7 @@ class Prober:
         for engine in self._watches.keys() - set(engines):
             self._watches.pop(engine).task.cancel()
             self._models_at.pop(engine, None)
+            self._identity_at.pop(engine, None)
         for engine in engines:
             watch = self._watches.get(engine)
             if watch is None or watch.task.done():
@@ -187,10 +191,11 @@ class Prober:
         if engine.health is not Health.HEALTHY:
             self._models_at.pop(engine, None)
             return
-        if not engine.learned.asked:
+        is_old = self._clock() - self._identity_at.get(engine, -math.inf) > LEARNED_AGE
+        if not engine.learned.asked or (engine.learned.told and is_old):
             await self.ask_identity(engine)
         asked_at = self._models_at.get(engine, -math.inf)
-        if not engine.spec.models and self._clock() - asked_at > MODELS_AGE:
+        if not engine.spec.models and self._clock() - asked_at > LEARNED_AGE:
             await self.ask_models(engine)
 
     async def _ask(self, engine: Engine, path: str) -> Told:

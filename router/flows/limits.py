@@ -26,6 +26,7 @@ class Limits:
     prefill_timeout: float
     request_timeout: float
     stream_idle_timeout: float
+    transfer_mode: str
     trust_client_kv_params: bool
     without_prefiller: str
     without_prefiller_tokens: int

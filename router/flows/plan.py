@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from router.fleet.engine import Engine
 from router.flows.limits import Limits
+from router.flows.push import pushes
 from router.flows.request import THRESHOLD, Request
 from router.flows.reuse import Reuse
 from router.policies.route import Route
@@ -53,22 +54,28 @@ class Plan:
 def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limits) -> Plan:
     if request.alone:
         return Plan("decode_only", Mode.ALONE, route, request.alone)
-    flow = _flow(request)
-    mode = _mode(route, limits)
+    mode = mode_of(route, limits.transfer_mode)
+    flow = _flow(request, mode)
     threshold = request.threshold or _own_threshold(request, route, reuse, limits)
     if threshold and not _may_reject(request, route):
         return Plan(flow, mode, route, was_skipped=True, reuse=reuse)
     return Plan(flow, mode, route, threshold=threshold, reuse=reuse)
 
 
-def _flow(request: Request) -> str:
+def _flow(request: Request, mode: Mode) -> str:
     if request.turn is not None:
         return "turn"
-    return "decode_first" if request.threshold else "pull"
+    return "decode_first" if request.threshold else str(mode)
 
 
-def _mode(route: Route, limits: Limits) -> Mode:
-    return Mode.PULL
+def mode_of(route: Route, transfer_mode: str) -> Mode:
+    """By the setting, which may leave it to what the engines say of themselves."""
+    if transfer_mode == "pull" or not route.prefillers or not route.decoders:
+        return Mode.PULL
+    if transfer_mode == "push":
+        return Mode.PUSH
+    both_push = pushes(route.prefillers[0]) and pushes(route.decoders[0])
+    return Mode.PUSH if both_push else Mode.PULL
 
 
 def _own_threshold(request: Request, route: Route, reuse: Reuse | None, limits: Limits) -> float:

@@ -51,6 +51,7 @@ class Request:
     event_stream: bool = False
     tokens: int = 0
     """Of the prompt, as roughly as its bytes tell: a measure of load."""
+    number: int = field(default_factory=count().__next__)
 
     def read(self, limits: Limits, conversations: Conversations | None) -> None:
         """Raises BadRequestError."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from enum import Enum, auto
+from typing import Any
 
 from router.conversations.conversations import Found
 from router.fleet.breaker import Circuit
@@ -29,6 +30,7 @@ from router.flows.gateway import Gateway
 from router.flows.legs import Bodies, message_in
 from router.flows.plan import Mode, Plan
 from router.flows.prefilled import RETAIN, Params, Prefilled
+from router.flows.push import PUSHES, Push, push_of
 from router.flows.request import Body, Request
 from router.flows.reuse import USED_UP, Offer
 from router.flows.screen import cached_share, is_rejected
@@ -40,6 +42,8 @@ from router.upstream.errors import BrokenAnswerError, ConnectRefusedError, Upstr
 
 LegError = UpstreamError | EngineError
 LEG_ERRORS = (UpstreamError, EngineError)
+# Seconds that a prefiller may take to end its leg, once its KV was read.
+PARTING = 5.0
 # Legs that may fail of one request, before it is given up.
 MOST_FAILED = 4
 # Seconds after a prefiller's answer in which its blocks surely still wait, if nobody renews.
@@ -48,6 +52,9 @@ HELD = 20.0
 
 # For the books of a turn that needed no prefiller.
 ALONE = Offer("decoder_alone")
+
+
+Failure = tuple[LegError, Engine, Role]
 
 
 class Came(Enum):
@@ -89,8 +96,10 @@ class Run:
                 return
             if plan.mode is Mode.ALONE:
                 await self._alone(plan.why_alone)
-            else:
+            elif plan.mode is Mode.PULL:
                 await self._pull()
+            else:
+                await self._push()
         finally:
             self._give_up_unread()
 
@@ -126,6 +135,52 @@ class Run:
                 return None
             release.give_up(self._request, self._gateway, prefilled.params, None)
 
+    async def _push(self) -> None:
+        limits = self._gateway.limits
+        while True:
+            prefiller, decoder = self._next(Role.PREFILL), self._next(Role.DECODE)
+            if prefiller is None or decoder is None:
+                return await self._pull()
+            forced = limits.transfer_mode == PUSHES
+            push = push_of(self._request, prefiller, decoder, forced)
+            if push is None:
+                return await self._pull()  # its answer tells where the prefiller is
+            failure = await self._both(prefiller, decoder, push)
+            if failure is None:
+                return None
+            prefiller.learned.asked = False  # it may be another by now, somewhere else
+            self._after(*failure)
+
+    async def _both(self, prefiller: Engine, decoder: Engine, push: Push) -> Failure | None:
+        """Asks both at once; the failure of one ends the other. None: the client has its answer."""
+        loop, params = self._request.exchange.loop, self._keeping(push.params)
+        prefilling = loop.create_task(self._prefilled_by(prefiller, push))
+        decoding = loop.create_task(self._decode_at(decoder, params, push=push))
+        try:
+            await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
+            if not decoding.done() and (self._is_relaying or not _has_failed(prefilling)):
+                await asyncio.wait((decoding,))
+        finally:
+            is_answered = decoding.done() and not _has_failed(decoding)
+            await _end(decoding, 0)
+            if is_answered and not prefilling.done():  # its KV was read: it is about to end
+                self._gateway.spawn(_end(prefilling, PARTING))
+            else:
+                await _end(prefilling, 0)
+                if not is_answered and not prefilling.cancelled() and not _has_failed(prefilling):
+                    params = prefilling.result().params
+                    release.give_up(self._request, self._gateway, params, None)
+        if is_answered:
+            return None
+        if prefilling.done() and _has_failed(prefilling):
+            return _failure_of(prefilling, prefiller, Role.PREFILL)
+        return _failure_of(decoding, decoder, Role.DECODE)
+
+    @property
+    def _is_relaying(self) -> bool:
+        """A decoder answers, so it has its KV."""
+        return self._request.record.stage == "stream"
+
     # The prefill leg.
 
     async def _prefill(self) -> Prefilled | None:
@@ -136,18 +191,21 @@ class Run:
                 self._require_short()
                 return None
             try:
-                prefilled = await self._prefill_at(engine)
+                return await self._prefilled_by(engine)
             except LEG_ERRORS as error:
                 self._after(error, engine, Role.PREFILL)
-            else:
-                self._note_prefilled(engine, prefilled)
-                return prefilled
 
-    async def _prefill_at(self, engine: Engine) -> Prefilled:
+    async def _prefilled_by(self, engine: Engine, push: Push | None = None) -> Prefilled:
+        prefilled = await self._prefill_at(engine, push)
+        self._note_prefilled(engine, prefilled)
+        return prefilled
+
+    async def _prefill_at(self, engine: Engine, push: Push | None = None) -> Prefilled:
         request, gateway, record = self._request, self._gateway, self._request.record
         limits = gateway.limits
         offered = self._offer_at(engine)
-        body = self._bodies.prefill(offered, no_threshold=self._rejected)
+        transfer_id = "" if push is None else push.transfer_id
+        body = self._bodies.prefill(offered, transfer_id, no_threshold=self._rejected)
         record.stage, record.prefiller = "prefill", engine.name
         started = now()
         answer: Answer | None = None
@@ -155,7 +213,14 @@ class Run:
         try:
             # A decoder's blocks are read once: what asks for them is sent on a sound connection.
             is_fresh = self._fresh or offered is not None
-            answer = await self._send(engine, body, limits.prefill_timeout, is_fresh)
+            answer = await self._send(
+                engine,
+                body,
+                limits.prefill_timeout,
+                is_fresh,
+                push.leg_id if push else "",
+                push.pinned if push else b"",
+            )
             await answer.ready()
             answer.check()
             raw = await answer.read(limits.max_answer_size)
@@ -173,14 +238,17 @@ class Run:
         return prefilled
 
     def _note_prefilled(self, engine: Engine, prefilled: Prefilled) -> None:
-        if prefilled.params is None:
+        params = prefilled.params
+        if params is None:
             self._gateway.metrics.prefill_without_params.inc()
             self._gateway.throttle.warn(
                 "a prefiller answered without kv_transfer_params, so the decoder prefills again",
                 engine.name,
             )
         else:
-            _note_proof(engine.learned, prefilled.params)
+            _note_proof(engine.learned, params)
+            if not engine.learned.ranks and self._gateway.limits.transfer_mode != "pull":
+                engine.learned.note_transfer(params.content)
         if self._plan.reuse is not None:
             self._prompt_tokens = prefilled.prompt_tokens
             self._count(self._offer)
@@ -224,7 +292,13 @@ class Run:
                 if after_prefill and (what is Next.AFRESH or not self._is_held()):
                     return Came.AFRESH
 
-    async def _decode_at(self, engine: Engine, params: Params | None, threshold: float) -> Came:
+    async def _decode_at(
+        self,
+        engine: Engine,
+        params: Params | None,
+        threshold: float = 0.0,
+        push: Push | None = None,
+    ) -> Came:
         request, gateway, record = self._request, self._gateway, self._request.record
         limits, reuse = gateway.limits, self._plan.reuse
         required = threshold or (0 if self._rejected else None)
@@ -234,7 +308,8 @@ class Run:
         self._begin(engine)
         try:
             timeout = limits.decode_first_byte_timeout
-            answer = await self._send(engine, body, timeout, self._fresh)
+            leg_id = "" if push is None else push.leg_id
+            answer = await self._send(engine, body, timeout, self._fresh, leg_id)
             await answer.ready()
             answer.check()
             raw = b"" if answer.status == 200 else await answer.read(limits.max_answer_size)
@@ -301,11 +376,23 @@ class Run:
         if engine.breaker.on_trial:
             self._gateway.fleet.left(engine)
 
-    async def _send(self, engine: Engine, body: bytes, timeout: float, fresh: bool) -> Answer:
+    async def _send(
+        self,
+        engine: Engine,
+        body: bytes,
+        timeout: float,
+        fresh: bool,
+        leg_id: str = "",
+        pinned: bytes = b"",
+    ) -> Answer:
         """Raises UpstreamError."""
         request = self._request
         message = headers.message(
-            request.record.endpoint, engine.name, request.leg_id(), request.shared_headers, body
+            request.record.endpoint,
+            engine.name,
+            leg_id or request.leg_id(),
+            pinned + request.shared_headers,
+            body,
         )
         return await engine.pool.send(message, min(now() + timeout, request.latest), fresh)
 
@@ -359,6 +446,27 @@ class Run:
         entry, self._unread = self._unread, None
         if entry is not None:
             release.give_up_turn(self._request, self._gateway, entry)
+
+
+async def _end(leg: asyncio.Task[Any], patience: float) -> None:
+    """Leaves it that many seconds to end by itself. Never raises."""
+    if patience and not leg.done():
+        await asyncio.wait((leg,), timeout=patience)
+    leg.cancel()
+    await asyncio.gather(leg, return_exceptions=True)
+
+
+def _has_failed(leg: asyncio.Task[Any]) -> bool:
+    return not leg.cancelled() and leg.exception() is not None
+
+
+def _failure_of(leg: asyncio.Task[Any], engine: Engine, role: Role) -> Failure:
+    """Raises what is no engine's failure, but an answer, or a fault of ours."""
+    error = leg.exception()
+    if isinstance(error, LEG_ERRORS):
+        return error, engine, role
+    assert error is not None
+    raise error
 
 
 def _blame(gateway: Gateway, engine: Engine, error: LegError, is_its_fault: bool) -> None:

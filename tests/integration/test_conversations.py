@@ -279,19 +279,22 @@ def holding_back(decoder: Server) -> Iterator[tuple[Server, Event]]:
                 Thread(target=forward, args=(client,), daemon=True).start()
 
     def forward(client: socket.socket) -> None:
-        with client, suppress(OSError):
-            start = client.recv(65536)
-            if start.startswith(b"POST") and not held.is_set():
-                held.set()
-                while client.recv(65536):
-                    pass
-                return
-            with socket.create_connection(("127.0.0.1", decoder.port)) as upstream:
-                upstream.sendall(start)
-                back = Thread(target=pump, args=(upstream, client), daemon=True)
-                back.start()
-                pump(client, upstream)
-                back.join()
+        with (
+            client,
+            suppress(OSError),
+            socket.create_connection(("127.0.0.1", decoder.port)) as upstream,
+        ):
+            back = Thread(target=pump, args=(upstream, client), daemon=True)
+            back.start()
+            while data := client.recv(65536):
+                if data.startswith(b"POST") and not held.is_set():
+                    held.set()
+                    while client.recv(65536):
+                        pass
+                    return
+                upstream.sendall(data)
+            upstream.shutdown(socket.SHUT_WR)
+            back.join()
 
     def pump(source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):

@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -230,3 +231,107 @@ def test_turns_are_pulled_where_prompts_are_pushed(launcher: Launcher, alone: Se
             computed = metric(prefiller, "disagg_engine_prompt_tokens_computed_total") - before
             assert computed == len(prompt) - held
             prompt += [*turn.answer.tokens, *tokens_of(50, 280 + number)]
+
+
+# Through the router, which asks both at once.
+
+
+@pytest.fixture(scope="module")
+def router(launcher: Launcher, prefiller: Server, decoder: Server) -> Iterator[Server]:
+    with launcher.router([prefiller], [decoder], "--decode-first-turns", "0") as server:
+        wait_for(lambda: served(server, "push", at_least=1), "the router knows that they push")
+        yield server
+
+
+def served(router: Server, flow: str, at_least: int = 0) -> bool:
+    """Whether so many requests went that way; asks one more first, if some are wanted."""
+    if at_least:
+        complete(router, "hello")
+    ended = router.get("/metrics").text.splitlines()
+    counts = [line for line in ended if f'flow="{flow}"' in line and 'outcome="ok"' in line]
+    return sum(float(line.rpartition(" ")[2]) for line in counts) >= at_least
+
+
+def test_routed_pushes_are_those_of_one_engine_alone(
+    router: Server, prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    prompts = [text_of(length, 4000 + length) for length in (1, 33, 64, 200, 500, 1500, 90, 70)]
+    right = complete_all(alone, prompts)
+    pushed = metric(prefiller, PUSHED)
+    for at_once in (1, 4):
+        assert differences(right, complete_all(router, prompts, at_once=at_once)) == []
+    assert metric(prefiller, PUSHED) - pushed == 2 * len(prompts)
+    assert metric(decoder, "disagg_engine_kv_pushes_missed_total") == 0
+    wait_for(lambda: released(prefiller, but=1), "P's blocks are freed")
+
+
+def test_routed_turns_are_pulled_by_p_and_pushed_to_d(launcher: Launcher, alone: Server) -> None:
+    extra = {"bidirectional_kv_xfer": True}
+    with (
+        launcher.engine("turn-p", "--no-enable-prefix-caching", connector=PUSH, extra=extra) as p,
+        launcher.engine("turn-d", "--no-enable-prefix-caching", connector=PUSH, extra=extra) as d,
+        launcher.router([p], [d], "--decode-first-turns", "0") as router,
+    ):
+        wait_for(lambda: served(router, "push", at_least=1), "the router knows that they push")
+        prompt = tokens_of(500, 4100)
+        for number in range(3):
+            fetched = metric(p, FETCHED)
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0}
+            body |= {"return_token_ids": True, "logprobs": 1, "ignore_eos": True}
+            said = router.post("/v1/completions", {**body, "conversation_id": "c"}).json()
+            answer = Answer.in_body(said)
+            assert differences([complete(alone, prompt)], [answer]) == []
+            assert number == 0 or metric(p, FETCHED) > fetched, "the last turn was pulled"
+            prompt = [*prompt, *answer.tokens, *tokens_of(90, 4110 + number)]
+
+
+@pytest.mark.parametrize("dies", ["prefill", "decode"])
+def test_an_engine_that_dies_in_mid_transfer_is_survived(
+    launcher: Launcher, alone: Server, dies: str
+) -> None:
+    prompts = [text_of(1500, 4200 + number) for number in range(12)]
+    right = complete_all(alone, prompts)
+    # What a dead P may still write is waited for; over loopback it has landed long before.
+    promises = {"kv_lease_duration": 6, "push_write_bound": 5}
+    options = ("--no-enable-prefix-caching",)
+    with (
+        launcher.engine("p1", *options, connector=PUSH, extra=promises) as p1,
+        launcher.engine("p2", *options, connector=PUSH, extra=promises) as p2,
+        launcher.engine("d1", *options, connector=PUSH, extra=promises) as d1,
+        launcher.engine("d2", *options, connector=PUSH, extra=promises) as d2,
+        launcher.router([p1, p2], [d1, d2], "--prefill-policy", "round_robin") as router,
+    ):
+        wait_for(lambda: served(router, "push", at_least=1), "the router knows that they push")
+        victim = p1 if dies == "prefill" else d1
+        counted = PUSHED if dies == "prefill" else "disagg_engine_kv_pushes_received_total"
+        before = metric(victim, counted)
+        with ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(complete_all, router, prompts, at_once=4)
+            wait_for(
+                lambda: metric(victim, counted) > before, "one was pushed, others are under way"
+            )
+            victim.process.kill()
+            victim.process.wait()
+            assert differences(right, answers.result(timeout=120)) == []
+        for engine in (p1, p2, d1, d2):
+            if engine is not victim:
+                wait_for(lambda one=engine: is_free(one), f"{engine.name} has every block", 60)  # type: ignore[misc] # the default binds the loop's value
+
+
+def is_free(engine: Server) -> bool:
+    waiting = metric(engine, "disagg_engine_requests_waiting_for_remote_kv")
+    return not waiting and released(engine)
+
+
+def test_clients_that_leave_a_routed_push_leave_no_block(
+    router: Server, prefiller: Server, decoder: Server
+) -> None:
+    with ExitStack() as clients:
+        for number in range(6):
+            body = {"model": "tiny", "prompt": tokens_of(1500, 4300 + number), "max_tokens": 500}
+            body["stream"] = number % 2 == 0
+            clients.enter_context(post_and_leave(router, body))
+        running = "disagg_engine_requests_running"
+        wait_for(lambda: metric(prefiller, running) > 0, "the first is being prefilled")
+    wait_for(lambda: is_free(decoder), "D is free", 20)
+    wait_for(lambda: released(prefiller, but=1), "P is free", 20)

@@ -1,0 +1,224 @@
+"""Push: both legs at once, matched by ids that nobody else has; one's failure ends the other."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router, eventually, post
+from tests.unit.router.mock_engine import (
+    PARAMS,
+    USUAL,
+    MockEngine,
+    Peer,
+    Received,
+    running_engine,
+    usual_decode,
+    usual_prefill,
+)
+
+WHERE = {
+    "remote_engine_id": "p-1",
+    "remote_host": "10.9.8.7",
+    "remote_port": 5600,
+    "tp_size": 2,
+    "pp_size": 1,
+}
+IDENTITY: dict[str, Any] = {
+    "capabilities": ["release"],
+    "transfer_modes": ["push"],
+    "ranks": [{"dp_rank": 0, **WHERE}],
+}
+
+
+@pytest.fixture(autouse=True)
+def engines(p: MockEngine, d: MockEngine) -> None:
+    p.identity, d.identity = IDENTITY, {"transfer_modes": ["push"], "capabilities": []}
+
+
+async def known(router: Router) -> Router:
+    """Once it knows what its engines are."""
+    engines = router.gateway.fleet.engines
+    await eventually(lambda: all(e.learned.transfer_modes for e in engines))
+    return router
+
+
+def legs(engine: MockEngine) -> list[Received]:
+    """Without what the router asks beside."""
+    return [r for r in engine.requests if r.path == "/v1/completions"]
+
+
+async def test_both_are_asked_at_once_and_told_of_one_another(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    router, both = await known(await start_router()), asyncio.Barrier(2)
+
+    async def prefills(request: Received, peer: Peer) -> None:
+        await both.wait()
+        await usual_prefill(request, peer)
+
+    async def decodes(request: Received, peer: Peer) -> None:
+        await both.wait()
+        await usual_decode(request, peer)
+
+    p.usual, d.usual = prefills, decodes
+    for streamed in (True, False):
+        assert (await router.complete(stream=streamed)).status_code == 200
+        (given_p, given_d) = (e.last.json["kv_transfer_params"] for e in (p, d))
+        leg_id = p.last.header("x-request-id")
+        assert d.last.header("x-request-id") == leg_id
+        transfer_id = given_p.pop("transfer_id")
+        assert given_p["do_remote_decode"] is True
+        assert given_d == WHERE | {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_request_id": leg_id,
+            "transfer_id": transfer_id,
+            "retain": False,
+        }
+    labels = {"endpoint": "/v1/completions", "flow": "push", "status": "200", "outcome": "ok"}
+    await eventually(lambda: router.metric("requests_total", **labels) == 2)
+
+
+@pytest.mark.parametrize("mode", ["auto", "pull", "push"])
+@pytest.mark.parametrize("engines_push", [True, False])
+async def test_the_mode_is_the_settings_or_the_engines(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, mode: str, engines_push: bool
+) -> None:
+    if not engines_push:
+        p.identity = {**IDENTITY, "transfer_modes": ["pull"]}
+        d.identity = {"transfer_modes": ["pull"]}
+    router = await known(await start_router(transfer_mode=mode))
+    assert (await router.complete()).status_code == 200
+    was_pushed = "remote_block_ids" not in d.last.json["kv_transfer_params"]
+    assert was_pushed == (mode == "push" or (mode == "auto" and engines_push))
+
+
+async def test_a_prefiller_that_nobody_knows_is_asked_first_and_learned_from_its_answer(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    p.identity = d.identity = None
+    router = await start_router(transfer_mode="push")
+    assert (await router.complete()).status_code == 200
+    assert d.last.json["kv_transfer_params"]["remote_block_ids"] == PARAMS["remote_block_ids"]
+    assert (await router.complete()).status_code == 200
+    told = d.last.json["kv_transfer_params"]
+    assert "remote_block_ids" not in told
+    assert told["remote_engine_id"] == PARAMS["remote_engine_id"]
+
+
+async def test_each_rank_of_a_prefiller_has_its_turn_unless_the_client_chose(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    ranks = [
+        {"dp_rank": rank, **WHERE, "remote_engine_id": f"p_dp{rank}", "remote_port": 5600 + rank}
+        for rank in range(2)
+    ]
+    p.identity = {**IDENTITY, "ranks": ranks}
+    router = await known(await start_router())
+    seen = set()
+    for _ in range(2):
+        assert (await router.complete()).status_code == 200
+        rank = p.last.header("x-data-parallel-rank")
+        assert d.last.header("x-data-parallel-rank") is None
+        assert d.last.json["kv_transfer_params"]["remote_engine_id"] == f"p_dp{rank}"
+        seen.add(rank)
+    assert seen == {"0", "1"}
+    body = {"model": "m", "prompt": "x"}
+    headers = {"x-data-parallel-rank": "1"}
+    answer = await router.client.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200
+    assert p.last.header("x-data-parallel-rank") == "1"
+    assert d.last.json["kv_transfer_params"]["remote_port"] == 5601
+
+
+@pytest.mark.parametrize("fails", ["prefill", "decode"])
+async def test_the_failure_of_one_ends_the_other_and_both_are_tried_elsewhere(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, fails: str
+) -> None:
+    asked, left = asyncio.Event(), asyncio.Event()
+
+    async def breaks(request: Received, peer: Peer) -> None:
+        await asked.wait()
+        await peer.answer({"error": {"message": "no"}}, 500)
+
+    async def waits(request: Received, peer: Peer) -> None:
+        asked.set()
+        await peer.wait_left()
+        left.set()
+
+    async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
+        p2.identity, d2.identity = IDENTITY, d.identity
+        router = await known(await start_router(ps=[p, p2], ds=[d, d2]))
+        everyone = [*router.gateway.fleet.engines]
+        broken, waiting = (p, d) if fails == "prefill" else (d, p)
+        broken.usual, waiting.scripts = breaks, [waits]
+        first = {f"127.0.0.1:{e.port}" for e in (p, d)}
+        for engine in everyone:
+            engine.tokens_in_flight = 0 if engine.name in first else 1
+        assert (await router.complete()).status_code == 200
+        await asyncio.wait_for(left.wait(), 5)
+        ids = [r.header("x-request-id") for e in (p, p2) for r in legs(e)]
+        assert len(ids) == len(set(ids)) == 2, "a new one for each attempt"
+        transfers = [r.json["kv_transfer_params"]["transfer_id"] for e in (d, d2) for r in legs(e)]
+        assert len(set(transfers)) == 2
+        for engine in everyone:
+            engine.tokens_in_flight = 0
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+async def test_a_4xx_of_either_is_the_answer(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, who: str
+) -> None:
+    async def rejects(request: Received, peer: Peer) -> None:
+        await peer.answer({"error": {"message": "no such thing"}}, 422)
+
+    async def waits(request: Received, peer: Peer) -> None:
+        await peer.wait_left()
+
+    router = await known(await start_router())
+    (p if who == "prefill" else d).scripts = [rejects]
+    (d if who == "prefill" else p).scripts = [waits]
+    answer = await router.complete()
+    assert (answer.status_code, answer.json()["error"]["message"]) == (422, "no such thing")
+
+
+async def test_a_client_that_leaves_ends_both_legs(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    router = await known(await start_router())
+    asked, left = asyncio.Barrier(3), asyncio.Barrier(3)
+
+    async def waits(request: Received, peer: Peer) -> None:
+        await asked.wait()
+        await peer.wait_left()
+        await left.wait()
+
+    p.scripts, d.scripts = [waits], [waits]
+    async with router.socket() as client:
+        await client.send(post(b'{"prompt": "x"}'))
+        await asyncio.wait_for(asked.wait(), 5)
+    await asyncio.wait_for(left.wait(), 5)
+
+
+async def test_what_a_prefiller_keeps_for_a_decoder_that_failed_is_released(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    router, answered = await known(await start_router()), asyncio.Event()
+    proven = {**PARAMS, "prefix_proof": {"hashes": []}}
+
+    async def prefills(request: Received, peer: Peer) -> None:
+        await peer.answer(USUAL | {"kv_transfer_params": proven})
+        answered.set()
+
+    async def breaks(request: Received, peer: Peer) -> None:
+        await answered.wait()
+        await eventually(lambda: router.metric("prefill_seconds_count") == 1)
+        await peer.answer({"error": {"message": "no"}}, 500)
+
+    p.scripts, d.scripts = [prefills], [breaks]
+    assert (await router.complete()).status_code == 502
+    await eventually(lambda: [r for r in p.requests if r.path == "/disagg/release"])
