@@ -245,7 +245,7 @@ def _start(family: Family, longest: int) -> Servers:
     make = [sys.executable, "-m", TINY, model, "--max-positions", str(positions)]
     family.start("model", make, "").process.wait()
     engines = [
-        _engine(family, model, name, *flags)
+        start_engine(family, model, name, *flags)
         for name, *flags in (
             ("prefill", "--no-enable-prefix-caching"),
             ("decode", "--enable-prefix-caching"),
@@ -260,14 +260,16 @@ def _start(family: Family, longest: int) -> Servers:
         command += [f"--{role}-hosts", "127.0.0.1", f"--{role}-ports", url.rpartition(":")[2]]
     router = family.start("router", command, f"http://127.0.0.1:{port}")
     for child, path in [*((engine, "/health") for engine in engines), (router, "/ready")]:
-        _wait(child, path)
+        until_ready(child, path)
     return Servers(router.url, alone, "tiny")
 
 
-def _engine(family: Family, model: str, name: str, *flags: str) -> Child:
+def start_engine(
+    family: Family, model: str, name: str, *flags: str, connector: str = "DisaggConnector"
+) -> Child:
     port, side_channel = find_free_ports(2)
     config = {
-        "kv_connector": "DisaggConnector",
+        "kv_connector": connector,
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"bidirectional_kv_xfer": True},
     }
@@ -284,7 +286,7 @@ def _engine(family: Family, model: str, name: str, *flags: str) -> Child:
     )
 
 
-def _wait(child: Child, path: str) -> None:
+def until_ready(child: Child, path: str) -> None:
     deadline = time.monotonic() + START_SECONDS
     while True:
         child.check()

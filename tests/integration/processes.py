@@ -233,6 +233,8 @@ class Launcher:
         for role, servers in (("prefiller", prefillers), ("decoder", decoders)):
             command += [f"--{role}-hosts", *("127.0.0.1" for _ in servers)]
             command += [f"--{role}-ports", *(str(server.port) for server in servers)]
+        # Two cores run all of it: an engine that is slow to say that it is well is not dead.
+        command += ["--health-timeout", "5"]
         with serving("router", [*command, *options], port, self.directory, "/ready") as server:
             yield server
 

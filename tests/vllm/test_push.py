@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -17,8 +18,8 @@ from tests.integration.legs import (
     prefill_body,
 )
 from tests.integration.oracle import Prompt, complete, differences, tokens_of
-from tests.integration.processes import Server, metric, wait_for
-from tests.vllm.measures import FETCHED, counted, prompts
+from tests.integration.processes import Launcher, Server, metric, post_and_leave, wait_for
+from tests.vllm.measures import FETCHED, RUNNING, counted, nothing_left, prompts
 from tests.vllm.servers import PUSH, SCHEDULER, Fleet, Kind
 
 
@@ -120,3 +121,63 @@ def test_an_engine_that_pushes_and_one_that_pulls_part_in_words(
     response = decoder.post("/v1/completions", decode_body(prompt, params))
     assert response.status_code == 500
     assert "transfer_mode (pull here, push there)" in decoder.log.read_text()
+
+
+# Through the router, which asks both at once. What kills an engine of the pair comes last.
+
+
+@pytest.fixture(scope="module")
+def second(fleet: Fleet) -> Iterator[Server]:
+    """Another decode engine."""
+    with fleet.server(Kind("push-d2", PUSH, SCHEDULER)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def router(launcher: Launcher, pair: list[Server], second: Server) -> Iterator[Server]:
+    prefiller, decoder = pair
+    options = ("--decode-first-turns", "0", "--decode-policy", "round_robin")
+    with launcher.router([prefiller], [decoder, second], *options) as server:
+        wait_for(lambda: complete(server, [1]) and is_pushed(server), "it knows that they push")
+        yield server
+
+
+def is_pushed(router: Server) -> bool:
+    return metric(router, r'disagg_router_requests_total\{.*flow="push",outcome="ok".*') > 0
+
+
+def test_routed_pushes_are_those_of_one_vllm_alone(
+    router: Server, pair: list[Server], alone: Server
+) -> None:
+    right = [complete(alone, prompt) for prompt in prompts()]
+    pushed = counted(pair[0], "pushes_ok")
+    with ThreadPoolExecutor(3) as pool:
+        got = list(pool.map(partial(complete, router), prompts()))
+    assert differences(right, got) == []
+    assert counted(pair[0], "pushes_ok") > pushed + len(prompts()) / 2, "or D had it cached"
+
+
+def test_clients_that_leave_a_routed_push_leave_no_block(
+    router: Server, pair: list[Server], second: Server
+) -> None:
+    with nothing_left(*pair, second), ExitStack() as clients:
+        for number in range(6):
+            body = {"model": "tiny", "prompt": tokens_of(1500, 6300 + number), "max_tokens": 300}
+            body |= {"stream": number % 2 == 0, "ignore_eos": True}
+            clients.enter_context(post_and_leave(router, body))
+        wait_for(lambda: metric(pair[0], RUNNING) > 0, "the first is being prefilled")
+
+
+def test_engines_that_die_in_mid_transfer_are_survived(
+    router: Server, pair: list[Server], second: Server, alone: Server
+) -> None:
+    """First a decoder, then the only prefiller, whose work the other decoder then does."""
+    for victim, counter in ((pair[1], "pushes_received"), (pair[0], "pushes_ok")):
+        asked = [tokens_of(1200, 6400 + 50 * (victim is pair[0]) + number) for number in range(8)]
+        right, before = [complete(alone, prompt) for prompt in asked], counted(victim, counter)
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(complete, router, prompt) for prompt in asked]
+            wait_for(lambda: counted(victim, counter) > before, "one was pushed")  # noqa: B023 - now
+            victim.process.kill()
+            victim.process.wait()
+            assert differences(right, [answer.result(timeout=180) for answer in answers]) == []
