@@ -98,6 +98,10 @@ class Learned:
             known = {_rank_of(rank): coordinates_in(rank) for rank in ranks}
             self.ranks = {rank: at for rank, at in known.items() if at is not None}
 
+    def note_missed(self) -> None:
+        """A push failed: the prefiller may be another by now, somewhere else."""
+        self.asked, self.ranks = False, {}
+
     def note_transfer(self, params: Mapping[str, object]) -> None:
         """What a prefiller's own kv_transfer_params say; they are newer than its page."""
         mode, at = params.get("transfer_mode"), coordinates_in(params)

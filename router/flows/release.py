@@ -40,8 +40,9 @@ def give_up(
     """A decode leg failed or was left; before its first byte, the prefiller still waits."""
     if params is None or request.record.first_byte is not None:
         return
-    if not (isinstance(cause, asyncio.CancelledError) and _has_arrived(request)):
-        gateway.spawn(release(request, gateway, params))
+    was_left = isinstance(cause, asyncio.CancelledError)
+    if not (was_left and _has_arrived(request)):
+        gateway.spawn(release(request, gateway, params, has_failed=not was_left))
 
 
 def _has_arrived(request: Request) -> bool:
@@ -66,14 +67,19 @@ async def late(request: Request, gateway: Gateway, answer: Answer) -> None:
         await release(request, gateway, params)
 
 
-async def release(request: Request, gateway: Gateway, params: Params) -> None:
-    """Tells the prefiller, itself or through a decoder, that nobody will read. Never raises."""
+async def release(
+    request: Request, gateway: Gateway, params: Params, has_failed: bool = False
+) -> None:
+    """Tells the prefiller, itself or through a decoder, that nobody will read. Never raises.
+
+    `has_failed`: the decoder that was asked did.
+    """
     prefiller = gateway.fleet.named(request.record.prefiller)
     if prefiller is not None and params.is_proven:
         status = await _tell(request, gateway, prefiller, PAGE, {KV_PARAMS: params.fragment})
         if status == 200:
             return gateway.metrics.releases.labels("done").inc()
-    decoder = _decoder(request, gateway)
+    decoder = _decoder(request, gateway, has_failed)
     if decoder is None:
         return gateway.metrics.releases.labels("no_decoder").inc()
     status = await _tell(request, gateway, decoder, COMPLETIONS, _body(request.body, params))
@@ -101,10 +107,11 @@ async def _tell(request: Request, gateway: Gateway, engine: Engine, path: str, b
         return 0
 
 
-def _decoder(request: Request, gateway: Gateway) -> Engine | None:
-    """The one that was asked, which knows the prefiller already; else any."""
+def _decoder(request: Request, gateway: Gateway, has_failed: bool) -> Engine | None:
+    """The one that was asked, which knows the prefiller already, or rather not that one."""
     known = gateway.fleet.named(request.record.decoder)
-    return known or next(iter(gateway.fleet.candidates(Role.DECODE)), None)
+    others = (e for e in gateway.fleet.candidates(Role.DECODE) if e is not known)
+    return next(others, known) if has_failed or known is None else known
 
 
 def _body(body: Body, params: Params) -> Body:

@@ -148,7 +148,7 @@ class Run:
             failure = await self._both(prefiller, decoder, push)
             if failure is None:
                 return None
-            prefiller.learned.asked = False  # it may be another by now, somewhere else
+            prefiller.learned.note_missed()
             self._after(*failure)
 
     async def _both(self, prefiller: Engine, decoder: Engine, push: Push) -> Failure | None:

@@ -134,7 +134,8 @@ def second(fleet: Fleet) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def router(launcher: Launcher, pair: list[Server], second: Server) -> Iterator[Server]:
+def router(fleet: Fleet, pair: list[Server], second: Server) -> Iterator[Server]:
+    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
     prefiller, decoder = pair
     options = ("--decode-first-turns", "0", "--decode-policy", "round_robin")
     with launcher.router([prefiller], [decoder, second], *options) as server:

@@ -230,6 +230,7 @@ async def test_an_engine_may_say_itself_that_it_does_not_know_the_field(
     d.usual = computing(590)
     await ask_long(router)
     (engine,) = router.gateway.fleet.candidates(Role.DECODE)
+    await eventually(lambda: engine.learned.asked)
     d.identity, engine.learned.asked = {"capabilities": ["prefix_proof"]}, False
     await eventually(lambda: engine.learned.told)
     await ask_long(router)
@@ -244,6 +245,7 @@ async def test_a_turn_goes_to_its_decoder_alone_once_that_is_known_to_judge(
     (engine,) = router.gateway.fleet.candidates(Role.DECODE)
     await chat(router, AGAIN)
     assert len(p.requests) == 2, "not known yet"
+    await eventually(lambda: engine.learned.asked)
     d.identity = {"capabilities": {"cache_hit_threshold": True}}
     engine.learned.asked = False
     await eventually(lambda: engine.learned.told)

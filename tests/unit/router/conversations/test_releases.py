@@ -40,6 +40,7 @@ def engines(p: MockEngine, d: MockEngine) -> None:
 async def heard(router: Router, role: Role) -> Engine:
     """The engine of that role, once the router knows that it has the page."""
     (engine,) = router.gateway.fleet.candidates(role)
+    await eventually(lambda: engine.learned.asked)
     engine.learned.asked = False
     await eventually(lambda: engine.learned.releases)
     return engine
@@ -209,6 +210,7 @@ async def test_a_turn_whose_decoder_is_overloaded_is_given_back_by_it(
         home = d if d.requests else other
         engine = router.gateway.fleet.named(f"127.0.0.1:{home.port}")
         assert engine is not None
+        await eventually(lambda: engine.learned.asked)
         engine.learned.asked = False
         await eventually(lambda: engine.learned.releases)
         engine.in_flight += 5
