@@ -254,7 +254,7 @@ class Run:
             self._count(self._offer)
             if self._offer.params is None:
                 self._give_up_unread()
-            self._unread = None
+            self._unread, self._is_spent = None, True
 
     def _offer_at(self, engine: Engine) -> Body | None:
         """What of the last turn this prefiller may pull, unless another was told to already."""
@@ -435,9 +435,10 @@ class Run:
     # A turn.
 
     def _count(self, offer: Offer) -> None:
-        if self._plan.reuse is not None:
+        record = self._request.record
+        if self._plan.reuse is not None and not record.conversation:  # once, however often it tries
             metrics = self._gateway.metrics
-            self._request.record.conversation = offer.outcome
+            record.conversation = offer.outcome
             metrics.conversation_turns.add((offer.outcome, offer.reason))
             metrics.conversation_tokens.inc(offer.tokens)
 
