@@ -30,10 +30,11 @@ class BreakerRules:
 
 
 class Breaker:
-    """`on_trial`: the one request of a half-open circuit runs."""
+    """`trial`: whose request it is that tries a half-open circuit; `opened` counts how often it
+    has opened."""
 
     __slots__ = ("_bad", "_good", "_in_a_row", "_openings", "_random", "_rules", "circuit",
-                 "on_trial")  # fmt: skip
+                 "opened", "trial")  # fmt: skip
 
     def __init__(
         self,
@@ -41,7 +42,8 @@ class Breaker:
         chance: Callable[[], float] = random.random,
     ) -> None:
         self.circuit = Circuit.CLOSED
-        self.on_trial = False
+        self.trial: object = None
+        self.opened = 0
         self._rules = rules
         self._random = chance
         self._in_a_row = 0
@@ -53,7 +55,7 @@ class Breaker:
     def admits(self) -> bool:
         """Whether an engine may be asked, as far as its failures go."""
         return self.circuit is Circuit.CLOSED or (
-            self.circuit is Circuit.HALF_OPEN and not self.on_trial
+            self.circuit is Circuit.HALF_OPEN and self.trial is None
         )
 
     def succeeded(self) -> bool:
@@ -78,11 +80,11 @@ class Breaker:
     def half_open(self) -> None:
         """The pause is over."""
         if self.circuit is Circuit.OPEN:
-            self.circuit, self.on_trial = Circuit.HALF_OPEN, False
+            self.circuit, self.trial = Circuit.HALF_OPEN, None
 
     def reset(self) -> None:
         """What is past says nothing any more: another process, or it has shown that it works."""
-        self.circuit, self.on_trial = Circuit.CLOSED, False
+        self.circuit, self.trial = Circuit.CLOSED, None
         self._in_a_row = self._openings = self._good = self._bad = 0
 
     def _is_too_much(self) -> bool:
@@ -98,5 +100,6 @@ class Breaker:
         """With jitter, so that many routers do not come back in one moment."""
         pause = min(self._rules.first_pause * 2.0**self._openings, self._rules.longest_pause)
         self._openings = min(self._openings + 1, 16)
-        self.circuit, self.on_trial = Circuit.OPEN, False
+        self.circuit, self.trial = Circuit.OPEN, None
+        self.opened += 1
         return pause * (0.75 + self._random() / 2)

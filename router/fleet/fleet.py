@@ -92,6 +92,7 @@ class Fleet:
         """It is not there any more: its legs end, and go through the table of failures."""
         engine = self._engines.pop(name, None)
         if engine is not None:
+            engine.intent = Intent.DRAINING  # for requests that had it in their plan
             self._refresh()
             engine.pool.fail_legs(EngineLostError(f"{name} was removed"))
             engine.pool.close()
@@ -120,6 +121,10 @@ class Fleet:
         if is_silent:
             engine.pool.fail_legs(EngineLostError(f"{engine.name} is silent: {reason}"))
 
+    def is_busy(self, engine: Engine) -> None:
+        """It answers others and not the probe: no word of health, and none of death."""
+        engine.failures = 0
+
     def unreachable(self, engine: Engine, reason: str) -> None:
         """It refuses connections: not to be asked until a probe passes.
 
@@ -136,10 +141,12 @@ class Fleet:
 
     # What requests find.
 
-    def begins(self, engine: Engine) -> None:
-        """A leg begins at an engine whose circuit is half open: the only one for now."""
-        engine.breaker.on_trial = True
-        self._refresh()
+    def begins(self, engine: Engine, trial: object) -> None:
+        """A leg begins at an engine whose circuit is half open: the only one for now, unless there
+        is nobody else to ask."""
+        if engine.breaker.trial is None:
+            engine.breaker.trial = trial
+            self._refresh()
 
     def answered(self, engine: Engine) -> None:
         """It did what it was asked for, and its circuit has closed by that."""
@@ -154,13 +161,13 @@ class Fleet:
         name = engine.name
         logger.warning("%s engine %s is left alone %.1f s: %s", engine.role, name, pause, reason)
         self._refresh()
-        self._later(pause, lambda: self._try_again(engine))
+        opened = engine.breaker.opened
+        self._later(pause, lambda: self._try_again(engine, opened))
 
     def left(self, engine: Engine) -> None:
         """The one leg of a half-open circuit ended without showing anything."""
-        if engine.breaker.on_trial:
-            engine.breaker.on_trial = False
-            self._refresh()
+        engine.breaker.trial = None
+        self._refresh()
 
     def cool(self, engine: Engine, seconds: float) -> None:
         """It asked to be left alone for so long."""
@@ -173,9 +180,11 @@ class Fleet:
         for engine in self.engines:
             engine.pool.close()
 
-    def _try_again(self, engine: Engine) -> None:
-        engine.breaker.half_open()
-        self._refresh()
+    def _try_again(self, engine: Engine, opened: int) -> None:
+        """Unless it has closed and opened anew since: that pause is another one."""
+        if engine.breaker.opened == opened:
+            engine.breaker.half_open()
+            self._refresh()
 
     def _warm(self, engine: Engine) -> None:
         engine.is_cooling = False

@@ -353,27 +353,27 @@ class Run:
 
     def _next(self, role: Role) -> Engine | None:
         """The one to ask: the first in the plan that has not failed this request, else whoever has
-        come since."""
+        come since; and before those against whom something speaks by now, any other."""
         plan = self._plan
         order = plan.prefillers if role is Role.PREFILL else plan.decoders
-        if not self._failed:
-            return order[0] if order else None
-        planned = [engine for engine in order if engine.is_wanted]
-        others = self._gateway.others(self._request, plan.route, role)
-        return next((one for one in (*planned, *others) if one not in self._failed), None)
+        if not self._failed and order and order[0].is_asked:
+            return order[0]
+        known = (*order, *self._gateway.others(self._request, plan.route, role))
+        able = [one for one in known if one.is_wanted and one not in self._failed]
+        return next((one for one in able if one.is_asked), able[0] if able else None)
 
     def _begin(self, engine: Engine) -> None:
         engine.in_flight += 1
         engine.tokens_in_flight += self._request.tokens
         if engine.breaker.circuit is Circuit.HALF_OPEN:
-            self._gateway.fleet.begins(engine)
+            self._gateway.fleet.begins(engine, self)
 
     def _end(self, engine: Engine, answer: Answer | None) -> None:
         engine.in_flight -= 1
         engine.tokens_in_flight -= self._request.tokens
         if answer is not None:
             answer.close()
-        if engine.breaker.on_trial:
+        if engine.breaker.trial is self:
             self._gateway.fleet.left(engine)
 
     async def _send(
