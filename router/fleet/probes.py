@@ -24,7 +24,8 @@ from router.fleet.fleet import Fleet
 from router.upstream.deadlines import now
 from router.upstream.errors import (
     AnswerTimeoutError,
-    ConnectError,
+    ConnectRefusedError,
+    ConnectTimeoutError,
     LocalError,
     StaleConnectionError,
     UpstreamError,
@@ -90,9 +91,10 @@ class Prober:
             while True:
                 self._supervise()
                 await asyncio.sleep(min(self._interval, IMPATIENT))
-        except Exception as error:
+        except BaseException as error:
             self._death = f"{type(error).__name__}: {error}"
-            logger.exception("the prober died: engines are not watched any more")
+            if isinstance(error, Exception):
+                logger.exception("the prober died: engines are not watched any more")
             raise
         finally:
             for watch in self._watches.values():
@@ -115,7 +117,7 @@ class Prober:
         heard = engine.pool.heard
         try:
             told = await self._ask(engine, "/health")
-        except ConnectError as error:
+        except ConnectRefusedError as error:
             self._fleet.unreachable(engine, f"no connection: {error}")
         except LocalError as error:
             self._not_probed(engine, error)
@@ -123,6 +125,7 @@ class Prober:
             if engine.pool.heard == heard:
                 self._fleet.probe_failed(engine, f"/health: {error}", is_silent=True)
                 return True
+            self._fleet.is_busy(engine)
         except UpstreamError as error:
             self._fleet.probe_failed(engine, f"/health: {type(error).__name__}: {error}")
         else:
@@ -209,7 +212,10 @@ class Prober:
 
 
 async def _tell(engine: Engine, message: bytes, deadline: float, fresh: bool = False) -> Told:
-    answer = await engine.pool.send(message, deadline, fresh)
+    try:
+        answer = await engine.pool.send(message, deadline, fresh)
+    except (AnswerTimeoutError, ConnectTimeoutError) as error:
+        raise SilenceError(f"no connection: {error}") from error
     try:
         body = await answer.read(ANSWER_LIMIT)
         return Told(answer.status, body)

@@ -1,7 +1,8 @@
 """One attempt to connect to an engine, and whose fault it is when that fails.
 
 Only what the engine did is a ConnectError. Our own limits are a LocalError, and so is a name that
-cannot be resolved, or not in time. A request whose own time is over is late, whatever it waits for.
+cannot be resolved, or not in time. A request whose own time is over is late, whatever the engine
+does meanwhile.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ KNOWN_OPTIONS = tuple(
     for level, name, value in OPTIONS
     if hasattr(socket, name)  # which ones there are depends on the platform
 )
+# Seconds that a loop's timer may be early by; who is told of a deadline finds it over.
+EARLY = 0.001
 P = TypeVar("P", bound=asyncio.Protocol)
 
 
@@ -66,7 +69,7 @@ class Attempt:
         self._port = port
         latest = now() + patience
         self._is_deadline_first = deadline <= latest
-        self._limit = asyncio.timeout_at(min(deadline, latest))
+        self._limit = asyncio.timeout_at(min(deadline, latest) + EARLY)
         self._is_resolved = False
         self._failure: UpstreamError | None = None
 
@@ -123,10 +126,10 @@ class Attempt:
         return kind(self._said(error))
 
     def _blame_for_delay(self) -> UpstreamError:
-        if self._is_deadline_first:
-            return AnswerTimeoutError(self._said("no connection before the request's deadline"))
         if not self._is_resolved:
             return UnresolvedError(self._said("not resolved in time"))
+        if self._is_deadline_first:
+            return AnswerTimeoutError(self._said("no connection before the request's deadline"))
         return ConnectTimeoutError(self._said("did not accept in time"))
 
     def _said(self, what: object) -> str:
