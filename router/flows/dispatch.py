@@ -10,6 +10,7 @@ from router.flows.exchange import Exchange
 from router.flows.gateway import Gateway
 from router.flows.legs import Bodies
 from router.flows.plan import Plan, make_plan
+from router.flows.release import give_up_turn
 from router.flows.request import Request
 from router.flows.reuse import find_reuse
 from router.flows.run import Run
@@ -86,7 +87,12 @@ async def _plan(request: Request, gateway: Gateway) -> Plan:
     gateway.pools(request.model)  # what was kept is taken only if it can be used
     await conversations.recall(turn)
     reuse = find_reuse(turn, gateway.fleet, gateway.load_bound, limits.conversation_unproven)
-    return make_plan(request, gateway.route(request, reuse.decoder), reuse, limits)
+    try:
+        return make_plan(request, gateway.route(request, reuse.decoder), reuse, limits)
+    except Exception:
+        if turn.entry is not None:  # the engines have gone meanwhile
+            give_up_turn(request, gateway, turn.entry)
+        raise
 
 
 async def _pass_on(request: Request, rejected: errors.RejectedError) -> None:

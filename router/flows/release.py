@@ -14,6 +14,7 @@ A decoder that keeps a turn which nobody will pull is told so at the same page.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from router.conversations.entry import Entry
 from router.fleet.engine import Engine
@@ -40,9 +41,8 @@ def give_up(
     """A decode leg failed or was left; before its first byte, the prefiller still waits."""
     if params is None or request.record.first_byte is not None:
         return
-    was_left = isinstance(cause, asyncio.CancelledError)
-    if not (was_left and _has_arrived(request)):
-        gateway.spawn(release(request, gateway, params, has_failed=not was_left))
+    if not (isinstance(cause, asyncio.CancelledError) and _has_arrived(request)):
+        gateway.spawn(release(request, gateway, request.record.prefiller, params))
 
 
 def _has_arrived(request: Request) -> bool:
@@ -64,26 +64,24 @@ async def late(request: Request, gateway: Gateway, answer: Answer) -> None:
     finally:
         answer.close()
     if params is not None:
-        await release(request, gateway, params)
+        await release(request, gateway, request.record.prefiller, params)
 
 
-async def release(
-    request: Request, gateway: Gateway, params: Params, has_failed: bool = False
-) -> None:
-    """Tells the prefiller, itself or through a decoder, that nobody will read. Never raises.
-
-    `has_failed`: the decoder that was asked did.
-    """
-    prefiller = gateway.fleet.named(request.record.prefiller)
+async def release(request: Request, gateway: Gateway, name: str, params: Params) -> None:
+    """Tells the prefiller of that `name`, itself or through a decoder, that nobody will read. Never
+    raises."""
+    prefiller = gateway.fleet.named(name)
     if prefiller is not None and params.is_proven:
         status = await _tell(request, gateway, prefiller, PAGE, {KV_PARAMS: params.fragment})
         if status == 200:
             return gateway.metrics.releases.labels("done").inc()
-    decoder = _decoder(request, gateway, has_failed)
-    if decoder is None:
-        return gateway.metrics.releases.labels("no_decoder").inc()
-    status = await _tell(request, gateway, decoder, COMPLETIONS, _body(request.body, params))
-    gateway.metrics.releases.labels("done" if 200 <= status < 500 else "failed").inc()
+    outcome = "no_decoder"
+    for decoder in _decoders(request, gateway):
+        status = await _tell(request, gateway, decoder, COMPLETIONS, _body(request.body, params))
+        outcome = "done" if 200 <= status < 500 else "failed"
+        if outcome == "done":
+            break
+    gateway.metrics.releases.labels(outcome).inc()
 
 
 def give_up_turn(request: Request, gateway: Gateway, entry: Entry) -> None:
@@ -107,11 +105,12 @@ async def _tell(request: Request, gateway: Gateway, engine: Engine, path: str, b
         return 0
 
 
-def _decoder(request: Request, gateway: Gateway, has_failed: bool) -> Engine | None:
-    """The one that was asked, which knows the prefiller already, or rather not that one."""
+def _decoders(request: Request, gateway: Gateway) -> Sequence[Engine]:
+    """The one that was asked, which knows the prefiller already, unless that is what failed; and
+    another one."""
     known = gateway.fleet.named(request.record.decoder)
-    others = (e for e in gateway.fleet.candidates(Role.DECODE) if e is not known)
-    return next(others, known) if has_failed or known is None else known
+    others = [one for one in gateway.fleet.candidates(Role.DECODE) if one is not known]
+    return ([] if known is None else [known]) + others[:1]
 
 
 def _body(body: Body, params: Params) -> Body:

@@ -304,6 +304,7 @@ class Run:
         required = threshold or (0 if self._rejected else None)
         body = self._bodies.decode(params, required, request.exact and reuse is not None)
         record.stage, record.decoder, record.decode_started = "decode", engine.name, now()
+        record.first_byte = None  # the one before may have failed inside its first event
         answer: Answer | None = None
         self._begin(engine)
         try:
