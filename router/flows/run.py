@@ -48,6 +48,9 @@ PARTING = 5.0
 MOST_FAILED = 4
 # Seconds after a prefiller's answer in which its blocks surely still wait, if nobody renews.
 HELD = 20.0
+# Seconds and bytes for an engine that has failed to say why.
+LAST_WORDS = 1.0
+LAST_WORDS_SIZE = 256 * 1024
 
 
 # For the books of a turn that needed no prefiller.
@@ -223,7 +226,7 @@ class Run:
             )
             await answer.ready()
             answer.check()
-            raw = await answer.read(limits.max_answer_size)
+            raw = await _read(answer, limits.max_answer_size)
             self._check(engine, answer, raw)
             prefilled = Prefilled(raw)
         except asyncio.CancelledError:
@@ -313,7 +316,7 @@ class Run:
             answer = await self._send(engine, body, timeout, self._fresh, leg_id)
             await answer.ready()
             answer.check()
-            raw = b"" if answer.status == 200 else await answer.read(limits.max_answer_size)
+            raw = b"" if answer.status == 200 else await _read(answer, limits.max_answer_size)
             self._check(engine, answer, raw)
             if threshold and await self._is_rejected(engine, answer, threshold):
                 return Came.REJECTED
@@ -469,6 +472,18 @@ def _failure_of(leg: asyncio.Task[Any], engine: Engine, role: Role) -> Failure:
         return error, engine, role
     assert error is not None
     raise error
+
+
+async def _read(answer: Answer, limit: int) -> bytes:
+    """The rest of an answer; of an engine's failure only what it says of it soon, for that it has
+    failed is known."""
+    if answer.status < 500:
+        return await answer.read(limit)
+    try:
+        async with asyncio.timeout(LAST_WORDS):
+            return await answer.read(LAST_WORDS_SIZE)
+    except (TimeoutError, UpstreamError):
+        return b""
 
 
 def _blame(gateway: Gateway, engine: Engine, error: LegError, is_its_fault: bool) -> None:

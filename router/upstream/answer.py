@@ -1,7 +1,8 @@
 """One engine's answer to one request, while it arrives.
 
 Its life: *waiting* (asked) → *ready* (something to act on) → *done*. An event stream is ready at
-the first byte of its body; anything else when it is done, or when HIGH_WATER bytes of it are here.
+the first byte of its body and a 5xx with its head, for nobody waits for the rest of a failure;
+anything else when it is done, or when HIGH_WATER bytes of it are here.
 Until then a failure can still become an honest status line.
 
 Bytes are held until someone takes them. An answer that holds more than HIGH_WATER bytes stops
@@ -110,6 +111,8 @@ class Answer:
     ) -> None:
         self.status, self.headers, self.length = status, headers, length
         self.is_event_stream = is_event_stream
+        if status >= 500 and self._whole_limit is None:
+            self._wake()
 
     def feed(self, pieces: list[bytes], done: bool) -> None:
         """Takes what one read of the socket brought."""
@@ -231,7 +234,11 @@ class Answer:
     def _is_ready(self) -> bool:
         if self._done or self._error is not None:
             return True
-        if self._whole_limit is not None or self.first_body_at is None:
+        if self._whole_limit is not None:
+            return False
+        if self.status >= 500:
+            return True
+        if self.first_body_at is None:
             return False
         return self._held_size > HIGH_WATER or self.is_event_stream
 
