@@ -427,9 +427,9 @@ class Run:
         self._failure = error
         if is_of_turn:
             self._is_spent = True
-        elif error.kind == "stale":
+        if error.kind == "stale":
             self._fresh = True
-        else:
+        elif not is_of_turn or error.kind == "overloaded":
             self._failed.append(engine)
         is_over = what in (Next.END, Next.GIVE_UP) or is_late or len(self._failed) >= MOST_FAILED
         if is_over or not (rule.is_free or gateway.budget.take(moment)):
