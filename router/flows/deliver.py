@@ -24,6 +24,7 @@ from router.flows.gateway import Gateway
 from router.flows.release import give_up_turn
 from router.flows.request import KV_PARAMS, Request
 from router.upstream.answer import Answer
+from router.upstream.errors import BrokenAnswerError
 
 NEEDLE = b'"kv_transfer_params"'
 EVENT_END = re.compile(rb"(\r\n\r\n|\n\n|\r\r)")
@@ -75,7 +76,7 @@ async def _respond_turn(
     content, given = parsed(raw), answer.headers
     if content is not None:
         params = content.pop(KV_PARAMS, None)
-        raw = raw if params is None else orjson.dumps(content)
+        raw = raw if params is None else _written(content)
         await _keep(request, gateway, turn, engine, params, said_in(content), prompt_tokens)
         if request.exact and request.body.get("stream") and reemit.is_answer(content):
             raw, given = reemit.events(content, request.body), EVENT_STREAM
@@ -138,6 +139,14 @@ def note_first_byte(request: Request, answer: Answer) -> None:
 
 def note_done(request: Request) -> None:
     request.record.stage, request.record.outcome = "done", "ok"
+
+
+def _written(content: Json) -> bytes:
+    """Raises BrokenAnswerError for what can be read but not written: nesting beyond 250 levels."""
+    try:
+        return orjson.dumps(content)
+    except orjson.JSONEncodeError as error:
+        raise BrokenAnswerError(f"it cannot be passed on: {error}") from error
 
 
 def _tells_where(params: Json) -> bool:
@@ -204,4 +213,7 @@ class Tail:
             self.params = params
         if content.get("choices") == [] and content.get("usage") is None:
             return b""  # an event for the params alone, which no client expects
-        return b"data: " + orjson.dumps(content) + end
+        try:
+            return b"data: " + _written(content) + end
+        except BrokenAnswerError:
+            return b""  # it cannot pass as it is
