@@ -71,8 +71,8 @@ def next_of(kind: str, leg: Role, has_seen: bool) -> Next:
 
 
 class RetryBudget:
-    """At most `share` of the requests of a window are tried once more, and some in any case: an
-    outage is not doubled by those who ask again.
+    """At most `share` of the requests of a window are tried once more, and `floor` of them in any
+    case: an outage is not doubled by those who ask again.
 
     Two halves of a window are counted, so what is remembered is one to two halves old. Seconds.
     """
@@ -94,7 +94,7 @@ class RetryBudget:
         """Whether one more leg may be sent; it counts then."""
         if now >= self._turns_at:
             self._turn(now)
-        if sum(self._retries) >= self._floor + self._share * sum(self._requests):
+        if sum(self._retries) >= max(self._floor, self._share * sum(self._requests)):
             return False
         self._retries[0] += 1
         return True
