@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from router.app import build
+from router.fleet.engine import Engine
 from router.flows.gateway import Gateway
 from router.serve import uvicorn_config
 from router.settings import Settings
@@ -73,6 +74,21 @@ class Router:
     def metric(self, name: str, **labels: str) -> float:
         registry = self.gateway.metrics.registry
         return registry.get_sample_value(f"disagg_router_{name}", labels) or 0.0
+
+    def engine(self, mock: MockEngine) -> Engine:
+        """What the router knows of it."""
+        return next(e for e in self.gateway.fleet.engines if e.spec.address.port == mock.port)
+
+    async def settled(self) -> None:
+        """Every request is over, and what outlived them too."""
+        gateway = self.gateway
+        await eventually(lambda: not gateway.running and not gateway._background, 10)
+
+    async def knows_its_engines(self) -> None:
+        """Each was asked all that it is asked, and has a connection waiting."""
+        engines = self.gateway.fleet.engines
+        await eventually(lambda: all(e.learned.asked and e.models for e in engines))
+        await eventually(lambda: all(e.pool.idle_count for e in engines))
 
     @contextlib.asynccontextmanager
     async def socket(self) -> AsyncIterator[RawClient]:

@@ -130,6 +130,10 @@ class MockEngine:
     identity: dict[str, Any] | bytes | None = None
     models: list[str] = field(default_factory=lambda: ["m", "other"])
     healthy: bool = True
+    is_mute: bool = False
+    """It accepts, and answers nothing that it is asked from now on."""
+    is_busy: bool = False
+    """It answers no probe, and all the rest."""
     probes: int = 0
     connections: int = 0
     port: int = 0
@@ -178,7 +182,10 @@ class MockEngine:
             writer.close()
 
     async def _answer(self, request: Received, peer: Peer) -> None:
-        if request.path == "/health":
+        if self.is_mute or (self.is_busy and request.path == "/health"):
+            self.requests += [request] if request.method == "POST" else []
+            await peer.reader.read()
+        elif request.path == "/health":
             self.probes += 1
             await peer.answer(b"", 200 if self.healthy else 503)
         elif request.path == "/v1/models":
