@@ -1,0 +1,116 @@
+"""A circuit breaker against what it promises: every order of successes, failures and pauses."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from router.fleet.breaker import Breaker, BreakerRules, Circuit
+
+RULES = BreakerRules(in_a_row=3, rate=0.5, sample=6, first_pause=1.0, longest_pause=10.0)
+LEAST, MOST = 0.75, 1.25
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """The router's part: a pause ends once, and the first leg of a half-open circuit is its
+    trial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chance = 0.0
+        self.breaker = Breaker(RULES, lambda: self.chance)
+        self.openings = 0
+        self.bad_in_a_row = 0
+
+    @rule()
+    def succeeds(self) -> None:
+        was = self.breaker.circuit
+        assert self.breaker.succeeded() == (was is not Circuit.CLOSED)
+        assert self.breaker.circuit is Circuit.CLOSED
+        self.bad_in_a_row = 0
+        if was is not Circuit.CLOSED:
+            self.openings = 0
+
+    @rule(chance=st.floats(0, 1, exclude_max=True))
+    def fails(self, chance: float) -> None:
+        self.chance = chance
+        was, opened = self.breaker.circuit, self.breaker.opened
+        self.bad_in_a_row += 1
+        pause = self.breaker.failed()
+        assert (pause is not None) == (self.breaker.opened == opened + 1)
+        if was is Circuit.OPEN:
+            assert pause is None
+        if was is Circuit.HALF_OPEN or (was is Circuit.CLOSED and self.bad_in_a_row >= 3):
+            assert pause is not None
+        if pause is not None:
+            usual = min(RULES.first_pause * 2**self.openings, RULES.longest_pause)
+            assert LEAST * usual <= pause <= MOST * usual
+            assert self.breaker.circuit is Circuit.OPEN
+            self.openings += 1
+
+    @rule()
+    def pause_ends(self) -> None:
+        was = self.breaker.circuit
+        self.breaker.half_open()
+        assert self.breaker.circuit is (Circuit.HALF_OPEN if was is Circuit.OPEN else was)
+
+    @precondition(lambda self: self.breaker.circuit is Circuit.HALF_OPEN and self.breaker.admits)
+    @rule()
+    def trial_begins(self) -> None:
+        self.breaker.trial = object()
+
+    @precondition(lambda self: self.breaker.trial is not None)
+    @rule()
+    def trial_is_left(self) -> None:
+        self.breaker.trial = None
+        assert self.breaker.admits
+
+    @invariant()
+    def one_may_try_and_then_nobody(self) -> None:
+        circuit, trial = self.breaker.circuit, self.breaker.trial
+        expected = circuit is Circuit.CLOSED or (circuit is Circuit.HALF_OPEN and trial is None)
+        assert self.breaker.admits == expected
+        assert trial is None or circuit is Circuit.HALF_OPEN
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_pauses_grow_to_a_bound_and_begin_anew_after_a_success() -> None:
+    breaker = Breaker(RULES, lambda: 0.5)
+
+    def next_pause() -> float:
+        breaker.half_open()
+        pauses = [breaker.failed() for _ in range(3)]
+        return next(pause for pause in pauses if pause is not None)
+
+    assert [next_pause() for _ in range(6)] == [1, 2, 4, 8, 10, 10]
+    for _ in range(2000):
+        next_pause()
+    breaker.half_open()
+    assert breaker.succeeded()
+    assert next_pause() == 1
+
+
+@pytest.mark.parametrize("good_before", [0, 5, 1000, 1_000_000])
+def test_half_of_the_legs_open_it_however_well_it_did_before(good_before: int) -> None:
+    breaker = Breaker(BreakerRules())
+    breaker._good = good_before
+    legs = 0
+    while breaker.failed() is None:
+        breaker.succeeded()
+        legs += 2
+        assert legs < 400
+    assert breaker.circuit is Circuit.OPEN
+    assert good_before or legs + 1 >= BreakerRules().sample, "a few legs say nothing"
+
+
+def test_a_quarter_of_the_legs_does_not() -> None:
+    breaker = Breaker(BreakerRules())
+    for _ in range(1000):
+        assert breaker.failed() is None
+        for _ in range(3):
+            breaker.succeeded()

@@ -1,0 +1,106 @@
+"""Who may be asked for which model: pictures of fleets in every state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.fleet.breaker import Breaker, BreakerRules, Circuit
+from router.fleet.engine import Engine, Health, Intent
+from router.fleet.snapshot import picture
+from router.fleet.spec import LEGS, EngineSpec, Role
+from router.settings import Address
+from router.upstream.pool import EnginePool
+
+MODELS = ("a", "b")
+
+
+def engine(port: int, role: Role, **state: Any) -> Engine:
+    models, group = state.pop("models", frozenset()), state.pop("group", "g")
+    spec = EngineSpec(role, Address("h", port), group=group, weight=state.pop("weight", 1.0))
+    circuit = state.pop("circuit", Circuit.CLOSED)
+    made = Engine(spec, cast(EnginePool, None), Breaker(BreakerRules()))
+    made.health, made.models, made.breaker.circuit = Health.HEALTHY, models or None, circuit
+    for name, value in state.items():
+        setattr(made, name, value)
+    return made
+
+
+ENGINES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(Role),
+            "health": st.sampled_from(Health),
+            "intent": st.sampled_from(Intent),
+            "is_cooling": st.booleans(),
+            "circuit": st.sampled_from(Circuit),
+            "group": st.sampled_from("gh"),
+            "models": st.frozensets(st.sampled_from(MODELS)),
+        }
+    ),
+    max_size=7,
+).map(lambda drawn: [engine(port, **state) for port, state in enumerate(drawn)])
+
+
+def of_role(engines: Sequence[Engine], role: Role) -> list[Engine]:
+    return [one for one in engines if one.role.plays(role)]
+
+
+@given(ENGINES, st.sampled_from([*MODELS, "unknown", "", None, 7]))
+def test_a_role_is_empty_only_where_nobody_of_it_may_be_asked_at_all(
+    engines: list[Engine], model: object
+) -> None:
+    """Neither circuits nor a word of "too much" leave nobody to ask."""
+    snapshot = picture(engines)
+    pools = {pool.group: pool for pool in snapshot.pools(model)}
+    is_named = isinstance(model, str) and bool(model)
+    serving = [e for e in engines if not is_named or e.models is None or model in e.models]
+    wanted = [e for e in serving if e.health is not Health.UNHEALTHY and e.intent is Intent.SERVING]
+    assert pools.keys() == {e.spec.group for e in wanted}
+    for group, pool in pools.items():
+        for role, members in zip(LEGS, (pool.prefillers, pool.decoders), strict=True):
+            able = [e for e in of_role(wanted, role) if e.spec.group == group]
+            assert set(members) <= set(able)
+            assert bool(members) == bool(able)
+            asked = [e for e in able if e.is_asked]
+            healthy = [e for e in able if e.health is Health.HEALTHY]
+            assert set(members) == set(asked or healthy or able)
+
+
+def test_engines_that_do_not_tell_their_models_serve_each_of_them_and_any_other() -> None:
+    silent = engine(1, Role.DECODE)
+    named = engine(2, Role.DECODE, models=frozenset("a"))
+    snapshot = picture([silent, named])
+    assert snapshot.pools("a")[0].decoders == (named, silent)
+    assert snapshot.pools("nobody's")[0].decoders == (silent,)
+    assert snapshot.pools(None)[0].decoders == (silent, named)
+    assert picture([named]).pools("nobody's") == ()
+
+
+def test_what_drains_is_asked_for_nothing_new_even_if_it_is_the_last() -> None:
+    last = engine(1, Role.BOTH, intent=Intent.DRAINING, models=frozenset("a"))
+    assert picture([last]).pools("a") == picture([last]).pools(None) == ()
+
+
+def test_groups_stay_apart_and_weigh_what_their_decoders_do() -> None:
+    engines = [
+        engine(1, Role.PREFILL, weight=9.0),
+        engine(2, Role.DECODE, weight=2.0),
+        engine(3, Role.DECODE, weight=3.0),
+        engine(4, Role.PREFILL, group="h", weight=4.0),
+    ]
+    one, other = picture(engines).pools(None)
+    assert (one.group, one.weight, other.group, other.weight) == ("g", 5.0, "h", 4.0)
+    assert [len(x) for x in (one.prefillers, one.decoders, other.prefillers)] == [1, 2, 1]
+    assert other.decoders == ()
+
+
+def test_a_half_open_engine_is_asked_until_its_trial_begins() -> None:
+    closed, trying = engine(1, Role.DECODE), engine(2, Role.DECODE, circuit=Circuit.HALF_OPEN)
+    assert set(picture([closed, trying]).pools(None)[0].decoders) == {closed, trying}
+    trying.breaker.trial = object()
+    assert picture([closed, trying]).pools(None)[0].decoders == (closed,)
+    assert picture([trying]).pools(None)[0].decoders == (trying,), "there is nobody else"
