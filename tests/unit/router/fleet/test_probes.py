@@ -1,0 +1,282 @@
+"""Frozen engines, busy ones, names that do not resolve; and what becomes of the prober itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from router.fleet.engine import Health
+from router.fleet.probes import Prober
+from router.settings import Settings
+from router.upstream.connect import Attempt
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.flows.failing import deaf
+from tests.unit.router.harness import Router, eventually
+from tests.unit.router.mock_engine import (
+    DONE,
+    STREAM_HEAD,
+    MockEngine,
+    Peer,
+    Received,
+    chunk,
+    event,
+    is_release,
+    usual_decode,
+)
+from tests.unit.router.test_answers import answering
+from tests.unit.router.upstream.test_connect import no_descriptor_left
+
+# As they are by default, which settings for tests are not.
+DEFAULTS = {
+    name: Settings.model_fields[name].default
+    for name in ("health_interval", "health_timeout", "health_failures", "connect_timeout")
+}
+FOUND, ENDED = 3.0, 5.0
+STREAM = {"model": "m", "prompt": "x", "stream": True}
+
+
+@contextlib.asynccontextmanager
+async def lone_engine() -> AsyncIterator[tuple[MockEngine, asyncio.subprocess.Process]]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.unit.router.fleet.lone_engine", stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        port = int(await asyncio.wait_for(process.stdout.readline(), 20))
+        yield MockEngine(usual_decode, port=port), process
+    finally:
+        process.kill()
+        await process.communicate()
+
+
+async def test_a_frozen_engine_is_found_and_its_legs_end(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    """Within the times of the default settings: a unary leg goes elsewhere, a stream ends."""
+    async with lone_engine() as (lone, process):
+        router = await start_router(ds=[lone, d], **DEFAULTS)
+        await router.knows_its_engines()
+        engine = router.engine(lone)
+        async with router.client.stream("POST", "/v1/completions", json=STREAM) as answer:
+            events = answer.aiter_lines()
+            assert (await anext(events)).startswith("data:")
+            assert engine.in_flight == 1
+            router.gateway._turns.update(dict.fromkeys(router.gateway._turns, 0))
+            unary = asyncio.create_task(router.complete())
+            await eventually(lambda: engine.in_flight == 2)
+            process.send_signal(signal.SIGSTOP)
+            frozen = time.monotonic()
+            await eventually(lambda: engine.health is Health.UNHEALTHY, FOUND + 0.3)
+            last = [line async for line in events][-2:]
+            took = time.monotonic() - frozen
+        assert '"code":503' in "".join(last)
+        assert (await unary).status_code == 200
+        assert took < ENDED
+        assert [is_release(leg) for leg in d.requests].count(False) == 1
+        assert engine.in_flight == 0
+
+
+async def test_legs_end_at_a_frozen_engine_that_accepts_nobody_any_more(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    """Its backlog is full, so that probes cannot even connect: that is silence too."""
+    router = await start_router(health_interval=0.1, health_timeout=0.3, engine_idle_connections=0)
+
+    async def silent(request: Received, peer: Peer) -> None:
+        await peer.wait_left()
+
+    d.scripts = [silent]
+    asking = asyncio.create_task(router.complete())
+    await eventually(lambda: d.requests)
+    assert d._server is not None
+    d._server.close()
+    async with deaf(d.port):
+        answer = await asyncio.wait_for(asking, 4)
+    assert answer.status_code == 503
+    assert router.metric("upstream_errors_total", role="decode", kind="engine_lost") == 1
+
+
+async def test_a_busy_engine_that_answers_no_probe_keeps_its_stream(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start_router(health_interval=0.05, health_timeout=0.3)
+    engine = router.engine(d)
+
+    async def streams(request: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD)
+        for _ in range(30):
+            await peer.send(chunk(event("a")))
+            await asyncio.sleep(0.05)
+        await peer.send(chunk(DONE) + b"0\r\n\r\n")
+
+    d.scripts, d.is_busy = [streams], True
+    answer = await router.stream()
+    assert answer.content == event("a") * 30 + DONE
+    assert (engine.health, engine.failures) == (Health.HEALTHY, 0)
+    await eventually(lambda: engine.health is Health.UNHEALTHY)
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+async def test_a_name_that_does_not_resolve_condemns_no_engine(
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    is_slow: bool,
+) -> None:
+    """Neither one without an address nor a resolver that takes its time."""
+    p.identity = {"capabilities": ["release"]}
+    changes = {"health_interval": 0.03, "health_timeout": 0.1, "request_timeout": 0.5}
+    router = await start_router(engine_idle_connections=0, **changes)
+    engines = router.gateway.fleet.engines
+    await eventually(lambda: all(e.learned.asked for e in engines))
+    learned = [engine.learned for engine in engines]
+
+    async def never(*_: object) -> list[str]:
+        await asyncio.Event().wait()
+        return []
+
+    if is_slow:
+        monkeypatch.setattr(Attempt, "_resolve", never)
+    for engine in engines:
+        engine.pool._host = "nowhere.invalid"
+    await asyncio.sleep(0.6)
+    assert (await router.client.get("/ready")).status_code == 200
+    answer = await router.complete()
+    assert answer.status_code == 503
+    assert "name cannot be resolved" in answer.json()["error"]["message"]
+    assert [engine.learned for engine in engines] == learned
+    assert all(e.is_asked and not e.lost_at and not e.breaker._bad for e in engines)
+
+
+async def test_probes_without_a_descriptor_condemn_no_engine(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start_router(engine_idle_connections=0, health_interval=0.03)
+    engines = router.gateway.fleet.engines
+    await eventually(lambda: all(e.learned.asked and e.models for e in engines))
+    learned = [engine.learned for engine in engines]
+    for engine in engines:  # no probe is under way while files run out
+        await eventually(lambda e=engine: not e.pool.open_count)  # type: ignore[misc]
+    with no_descriptor_left():
+        before = p.probes, d.probes
+        await asyncio.sleep(0.3)
+        assert sum((p.probes, d.probes)) - sum(before) <= 2, "there were none"
+    assert all(e.health is Health.HEALTHY and not e.failures for e in engines)
+    assert [engine.learned for engine in engines] == learned
+    assert (await router.complete()).status_code == 200
+
+
+@pytest.mark.parametrize("status", [401, 404, 500])
+async def test_models_that_an_engine_does_not_tell_are_those_that_it_told(
+    router: Router, p: MockEngine, d: MockEngine, status: int
+) -> None:
+    await router.knows_its_engines()
+    engine, prober = router.engine(d), router.app.state.prober
+    known = engine.models
+    contents: list[dict[str, Any]] = [{}, {"data": []}, {"data": [{"id": 7}, "m", None]}]
+    for content in contents:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(d, "_answer", lambda r, peer, c=content: peer.answer(c, status))
+            await prober.ask_models(engine)
+    assert engine.models == known
+
+
+async def test_an_engine_that_comes_with_other_models_serves_those(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start_router(without_prefiller="decode")
+    await router.knows_its_engines()
+    engine = router.engine(d)
+    d.models, d.healthy = ["new"], False
+    await eventually(lambda: engine.health is Health.UNHEALTHY)
+    d.healthy = True
+    await eventually(lambda: engine.models == frozenset({"new"}))
+    assert (await router.complete(model="new")).status_code == 200
+    assert (await router.complete(model="nobody's")).status_code == 404
+
+
+async def ready(router: Router) -> tuple[int, Any]:
+    answer = await router.client.get("/ready")
+    return answer.status_code, answer.json().get("reasons", {}).get("prober")
+
+
+def prober_task() -> asyncio.Task[Any]:
+    return next(t for t in asyncio.all_tasks() if "Prober.run" in repr(t.get_coro()))
+
+
+async def test_a_router_whose_prober_was_ended_is_not_ready(router: Router) -> None:
+    task = prober_task()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert await ready(router) == (503, "died: CancelledError: ")
+    assert (await router.complete()).status_code == 200, "engines are asked all the same"
+
+
+async def test_a_router_whose_prober_raised_is_not_ready(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: object) -> None:
+        raise RuntimeError("a bug")
+
+    task = prober_task()
+    monkeypatch.setattr(Prober, "_supervise", fails)
+    await asyncio.wait([task], timeout=5)
+    assert await ready(router) == (503, "died: RuntimeError: a bug")
+
+
+async def test_a_watch_that_raised_or_was_ended_is_begun_again(
+    router: Router, p: MockEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: object) -> bool:
+        raise RuntimeError("a bug")
+
+    prober = router.app.state.prober
+    with monkeypatch.context() as patched:
+        patched.setattr(Prober, "probe", fails)
+        await asyncio.sleep(0.2)
+    for watch in prober._watches.values():
+        watch.task.cancel()
+    before = p.probes
+    await eventually(lambda: p.probes > before + 1)
+    assert prober.trouble() == ""
+
+
+async def test_a_watch_that_stands_still_is_told(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prober = router.app.state.prober
+    for watch in prober._watches.values():
+        watch.task.cancel()
+        watch.task = asyncio.create_task(asyncio.sleep(60))
+        watch.looked_at -= 1000
+    status, reason = await ready(router)
+    assert status == 503
+    assert reason.startswith("does not look at 127.0.0.1:")
+    for watch in prober._watches.values():
+        watch.task.cancel()
+
+
+async def test_an_engine_for_both_roles_is_one_engine(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async def both(request: Received, peer: Peer) -> None:
+        if request.json.get("kv_transfer_params", {}).get("do_remote_decode"):
+            await answering(200, {"kv_transfer_params": {"remote_x": 1}})(request, peer)
+        else:
+            await usual_decode(request, peer)
+
+    d.usual = both
+    router = await start_router(ps=[p, d], ds=[d])
+    assert len(router.gateway.fleet.engines) == 2
+    answers = [await router.complete() for _ in range(4)]
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(p.requests) == 2
+    assert len(d.requests) == 6
