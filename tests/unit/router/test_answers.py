@@ -356,10 +356,11 @@ async def test_however_an_answer_is_cut_the_client_gets_the_same(
 
 
 async def test_connections_are_reused(router: Router, p: MockEngine, d: MockEngine) -> None:
-    for _ in range(5):
+    """Probes go the same way, so one of them may have the connection that was there."""
+    for _ in range(9):
         assert (await router.complete()).status_code == 200
-    assert {request.connection for request in p.requests} == {p.last.connection}
-    assert {request.connection for request in d.requests} == {d.last.connection}
+    assert len({request.connection for request in p.requests}) <= 2
+    assert len({request.connection for request in d.requests}) <= 2
 
 
 async def test_a_reused_connection_that_dies_unheard_is_retried_unseen(
