@@ -294,6 +294,14 @@ class Settings(BaseSettings):
         "Which decoder, where a conversation does not say it.",
         "POLICY",
     )
+    min_remote_prefill_tokens: Annotated[int, Field(ge=0)] = _setting(
+        0,
+        "Choice",
+        "A decoder alone answers a prompt of which it lacks fewer tokens than this (estimated): "
+        "so little is computed sooner than sent; 0: never. It knows what it holds of "
+        "conversations, and with decode-policy prefix of all prompts.",
+        "N",
+    )
     without_prefiller: Annotated[Literal["decode", "refuse"], Lower] = _setting(
         "decode",
         "Choice",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from router.fleet.breaker import Breaker, BreakerRules, Circuit
 from router.fleet.engine import Engine, Health, Intent
 from router.fleet.learned import Learned
-from router.fleet.snapshot import picture
+from router.fleet.snapshot import Members, picture
 from router.fleet.spec import LEGS, EngineSpec, Role
 from router.upstream.errors import EngineLostError
 from router.upstream.pool import EnginePool
@@ -45,7 +45,10 @@ class Fleet:
         self._clock = clock
         self._later = later or _call_later
         self._engines: dict[str, Engine] = {}
-        self.snapshot = picture(())
+        self.on_lost: Callable[[Engine], None] = lambda engine: None
+        """Told of an engine that is found unhealthy, or was removed: what it held is gone."""
+        self._members = Members()
+        self.snapshot = picture((), self._members)
         for spec in specs:
             self.add(spec)
 
@@ -93,7 +96,9 @@ class Fleet:
         engine = self._engines.pop(name, None)
         if engine is not None:
             engine.intent = Intent.DRAINING  # for requests that had it in their plan
+            self._members.forget(engine)
             self._refresh()
+            self.on_lost(engine)
             engine.pool.fail_legs(EngineLostError(f"{name} was removed"))
             engine.pool.close()
 
@@ -197,6 +202,7 @@ class Fleet:
         engine.health = health
         if health is Health.UNHEALTHY:
             engine.lost_at, engine.learned = self._clock(), Learned()
+            self.on_lost(engine)
         elif engine.breaker.circuit is not Circuit.CLOSED:
             engine.breaker.half_open()  # it lives again: no need to wait for the pause
         self._refresh()
@@ -206,7 +212,7 @@ class Fleet:
         self._on_change(engine)
 
     def _refresh(self) -> None:
-        self.snapshot = picture(self._engines.values())
+        self.snapshot = picture(self._engines.values(), self._members)
 
 
 def _call_later(seconds: float, call: Callable[[], None]) -> object:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 from router.fleet.engine import Engine, Health
 from router.fleet.spec import Role
 
+MOST_KNOWN = 64
+
 
 class Pool(NamedTuple):
     """Engines of one group that serve one model; either sequence may be empty, not both."""
@@ -36,7 +38,27 @@ class Snapshot(NamedTuple):
         return self.by_model.get(model, self.unnamed)
 
 
-def picture(engines: Iterable[Engine]) -> Snapshot:
+class Members:
+    """The same engines are the same tuple, in every model's pools and whenever they come back, so
+    that what a policy has worked out for a tuple is found by its identity."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Engine, ...], tuple[Engine, ...]] = {}
+
+    def of(self, engines: Iterable[Engine]) -> tuple[Engine, ...]:
+        made = tuple(engines)
+        known = self._known.pop(made, made)
+        self._known[known] = known  # the youngest is the last
+        if len(self._known) > MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+        return known
+
+    def forget(self, engine: Engine) -> None:
+        for known in [known for known in self._known if engine in known]:
+            del self._known[known]
+
+
+def picture(engines: Iterable[Engine], members: Members) -> Snapshot:
     wanted = [engine for engine in engines if engine.is_wanted]
     unnamed = [engine for engine in wanted if engine.models is None]
     serving: dict[str, list[Engine]] = {}
@@ -44,29 +66,29 @@ def picture(engines: Iterable[Engine]) -> Snapshot:
         for model in engine.models or ():
             serving.setdefault(model, []).append(engine)
     return Snapshot(
-        {model: _pools([*named, *unnamed]) for model, named in serving.items()},
-        _pools(wanted),
-        _pools(unnamed),
+        {model: _pools([*named, *unnamed], members) for model, named in serving.items()},
+        _pools(wanted, members),
+        _pools(unnamed, members),
     )
 
 
-def _pools(engines: Sequence[Engine]) -> tuple[Pool, ...]:
+def _pools(engines: Sequence[Engine], members: Members) -> tuple[Pool, ...]:
     groups: dict[str, list[Engine]] = {}
     for engine in engines:
         groups.setdefault(engine.spec.group, []).append(engine)
-    return tuple(_pool(group, members) for group, members in groups.items())
+    return tuple(_pool(group, found, members) for group, found in groups.items())
 
 
-def _pool(group: str, members: Sequence[Engine]) -> Pool:
-    prefillers, decoders = _best(members, Role.PREFILL), _best(members, Role.DECODE)
+def _pool(group: str, found: Sequence[Engine], members: Members) -> Pool:
+    prefillers = members.of(_best(found, Role.PREFILL))
+    decoders = members.of(_best(found, Role.DECODE))
     weight = sum(engine.spec.weight for engine in decoders or prefillers)
     return Pool(group, weight, prefillers, decoders)
 
 
-def _best(members: Sequence[Engine], role: Role) -> tuple[Engine, ...]:
+def _best(found: Sequence[Engine], role: Role) -> Sequence[Engine]:
     """Those against which nothing speaks; else the healthy ones all the same; else those that were
     not probed yet. A circuit or a word of "too much" never leaves a role with nobody to ask."""
-    able = [engine for engine in members if engine.role.plays(role)]
-    asked = tuple(engine for engine in able if engine.is_asked)
-    healthy = asked or tuple(engine for engine in able if engine.health is Health.HEALTHY)
-    return healthy or tuple(able)
+    able = [engine for engine in found if engine.role.plays(role)]
+    asked = [engine for engine in able if engine.is_asked]
+    return asked or [engine for engine in able if engine.health is Health.HEALTHY] or able

@@ -18,7 +18,8 @@ from router.flows.limits import Limits
 from router.flows.request import Request
 from router.policies.affinity import LoadBound
 from router.policies.candidate import Ask
-from router.policies.registry import make_policy
+from router.policies.chunks import chunks_of
+from router.policies.pools import Policies
 from router.policies.route import Route, route
 from router.settings import Settings
 from router.telemetry.access import AccessLog
@@ -27,6 +28,8 @@ from router.telemetry.throttle import Throttle
 from router.upstream.errors import UpstreamError
 
 PARTING = 2.0
+# A prefiller works at one prompt after the other: a second one waits already.
+PREFILL_BOUND = LoadBound(1.5, 2)
 
 
 class Gateway:
@@ -50,11 +53,12 @@ class Gateway:
         self.draining = False
         self.interrupted = False
         self.throttle = Throttle(logging.getLogger("disagg_router.flows"))
-        self._policies = {
-            Role.PREFILL: make_policy(settings.prefill_policy, self.load_bound),
-            Role.DECODE: make_policy(settings.decode_policy, self.load_bound),
-        }
+        self._prefill = Policies(settings.prefill_policy, PREFILL_BOUND)
+        self._decode = Policies(settings.decode_policy, self.load_bound)
+        # So many tokens make even a single decoder's cache worth remembering.
+        self._least_remote = settings.min_remote_prefill_tokens
         self._turns = dict.fromkeys(LEGS, 0)
+        fleet.on_lost = self._forget
         self._background: set[asyncio.Task[None]] = set()
 
     def route(self, request: Request, home: Engine | None = None) -> Route:
@@ -64,14 +68,15 @@ class Gateway:
         """
         pools = self.pools(request.model)
         session = "" if request.turn is None else request.turn.conversation.session
-        turns = self._turns
-        ask = Ask(turns[Role.PREFILL], request.tokens, session)
+        chunks = chunks_of(request.body) if self._wants_chunks(pools) else ()
+        turns, tokens = self._turns, request.tokens
+        ask = None
         if not request.alone:
+            ask = Ask(turns[Role.PREFILL], tokens, session, chunks)
             turns[Role.PREFILL] += 1
-        ask_decoder = Ask(turns[Role.DECODE], request.tokens, session)
+        ask_decoder = Ask(turns[Role.DECODE], tokens, session, chunks)
         turns[Role.DECODE] += 1
-        policies = self._policies
-        return route(pools, policies[Role.PREFILL], policies[Role.DECODE], (ask, ask_decoder), home)
+        return route(pools, self._prefill, self._decode, (ask, ask_decoder), home)
 
     def others(self, request: Request, planned: Route, role: Role) -> Iterable[Engine]:
         """Who else of the planned group may be asked, as things are now."""
@@ -111,6 +116,21 @@ class Gateway:
         self.interrupted = True
         for task in list(self.running):
             task.cancel()
+
+    def _wants_chunks(self, pools: Sequence[Pool]) -> bool:
+        """Whether a policy remembers who holds what, and has a choice."""
+        prefill, decode = self._prefill.remembers, self._decode.remembers
+        least = 1 if self._least_remote else 2
+        return (prefill or decode) and any(
+            (prefill and len(pool.prefillers) > 1) or (decode and len(pool.decoders) >= least)
+            for pool in pools
+        )
+
+    def _forget(self, engine: Engine) -> None:
+        groups = {known.spec.group for known in self.fleet.engines}
+        for policies in (self._prefill, self._decode):
+            policies.forget(engine.name, engine.spec.group)
+            policies.keep(groups)
 
     def note_failure(self, engine: Engine, role: Role, error: UpstreamError | EngineError) -> None:
         """Names the engine's role in the error, counts it, and logs it now and then."""

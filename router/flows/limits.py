@@ -23,6 +23,7 @@ class Limits:
     max_answer_size: int
     max_body_size: int
     max_header_size: int
+    min_remote_prefill_tokens: int
     prefill_timeout: float
     request_timeout: float
     stream_idle_timeout: float

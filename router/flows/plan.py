@@ -16,10 +16,13 @@ from router.flows.limits import Limits
 from router.flows.push import pushes
 from router.flows.request import THRESHOLD, Request
 from router.flows.reuse import Reuse
+from router.policies.chunks import tokens_of
 from router.policies.route import Route
 
 # Bytes of a request whose prefill costs a decoder little, whether or not it was asked for.
 SHORT = 4096
+# Why a decoder alone answers a prompt of which it lacks little.
+SHORT_PROMPT = "short"
 
 
 class Mode(StrEnum):
@@ -54,12 +57,28 @@ class Plan:
 def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limits) -> Plan:
     if request.alone:
         return Plan("decode_only", Mode.ALONE, route, request.alone)
+    if limits.min_remote_prefill_tokens and _is_short(request, route, reuse, limits):
+        flow = "decode_only" if request.turn is None else "turn"
+        return Plan(flow, Mode.ALONE, route, SHORT_PROMPT, reuse=reuse)
     mode = mode_of(route, limits.transfer_mode)
     flow = _flow(request, mode)
     threshold = request.threshold or _own_threshold(request, route, reuse, limits)
     if threshold and not _may_reject(request, route):
         return Plan(flow, mode, route, was_skipped=True, reuse=reuse)
     return Plan(flow, mode, route, threshold=threshold, reuse=reuse)
+
+
+def _is_short(request: Request, route: Route, reuse: Reuse | None, limits: Limits) -> bool:
+    """The decoder surely holds so much of the prompt that it is done with the rest sooner by
+    itself."""
+    if not route.decoders:
+        return False
+    decoder, notes = route.decoders[0], route.decode_notes
+    tokens = tokens_of(request.body)
+    held = 0 if notes is None else notes.expected(decoder.name)
+    if reuse is not None and reuse.decoder is decoder:
+        held = max(held, int(reuse.held_share() * tokens))
+    return tokens - held < limits.min_remote_prefill_tokens
 
 
 def _flow(request: Request, mode: Mode) -> str:

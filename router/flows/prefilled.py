@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import orjson
 
+from router.conversations.said import cached_tokens_of, prompt_tokens_of
 from router.upstream.errors import BrokenAnswerError
 
 Body = dict[str, Any]
@@ -86,9 +87,15 @@ class Prefilled:
     @property
     def prompt_tokens(self) -> int | None:
         """How long the prompt was, if it says so."""
-        usage = _read(bytes(self._usage))
-        tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-        return tokens if type(tokens) is int else None
+        return prompt_tokens_of({"usage": self._said_usage()})
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """How much of it the prefiller had, if it says so."""
+        return cached_tokens_of({"usage": self._said_usage()})
+
+    def _said_usage(self) -> object:
+        return _read(bytes(self._usage))
 
 
 def _read(raw: bytes) -> object:

@@ -94,6 +94,9 @@ class Run:
         plan = self._plan
         if plan.was_skipped:
             self._gateway.metrics.decode_first.add(("skipped",))
+        notes = plan.route.decode_notes
+        if notes is not None:
+            notes.sent(plan.decoders[0].name)  # before it is: the next alike may be here by then
         try:
             if plan.threshold and await self._decoder_first():
                 return
@@ -105,6 +108,7 @@ class Run:
                 await self._push()
         finally:
             self._give_up_unread()
+            plan.route.end_notes()
 
     async def _decoder_first(self) -> bool:
         """Whether a decoder has answered by itself."""
@@ -212,7 +216,7 @@ class Run:
         record.stage, record.prefiller = "prefill", engine.name
         started = now()
         answer: Answer | None = None
-        self._begin(engine)
+        counted = self._begin(engine, Role.PREFILL)
         try:
             # A decoder's blocks are read once: what asks for them is sent on a sound connection.
             is_fresh = self._fresh or offered is not None
@@ -235,13 +239,15 @@ class Run:
                 answer = None
             raise
         finally:
-            self._end(engine, answer)
+            self._end(engine, counted, answer)
         record.prefill_done = moment = now()
         gateway.metrics.prefill_seconds.observe(moment - started)
         return prefilled
 
     def _note_prefilled(self, engine: Engine, prefilled: Prefilled) -> None:
-        params = prefilled.params
+        notes, params = self._plan.route.prefill_notes, prefilled.params
+        if notes is not None:
+            notes.answered(engine.name, prefilled.cached_tokens)
         if params is None:
             self._gateway.metrics.prefill_without_params.inc()
             self._gateway.throttle.warn(
@@ -309,7 +315,7 @@ class Run:
         record.stage, record.decoder, record.decode_started = "decode", engine.name, now()
         record.first_byte = None  # the one before may have failed inside its first event
         answer: Answer | None = None
-        self._begin(engine)
+        counted = self._begin(engine, Role.DECODE)
         try:
             timeout = limits.decode_first_byte_timeout
             leg_id = "" if push is None else push.leg_id
@@ -320,6 +326,10 @@ class Run:
             self._check(engine, answer, raw)
             if threshold and await self._is_rejected(engine, answer, threshold):
                 return Came.REJECTED
+            notes = self._plan.route.decode_notes
+            if notes is not None:
+                was_given_all = record.prefill_done is not None
+                notes.answered(engine.name, request.tokens if was_given_all else None)
             if reuse is None:
                 await deliver(request, gateway, answer)
             else:
@@ -327,7 +337,7 @@ class Run:
                 await deliver_turn(request, gateway, reuse.turn, engine, answer, tokens)
             return Came.ANSWERED
         finally:
-            self._end(engine, answer)
+            self._end(engine, counted, answer)
 
     async def _is_rejected(self, engine: Engine, answer: Answer, threshold: float) -> bool:
         learned = engine.learned
@@ -366,15 +376,22 @@ class Run:
         able = [one for one in known if one.is_wanted and one not in self._failed]
         return next((one for one in able if one.is_asked), able[0] if able else None)
 
-    def _begin(self, engine: Engine) -> None:
+    def _begin(self, engine: Engine, role: Role) -> int:
+        """Counts the leg, and says as how many tokens: those that are to be computed."""
+        notes, tokens = self._plan.route.notes(role), self._request.tokens
+        if notes is not None:
+            if role is Role.PREFILL:
+                tokens = max(0, tokens - notes.expected(engine.name))
+            notes.sent(engine.name)
         engine.in_flight += 1
-        engine.tokens_in_flight += self._request.tokens
+        engine.tokens_in_flight += tokens
         if engine.breaker.circuit is Circuit.HALF_OPEN:
             self._gateway.fleet.begins(engine, self)
+        return tokens
 
-    def _end(self, engine: Engine, answer: Answer | None) -> None:
+    def _end(self, engine: Engine, counted: int, answer: Answer | None) -> None:
         engine.in_flight -= 1
-        engine.tokens_in_flight -= self._request.tokens
+        engine.tokens_in_flight -= counted
         if answer is not None:
             answer.close()
         if engine.breaker.trial is self:

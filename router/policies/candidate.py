@@ -38,7 +38,10 @@ class Ask(NamedTuple):
 
 
 class Policy(ABC):
-    """One object for one pool of engines. Most remember nothing: their notes go nowhere."""
+    """One object for the engines of a role and a group. Most remember nothing: their notes go
+    nowhere, and `Ask.chunks` are made only for those that do."""
+
+    remembers = False
 
     @abstractmethod
     def order(self, candidates: Sequence[E], ask: Ask) -> Sequence[E]:
@@ -48,8 +51,9 @@ class Policy(ABC):
         """That engine was sent this prompt."""
         return
 
-    def note_cached(self, name: str, ask: Ask, cached_tokens: int) -> None:
-        """That engine answered: now it holds the prompt. This much it had, or was given, before."""
+    def note_cached(self, name: str, ask: Ask, cached_tokens: int | None) -> None:
+        """That engine answered: now it holds the prompt. This much it had, or was given, before;
+        None: it did not say."""
         return
 
     def forget(self, name: str) -> None:

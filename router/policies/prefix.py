@@ -34,6 +34,8 @@ class _Open(NamedTuple):
 
 
 class Prefix(Policy):
+    remembers = True
+
     def __init__(self, bound: LoadBound, holders: Holders | None = None) -> None:
         self._bound = bound
         self._by_load = LeastLoaded()
@@ -71,10 +73,10 @@ class Prefix(Policy):
         open_asks[ask.turn] = _Open(depth, certain, ask.chunks)
         self._holders.add(name, ask.chunks)
 
-    def note_cached(self, name: str, ask: Ask, cached_tokens: int) -> None:
+    def note_cached(self, name: str, ask: Ask, cached_tokens: int | None) -> None:
         """What it held may be a bit less than we believed: tokens are estimated."""
         sent = self._open.get(name, {}).pop(ask.turn, None)
-        if sent is None or not sent.depth:
+        if sent is None or cached_tokens is None or not sent.depth:
             return
         if 2 * cached_tokens >= sent.depth * TOKENS:
             self._strikes.pop(name, None)

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from router.fleet.engine import Engine
 from router.fleet.snapshot import Pool
+from router.fleet.spec import Role
 from router.policies.affinity import first
 from router.policies.candidate import Ask, Policy
 from router.policies.chance import mix
+from router.policies.notes import Notes
 
 
 class Route(NamedTuple):
-    """Either sequence may be empty: nobody of that role may be asked."""
+    """Either sequence may be empty: nobody of that role may be asked. Notes are for a policy that
+    remembers."""
 
     group: str
     prefillers: Sequence[Engine]
     decoders: Sequence[Engine]
+    prefill_notes: Notes | None = None
+    decode_notes: Notes | None = None
+
+    def notes(self, role: Role) -> Notes | None:
+        return self.prefill_notes if role is Role.PREFILL else self.decode_notes
+
+    def end_notes(self) -> None:
+        for notes in (self.prefill_notes, self.decode_notes):
+            if notes is not None:
+                notes.end()
 
 
 NOWHERE = Route("", (), ())
@@ -25,27 +38,36 @@ NOWHERE = Route("", (), ())
 
 def route(
     pools: Sequence[Pool],
-    prefill: Policy,
-    decode: Policy,
-    ask: tuple[Ask, Ask],
+    prefill: Mapping[str, Policy],
+    decode: Mapping[str, Policy],
+    ask: tuple[Ask | None, Ask],
     home: Engine | None = None,
 ) -> Route:
-    """`ask` is what either policy may look at. `home` is a decoder that comes before the others,
-    and whose group it then is."""
-    pool = _pool(pools, ask[1], home)
+    """The policies are by group. `ask` is what either may look at, None for no prefiller. `home` is
+    a decoder that comes before the others, and whose group it then is."""
+    pool = pools[0] if len(pools) == 1 else _pool(pools, ask[1], home)
     if pool is None:
         return NOWHERE
-    prefillers = prefill.order(pool.prefillers, ask[0]) if pool.prefillers else ()
-    decoders: Sequence[Engine] = decode.order(pool.decoders, ask[1]) if pool.decoders else ()
-    if home is not None and home.is_wanted and home.spec.group == pool.group:
+    group = pool.group
+    prefillers, prefill_notes = _ordered(prefill, group, pool.prefillers, ask[0])
+    decoders, decode_notes = _ordered(decode, group, pool.decoders, ask[1])
+    if home is not None and home.is_wanted and home.spec.group == group:
         decoders = first(decoders, home)
-    return Route(pool.group, prefillers, decoders)
+    return Route(group, prefillers, decoders, prefill_notes, decode_notes)
+
+
+def _ordered(
+    policies: Mapping[str, Policy], group: str, engines: Sequence[Engine], ask: Ask | None
+) -> tuple[Sequence[Engine], Notes | None]:
+    if ask is None or (len(engines) < 2 and not ask.chunks):
+        return engines, None
+    policy = policies[group]
+    notes = Notes(policy, ask) if ask.chunks and policy.remembers else None
+    return policy.order(engines, ask), notes
 
 
 def _pool(pools: Sequence[Pool], ask: Ask, home: Engine | None) -> Pool | None:
     """A complete one before one with a role missing, by weight among those that are alike."""
-    if len(pools) == 1:
-        return pools[0]
     if home is not None:
         pools = [pool for pool in pools if pool.group == home.spec.group] or pools
     pools = [pool for pool in pools if pool.prefillers and pool.decoders] or pools

@@ -41,6 +41,10 @@ class Peer:
             "bin": environment / "bin",
             "port": port,
             "metrics": free_ports(1)[0],
+            "checkout": environment,
+            "python": sys.executable,
+            "prefiller_port": engines.prefiller,
+            "decoder_port": engines.decoder,
             "prefiller": f"http://127.0.0.1:{engines.prefiller}",
             "decoder": f"http://127.0.0.1:{engines.decoder}",
             "toy": TOY,
@@ -62,6 +66,16 @@ PEERS: Mapping[str, Peer] = {
         ("fastapi", "httpx", "uvicorn"),
         ("{bin}/python", "{toy}", "{port}", "{prefiller}", "{decoder}"),
     ),
+    # This project at another commit, in a work tree that --peer-venv names.
+    "checkout": Peer(
+        (),
+        (
+            *("env", "-C", "{checkout}", "PYTHONPATH={checkout}"),
+            *("{python}", "-m", "router.cli", "--port", "{port}"),
+            *("--prefiller-hosts", "127.0.0.1", "--prefiller-ports", "{prefiller_port}"),
+            *("--decoder-hosts", "127.0.0.1", "--decoder-ports", "{decoder_port}"),
+        ),
+    ),
 }
 
 
@@ -76,11 +90,12 @@ def ours(port: int, engines: Engines) -> list[str]:
 
 def prepare(name: str, environment: Path) -> None:
     """Makes the peer's virtual environment, unless it is there. Raises BenchError."""
-    if (environment / "bin" / "python").exists():
+    packages = PEERS[name].packages
+    if not packages or (environment / "bin" / "python").exists():
         return
     venv.create(environment, with_pip=True)
     pip = [str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-    done = subprocess.run([*pip, *PEERS[name].packages], check=False)
+    done = subprocess.run([*pip, *packages], check=False)
     if done.returncode:
         shutil.rmtree(environment)
         raise BenchError(f"{name} could not be installed")
