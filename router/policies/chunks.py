@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -25,10 +24,12 @@ LIMIT = MOST * CHUNK_BYTES
 MESSAGE_TOKENS = 4
 """What a template writes around a message."""
 MEDIA_ENDS = 256
+CALLS = ("tool_calls", "tool_call_id")
 MEDIA = ("image_url", "input_audio", "video_url", "audio_url", "file")
 MEDIA_BYTES = 4096
 """What an image counts as: its encoded size says little about its tokens."""
 MIXER = 0x9E3779B97F4A7C15
+MASK = 2**64 - 1
 VALUES = 10_000
 """Of nested JSON, so many values are looked at."""
 
@@ -42,9 +43,8 @@ def chunks_of(body: Body) -> tuple[int, ...]:
         return ()
     chained = zlib.crc32(_scope(body))
     found: list[int] = []
-    for start in range(0, len(content) - size + 1, size):
-        chunk = zlib.crc32(content[start : start + size])
-        chained = (chained ^ chunk) * MIXER % 2**64
+    for end in range(size, len(content) + 1, size):
+        chained = (chained ^ zlib.crc32(content[end - size : end])) * MIXER & MASK
         found.append(chained)
     return tuple(found)
 
@@ -82,53 +82,48 @@ def _packed(ids: list[int]) -> bytes:
 
 def _scope(body: Body) -> bytes:
     """What else tells one KV cache entry from another."""
-    return repr([_head(body.get(name)) for name in ("model", "cache_salt")]).encode()
+    text = f"{_head(body.get('model'))}\0{_head(body.get('cache_salt'))}"
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _head(value: object) -> str:
-    return value[:MEDIA_ENDS].encode("utf-8", "replace").hex() if isinstance(value, str) else ""
+    return value[:MEDIA_ENDS] if isinstance(value, str) else ""
 
 
 def _content(body: Body) -> bytes:
     """The beginning of what a template would render, as far as chunks are made of it."""
-    parts: list[bytes] = []
-    left = LIMIT
-    for text in _texts(body):
-        part = text[:left].encode("utf-8", "surrogatepass")
-        parts.append(part)
-        left -= len(part)
-        if left <= 0:
-            break
-    return b"".join(parts)[:LIMIT]
-
-
-def _texts(body: Body) -> Iterator[str]:
     messages = body.get("messages")
-    if not isinstance(messages, list):
-        prompt = body.get("prompt")
-        if isinstance(prompt, list) and len(prompt) == 1:
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            yield prompt
-        return
-    if tools := body.get("tools"):
-        yield _dump(tools)
+    parts = _rendered(body, messages) if isinstance(messages, list) else [_prompt(body)]
+    return "".join(parts)[:LIMIT].encode("utf-8", "surrogatepass")[:LIMIT]
+
+
+def _prompt(body: Body) -> str:
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    return prompt if isinstance(prompt, str) else ""
+
+
+def _rendered(body: Body, messages: list[Any]) -> list[str]:
+    tools = body.get("tools")
+    parts = [_dump(tools)] if tools else []
+    size = sum(map(len, parts))
     for message in messages:
-        if isinstance(message, dict):
-            yield from _message_texts(message)
+        if size >= LIMIT:
+            break
+        if not isinstance(message, dict):
+            continue
+        role, content = message.get("role"), message.get("content")
+        text = content if isinstance(content, str) else _media(content)
+        parts += ("\0", role if isinstance(role, str) else "", "\0", text)
+        size += len(text) + 2
+        if len(message) > 2:
+            parts += [_dump(message[name]) for name in CALLS if message.get(name)]
+    return parts
 
 
-def _message_texts(message: Body) -> Iterator[str]:
-    role, content = message.get("role"), message.get("content")
-    yield f"\0{role}\0" if isinstance(role, str) else "\0\0"
-    if isinstance(content, str):
-        yield content
-    elif isinstance(content, list):
-        for part in content:
-            yield _part_text(part)
-    for name in ("tool_calls", "tool_call_id"):
-        if value := message.get(name):
-            yield _dump(value)
+def _media(content: object) -> str:
+    return "".join(map(_part_text, content)) if isinstance(content, list) else ""
 
 
 def _part_text(part: object) -> str:

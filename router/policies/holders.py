@@ -32,6 +32,8 @@ class Holders:
         self._half = max(1, in_all // 2)
         self._bits: dict[str, int] = {}
         self._next_bit = 1
+        self.era = 0
+        """Bits of an earlier one mean nothing any more."""
         self._old: dict[int, int] = {}
         self._young: dict[int, int] = {}
         self._added = 0
@@ -88,5 +90,5 @@ class Holders:
         self._old, self._young, self._added = self._young, {}, 0
 
     def _begin_anew(self) -> None:
-        self._bits, self._next_bit = {}, 1
+        self._bits, self._next_bit, self.era = {}, 1, self.era + 1
         self._old, self._young, self._added = {}, {}, 0

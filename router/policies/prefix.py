@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from router.policies.affinity import LoadBound
 from router.policies.candidate import MOST_TRIED, Ask, Candidate, E, Policy, filled, load
 from router.policies.chance import mix
 from router.policies.chunks import TOKENS
-from router.policies.holders import Holders
+from router.policies.holders import Holders, Match
 from router.policies.least_loaded import LeastLoaded
-from router.policies.power_of_two import PowerOfTwo
 
 # Of those who hold the same, so many are compared.
 COMPARED = 8
@@ -19,6 +18,7 @@ COMPARED = 8
 ENOUGH = 3
 # Of the prompts sent to an engine last, so many are remembered until they are answered.
 MOST_OPEN = 32
+MOST_SEATS = 16
 
 
 class _Open(NamedTuple):
@@ -33,41 +33,76 @@ class _Open(NamedTuple):
         return self.depth < depth <= len(self.chunks) and self.chunks[depth - 1] == chunk
 
 
+class _Seat(NamedTuple):
+    """One tuple of candidates, which is kept so that its id stays its own; their bits."""
+
+    candidates: Sequence[object]
+    places: dict[int, int]
+    among: int
+
+
 class Prefix(Policy):
     remembers = True
 
     def __init__(self, bound: LoadBound, holders: Holders | None = None) -> None:
         self._bound = bound
         self._by_load = LeastLoaded()
-        self._stand_ins = PowerOfTwo()
         self._holders = Holders() if holders is None else holders
+        self._seats: dict[int, _Seat] = {}
         self._open: dict[str, dict[int, _Open]] = {}
         """For each engine, by turn."""
         self._strikes: dict[str, int] = {}
-        self._seat(())
+        self._asked: tuple[int, ...] = ()
+        self._match = Match(0, 0)
+        """Who holds most of what was asked last: its notes come soon."""
 
     def order(self, candidates: Sequence[E], ask: Ask) -> Sequence[E]:
-        if not ask.chunks or len(candidates) < 2:
+        chunks = ask.chunks
+        if not chunks:
             return self._by_load.order(candidates, ask)
-        if candidates is not self._seated:
-            self._seat(candidates)
-        chance, exceeded = mix(ask.turn), self._bound.exceeded
-        overloaded: list[E] = []
-        for engines in self._matches(ask.chunks):
-            found = [candidates[self._places[bit]] for bit in _some(engines, chance)]
-            found.sort(key=load)
-            if not exceeded(found[0], candidates, chance):
-                return filled(found, self._stand_ins.order(candidates, ask))
-            overloaded += found
+        seat = self._seats.get(id(candidates)) or self._seat(candidates)
+        depth, engines = self._match = self._holders.longest(chunks, seat.among)
+        self._asked = chunks
+        if not depth:
+            return self._by_load.order(candidates, ask)
+        first = self._least(engines, candidates, seat, ask)
+        if first.in_flight >= self._bound.floor:
+            chance = mix(ask.turn)
+            if self._bound.exceeded(first, candidates, chance):
+                return self._next_best(candidates, seat, ask, chance)
+        return _with_stand_in(first, candidates, ask.turn)
+
+    def _least(self, engines: int, candidates: Sequence[E], seat: _Seat, ask: Ask) -> E:
+        if engines in seat.places:
+            return candidates[seat.places[engines]]
+        found = [candidates[seat.places[bit]] for bit in _some(engines, mix(ask.turn))]
+        return min(found, key=load)
+
+    def _next_best(
+        self, candidates: Sequence[E], seat: _Seat, ask: Ask, chance: int
+    ) -> Sequence[E]:
+        """Those who hold most of it are overloaded; so who holds the most of the others?"""
+        depth, engines = self._match
+        among, overloaded = seat.among, [self._least(engines, candidates, seat, ask)]
+        for _ in range(MOST_TRIED - 1):
+            among &= ~engines
+            depth, engines = self._holders.longest(ask.chunks, among, depth - 1)
+            if not depth:
+                break
+            first = self._least(engines, candidates, seat, ask)
+            if not self._bound.exceeded(first, candidates, chance):
+                return _with_stand_in(first, candidates, ask.turn)
+            overloaded.append(first)
         return filled([], self._by_load.order(candidates, ask), overloaded)
 
     def note(self, name: str, ask: Ask) -> None:
         if not ask.chunks or not self._holders.bit(name):
             return
         open_asks = self._open.setdefault(name, {})
-        depth = self._depth(name, ask)
-        chunk = ask.chunks[depth - 1] if depth else 0
-        certain = not any(other.brings(chunk, depth) for other in open_asks.values())
+        depth, certain = self._depth(name, ask), True
+        if depth and open_asks:
+            chunk = ask.chunks[depth - 1]
+            certain = not any(other.brings(chunk, depth) for other in open_asks.values())
         if len(open_asks) >= MOST_OPEN:
             del open_asks[next(iter(open_asks))]
         open_asks[ask.turn] = _Open(depth, certain, ask.chunks)
@@ -89,37 +124,43 @@ class Prefix(Policy):
         self._strikes.pop(name, None)
         self._open.pop(name, None)
         self._holders.forget(name)
-        self._seat(())
+        self._seats.clear()
 
     def expected(self, name: str, ask: Ask) -> int:
         """Without what others that are unanswered yet will bring."""
         depth = self._depth(name, ask)
-        for other in self._open.get(name, {}).values():
-            if depth and other.brings(ask.chunks[depth - 1], depth):
-                depth = other.depth
+        if depth:
+            for other in self._open.get(name, {}).values():
+                if depth and other.brings(ask.chunks[depth - 1], depth):
+                    depth = other.depth
         return depth * TOKENS
 
     def _depth(self, name: str, ask: Ask) -> int:
-        return self._holders.longest(ask.chunks, self._holders.bit(name)).depth
+        bit = self._holders.bit(name)
+        if ask.chunks is self._asked and self._match.engines & bit:
+            return self._match.depth
+        return self._holders.longest(ask.chunks, bit).depth
 
-    def _matches(self, chunks: Sequence[int]) -> Iterator[int]:
-        """Those who hold most of it (bits), those who hold most of it after them, and so on."""
-        among, most = self._among, len(chunks)
-        for _ in range(MOST_TRIED):
-            depth, engines = self._holders.longest(chunks, among, most)
-            if not depth:
-                return
-            yield engines
-            among, most = among & ~engines, depth - 1
-
-    def _seat(self, candidates: Sequence[Candidate]) -> None:
+    def _seat(self, candidates: Sequence[Candidate]) -> _Seat:
         """A tuple stays what it is, so its identity tells; a list is looked at each time."""
-        self._seated = candidates if isinstance(candidates, tuple) else ()
+        era = self._holders.era
         bits = self._holders.seat([engine.name for engine in candidates])
-        self._places = {bit: place for place, bit in enumerate(bits)}
-        self._among = sum(bits)
+        if self._holders.era != era or len(self._seats) >= MOST_SEATS:
+            self._seats.clear()
+        seat = _Seat(candidates, {bit: place for place, bit in enumerate(bits)}, sum(bits))
+        if isinstance(candidates, tuple):
+            self._seats[id(candidates)] = seat
         for name in [name for name in self._open if not self._holders.bit(name)]:
             del self._open[name]
+        return seat
+
+
+def _with_stand_in(first: E, candidates: Sequence[E], turn: int) -> list[E]:
+    """Somebody else is asked only if the first one fails."""
+    other = candidates[turn % len(candidates)]
+    if other is first:
+        other = candidates[(turn + 1) % len(candidates)]
+    return [first, other] if other is not first else [first]
 
 
 def _some(engines: int, chance: int) -> list[int]:
