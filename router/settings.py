@@ -282,7 +282,7 @@ class Settings(BaseSettings):
         "{auto,pull,push}",
     )
     prefill_policy: Annotated[Policy, Lower] = _setting(
-        "session",
+        "prefix",
         "Choice",
         "Which prefiller: each in turn, by tokens in flight, by those of two picked at random, the "
         "conversation's own, or the one whose cache holds most of the prompt.",
@@ -408,11 +408,15 @@ class Settings(BaseSettings):
     affinity_load_factor: Annotated[float, Field(ge=1)] = _setting(
         1.5,
         "Conversations",
-        "A turn leaves its engine when that has more than this many times the mean load.",
+        "A turn, a session or a known prefix leaves its engine when that has more than this many "
+        "times the mean legs.",
         "FACTOR",
     )
     affinity_load_floor: Annotated[int, Field(ge=0)] = _setting(
-        8, "Conversations", "An engine with fewer legs than this is never overloaded.", "N"
+        8,
+        "Conversations",
+        "An engine with fewer legs than this (a prefiller: than 2) is never overloaded.",
+        "N",
     )
     decode_first_threshold: Share = _setting(
         0.0,

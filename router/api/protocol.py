@@ -235,7 +235,8 @@ class RouterProtocol(HttpToolsProtocol):
             self._give_up(RequestTimeoutError("the request was not received in time"))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._active = active = cast(HotCycle | RequestResponseCycle, cycle)
+        active: HotCycle | RequestResponseCycle = cycle
+        self._active = active
         if isinstance(active, HotCycle):
             active.begin()
         else:
@@ -250,7 +251,8 @@ class RouterProtocol(HttpToolsProtocol):
         self.scope["headers"] = headers
 
     def _queue(self, hot: HotCycle) -> None:
-        latest, cycle = self.cycle, cast(RequestResponseCycle, hot)
+        latest = self.cycle
+        cycle: RequestResponseCycle = hot  # type: ignore[assignment]
         self._hot, self.cycle = hot, cycle
         if latest is None or latest.response_complete:
             self._start_asgi_task(cycle, self.app)

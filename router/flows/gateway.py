@@ -11,14 +11,14 @@ from router.conversations.conversations import Conversations
 from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet
 from router.fleet.snapshot import Pool
-from router.fleet.spec import LEGS, Role
+from router.fleet.spec import Role
 from router.flows.attempts import RetryBudget
 from router.flows.errors import EngineError, NoEngineError, UnknownModelError
 from router.flows.limits import Limits
 from router.flows.request import Request
 from router.policies.affinity import LoadBound
 from router.policies.candidate import Ask
-from router.policies.chunks import chunks_of
+from router.policies.chunks import TOKENS, chunks_of
 from router.policies.pools import Policies
 from router.policies.route import Route, route
 from router.settings import Settings
@@ -28,8 +28,8 @@ from router.telemetry.throttle import Throttle
 from router.upstream.errors import UpstreamError
 
 PARTING = 2.0
-# A prefiller works at one prompt after the other: a second one waits already.
-PREFILL_BOUND = LoadBound(1.5, 2)
+# A prefiller works at one prompt after the other: with two, the second one waits already.
+PREFILL_FLOOR = 2
 
 
 class Gateway:
@@ -53,11 +53,11 @@ class Gateway:
         self.draining = False
         self.interrupted = False
         self.throttle = Throttle(logging.getLogger("disagg_router.flows"))
-        self._prefill = Policies(settings.prefill_policy, PREFILL_BOUND)
+        floor = min(PREFILL_FLOOR, self.load_bound.floor)
+        prefill_bound = LoadBound(self.load_bound.factor, floor)
+        self._prefill = Policies(settings.prefill_policy, prefill_bound)
         self._decode = Policies(settings.decode_policy, self.load_bound)
-        # So many tokens make even a single decoder's cache worth remembering.
-        self._least_remote = settings.min_remote_prefill_tokens
-        self._turns = dict.fromkeys(LEGS, 0)
+        self._prefill_turn = self._decode_turn = 0
         fleet.on_lost = self._forget
         self._background: set[asyncio.Task[None]] = set()
 
@@ -66,16 +66,17 @@ class Gateway:
 
         Raises UnknownModelError, NoEngineError.
         """
-        pools = self.pools(request.model)
+        pools = self.pools(request.body.get("model"))
         session = "" if request.turn is None else request.turn.conversation.session
-        chunks = chunks_of(request.body) if self._wants_chunks(pools) else ()
-        turns, tokens = self._turns, request.tokens
+        tokens = request.tokens
+        is_worth_it = tokens >= TOKENS and self._wants_chunks(pools)
+        chunks = chunks_of(request.body) if is_worth_it else ()
         ask = None
         if not request.alone:
-            ask = Ask(turns[Role.PREFILL], tokens, session, chunks)
-            turns[Role.PREFILL] += 1
-        ask_decoder = Ask(turns[Role.DECODE], tokens, session, chunks)
-        turns[Role.DECODE] += 1
+            ask = Ask(self._prefill_turn, tokens, session, chunks)
+            self._prefill_turn += 1
+        ask_decoder = Ask(self._decode_turn, tokens, session, chunks)
+        self._decode_turn += 1
         return route(pools, self._prefill, self._decode, (ask, ask_decoder), home)
 
     def others(self, request: Request, planned: Route, role: Role) -> Iterable[Engine]:
@@ -120,8 +121,11 @@ class Gateway:
     def _wants_chunks(self, pools: Sequence[Pool]) -> bool:
         """Whether a policy remembers who holds what, and has a choice."""
         prefill, decode = self._prefill.remembers, self._decode.remembers
-        least = 1 if self._least_remote else 2
-        return (prefill or decode) and any(
+        if not (prefill or decode):
+            return False
+        # A single decoder's cache tells whether it needs a prefiller.
+        least = 1 if self.limits.min_remote_prefill_tokens else 2
+        return any(
             (prefill and len(pool.prefillers) > 1) or (decode and len(pool.decoders) >= least)
             for pool in pools
         )

@@ -38,7 +38,6 @@ OWN = (
     THRESHOLD,
     KV_PARAMS,
 )
-_own = frozenset(OWN)
 # One token, not streamed, once: the prefiller computes the prompt and keeps its blocks.
 ONE_TOKEN = b'"max_tokens":1,"stream":false'
 ONE_COMPLETION_TOKEN = b'"max_completion_tokens":1'
@@ -52,9 +51,13 @@ class Bodies:
     __slots__ = ("_common", "_own")
 
     def __init__(self, body: Body) -> None:
-        self._own = {name: body[name] for name in OWN if name in body}
-        common = {name: body[name] for name in body if name not in _own} if self._own else body
-        self._common = write(common)[:-1]
+        own = {name: body[name] for name in OWN if name in body}
+        if own:
+            body = body.copy()
+            for name in own:
+                del body[name]
+        self._own = own
+        self._common = write(body)[:-1]
 
     def prefill(
         self,

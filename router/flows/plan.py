@@ -62,7 +62,9 @@ def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limit
         return Plan(flow, Mode.ALONE, route, SHORT_PROMPT, reuse=reuse)
     mode = mode_of(route, limits.transfer_mode)
     flow = _flow(request, mode)
-    threshold = request.threshold or _own_threshold(request, route, reuse, limits)
+    threshold = request.threshold
+    if not threshold and reuse is not None:
+        threshold = _own_threshold(request, reuse, limits)
     if threshold and not _may_reject(request, route):
         return Plan(flow, mode, route, was_skipped=True, reuse=reuse)
     return Plan(flow, mode, route, threshold=threshold, reuse=reuse)
@@ -97,10 +99,10 @@ def mode_of(route: Route, transfer_mode: str) -> Mode:
     return Mode.PUSH if both_push else Mode.PULL
 
 
-def _own_threshold(request: Request, route: Route, reuse: Reuse | None, limits: Limits) -> float:
+def _own_threshold(request: Request, reuse: Reuse, limits: Limits) -> float:
     """0 unless the decoder is known to hold most of the prompt, and may be asked."""
     share = limits.decode_first_turns
-    if not share or reuse is None or reuse.decoder is None or THRESHOLD in request.body:
+    if not share or reuse.decoder is None or THRESHOLD in request.body:
         return 0
     holds_it = reuse.held_share() >= share
     return share if holds_it and reuse.decoder.learned.knows_threshold else 0

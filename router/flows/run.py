@@ -8,6 +8,7 @@ Nothing waits between a prefiller's answer and the decoder's being asked: the bl
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from enum import Enum, auto
 from typing import Any
 
@@ -96,7 +97,8 @@ class Run:
             self._gateway.metrics.decode_first.add(("skipped",))
         notes = plan.route.decode_notes
         if notes is not None:
-            notes.sent(plan.decoders[0].name)  # before it is: the next alike may be here by then
+            # Before it is: by then the next one alike has come.
+            notes.sent(plan.route.decoders[0].name)
         try:
             if plan.threshold and await self._decoder_first():
                 return
@@ -107,8 +109,10 @@ class Run:
             else:
                 await self._push()
         finally:
-            self._give_up_unread()
-            plan.route.end_notes()
+            if self._unread is not None:
+                self._give_up_unread()
+            if plan.route.is_noted:
+                plan.route.end_notes()
 
     async def _decoder_first(self) -> bool:
         """Whether a decoder has answered by itself."""
@@ -126,7 +130,7 @@ class Run:
         self._count(ALONE)
 
     async def _pull(self) -> None:
-        if not self._plan.decoders:
+        if not self._plan.route.decoders:
             raise NoEngineError("no decode engine is healthy")
         while True:
             prefilled = await self._prefill()
@@ -210,13 +214,17 @@ class Run:
     async def _prefill_at(self, engine: Engine, push: Push | None = None) -> Prefilled:
         request, gateway, record = self._request, self._gateway, self._request.record
         limits = gateway.limits
-        offered = self._offer_at(engine)
+        offered = None if self._plan.reuse is None else self._offer_at(engine)
         transfer_id = "" if push is None else push.transfer_id
         body = self._bodies.prefill(offered, transfer_id, no_threshold=self._rejected)
         record.stage, record.prefiller = "prefill", engine.name
         started = now()
         answer: Answer | None = None
-        counted = self._begin(engine, Role.PREFILL)
+        notes, tokens = self._plan.route.prefill_notes, request.tokens
+        if notes is not None:
+            tokens = max(0, tokens - notes.expected(engine.name))
+            notes.sent(engine.name)
+        self._begin(engine, tokens)
         try:
             # A decoder's blocks are read once: what asks for them is sent on a sound connection.
             is_fresh = self._fresh or offered is not None
@@ -239,7 +247,7 @@ class Run:
                 answer = None
             raise
         finally:
-            self._end(engine, counted, answer)
+            self._end(engine, tokens, answer)
         record.prefill_done = moment = now()
         gateway.metrics.prefill_seconds.observe(moment - started)
         return prefilled
@@ -268,8 +276,7 @@ class Run:
     def _offer_at(self, engine: Engine) -> Body | None:
         """What of the last turn this prefiller may pull, unless another was told to already."""
         reuse = self._plan.reuse
-        if reuse is None:
-            return None
+        assert reuse is not None
         self._offer = USED_UP if self._is_spent else reuse.offer(engine)
         return self._offer.params
 
@@ -315,7 +322,10 @@ class Run:
         record.stage, record.decoder, record.decode_started = "decode", engine.name, now()
         record.first_byte = None  # the one before may have failed inside its first event
         answer: Answer | None = None
-        counted = self._begin(engine, Role.DECODE)
+        notes, tokens = self._plan.route.decode_notes, request.tokens
+        if notes is not None:
+            notes.sent(engine.name)
+        self._begin(engine, tokens)
         try:
             timeout = limits.decode_first_byte_timeout
             leg_id = "" if push is None else push.leg_id
@@ -326,18 +336,17 @@ class Run:
             self._check(engine, answer, raw)
             if threshold and await self._is_rejected(engine, answer, threshold):
                 return Came.REJECTED
-            notes = self._plan.route.decode_notes
             if notes is not None:
                 was_given_all = record.prefill_done is not None
-                notes.answered(engine.name, request.tokens if was_given_all else None)
+                notes.answered(engine.name, tokens if was_given_all else None)
             if reuse is None:
                 await deliver(request, gateway, answer)
             else:
-                tokens = self._prompt_tokens
-                await deliver_turn(request, gateway, reuse.turn, engine, answer, tokens)
+                told = self._prompt_tokens
+                await deliver_turn(request, gateway, reuse.turn, engine, answer, told)
             return Came.ANSWERED
         finally:
-            self._end(engine, counted, answer)
+            self._end(engine, tokens, answer)
 
     async def _is_rejected(self, engine: Engine, answer: Answer, threshold: float) -> bool:
         learned = engine.learned
@@ -368,36 +377,29 @@ class Run:
     def _next(self, role: Role) -> Engine | None:
         """The one to ask: the first in the plan that has not failed this request, else whoever has
         come since; and before those against whom something speaks by now, any other."""
-        plan = self._plan
-        order = plan.prefillers if role is Role.PREFILL else plan.decoders
+        route = self._plan.route
+        order = route.prefillers if role is Role.PREFILL else route.decoders
         if not self._failed and order and order[0].is_asked:
             return order[0]
-        known = (*order, *self._gateway.others(self._request, plan.route, role))
+        known = (*order, *self._gateway.others(self._request, route, role))
         able = [one for one in known if one.is_wanted and one not in self._failed]
         return next((one for one in able if one.is_asked), able[0] if able else None)
 
-    def _begin(self, engine: Engine, role: Role) -> int:
-        """Counts the leg, and says as how many tokens: those that are to be computed."""
-        notes, tokens = self._plan.route.notes(role), self._request.tokens
-        if notes is not None:
-            if role is Role.PREFILL:
-                tokens = max(0, tokens - notes.expected(engine.name))
-            notes.sent(engine.name)
+    def _begin(self, engine: Engine, tokens: int) -> None:
         engine.in_flight += 1
         engine.tokens_in_flight += tokens
         if engine.breaker.circuit is Circuit.HALF_OPEN:
             self._gateway.fleet.begins(engine, self)
-        return tokens
 
-    def _end(self, engine: Engine, counted: int, answer: Answer | None) -> None:
+    def _end(self, engine: Engine, tokens: int, answer: Answer | None) -> None:
         engine.in_flight -= 1
-        engine.tokens_in_flight -= counted
+        engine.tokens_in_flight -= tokens
         if answer is not None:
             answer.close()
         if engine.breaker.trial is self:
             self._gateway.fleet.left(engine)
 
-    async def _send(
+    def _send(
         self,
         engine: Engine,
         body: bytes,
@@ -405,7 +407,7 @@ class Run:
         fresh: bool,
         leg_id: str = "",
         pinned: bytes = b"",
-    ) -> Answer:
+    ) -> Coroutine[Any, Any, Answer]:
         """Raises UpstreamError."""
         request = self._request
         message = headers.message(
@@ -415,7 +417,7 @@ class Run:
             pinned + request.shared_headers,
             body,
         )
-        return await engine.pool.send(message, min(now() + timeout, request.latest), fresh)
+        return engine.pool.send(message, min(now() + timeout, request.latest), fresh)
 
     def _check(self, engine: Engine, answer: Answer, body: bytes) -> None:
         """200 is an answer; 4xx is for the client as it is; anything else is the engine's failure.
@@ -514,8 +516,8 @@ def _blame(gateway: Gateway, engine: Engine, error: LegError, is_its_fault: bool
 
 def _note_proof(learned: Learned, params: Params) -> None:
     """Reads the params of an engine only until it is known to prove what its blocks hold."""
-    known = learned.proves_prefix and params.speaks_of_proof
-    learned.proves_prefix = known or params.is_proven
+    speaks = params.speaks_of_proof
+    learned.proves_prefix = speaks and (learned.proves_prefix or params.is_proven)
 
 
 def _error_of(engine: Engine, answer: Answer, body: bytes) -> Exception:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from router.fleet.engine import Engine
 from router.fleet.snapshot import Pool
-from router.fleet.spec import Role
 from router.policies.affinity import first
 from router.policies.candidate import Ask, Policy
 from router.policies.chance import mix
@@ -23,9 +22,8 @@ class Route(NamedTuple):
     decoders: Sequence[Engine]
     prefill_notes: Notes | None = None
     decode_notes: Notes | None = None
-
-    def notes(self, role: Role) -> Notes | None:
-        return self.prefill_notes if role is Role.PREFILL else self.decode_notes
+    is_noted: bool = False
+    """There are some."""
 
     def end_notes(self) -> None:
         for notes in (self.prefill_notes, self.decode_notes):
@@ -53,7 +51,8 @@ def route(
     decoders, decode_notes = _ordered(decode, group, pool.decoders, ask[1])
     if home is not None and home.is_wanted and home.spec.group == group:
         decoders = first(decoders, home)
-    return Route(group, prefillers, decoders, prefill_notes, decode_notes)
+    is_noted = prefill_notes is not None or decode_notes is not None
+    return Route(group, prefillers, decoders, prefill_notes, decode_notes, is_noted)
 
 
 def _ordered(
