@@ -8,8 +8,8 @@ them may begin with a question to the decoder: does its cache hold enough to ans
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from router.fleet.engine import Engine
 from router.flows.limits import Limits
@@ -31,8 +31,7 @@ class Mode(StrEnum):
     PUSH = "push"
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """`flow` and `why_alone` are for the books. `threshold` above 0: the first decoder is asked
     first, and may reject; `was_skipped`: it would be, if it were known to do so. `reuse`: of a
     turn, whose answer is kept for the next."""
@@ -61,7 +60,11 @@ def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limit
         flow = "decode_only" if request.turn is None else "turn"
         return Plan(flow, Mode.ALONE, route, SHORT_PROMPT, reuse=reuse)
     mode = mode_of(route, limits.transfer_mode)
-    flow = _flow(request, mode)
+    flow: str = mode.value
+    if request.turn is not None:
+        flow = "turn"
+    elif request.threshold:
+        flow = "decode_first"
     threshold = request.threshold
     if not threshold and reuse is not None:
         threshold = _own_threshold(request, reuse, limits)
@@ -81,12 +84,6 @@ def _is_short(request: Request, route: Route, reuse: Reuse | None, limits: Limit
     if reuse is not None and reuse.decoder is decoder:
         held = max(held, int(reuse.held_share() * tokens))
     return tokens - held < limits.min_remote_prefill_tokens
-
-
-def _flow(request: Request, mode: Mode) -> str:
-    if request.turn is not None:
-        return "turn"
-    return "decode_first" if request.threshold else str(mode)
 
 
 def mode_of(route: Route, transfer_mode: str) -> Mode:
