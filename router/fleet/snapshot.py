@@ -58,7 +58,9 @@ class Members:
             del self._known[known]
 
 
-def picture(engines: Iterable[Engine], members: Members) -> Snapshot:
+def picture(engines: Iterable[Engine], members: Members | None = None) -> Snapshot:
+    """Without `members` nothing is compared with what was before."""
+    members = members or Members()
     wanted = [engine for engine in engines if engine.is_wanted]
     unnamed = [engine for engine in wanted if engine.models is None]
     serving: dict[str, list[Engine]] = {}

@@ -1,0 +1,181 @@
+"""What policies are told, what they are asked for, and when they are forgotten."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from router.fleet.engine import Engine
+from router.fleet.spec import Role
+from router.policies.chunks import TOKENS
+from router.policies.prefix import Prefix
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.conversations.engines import KEPT, decoding, prefilling
+from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, turns
+from tests.unit.router.harness import Router, eventually
+from tests.unit.router.mock_engine import PARAMS, MockEngine, Peer, Received, running_engine
+
+LONG = "all of this was said before. " * 200
+
+
+@pytest.fixture
+async def others() -> AsyncIterator[list[MockEngine]]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(running_engine(prefilling())) for _ in range(3)]
+
+
+def policy(router: Router, role: Role) -> Prefix:
+    gateway = router.gateway
+    known = (gateway._prefill if role is Role.PREFILL else gateway._decode)["default"]
+    assert isinstance(known, Prefix)
+    return known
+
+
+def fleet(router: Router, role: Role) -> list[Engine]:
+    return [engine for engine in router.gateway.fleet.engines if engine.role is role]
+
+
+def cached(tokens: int) -> Any:
+    async def answer(request: Received, peer: Peer) -> None:
+        details = {"prompt_tokens_details": {"cached_tokens": tokens}, "prompt_tokens": 1400}
+        await peer.answer({"kv_transfer_params": PARAMS, "usage": details})
+
+    return answer
+
+
+async def test_who_was_sent_a_prompt_gets_what_extends_it(
+    start_router: StartRouter, others: list[MockEngine]
+) -> None:
+    router = await start_router(ps=others, prefill_policy="prefix")
+    for more in ("a", "b", "c", "d"):
+        assert (await router.complete(prompt=LONG + more)).status_code == 200
+    assert sorted(len(engine.requests) for engine in others) == [0, 0, 4]
+
+
+async def test_an_engine_that_is_lost_holds_nothing_any_more(
+    start_router: StartRouter, others: list[MockEngine]
+) -> None:
+    router = await start_router(ps=others, prefill_policy="prefix")
+    await router.complete(prompt=LONG)
+    (holder,) = [engine for engine in others if engine.requests]
+    name = f"127.0.0.1:{holder.port}"
+    assert policy(router, Role.PREFILL)._holders.bit(name)
+    engine = router.gateway.fleet.named(name)
+    assert engine is not None
+    router.gateway.fleet.unreachable(engine, "gone")
+    assert not policy(router, Role.PREFILL)._holders.bit(name)
+
+
+async def test_answers_that_belie_a_belief_end_it(
+    start_router: StartRouter, others: list[MockEngine]
+) -> None:
+    for engine in others:
+        engine.usual = cached(0)
+    router = await start_router(ps=others, prefill_policy="prefix")
+    for _ in range(4):
+        await router.complete(prompt=LONG)
+    assert sorted(len(engine.requests) for engine in others) == [0, 0, 4]
+    (holder,) = [engine for engine in others if engine.requests]
+    assert not policy(router, Role.PREFILL)._holders.bit(f"127.0.0.1:{holder.port}")
+
+
+async def test_a_prefiller_is_loaded_with_what_it_must_compute(
+    start_router: StartRouter, others: list[MockEngine]
+) -> None:
+    router = await start_router(ps=others, prefill_policy="prefix")
+    seen: list[int] = []
+
+    async def look(request: Received, peer: Peer) -> None:
+        seen.append(sum(engine.tokens_in_flight for engine in fleet(router, Role.PREFILL)))
+        await peer.answer({"kv_transfer_params": PARAMS})
+
+    for engine in others:
+        engine.usual = look
+    await router.complete(prompt=LONG)
+    await router.complete(prompt=LONG)
+    whole = len(LONG) // 4 // TOKENS * TOKENS
+    assert seen[0] - seen[1] == whole
+    assert all(engine.tokens_in_flight == 0 for engine in router.gateway.fleet.engines)
+
+
+async def test_a_request_whose_decode_leg_fails_leaves_nothing_open(
+    start_router: StartRouter, others: list[MockEngine], d: MockEngine
+) -> None:
+    async def refuses(request: Received, peer: Peer) -> None:
+        await peer.answer({"error": {"message": "no"}}, 400)
+
+    d.usual = refuses
+    router = await start_router(ds=[d, *others], prefill_policy="prefix", decode_policy="prefix")
+    for number in range(6):
+        await router.complete(prompt=f"{number}{LONG}")
+    assert not any(policy(router, Role.DECODE)._open.values())
+
+
+async def test_a_group_whose_last_engine_goes_has_no_policy(
+    start_router: StartRouter, others: list[MockEngine]
+) -> None:
+    router = await start_router(ps=others)
+    await router.complete()
+    assert list(router.gateway._prefill) == ["default"]
+    for engine in router.gateway.fleet.engines:
+        router.gateway.fleet.remove(engine.name)
+    assert not router.gateway._prefill
+
+
+async def test_the_same_engines_are_the_same_tuple_whatever_happened_between(
+    start_router: StartRouter, others: list[MockEngine]
+) -> None:
+    router = await start_router(ps=others)
+    known = router.gateway.fleet
+    await eventually(lambda: len(known.snapshot.by_model) == 2)
+    (one,), (two,), (anyone,) = (known.snapshot.pools(name) for name in ("m", "other", None))
+    assert one.prefillers is two.prefillers is anyone.prefillers
+    engine = known.engines[0]
+    known.unreachable(engine, "gone")
+    assert known.snapshot.pools("m")[0].prefillers is not one.prefillers
+    known.probe_passed(engine)
+    assert known.snapshot.pools("m")[0].prefillers is one.prefillers
+
+
+async def test_a_short_prompt_is_answered_by_a_decoder_alone(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start_router(min_remote_prefill_tokens=20)
+    assert (await router.complete(prompt="short")).status_code == 200
+    assert (len(p.requests), len(d.requests)) == (0, 1)
+    assert router.metric("decode_only_total", reason="short") == 1
+    await router.complete(prompt="long enough " * 10)
+    assert (len(p.requests), len(d.requests)) == (1, 2)
+    await router.complete(prompt="short", n=2)
+    assert router.metric("decode_only_total", reason="n") == 1
+
+
+async def test_what_a_decoder_holds_makes_a_prompt_short(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start_router(min_remote_prefill_tokens=300, decode_policy="prefix")
+    await router.complete(prompt=LONG)
+    await router.complete(prompt=LONG + "And now?")
+    assert (len(p.requests), len(d.requests)) == (1, 2)
+    await router.complete(prompt=LONG * 2)
+    assert len(p.requests) == 2
+
+
+async def test_a_short_turn_is_kept_and_gives_back_what_the_last_one_left(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    p.usual, d.usual = prefilling(), decoding()
+    d.identity = {"capabilities": ["release"]}
+    router = await start_router(min_remote_prefill_tokens=1000, decode_first_turns=0)
+    await eventually(lambda: all(e.learned.releases for e in fleet(router, Role.DECODE)))
+    await chat(router, ASKED)
+    await chat(router, AGAIN)
+    assert not p.requests
+    assert turns(router, "decoder_alone") == 2
+    assert router.metric("conversation_kept_total", outcome="kept") == 2
+    await eventually(lambda: router.metric("releases_total", outcome="done") == 1)
+    told = [r.json for r in d.requests if r.path == "/disagg/release"]
+    assert told == [{"kv_transfer_params": KEPT}]
