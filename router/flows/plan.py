@@ -57,8 +57,8 @@ def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limit
     if request.alone:
         return Plan("decode_only", Mode.ALONE, route, request.alone)
     if limits.min_remote_prefill_tokens and _is_short(request, route, reuse, limits):
-        flow = "decode_only" if request.turn is None else "turn"
-        return Plan(flow, Mode.ALONE, route, SHORT_PROMPT, reuse=reuse)
+        name = "decode_only" if request.turn is None else "turn"
+        return Plan(name, Mode.ALONE, route, SHORT_PROMPT, reuse=reuse)
     mode = mode_of(route, limits.transfer_mode)
     flow: str = mode.value
     if request.turn is not None:
