@@ -76,6 +76,8 @@ class Peer:
     writer: asyncio.StreamWriter
 
     async def send(self, data: bytes) -> None:
+        if self.writer.is_closing():
+            raise ConnectionResetError("the router has left")  # uvloop says RuntimeError
         self.writer.write(data)
         await self.writer.drain()
 
