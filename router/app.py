@@ -42,6 +42,7 @@ def build(settings: Settings) -> FastAPI:
     prober = Prober(fleet, settings.health_interval, settings.health_timeout)
     gateway = Gateway(settings, fleet, metrics, _conversations(settings, metrics))
     metrics.in_flight.set_function(lambda: len(gateway.running))
+    metrics.held_bodies.set_function(lambda: gateway.held.size)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:

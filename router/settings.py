@@ -146,6 +146,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 Hosts = Annotated[tuple[Host, ...], BeforeValidator(_items)]
 Ports = Annotated[tuple[Port, ...], BeforeValidator(_items)]
 Seconds = Annotated[float, Field(gt=0, le=LONGEST)]
+Count = Annotated[int, Field(ge=0)]
 Delay = Annotated[float, Field(ge=0, le=LONGEST)]
 Policy = Literal["round_robin", "least_loaded", "power_of_two", "session", "prefix"]
 Lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
@@ -200,6 +201,19 @@ class Settings(BaseSettings):
         "Server",
         "Largest head of a request (431) or of an engine's answer (502).",
         "SIZE",
+    )
+    max_held_bodies: ByteSize = _setting(
+        ByteSize(1024 * 1024 * 1024),
+        "Server",
+        "Most bytes of request bodies held at once, those of all requests together; what goes "
+        "beyond is answered 503 before it is read. 0: no limit.",
+        "SIZE",
+    )
+    max_connections: Count = _setting(
+        16_384,
+        "Server",
+        "Most connections of clients; requests on more of them are answered 503. 0: no limit.",
+        "N",
     )
     keep_alive_timeout: Seconds = _setting(
         75.0, "Server", "How long an idle client connection is kept.", "SECONDS"
@@ -257,6 +271,37 @@ class Settings(BaseSettings):
     )
     request_timeout: Seconds = _setting(
         3600.0, "Deadlines", "Longest time for everything together.", "SECONDS"
+    )
+
+    max_engine_requests: Count = _setting(
+        1024,
+        "Admission",
+        "Most requests that one engine has from this process, those in its queue included; more "
+        "wait here. 0: no limit.",
+        "N",
+    )
+    max_engine_prefill_tokens: Count = _setting(
+        0,
+        "Admission",
+        "Most prompt tokens (estimated) that one engine has to compute at a time; a larger prompt "
+        "waits until there are none. 0: no limit.",
+        "N",
+    )
+    queue_size: Count = _setting(
+        1024,
+        "Admission",
+        "Most requests that wait for room at engines, each tenant's in its turn; more are answered "
+        "429 where they are the tenant's own, else 503. 0: none waits.",
+        "N",
+    )
+    queue_timeout: Seconds = _setting(
+        30.0, "Admission", "Longest wait for room at engines (503).", "SECONDS"
+    )
+    queue_priorities: bool = _setting(
+        True,
+        "Admission",
+        "Let callers say who waits less: X-Vllm-Priority, else the body's priority; lower is "
+        "sooner, and 0 where nothing is said.",
     )
 
     health_interval: Seconds = _setting(
@@ -471,6 +516,8 @@ class Settings(BaseSettings):
             problems.append("--conversation-store-password and its -file are both set")
         if self.conversation_store_key and self.conversation_store_key_file:
             problems.append("--conversation-store-key and its -file are both set")
+        if 0 < self.max_held_bodies < self.max_body_size:
+            problems.append("--max-held-bodies is less than --max-body-size: a body would not fit")
         if self.workers > 1 and self.conversation_store == "memory":
             problems.append(
                 f"--workers {self.workers} cannot share a conversation store in memory: set "

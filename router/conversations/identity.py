@@ -67,7 +67,7 @@ class Identity:
         return None
 
     def named(self, headers: Sequence[Header], given: tuple[str, str]) -> Conversation:
-        tenant = self._tenant(headers)
+        tenant = self.tenant(headers)
         key = _hash(tenant, "id", given[1])
         return Conversation(key, key, key, tenant)
 
@@ -75,13 +75,14 @@ class Identity:
         """The conversation whose last answer stands where the last turn's whole digest is."""
         if not isinstance(prompt, ChatPrompt):
             return None
-        tenant = self._tenant(headers)
+        tenant = self.tenant(headers)
         opening = prompt.digest_at(min(OPENING, prompt.count)) or ""
         last = prompt.digest_at(prompt.last_answer) if prompt.last_answer else None
         take = None if last is None else _hash(tenant, PREFIX, last)
         return Conversation(_hash(tenant, "opening", opening), take, None, tenant)
 
-    def _tenant(self, headers: Sequence[Header]) -> str:
+    def tenant(self, headers: Sequence[Header]) -> str:
+        """Who asks, as a hash; all who don't say are one."""
         values = [value for name, value in headers if name == self._tenant_header]
         return _hash("tenant", *(value.decode("latin-1") for value in values))
 

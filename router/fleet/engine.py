@@ -29,7 +29,8 @@ class Intent(StrEnum):
 @dataclass(slots=True, eq=False)
 class Engine:
     """Mutated by its Fleet alone; flows count their legs with `in_flight`, and the estimated tokens
-    of these legs' prompts with `tokens_in_flight`."""
+    of these legs' prompts with `tokens_in_flight`. `admitted` are the requests that hold
+    a seat here (router.flows.admission), whether their leg runs yet or not."""
 
     spec: EngineSpec
     pool: EnginePool
@@ -42,6 +43,8 @@ class Engine:
     failures: int = 0
     in_flight: int = 0
     tokens_in_flight: int = 0
+    admitted: int = 0
+    admitted_tokens: int = 0
     learned: Learned = field(default_factory=Learned)
     models: frozenset[str] | None = None
     """None: not known, so it is taken to serve every one."""

@@ -48,6 +48,7 @@ class Fleet:
         self.on_lost: Callable[[Engine], None] = lambda engine: None
         """Told of an engine that is found unhealthy, or was removed: what it held is gone."""
         self._members = Members()
+        self.on_new_snapshot: Callable[[], None] = lambda: None
         self.snapshot = picture((), self._members)
         for spec in specs:
             self.add(spec)
@@ -213,6 +214,7 @@ class Fleet:
 
     def _refresh(self) -> None:
         self.snapshot = picture(self._engines.values(), self._members)
+        self.on_new_snapshot()
 
 
 def _call_later(seconds: float, call: Callable[[], None]) -> object:

@@ -14,6 +14,7 @@ from router.flows.release import give_up_turn
 from router.flows.request import Request
 from router.flows.reuse import find_reuse
 from router.flows.run import Run
+from router.policies.route import Route
 from router.telemetry.record import Record
 from router.upstream.deadlines import now
 from router.upstream.errors import ReaderStalledError
@@ -32,13 +33,15 @@ async def serve(exchange: Exchange, gateway: Gateway) -> None:
         await _run(request, gateway)
     finally:
         gateway.running.discard(task)
+        if request.seat is not None:
+            request.seat.leave()
         _close_books(request.record, gateway)
 
 
 async def refuse(exchange: Exchange, gateway: Gateway, error: Exception) -> None:
     """Answers an exchange whose request was not even received with `error`."""
     request = _open_books(exchange, gateway)
-    await _refuse(request, error)
+    await _refuse(request, gateway, error)
     _close_books(request.record, gateway)
 
 
@@ -61,16 +64,16 @@ async def _run(request: Request, gateway: Gateway) -> None:
         if not gateway.interrupted:
             _note_disconnect(request.record, gateway)
             raise
-        await _refuse(request, errors.ShuttingDownError("the router is shutting down"))
+        await _refuse(request, gateway, errors.ShuttingDownError("the router is shutting down"))
     except errors.RejectedError as rejected:
         await _pass_on(request, rejected)
     except errors.EngineOverloadedError as error:
         if error.rejected is None:
-            await _refuse(request, error)
+            await _refuse(request, gateway, error)
         else:
             await _pass_on(request, error.rejected)
     except Exception as error:
-        await _refuse(request, error)
+        await _refuse(request, gateway, error)
 
 
 def _note_disconnect(record: Record, gateway: Gateway) -> None:
@@ -80,19 +83,28 @@ def _note_disconnect(record: Record, gateway: Gateway) -> None:
 
 
 async def _plan(request: Request, gateway: Gateway) -> Plan:
-    """Raises UnknownModelError, NoEngineError."""
+    """Raises UnknownModelError, NoEngineError, CrowdedError."""
     turn, conversations, limits = request.turn, gateway.conversations, gateway.limits
+    admission = gateway.admission
+    if admission is not None:
+        pools = gateway.pools(request.model)
+        request.seat = admission.at_once(request, pools) or await admission.wait(request)
     if turn is None or conversations is None or request.alone:
-        return make_plan(request, gateway.route(request), None, limits)
+        return make_plan(request, _settled(request, gateway.route(request)), None, limits)
     gateway.pools(request.model)  # what was kept is taken only if it can be used
     await conversations.recall(turn)
     reuse = find_reuse(turn, gateway.fleet, gateway.load_bound, limits.conversation_unproven)
     try:
-        return make_plan(request, gateway.route(request, reuse.decoder), reuse, limits)
+        route = _settled(request, gateway.route(request, reuse.decoder))
+        return make_plan(request, route, reuse, limits)
     except Exception:
         if turn.entry is not None:  # the engines have gone meanwhile
             give_up_turn(request, gateway, turn.entry)
         raise
+
+
+def _settled(request: Request, route: Route) -> Route:
+    return route if request.seat is None else request.seat.settle(route)
 
 
 async def _pass_on(request: Request, rejected: errors.RejectedError) -> None:
@@ -103,10 +115,12 @@ async def _pass_on(request: Request, rejected: errors.RejectedError) -> None:
     await request.exchange.respond(rejected.status, passed, rejected.body)
 
 
-async def _refuse(request: Request, error: Exception) -> None:
+async def _refuse(request: Request, gateway: Gateway, error: Exception) -> None:
     """Tells the client of a failure as honestly as what it already got allows."""
     record, exchange = request.record, request.exchange
     record.error = f"{type(error).__name__}: {error}"
+    if isinstance(error, errors.CrowdedError):
+        gateway.metrics.refusals.add((error.reason,))
     shape = errors.shape_of(error)
     if shape.status == 500:
         logger.error("request %s failed", record.request_id, exc_info=error)

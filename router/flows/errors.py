@@ -12,6 +12,8 @@ RequestError
 │   ├── EngineUnavailableError   503
 │   └── EngineOverloadedError    503 or 429, and when to come back
 ├── ShuttingDownError
+├── CrowdedError             the router's own limits; `reason` is for the books
+│   └── CrowdedTenantError       this tenant's share of them
 └── RejectedError            an engine answered 4xx: no failure of ours, passed on as it is
 
 Together with router.upstream.errors these are all failures that a flow can meet.
@@ -93,6 +95,16 @@ class ShuttingDownError(RequestError):
     pass
 
 
+class CrowdedError(RequestError):
+    def __init__(self, message: str, reason: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.reason, self.retry_after = reason, retry_after
+
+
+class CrowdedTenantError(CrowdedError):
+    pass
+
+
 class RejectedError(RequestError):
     def __init__(self, status: int, headers: Headers, body: bytes) -> None:
         super().__init__(f"an engine answered {status}")
@@ -116,6 +128,8 @@ SHAPES: dict[type[BaseException], Shape] = {
     EngineOverloadedError: Shape(503, "ServiceUnavailableError"),
     EngineError: Shape(502, "BadGatewayError"),
     ShuttingDownError: Shape(503, "ServiceUnavailableError"),
+    CrowdedTenantError: Shape(429, "RateLimitError"),
+    CrowdedError: Shape(503, "ServiceUnavailableError"),
     upstream.LocalError: Shape(503, "ServiceUnavailableError"),
     upstream.ConnectTimeoutError: Shape(504, "GatewayTimeoutError"),
     upstream.ConnectError: Shape(503, "ServiceUnavailableError"),

@@ -12,6 +12,7 @@ from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet
 from router.fleet.snapshot import Pool
 from router.fleet.spec import Role
+from router.flows.admission import Admission, Held, has_limits
 from router.flows.attempts import RetryBudget
 from router.flows.errors import EngineError, NoEngineError, UnknownModelError
 from router.flows.limits import Limits
@@ -48,6 +49,8 @@ class Gateway:
         self.conversations = conversations
         self.load_bound = LoadBound(settings.affinity_load_factor, settings.affinity_load_floor)
         self.budget = RetryBudget()
+        self.admission = Admission(settings, fleet, metrics) if has_limits(settings) else None
+        self.held = Held(settings.max_held_bodies)
         self.access = AccessLog() if settings.access_log else None
         self.running: set[asyncio.Task[None]] = set()
         self.draining = False

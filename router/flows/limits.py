@@ -22,6 +22,7 @@ class Limits:
     decode_first_turns: float
     max_answer_size: int
     max_body_size: int
+    max_connections: int
     max_header_size: int
     min_remote_prefill_tokens: int
     prefill_timeout: float

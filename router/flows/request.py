@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import count
 from random import getrandbits
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -15,6 +15,9 @@ from router.flows.exchange import Exchange
 from router.flows.headers import CONVERSATION_STREAM
 from router.flows.limits import Limits
 from router.telemetry.record import Record
+
+if TYPE_CHECKING:
+    from router.flows.admission import Seat
 
 Body = dict[str, Any]
 KV_PARAMS = "kv_transfer_params"
@@ -52,6 +55,8 @@ class Request:
     tokens: int = 0
     """Of the prompt, as roughly as its bytes tell: a measure of load."""
     number: int = field(default_factory=count().__next__)
+    seat: Seat | None = None
+    """Its place at engines, where these have limits."""
 
     def read(self, limits: Limits, conversations: Conversations | None) -> None:
         """Raises BadRequestError."""

@@ -220,6 +220,8 @@ class Run:
         record.stage, record.prefiller = "prefill", engine.name
         started = now()
         answer: Answer | None = None
+        if request.seat is not None:
+            request.seat.prefill_at(engine)
         notes, tokens = self._plan.route.prefill_notes, request.tokens
         if notes is not None:
             tokens = max(0, tokens - notes.expected(engine.name))
@@ -249,6 +251,8 @@ class Run:
         finally:
             self._end(engine, tokens, answer)
         record.prefill_done = moment = now()
+        if request.seat is not None:
+            request.seat.prefilled()
         gateway.metrics.prefill_seconds.observe(moment - started)
         return prefilled
 
@@ -322,6 +326,8 @@ class Run:
         record.stage, record.decoder, record.decode_started = "decode", engine.name, now()
         record.first_byte = None  # the one before may have failed inside its first event
         answer: Answer | None = None
+        if request.seat is not None:
+            request.seat.decode_at(engine)
         notes, tokens = self._plan.route.decode_notes, request.tokens
         if notes is not None:
             notes.sent(engine.name)
@@ -339,6 +345,8 @@ class Run:
             if notes is not None:
                 was_given_all = record.prefill_done is not None
                 notes.answered(engine.name, tokens if was_given_all else None)
+            if request.seat is not None:
+                request.seat.prefilled()
             if reuse is None:
                 await deliver(request, gateway, answer)
             else:
@@ -383,7 +391,9 @@ class Run:
             return order[0]
         known = (*order, *self._gateway.others(self._request, route, role))
         able = [one for one in known if one.is_wanted and one not in self._failed]
-        return next((one for one in able if one.is_asked), able[0] if able else None)
+        seat, asked = self._request.seat, [one for one in able if one.is_asked]
+        left = asked or able
+        return next(iter(left), None) if seat is None else seat.roomiest(left)
 
     def _begin(self, engine: Engine, tokens: int) -> None:
         engine.in_flight += 1

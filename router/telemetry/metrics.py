@@ -45,6 +45,15 @@ class Metrics:
         self.workers = self._gauge("workers", "Processes whose figures these are.")
         self.workers.set(1)
         self.in_flight = self._gauge("requests_in_flight", "Requests being worked on.")
+        self.queue_depth = self._gauge("queue_depth", "Requests that wait for room at engines.")
+        self.queue_seconds = self._histogram(
+            "queue_seconds", "How long requests waited for room that did, whatever came of it."
+        )
+        self.refusals = self._tally(
+            "refusals", "Requests and connections refused by the router's own limits.", "reason"
+        )
+        self.connections = self._gauge("client_connections", "Open connections of clients.")
+        self.held_bodies = self._gauge("held_body_bytes", "Bytes of request bodies that are held.")
         self.engine_in_flight = self._gauge(
             "engine_requests_in_flight", "Legs that run on an engine.", "role", "engine"
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Record:
     """Filled in by the flow as it goes. Times are seconds of the monotonic clock.
 
-    `stage` is where the request is: "receive", "prefill", "decode", "stream" or "done".
+    `stage` is where the request is: "receive", "queue", "prefill", "decode", "stream" or "done".
     `conversation` is what became of the last turn's KV, empty outside conversations.
     `outcome` is "ok", "refused" (a 4xx, whoever said so), "engine_error" (an engine's 5xx, passed
     on), "failed" (the router's), "broken_stream" (an error after the first byte) or "disconnected"
