@@ -111,6 +111,10 @@ class RejectedError(RequestError):
         self.status, self.headers, self.body = status, headers, body
 
 
+def bodies_too_large() -> CrowdedError:
+    return CrowdedError("too much is being asked at once", "bodies")
+
+
 class Shape(NamedTuple):
     status: int
     type: str

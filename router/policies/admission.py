@@ -204,7 +204,7 @@ class Queue(Generic[T]):
         lines = [line for name, line in self._lines.items() if name[0] == last]
         ticket = max((next(reversed(line)) for line in lines), key=self._burden)
         tenants = self._tenants()
-        share = self.size // len(tenants)
+        share = -(-self.size // len(tenants))
         is_over_share = len(tenants) > 1 and tenants[ticket.tenant] > share
         self.remove(ticket)
         return Shed(ticket, newcomer.priority < ticket.priority, is_over_share)
