@@ -14,12 +14,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.flows import headers
+from router.flows.admission import Held
 from router.flows.dispatch import refuse, serve
 from router.flows.errors import (
     BadRequestError,
     BodyTooLargeError,
     RequestError,
     RequestTimeoutError,
+    bodies_too_large,
 )
 from router.flows.exchange import Header, Relayed
 from router.flows.gateway import Gateway
@@ -41,7 +43,9 @@ class Served(Response):
         limits = self._gateway.limits
         try:
             async with asyncio.timeout(limits.client_read_timeout):
-                exchange.body = await _read_body(scope, receive, limits.max_body_size)
+                exchange.body = await _read_body(
+                    scope, receive, limits.max_body_size, self._gateway.held
+                )
         except ClientDisconnect:
             return
         except TimeoutError:
@@ -50,26 +54,40 @@ class Served(Response):
         except RequestError as refused:
             await refuse(exchange, self._gateway, refused)
         else:
-            await _serve_until_gone(exchange, self._gateway, receive)
+            try:
+                await _serve_until_gone(exchange, self._gateway, receive)
+            finally:
+                self._gateway.held.size -= len(exchange.body)
 
 
-async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+async def _read_body(scope: Scope, receive: Receive, limit: int, held: Held) -> bytes:
+    """What is returned counts as held until the caller lets go of it."""
     announced = dict(scope["headers"]).get(b"content-length", b"0")
     if not announced.isdigit():
         raise BadRequestError("Content-Length is not a number")
     too_large = BodyTooLargeError(f"the body is larger than {limit:d} bytes")
     if int(announced) > limit:
         raise too_large
+    if not held.has_room(int(announced)):
+        raise bodies_too_large()
     body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        body += message.get("body", b"")
-        if len(body) > limit:
-            raise too_large
-        if not message.get("more_body", False):
-            return bytes(body)
+    try:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            piece = message.get("body", b"")
+            body += piece
+            held.size += len(piece)
+            if len(body) > limit:
+                raise too_large
+            if not held.has_room(0):
+                raise bodies_too_large()
+            if not message.get("more_body", False):
+                return bytes(body)
+    except BaseException:
+        held.size -= len(body)
+        raise
 
 
 async def _serve_until_gone(exchange: AsgiExchange, gateway: Gateway, receive: Receive) -> None:

@@ -44,7 +44,8 @@ class HotCycle:
         self._http_1_1 = http_1_1
         self._expects = False
         self._pieces: list[bytes] = []
-        self._size = 0
+        self.size = 0
+        self._held = 0
         self._active = False
         self._refusal: Exception | None = None
         self._task: asyncio.Task[None] | None = None
@@ -73,10 +74,12 @@ class HotCycle:
 
     def take(self, piece: bytes) -> int:
         """Keeps a piece of the body; returns the body's size so far."""
-        self._size += len(piece)
+        self.size += len(piece)
         if self._refusal is None:
             self._pieces.append(piece)
-        return self._size
+            self._held += len(piece)
+            self._protocol.gateway.held.size += len(piece)
+        return self.size
 
     def complete_request(self) -> None:
         self.received = True
@@ -89,12 +92,14 @@ class HotCycle:
             return
         self._refusal = error
         self._pieces.clear()
+        self._let_go()
         self.keep_alive = False
         if self._active:
             self._send_refusal(error)
 
     def disconnect(self) -> None:
         self.disconnected = True
+        self._let_go()
         if self._task is not None and not self.response_complete:
             self._task.cancel()
 
@@ -171,6 +176,12 @@ class HotCycle:
         lines = self._protocol.default_lines()
         return (lines,) if self.keep_alive else (lines, wire.CLOSE)
 
+    def _let_go(self) -> None:
+        """Of the body, as far as the bytes held by all requests go."""
+        self._protocol.gateway.held.size -= self._held
+        self._held = 0
+
     def _end(self) -> None:
         self.response_complete = True
+        self._let_go()
         self._protocol.cycle_ended(self)

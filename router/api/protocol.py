@@ -4,7 +4,8 @@ A hot request is parsed by uvicorn's parser and answered on uvicorn's transport,
 scope, message or task; everything else goes to the ASGI application behind. Pipelining, keep-alive
 and graceful shutdown are uvicorn's: a HotCycle stands where uvicorn has its RequestResponseCycle.
 What uvicorn lacks is added for all requests: a limit on the head, a deadline for reading a request,
-errors as OpenAI's objects, and Upgrade requests that keep their body.
+errors as OpenAI's objects, Upgrade requests that keep their body, a bound on connections, and an
+end for clients that do not read what they asked for.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from router.api.endpoints import HOT
 from router.flows.errors import (
     JSON,
     BodyTooLargeError,
+    CrowdedError,
     HeadTooLargeError,
     MalformedRequestError,
     RequestError,
     RequestTimeoutError,
+    bodies_too_large,
     body_of,
     shape_of,
 )
@@ -38,6 +41,9 @@ if TYPE_CHECKING:
 
 LINGER = 5.0
 READ_AHEAD = 64 * 1024
+# Connections beyond the most, which are told so if they ask for something soon, and may ask for
+# health; those beyond these are cut.
+CROWD = 128
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 
 
@@ -48,6 +54,7 @@ class RouterProtocol(HttpToolsProtocol):
     __slots__ = (
         "_active",
         "_ahead",
+        "_crowded",
         "_deadlines",
         "_deaf",
         "_default_headers",
@@ -57,6 +64,8 @@ class RouterProtocol(HttpToolsProtocol):
         "_overhead",
         "_receiving",
         "_timed",
+        "_unread",
+        "_unread_until",
         "deadline",
         "gateway",
     )
@@ -87,18 +96,34 @@ class RouterProtocol(HttpToolsProtocol):
         self._overhead = 0
         # Bytes of requests that are read while another one is being answered.
         self._ahead = 0
+        # Came when there were enough of them.
+        self._crowded = False
+        # Of a whole answer that the client is slow to read: the bytes that it had not read when it
+        # was last looked at, and until when it must have read them all.
+        self._unread = 0
+        self._unread_until = NEVER
 
     # asyncio.Protocol.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn's
         super().connection_made(transport)
-        self._watch(self._limits.client_read_timeout)
+        self.gateway.metrics.connections.inc()
+        over = len(self.connections) - (self._limits.max_connections or len(self.connections))
+        self._crowded = over > 0
+        if over > CROWD:
+            self.gateway.metrics.refusals.add(("connections",))
+            self._deaf = True
+            transport.abort()
+            return
+        self._watch(LINGER if self._crowded else self._limits.client_read_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadlines.drop(self)
+        self.gateway.metrics.connections.dec()
+        for cycle in (self._active, *(queued for queued, _ in self.pipeline)):
+            if isinstance(cycle, HotCycle):
+                cycle.disconnect()
         self.pipeline.clear()
-        if isinstance(self._active, HotCycle):
-            self._active.disconnect()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -134,6 +159,8 @@ class RouterProtocol(HttpToolsProtocol):
             size = int(_value(self.headers, b"content-length") or b"0")
             if size > self._limits.max_body_size:
                 hot.refuse(self._body_too_large())
+            elif not self.gateway.held.has_room(size - hot.size):
+                hot.refuse(bodies_too_large())
             hot.announce(_expects_continue(self.headers))
 
     def _limit_pipeline(self, size: int) -> None:
@@ -146,11 +173,15 @@ class RouterProtocol(HttpToolsProtocol):
         super().pause_writing()
         if isinstance(self._active, HotCycle):
             self._active.pause()
+        elif self._active is not None and not self._active.response_complete:
+            self._watch_reader()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if isinstance(self._active, HotCycle):
             self._active.resume()
+        if self._unread:
+            self._was_read()
 
     # httptools.
 
@@ -177,16 +208,25 @@ class RouterProtocol(HttpToolsProtocol):
         if endpoint is None or self.parser.get_method() != b"POST":
             self._make_scope()
             super().on_headers_complete()
+            if self._crowded:
+                self.cycle.keep_alive = False
         else:
-            self._queue(HotCycle(self, endpoint, self.headers))
+            hot = HotCycle(self, endpoint, self.headers)
+            self._queue(hot)
+            if self._crowded:
+                self._refuse_if_crowded(hot)
 
     def on_body(self, body: bytes) -> None:
         self._overhead = 0
         hot = self._hot
         if hot is None:
             super().on_body(body)
-        elif not hot.response_complete and hot.take(body) > self._limits.max_body_size:
+        elif hot.response_complete:
+            return
+        elif hot.take(body) > self._limits.max_body_size:
             hot.refuse(self._body_too_large())
+        elif not self.gateway.held.has_room(0):
+            hot.refuse(bodies_too_large())
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -201,8 +241,16 @@ class RouterProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """uvicorn's, with our deadlines in the place of a timer for each answer."""
         self.server_state.total_requests += 1
-        if self.transport.is_closing():
-            return
+        if self.flow.write_paused:
+            if not self._deaf:  # nor asked for more before this is read: answers would pile up
+                self.flow.pause_reading()
+            self._watch_reader()
+        elif not self.transport.is_closing():
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """An answer is out: on to the next request."""
+        self._unread, self._unread_until = 0, NEVER
         self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
@@ -224,15 +272,55 @@ class RouterProtocol(HttpToolsProtocol):
             self._close(lingering=not cycle.received)
         self.on_response_complete()
 
-    # Expiring: a request must be received in time.
+    # Expiring: a request must be received in time, and its answer read.
 
     def expire(self) -> None:
-        if self._deaf or not self._receiving:
-            self.transport.close()
+        active = self._active
+        is_relaying = isinstance(active, HotCycle) and not active.response_complete
+        if self.transport.get_write_buffer_size() and not is_relaying:
+            self._look_at_reader()
+        elif self._deaf or self.transport.is_closing():
+            self.transport.abort()
+        elif not self._receiving:
+            if active is None or active.response_complete:
+                self.transport.close()
         elif self.pipeline or self.flow.read_paused:
             self._watch(self._limits.client_read_timeout)  # it is we who let it wait
         else:
             self._give_up(RequestTimeoutError("the request was not received in time"))
+
+    def _watch_reader(self) -> None:
+        """A whole answer is written, and the client has not read it yet."""
+        self._unread = self.transport.get_write_buffer_size()
+        if self._unread_until == NEVER:
+            self._unread_until = now() + self._limits.request_timeout
+        self._watch(min(self._limits.stream_idle_timeout, self._unread_until - now()))
+
+    def _look_at_reader(self) -> None:
+        """It is given up when it has read nothing all the while, or takes too long altogether."""
+        before, after = self._unread, self.transport.get_write_buffer_size()
+        if 0 < before <= after or now() >= self._unread_until:
+            self.transport.abort()
+        else:
+            self._watch_reader()
+
+    def _was_read(self) -> None:
+        if self._deaf or self.transport.is_closing():
+            return
+        active = self._active
+        if active is None or active.response_complete:
+            self._go_on()
+        else:
+            self._unread, self._unread_until = 0, NEVER
+            self.deadline = NEVER
+        if self._receiving:
+            self._watch(self._limits.client_read_timeout)
+
+    def _refuse_if_crowded(self, hot: HotCycle) -> None:
+        if len(self.connections) > self._limits.max_connections:
+            hot.refuse(CrowdedError("too many connections", "connections"))
+        else:
+            self._crowded = False
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         active: HotCycle | RequestResponseCycle = cycle
@@ -298,7 +386,9 @@ class RouterProtocol(HttpToolsProtocol):
 
     def _last_complete(self, active: HotCycle | RequestResponseCycle) -> RequestResponseCycle:
         if self._receiving and self.pipeline and self.pipeline[0][0] is self.cycle:
-            self.pipeline.popleft()
+            cut = cast(HotCycle | RequestResponseCycle, self.pipeline.popleft()[0])
+            if isinstance(cut, HotCycle):
+                cut.disconnect()
         last = self.pipeline[0][0] if self.pipeline else active
         return cast(RequestResponseCycle, last)
 
@@ -317,6 +407,8 @@ class RouterProtocol(HttpToolsProtocol):
             self._watch(LINGER)
         else:
             self.transport.close()
+            if self.transport.get_write_buffer_size():
+                self._watch_reader()
 
     def _watch(self, seconds: float) -> None:
         self.deadline = now() + seconds

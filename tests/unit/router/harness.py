@@ -164,4 +164,8 @@ async def running_router(settings: Settings, front: str) -> AsyncIterator[Router
             connection.transport.abort()
         await eventually(lambda: not state.connections)
     await eventually(lambda: not router.gateway.running)
-    assert all(engine.in_flight == 0 for engine in router.gateway.fleet.engines)
+    engines = router.gateway.fleet.engines
+    assert all(engine.in_flight == 0 for engine in engines)
+    assert all(not engine.admitted and not engine.admitted_tokens for engine in engines)
+    assert router.gateway.admission is None or not router.gateway.admission.depth
+    assert not router.gateway.held.size

@@ -1,0 +1,524 @@
+"""Limits of engines, the queue before them, and the front door's own bounds, on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from router.api.protocol import CROWD
+from router.telemetry.metrics import Metrics
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router, eventually, post
+from tests.unit.router.mock_engine import (
+    DONE,
+    PARAMS,
+    STREAM_HEAD,
+    USUAL,
+    MockEngine,
+    Peer,
+    Received,
+    chunk,
+    event,
+    running_engine,
+    usual_decode,
+    usual_prefill,
+)
+from tests.unit.router.processes import serving_router
+
+
+class Gate:
+    """An engine that answers when it is told to, and counts whom it holds."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.most = 0
+        self.most_bytes = 0
+        self._bytes = 0
+        self._opened = asyncio.Semaphore(0)
+
+    def let(self, count: int) -> None:
+        for _ in range(count):
+            self._opened.release()
+
+    async def __call__(self, request: Received, peer: Peer) -> None:
+        self.held += 1
+        self._bytes += len(request.json["prompt"])
+        self.most, self.most_bytes = max(self.most, self.held), max(self.most_bytes, self._bytes)
+        try:
+            await self._opened.acquire()
+        finally:
+            self.held -= 1
+            self._bytes -= len(request.json["prompt"])
+        if request.json["max_tokens"] == 1:
+            await usual_prefill(request, peer)
+        else:
+            await usual_decode(request, peer)
+
+
+@pytest.fixture
+async def d2() -> AsyncIterator[MockEngine]:
+    async with running_engine(usual_decode) as engine:
+        yield engine
+
+
+@contextlib.asynccontextmanager
+async def asking(
+    router: Router, count: int, wait: int | None = None, **asked: Any
+) -> AsyncIterator[list[asyncio.Task[httpx.Response]]]:
+    """So many requests, once `wait` more of them are in the queue; their answers at the end."""
+    depth = depth_of(router)  # when it is entered
+    headers = asked.pop("headers", {})
+    body = {"model": "m", "prompt": "hello", "max_tokens": 7} | asked
+    made = [
+        asyncio.create_task(router.client.post("/v1/completions", json=body, headers=headers))
+        for _ in range(count)
+    ]
+    expected = count if wait is None else wait
+    try:
+        await eventually(lambda: depth_of(router) == depth + expected)
+        yield made
+    finally:
+        await asyncio.gather(*made, return_exceptions=True)
+
+
+def depth_of(router: Router) -> int:
+    assert router.gateway.admission is not None
+    return router.gateway.admission.depth
+
+
+def order_of(engine: MockEngine, header: str) -> list[str | None]:
+    return [request.header(header) for request in engine.requests]
+
+
+def by(tenant: str, **more: str) -> dict[str, str]:
+    return {"authorization": tenant, **more}
+
+
+async def test_limits_hold_under_a_flood(start_router: StartRouter, d2: MockEngine) -> None:
+    async with (
+        running_engine(usual_prefill) as p1,
+        running_engine(usual_prefill) as p2,
+        running_engine(usual_decode) as d1,
+    ):
+        engines, gates = [p1, p2, d1, d2], [Gate() for _ in range(4)]
+        for engine, gate in zip(engines, gates, strict=True):
+            engine.usual = gate
+            gate.let(100)
+        router = await start_router(ps=[p1, p2], ds=[d1, d2], max_engine_requests=3)
+        answers = await asyncio.gather(*(router.complete() for _ in range(60)))
+        assert {answer.status_code for answer in answers} == {200}
+        assert max(gate.most for gate in gates) <= 3
+        assert router.metric("queue_seconds_count")
+
+
+async def test_a_decoder_promised_to_one_is_not_given_to_another_meanwhile(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    p.usual = gate = Gate()
+    router = await start_router(max_engine_requests=2)
+    async with asking(router, 6, wait=4):
+        await eventually(lambda: gate.held == 2)
+        gate.let(6)
+    assert gate.most == 2
+
+
+async def test_prompts_beyond_the_token_limit_wait_and_the_largest_runs_by_itself(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    p.usual = gate = Gate()
+    router = await start_router(max_engine_requests=0, max_engine_prefill_tokens=1000)
+    large = asking(router, 2, prompt="y" * 40_000)
+    async with asking(router, 8, wait=4, prompt="x" * 900), large:
+        gate.let(10)
+    assert gate.most_bytes == 40_000
+
+
+async def test_requests_go_where_there_is_room(
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
+) -> None:
+    d.usual = gate = Gate()
+    router = await start_router(ds=[d, d2], max_engine_requests=1)
+    first = asyncio.create_task(router.complete())
+    await eventually(lambda: gate.held == 1)
+    for _ in range(5):
+        assert (await router.complete()).status_code == 200
+    gate.let(1)
+    assert (await first).status_code == 200
+    assert len(d.requests) == 1
+    assert not router.metric("queue_seconds_count")
+
+
+async def test_a_prefiller_is_free_again_while_the_decoder_answers(
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
+) -> None:
+    d.usual, d2.usual = (gates := [Gate(), Gate()])
+    router = await start_router(ds=[d, d2], max_engine_requests=1)
+    answers = [asyncio.create_task(router.complete()) for _ in range(2)]
+    await eventually(lambda: all(gate.held for gate in gates))
+    for gate in gates:
+        gate.let(1)
+    assert {answer.status_code for answer in await asyncio.gather(*answers)} == {200}
+
+
+async def test_so_it_is_where_a_decoder_asked_first_answers_alone(
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
+) -> None:
+    left = asyncio.Event()
+
+    async def streaming(request: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD + chunk(event("a")))
+        await left.wait()
+        await peer.send(chunk(DONE) + b"0\r\n\r\n")
+
+    d.usual = d2.usual = streaming
+    router = await start_router(ds=[d, d2], max_engine_requests=1)
+    answers = [asyncio.create_task(router.stream(cache_hit_threshold=0.5)) for _ in range(2)]
+    await eventually(lambda: d.requests and d2.requests)
+    left.set()
+    assert {answer.status_code for answer in await asyncio.gather(*answers)} == {200}
+
+
+async def test_an_engine_that_comes_back_is_room(
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
+) -> None:
+    d.usual, d2.healthy = (gate := Gate()), False
+    router = await start_router(ds=[d, d2], max_engine_requests=1)
+    first = asyncio.create_task(router.complete())
+    await eventually(lambda: gate.held)
+    async with asking(router, 1) as [waiting]:
+        d2.healthy = True
+        assert (await waiting).status_code == 200
+    gate.let(1)
+    assert (await first).status_code == 200
+
+
+async def test_whoever_waits_when_the_last_engine_dies_is_told(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    d.usual = gate = Gate()
+    router = await start_router(max_engine_requests=1)
+    first = asyncio.create_task(router.complete())
+    await eventually(lambda: gate.held)
+    async with asking(router, 3) as waiting:
+        d.healthy = p.healthy = False
+        answers = await asyncio.gather(*waiting)
+    assert {answer.status_code for answer in answers} == {503}
+    gate.let(1)
+    assert (await first).status_code == 200
+
+
+async def test_a_leg_that_fails_takes_its_seat_elsewhere(
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
+) -> None:
+    async def broken(request: Received, peer: Peer) -> None:
+        peer.reset()
+
+    d.usual = broken
+    router = await start_router(ds=[d, d2], max_engine_requests=2)
+    for _ in range(4):
+        assert (await router.complete()).status_code == 200
+
+
+async def test_a_tenant_waits_for_its_turn_and_not_for_anothers_flood(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    d.usual = gate = Gate()
+    router = await start_router(max_engine_requests=1)
+    modest = asking(router, 4, headers=by("modest"))
+    async with asking(router, 21, wait=20, headers=by("flood")), modest:
+        gate.let(25)
+    order = order_of(d, "authorization")
+    assert len(order) == 25
+    assert order[1:9].count("modest") == 4
+
+
+async def test_lower_priorities_go_first_and_the_header_wins(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    d.usual = gate = Gate()
+    router = await start_router(max_engine_requests=1)
+    high = {"x-vllm-priority": "-3", "x-who": "header"}
+    async with (
+        asking(router, 1, wait=0, headers={"x-who": "running"}),
+        asking(router, 1, headers={"x-who": "usual"}),
+        asking(router, 1, headers={"x-who": "later"}, priority=2),
+        asking(router, 1, headers={"x-who": "sooner"}, priority=-2),
+        asking(router, 1, headers=high, priority=9),
+        asking(router, 1, headers={"x-who": "nonsense"}, priority="high"),
+    ):
+        gate.let(6)
+    expected = ["running", "header", "sooner", "usual", "nonsense", "later"]
+    assert order_of(d, "x-who") == expected
+
+
+async def test_priorities_may_be_left_unheeded(start_router: StartRouter, d: MockEngine) -> None:
+    d.usual = gate = Gate()
+    router = await start_router(max_engine_requests=1, queue_priorities=False)
+    async with (
+        asking(router, 1, wait=0, headers={"x-who": "1"}),
+        asking(router, 1, headers={"x-who": "2"}),
+        asking(router, 1, headers={"x-who": "3"}, priority=-9),
+    ):
+        gate.let(3)
+    assert order_of(d, "x-who") == ["1", "2", "3"]
+
+
+def check_refusal(answer: httpx.Response, status: int, router: Router, reason: str) -> None:
+    assert answer.status_code == status
+    assert int(answer.headers["retry-after"]) >= 1
+    error = answer.json()["error"]
+    assert error["code"] == status
+    kinds = {429: "RateLimitError", 503: "ServiceUnavailableError"}
+    assert error["type"] == kinds[status]
+    assert router.metric("refusals_total", reason=reason) >= 1
+
+
+async def test_without_a_queue_who_finds_no_room_is_refused_at_once(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    d.usual = gate = Gate()
+    router = await start_router(max_engine_requests=1, queue_size=0)
+    async with asking(router, 1, wait=0):
+        await eventually(lambda: gate.held)
+        check_refusal(await router.complete(), 503, router, "no_queue")
+        gate.let(1)
+
+
+async def test_a_full_queue_refuses_whose_share_it_is_and_lets_others_in(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    d.usual = gate = Gate()
+    router = await start_router(max_engine_requests=1, queue_size=4)
+    async with asking(router, 5, wait=4, headers=by("flood")) as flood:
+        alone = await router.client.post("/v1/completions", json={}, headers=by("flood"))
+        check_refusal(alone, 503, router, "queue_full")
+        async with asking(router, 1, wait=0, headers=by("modest")) as [modest]:
+            await eventually(lambda: any(task.done() for task in flood))
+            pushed_out = next(task.result() for task in flood if task.done())
+            check_refusal(pushed_out, 429, router, "tenant_share")
+            again = await router.client.post("/v1/completions", json={}, headers=by("flood"))
+            check_refusal(again, 429, router, "tenant_share")
+            assert router.metric("queue_depth") == 4
+            gate.let(5)
+        assert modest.result().status_code == 200
+
+
+async def test_a_higher_priority_takes_the_place_of_a_lower_one_in_a_full_queue(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    d.usual = gate = Gate()
+    router = await start_router(max_engine_requests=1, queue_size=1)
+    async with asking(router, 1, wait=0):
+        await eventually(lambda: gate.held)
+        async with (
+            asking(router, 1, priority=5) as [low],
+            asking(router, 1, wait=0, priority=1) as [high],
+        ):
+            check_refusal(await low, 503, router, "outranked")
+            gate.let(2)
+        assert high.result().status_code == 200
+
+
+async def test_a_wait_ends_and_the_connection_serves_on(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    d.usual = gate = Gate()
+    router = await start_router(max_engine_requests=1, queue_timeout=0.2)
+    async with asking(router, 1, wait=0), router.socket() as client:
+        await eventually(lambda: gate.held)
+        asked = post(b'{"prompt": "x", "max_tokens": 2}')
+        await client.send(asked)
+        head, body = await client.answer()
+        assert head.startswith(b"HTTP/1.1 503")
+        assert b"\r\nretry-after: 1\r\n" in head
+        assert b"ServiceUnavailableError" in body
+        gate.let(2)
+        await eventually(lambda: not gate.held)
+        await client.send(asked)
+        assert (await client.head()).startswith(b"HTTP/1.1 200")
+    assert router.metric("refusals_total", reason="queue_timeout") == 1
+
+
+async def test_who_leaves_the_queue_is_not_served_and_leaves_nothing_behind(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    d.usual = gate = Gate()
+    router = await start_router(max_engine_requests=1)
+    async with asking(router, 1, wait=0):
+        await eventually(lambda: gate.held)
+        async with router.socket() as client:
+            await client.send(post(b'{"prompt": "left", "max_tokens": 2}'))
+            await eventually(lambda: depth_of(router) == 1)
+        await eventually(lambda: depth_of(router) == 0)
+        async with asking(router, 1):
+            gate.let(2)
+    assert [request.json["prompt"] for request in d.requests] == ["hello", "hello"]
+    assert router.metric("client_disconnects_total", stage="queue") == 1
+
+
+async def test_who_leaves_in_the_moment_of_its_turn_gives_its_seat_on(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    d.usual = gate = Gate()
+    router = await start_router(max_engine_requests=1)
+    gateway = router.gateway
+    async with asking(router, 1, wait=0):
+        await eventually(lambda: gate.held)
+        before = set(gateway.running)
+        async with asking(router, 1):
+            [waiting] = gateway.running - before
+            [first] = before
+            first.add_done_callback(lambda _: waiting.cancel())
+            async with asking(router, 1) as [third]:
+                gate.let(3)
+                assert (await third).status_code == 200
+
+
+async def test_a_turns_entry_is_not_taken_while_it_waits(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async def keeping(request: Received, peer: Peer) -> None:
+        await peer.answer(USUAL | {"kv_transfer_params": PARAMS})
+
+    d.scripts = [keeping]
+    router = await start_router(max_engine_requests=1)
+    assert (await router.complete(conversation_id="c")).status_code == 200
+    assert router.metric("conversation_entries") == 1
+    d.usual = gate = Gate()
+    async with asking(router, 1, wait=0):
+        await eventually(lambda: gate.held)
+        async with asking(router, 1, conversation_id="c") as [turn]:
+            assert router.metric("conversation_entries") == 1
+            turn.cancel()
+            await eventually(lambda: depth_of(router) == 0)
+            assert router.metric("conversation_entries") == 1
+        gate.let(1)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_router_that_shuts_down_serves_its_queue_or_tells_it(
+    p: MockEngine, d: MockEngine, ends: bool
+) -> None:
+    d.usual = gate = Gate()
+    limits = ("--max-engine-requests=1", "--shutdown-delay=0", "--shutdown-timeout")
+    async with (
+        serving_router(p, d, *limits, "10" if ends else "0.3") as router,
+        httpx.AsyncClient(base_url=router.url, timeout=20) as client,
+    ):
+        body = {"prompt": "x", "max_tokens": 2}
+        asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(4)]
+        await eventually(lambda: gate.held)
+        await _until_metric(client, "disagg_router_queue_depth 3.0")
+        router.process.send_signal(signal.SIGTERM)
+        await router.until("shutting down")
+        if ends:
+            gate.let(4)
+        answers = await asyncio.gather(*asked)
+        assert {answer.status_code for answer in answers} == {200 if ends else 503}
+        assert all("error" in answer.json() for answer in answers if not ends)
+        assert await router.ended() == 0
+
+
+async def _until_metric(client: httpx.AsyncClient, line: str) -> None:
+    async with asyncio.timeout(5):
+        while line not in (await client.get("/metrics")).text:
+            pass
+
+
+# The front door.
+
+
+async def test_bodies_are_held_up_to_a_limit_and_more_is_refused_before_it_is_read(
+    start_router: StartRouter,
+) -> None:
+    router = await start_router(max_body_size=100_000, max_held_bodies=100_000)
+    body = b'{"prompt": "%b"}' % (b"x" * 60_000)
+    asked = post(body)
+    async with router.socket() as slow:
+        await slow.send(asked[:-1])
+        await eventually(lambda: router.gateway.held.size > 59_000)
+        async with router.socket() as other:
+            await other.send(asked[:200])
+            head, told = await other.answer()
+            assert head.startswith(b"HTTP/1.1 503")
+            assert b"\r\nretry-after: 1\r\n" in head
+            assert b"ServiceUnavailableError" in told
+        await slow.send(asked[-1:])
+        assert (await slow.head()).startswith(b"HTTP/1.1 200")
+    await eventually(lambda: not router.gateway.held.size)
+    assert router.metric("refusals_total", reason="bodies") == 1
+    assert (await router.complete(prompt="x" * 60_000)).status_code == 200
+
+
+async def test_a_body_without_a_length_is_bounded_as_it_comes(start_router: StartRouter) -> None:
+    router = await start_router(max_body_size=100_000, max_held_bodies=100_000)
+    async with router.socket() as slow, router.socket() as other:
+        await slow.send(post(b"x" * 60_000)[:-1])
+        await eventually(lambda: router.gateway.held.size > 59_000)
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        await other.send(head + b"c350\r\n" + b"x" * 50_000 + b"\r\n")
+        assert (await other.answer())[0].startswith(b"HTTP/1.1 503")
+        await eventually(lambda: router.gateway.held.size < 61_000)
+
+
+async def test_held_bytes_are_let_go_however_a_request_ends(router: Router, d: MockEngine) -> None:
+    asked = post(b'{"prompt": "%b"}' % (b"x" * 10_000))
+    async with router.socket() as client:
+        await client.send(asked * 3 + asked[:-1])
+        await client.head()
+    async with router.socket() as client:
+        await client.send(asked + asked[:-1] + b"}" + b"rubbish\r\n\r\n")
+        await client.until_closed()
+    await eventually(lambda: not router.gateway.held.size)
+
+
+async def test_more_connections_are_told_and_health_is_answered_all_the_same(
+    start_router: StartRouter, front: str
+) -> None:
+    if front == "asgi":
+        pytest.skip("another server has its own limit")
+    router = await start_router(max_connections=2)
+    async with router.socket() as one, router.socket() as two:
+        await eventually(lambda: router.metric("client_connections") == 2)
+        check_refusal(await router.complete(), 503, router, "connections")
+        assert (await router.client.get("/health")).status_code == 200
+        async with router.socket() as silent:
+            assert await silent.until_closed() == b"", "which nobody waits for long"
+        await one.send(post(b'{"prompt": "x"}'))
+        assert (await one.head()).startswith(b"HTTP/1.1 200")
+        assert two.writer.transport.get_write_buffer_size() == 0
+    await eventually(lambda: router.metric("client_connections") == 0)
+    assert (await router.complete()).status_code == 200
+
+
+async def test_connections_far_beyond_the_most_are_cut(
+    start_router: StartRouter, front: str
+) -> None:
+    if front == "asgi":
+        pytest.skip("another server has its own limit")
+    router = await start_router(max_connections=1)
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(router.socket()) for _ in range(CROWD + 20)]
+        await eventually(lambda: router.metric("refusals_total", reason="connections") == 19)
+        assert router.metric("client_connections") == CROWD + 1
+        ended = 0
+        for client in clients[-19:]:
+            with contextlib.suppress(ConnectionError):
+                assert await client.until_closed() == b""
+            ended += 1
+        assert ended == 19
+
+
+def names(samples: Sequence[Any]) -> set[str]:
+    return {sample.name for family in samples for sample in family.samples}
+
+
+def test_the_metrics_have_the_names_that_the_document_gives_them() -> None:
+    known = names(list(Metrics().registry.collect()))
+    assert {"disagg_router_queue_depth", "disagg_router_queue_seconds_count"} <= known
