@@ -64,8 +64,9 @@ FAILURES = {
     400: "The body is not a JSON object, or an engine refused it",
     408: "The request was not received in time",
     413: "The body is too large",
+    429: "Too many of this tenant's requests wait already",
     502: "An engine failed, or sent a broken answer",
-    503: "No engine of a role is healthy, or an engine cannot be reached",
+    503: "No engine of a role is healthy or has room, or an engine cannot be reached",
     504: "An engine did not answer in time",
 }
 

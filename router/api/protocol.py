@@ -171,9 +171,12 @@ class RouterProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if isinstance(self._active, HotCycle):
-            self._active.pause()
-        elif self._active is not None and not self._active.response_complete:
+        active = self._active
+        if active is None or active.response_complete:
+            self._wait_for_reader()  # uvloop says so only after the answer's end was written
+        elif isinstance(active, HotCycle):
+            active.pause()
+        else:
             self._watch_reader()
 
     def resume_writing(self) -> None:
@@ -242,9 +245,7 @@ class RouterProtocol(HttpToolsProtocol):
         """uvicorn's, with our deadlines in the place of a timer for each answer."""
         self.server_state.total_requests += 1
         if self.flow.write_paused:
-            if not self._deaf:  # nor asked for more before this is read: answers would pile up
-                self.flow.pause_reading()
-            self._watch_reader()
+            self._wait_for_reader()
         elif not self.transport.is_closing():
             self._go_on()
 
@@ -288,6 +289,12 @@ class RouterProtocol(HttpToolsProtocol):
             self._watch(self._limits.client_read_timeout)  # it is we who let it wait
         else:
             self._give_up(RequestTimeoutError("the request was not received in time"))
+
+    def _wait_for_reader(self) -> None:
+        """Nothing more is asked of us before it has read this, or answers would pile up."""
+        if not self._deaf and not self.transport.is_closing():
+            self.flow.pause_reading()
+        self._watch_reader()
 
     def _watch_reader(self) -> None:
         """A whole answer is written, and the client has not read it yet."""

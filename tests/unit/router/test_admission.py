@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from router.api.protocol import CROWD
+from router.settings import Settings, default_of
 from router.telemetry.metrics import Metrics
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post
@@ -515,10 +518,26 @@ async def test_connections_far_beyond_the_most_are_cut(
         assert ended == 19
 
 
-def names(samples: Sequence[Any]) -> set[str]:
-    return {sample.name for family in samples for sample in family.samples}
+DOCUMENT = (Path(__file__).parents[3] / "docs" / "admission.md").read_text(encoding="utf-8")
 
 
-def test_the_metrics_have_the_names_that_the_document_gives_them() -> None:
-    known = names(list(Metrics().registry.collect()))
-    assert {"disagg_router_queue_depth", "disagg_router_queue_seconds_count"} <= known
+def test_the_document_names_metrics_settings_and_defaults_as_they_are() -> None:
+    families = list(Metrics().registry.collect())
+    known = {family.name for family in families}
+    known |= {f"{family.name}_total" for family in families if family.type == "counter"}
+    named = set(re.findall(r"`(disagg_router_\w+)`", DOCUMENT))
+    assert len(named) >= 5
+    assert named <= known
+    rows = re.findall(r"^\| `--([a-z-]+)` \| (\w+)", DOCUMENT, re.MULTILINE)
+    assert len(rows) >= 9
+    for flag, default in rows:
+        given = default_of(Settings.model_fields[flag.replace("-", "_")])
+        assert given == {"on": "true"}.get(default, default), flag
+
+
+def test_the_document_names_every_reason() -> None:
+    sources = (Path(__file__).parents[3] / "router").rglob("*.py")
+    code = "".join(path.read_text(encoding="utf-8") for path in sources)
+    reasons = set(re.findall(r'Crowded\w*Error\([^)]*?, "(\w+)"', code))
+    assert len(reasons) >= 7
+    assert all(f"`{reason}`" in DOCUMENT for reason in reasons)

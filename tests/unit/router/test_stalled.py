@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post
 from tests.unit.router.mock_engine import (
     STREAM_HEAD,
@@ -90,7 +91,7 @@ async def test_a_prefill_answer_without_an_end_is_held_no_further_than_its_limit
 
 
 @pytest.mark.parametrize("fields", [b"", b', "conversation_id": "c"'])
-async def test_whole_answers_that_nobody_reads_are_held_a_few_times_at_most(
+async def test_whole_answers_that_nobody_reads_are_held_a_few_times_at_most_and_not_for_ever(
     p: MockEngine, d: MockEngine, fields: bytes
 ) -> None:
     """That of a conversation is read whole, for its end comes after it is kept."""
@@ -100,17 +101,88 @@ async def test_whole_answers_that_nobody_reads_are_held_a_few_times_at_most(
 
     d.usual = script
     asked = post(b'{"prompt": "x"%b}' % fields)
-    async with serving_router(p, d, "--shutdown-delay=0") as router:
+    # What the kernel took whole is, to the router, a connection without anything to do.
+    limits = ("--shutdown-delay=0", "--stream-idle-timeout=2", "--keep-alive-timeout=2")
+    async with serving_router(p, d, *limits) as router:
         before = _peak(router.process.pid)
         clients = [await _stalled(int(router.url.rpartition(":")[2]), asked) for _ in range(BATCH)]
         await eventually(lambda: len(d.requests) == BATCH, 30)
         await _until_quiet(router.process.pid)
         peak = _peak(router.process.pid)
-        for client in clients:
-            client.close()
+        async with httpx.AsyncClient(base_url=router.url) as client:
+            await _until_connections(client, 1)
+        for stalled in clients:
+            assert await _was_cut(stalled)
+            stalled.close()
         router.process.terminate()
         assert await router.ended() == 0
     assert peak - before < 5 * BATCH * LARGE, f"{(peak - before) / 2**20:.0f} MiB"
+
+
+@pytest.mark.parametrize("asked", [WHOLE, b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n"])
+async def test_answers_to_many_requests_do_not_pile_up_before_a_client_that_reads_none(
+    start_router: StartRouter, front: str, d: MockEngine, asked: bytes
+) -> None:
+    """Whether a flow answers or FastAPI; and the connection is ended."""
+    if front == "asgi":
+        pytest.skip("another server's connections are its own")
+
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.answer({"choices": [{"index": 0, "text": "x" * LARGE}]})
+
+    d.usual = script
+    router = await start_router(stream_idle_timeout=0.5)
+    client = await _stalled(router.port, asked * 500)
+    await eventually(lambda: router.metric("client_connections") == 0, 10)
+    assert len(d.requests) < 20
+    assert await _was_cut(client)
+    client.close()
+
+
+@pytest.mark.parametrize("close", [b"", b"connection: close\r\n"])
+async def test_a_client_that_reads_slowly_has_all_of_its_answer_and_the_next(
+    start_router: StartRouter, front: str, d: MockEngine, close: bytes
+) -> None:
+    if front == "asgi":
+        pytest.skip("another server's connections are its own")
+    text = "x" * 8 * LARGE
+
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.answer({"choices": [{"index": 0, "text": text}]})
+
+    d.usual = script
+    router = await start_router(stream_idle_timeout=0.5, keep_alive_timeout=0.5)
+    client = await _stalled(router.port, post(b'{"prompt": "x"}', headers=close) * 2, 2**18)
+    expected, got = (1 if close else 2) * len(text), 0
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    while got < expected:
+        piece = await loop.sock_recv(client, 400_000)
+        assert piece, "cut although it read all the while"
+        got += piece.count(b"x")
+        await asyncio.sleep(0.06)  # how slow it is; all of it takes longer than it may be silent
+    assert loop.time() - started > 1
+    client.close()
+    await eventually(lambda: router.metric("client_connections") == 0)
+
+
+async def _until_connections(client: httpx.AsyncClient, count: int) -> None:
+    line = f"disagg_router_client_connections {count}.0"
+    async with asyncio.timeout(10):
+        while line not in (await client.get("/metrics")).text:
+            pass
+
+
+async def _was_cut(client: socket.socket) -> bool:
+    """What the kernel still had is read first."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(5):
+        try:
+            while await loop.sock_recv(client, 2**20):
+                pass
+        except ConnectionError:
+            pass
+    return True
 
 
 async def _until_quiet(pid: int) -> None:
@@ -123,11 +195,11 @@ async def _until_quiet(pid: int) -> None:
         await asyncio.sleep(1)  # what is waited for is that nothing happens
 
 
-async def _stalled(port: int, asked: bytes) -> socket.socket:
+async def _stalled(port: int, asked: bytes, buffer: int = 4096) -> socket.socket:
     loop = asyncio.get_running_loop()
     client = socket.socket()
     client.setblocking(False)
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
     await loop.sock_connect(client, ("127.0.0.1", port))
     await loop.sock_sendall(client, asked)
     return client
