@@ -185,7 +185,8 @@ class Admission:
         waiter = Waiter(request, self._identity.tenant(headers), priority, self)
         request.record.stage = "queue"
         self._queue.add(waiter)
-        self.has_room()
+        if not self._queue.is_stuck(waiter, self._fleet.snapshot.pools(request.model)):
+            self.has_room()
         self._shed(waiter)
         if not waiter.outcome.done():
             self._deadlines.watch(waiter)

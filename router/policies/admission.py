@@ -146,6 +146,8 @@ class Queue(Generic[T]):
         self._waiting: Counter[tuple[int, str]] = Counter()
         self._rounds: dict[tuple[int, str], int] = {}
         """The next of each tenant at a priority."""
+        self._stuck: set[tuple[int, bool]] = set()
+        """Pools, and alone or not, of those for whom there was no room at the last look."""
         self._opened: dict[int, int] = {}
         """The one that is being served, at each priority where somebody waits."""
 
@@ -180,7 +182,7 @@ class Queue(Generic[T]):
     ) -> tuple[T, Place] | None:
         """Takes out who is first among those for whom there is room, or whom nobody can serve."""
         spoken_for: set[Engine] = set()
-        stuck: set[tuple[int, bool]] = set()
+        self._stuck = stuck = set()
         for ticket in self._heads():
             pools = pools_of(ticket.model)
             kind = id(pools), ticket.alone
@@ -194,6 +196,10 @@ class Queue(Generic[T]):
             stuck.add(kind)
             spoken_for |= lacking(pools, *asked)
         return None
+
+    def is_stuck(self, ticket: T, pools: Sequence[Pool]) -> bool:
+        """Others who want the same had no room at the last look: no need for another."""
+        return (id(pools), ticket.alone) in self._stuck
 
     def shed(self, newcomer: T) -> Shed[T] | None:
         """Takes out who has to go now that `newcomer` is there, if there are more than `size`: of
@@ -210,11 +216,13 @@ class Queue(Generic[T]):
         return Shed(ticket, newcomer.priority < ticket.priority, is_over_share)
 
     def _heads(self) -> list[T]:
-        heads = [next(iter(line)) for line in self._lines.values()]
-        return sorted(heads, key=self._turn) if len(heads) > 1 else heads
-
-    def _turn(self, ticket: T) -> tuple[int, int, int]:
-        return ticket.priority, self._rounds[ticket.priority, ticket.tenant], ticket.number
+        rounds = self._rounds
+        heads = [
+            (name[0], rounds[name[:2]], (first := next(iter(line))).number, first)
+            for name, line in self._lines.items()
+        ]
+        heads.sort()
+        return [head[3] for head in heads]
 
     def _burden(self, ticket: T) -> tuple[int, int]:
         return self._waiting[ticket.priority, ticket.tenant], ticket.number
