@@ -63,7 +63,7 @@ class Seat:
         if decoders:
             self.decode_at(decoders[0])
         self._group = route.group
-        return Route(route.group, prefillers, decoders)
+        return route._replace(prefillers=prefillers, decoders=decoders)
 
     def roomiest(self, engines: Sequence[Engine]) -> Engine | None:
         """Of those that may still be asked: the first with room, else the first."""
