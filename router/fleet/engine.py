@@ -37,6 +37,8 @@ class Engine:
     breaker: Breaker
     health: Health = Health.UNKNOWN
     intent: Intent = Intent.SERVING
+    is_asked: bool = False
+    """Nothing speaks against it."""
     is_cooling: bool = False
     """It said that it has too much to do, and until when."""
     reason: str = "not probed yet"
@@ -64,10 +66,9 @@ class Engine:
         """Requests may go there at all, if there is none better."""
         return self.health is not Health.UNHEALTHY and self.intent is Intent.SERVING
 
-    @property
-    def is_asked(self) -> bool:
-        """Nothing speaks against it."""
-        return (
+    def look(self) -> None:
+        """Notes anew whether anything speaks against it; after each change, for it is asked often."""
+        self.is_asked = (
             self.health is Health.HEALTHY
             and self.intent is Intent.SERVING
             and not self.is_cooling

@@ -97,6 +97,7 @@ class Fleet:
         engine = self._engines.pop(name, None)
         if engine is not None:
             engine.intent = Intent.DRAINING  # for requests that had it in their plan
+            engine.look()
             self._members.forget(engine)
             self._refresh()
             self.on_lost(engine)
@@ -213,6 +214,8 @@ class Fleet:
         self._on_change(engine)
 
     def _refresh(self) -> None:
+        for engine in self._engines.values():
+            engine.look()
         self.snapshot = picture(self._engines.values(), self._members)
         self.on_new_snapshot()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -45,6 +45,8 @@ class Learned:
     asked: bool = False
     told: bool = False
     transfer_modes: frozenset[str] | None = None
+    pushes: bool = False
+    """It has said so."""
     ranks: Mapping[int, Coordinates] = field(default_factory=dict)
     """For push: by data-parallel rank."""
     _bare_streams: int = 0
@@ -93,7 +95,7 @@ class Learned:
             self.proves_prefix = self.proves_prefix or "prefix_proof" in capabilities
         modes, ranks = identity.get("transfer_modes"), identity.get("ranks")
         if isinstance(modes, list):
-            self.transfer_modes = frozenset(mode for mode in modes if isinstance(mode, str))
+            self._note_modes(mode for mode in modes if isinstance(mode, str))
         if isinstance(ranks, list):
             known = {_rank_of(rank): coordinates_in(rank) for rank in ranks}
             self.ranks = {rank: at for rank, at in known.items() if at is not None}
@@ -106,10 +108,14 @@ class Learned:
         """What a prefiller's own kv_transfer_params say; they are newer than its page."""
         mode, at = params.get("transfer_mode"), coordinates_in(params)
         if isinstance(mode, str):
-            self.transfer_modes = frozenset((mode,))
+            self._note_modes((mode,))
         if at is not None:
             found = DP_RANK.search(at.remote_engine_id)
             self.ranks = {**self.ranks, int(found[0][3:]) if found else 0: at}
+
+    def _note_modes(self, modes: Iterable[str]) -> None:
+        self.transfer_modes = frozenset(modes)
+        self.pushes = "push" in self.transfer_modes
 
 
 def coordinates_in(params: object) -> Coordinates | None:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from router.fleet.engine import Engine
 from router.flows.limits import Limits
-from router.flows.push import pushes
 from router.flows.request import THRESHOLD, Request
 from router.flows.reuse import Reuse
 from router.policies.chunks import tokens_of
@@ -60,7 +59,7 @@ def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limit
         name = "decode_only" if request.turn is None else "turn"
         return Plan(name, Mode.ALONE, route, SHORT_PROMPT, reuse=reuse)
     mode = mode_of(route, limits.transfer_mode)
-    flow: str = mode.value
+    flow: str = mode
     if request.turn is not None:
         flow = "turn"
     elif request.threshold:
@@ -90,10 +89,10 @@ def mode_of(route: Route, transfer_mode: str) -> Mode:
     """By the setting, which may leave it to what the engines say of themselves."""
     if transfer_mode == "pull" or not route.prefillers or not route.decoders:
         return Mode.PULL
-    if transfer_mode == "push":
-        return Mode.PUSH
-    both_push = pushes(route.prefillers[0]) and pushes(route.decoders[0])
-    return Mode.PUSH if both_push else Mode.PULL
+    if transfer_mode == "auto":
+        both = route.prefillers[0].learned.pushes and route.decoders[0].learned.pushes
+        return Mode.PUSH if both else Mode.PULL
+    return Mode.PUSH
 
 
 def _own_threshold(request: Request, reuse: Reuse, limits: Limits) -> float:

@@ -33,7 +33,7 @@ class Push(NamedTuple):
 
 def push_of(request: Request, prefiller: Engine, decoder: Engine, forced: bool) -> Push | None:
     """None where these two cannot, or nobody knows where the prefiller is."""
-    if not (forced or (pushes(prefiller) and pushes(decoder))):
+    if not (forced or (prefiller.learned.pushes and decoder.learned.pushes)):
         return None
     found = _rank(request, prefiller)
     if found is None:
@@ -48,11 +48,6 @@ def push_of(request: Request, prefiller: Engine, decoder: Engine, forced: bool) 
         **at._asdict(),
     }
     return Push(leg_id, transfer_id, pinned, Params(orjson.dumps(params)))
-
-
-def pushes(engine: Engine) -> bool:
-    """Whether it has said so."""
-    return PUSHES in (engine.learned.transfer_modes or ())
 
 
 def _rank(request: Request, prefiller: Engine) -> tuple[Coordinates, bytes] | None:
