@@ -144,6 +144,7 @@ class Queue(Generic[T]):
         self._numbers = 0
         self._lines: dict[tuple[int, str, object, bool], Line[T]] = {}
         self._waiting: Counter[tuple[int, str]] = Counter()
+        self._tenants: Counter[str] = Counter()
         self._rounds: dict[tuple[int, str], int] = {}
         """The next of each tenant at a priority."""
         self._stuck: set[tuple[int, bool]] = set()
@@ -159,6 +160,7 @@ class Queue(Generic[T]):
         if not self._waiting[whose]:
             self._rounds[whose] = max(opened + 1, self._rounds.get(whose, 0))
         self._waiting[whose] += 1
+        self._tenants[ticket.tenant] += 1
         self._lines.setdefault(_line_of(ticket), {})[ticket] = None
         self.depth += 1
         if len(self._rounds) > (MOST_ROUNDS + 2) * self.size:
@@ -206,12 +208,9 @@ class Queue(Generic[T]):
         the last priority, and of the tenant with most waiting there, who came last."""
         if self.depth <= self.size:
             return None
-        last = max(self._opened)
-        lines = [line for name, line in self._lines.items() if name[0] == last]
-        ticket = max((next(reversed(line)) for line in lines), key=self._burden)
-        tenants = self._tenants()
-        share = -(-self.size // len(tenants))
-        is_over_share = len(tenants) > 1 and tenants[ticket.tenant] > share
+        ticket = self._last_of_most(newcomer)
+        share = -(-self.size // len(self._tenants))
+        is_over_share = len(self._tenants) > 1 and self._tenants[ticket.tenant] > share
         self.remove(ticket)
         return Shed(ticket, newcomer.priority < ticket.priority, is_over_share)
 
@@ -224,14 +223,15 @@ class Queue(Generic[T]):
         heads.sort()
         return [head[3] for head in heads]
 
-    def _burden(self, ticket: T) -> tuple[int, int]:
-        return self._waiting[ticket.priority, ticket.tenant], ticket.number
-
-    def _tenants(self) -> Counter[str]:
-        counts: Counter[str] = Counter()
-        for (_, tenant), count in self._waiting.items():
-            counts[tenant] += count
-        return counts
+    def _last_of_most(self, newcomer: T) -> T:
+        waiting, last = self._waiting, max(self._opened)
+        most = max([count for (priority, _), count in waiting.items() if priority == last])
+        if newcomer.priority == last and waiting[last, newcomer.tenant] == most:
+            return newcomer
+        lines = [self._lines[name] for name in self._lines if name[0] == last]
+        ends = [next(reversed(line)) for line in lines]
+        heaviest = [end for end in ends if waiting[last, end.tenant] == most]
+        return max(heaviest, key=lambda ticket: ticket.number)
 
     def _serve(self, ticket: T) -> None:
         whose = ticket.priority, ticket.tenant
@@ -243,6 +243,9 @@ class Queue(Generic[T]):
     def _count_out(self, ticket: T) -> None:
         whose = ticket.priority, ticket.tenant
         self._waiting[whose] -= 1
+        self._tenants[ticket.tenant] -= 1
+        if not self._tenants[ticket.tenant]:
+            del self._tenants[ticket.tenant]
         if self._waiting[whose]:
             return
         del self._waiting[whose]
