@@ -96,7 +96,7 @@ class ShuttingDownError(RequestError):
 
 
 class CrowdedError(RequestError):
-    def __init__(self, message: str, reason: str, retry_after: int = 1) -> None:
+    def __init__(self, message: str, reason: str = "other", retry_after: int = 1) -> None:
         super().__init__(message)
         self.reason, self.retry_after = reason, retry_after
 
