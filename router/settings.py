@@ -274,7 +274,7 @@ class Settings(BaseSettings):
     )
 
     max_engine_requests: Count = _setting(
-        1024,
+        0,
         "Admission",
         "Most requests that one engine has from this process, those in its queue included; more "
         "wait here. 0: no limit.",
