@@ -67,7 +67,7 @@ class Engine:
         return self.health is not Health.UNHEALTHY and self.intent is Intent.SERVING
 
     def look(self) -> None:
-        """Notes anew whether anything speaks against it; after each change, for it is asked often."""
+        """Notes anew whether anything speaks against it: to be called after each change."""
         self.is_asked = (
             self.health is Health.HEALTHY
             and self.intent is Intent.SERVING
