@@ -162,7 +162,9 @@ async def test_no_bytes_of_a_client_break_the_router(
         statuses = talk(port, pieces)
         assert 500 not in statuses
         # A request that the prefiller got is one that was answered, or whose client was closed on.
-        assert len(p.requests) <= len(statuses) + 1
+        # Its leg may have been sent twice, where a kept connection was closed at that moment.
+        asked = {(r.header("x-request-id") or "").rpartition(".")[0] for r in p.requests}
+        assert len(asked) <= len(statuses) + 1
         assert not seen(p, d)
         assert 200 in talk(port, [CLEAN])
 

@@ -102,5 +102,6 @@ def test_a_half_open_engine_is_asked_until_its_trial_begins() -> None:
     closed, trying = engine(1, Role.DECODE), engine(2, Role.DECODE, circuit=Circuit.HALF_OPEN)
     assert set(picture([closed, trying]).pools(None)[0].decoders) == {closed, trying}
     trying.breaker.trial = object()
+    trying.look()
     assert picture([closed, trying]).pools(None)[0].decoders == (closed,)
     assert picture([trying]).pools(None)[0].decoders == (trying,), "there is nobody else"
