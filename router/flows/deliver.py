@@ -77,7 +77,9 @@ async def _respond_turn(
     if content is not None:
         params = content.pop(KV_PARAMS, None)
         raw = raw if params is None else _written(content)
-        await _keep(request, gateway, turn, engine, params, said_in(content), prompt_tokens)
+        await gateway.finish(
+            _keep(request, gateway, turn, engine, params, said_in(content), prompt_tokens)
+        )
         if request.exact and request.body.get("stream") and reemit.is_answer(content):
             raw, given = reemit.events(content, request.body), EVENT_STREAM
     passed = headers.to_client(given, request.record.request_id)
@@ -106,7 +108,8 @@ async def _relay_turn(
         raise
     _note_stream(gateway, engine, tail.params is not None)
     said = None if tail.params is None else tail.said()
-    await _keep(request, gateway, turn, engine, tail.params, said, prompt_tokens)
+    keeping = _keep(request, gateway, turn, engine, tail.params, said, prompt_tokens)
+    await gateway.finish(keeping)
     await exchange.finish(tail.last)
 
 

@@ -97,11 +97,16 @@ class Gateway:
             raise NoEngineError("no decode engine is healthy")
         raise UnknownModelError(model)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    async def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Waits for something that goes on even if its request does not."""
+        await asyncio.shield(self.spawn(work))
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs something that outlives its request; it must end by itself, soon."""
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     async def close(self) -> None:
         """Lets what still runs and what outlived its request end, then closes the conversations."""

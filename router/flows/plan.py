@@ -22,6 +22,7 @@ from router.policies.route import Route
 SHORT = 4096
 # Why a decoder alone answers a prompt of which it lacks little.
 SHORT_PROMPT = "short"
+SAME_ENGINE = "same_engine"
 
 
 class Mode(StrEnum):
@@ -55,6 +56,12 @@ class Plan(NamedTuple):
 def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limits) -> Plan:
     if request.alone:
         return Plan("decode_only", Mode.ALONE, route, request.alone)
+    if route.prefillers and route.decoders and route.prefillers[0] is route.decoders[0]:
+        # One that is both: nobody hands KV to itself.
+        others = [engine for engine in route.prefillers if engine is not route.decoders[0]]
+        if not others:
+            return Plan("decode_only", Mode.ALONE, route, SAME_ENGINE, reuse=reuse)
+        route = route._replace(prefillers=others)
     if limits.min_remote_prefill_tokens and _is_short(request, route, reuse, limits):
         name = "decode_only" if request.turn is None else "turn"
         return Plan(name, Mode.ALONE, route, SHORT_PROMPT, reuse=reuse)

@@ -202,11 +202,14 @@ class Run:
                 self._require_short()
                 return None
             try:
-                return await self._prefilled_by(engine)
+                prefilled = await self._prefill_at(engine)
             except LEG_ERRORS as error:
                 self._after(error, engine, Role.PREFILL)
+            else:
+                self._note_prefilled(engine, prefilled)
+                return prefilled
 
-    async def _prefilled_by(self, engine: Engine, push: Push | None = None) -> Prefilled:
+    async def _prefilled_by(self, engine: Engine, push: Push) -> Prefilled:
         prefilled = await self._prefill_at(engine, push)
         self._note_prefilled(engine, prefilled)
         return prefilled
@@ -240,7 +243,8 @@ class Run:
             )
             await answer.ready()
             answer.check()
-            raw = await _read(answer, limits.max_answer_size)
+            most = limits.max_answer_size
+            raw = await (answer.read(most) if answer.status < 500 else _last_words(answer))
             self._check(engine, answer, raw)
             prefilled = Prefilled(raw)
         except asyncio.CancelledError:
@@ -338,7 +342,10 @@ class Run:
             answer = await self._send(engine, body, timeout, self._fresh, leg_id)
             await answer.ready()
             answer.check()
-            raw = b"" if answer.status == 200 else await _read(answer, limits.max_answer_size)
+            raw = b""
+            if answer.status != 200:
+                most = limits.max_answer_size
+                raw = await (answer.read(most) if answer.status < 500 else _last_words(answer))
             self._check(engine, answer, raw)
             if threshold and await self._is_rejected(engine, answer, threshold):
                 return Came.REJECTED
@@ -503,11 +510,8 @@ def _failure_of(leg: asyncio.Task[Any], engine: Engine, role: Role) -> Failure:
     raise error
 
 
-async def _read(answer: Answer, limit: int) -> bytes:
-    """The rest of an answer; of an engine's failure only what it says of it soon, for that it has
-    failed is known."""
-    if answer.status < 500:
-        return await answer.read(limit)
+async def _last_words(answer: Answer) -> bytes:
+    """What an engine says soon of its failure; that it has failed is known."""
     try:
         async with asyncio.timeout(LAST_WORDS):
             return await answer.read(LAST_WORDS_SIZE)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from router.conversations.memory_store import MemoryStore
 from router.fleet.engine import Engine
 from router.fleet.spec import Role
 from router.flows.deliver import Tail
@@ -262,6 +263,31 @@ async def test_an_answer_whose_client_leaves_at_its_end_is_kept(
         await asyncio.wait_for(client.reader.readuntil(b"fine"), 5)
         seen.set()
     await asyncio.wait_for(gone.wait(), 5)
+    await eventually(lambda: router.metric("conversation_kept_total", outcome="kept"))
+    await chat(router, AGAIN)
+    assert offered(p) == KEPT
+
+
+async def test_an_answer_whose_client_leaves_while_it_is_being_stored_is_kept(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    asked, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(MemoryStore):
+        async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
+            asked.set()
+            await go_on.wait()
+            return await super().put(key, value, seconds)
+
+    conversations = router.gateway.conversations
+    assert conversations is not None
+    conversations._store = Slow(10, 100_000)
+    body = {"model": "m", "messages": ASKED, "conversation_id": "c"}
+    async with router.socket() as client:
+        await client.send(post(json.dumps(body).encode(), "/v1/chat/completions"))
+        await asyncio.wait_for(asked.wait(), 5)
+    await eventually(lambda: not router.gateway.running)
+    go_on.set()
     await eventually(lambda: router.metric("conversation_kept_total", outcome="kept"))
     await chat(router, AGAIN)
     assert offered(p) == KEPT
