@@ -26,6 +26,7 @@ def engine(port: int, role: Role, **state: Any) -> Engine:
     made.health, made.models, made.breaker.circuit = Health.HEALTHY, models or None, circuit
     for name, value in state.items():
         setattr(made, name, value)
+    made.look()
     return made
 
 
