@@ -3,44 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from router.fleet.engine import Engine
-from router.fleet.spec import Role
+from router.fleet.probes import ANSWER_LIMIT, Model, json_of, models_in
+from router.fleet.spec import LEGS, Role
 from router.flows.errors import NoEngineError
 from router.flows.gateway import Gateway
-from router.upstream.answer import Headers
 from router.upstream.deadlines import now
 from router.upstream.errors import UpstreamError
+from router.upstream.pool import Whole
 
 router = APIRouter(tags=["OpenAI"])
 TIMEOUT = 5.0
-ANSWER_LIMIT = 1024 * 1024
-Model = dict[str, Any]
 
 
 class Told(NamedTuple):
     engine: Engine
-    status: int
-    headers: Headers
-    body: bytes
-
-    @property
-    def models(self) -> list[Model] | None:
-        if self.status != 200:
-            return None
-        try:
-            data = orjson.loads(self.body)["data"]
-        except (ValueError, KeyError, TypeError):
-            return None
-        if not isinstance(data, list):
-            return None
-        return [m for m in data if isinstance(m, dict) and isinstance(m.get("id"), str)]
+    answer: Whole
 
 
 @router.get("/v1/models", summary="The models that requests are served with")
@@ -50,18 +34,22 @@ async def models(request: Request) -> Response:
     engines = [engine for engine in gateway.fleet.engines if engine.is_wanted]
     asked = await asyncio.gather(*(_ask(engine, key) for engine in engines))
     answers = [told for told in asked if told is not None]
-    lists = [(told.engine, found) for told in answers if (found := told.models) is not None]
+    lists = [
+        (told.engine, found)
+        for told in answers
+        if told.answer.status == 200 and (found := models_in(json_of(told.answer))) is not None
+    ]
     if lists:
         alone = gateway.limits.without_prefiller == "decode"
         return JSONResponse({"object": "list", "data": served(lists, alone)})
-    for told in answers:
-        if 400 <= told.status < 500:
-            kind = dict(told.headers).get(b"content-type", b"application/json")
-            return Response(told.body, told.status, media_type=kind.decode("latin-1"))
+    for _, answer in answers:
+        if 400 <= answer.status < 500:
+            kind = dict(answer.headers).get(b"content-type", b"application/json")
+            return Response(answer.body, answer.status, media_type=kind.decode("latin-1"))
     raise NoEngineError("no engine answers")
 
 
-def served(lists: Iterable[tuple[Engine, list[Model]]], alone: bool) -> list[Model]:
+def served(lists: Iterable[tuple[Engine, Sequence[Model]]], alone: bool) -> list[Model]:
     """Those for which one group has a decoder and a prefiller, or a decoder that does it `alone`
     because the group has no prefiller to ask."""
     found: dict[str, Model] = {}
@@ -70,7 +58,7 @@ def served(lists: Iterable[tuple[Engine, list[Model]]], alone: bool) -> list[Mod
         for model in said:
             found.setdefault(model["id"], model)
             plays = roles.setdefault((model["id"], engine.spec.group), set())
-            plays.update(role for role in Role if engine.role.plays(role))
+            plays.update(role for role in LEGS if engine.role.plays(role))
     complete = {
         name
         for (name, _), plays in roles.items()
@@ -85,12 +73,6 @@ async def _ask(engine: Engine, key: str | None) -> Told | None:
         lines.append(f"authorization: {key}")
     message = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
     try:
-        answer = await engine.pool.ask(message, now() + TIMEOUT, fresh=True)
+        return Told(engine, await engine.pool.ask_whole(message, now() + TIMEOUT, ANSWER_LIMIT))
     except UpstreamError:
         return None
-    try:
-        return Told(engine, answer.status, answer.headers, await answer.read(ANSWER_LIMIT))
-    except UpstreamError:
-        return None
-    finally:
-        answer.close()

@@ -15,7 +15,8 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
@@ -23,13 +24,13 @@ from router.fleet.engine import Engine, Health
 from router.fleet.fleet import Fleet
 from router.upstream.deadlines import now
 from router.upstream.errors import (
-    AnswerTimeoutError,
     ConnectRefusedError,
     ConnectTimeoutError,
     LocalError,
-    StaleConnectionError,
+    SilenceError,
     UpstreamError,
 )
+from router.upstream.pool import Whole
 
 logger = logging.getLogger("disagg_router.fleet")
 
@@ -43,26 +44,17 @@ MOST_MODELS = 10_000
 PATIENCE = 10.0
 
 
-class SilenceError(AnswerTimeoutError):
-    """Not even the beginning of an answer came in time."""
+Model = dict[str, Any]
 
 
-class Told(NamedTuple):
-    status: int
-    body: bytes
-
-    @property
-    def is_success(self) -> bool:
-        return 200 <= self.status < 300
-
-
+@dataclass(slots=True, eq=False)
 class Watch:
-    """One engine's: when it was looked at, and when its models were asked for."""
+    """One engine's: when it was looked at, and when it said who it is and which models it has."""
 
-    def __init__(self, engine: Engine, task: asyncio.Task[None], moment: float) -> None:
-        self.engine = engine
-        self.task = task
-        self.looked_at = moment
+    looked_at: float
+    identity_at: float = -math.inf
+    models_at: float = -math.inf
+    task: asyncio.Task[None] | None = None
 
 
 class Prober:
@@ -81,8 +73,6 @@ class Prober:
         self._timeout = timeout
         self._clock = clock
         self._watches: dict[Engine, Watch] = {}
-        self._models_at: dict[Engine, float] = {}
-        self._identity_at: dict[Engine, float] = {}
         self._death = ""
 
     async def run(self) -> None:
@@ -98,7 +88,7 @@ class Prober:
             raise
         finally:
             for watch in self._watches.values():
-                watch.task.cancel()
+                _cancel(watch)
 
     def trouble(self) -> str:
         """Why engines are not watched as they should be; empty if they are."""
@@ -106,8 +96,8 @@ class Prober:
             return f"died: {self._death}"
         patience = self._interval + 3 * self._timeout + PATIENCE
         late = [
-            watch.engine.name
-            for watch in self._watches.values()
+            engine.name
+            for engine, watch in self._watches.items()
             if self._clock() - watch.looked_at > patience
         ]
         return f"does not look at {', '.join(late)}" if late else ""
@@ -121,7 +111,7 @@ class Prober:
             self._fleet.unreachable(engine, f"no connection: {error}")
         except LocalError as error:
             self._not_probed(engine, error)
-        except SilenceError as error:
+        except (SilenceError, ConnectTimeoutError) as error:
             if engine.pool.heard == heard:
                 self._fleet.probe_failed(engine, f"/health: {error}", is_silent=True)
                 return True
@@ -129,7 +119,7 @@ class Prober:
         except UpstreamError as error:
             self._fleet.probe_failed(engine, f"/health: {type(error).__name__}: {error}")
         else:
-            if told.is_success:
+            if _is_success(told):
                 self._fleet.probe_passed(engine)
             else:
                 self._fleet.probe_failed(engine, f"/health says {told.status}")
@@ -141,102 +131,94 @@ class Prober:
         if engine.health is Health.UNKNOWN:
             self._fleet.unreachable(engine, f"not probed: {error}")
 
-    async def ask_identity(self, engine: Engine) -> None:
-        """What our engines say of themselves; others have no such page, or an absurd one."""
+    async def ask_identity(self, engine: Engine) -> bool:
+        """What our engines say of themselves; others have no such page, or an absurd one. False
+        where there was no answer, so that it is asked again."""
         try:
             told = await self._ask(engine, "/disagg/identity")
         except UpstreamError:
-            return  # Asked again.
+            return False
         engine.learned.asked = True
-        self._identity_at[engine] = self._clock()
-        content = _read(told)
-        if content is not None:
+        content = json_of(told)
+        if isinstance(content, dict):
             engine.learned.note_identity(content)
+        return True
 
-    async def ask_models(self, engine: Engine) -> None:
-        """Which models it serves; not known where it does not tell us, as with a key of its own."""
+    async def ask_models(self, engine: Engine) -> bool:
+        """Which models it serves; not known where it does not tell us, as with a key of its own.
+        False where there was no answer, so that it is asked again."""
         try:
             told = await self._ask(engine, "/v1/models")
         except UpstreamError:
-            return
-        self._models_at[engine] = self._clock()
-        models = models_in(_read(told))
+            return False
+        models = models_in(json_of(told))
         if models:
-            self._fleet.serves(engine, frozenset(models[:MOST_MODELS]))
+            names = [model["id"] for model in models[:MOST_MODELS]]
+            self._fleet.serves(engine, frozenset(names))
+        return True
 
     def _supervise(self) -> None:
         engines = self._fleet.engines
         for engine in self._watches.keys() - set(engines):
-            self._watches.pop(engine).task.cancel()
-            self._models_at.pop(engine, None)
-            self._identity_at.pop(engine, None)
+            _cancel(self._watches.pop(engine))
         for engine in engines:
-            watch = self._watches.get(engine)
-            if watch is None or watch.task.done():
-                task = asyncio.get_running_loop().create_task(self._watch(engine))
-                self._watches[engine] = Watch(engine, task, self._clock())
+            watch = self._watches.setdefault(engine, Watch(self._clock()))
+            if watch.task is None or watch.task.done():
+                watch.looked_at = self._clock()
+                watch.task = asyncio.get_running_loop().create_task(self._watch(engine, watch))
 
-    async def _watch(self, engine: Engine) -> None:
+    async def _watch(self, engine: Engine, watch: Watch) -> None:
         while True:
             met_silence = False
             try:
                 met_silence = await self.probe(engine)
-                await self._learn(engine)
+                await self._learn(engine, watch)
             except Exception as error:
                 logger.warning("%s engine %s: %r", engine.role, engine.name, error)
-            self._watches[engine].looked_at = self._clock()
+            watch.looked_at = self._clock()
             is_healthy = engine.health is Health.HEALTHY
             if not (met_silence and is_healthy):
                 pause = self._interval if is_healthy else min(self._interval, IMPATIENT)
                 await asyncio.sleep(pause)
 
-    async def _learn(self, engine: Engine) -> None:
+    async def _learn(self, engine: Engine, watch: Watch) -> None:
         if engine.health is not Health.HEALTHY:
-            self._models_at.pop(engine, None)
+            watch.models_at = -math.inf
             return
-        is_old = self._clock() - self._identity_at.get(engine, -math.inf) > LEARNED_AGE
-        if not engine.learned.asked or (engine.learned.told and is_old):
-            await self.ask_identity(engine)
-        asked_at = self._models_at.get(engine, -math.inf)
-        if not engine.spec.models and self._clock() - asked_at > LEARNED_AGE:
-            await self.ask_models(engine)
+        is_old = self._clock() - watch.identity_at > LEARNED_AGE
+        is_due = not engine.learned.asked or (engine.learned.told and is_old)
+        if is_due and await self.ask_identity(engine):
+            watch.identity_at = self._clock()
+        is_due = not engine.spec.models and self._clock() - watch.models_at > LEARNED_AGE
+        if is_due and await self.ask_models(engine):
+            watch.models_at = self._clock()
 
-    async def _ask(self, engine: Engine, path: str) -> Told:
+    async def _ask(self, engine: Engine, path: str) -> Whole:
         """Raises UpstreamError."""
-        deadline = now() + self._timeout
         message = f"GET {path} HTTP/1.1\r\nhost: {engine.name}\r\n\r\n".encode("ascii")
-        try:
-            return await _tell(engine, message, deadline)
-        except StaleConnectionError:
-            return await _tell(engine, message, deadline, fresh=True)
+        return await engine.pool.ask_whole(message, now() + self._timeout, ANSWER_LIMIT)
 
 
-async def _tell(engine: Engine, message: bytes, deadline: float, fresh: bool = False) -> Told:
+def _cancel(watch: Watch) -> None:
+    if watch.task is not None:
+        watch.task.cancel()
+
+
+def _is_success(told: Whole) -> bool:
+    return 200 <= told.status < 300
+
+
+def json_of(told: Whole) -> object:
+    """The JSON that an engine told, None if it is none."""
     try:
-        answer = await engine.pool.send(message, deadline, fresh)
-    except (AnswerTimeoutError, ConnectTimeoutError) as error:
-        raise SilenceError(f"no connection: {error}") from error
-    try:
-        body = await answer.read(ANSWER_LIMIT)
-        return Told(answer.status, body)
-    except AnswerTimeoutError as error:
-        raise error if answer.status else SilenceError("not a word") from error
-    finally:
-        answer.close()
-
-
-def _read(told: Told) -> dict[str, object] | None:
-    try:
-        content = orjson.loads(told.body) if told.is_success else None
+        return orjson.loads(told.body) if _is_success(told) else None
     except orjson.JSONDecodeError:
         return None
-    return content if isinstance(content, dict) else None
 
 
-def models_in(content: dict[str, object] | None) -> list[str]:
-    """The ids of GET /v1/models."""
-    data = None if content is None else content.get("data")
+def models_in(content: object) -> list[Model] | None:
+    """Those of GET /v1/models that have a name; None where it is no list of models."""
+    data = content.get("data") if isinstance(content, dict) else None
     if not isinstance(data, list):
-        return []
-    ids = [model.get("id") for model in data if isinstance(model, dict)]
-    return [name for name in ids if isinstance(name, str)]
+        return None
+    return [m for m in data if isinstance(m, dict) and isinstance(m.get("id"), str)]

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from router.fleet.engine import Engine
 from router.flows import headers
 from router.flows.legs import write
 from router.flows.request import Body, Request
 from router.upstream.deadlines import now
+from router.upstream.pool import Whole
 
 TIMEOUT = 5.0
 ANSWER_LIMIT = 1024 * 1024
 COMPLETIONS = "/v1/completions"
 
 
-class Told(NamedTuple):
-    status: int
-    content: bytes
-
-
-async def tell(request: Request, engine: Engine, path: str, body: Body, why: str) -> Told:
+async def tell(request: Request, engine: Engine, path: str, body: Body, why: str) -> Whole:
     """`why` ends its X-Request-Id. Raises UpstreamError."""
     content = write(body)
     leg_id = f"{request.leg_id()}-{why}"
     message = headers.message(path, engine.name, leg_id, request.shared_headers, content)
-    answer = await engine.pool.ask(message, now() + TIMEOUT)
-    try:
-        return Told(answer.status, await answer.read(ANSWER_LIMIT))
-    finally:
-        answer.close()
+    return await engine.pool.ask_whole(message, now() + TIMEOUT, ANSWER_LIMIT)
 
 
 def smallest(model: object) -> Body:

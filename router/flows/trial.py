@@ -19,10 +19,10 @@ async def try_threshold(request: Request, engine: Engine) -> None:
     """Notes a rejection. Never raises."""
     body = {**smallest(request.model), THRESHOLD: 1}
     try:
-        status, content = await tell(request, engine, COMPLETIONS, body, "trial")
+        told = await tell(request, engine, COMPLETIONS, body, "trial")
     except UpstreamError:
         return
-    answer = parsed(content) if status == 200 else None
+    answer = parsed(told.body) if told.status == 200 else None
     if answer is not None and is_rejection(answer):
         engine.learned.note_rejected()
 

@@ -21,6 +21,7 @@ from router.upstream.errors import (
     AnswerTimeoutError,
     AnswerTooLargeError,
     ReaderStalledError,
+    SilenceError,
     UpstreamError,
 )
 from router.upstream.sse import EventGate
@@ -140,7 +141,8 @@ class Answer:
         if self._stalled:
             self.fail(ReaderStalledError("the client stopped reading"))
         else:
-            self.fail(AnswerTimeoutError("no answer in time"))
+            kind = AnswerTimeoutError if self.status else SilenceError
+            self.fail(kind("no answer in time"))
         self.close()
 
     # The reader's side.

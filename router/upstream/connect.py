@@ -15,11 +15,11 @@ from typing import TypeVar
 
 from router.upstream.deadlines import now
 from router.upstream.errors import (
-    AnswerTimeoutError,
     ConnectError,
     ConnectRefusedError,
     ConnectTimeoutError,
     LocalError,
+    SilenceError,
     UnresolvedError,
     UpstreamError,
 )
@@ -83,7 +83,7 @@ class Attempt:
             self._limit.reschedule(0.0)
 
     async def run(self, loop: asyncio.AbstractEventLoop, factory: Callable[[], P]) -> P:
-        """Raises ConnectError, LocalError, AnswerTimeoutError."""
+        """Raises ConnectError, LocalError, SilenceError."""
         try:
             async with self._limit:
                 hosts = await self._resolve(loop)
@@ -129,7 +129,7 @@ class Attempt:
         if not self._is_resolved:
             return UnresolvedError(self._said("not resolved in time"))
         if self._is_deadline_first:
-            return AnswerTimeoutError(self._said("no connection before the request's deadline"))
+            return SilenceError(self._said("no connection before the request's deadline"))
         return ConnectTimeoutError(self._said("did not accept in time"))
 
     def _said(self, what: object) -> str:

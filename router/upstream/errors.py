@@ -10,6 +10,7 @@ UpstreamError
 │   └── StaleConnectionError     a reused one, which the engine may have closed before it was asked
 ├── EngineLostError              the engine was declared dead while it was asked
 ├── AnswerTimeoutError           the engine was asked and did not answer in time
+│   └── SilenceError             not even with the beginning of an answer
 ├── BrokenAnswerError            not HTTP, ended early, or contradicts itself
 │   └── AnswerTooLargeError      more than the router is willing to hold
 └── ReaderStalledError           the client stopped reading, so the engine's answer cannot be taken
@@ -68,6 +69,10 @@ class EngineLostError(UpstreamError):
 class AnswerTimeoutError(UpstreamError):
     kind = "timeout"
     phrase = "did not answer in time"
+
+
+class SilenceError(AnswerTimeoutError):
+    pass
 
 
 class BrokenAnswerError(UpstreamError):

@@ -3,7 +3,7 @@
 Idle connections are a stack: the youngest is the likeliest to be still open, and the oldest ones
 fall out when there is less to do. The engine may close an idle connection in the very moment that
 it is used again: that is a StaleConnectionError. Whether the request may be sent a second time is
-not for the pool to say (RFC 9110, section 9.2.2).
+for who asks to say (RFC 9110, section 9.2.2): `ask_whole` does so, `ask` and `send` do not.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 from copy import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from router.upstream.answer import Answer
+from router.upstream.answer import Answer, Headers
 from router.upstream.connect import Attempt
 from router.upstream.connection import EngineConnection
 from router.upstream.deadlines import Deadlines, now
-from router.upstream.errors import UpstreamError
+from router.upstream.errors import StaleConnectionError, UpstreamError
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,14 @@ class PoolLimits:
     idle_connections: int
     idle_age: float
     header_limit: int
+
+
+class Whole(NamedTuple):
+    """An answer that is all here."""
+
+    status: int
+    headers: Headers
+    body: bytes
 
 
 class EnginePool:
@@ -74,6 +83,22 @@ class EnginePool:
         answer = Answer(connection, self._deadlines, deadline)
         connection.ask(request, answer)
         return answer
+
+    async def ask_whole(self, request: bytes, deadline: float, limit: int) -> Whole:
+        """A small question, for which it does no harm to be asked twice: it is asked once more on a
+        new connection where a kept one had been closed. Raises UpstreamError."""
+        try:
+            return await self._ask_whole(request, deadline, limit, fresh=False)
+        except StaleConnectionError:
+            return await self._ask_whole(request, deadline, limit, fresh=True)
+
+    async def _ask_whole(self, request: bytes, deadline: float, limit: int, fresh: bool) -> Whole:
+        answer = await self.send(request, deadline, fresh)
+        try:
+            body = await answer.read(limit)
+            return Whole(answer.status, answer.headers, body)
+        finally:
+            answer.close()
 
     def fail_legs(self, error: UpstreamError) -> None:
         """The engine is dead: every answer fails at once with a copy of `error`, unless its end is

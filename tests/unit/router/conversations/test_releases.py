@@ -131,6 +131,24 @@ async def test_a_turn_that_nobody_pulls_is_given_back_to_its_decoder(
     assert given_back(d) == [KEPT] * wanted
 
 
+async def test_a_release_that_meets_a_closed_connection_is_told_on_a_new_one(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    """Told twice is told once."""
+    proven = prefilling(prefix_proof=PROOF)
+
+    async def rejects(request: Received, peer: Peer) -> None:
+        await peer.answer({"error": {"message": "no"}}, 400)
+
+    async def resets(request: Received, peer: Peer) -> None:
+        peer.reset()
+
+    p.usual, p.scripts, d.scripts = proven, [proven, resets], [rejects]
+    assert (await router.complete()).status_code == 400
+    await eventually(lambda: router.metric("releases_total", outcome="done") == 1)
+    assert given_back(p) == [{**PARAMS, "prefix_proof": PROOF}] * 2
+
+
 async def test_a_prefiller_whose_decoder_fails_is_told_itself(
     router: Router, p: MockEngine, d: MockEngine
 ) -> None:
