@@ -54,11 +54,9 @@ class Engine:
     """Unix time when it was last found unhealthy: what it held before may be gone."""
     name: str = field(init=False)
     role: Role = field(init=False)
-    url: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.name, self.role = self.spec.name, self.spec.role
-        self.url = f"http://{self.name}"
         self.models = self.spec.models or None
 
     @property

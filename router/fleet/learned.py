@@ -31,8 +31,8 @@ def instance_of(engine_id: str) -> str:
 class Learned:
     """Forgotten when the engine is lost: another one may come back at its address.
 
-    None means not known. Flows note what they see; `wanted` asks the prober for the engine's own
-    word (GET /disagg/identity), which no answer overrules.
+    None means not known. Flows note what they see; the prober asks for the engine's own word (GET
+    /disagg/identity), which no answer overrules.
     """
 
     engine_id: str | None = None
@@ -41,7 +41,6 @@ class Learned:
     knows_threshold: bool | None = None
     releases: bool = False
     """It has POST /disagg/release, which frees what it keeps for another engine."""
-    wanted: bool = False
     asked: bool = False
     told: bool = False
     transfer_modes: frozenset[str] | None = None

@@ -7,11 +7,9 @@ them may begin with a question to the decoder: does its cache hold enough to ans
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from router.fleet.engine import Engine
 from router.flows.limits import Limits
 from router.flows.request import THRESHOLD, Request
 from router.flows.reuse import Reuse
@@ -43,14 +41,6 @@ class Plan(NamedTuple):
     threshold: float = 0.0
     was_skipped: bool = False
     reuse: Reuse | None = None
-
-    @property
-    def prefillers(self) -> Sequence[Engine]:
-        return self.route.prefillers
-
-    @property
-    def decoders(self) -> Sequence[Engine]:
-        return self.route.decoders
 
 
 def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limits) -> Plan:

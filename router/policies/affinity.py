@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -14,7 +13,6 @@ from router.policies.chance import sample
 class Loaded(Protocol):
     """An engine, as far as affinity goes: `in_flight` are the legs that run on it."""
 
-    name: str
     in_flight: int
 
 
@@ -40,19 +38,6 @@ class LoadBound:
         return not few and engine.in_flight > self.limit(candidates, chance)
 
 
-def by_session(candidates: Sequence[L], session: str, bound: LoadBound) -> list[L]:
-    """All candidates, in an order that is the session's own; overloaded ones at the end.
-
-    Rendezvous hashing: an engine that comes or goes moves only the sessions that are its own.
-    """
-    limit = bound.limit(candidates)
-    return sorted(candidates, key=lambda engine: (engine.in_flight > limit, _rank(session, engine)))
-
-
 def first(candidates: Sequence[L], preferred: L) -> list[L]:
     """All candidates, `preferred` before the others."""
     return [preferred, *(engine for engine in candidates if engine is not preferred)]
-
-
-def _rank(session: str, engine: Loaded) -> bytes:
-    return hashlib.blake2b(f"{session} {engine.name}".encode(), digest_size=8).digest()

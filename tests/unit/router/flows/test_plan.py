@@ -86,7 +86,7 @@ def test_a_decoder_that_ignores_thresholds_is_asked_first_only_for_little(
 
 def test_nobody_is_asked_first_where_there_is_nobody() -> None:
     plan = make_plan(request(threshold=0.5), NOWHERE, None, limits())
-    assert (plan.threshold, plan.decoders, plan.prefillers) == (0, (), ())
+    assert (plan.threshold, plan.route.decoders, plan.route.prefillers) == (0, (), ())
 
 
 @pytest.mark.parametrize(

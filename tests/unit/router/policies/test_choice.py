@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policies.affinity import LoadBound, by_session, first
+from router.policies.affinity import LoadBound, first
 from router.policies.candidate import MOST_TRIED, Ask, Policy, load
 from router.policies.chance import SAMPLE, mix, sample
 from router.policies.least_loaded import LeastLoaded
 from router.policies.power_of_two import PowerOfTwo
 from router.policies.registry import POLICIES, UnknownPolicyError, make_policy
 from router.policies.round_robin import RoundRobin
+from router.policies.session import Session
 from tests.unit.router.policies.engines import BOUND, Engine, engines, loaded
 
 LOADS = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 40)), max_size=200)
@@ -133,11 +134,16 @@ def test_only_what_is_above_floor_and_mean_is_overloaded(
 
 
 def test_the_overloaded_are_last_in_a_sessions_order_of_all() -> None:
-    candidates = loaded([(0, 0)] * 5 + [(0, 90)])
-    order = by_session(candidates, "s", BOUND)
+    idle, candidates = loaded([(0, 0)] * 3), loaded([(0, 0)] * 2 + [(0, 90)])
+    home = next(
+        session
+        for session in map(str, range(1000))
+        if Session(BOUND).order(idle, Ask(0, session=session))[0] is idle[-1]
+    )
+    order = Session(BOUND).order(candidates, Ask(0, session=home))
     assert order[-1] is candidates[-1]
     assert set(order) == set(candidates)
-    assert first(candidates, candidates[3])[0] is candidates[3]
+    assert first(candidates, candidates[1])[0] is candidates[1]
 
 
 @pytest.mark.parametrize("name", ["round-robin", "Session", "POWER-OF_TWO"])
