@@ -1,14 +1,13 @@
 import itertools
 import logging
 import os
-import random
-import socket
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from engine_ext.base.seldom import Seldom
+from scripts.bench.ports import free_ports_of
 
 # UCX otherwise looks for RDMA devices only.
 os.environ.setdefault("UCX_NET_DEVICES", "all")
@@ -26,11 +25,10 @@ moment ago, and a server that is killed finds its own taken when it comes back."
 
 
 def _own_ports() -> Iterator[int]:
-    """This test process's share of them, over and over, from a random one on."""
+    """This test process's share of them, as far as they are free."""
     name, count = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), "PYTEST_XDIST_WORKER_COUNT"
     share = range(LOWEST_PORT + int(name[2:]), HIGHEST_PORT, int(os.environ.get(count, "1")))
-    start = random.SystemRandom().randrange(len(share))
-    return itertools.cycle([*share[start:], *share[:start]])
+    return free_ports_of(share)
 
 
 _ports = _own_ports()
@@ -38,16 +36,7 @@ _ports = _own_ports()
 
 def find_free_ports(count: int) -> list[int]:
     """Ports nobody listened on a moment ago, all different."""
-    return list(itertools.islice(filter(_is_free, _ports), count))
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
+    return list(itertools.islice(_ports, count))
 
 
 @pytest.fixture(autouse=True)

@@ -2,18 +2,16 @@
 
 import asyncio
 import contextlib
-import itertools
 import os
-import random
 import signal
-import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from router.children import Child, Family
 from scripts.bench.errors import BenchError
+from scripts.bench.ports import free_ports_of
 from scripts.chaos_bench import control
 from scripts.chaos_bench.faults import Fault
 
@@ -23,26 +21,12 @@ PORTS = range(10_000, 15_000)
 for a while. tests/conftest.py gives out those above."""
 
 
-def _ports() -> Iterator[int]:
-    start = random.SystemRandom().randrange(len(PORTS))
-    return itertools.cycle([*PORTS[start:], *PORTS[:start]])
-
-
-_next_port = _ports()
+_ports = free_ports_of(PORTS)
 
 
 def free_port() -> int:
     """Nobody listened there a moment ago, and nobody here was given it lately."""
-    return next(port for port in _next_port if _is_free(port))
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
+    return next(_ports)
 
 
 @dataclass

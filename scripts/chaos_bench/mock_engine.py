@@ -15,10 +15,11 @@ import struct
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import httptools
 
+from scripts.bench.mock_http import MODELS, STREAM_HEAD, MockConnection, event, whole
 from scripts.chaos_bench.faults import Fault
 
 CHAT = b"/v1/chat/completions"
@@ -28,7 +29,6 @@ KEEP_ALIVE = 5.0
 PREFILL_SECONDS = 0.1
 """So long that whoever breaks a prefiller finds requests there."""
 SLOW_SECONDS = 1.0
-MODELS = {"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "x"}]}
 PARAMS: dict[str, Any] = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
@@ -38,10 +38,6 @@ PARAMS: dict[str, Any] = {
     "remote_port": 5600,
     "tp_size": 1,
 }
-STREAM_HEAD = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
-    b"transfer-encoding: chunked\r\n\r\n"
-)
 NOISE = (
     b"\x16\x03\x01 this is not HTTP\r\n\r\n",
     b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n<nonsense",
@@ -55,17 +51,6 @@ NO_LINGER = struct.pack("ii", 1, 0)
 def text_of(nonce: str, chunks: int) -> list[str]:
     """What a decoder says, chunk by chunk."""
     return [f"{nonce}/{number} " for number in range(chunks)]
-
-
-def whole(content: object, status: str = "200 OK", more: str = "") -> bytes:
-    body = json.dumps(content).encode()
-    head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n{more}"
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
-
-
-def event(content: bytes) -> bytes:
-    block = b"data: " + content + b"\n\n"
-    return b"%x\r\n%s\r\n" % (len(block), block)
 
 
 def error(status: str, text: str, more: str = "") -> bytes:
@@ -88,45 +73,33 @@ class Engine:
         return asked
 
 
-class Connection(asyncio.Protocol):
+class Connection(MockConnection):
     def __init__(self, engine: Engine) -> None:
+        super().__init__()
         self._engine = engine
-        self._parser = httptools.HttpRequestParser(self)
-        self._pieces: list[bytes] = []
-        self._path = b""
-        self._tasks: set[asyncio.Task[None]] = set()
         self._idle: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        super().connection_made(transport)
         self._rest()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stir()
-        for task in self._tasks:
-            task.cancel()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._stir()
         try:
-            self._parser.feed_data(data)
+            super().data_received(data)
         except httptools.HttpParserError:
             self._transport.abort()
 
-    def on_url(self, url: bytes) -> None:
-        self._path = url
-
-    def on_body(self, piece: bytes) -> None:
-        self._pieces.append(piece)
-
-    def on_message_complete(self) -> None:
-        body = b"".join(self._pieces)
-        self._pieces.clear()
-        if self._path == CHAT:
+    def asked(self, path: bytes, body: bytes) -> None:
+        if path == CHAT:
             self._engine.asked_at.append(time.monotonic())
             self._meet(json.loads(body))
-        elif self._path.startswith(CONTROL):
-            fault = self._path.removeprefix(CONTROL).decode()
+        elif path.startswith(CONTROL):
+            fault = path.removeprefix(CONTROL).decode()
             self._end(whole(self._engine.switch(fault)))
         else:
             self._end(self._page())
@@ -162,9 +135,7 @@ class Connection(asyncio.Protocol):
 
     def _begin(self, asked: dict[str, Any], delay: float) -> None:
         answer = self._decode if self._engine.is_decoder else self._prefill
-        task = asyncio.get_running_loop().create_task(answer(asked, delay))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._spawn(asyncio.get_running_loop().create_task(answer(asked, delay)))
 
     async def _prefill(self, asked: dict[str, Any], delay: float) -> None:
         await asyncio.sleep(delay + PREFILL_SECONDS)

@@ -9,11 +9,12 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
-import httptools
 import orjson
 import uvloop
+
+from scripts.bench.mock_http import MODELS, STREAM_HEAD, MockConnection, event, whole
 
 BACKLOG = 4096
 PARAMS: dict[str, Any] = {
@@ -51,60 +52,21 @@ DELTA = {
         {"index": 0, "delta": {"content": " tok"}, "logprobs": None, "finish_reason": None}
     ],
 }
-MODELS = {"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "x"}]}
-STREAM_HEAD = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
-    b"transfer-encoding: chunked\r\n\r\n"
-)
-
-
-def whole(content: object) -> bytes:
-    body = json.dumps(content).encode()
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-    return head % len(body) + body
-
-
-def event(content: bytes) -> bytes:
-    block = b"data: " + content + b"\n\n"
-    return b"%x\r\n%s\r\n" % (len(block), block)
-
-
 UNARY = whole(ANSWER)
 CHUNK = event(json.dumps(DELTA).encode())
 LAST = event(b"[DONE]") + b"0\r\n\r\n"
 
 
-class Engine(asyncio.Protocol):
+class Engine(MockConnection):
     """One connection. The prefiller always answers whole."""
 
     def __init__(self, is_decoder: bool) -> None:
+        super().__init__()
         self._is_decoder = is_decoder
-        self._parser = httptools.HttpRequestParser(self)
-        self._pieces: list[bytes] = []
-        self._path = b""
-        self._streams: set[asyncio.Task[None]] = set()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        for stream in self._streams:
-            stream.cancel()
-
-    def data_received(self, data: bytes) -> None:
-        self._parser.feed_data(data)
-
-    def on_url(self, url: bytes) -> None:
-        self._path = url
-
-    def on_body(self, piece: bytes) -> None:
-        self._pieces.append(piece)
-
-    def on_message_complete(self) -> None:
-        body = b"".join(self._pieces)
-        self._pieces.clear()
+    def asked(self, path: bytes, body: bytes) -> None:
         if self._parser.get_method() == b"GET":
-            self._transport.write(whole(MODELS if self._path == b"/v1/models" else {}))
+            self._transport.write(whole(MODELS if path == b"/v1/models" else {}))
         else:
             self._answer(body)
 
@@ -116,9 +78,7 @@ class Engine(asyncio.Protocol):
             self._transport.write(STREAM_HEAD + CHUNK * int(wanted["max_tokens"]) + LAST)
         else:
             stream = self._stream(int(wanted["max_tokens"]), wanted["seed"] / 1e6)
-            task = asyncio.get_running_loop().create_task(stream)
-            self._streams.add(task)
-            task.add_done_callback(self._streams.discard)
+            self._spawn(asyncio.get_running_loop().create_task(stream))
 
     async def _stream(self, chunks: int, interval: float) -> None:
         self._transport.write(STREAM_HEAD + CHUNK)
