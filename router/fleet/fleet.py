@@ -64,9 +64,7 @@ class Fleet:
 
     def candidates(self, role: Role) -> Sequence[Engine]:
         """Whoever of that role may be asked for something."""
-        pools = self.snapshot.any_model
-        of_role = (p.prefillers if role is Role.PREFILL else p.decoders for p in pools)
-        return tuple(engine for engines in of_role for engine in engines)
+        return tuple(engine for pool in self.snapshot.any_model for engine in pool.of(role))
 
     def may_serve(self, model: object) -> bool:
         """Whether an engine, dead or alive, is known to serve the model, or may for all we know."""

@@ -23,6 +23,9 @@ class Pool(NamedTuple):
     prefillers: Sequence[Engine]
     decoders: Sequence[Engine]
 
+    def of(self, role: Role) -> Sequence[Engine]:
+        return self.prefillers if role is Role.PREFILL else self.decoders
+
 
 class Snapshot(NamedTuple):
     by_model: Mapping[str, Sequence[Pool]]

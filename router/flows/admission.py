@@ -73,17 +73,11 @@ class Seat:
 
     def prefill_at(self, engine: Engine) -> None:
         left, self._prefiller = self._prefiller, engine
-        if left is not engine:
-            _take(engine, self._tokens)
-            if left is not None:
-                self._give_back(left, self._tokens)
+        self._move(left, engine, self._tokens)
 
     def decode_at(self, engine: Engine) -> None:
         left, self._decoder = self._decoder, engine
-        if left is not engine:
-            _take(engine, self._tokens_at_decoder)
-            if left is not None:
-                self._give_back(left, self._tokens_at_decoder)
+        self._move(left, engine, self._tokens_at_decoder)
 
     def prefilled(self) -> None:
         """No prefiller is needed any more."""
@@ -108,6 +102,12 @@ class Seat:
             if engine is held or room.at(engine, tokens):
                 return order if engine is order[0] else _ahead(engine, order)
         return None
+
+    def _move(self, left: Engine | None, engine: Engine, tokens: int) -> None:
+        if left is not engine:
+            _take(engine, tokens)
+            if left is not None:
+                self._give_back(left, tokens)
 
     def _give_back(self, engine: Engine, tokens: int) -> None:
         engine.admitted -= 1

@@ -12,6 +12,9 @@ said is read from a copy, all at once.
 from __future__ import annotations
 
 import re
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
 
 import orjson
 
@@ -29,6 +32,7 @@ from router.upstream.errors import BrokenAnswerError
 NEEDLE = b'"kv_transfer_params"'
 EVENT_END = re.compile(rb"(\r\n\r\n|\n\n|\r\r)")
 COPY_LIMIT = 4 * 1024 * 1024
+Keeping = Coroutine[Any, Any, None]
 EVENT_STREAM: list[Header] = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
@@ -57,29 +61,23 @@ async def deliver_turn(
     """The same, and keeps what it leaves for the next turn. `prompt_tokens`: where the prefiller
     told."""
     note_first_byte(request, answer)
+    keep = partial(_keep, request, gateway, turn, engine, prompt_tokens)
     if answer.is_event_stream:
-        await _relay_turn(request, gateway, turn, engine, answer, prompt_tokens)
+        await _relay_turn(request, gateway, engine, answer, keep)
     else:
-        await _respond_turn(request, gateway, turn, engine, answer, prompt_tokens)
+        await _respond_turn(request, gateway, answer, keep)
     note_done(request)
 
 
 async def _respond_turn(
-    request: Request,
-    gateway: Gateway,
-    turn: Turn,
-    engine: Engine,
-    answer: Answer,
-    prompt_tokens: int | None,
+    request: Request, gateway: Gateway, answer: Answer, keep: partial[Keeping]
 ) -> None:
     raw = await answer.read(gateway.limits.max_answer_size)
     content, given = parsed(raw), answer.headers
     if content is not None:
         params = content.pop(KV_PARAMS, None)
         raw = raw if params is None else _written(content)
-        await gateway.finish(
-            _keep(request, gateway, turn, engine, params, said_in(content), prompt_tokens)
-        )
+        await gateway.finish(keep(params, said_in(content)))
         if request.exact and request.body.get("stream") and reemit.is_answer(content):
             raw, given = reemit.events(content, request.body), EVENT_STREAM
     passed = headers.to_client(given, request.record.request_id)
@@ -87,12 +85,7 @@ async def _respond_turn(
 
 
 async def _relay_turn(
-    request: Request,
-    gateway: Gateway,
-    turn: Turn,
-    engine: Engine,
-    answer: Answer,
-    prompt_tokens: int | None,
+    request: Request, gateway: Gateway, engine: Engine, answer: Answer, keep: partial[Keeping]
 ) -> None:
     request.event_stream = True
     passed = headers.to_client(answer.headers, request.record.request_id)
@@ -102,14 +95,10 @@ async def _relay_turn(
         await exchange.relay(answer.status, passed, answer, idle, request.latest)
     except BaseException:
         if tail.params is not None:  # said to its end, which nobody waits for
-            gateway.spawn(
-                _keep(request, gateway, turn, engine, tail.params, tail.said(), prompt_tokens)
-            )
+            gateway.spawn(keep(tail.params, tail.said()))
         raise
     _note_stream(gateway, engine, tail.params is not None)
-    said = None if tail.params is None else tail.said()
-    keeping = _keep(request, gateway, turn, engine, tail.params, said, prompt_tokens)
-    await gateway.finish(keeping)
+    await gateway.finish(keep(tail.params, tail.said()))
     await exchange.finish(tail.last)
 
 
@@ -118,9 +107,9 @@ async def _keep(
     gateway: Gateway,
     turn: Turn,
     engine: Engine,
+    prompt_tokens: int | None,
     params: object,
     said: Said | None,
-    prompt_tokens: int | None,
 ) -> None:
     """Leaves `params` for the next turn, if they are some."""
     conversations, kept = gateway.conversations, "not_offered"
@@ -196,7 +185,8 @@ class Tail:
         return block
 
     def said(self) -> Said | None:
-        if self._size > COPY_LIMIT:
+        """Of an answer that brought params: others leave nothing for the next turn."""
+        if self.params is None or self._size > COPY_LIMIT:
             return None
         return said_by(events_in(b"".join(self._copy)))
 

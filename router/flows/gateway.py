@@ -86,7 +86,7 @@ class Gateway:
         """Who else of the planned group may be asked, as things are now."""
         for pool in self.fleet.snapshot.pools(request.model):
             if pool.group == planned.group:
-                yield from pool.prefillers if role is Role.PREFILL else pool.decoders
+                yield from pool.of(role)
 
     def pools(self, model: object) -> Sequence[Pool]:
         """Raises UnknownModelError, NoEngineError."""

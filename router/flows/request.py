@@ -14,6 +14,7 @@ from router.flows.errors import BadRequestError
 from router.flows.exchange import Exchange
 from router.flows.headers import CONVERSATION_STREAM
 from router.flows.limits import Limits
+from router.policies.chunks import BYTES_PER_TOKEN
 from router.telemetry.record import Record
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ THRESHOLD = "cache_hit_threshold"
 STREAM_FIELD = "conversation_stream"
 CONSUMED = frozenset(("conversation_id", STREAM_FIELD))
 MODES = ("auto", "exact")
-BYTES_A_TOKEN = 4
 CLIENT_PARAMS = "client_params"
 # Ids of legs are this process's own: two clients may send the same X-Request-Id, and in push mode
 # legs of the same id are one request.
@@ -61,7 +61,7 @@ class Request:
     def read(self, limits: Limits, conversations: Conversations | None) -> None:
         """Raises BadRequestError."""
         raw = self.exchange.body
-        body, self.tokens = parse_body(raw), len(raw) // BYTES_A_TOKEN
+        body, self.tokens = parse_body(raw), len(raw) // BYTES_PER_TOKEN
         self.threshold = threshold_of(body, limits.decode_first_threshold)
         if conversations is not None:
             self.turn = conversations.turn_of(self.exchange.headers, body)

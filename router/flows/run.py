@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NoReturn
 
 from router.conversations.conversations import Found
 from router.fleet.breaker import Circuit
@@ -165,7 +165,7 @@ class Run:
     async def _both(self, prefiller: Engine, decoder: Engine, push: Push) -> Failure | None:
         """Asks both at once; the failure of one ends the other. None: the client has its answer."""
         loop, params = self._request.exchange.loop, self._keeping(push.params)
-        prefilling = loop.create_task(self._prefilled_by(prefiller, push))
+        prefilling = loop.create_task(self._prefill_at(prefiller, push))
         decoding = loop.create_task(self._decode_at(decoder, params, push=push))
         try:
             await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
@@ -202,17 +202,9 @@ class Run:
                 self._require_short()
                 return None
             try:
-                prefilled = await self._prefill_at(engine)
+                return await self._prefill_at(engine)
             except LEG_ERRORS as error:
                 self._after(error, engine, Role.PREFILL)
-            else:
-                self._note_prefilled(engine, prefilled)
-                return prefilled
-
-    async def _prefilled_by(self, engine: Engine, push: Push) -> Prefilled:
-        prefilled = await self._prefill_at(engine, push)
-        self._note_prefilled(engine, prefilled)
-        return prefilled
 
     async def _prefill_at(self, engine: Engine, push: Push | None = None) -> Prefilled:
         request, gateway, record = self._request, self._gateway, self._request.record
@@ -243,9 +235,10 @@ class Run:
             )
             await answer.ready()
             answer.check()
-            most = limits.max_answer_size
-            raw = await (answer.read(most) if answer.status < 500 else _last_words(answer))
-            self._check(engine, answer, raw)
+            if answer.status != 200:
+                await self._refuse(engine, answer)
+            raw = await answer.read(limits.max_answer_size)
+            self._succeeded(engine)
             prefilled = Prefilled(raw)
         except asyncio.CancelledError:
             if answer is not None:
@@ -258,6 +251,7 @@ class Run:
         if request.seat is not None:
             request.seat.prefilled()
         gateway.metrics.prefill_seconds.observe(moment - started)
+        self._note_prefilled(engine, prefilled)
         return prefilled
 
     def _note_prefilled(self, engine: Engine, prefilled: Prefilled) -> None:
@@ -342,11 +336,9 @@ class Run:
             answer = await self._send(engine, body, timeout, self._fresh, leg_id)
             await answer.ready()
             answer.check()
-            raw = b""
             if answer.status != 200:
-                most = limits.max_answer_size
-                raw = await (answer.read(most) if answer.status < 500 else _last_words(answer))
-            self._check(engine, answer, raw)
+                await self._refuse(engine, answer)
+            self._succeeded(engine)
             if threshold and await self._is_rejected(engine, answer, threshold):
                 return Came.REJECTED
             if notes is not None:
@@ -436,17 +428,21 @@ class Run:
         )
         return engine.pool.send(message, min(now() + timeout, request.latest), fresh)
 
-    def _check(self, engine: Engine, answer: Answer, body: bytes) -> None:
-        """200 is an answer; 4xx is for the client as it is; anything else is the engine's failure.
+    async def _refuse(self, engine: Engine, answer: Answer) -> NoReturn:
+        """4xx is for the client as it is; anything else is the engine's failure.
 
-        Raises RejectedError, EngineError, BrokenAnswerError."""
-        status = answer.status
-        if status == 200 or 400 <= status < 500:
-            if engine.breaker.succeeded():
-                self._gateway.fleet.answered(engine)
-            if status == 200:
-                return
+        Raises RejectedError, EngineError, UpstreamError."""
+        if answer.status >= 500:
+            raise _error_of(engine, answer, await _last_words(answer))
+        body = await answer.read(self._gateway.limits.max_answer_size)
+        if answer.status >= 400:
+            self._succeeded(engine)
         raise _error_of(engine, answer, body)
+
+    def _succeeded(self, engine: Engine) -> None:
+        """It did what it was asked for, or had every right to refuse."""
+        if engine.breaker.succeeded():
+            self._gateway.fleet.answered(engine)
 
     def _after(self, error: LegError, engine: Engine, role: Role) -> Next:
         """What follows from a leg's failure, for the engine and for the request. Raises it where
