@@ -19,8 +19,9 @@ class Role(StrEnum):
         return self in (role, Role.BOTH)
 
 
+PREFILL, DECODE, BOTH = Role
 # The legs that a request may have.
-LEGS = (Role.PREFILL, Role.DECODE)
+LEGS = (PREFILL, DECODE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from router.fleet.engine import Engine
 from router.flows import headers
-from router.flows.legs import write
+from router.flows.bodies import write
 from router.flows.request import Body, Request
 from router.upstream.deadlines import now
 from router.upstream.pool import Whole

@@ -6,9 +6,9 @@ import asyncio
 import logging
 
 from router.flows import errors, headers
+from router.flows.bodies import Bodies
 from router.flows.exchange import Exchange
 from router.flows.gateway import Gateway
-from router.flows.legs import Bodies
 from router.flows.plan import Plan, make_plan
 from router.flows.release import give_up_turn
 from router.flows.request import Request

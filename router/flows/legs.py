@@ -1,129 +1,247 @@
-"""What each leg is sent. Pure.
+"""One leg of a request at one engine: asked, judged, counted there while it lasts.
 
-What both engines must read alike, which is nearly all, is written once, from what was parsed: so
-they are sent the same prompt, whatever a strange body says twice. The few fields that are a leg's
-own come behind it.
+What an engine's answer says of the engine is noted here; what follows for the request is for `run`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from enum import Enum, auto
+from typing import NoReturn
 
-import orjson
-
-from router.flows.errors import BadRequestError
-from router.flows.prefilled import Params
-from router.flows.request import KV_PARAMS, THRESHOLD, Body
-
-# What a prefiller needs to keep its blocks for a decoder (vLLM's NixlConnector).
-PREFILL_PARAMS = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-# Of the last turn's decoder, whose params then say where its blocks are (bidirectional mode).
-PULL_TURN = {"do_remote_decode": True, "do_remote_prefill": False}
-MAX_COMPLETION_TOKENS = "max_completion_tokens"
-OWN = (
-    "stream",
-    "max_tokens",
-    MAX_COMPLETION_TOKENS,
-    "stream_options",
-    "min_tokens",
-    "min_completion_tokens",
-    "n",
-    THRESHOLD,
-    KV_PARAMS,
+from router.fleet.breaker import HALF_OPEN
+from router.fleet.engine import Engine
+from router.fleet.learned import Learned
+from router.flows import headers, release
+from router.flows.bodies import message_in
+from router.flows.deliver import deliver, deliver_turn
+from router.flows.errors import (
+    EngineError,
+    EngineOverloadedError,
+    EngineUnavailableError,
+    RejectedError,
 )
-# One token, not streamed, once: the prefiller computes the prompt and keeps its blocks.
-ONE_TOKEN = b'"max_tokens":1,"stream":false'
-ONE_COMPLETION_TOKEN = b'"max_completion_tokens":1'
-KEEP_BLOCKS = b'"kv_transfer_params":' + orjson.dumps(PREFILL_PARAMS)
-NO_THRESHOLD = b'"cache_hit_threshold":0'
+from router.flows.gateway import Gateway
+from router.flows.plan import Plan
+from router.flows.prefilled import Params, Prefilled
+from router.flows.push import Push
+from router.flows.request import Request
+from router.flows.screen import cached_share, is_rejected
+from router.flows.trial import try_threshold
+from router.upstream.answer import Answer
+from router.upstream.deadlines import now
+from router.upstream.errors import BrokenAnswerError, UpstreamError
+
+LegError = UpstreamError | EngineError
+LEG_ERRORS = (UpstreamError, EngineError)
+# Seconds and bytes for an engine that has failed to say why.
+LAST_WORDS = 1.0
+LAST_WORDS_SIZE = 256 * 1024
 
 
-class Bodies:
-    """The bodies that one request becomes. Raises BadRequestError for what cannot be written."""
+class Came(Enum):
+    """What became of a decode leg that did not fail for good. UNASKED: it was to be asked first,
+    and may not know that it can reject."""
 
-    __slots__ = ("_common", "_own")
+    ANSWERED = auto()
+    UNASKED = auto()
+    REJECTED = auto()
+    AFRESH = auto()
 
-    def __init__(self, body: Body) -> None:
-        own = {name: body[name] for name in OWN if name in body}
-        if own:
-            body = body.copy()
-            for name in own:
-                del body[name]
-        self._own = own
-        self._common = write(body)[:-1]
 
-    def prefill(
+ANSWERED, UNASKED, REJECTED, AFRESH = Came
+
+
+class Legs:
+    """Those of one request. Each may raise UpstreamError or EngineError, for which there is a row
+    in the table of failures, and RejectedError with an engine's 4xx."""
+
+    __slots__ = ("_gateway", "_plan", "_prompt_tokens", "_request")
+
+    def __init__(self, request: Request, plan: Plan, gateway: Gateway) -> None:
+        self._request = request
+        self._plan = plan
+        self._gateway = gateway
+        self._prompt_tokens: int | None = None
+
+    async def prefill(
+        self, engine: Engine, body: bytes, fresh: bool, push: Push | None = None
+    ) -> Prefilled:
+        request, gateway = self._request, self._gateway
+        record, limits, seat = request.record, gateway.limits, request.seat
+        record.stage, record.prefiller = "prefill", engine.name
+        started = now()
+        if seat is not None:
+            seat.prefill_at(engine)
+        notes, tokens = self._plan.route.prefill_notes, request.tokens
+        if notes is not None:
+            tokens = max(0, tokens - notes.expected(engine.name))
+            notes.sent(engine.name)
+        answer: Answer | None = None
+        self._begin(engine, tokens)
+        try:
+            pinned = b"" if push is None else push.pinned
+            message = self._message(engine, body, push, pinned)
+            latest = min(started + limits.prefill_timeout, request.latest)
+            answer = None if fresh else engine.pool.at_once(message, latest)
+            if answer is None:
+                answer = await engine.pool.send(message, latest, fresh=True)
+            await answer.ready()
+            answer.check()
+            if answer.status != 200:
+                await self._refuse(engine, answer)
+            raw = await answer.read(limits.max_answer_size)
+            if engine.breaker.succeeded():
+                gateway.fleet.answered(engine)
+            prefilled = Prefilled(raw)
+        except asyncio.CancelledError:
+            if answer is not None:
+                gateway.spawn(release.late(request, gateway, answer))
+                answer = None
+            raise
+        finally:
+            self._end(engine, tokens, answer)
+        record.prefill_done = moment = now()
+        if seat is not None:
+            seat.prefilled()
+        gateway.metrics.prefill_seconds.observe(moment - started)
+        if notes is not None:
+            notes.answered(engine.name, prefilled.cached_tokens)
+        if self._plan.reuse is not None:
+            self._prompt_tokens = prefilled.prompt_tokens
+        self._learn(engine, prefilled.params)
+        return prefilled
+
+    async def decode(
         self,
-        last_turn: Body | None = None,
-        transfer_id: str = "",
-        no_threshold: bool = False,
+        engine: Engine,
+        body: bytes,
+        fresh: bool,
+        threshold: float = 0.0,
+        push: Push | None = None,
+    ) -> Came:
+        """Until the client has it all. `threshold`: what the engine's cache must hold, or it may
+        reject."""
+        request, gateway = self._request, self._gateway
+        record, seat, reuse = request.record, request.seat, self._plan.reuse
+        record.stage, record.decoder, record.decode_started = "decode", engine.name, now()
+        record.first_byte = None  # the one before may have failed inside its first event
+        if seat is not None:
+            seat.decode_at(engine)
+        notes, tokens = self._plan.route.decode_notes, request.tokens
+        if notes is not None:
+            notes.sent(engine.name)
+        answer: Answer | None = None
+        self._begin(engine, tokens)
+        try:
+            message = self._message(engine, body, push)
+            latest = record.decode_started + gateway.limits.decode_first_byte_timeout
+            latest = min(latest, request.latest)
+            answer = None if fresh else engine.pool.at_once(message, latest)
+            if answer is None:
+                answer = await engine.pool.send(message, latest, fresh=True)
+            await answer.ready()
+            answer.check()
+            if answer.status != 200:
+                await self._refuse(engine, answer)
+            if engine.breaker.succeeded():
+                gateway.fleet.answered(engine)
+            if threshold and await self._is_rejected(engine, answer, threshold):
+                return REJECTED
+            if notes is not None:
+                was_given_all = record.prefill_done is not None
+                notes.answered(engine.name, tokens if was_given_all else None)
+            if seat is not None:
+                seat.prefilled()
+            if reuse is None:
+                await deliver(request, gateway, answer)
+            else:
+                told = self._prompt_tokens
+                await deliver_turn(request, gateway, reuse.turn, engine, answer, told)
+            return ANSWERED
+        finally:
+            self._end(engine, tokens, answer)
+
+    def _message(
+        self, engine: Engine, body: bytes, push: Push | None, pinned: bytes = b""
     ) -> bytes:
-        """`last_turn` are a decoder's params: the prefiller pulls from there what it need not
-        compute."""
-        parts = [ONE_TOKEN]
-        if MAX_COMPLETION_TOKENS in self._own:
-            parts.append(ONE_COMPLETION_TOKEN)
-        if no_threshold or THRESHOLD in self._own:
-            parts.append(NO_THRESHOLD)
-        if last_turn is None and not transfer_id:
-            parts.append(KEEP_BLOCKS)
-        else:
-            params = PREFILL_PARAMS if last_turn is None else {**last_turn, **PULL_TURN}
-            named = {"transfer_id": transfer_id} if transfer_id else {}
-            parts.append(_field(KV_PARAMS, {**params, **named}))
-        return self._with(parts)
+        request = self._request
+        leg_id = request.leg_id() if push is None else push.leg_id
+        lines = pinned + request.shared_headers
+        return headers.message(request.record.endpoint, engine.name, leg_id, lines, body)
 
-    def decode(
-        self, params: Params | None, threshold: float | None = None, whole: bool = False
-    ) -> bytes:
-        """`threshold` is what the decoder's cache must hold, None what the client said of it.
-        `whole`: without streaming."""
-        own = self._own
-        if whole:
-            own = {**own, "stream": False}
-            own.pop("stream_options", None)
-        if threshold is not None:
-            own = {**own, THRESHOLD: threshold}
-        elif THRESHOLD in own:
-            own = {**own, THRESHOLD: 0}
-        if params is not None and KV_PARAMS in own:
-            own = {name: own[name] for name in own if name != KV_PARAMS}
-        parts = [write(own)[1:-1]] if own else []
-        if params is not None:
-            parts.append(b'"kv_transfer_params":' + params.raw)
-        return self._with(parts)
+    def _begin(self, engine: Engine, tokens: int) -> None:
+        engine.in_flight += 1
+        engine.tokens_in_flight += tokens
+        if engine.breaker.circuit is HALF_OPEN:
+            self._gateway.fleet.begins(engine, self)
 
-    def _with(self, parts: list[bytes]) -> bytes:
-        common = self._common
-        if len(common) > 1:
-            return b",".join((common, *parts)) + b"}"
-        return common + b",".join(parts) + b"}"
+    def _end(self, engine: Engine, tokens: int, answer: Answer | None) -> None:
+        engine.in_flight -= 1
+        engine.tokens_in_flight -= tokens
+        if answer is not None:
+            answer.close()
+        if engine.breaker.trial is self:
+            self._gateway.fleet.left(engine)
+
+    async def _refuse(self, engine: Engine, answer: Answer) -> NoReturn:
+        """4xx is for the client as it is; anything else is the engine's failure."""
+        if answer.status >= 500:
+            raise _error_of(engine, answer, await _last_words(answer))
+        body = await answer.read(self._gateway.limits.max_answer_size)
+        if answer.status >= 400 and engine.breaker.succeeded():  # it had every right to refuse
+            self._gateway.fleet.answered(engine)
+        raise _error_of(engine, answer, body)
+
+    def _learn(self, engine: Engine, params: Params | None) -> None:
+        gateway, learned = self._gateway, engine.learned
+        if params is None:
+            gateway.metrics.prefill_without_params.inc()
+            gateway.throttle.warn(
+                "a prefiller answered without kv_transfer_params, so the decoder prefills again",
+                engine.name,
+            )
+            return
+        _note_proof(learned, params)
+        if not learned.ranks and gateway.limits.transfer_mode != "pull":
+            learned.note_transfer(params.content)
+
+    async def _is_rejected(self, engine: Engine, answer: Answer, threshold: float) -> bool:
+        learned = engine.learned
+        if await is_rejected(answer):
+            learned.note_rejected()
+            return True
+        if learned.knows_threshold is None:
+            share = await cached_share(answer)
+            if learned.note_accepted(threshold, share):
+                self._gateway.spawn(try_threshold(self._request, engine))
+        return False
 
 
-def _field(name: str, value: Mapping[str, object]) -> bytes:
-    return b'"%s":' % name.encode("ascii") + write(value)
+def _note_proof(learned: Learned, params: Params) -> None:
+    """Reads the params of an engine only until it is known to prove what its blocks hold."""
+    speaks = params.speaks_of_proof
+    learned.proves_prefix = speaks and (learned.proves_prefix or params.is_proven)
 
 
-def write(content: Mapping[str, object]) -> bytes:
-    """Raises BadRequestError for what can be read but not written: nesting beyond 250 levels."""
+async def _last_words(answer: Answer) -> bytes:
+    """What an engine says soon of its failure; that it has failed is known."""
     try:
-        return orjson.dumps(content)
-    except orjson.JSONEncodeError as error:
-        raise BadRequestError(f"the body cannot be forwarded: {error}") from error
+        async with asyncio.timeout(LAST_WORDS):
+            return await answer.read(LAST_WORDS_SIZE)
+    except (TimeoutError, UpstreamError):
+        return b""
 
 
-def message_in(answer: bytes) -> str:
-    """What an engine's error object says, as ": text", or nothing."""
-    try:
-        error = orjson.loads(answer)["error"]
-        message = error["message"]
-    except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
-        return ""
-    return f": {message[:1000]}" if isinstance(message, str) else ""
+def _error_of(engine: Engine, answer: Answer, body: bytes) -> Exception:
+    status = answer.status
+    if status < 400:
+        return BrokenAnswerError(f"an answer with status {status}")
+    rejected = RejectedError(status, answer.headers, body) if status < 500 else None
+    text = f"the {engine.role} engine answered {status}{message_in(body)}"
+    seconds = headers.retry_after(answer.headers) if status in (429, 503) else None
+    if seconds is not None:
+        return EngineOverloadedError(text, seconds, rejected)
+    if rejected is not None:
+        return rejected
+    return (EngineUnavailableError if status == 503 else EngineError)(text)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
+from router.fleet.engine import Engine
 from router.flows.limits import Limits
 from router.flows.request import THRESHOLD, Request
 from router.flows.reuse import Reuse
@@ -29,6 +30,9 @@ class Mode(StrEnum):
     PUSH = "push"
 
 
+ALONE, PULL, PUSH = Mode
+
+
 class Plan(NamedTuple):
     """`flow` and `why_alone` are for the books. `threshold` above 0: the first decoder is asked
     first, and may reject; `was_skipped`: it would be, if it were known to do so. `reuse`: of a
@@ -45,16 +49,16 @@ class Plan(NamedTuple):
 
 def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limits) -> Plan:
     if request.alone:
-        return Plan("decode_only", Mode.ALONE, route, request.alone)
+        return Plan("decode_only", ALONE, route, request.alone)
     if route.prefillers and route.decoders and route.prefillers[0] is route.decoders[0]:
         # One that is both: nobody hands KV to itself.
         others = [engine for engine in route.prefillers if engine is not route.decoders[0]]
         if not others:
-            return Plan("decode_only", Mode.ALONE, route, SAME_ENGINE, reuse=reuse)
+            return Plan("decode_only", ALONE, route, SAME_ENGINE, reuse=reuse)
         route = route._replace(prefillers=others)
     if limits.min_remote_prefill_tokens and _is_short(request, route, reuse, limits):
         name = "decode_only" if request.turn is None else "turn"
-        return Plan(name, Mode.ALONE, route, SHORT_PROMPT, reuse=reuse)
+        return Plan(name, ALONE, route, SHORT_PROMPT, reuse=reuse)
     mode = mode_of(route, limits.transfer_mode)
     flow: str = mode
     if request.turn is not None:
@@ -64,7 +68,7 @@ def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limit
     threshold = request.threshold
     if not threshold and reuse is not None:
         threshold = _own_threshold(request, reuse, limits)
-    if threshold and not _may_reject(request, route):
+    if threshold and not (route.decoders and may_reject(request, route.decoders[0])):
         return Plan(flow, mode, route, was_skipped=True, reuse=reuse)
     return Plan(flow, mode, route, threshold=threshold, reuse=reuse)
 
@@ -85,11 +89,11 @@ def _is_short(request: Request, route: Route, reuse: Reuse | None, limits: Limit
 def mode_of(route: Route, transfer_mode: str) -> Mode:
     """By the setting, which may leave it to what the engines say of themselves."""
     if transfer_mode == "pull" or not route.prefillers or not route.decoders:
-        return Mode.PULL
+        return PULL
     if transfer_mode == "auto":
         both = route.prefillers[0].learned.pushes and route.decoders[0].learned.pushes
-        return Mode.PUSH if both else Mode.PULL
-    return Mode.PUSH
+        return PUSH if both else PULL
+    return PUSH
 
 
 def _own_threshold(request: Request, reuse: Reuse, limits: Limits) -> float:
@@ -101,9 +105,7 @@ def _own_threshold(request: Request, reuse: Reuse, limits: Limits) -> float:
     return share if holds_it and reuse.decoder.learned.knows_threshold else 0
 
 
-def _may_reject(request: Request, route: Route) -> bool:
-    """The first decoder may refuse, or the prompt is short enough not to mind."""
-    if not route.decoders:
-        return False
-    knows = route.decoders[0].learned.knows_threshold
+def may_reject(request: Request, decoder: Engine) -> bool:
+    """It may refuse to answer alone, or the prompt is short enough not to mind."""
+    knows = decoder.learned.knows_threshold
     return knows is not False or len(request.exchange.body) <= SHORT

@@ -77,9 +77,18 @@ class EnginePool:
 
     async def send(self, request: bytes, deadline: float, fresh: bool = False) -> Answer:
         """The same, without waiting: the answer is not ready yet, and may have failed."""
-        connection = None if fresh else self._youngest()
-        if connection is None:
-            connection = await self._connect(deadline)
+        answer = None if fresh else self.at_once(request, deadline)
+        if answer is None:
+            answer = self._send(await self._connect(deadline), request, deadline)
+        return answer
+
+    def at_once(self, request: bytes, deadline: float) -> Answer | None:
+        """The same on a kept connection, None where there is none. No coroutine: that it seldom
+        waits makes `send` dear."""
+        connection = self._youngest()
+        return None if connection is None else self._send(connection, request, deadline)
+
+    def _send(self, connection: EngineConnection, request: bytes, deadline: float) -> Answer:
         answer = Answer(connection, self._deadlines, deadline)
         connection.ask(request, answer)
         return answer

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.flows import errors, headers, legs
+from router.flows import bodies, errors, headers
 from router.flows.prefilled import Prefilled
 from router.flows.request import Body, has_params, parse_body, why_alone, without_params
 from router.telemetry.access import AccessLine
@@ -40,13 +40,13 @@ BODIES = st.dictionaries(
 @given(BODIES)
 def test_a_prefill_body_changes_what_it_must_and_nothing_else(body: Body) -> None:
     before = orjson.dumps(body)
-    leg = json.loads(legs.Bodies(without_params(body)).prefill())
+    leg = json.loads(bodies.Bodies(without_params(body)).prefill())
     assert orjson.dumps(body) == before, "the client's body is needed again"
     edited = {"max_tokens", "max_completion_tokens", "stream", "kv_transfer_params", "vllm_xargs"}
     dropped = {"stream_options", "min_tokens", "min_completion_tokens", "n"}
     assert leg["max_tokens"] == 1
     assert leg["stream"] is False
-    assert leg["kv_transfer_params"] == legs.PREFILL_PARAMS
+    assert leg["kv_transfer_params"] == bodies.PREFILL_PARAMS
     assert not dropped & leg.keys()
     assert leg.get("max_completion_tokens", 1) == 1
     assert ("max_completion_tokens" in leg) == ("max_completion_tokens" in body)
@@ -77,7 +77,7 @@ def test_whatever_json_a_prefiller_answers_is_read_or_refused(content: object) -
             assert answer.params.retaining().content == {**given, "retain": True}
         tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
         assert answer.prompt_tokens == (tokens if type(tokens) is int else None)
-    assert isinstance(legs.message_in(orjson.dumps(content)), str)
+    assert isinstance(bodies.message_in(orjson.dumps(content)), str)
 
 
 @given(JSON_VALUES, JSON_VALUES, JSON_VALUES)
@@ -184,7 +184,7 @@ def test_any_bytes_are_a_body_or_a_bad_request(raw: bytes) -> None:
         body = parse_body(raw)
     except errors.BadRequestError:
         return
-    assert orjson.loads(legs.write(body)) == body
+    assert orjson.loads(bodies.write(body)) == body
 
 
 def test_a_throttle_speaks_once_per_period_and_counts(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,129 @@
+"""What each leg is sent. Pure.
+
+What both engines must read alike, which is nearly all, is written once, from what was parsed: so
+they are sent the same prompt, whatever a strange body says twice. The few fields that are a leg's
+own come behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import orjson
+
+from router.flows.errors import BadRequestError
+from router.flows.prefilled import Params
+from router.flows.request import KV_PARAMS, THRESHOLD, Body
+
+# What a prefiller needs to keep its blocks for a decoder (vLLM's NixlConnector).
+PREFILL_PARAMS = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+# Of the last turn's decoder, whose params then say where its blocks are (bidirectional mode).
+PULL_TURN = {"do_remote_decode": True, "do_remote_prefill": False}
+MAX_COMPLETION_TOKENS = "max_completion_tokens"
+OWN = (
+    "stream",
+    "max_tokens",
+    MAX_COMPLETION_TOKENS,
+    "stream_options",
+    "min_tokens",
+    "min_completion_tokens",
+    "n",
+    THRESHOLD,
+    KV_PARAMS,
+)
+# One token, not streamed, once: the prefiller computes the prompt and keeps its blocks.
+ONE_TOKEN = b'"max_tokens":1,"stream":false'
+ONE_COMPLETION_TOKEN = b'"max_completion_tokens":1'
+KEEP_BLOCKS = b'"kv_transfer_params":' + orjson.dumps(PREFILL_PARAMS)
+NO_THRESHOLD = b'"cache_hit_threshold":0'
+
+
+class Bodies:
+    """The bodies that one request becomes. Raises BadRequestError for what cannot be written."""
+
+    __slots__ = ("_common", "_own")
+
+    def __init__(self, body: Body) -> None:
+        own = {name: body[name] for name in OWN if name in body}
+        if own:
+            body = body.copy()
+            for name in own:
+                del body[name]
+        self._own = own
+        self._common = write(body)[:-1]
+
+    def prefill(
+        self,
+        last_turn: Body | None = None,
+        transfer_id: str = "",
+        no_threshold: bool = False,
+    ) -> bytes:
+        """`last_turn` are a decoder's params: the prefiller pulls from there what it need not
+        compute."""
+        parts = [ONE_TOKEN]
+        if MAX_COMPLETION_TOKENS in self._own:
+            parts.append(ONE_COMPLETION_TOKEN)
+        if no_threshold or THRESHOLD in self._own:
+            parts.append(NO_THRESHOLD)
+        if last_turn is None and not transfer_id:
+            parts.append(KEEP_BLOCKS)
+        else:
+            params = PREFILL_PARAMS if last_turn is None else {**last_turn, **PULL_TURN}
+            named = {"transfer_id": transfer_id} if transfer_id else {}
+            parts.append(_field(KV_PARAMS, {**params, **named}))
+        return self._with(parts)
+
+    def decode(
+        self, params: Params | None, threshold: float | None = None, whole: bool = False
+    ) -> bytes:
+        """`threshold` is what the decoder's cache must hold, None what the client said of it.
+        `whole`: without streaming."""
+        own = self._own
+        if whole:
+            own = {**own, "stream": False}
+            own.pop("stream_options", None)
+        if threshold is not None:
+            own = {**own, THRESHOLD: threshold}
+        elif THRESHOLD in own:
+            own = {**own, THRESHOLD: 0}
+        if params is not None and KV_PARAMS in own:
+            own = {name: own[name] for name in own if name != KV_PARAMS}
+        parts = [write(own)[1:-1]] if own else []
+        if params is not None:
+            parts.append(b'"kv_transfer_params":' + params.raw)
+        return self._with(parts)
+
+    def _with(self, parts: list[bytes]) -> bytes:
+        common = self._common
+        if len(common) > 1:
+            return b",".join((common, *parts)) + b"}"
+        return common + b",".join(parts) + b"}"
+
+
+def _field(name: str, value: Mapping[str, object]) -> bytes:
+    return b'"%s":' % name.encode("ascii") + write(value)
+
+
+def write(content: Mapping[str, object]) -> bytes:
+    """Raises BadRequestError for what can be read but not written: nesting beyond 250 levels."""
+    try:
+        return orjson.dumps(content)
+    except orjson.JSONEncodeError as error:
+        raise BadRequestError(f"the body cannot be forwarded: {error}") from error
+
+
+def message_in(answer: bytes) -> str:
+    """What an engine's error object says, as ": text", or nothing."""
+    try:
+        error = orjson.loads(answer)["error"]
+        message = error["message"]
+    except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
+        return ""
+    return f": {message[:1000]}" if isinstance(message, str) else ""
