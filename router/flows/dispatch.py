@@ -30,7 +30,26 @@ async def serve(exchange: Exchange, gateway: Gateway) -> None:
     assert task is not None
     gateway.running.add(task)
     try:
-        await _run(request, gateway)
+        gateway.budget.note_request(request.record.started)
+        request.read(gateway.limits, gateway.conversations)
+        bodies = Bodies(request.body)
+        if gateway.admission is None and (request.turn is None or request.alone):
+            plan = make_plan(request, gateway.route(request), None, gateway.limits)
+        else:
+            plan = await _plan(request, gateway)
+        request.record.flow = plan.flow
+        await Run(request, bodies, plan, gateway).answer()
+    except asyncio.CancelledError:
+        if not gateway.interrupted:
+            _note_disconnect(request.record, gateway)
+            raise
+        await _refuse(request, gateway, errors.ShuttingDownError("the router is shutting down"))
+    except Exception as error:
+        rejected = _rejected_in(error)
+        if rejected is None:
+            await _refuse(request, gateway, error)
+        else:
+            await _pass_on(request, rejected)
     finally:
         gateway.running.discard(task)
         if request.seat is not None:
@@ -52,30 +71,6 @@ def _open_books(exchange: Exchange, gateway: Gateway) -> Request:
     return Request(exchange, record, shared_headers, latest)
 
 
-async def _run(request: Request, gateway: Gateway) -> None:
-    try:
-        gateway.budget.note_request(request.record.started)
-        request.read(gateway.limits, gateway.conversations)
-        bodies = Bodies(request.body)
-        plan = await _plan(request, gateway)
-        request.record.flow = plan.flow
-        await Run(request, bodies, plan, gateway).answer()
-    except asyncio.CancelledError:
-        if not gateway.interrupted:
-            _note_disconnect(request.record, gateway)
-            raise
-        await _refuse(request, gateway, errors.ShuttingDownError("the router is shutting down"))
-    except errors.RejectedError as rejected:
-        await _pass_on(request, rejected)
-    except errors.EngineOverloadedError as error:
-        if error.rejected is None:
-            await _refuse(request, gateway, error)
-        else:
-            await _pass_on(request, error.rejected)
-    except Exception as error:
-        await _refuse(request, gateway, error)
-
-
 def _note_disconnect(record: Record, gateway: Gateway) -> None:
     record.outcome = "disconnected"
     record.status = record.status or CLIENT_LEFT
@@ -89,7 +84,7 @@ async def _plan(request: Request, gateway: Gateway) -> Plan:
     if admission is not None:
         pools = gateway.pools(request.model)
         request.seat = admission.at_once(request, pools) or await admission.wait(request)
-    if turn is None or conversations is None or request.alone:
+    if turn is None or conversations is None or request.alone:  # it had to wait for its seat
         return make_plan(request, _settled(request, gateway.route(request)), None, limits)
     gateway.pools(request.model)  # what was kept is taken only if it can be used
     await conversations.recall(turn)
@@ -105,6 +100,13 @@ async def _plan(request: Request, gateway: Gateway) -> Plan:
 
 def _settled(request: Request, route: Route) -> Route:
     return route if request.seat is None else request.seat.settle(route)
+
+
+def _rejected_in(error: Exception) -> errors.RejectedError | None:
+    """An engine's 4xx, which the client gets as it is."""
+    if isinstance(error, errors.EngineOverloadedError):
+        return error.rejected
+    return error if isinstance(error, errors.RejectedError) else None
 
 
 async def _pass_on(request: Request, rejected: errors.RejectedError) -> None:

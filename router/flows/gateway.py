@@ -10,7 +10,7 @@ from typing import Any
 from router.conversations.conversations import Conversations
 from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet
-from router.fleet.snapshot import Pool
+from router.fleet.snapshot import Pool, Snapshot
 from router.fleet.spec import Role
 from router.flows.admission import Admission, Held, has_limits
 from router.flows.attempts import RetryBudget
@@ -61,6 +61,8 @@ class Gateway:
         self._prefill = Policies(settings.prefill_policy, prefill_bound)
         self._decode = Policies(settings.decode_policy, self.load_bound)
         self._prefill_turn = self._decode_turn = 0
+        self._looked_at: Snapshot | None = None
+        self._wants = False
         fleet.on_lost = self._forget
         self._background: set[asyncio.Task[None]] = set()
 
@@ -72,8 +74,7 @@ class Gateway:
         pools = self.pools(request.body.get("model"))
         session = "" if request.turn is None else request.turn.conversation.session
         tokens = request.tokens
-        is_worth_it = tokens >= TOKENS and self._wants_chunks(pools)
-        chunks = chunks_of(request.body) if is_worth_it else ()
+        chunks = chunks_of(request.body) if tokens >= TOKENS and self._wants_chunks() else ()
         ask = None
         if not request.alone:
             ask = Ask(self._prefill_turn, tokens, session, chunks)
@@ -126,17 +127,22 @@ class Gateway:
         for task in list(self.running):
             task.cancel()
 
-    def _wants_chunks(self, pools: Sequence[Pool]) -> bool:
-        """Whether a policy remembers who holds what, and has a choice."""
-        prefill, decode = self._prefill.remembers, self._decode.remembers
-        if not (prefill or decode):
-            return False
-        # A single decoder's cache tells whether it needs a prefiller.
-        least = 1 if self.limits.min_remote_prefill_tokens else 2
-        return any(
-            (prefill and len(pool.prefillers) > 1) or (decode and len(pool.decoders) >= least)
-            for pool in pools
-        )
+    def _wants_chunks(self) -> bool:
+        """Whether a policy remembers who holds what, and has a choice: asked once a snapshot."""
+        snapshot = self.fleet.snapshot
+        if snapshot is not self._looked_at:
+            prefill, decode = self._prefill.remembers, self._decode.remembers
+            # A single decoder's cache tells whether it needs a prefiller.
+            least = 1 if self.limits.min_remote_prefill_tokens else 2
+            self._looked_at, self._wants = (
+                snapshot,
+                any(
+                    (prefill and len(pool.prefillers) > 1)
+                    or (decode and len(pool.decoders) >= least)
+                    for pool in snapshot.any_model
+                ),
+            )
+        return self._wants
 
     def _forget(self, engine: Engine) -> None:
         groups = {known.spec.group for known in self.fleet.engines}

@@ -8,12 +8,17 @@ from router.policies.candidate import MOST_TRIED, Ask, Candidate, E, Policy, loa
 from router.policies.chance import SAMPLE, mix, sample
 from router.policies.round_robin import in_turn
 
+# So few are sorted by all at once.
+FEW = 8
+
 
 class LeastLoaded(Policy):
     """Of many engines it looks at a sample only: the best of 64 is nearly the best of all, and two
     routers that know nothing of each other don't run to the same one."""
 
     def order(self, candidates: Sequence[E], ask: Ask) -> Sequence[E]:
+        if len(candidates) <= FEW:
+            return sorted(in_turn(candidates, ask.turn), key=load)[:MOST_TRIED]
         if len(candidates) > SAMPLE:
             looked_at = sample(candidates, mix(ask.turn))
         else:
