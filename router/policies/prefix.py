@@ -11,6 +11,7 @@ from router.policies.chance import mix
 from router.policies.chunks import TOKENS
 from router.policies.holders import Holders, Match
 from router.policies.least_loaded import LeastLoaded
+from router.policies.seats import Seats
 
 # Of those who hold the same, so many are compared.
 COMPARED = 8
@@ -18,7 +19,6 @@ COMPARED = 8
 ENOUGH = 3
 # Of the prompts sent to an engine last, so many are remembered until they are answered.
 MOST_OPEN = 32
-MOST_SEATS = 16
 
 
 class _Open(NamedTuple):
@@ -34,9 +34,8 @@ class _Open(NamedTuple):
 
 
 class _Seat(NamedTuple):
-    """One tuple of candidates, which is kept so that its id stays its own; their bits."""
+    """Of some candidates: their bits."""
 
-    candidates: Sequence[object]
     places: dict[int, int]
     among: int
 
@@ -48,7 +47,7 @@ class Prefix(Policy):
         self._bound = bound
         self._by_load = LeastLoaded()
         self._holders = Holders() if holders is None else holders
-        self._seats: dict[int, _Seat] = {}
+        self._seats = Seats(self._seat)
         self._open: dict[str, dict[int, _Open]] = {}
         """For each engine, by turn."""
         self._strikes: dict[str, int] = {}
@@ -60,7 +59,7 @@ class Prefix(Policy):
         chunks = ask.chunks
         if not chunks:
             return self._by_load.order(candidates, ask)
-        seat = self._seats.get(id(candidates)) or self._seat(candidates)
+        seat = self._seats.of(candidates)
         depth, engines = self._match = self._holders.longest(chunks, seat.among)
         self._asked = chunks
         if not depth:
@@ -142,17 +141,13 @@ class Prefix(Policy):
         return self._holders.longest(ask.chunks, bit).depth
 
     def _seat(self, candidates: Sequence[Candidate]) -> _Seat:
-        """A tuple stays what it is, so its identity tells; a list is looked at each time."""
         era = self._holders.era
         bits = self._holders.seat([engine.name for engine in candidates])
-        if self._holders.era != era or len(self._seats) >= MOST_SEATS:
+        if self._holders.era != era:
             self._seats.clear()
-        seat = _Seat(candidates, {bit: place for place, bit in enumerate(bits)}, sum(bits))
-        if isinstance(candidates, tuple):
-            self._seats[id(candidates)] = seat
         for name in [name for name in self._open if not self._holders.bit(name)]:
             del self._open[name]
-        return seat
+        return _Seat({bit: place for place, bit in enumerate(bits)}, sum(bits))
 
 
 def _with_stand_in(first: E, candidates: Sequence[E], turn: int) -> list[E]:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
 POINTS = 64
-PROBES = 8
+PROBES = 5
 CIRCLE = 2**64
 # The low bits of a point are the number of its name, so that a point is all there is to look up.
 NUMBER = 2**20 - 1
@@ -41,7 +42,7 @@ class Ring:
     def copy(self) -> Ring:
         """Another one of the same names: they are cheaper to seat there than in an empty one."""
         ring = Ring()
-        ring._circle, ring._numbers = self._circle.copy(), self._numbers.copy()
+        ring._circle, ring._numbers = self._circle[:], self._numbers.copy()
         return ring
 
     def seat(self, names: Sequence[str]) -> None:
@@ -79,12 +80,13 @@ class Ring:
                 for point in _points_of(name, number):
                     insort(self._circle, point)
             else:
-                self._circle += _points_of(name, number)
+                self._circle.extend(_points_of(name, number))
         if len(names) > 1:
-            self._circle.sort()
+            self._circle = array("Q", sorted(self._circle))
 
     def _begin_anew(self) -> None:
-        self._circle: list[int] = []
+        # No list: its ints would lie all over the memory, and looking one up costs that.
+        self._circle = array("Q")
         self._numbers: dict[str, int] = {}
 
 
