@@ -86,7 +86,7 @@ class Ring:
 
     def _begin_anew(self) -> None:
         # No list: its ints would lie all over the memory, and looking one up costs that.
-        self._circle = array("Q")
+        self._circle: array[int] = array("Q")
         self._numbers: dict[str, int] = {}
 
 
