@@ -32,6 +32,8 @@ class Ring:
     """Names that are not asked stay and are walked past, so one that blinks costs nothing; when
     they are more than half, the ring is made anew."""
 
+    _circle: array[int]
+
     def __init__(self) -> None:
         self._begin_anew()
 
@@ -86,7 +88,7 @@ class Ring:
 
     def _begin_anew(self) -> None:
         # No list: its ints would lie all over the memory, and looking one up costs that.
-        self._circle: array[int] = array("Q")
+        self._circle = array("Q")
         self._numbers: dict[str, int] = {}
 
 
