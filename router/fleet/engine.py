@@ -45,6 +45,8 @@ class Engine:
     failures: int = 0
     in_flight: int = 0
     tokens_in_flight: int = 0
+    holding: int = 0
+    """Requests whose KV waits here until a decoder has read it."""
     admitted: int = 0
     admitted_tokens: int = 0
     learned: Learned = field(default_factory=Learned)

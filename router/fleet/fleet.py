@@ -58,9 +58,9 @@ class Fleet:
         return tuple(self._engines.values())
 
     def named(self, name: str) -> Engine | None:
-        """The engine of that name, if it may be asked."""
+        """The engine of that name, unless it is dead; what drains still has what it holds."""
         engine = self._engines.get(name)
-        return engine if engine is not None and engine.is_wanted else None
+        return None if engine is None or engine.health is Health.UNHEALTHY else engine
 
     def candidates(self, role: Role) -> Sequence[Engine]:
         """Whoever of that role may be asked for something."""

@@ -56,13 +56,16 @@ class Legs:
     """Those of one request. Each may raise UpstreamError or EngineError, for which there is a row
     in the table of failures, and RejectedError with an engine's 4xx."""
 
-    __slots__ = ("_gateway", "_plan", "_prompt_tokens", "_request")
+    __slots__ = ("_gateway", "_holder", "_is_read", "_plan", "_prompt_tokens", "_request")
 
     def __init__(self, request: Request, plan: Plan, gateway: Gateway) -> None:
         self._request = request
         self._plan = plan
         self._gateway = gateway
         self._prompt_tokens: int | None = None
+        # Where KV waits for a decoder, unless it was read.
+        self._holder: Engine | None = None
+        self._is_read = False
 
     async def prefill(
         self, engine: Engine, body: bytes, fresh: bool, push: Push | None = None
@@ -110,7 +113,17 @@ class Legs:
         if self._plan.reuse is not None:
             self._prompt_tokens = prefilled.prompt_tokens
         self._learn(engine, prefilled.params)
+        if prefilled.params is not None and not self._is_read:
+            self.let_go()
+            engine.holding += 1
+            self._holder = engine
         return prefilled
+
+    def let_go(self, is_read: bool = False) -> None:
+        """No decoder will read what a prefiller holds, or one has."""
+        holder, self._holder, self._is_read = self._holder, None, is_read
+        if holder is not None:
+            holder.holding -= 1
 
     async def decode(
         self,
@@ -126,6 +139,7 @@ class Legs:
         record, seat, reuse = request.record, request.seat, self._plan.reuse
         record.stage, record.decoder, record.decode_started = "decode", engine.name, now()
         record.first_byte = None  # the one before may have failed inside its first event
+        self._is_read = False
         if seat is not None:
             seat.decode_at(engine)
         notes, tokens = self._plan.route.decode_notes, request.tokens
@@ -148,6 +162,7 @@ class Legs:
                 gateway.fleet.answered(engine)
             if threshold and await self._is_rejected(engine, answer, threshold):
                 return REJECTED
+            self.let_go(is_read=True)
             if notes is not None:
                 was_given_all = record.prefill_done is not None
                 notes.answered(engine.name, tokens if was_given_all else None)

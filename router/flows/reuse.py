@@ -8,7 +8,7 @@ from typing import NamedTuple
 from router.conversations.conversations import Turn
 from router.conversations.entry import Entry
 from router.conversations.guard import Fit, Verdict, cut, judge
-from router.fleet.engine import Engine
+from router.fleet.engine import Engine, Intent
 from router.fleet.fleet import Fleet
 from router.fleet.learned import instance_of
 from router.fleet.spec import Role
@@ -34,8 +34,10 @@ class Offer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """What recalling the last turn came to. `decoder`, `entry` and `verdict` are there together: a
-    last turn at a decoder that may be asked. `unproven` is the setting conversation_unproven."""
+    """What recalling the last turn came to. `entry` and `verdict` are there together: a last turn
+    at a decoder that still has it. That is `decoder`, if it may be asked: one that is draining is
+    only read from, and the conversation goes on elsewhere. `unproven` is the setting
+    conversation_unproven."""
 
     turn: Turn
     unproven: str
@@ -85,10 +87,13 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Reu
     decoder = fleet.named(entry.decoder)
     if decoder is None or not decoder.role.plays(Role.DECODE) or not _is_same(decoder, entry):
         return Reuse(turn, unproven, "decoder_gone")
-    if bound.exceeded(decoder, fleet.candidates(Role.DECODE)):
+    home: Engine | None = decoder
+    if decoder.intent is not Intent.SERVING:
+        home = None
+    elif bound.exceeded(decoder, fleet.candidates(Role.DECODE)):
         return Reuse(turn, unproven, "decoder_overloaded")
     verdict = judge(entry, turn.prompt, turn.scope)
-    return Reuse(turn, unproven, verdict.fit.value, verdict.reason, decoder, entry, verdict)
+    return Reuse(turn, unproven, verdict.fit.value, verdict.reason, home, entry, verdict)
 
 
 def _is_same(decoder: Engine, entry: Entry) -> bool:

@@ -92,6 +92,7 @@ class Run:
             else:
                 await self._push()
         finally:
+            self._legs.let_go(is_read=True)
             if self._unread is not None:
                 self._give_up_unread()
             if plan.route.is_noted:
@@ -127,6 +128,7 @@ class Run:
                 raise
             if came is ANSWERED:
                 return None
+            self._legs.let_go()
             release.give_up(self._request, self._gateway, prefilled.params, None)
 
     # Pull: one leg after the other.

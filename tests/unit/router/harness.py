@@ -83,6 +83,7 @@ class Router:
         """Every request is over, and what outlived them too."""
         gateway = self.gateway
         await eventually(lambda: not gateway.running and not gateway._background, 10)
+        assert not any(e.in_flight or e.holding for e in gateway.fleet.engines)
 
     async def knows_its_engines(self) -> None:
         """Each was asked all that it is asked, and has a connection waiting."""

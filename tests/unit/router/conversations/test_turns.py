@@ -290,6 +290,22 @@ async def test_an_entry_whose_decoder_is_gone_is_dropped(
         assert turns(router, "decoder_gone") == 1
 
 
+async def test_a_conversation_moves_on_from_a_decoder_that_drains(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    """It is not asked any more, and what it keeps is read from it all the same."""
+    async with running_engine(decoding()) as other:
+        router = await start_router(ds=[d, other])
+        await chat(router, ASKED)
+        home, next_home = (d, other) if d.requests else (other, d)
+        router.gateway.fleet.drain(router.engine(home))
+        await chat(router, AGAIN)
+        assert offered(p) is not None
+        assert next_home.requests
+        assert len(home.requests) == 1
+        assert turns(router, "hit") == 1
+
+
 async def test_an_entry_from_before_its_decoder_was_lost_is_dropped(
     router: Router, p: MockEngine, d: MockEngine
 ) -> None:

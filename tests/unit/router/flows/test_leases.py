@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.harness import Router, post
+from tests.unit.router.harness import Router, eventually, post
 from tests.unit.router.mock_engine import (
     DONE,
     PARAMS,
@@ -100,3 +100,45 @@ async def test_every_prefill_is_read_or_released(
     assert books.read
     assert books.released
     assert len(books.released) == len(set(books.released)), "each once"
+
+
+async def test_a_prefiller_holds_kv_until_its_decoder_has_it(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    """Which is when the decoder says its first word, however long it goes on."""
+    goes_on, ends = asyncio.Event(), asyncio.Event()
+
+    async def slowly(request: Received, peer: Peer) -> None:
+        await goes_on.wait()
+        await peer.send(STREAM_HEAD + chunk(event("a")))
+        await ends.wait()
+        await peer.send(chunk(DONE) + b"0\r\n\r\n")
+
+    d.scripts = [slowly]
+    router = await start_router()
+    prefiller, decoder = router.engine(p), router.engine(d)
+    asking = asyncio.create_task(router.stream())
+    await eventually(lambda: d.requests)
+    assert (prefiller.in_flight, prefiller.holding) == (0, 1)
+    goes_on.set()
+    await eventually(lambda: prefiller.holding == 0)
+    assert decoder.in_flight == 1
+    ends.set()
+    assert (await asking).status_code == 200
+    await router.settled()
+
+
+async def test_a_prefiller_holds_nothing_for_a_client_that_left(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async def never(request: Received, peer: Peer) -> None:
+        await peer.wait_left()
+
+    d.scripts = [never]
+    router = await start_router()
+    async with router.socket() as client:
+        await client.send(post(b'{"model": "m", "prompt": "x"}'))
+        await eventually(lambda: router.engine(p).holding == 1)
+        client.writer.transport.abort()
+        await eventually(lambda: router.engine(p).holding == 0)
+    await router.settled()
