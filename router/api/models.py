@@ -57,7 +57,7 @@ def served(lists: Iterable[tuple[Engine, Sequence[Model]]], alone: bool) -> list
     for engine, said in lists:
         for model in said:
             found.setdefault(model["id"], model)
-            plays = roles.setdefault((model["id"], engine.spec.group), set())
+            plays = roles.setdefault((model["id"], engine.group), set())
             plays.update(role for role in LEGS if engine.role.plays(role))
     complete = {
         name

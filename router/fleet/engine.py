@@ -54,11 +54,14 @@ class Engine:
     """None: not known, so it is taken to serve every one."""
     lost_at: float = 0.0
     """Unix time when it was last found unhealthy: what it held before may be gone."""
+    group: str = ""
+    """Its KV moves only within: what its source says, or what it has in common with others."""
     name: str = field(init=False)
     role: Role = field(init=False)
 
     def __post_init__(self) -> None:
         self.name, self.role = self.spec.name, self.spec.role
+        self.group = self.spec.group
         self.models = self.spec.models or None
 
     @property

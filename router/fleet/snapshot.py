@@ -80,7 +80,7 @@ def picture(engines: Iterable[Engine], members: Members | None = None) -> Snapsh
 def _pools(engines: Sequence[Engine], members: Members) -> tuple[Pool, ...]:
     groups: dict[str, list[Engine]] = {}
     for engine in engines:
-        groups.setdefault(engine.spec.group, []).append(engine)
+        groups.setdefault(engine.group, []).append(engine)
     return tuple(_pool(group, found, members) for group, found in groups.items())
 
 

@@ -145,9 +145,9 @@ class Gateway:
         return self._wants
 
     def _forget(self, engine: Engine) -> None:
-        groups = {known.spec.group for known in self.fleet.engines}
+        groups = {known.group for known in self.fleet.engines}
         for policies in (self._prefill, self._decode):
-            policies.forget(engine.name, engine.spec.group)
+            policies.forget(engine.name, engine.group)
             policies.keep(groups)
 
     def note_failure(self, engine: Engine, role: Role, error: UpstreamError | EngineError) -> None:

@@ -18,6 +18,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from router.fleet.engine import Engine
 from router.fleet.snapshot import Pool
+from router.policies.groups import preferred
 
 TOKENS_A_ROUND = 4096
 # Rounds that a tenant sits out for one request, however large.
@@ -65,7 +66,7 @@ def place(
     spoken_for: Collection[Engine] = (),
 ) -> Place | None:
     """Where the request fits: one prefiller and one decoder of a pool, or a decoder `alone`."""
-    for pool in _usable(pools):
+    for pool in pools if len(pools) == 1 else preferred(pools):
         prefiller = decoder = None
         if not alone and pool.prefillers:
             prefiller = _first_with_room(pool.prefillers, tokens, room, spoken_for)
@@ -83,20 +84,12 @@ def place(
 def lacking(pools: Sequence[Pool], tokens: int, alone: bool, room: Room) -> set[Engine]:
     """The engines without which the request cannot go on: those of each role without room."""
     lacked: set[Engine] = set()
-    for pool in _usable(pools):
+    for pool in pools if len(pools) == 1 else preferred(pools):
         if not alone and not _first_with_room(pool.prefillers, tokens, room, ()):
             lacked.update(pool.prefillers)
         if not _first_with_room(pool.decoders, tokens if alone else 0, room, ()):
             lacked.update(pool.decoders)
     return lacked
-
-
-def _usable(pools: Sequence[Pool]) -> Sequence[Pool]:
-    """As they are chosen: complete ones before those with a role missing."""
-    if len(pools) == 1:
-        return pools
-    with_decoders = [pool for pool in pools if pool.decoders]
-    return [pool for pool in with_decoders if pool.prefillers] or with_decoders or pools
 
 
 def _first_with_room(

@@ -9,7 +9,7 @@ from router.fleet.engine import Engine
 from router.fleet.snapshot import Pool
 from router.policies.affinity import first
 from router.policies.candidate import Ask, Policy
-from router.policies.chance import mix
+from router.policies.groups import group_of
 from router.policies.notes import Notes
 
 
@@ -43,13 +43,13 @@ def route(
 ) -> Route:
     """The policies are by group. `ask` is what either may look at, None for no prefiller. `home` is
     a decoder that comes before the others, and whose group it then is."""
-    pool = pools[0] if len(pools) == 1 else _pool(pools, ask[1], home)
+    pool = pools[0] if len(pools) == 1 else group_of(pools, ask[1], home)
     if pool is None:
         return NOWHERE
     group = pool.group
     prefillers, prefill_notes = _ordered(prefill, group, pool.prefillers, ask[0])
     decoders, decode_notes = _ordered(decode, group, pool.decoders, ask[1])
-    if home is not None and home.is_wanted and home.spec.group == group:
+    if home is not None and home.is_wanted and home.group == group:
         decoders = first(decoders, home)
     is_noted = prefill_notes is not None or decode_notes is not None
     return Route(group, prefillers, decoders, prefill_notes, decode_notes, is_noted)
@@ -63,17 +63,3 @@ def _ordered(
     policy = policies[group]
     notes = Notes(policy, ask) if ask.chunks and policy.remembers else None
     return policy.order(engines, ask), notes
-
-
-def _pool(pools: Sequence[Pool], ask: Ask, home: Engine | None) -> Pool | None:
-    """A complete one before one with a role missing, by weight among those that are alike."""
-    if home is not None:
-        pools = [pool for pool in pools if pool.group == home.spec.group] or pools
-    pools = [pool for pool in pools if pool.prefillers and pool.decoders] or pools
-    pools = [pool for pool in pools if pool.decoders] or pools
-    at = mix(ask.turn) / 2**64 * sum(pool.weight for pool in pools)
-    for pool in pools:
-        at -= pool.weight
-        if at < 0:
-            return pool
-    return pools[-1] if pools else None

@@ -60,10 +60,10 @@ def test_a_role_is_empty_only_where_nobody_of_it_may_be_asked_at_all(
     is_named = isinstance(model, str) and bool(model)
     serving = [e for e in engines if not is_named or e.models is None or model in e.models]
     wanted = [e for e in serving if e.health is not Health.UNHEALTHY and e.intent is Intent.SERVING]
-    assert pools.keys() == {e.spec.group for e in wanted}
+    assert pools.keys() == {e.group for e in wanted}
     for group, pool in pools.items():
         for role, members in zip(LEGS, (pool.prefillers, pool.decoders), strict=True):
-            able = [e for e in of_role(wanted, role) if e.spec.group == group]
+            able = [e for e in of_role(wanted, role) if e.group == group]
             assert set(members) <= set(able)
             assert bool(members) == bool(able)
             asked = [e for e in able if e.is_asked]
