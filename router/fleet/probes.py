@@ -120,6 +120,8 @@ class Prober:
             self._fleet.probe_failed(engine, f"/health: {type(error).__name__}: {error}")
         else:
             if _is_success(told):
+                if engine.health is not Health.HEALTHY:
+                    await self.ask_identity(engine)  # so its group is known before it is asked
                 self._fleet.probe_passed(engine)
             else:
                 self._fleet.probe_failed(engine, f"/health says {told.status}")
@@ -141,7 +143,10 @@ class Prober:
         engine.learned.asked = True
         content = json_of(told)
         if isinstance(content, dict):
-            engine.learned.note_identity(content)
+            try:
+                engine.learned.note_identity(content)
+            except Exception:
+                logger.exception("%s says strange things of itself", engine.name)
         return True
 
     async def ask_models(self, engine: Engine) -> bool:
@@ -183,8 +188,10 @@ class Prober:
 
     async def _learn(self, engine: Engine, watch: Watch) -> None:
         if engine.health is not Health.HEALTHY:
-            watch.models_at = -math.inf
+            watch.models_at = watch.identity_at = -math.inf
             return
+        if engine.learned.asked and watch.identity_at == -math.inf:
+            watch.identity_at = self._clock()  # before it was found healthy
         is_old = self._clock() - watch.identity_at > LEARNED_AGE
         is_due = not engine.learned.asked or (engine.learned.told and is_old)
         if is_due and await self.ask_identity(engine):

@@ -66,12 +66,15 @@ class Gateway:
         fleet.on_lost = self._forget
         self._background: set[asyncio.Task[None]] = set()
 
-    def route(self, request: Request, home: Engine | None = None) -> Route:
-        """Who may serve this request, in order of preference; the decoder `home` before others.
+    def route(self, request: Request, home: Engine | None = None, but: str | None = None) -> Route:
+        """Who may serve this request, in order of preference; the decoder `home` before others, and
+        nobody of the group `but`.
 
         Raises UnknownModelError, NoEngineError.
         """
         pools = self.pools(request.body.get("model"))
+        if but is not None:
+            pools = [pool for pool in pools if pool.group != but]
         session = "" if request.turn is None else request.turn.conversation.session
         tokens = request.tokens
         chunks = chunks_of(request.body) if tokens >= TOKENS and self._wants_chunks() else ()

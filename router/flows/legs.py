@@ -56,11 +56,12 @@ class Legs:
     """Those of one request. Each may raise UpstreamError or EngineError, for which there is a row
     in the table of failures, and RejectedError with an engine's 4xx."""
 
-    __slots__ = ("_gateway", "_holder", "_is_read", "_plan", "_prompt_tokens", "_request")
+    __slots__ = ("_gateway", "_holder", "_is_read", "_prompt_tokens", "_request",
+                 "plan")  # fmt: skip
 
     def __init__(self, request: Request, plan: Plan, gateway: Gateway) -> None:
         self._request = request
-        self._plan = plan
+        self.plan = plan
         self._gateway = gateway
         self._prompt_tokens: int | None = None
         # Where KV waits for a decoder, unless it was read.
@@ -76,7 +77,7 @@ class Legs:
         started = now()
         if seat is not None:
             seat.prefill_at(engine)
-        notes, tokens = self._plan.route.prefill_notes, request.tokens
+        notes, tokens = self.plan.route.prefill_notes, request.tokens
         if notes is not None:
             tokens = max(0, tokens - notes.expected(engine.name))
             notes.sent(engine.name)
@@ -110,7 +111,7 @@ class Legs:
         gateway.metrics.prefill_seconds.observe(moment - started)
         if notes is not None:
             notes.answered(engine.name, prefilled.cached_tokens)
-        if self._plan.reuse is not None:
+        if self.plan.reuse is not None:
             self._prompt_tokens = prefilled.prompt_tokens
         self._learn(engine, prefilled.params)
         if prefilled.params is not None and not self._is_read:
@@ -136,13 +137,13 @@ class Legs:
         """Until the client has it all. `threshold`: what the engine's cache must hold, or it may
         reject."""
         request, gateway = self._request, self._gateway
-        record, seat, reuse = request.record, request.seat, self._plan.reuse
+        record, seat, reuse = request.record, request.seat, self.plan.reuse
         record.stage, record.decoder, record.decode_started = "decode", engine.name, now()
         record.first_byte = None  # the one before may have failed inside its first event
         self._is_read = False
         if seat is not None:
             seat.decode_at(engine)
-        notes, tokens = self._plan.route.decode_notes, request.tokens
+        notes, tokens = self.plan.route.decode_notes, request.tokens
         if notes is not None:
             notes.sent(engine.name)
         answer: Answer | None = None

@@ -46,6 +46,8 @@ class Reuse:
     decoder: Engine | None = None
     entry: Entry | None = None
     verdict: Verdict | None = None
+    group: str = ""
+    """Of the decoder that has it."""
 
     def held_share(self) -> float:
         """About how much of this prompt the decoder has; 0 if it does not extend the last one."""
@@ -58,6 +60,8 @@ class Reuse:
         """What this prefiller may pull."""
         if self.entry is None or self.verdict is None:
             return Offer(self.outcome, self.reason)
+        if prefiller.group != self.group:
+            return Offer(Fit.MISMATCH.value, "group")
         if self.verdict.reason == "model":
             return Offer(self.verdict.fit.value, self.verdict.reason)
         return self._offer(self.entry, self.verdict, prefiller)
@@ -93,7 +97,8 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Reu
     elif bound.exceeded(decoder, fleet.candidates(Role.DECODE)):
         return Reuse(turn, unproven, "decoder_overloaded")
     verdict = judge(entry, turn.prompt, turn.scope)
-    return Reuse(turn, unproven, verdict.fit.value, verdict.reason, home, entry, verdict)
+    fit, reason = verdict.fit.value, verdict.reason
+    return Reuse(turn, unproven, fit, reason, home, entry, verdict, decoder.group)
 
 
 def _is_same(decoder: Engine, entry: Entry) -> bool:

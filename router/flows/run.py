@@ -17,7 +17,7 @@ from router.fleet.spec import DECODE, PREFILL, Role
 from router.flows import release
 from router.flows.attempts import RULES, Next, next_of
 from router.flows.bodies import Bodies
-from router.flows.errors import EngineOverloadedError, NoEngineError
+from router.flows.errors import EngineOverloadedError, NoEngineError, UnknownModelError
 from router.flows.gateway import Gateway
 from router.flows.legs import (
     AFRESH,
@@ -138,6 +138,8 @@ class Run:
         while True:
             engine = self._first(self._plan.route.prefillers) or self._another(PREFILL)
             if engine is None:
+                if self._has_moved():
+                    continue
                 self._require_short()
                 return None
             # A decoder's blocks are read once: what asks for them is sent on a sound connection.
@@ -159,7 +161,11 @@ class Run:
         while True:
             engine = self._first(self._plan.route.decoders) or self._another(DECODE)
             if engine is None:
-                raise self._failure or NoEngineError("no decode engine is healthy")
+                if not self._has_moved():
+                    raise self._failure or NoEngineError("no decode engine is healthy")
+                if after_prefill:
+                    return AFRESH
+                continue
             if threshold and not may_reject(self._request, engine):
                 return UNASKED
             body = self._decode_body(params, threshold)
@@ -167,9 +173,8 @@ class Run:
                 return await self._legs.decode(engine, body, self._fresh, threshold)
             except LEG_ERRORS as error:
                 what = self._after(error, engine, DECODE)
-                if self._another(DECODE) is None:
-                    raise
-                if after_prefill and (what is Next.AFRESH or not self._is_held()):
+                is_afresh = after_prefill and (what is Next.AFRESH or not self._is_held())
+                if is_afresh and self._another(DECODE) is not None:
                     return AFRESH
 
     # Push: both at once.
@@ -250,6 +255,20 @@ class Run:
         seat, asked = self._request.seat, [one for one in able if one.is_asked]
         left = asked or able
         return next(iter(left), None) if seat is None else seat.roomiest(left)
+
+    def _has_moved(self) -> bool:
+        """To another group, where the planned one has nobody left to ask. What was prefilled stays
+        behind: KV moves only within a group."""
+        plan = self._plan
+        try:
+            found = self._gateway.route(self._request, but=plan.route.group)
+        except (NoEngineError, UnknownModelError):
+            return False
+        if not found.decoders:
+            return False
+        plan.route.end_notes()
+        self._plan = self._legs.plan = plan._replace(route=found)
+        return True
 
     def _require_short(self) -> None:
         """Raises the last failure, or NoEngineError, where no decoder may prefill so much."""
