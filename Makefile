@@ -1,6 +1,7 @@
 # make demo   install, start prefill + decode engine + router, print curl lines
 # make test   install, run every test but those inside vLLM
 # make test-vllm   install vLLM's CPU build, run the connector inside it
+# make test-k8s   fetch Helm 3 and 4, check the chart and the Dockerfile
 # make test-lowest   the router's tests with the lowest versions that pyproject.toml admits
 # make simulate   ten thousand seeds of a world in which everything goes wrong
 # make soak   thousands of requests, clients that leave, engines killed and frozen, forged messages
@@ -12,7 +13,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-vllm test-lowest simulate soak chaos check install clean help
+.PHONY: demo test test-vllm test-k8s test-lowest simulate soak chaos check install clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -33,6 +34,10 @@ test: $(STAMP)
 test-vllm: $(STAMP)
 	PYTHON="$(PYTHON)" scripts/install_vllm
 	@VENV="$(VENV)" scripts/test tests/vllm --timeout 600 $(ARGS)
+
+test-k8s: $(STAMP)
+	PYTHON="$(BIN)/python" scripts/install_helm
+	@VENV="$(VENV)" scripts/test tests/k8s -n 2 --dist loadfile --timeout 600 $(ARGS)
 
 test-lowest:
 	PYTHON="$(PYTHON)" scripts/test_lowest -n 2 --dist loadfile $(ARGS)

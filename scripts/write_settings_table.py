@@ -1,10 +1,12 @@
-"""Writes the table of settings into README.md, between its markers."""
+"""Writes what is made of the settings: README's table, between its markers, and the part of the
+chart's values.schema.json that says which settings there are."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from router.settings import settings_table
+from scripts.chart_schema import SCHEMA, with_settings
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- settings:begin -->", "<!-- settings:end -->"
@@ -17,6 +19,7 @@ def main() -> None:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     README.write_text(f"{before}{BEGIN}\n{settings_table()}\n{END}{after}", encoding="utf-8")
+    SCHEMA.write_text(with_settings(SCHEMA.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

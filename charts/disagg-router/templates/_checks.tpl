@@ -1,0 +1,42 @@
+{{/*
+What the schema cannot say of values is said here: before anything is installed, not by a pod that does
+not start. Each problem is one line.
+*/}}
+{{- define "disagg-router.problems" -}}
+{{- with .Values }}
+{{- if not (or .router.enabled .engines.enabled) }}
+router.enabled and engines.enabled are both false: nothing to install
+{{- end }}
+{{- $ports := list (int .router.port) (int .router.livenessPort) (ternary .admin.port 0 .admin.enabled | int) }}
+{{- if ne (len (uniq $ports)) 3 }}
+router.port, router.livenessPort and admin.port must differ
+{{- end }}
+{{- $settings := .settings }}
+{{- $sources := list "prefiller-hosts" "prefiller-dns" "engines-file" }}
+{{- $named := false }}
+{{- range $sources }}{{- $named = or $named (hasKey $settings .) }}{{- end }}
+{{- if not (or .discovery.enabled $named (not .router.enabled)) }}
+discovery.enabled is false, and settings names no engines: {{ join " or " $sources }}
+{{- end }}
+{{- if and .admin.enabled (not .admin.tokenSecret.name) }}
+admin.enabled needs admin.tokenSecret.name, the Secret that holds its bearer token
+{{- end }}
+{{- if and .httpRoute.enabled (not .httpRoute.parentRefs) }}
+httpRoute.enabled needs httpRoute.parentRefs, the Gateway: [{name: public, namespace: gateways}]
+{{- end }}
+{{- if and .inferencePool.enabled (not .inferencePool.endpointPicker.name) }}
+inferencePool.enabled needs inferencePool.endpointPicker.name, the picker's Service
+{{- end }}
+{{- if .autoscaling.enabled }}
+{{- if gt (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas) }}
+autoscaling.minReplicas is more than autoscaling.maxReplicas
+{{- end }}
+{{- if not (or .autoscaling.targetCPU .autoscaling.metrics) }}
+autoscaling.enabled needs autoscaling.targetCPU or autoscaling.metrics
+{{- end }}
+{{- end }}
+{{- if gt (int .engines.ucxPorts.first) (int .engines.ucxPorts.last) }}
+engines.ucxPorts.first is more than engines.ucxPorts.last
+{{- end }}
+{{- end }}
+{{- end -}}

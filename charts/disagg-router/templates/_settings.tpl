@@ -1,0 +1,52 @@
+{{/*
+The router's configuration file: what operators say in `settings`, over the defaults that suit a pod,
+under what other parts of the chart depend on.
+*/}}
+{{- define "disagg-router.settings" -}}
+{{- $defaults := dict "host" "0.0.0.0" "log-format" "json" -}}
+{{- $owned := dict
+      "port" .Values.router.port
+      "liveness-port" .Values.router.livenessPort
+      "shutdown-delay" .Values.router.shutdownDelay
+      "shutdown-timeout" .Values.router.shutdownTimeout -}}
+{{- with .Values.discovery }}
+{{- if .enabled }}
+{{- $_ := set $owned "kubernetes-namespace" (include "disagg-router.watched" $) }}
+{{- $_ := set $owned "kubernetes-prefill-selector" .prefillSelector }}
+{{- $_ := set $owned "kubernetes-decode-selector" .decodeSelector }}
+{{- $_ := set $owned "kubernetes-port" (toString .port) }}
+{{- end }}
+{{- end }}
+{{- with .Values.redis }}
+{{- if .url }}
+{{- $_ := set $owned "conversation-store" .url }}
+{{- end }}
+{{- if .passwordSecret.name }}
+{{- $_ := set $owned "conversation-store-password-file" "/etc/disagg-router/secrets/redis-password" }}
+{{- end }}
+{{- if .signingKeySecret.name }}
+{{- $_ := set $owned "conversation-store-key-file" "/etc/disagg-router/secrets/signing-key" }}
+{{- end }}
+{{- end }}
+{{- with .Values.admin }}
+{{- if .enabled }}
+{{- $_ := set $owned "admin-port" .port }}
+{{- end }}
+{{- end }}
+{{- mergeOverwrite $defaults .Values.settings $owned | toYaml -}}
+{{- end -}}
+
+{{/* Secrets that are mounted as files: a list of projections, empty where there is none. */}}
+{{- define "disagg-router.secretFiles" -}}
+{{- $files := concat
+      (list (merge (dict "path" "redis-password") .Values.redis.passwordSecret)
+            (merge (dict "path" "signing-key") .Values.redis.signingKeySecret))
+      .Values.router.secretFiles -}}
+{{- range $files }}
+{{- if .name }}
+- secret:
+    name: {{ .name }}
+    items: [{key: {{ .key | quote }}, path: {{ .path | quote }}}]
+{{- end }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,96 @@
+"""The chart, rendered by real Helms; `python -m tests.k8s.chart` writes the golden files anew."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts/disagg-router"
+EXAMPLES = CHART / "examples"
+GOLDEN = Path(__file__).parent / "golden"
+HELMS = ("helm3", "helm4")
+SETS = ("default", "production", "engines", "demo")
+"""What is rendered: the chart as it is, and each of its examples."""
+
+Manifest = dict[str, Any]
+
+
+def k8s_cache() -> Path:
+    """Where scripts/install_helm and install_k8s put things."""
+    if given := os.environ.get("DISAGG_K8S"):
+        return Path(given)
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return caches / "disagg-router" / "k8s"
+
+
+def helm(which: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Without a cluster, and without what this user's own Helm is set up to do."""
+    home = k8s_cache() / "helm-home"
+    return subprocess.run(
+        [k8s_cache() / "helm" / which, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": os.defpath, "HOME": str(home), "KUBECONFIG": str(home / "none")},
+    )
+
+
+def values_of(name: str) -> list[str]:
+    return [] if name == "default" else ["--values", str(EXAMPLES / f"{name}.yaml")]
+
+
+def render(name: str, *more: str, which: str = "helm3", release: str = "r") -> list[Manifest]:
+    done = helm(which, "template", release, CHART, "--namespace", "here", *values_of(name), *more)
+    assert done.returncode == 0, done.stderr
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+@cache
+def rendered(name: str) -> tuple[Manifest, ...]:
+    return tuple(render(name))
+
+
+def refusal(*more: str, which: str = "helm3") -> str:
+    """What Helm says to values that it must not take."""
+    done = helm(which, "template", "r", CHART, "--namespace", "here", *more)
+    assert done.returncode != 0, f"Helm took {more}"
+    return done.stderr
+
+
+def only(manifests: list[Manifest] | tuple[Manifest, ...], kind: str) -> Manifest:
+    [found] = [one for one in manifests if one["kind"] == kind]
+    return found
+
+
+def pods(manifests: list[Manifest] | tuple[Manifest, ...]) -> Iterator[tuple[str, Manifest]]:
+    """The pod of each Deployment, with its name."""
+    for one in manifests:
+        if one["kind"] == "Deployment":
+            yield one["metadata"]["name"], one["spec"]["template"]["spec"]
+
+
+def containers(pod: Mapping[str, Any]) -> list[Manifest]:
+    return [*pod.get("initContainers", []), *pod["containers"]]
+
+
+def as_text(manifests: list[Manifest]) -> str:
+    """One spelling, whichever Helm wrote it; sorted, because the Helms differ in their order."""
+    order = sorted(manifests, key=lambda one: (one["kind"], one["metadata"]["name"]))
+    return yaml.safe_dump_all(order, sort_keys=False, width=100)
+
+
+def write_golden() -> None:
+    GOLDEN.mkdir(exist_ok=True)
+    for name in SETS:
+        (GOLDEN / f"{name}.yaml").write_text(as_text(render(name)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_golden()

@@ -1,0 +1,192 @@
+"""The chart by itself: what Helm 3 and 4 make of it, and whether Kubernetes would take that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from tests.k8s.chart import (
+    CHART,
+    GOLDEN,
+    HELMS,
+    SETS,
+    as_text,
+    helm,
+    only,
+    refusal,
+    render,
+    rendered,
+    values_of,
+)
+from tests.k8s.schemas import is_custom, kubernetes_versions, validate
+
+EVERYTHING = (
+    *("--set", "monitoring.kind=ServiceMonitor", "--set", "inferencePool.enabled=true"),
+    *("--set", "inferencePool.endpointPicker.name=picker", "--set", "httpRoute.enabled=true"),
+    *("--set-json", 'httpRoute.parentRefs=[{"name":"public"}]', "--set", "engines.enabled=true"),
+)
+"""The kinds that no example has."""
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("which", HELMS)
+def test_helm_finds_nothing_to_say_about_it(which: str, name: str) -> None:
+    done = helm(which, "lint", "--strict", CHART, *values_of(name))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("which", HELMS)
+def test_what_is_rendered_is_what_was_reviewed(which: str, name: str) -> None:
+    reviewed = (GOLDEN / f"{name}.yaml").read_text(encoding="utf-8")
+    assert as_text(render(name, which=which)) == reviewed, "python -m tests.k8s.chart, and look"
+
+
+@pytest.mark.parametrize("version", kubernetes_versions())
+def test_every_kubernetes_knows_every_field(version: str) -> None:
+    manifests = [one for name in SETS for one in rendered(name)] + render("default", *EVERYTHING)
+    for manifest in manifests:
+        if not is_custom(manifest):
+            validate(manifest, version)
+
+
+def test_versions_from_1_27_to_the_newest_are_checked() -> None:
+    versions = kubernetes_versions()
+    assert versions[0] == "1.27"
+    assert int(versions[-1].partition(".")[2]) >= 37
+
+
+def test_kinds_of_others_have_no_field_that_they_do_not_know() -> None:
+    manifests = [one for name in SETS for one in rendered(name)] + render("default", *EVERYTHING)
+    custom = [one for one in manifests if is_custom(one)]
+    for manifest in custom:
+        validate(manifest, "1.37")
+    kinds = {one["kind"] for one in custom}
+    assert kinds == {"HTTPRoute", "InferencePool", "PodMonitor", "ServiceMonitor"}
+
+
+@pytest.mark.parametrize("kind", ["HTTPRoute", "InferencePool", "PodMonitor", "ServiceMonitor"])
+def test_a_field_that_its_kind_does_not_know_is_found(kind: str) -> None:
+    manifests = [*render("default", *EVERYTHING), *rendered("production")]
+    [manifest, *_] = [one for one in manifests if one["kind"] == kind]
+    wrong = {**manifest, "spec": {**manifest["spec"], "timeout": "0s"}}
+    with pytest.raises(jsonschema.ValidationError, match="timeout"):
+        validate(wrong, "1.37")
+
+
+TYPOS = [
+    ("replica=2", "replica"),
+    ("router.replica=2", "replica"),
+    ("router.replicas=two", "/router/replicas"),
+    ("router.resources.request.cpu=1", "request"),
+    ("router.shutdownTimeout=5m", "/router/shutdownTimeout"),
+    ("settings.max-conections=1", "max-conections"),
+    ("settings.log-level=loud", "/settings/log-level"),
+    ("settings.max-body-size=much", "/settings/max-body-size"),
+    ("settings.port=9000", "port"),
+    ("settings.conversation-store-password=hunter2", "conversation-store-password"),
+    ("discovery.prefillSelector=prefill", "/discovery/prefillSelector"),
+    ("discovery.port=70000", "/discovery/port"),
+    ("redis.url=redis://:hunter2@redis:6379", "/redis/url"),
+    ("redis.passwordSecret.nam=x", "nam"),
+    ("image.digest=latest", "/image/digest"),
+    ("httpRoute.timeouts.requests=0s", "requests"),
+    ("httpRoute.timeouts.request=15", "/httpRoute/timeouts/request"),
+    ("monitoring.kind=podmonitor", "/monitoring/kind"),
+    ("engines.prefil.replicas=2", "prefil"),
+    ("engines.prefill.replica=2", "replica"),
+    ("engines.connector=NixlConnector", "/engines/connector"),
+    ("autoscaling.enabled=yes", "/autoscaling/enabled"),
+]
+
+
+@pytest.mark.parametrize(("typo", "named"), TYPOS)
+@pytest.mark.parametrize("which", HELMS)
+def test_a_typo_is_refused_by_name(which: str, typo: str, named: str) -> None:
+    assert named in refusal("--set", typo, which=which)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ("router.enabled=false", "nothing to install"),
+        ("router.livenessPort=8000", "must differ"),
+        ("discovery.enabled=false", "names no engines"),
+        ("admin.enabled=true", "admin.tokenSecret.name"),
+        ("admin.enabled=true,admin.tokenSecret.name=a,admin.port=8001", "must differ"),
+        ("httpRoute.enabled=true", "httpRoute.parentRefs"),
+        ("inferencePool.enabled=true", "inferencePool.endpointPicker.name"),
+        ("autoscaling.enabled=true,autoscaling.minReplicas=11", "minReplicas is more"),
+        ("autoscaling.enabled=true,autoscaling.targetCPU=0", "targetCPU or"),
+        ("engines.enabled=true,engines.ucxPorts.last=1", "ucxPorts.first"),
+    ],
+)
+def test_values_that_cannot_work_together_are_refused_in_a_line(values: str, said: str) -> None:
+    assert said in refusal("--set", values)
+
+
+def test_an_old_kubernetes_is_refused() -> None:
+    assert "kubeVersion" in refusal("--kube-version", "1.26.0")
+
+
+def test_engines_alone_bring_nothing_of_the_router() -> None:
+    manifests = render("engines", "--set", "router.enabled=false")
+    kinds = sorted(one["kind"] for one in manifests)
+    assert kinds == ["Deployment", "Deployment", "NetworkPolicy", "PodMonitor"]
+
+
+def test_long_names_stay_legal() -> None:
+    release = "a" * 53  # the longest that Helm takes
+    manifests = render("engines", release=release)
+    names = [(one["kind"], one["metadata"]["name"]) for one in manifests]
+    assert max(len(name) for _, name in names) <= 63
+    assert len(set(names)) == len(names)
+
+
+def test_two_releases_in_a_namespace_share_no_name() -> None:
+    one, two = (render("production", release=name) for name in ("one", "two"))
+    names = [{(m["kind"], m["metadata"]["name"]) for m in each} for each in (one, two)]
+    assert not names[0] & names[1]
+
+
+def test_the_route_goes_to_the_pool_where_there_is_one() -> None:
+    manifests = render("default", *EVERYTHING)
+    [backend] = only(manifests, "HTTPRoute")["spec"]["rules"][0]["backendRefs"]
+    pool = only(manifests, "InferencePool")
+    assert (backend["kind"], backend["name"]) == ("InferencePool", pool["metadata"]["name"])
+
+
+def test_a_stream_may_take_as_long_as_it_takes() -> None:
+    [rule] = only(rendered("production"), "HTTPRoute")["spec"]["rules"]
+    assert rule["timeouts"] == {"request": "0s", "backendRequest": "0s"}
+
+
+def test_every_port_says_its_protocol() -> None:
+    """Helm 4 applies on the server, where an old one takes it for a part of the port's key."""
+    for name in SETS:
+        for manifest in rendered(name):
+            assert all("protocol" in port for port in _ports(manifest)), manifest["metadata"]
+
+
+def _ports(node: object) -> list[dict[str, object]]:
+    if isinstance(node, list):
+        return [port for one in node for port in _ports(one)]
+    if not isinstance(node, dict):
+        return []
+    own = [one for one in node.get("ports", []) if isinstance(one, dict)]
+    return own + [port for one in node.values() for port in _ports(one)]
+
+
+def test_the_notes_have_a_line_of_curl() -> None:
+    # Helm 3 asks a cluster even then.
+    done = helm("helm4", "install", "r", CHART, "--dry-run=client", "--namespace", "here")
+    assert done.returncode == 0, done.stderr
+    _, notes = done.stdout.split("NOTES:")
+    assert "curl http://localhost:8000/v1/chat/completions" in notes
+    assert "port-forward service/r-disagg-router 8000:80" in notes
+
+
+def test_golden_files_are_of_the_sets_that_are_rendered() -> None:
+    assert {path.stem for path in Path(GOLDEN).iterdir()} == set(SETS)
