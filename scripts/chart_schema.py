@@ -14,9 +14,11 @@ from router.settings import SECRETS, Settings
 
 SCHEMA = Path(__file__).parents[1] / "charts/disagg-router/values.schema.json"
 CHARTS_OWN = re.compile(
-    r"config|port|liveness_port|shutdown_(delay|timeout)|kubernetes_.*|conversation_store|admin_.*"
+    r"config|port|liveness_port|shutdown_(delay|timeout)|kubernetes_.*|admin_(port|token.*)"
 )
-"""What other values say: ports, the end of a pod, discovery, redis, admin."""
+"""What other values say: ports, the end of a pod, discovery, admin."""
+WITHOUT_REDIS = {"enum": ["memory", "off"]}
+"""Of conversation-store; with Redis, redis.url says it."""
 KEPT = ("type", "enum", "pattern", "items", "minimum", "maximum", "exclusiveMinimum")
 
 
@@ -29,6 +31,7 @@ def with_settings(text: str) -> str:
 
 def settings_schema() -> dict[str, Any]:
     properties = Settings.model_json_schema()["properties"]
+    properties["conversation_store"] = WITHOUT_REDIS
     return {
         "type": "object",
         "description": "The router's settings, under their flags' names (README).",
@@ -42,7 +45,8 @@ def settings_schema() -> dict[str, Any]:
 
 
 def _is_charts_own(name: str) -> bool:
-    return bool(CHARTS_OWN.fullmatch(name)) or name.removesuffix("_file") in SECRETS
+    is_secret = name != "conversation_store" and name.removesuffix("_file") in SECRETS
+    return is_secret or CHARTS_OWN.fullmatch(name) is not None
 
 
 def _for_yaml(schema: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import yaml
 
 from tests.k8s.chart import (
     CHART,
@@ -91,6 +92,7 @@ TYPOS = [
     ("discovery.port=70000", "/discovery/port"),
     ("redis.url=redis://:hunter2@redis:6379", "/redis/url"),
     ("redis.passwordSecret.nam=x", "nam"),
+    ("settings.conversation-store=redis://redis", "/settings/conversation-store"),
     ("image.digest=latest", "/image/digest"),
     ("httpRoute.timeouts.requests=0s", "requests"),
     ("httpRoute.timeouts.request=15", "/httpRoute/timeouts/request"),
@@ -108,12 +110,49 @@ def test_a_typo_is_refused_by_name(which: str, typo: str, named: str) -> None:
     assert named in refusal("--set", typo, which=which)
 
 
+SECTIONS = sorted(yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("section", [*SECTIONS, "router.resources", "engines.prefill.resources"])
+def test_what_is_taken_away_is_missed_by_name(section: str) -> None:
+    """Helm takes null for a wish to have none of it."""
+    said = refusal("--set", f"{section}=null")
+    assert f"missing property '{section.rpartition('.')[2]}'" in said
+
+
+def test_a_service_whose_name_begins_with_a_digit_is_refused() -> None:
+    assert "begin with a letter" in refusal("--set-string", "fullnameOverride=1e3")
+
+
+def test_names_that_look_like_numbers_stay_text() -> None:
+    numbers = [
+        f"{name}={number}"
+        for number, name in enumerate(
+            [
+                "nameOverride",
+                "engines.group",
+                "engines.servedModelName",
+                "engines.sideChannelSecret.name",
+                "engines.modelVolume.claim",
+                "discovery.namespace",
+                "redis.passwordSecret.name",
+                "serviceAccount.name",
+                "router.priorityClassName",
+            ]
+        )
+    ]
+    for manifest in render("engines", "--set-string", ",".join(numbers)):
+        validate(manifest, "1.37")
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
         ("router.enabled=false", "nothing to install"),
         ("router.livenessPort=8000", "must differ"),
         ("discovery.enabled=false", "names no engines"),
+        ("settings.workers=2", "settings.workers above 1"),
+        ("redis.url=redis://r,settings.conversation-store=off", "both set"),
         ("admin.enabled=true", "admin.tokenSecret.name"),
         ("admin.enabled=true,admin.tokenSecret.name=a,admin.port=8001", "must differ"),
         ("httpRoute.enabled=true", "httpRoute.parentRefs"),

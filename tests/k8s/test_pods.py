@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from engine_ext.base.config import ConnectorConfig
-from router.settings import Settings, load
+from router.settings import Settings, load, variable_of
 from tests.k8s.chart import (
     SETS,
     Manifest,
@@ -22,7 +22,7 @@ from tests.k8s.chart import (
 )
 
 ENGINES = [(name, role) for name in ("engines", "demo") for role in ("prefill", "decode")]
-ENGINES_LABEL = "disagg-router/engines"
+ENGINES_LABEL = "disagg-router.io/engines"
 PODS = [(name, pod) for name in SETS for pod, _ in pods(rendered(name))]
 
 
@@ -115,6 +115,26 @@ def test_the_routers_settings_are_ones_that_it_takes(name: str, tmp_path: Path) 
     settings = load({"config": file})
     assert (settings.port, settings.liveness_port) == (8000, 8001)
     assert settings.host == "0.0.0.0"  # all of the pod's interfaces
+
+
+def test_workers_without_a_redis_can_be_had(tmp_path: Path) -> None:
+    off = ("--set", "settings.workers=4", "--set-string", "settings.conversation-store=off")
+    file = tmp_path / "config.yaml"
+    file.write_text(only(render("default", *off), "ConfigMap")["data"]["config.yaml"])
+    assert load({"config": file}).conversation_store == "off"
+
+
+@pytest.mark.skipif("admin_port" not in Settings.model_fields, reason="there is no admin API yet")
+def test_the_admin_api_has_its_token_from_a_secret(tmp_path: Path) -> None:
+    more = ("--set", "admin.enabled=true", "--set", "admin.tokenSecret.name=admin")
+    manifests = render("default", *more)
+    file = tmp_path / "config.yaml"
+    file.write_text(only(manifests, "ConfigMap")["data"]["config.yaml"])
+    [(_, pod)] = pods(manifests)
+    [variable] = pod["containers"][0]["env"]
+    assert variable["name"] == variable_of("admin_token")
+    assert variable["valueFrom"] == {"secretKeyRef": {"name": "admin", "key": "token"}}
+    load({"config": file, "admin_token": "0123456789abcdef0123456789abcdef"})
 
 
 def test_large_numbers_stay_whole(tmp_path: Path) -> None:

@@ -7,6 +7,9 @@ not start. Each problem is one line.
 {{- if not (or .router.enabled .engines.enabled) }}
 router.enabled and engines.enabled are both false: nothing to install
 {{- end }}
+{{- if not (regexMatch "^[a-z]" (include "disagg-router.fullname" $)) }}
+the release's name must begin with a letter, as a Service's has to: or say fullnameOverride
+{{- end }}
 {{- $ports := list (int .router.port) (int .router.livenessPort) (ternary .admin.port 0 .admin.enabled | int) }}
 {{- if ne (len (uniq $ports)) 3 }}
 router.port, router.livenessPort and admin.port must differ
@@ -17,6 +20,13 @@ router.port, router.livenessPort and admin.port must differ
 {{- range $sources }}{{- $named = or $named (hasKey $settings .) }}{{- end }}
 {{- if not (or .discovery.enabled $named (not .router.enabled)) }}
 discovery.enabled is false, and settings names no engines: {{ join " or " $sources }}
+{{- end }}
+{{- $isOff := eq (toString (get $settings "conversation-store")) "off" }}
+{{- if and (gt (int (get $settings "workers")) 1) (not .redis.url) (not $isOff) }}
+settings.workers above 1 needs redis.url, or settings.conversation-store "off": they share nothing else
+{{- end }}
+{{- if and .redis.url (hasKey $settings "conversation-store") }}
+redis.url and settings.conversation-store are both set
 {{- end }}
 {{- if and .admin.enabled (not .admin.tokenSecret.name) }}
 admin.enabled needs admin.tokenSecret.name, the Secret that holds its bearer token

@@ -25,9 +25,9 @@ spec:
       labels:
         {{- include "disagg-router.selector" $component | nindent 8 }}
         llm-d.ai/role: {{ $role }}
-        disagg-router/engines: {{ $root.Release.Name }}
+        disagg-router.io/engines: {{ $root.Release.Name | quote }}
         {{- with .group }}
-        disagg-router/group: {{ . }}
+        disagg-router.io/group: {{ . | quote }}
         {{- end }}
       {{- with .podAnnotations }}
       annotations:
@@ -98,7 +98,7 @@ spec:
             - {name: tmp, mountPath: /tmp}
             - {name: shared-memory, mountPath: /dev/shm}
             {{- if .modelVolume.claim }}
-            - {name: models, mountPath: {{ .modelVolume.path }}, readOnly: true}
+            - {name: models, mountPath: {{ .modelVolume.path | quote }}, readOnly: true}
             {{- end }}
             {{- if .sideChannelSecret.name }}
             - {name: side-channel-secret, mountPath: /etc/disagg, readOnly: true}
@@ -106,7 +106,7 @@ spec:
       volumes:
         - name: cache
           {{- if .cache.claim }}
-          persistentVolumeClaim: {claimName: {{ .cache.claim }}}
+          persistentVolumeClaim: {claimName: {{ .cache.claim | quote }}}
           {{- else }}
           emptyDir: {sizeLimit: {{ .cache.size }}}
           {{- end }}
@@ -116,12 +116,12 @@ spec:
           emptyDir: {medium: Memory, sizeLimit: {{ .sharedMemory }}}
         {{- if .modelVolume.claim }}
         - name: models
-          persistentVolumeClaim: {claimName: {{ .modelVolume.claim }}, readOnly: true}
+          persistentVolumeClaim: {claimName: {{ .modelVolume.claim | quote }}, readOnly: true}
         {{- end }}
         {{- if .sideChannelSecret.name }}
         - name: side-channel-secret
           secret:
-            secretName: {{ .sideChannelSecret.name }}
+            secretName: {{ .sideChannelSecret.name | quote }}
             defaultMode: 0440
             items: [{key: {{ .sideChannelSecret.key | quote }}, path: secret}]
         {{- end }}
@@ -174,13 +174,13 @@ args:
 {{- else -}}
 command: [disagg-engine]
 args:
-  - --model={{ ternary "/cache/tiny" .model (eq .model "tiny") }}
+  - {{ printf "--model=%s" (ternary "/cache/tiny" .model (eq .model "tiny")) | quote }}
   - --device=cpu
 {{- end }}
   - --host=0.0.0.0
   - --port={{ .port }}
   {{- with .servedModelName }}
-  - --served-model-name={{ . }}
+  - {{ printf "--served-model-name=%s" . | quote }}
   {{- end }}
   - --shutdown-timeout={{ .shutdownTimeout }}
   - --kv-transfer-config

@@ -11,8 +11,8 @@
 
 {{/* What selects the pods of one component: (dict "root" $ "component" "router"). Never changes. */}}
 {{- define "disagg-router.selector" -}}
-app.kubernetes.io/name: {{ include "disagg-router.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ include "disagg-router.name" .root | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 

@@ -45,7 +45,7 @@ under what other parts of the chart depend on.
 {{- range $files }}
 {{- if .name }}
 - secret:
-    name: {{ .name }}
+    name: {{ .name | quote }}
     items: [{key: {{ .key | quote }}, path: {{ .path | quote }}}]
 {{- end }}
 {{- end }}

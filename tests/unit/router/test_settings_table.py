@@ -25,7 +25,8 @@ def test_the_chart_knows_the_settings_of_the_model() -> None:
 
 def test_the_charts_settings_have_no_secret_and_nothing_that_the_chart_sets() -> None:
     known = settings_schema()["properties"]
-    own = {"config", "port", "liveness-port", "shutdown-delay", "conversation-store"}
+    own = {"config", "port", "liveness-port", "shutdown-delay"}
     secret = {"conversation-store-password", "conversation-store-key"}
     assert not known.keys() & (own | secret | {f"{name}-file" for name in secret})
     assert known["workers"] == {"type": "integer", "minimum": 1, "maximum": 256}
+    assert known["conversation-store"] == {"enum": ["memory", "off"]}  # a URL is redis.url's
