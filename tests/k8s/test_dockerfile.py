@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -128,7 +129,7 @@ def copy(source: Path, into: Path) -> None:
 
 def run(command: str, directory: Path) -> None:
     done = subprocess.run(
-        ["sh", "-ec", command.replace("python -m", f"{shutil.which('python3')} -m")],
+        ["sh", "-ec", command.replace("python -m", f"{sys.executable} -m")],
         cwd=directory,
         capture_output=True,
         text=True,
