@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,13 @@ def test_vllm_is_the_version_that_the_connector_supports() -> None:
     assert f'SUPPORTED = ("{release}",)' in source
 
 
+def test_the_extras_that_images_have_are_the_projects() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    commands = " ".join(one for stage in STAGES.values() for one in stage.all("RUN"))
+    asked = {name for each in re.findall(r"\[([\w,]+)\]", commands) for name in each.split(",")}
+    assert {"kubernetes", "engine"} <= asked <= project["optional-dependencies"].keys()
+
+
 def test_the_routers_image_can_be_installed_as_the_recipe_says(tmp_path: Path) -> None:
     """The steps of its two first stages, in a directory instead of an image's root."""
     sent_to_docker(tmp_path / "context")
@@ -89,6 +97,7 @@ def test_the_routers_image_can_be_installed_as_the_recipe_says(tmp_path: Path) -
     assert "--liveness-port" in done.stdout
     packages = {path.name for path in (tmp_path / "opt/disagg/lib").glob("*/site-packages/*")}
     assert not packages & {"torch", "nixl", "pytest"}
+    assert "lightkube" in packages  # what discovery needs
 
 
 def sent_to_docker(context: Path) -> None:
