@@ -32,9 +32,10 @@ def k8s_cache() -> Path:
 
 def helm(which: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Without a cluster, and without what this user's own Helm is set up to do."""
-    home = k8s_cache() / "helm-home"
+    program, home = k8s_cache() / "helm" / which, k8s_cache() / "helm-home"
+    assert program.exists(), "scripts/install_helm fetches it"
     return subprocess.run(
-        [k8s_cache() / "helm" / which, *map(str, arguments)],
+        [program, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=60,
