@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -23,22 +23,32 @@ from router.conversations.store import Store
 from router.fleet.engine import Engine, Health
 from router.fleet.fleet import Fleet
 from router.fleet.probes import Prober
-from router.fleet.spec import EngineSpec, specs_of
+from router.fleet.roster import Roster, Standing
+from router.fleet.sources.configured import sources_of
+from router.fleet.spec import EngineSpec, Intent
 from router.flows.gateway import Gateway
 from router.settings import Settings, SettingsError
 from router.telemetry.metrics import Metrics
+from router.telemetry.tally import Reading
 from router.upstream.deadlines import Deadlines
 from router.upstream.pool import EnginePool, PoolLimits
 
 logger = logging.getLogger("disagg_router")
+# Seconds that requests wait at start for sources of engines that have to be asked.
+FIRST_WORDS = 3.0
 HEALTH_VALUES = {Health.HEALTHY: 1, Health.UNHEALTHY: 0, Health.UNKNOWN: -1}
 
 
 def build(settings: Settings) -> FastAPI:
     """The application: serves everything under any ASGI server, and the hot endpoints faster when
-    uvicorn runs it with RouterProtocol. Engines are probed while its lifespan runs."""
+    uvicorn runs it with RouterProtocol. Engines are discovered and probed while its lifespan runs.
+
+    Raises SettingsError.
+    """
     deadlines, metrics = Deadlines(), Metrics()
-    fleet = _fleet(settings, deadlines, metrics)
+    fleet = _fleet(settings, deadlines)
+    roster = Roster(fleet, sources_of(settings), settings.request_timeout)
+    _read_gauges(metrics, fleet, roster)
     prober = Prober(fleet, settings.health_interval, settings.health_timeout)
     gateway = Gateway(settings, fleet, metrics, _conversations(settings, metrics))
     metrics.in_flight.set_function(lambda: len(gateway.running))
@@ -46,12 +56,15 @@ def build(settings: Settings) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
-        probing = asyncio.create_task(prober.run())
+        loop = asyncio.get_running_loop()
+        watching = [loop.create_task(roster.run()), loop.create_task(prober.run())]
         try:
+            await roster.heard(FIRST_WORDS)
             yield {"gateway": gateway, "deadlines": deadlines}
         finally:
-            probing.cancel()
-            await asyncio.gather(probing, return_exceptions=True)
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
             await gateway.close()
             fleet.close()
 
@@ -61,7 +74,7 @@ def build(settings: Settings) -> FastAPI:
         lifespan=lifespan,
         redirect_slashes=False,
     )
-    app.state.gateway, app.state.prober = gateway, prober
+    app.state.gateway, app.state.prober, app.state.roster = gateway, prober, roster
     app.state.exposition = metrics.exposition
     for room in (openai, models, operations):
         app.include_router(room.router)
@@ -116,7 +129,7 @@ def _redis(settings: Settings) -> Store:
         raise SettingsError([f"--conversation-store: {error}"]) from error
 
 
-def _fleet(settings: Settings, deadlines: Deadlines, metrics: Metrics) -> Fleet:
+def _fleet(settings: Settings, deadlines: Deadlines) -> Fleet:
     limits = PoolLimits(
         connect_timeout=settings.connect_timeout,
         idle_connections=settings.engine_idle_connections,
@@ -127,9 +140,21 @@ def _fleet(settings: Settings, deadlines: Deadlines, metrics: Metrics) -> Fleet:
     def make_pool(spec: EngineSpec) -> EnginePool:
         return EnginePool(spec.address.host, spec.address.port, limits, deadlines)
 
-    def publish(engine: Engine) -> None:
-        labels = (engine.role, engine.name)
-        metrics.engine_healthy.labels(*labels).set(HEALTH_VALUES[engine.health])
-        metrics.engine_in_flight.labels(*labels).set_function(lambda: engine.in_flight)
+    return Fleet((), make_pool, settings.health_failures)
 
-    return Fleet(specs_of(settings), make_pool, settings.health_failures, publish)
+
+def _read_gauges(metrics: Metrics, fleet: Fleet, roster: Roster) -> None:
+    """From the thread that is asked for metrics: each reads what is replaced as a whole."""
+
+    def of_engines(value: Callable[[Engine], float]) -> Callable[[], Iterator[Reading]]:
+        return lambda: (((engine.role, engine.name), value(engine)) for engine in fleet.engines)
+
+    def of_sources(value: Callable[[Standing], float]) -> Callable[[], Iterator[Reading]]:
+        return lambda: (((one.source.name,), value(one)) for one in roster.standings)
+
+    metrics.engine_healthy.read = of_engines(lambda engine: HEALTH_VALUES[engine.health])
+    metrics.engine_in_flight.read = of_engines(lambda engine: engine.in_flight)
+    metrics.engine_draining.read = of_engines(lambda engine: engine.intent is Intent.DRAINING)
+    metrics.source_engines.read = of_sources(lambda standing: len(standing.listed))
+    metrics.source_trouble.read = of_sources(lambda standing: bool(standing.trouble))
+    metrics.source_told.read = of_sources(lambda standing: standing.told_at)

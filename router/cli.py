@@ -96,6 +96,7 @@ def _options(name: str) -> dict[str, Any]:
 
 def _serve(flags: dict[str, Any]) -> int:
     from router import serve, supervisor  # not needed for --help, and slow to import
+    from router.fleet.sources.configured import check
     from router.telemetry import logs
 
     try:
@@ -108,6 +109,7 @@ def _serve(flags: dict[str, Any]) -> int:
     for variable in unknown_variables(os.environ):
         logging.getLogger("disagg_router").warning("%s is no setting, and ignored", variable)
     try:
+        check(settings)
         if settings.workers > 1:
             return supervisor.run(settings)
         serve.run(settings)

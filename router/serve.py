@@ -26,6 +26,7 @@ from fastapi import FastAPI
 
 from router.api.protocol import RouterProtocol
 from router.app import build
+from router.fleet.sources.configured import described
 from router.flows.gateway import Gateway
 from router.settings import Address, Settings
 from router.telemetry.family import family_exposition, telling
@@ -182,12 +183,10 @@ def bind(settings: Settings, port: int | None = None, shared: bool = False) -> s
 
 def announce(settings: Settings, listener: socket.socket) -> None:
     address = Address(settings.host, listener.getsockname()[1])
-    logger.info(
-        "disagg-router on http://%s with %d prefill and %d decode engines",
-        address,
-        len(settings.prefillers),
-        len(settings.decoders),
-    )
+    engines = f"{len(settings.prefillers)} prefill and {len(settings.decoders)} decode engines"
+    if others := described(settings):
+        engines += " in flags, and those of " + ", ".join(others)
+    logger.info("disagg-router on http://%s with %s", address, engines)
 
 
 def _allow_many_connections() -> None:

@@ -49,6 +49,9 @@ IDS = (
     "x-correlation-id",
 )
 NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+SELECTOR = re.compile(r"[A-Za-z0-9!(][A-Za-z0-9_./,=!() -]{0,1023}")
+NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?")
 HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?")
 
 
@@ -103,6 +106,57 @@ def _is_ipv6(text: str) -> bool:
     return True
 
 
+def canonical(host: str) -> str:
+    """One spelling of each host, so that an engine which two sources list is one. Raises ValueError
+    for an IPv6 address that is none."""
+    return str(ipaddress.IPv6Address(host)) if ":" in host else host.lower()
+
+
+def is_port(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 6 and 0 < int(text) < 65536
+
+
+def _dns_name(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    name, _, port = value.rpartition(":")
+    if value.startswith("_"):
+        if HOST_NAME.fullmatch(value):
+            return value
+    elif HOST_NAME.fullmatch(name) and is_port(port):
+        if not _is_ipv4(name):
+            return value
+        raise ValueError("an address needs no DNS: give it to the -hosts and -ports")
+    raise ValueError("not a DNS name: name:port for A and AAAA, _http._tcp.name for SRV")
+
+
+def _is_ipv4(text: str) -> bool:
+    try:
+        ipaddress.IPv4Address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _selector(value: object) -> object:
+    if isinstance(value, str) and not SELECTOR.fullmatch(value):
+        raise ValueError("not a label selector, as in llm-d.ai/role=prefill,app=vllm")
+    return value
+
+
+def _namespace(value: object) -> object:
+    if isinstance(value, str) and not NAMESPACE.fullmatch(value):
+        raise ValueError("not the name of a namespace")
+    return value
+
+
+def _port_of_pod(value: object) -> object:
+    text = str(value)
+    if not is_port(text) and not PORT_NAME.fullmatch(text):
+        raise ValueError("neither a port nor the name of one")
+    return text
+
+
 def _store(value: object) -> object:
     if isinstance(value, str) and not STORES.fullmatch(value):
         raise ValueError(
@@ -145,6 +199,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Hosts = Annotated[tuple[Host, ...], BeforeValidator(_items)]
 Ports = Annotated[tuple[Port, ...], BeforeValidator(_items)]
+DnsName = Annotated[str, BeforeValidator(_dns_name)]
+DnsNames = Annotated[tuple[DnsName, ...], BeforeValidator(_items)]
+Selector = Annotated[str, BeforeValidator(_selector)]
+Namespace = Annotated[str, BeforeValidator(_namespace)]
 Seconds = Annotated[float, Field(gt=0, le=LONGEST)]
 Count = Annotated[int, Field(ge=0)]
 Delay = Annotated[float, Field(ge=0, le=LONGEST)]
@@ -182,6 +240,46 @@ class Settings(BaseSettings):
     decoder_hosts: Hosts = _setting((), "Engines", "Hosts of the decode engines.", "HOST")
     decoder_ports: Ports = _setting(
         (), "Engines", "Their HTTP ports: one for each host, or one for all.", "PORT"
+    )
+
+    engines_file: Path | None = _setting(
+        None,
+        "Discovery",
+        "YAML file that lists engines; watched, and what it lists comes and goes with it.",
+        "FILE",
+    )
+    prefiller_dns: DnsNames = _setting(
+        (),
+        "Discovery",
+        "Names of which every address is a prefill engine: name:port (A, AAAA), or "
+        "_http._tcp.name (SRV). Asked again as their TTLs say.",
+        "NAME",
+    )
+    decoder_dns: DnsNames = _setting((), "Discovery", "The same for decode engines.", "NAME")
+    kubernetes_prefill_selector: Selector | None = _setting(
+        None,
+        "Discovery",
+        "Label selector of the pods that are prefill engines; a pod's own labels may say more.",
+        "SELECTOR",
+    )
+    kubernetes_decode_selector: Selector | None = _setting(
+        None, "Discovery", "The same for decode engines.", "SELECTOR"
+    )
+    kubernetes_namespace: Namespace | None = _setting(
+        None, "Discovery", "Where these pods are; the router's own namespace if not set.", "NAME"
+    )
+    kubernetes_port: Annotated[str, BeforeValidator(_port_of_pod)] = _setting(
+        "8000",
+        "Discovery",
+        "The engines' HTTP port: a number, or the name that pods give it.",
+        "PORT",
+    )
+    kubernetes_config: Path | None = _setting(
+        None,
+        "Discovery",
+        "Kubeconfig file for a router outside the cluster. If not set: the pod's service account, "
+        "else $KUBECONFIG, else ~/.kube/config.",
+        "FILE",
     )
 
     host: Host = _setting(
@@ -573,9 +671,20 @@ class VariableSource(EnvSettingsSource):
         }
 
 
+def _is_discovered(settings: Settings, role: str) -> bool:
+    """Whether engines of that role come from elsewhere than the flags."""
+    selector = {
+        "prefiller": settings.kubernetes_prefill_selector,
+        "decoder": settings.kubernetes_decode_selector,
+    }
+    return bool(settings.engines_file or getattr(settings, f"{role}_dns") or selector[role])
+
+
 def _pairing(settings: Settings, role: str) -> Iterator[str]:
     hosts: tuple[str, ...] = getattr(settings, f"{role}_hosts")
     ports: tuple[int, ...] = getattr(settings, f"{role}_ports")
+    if not hosts and not ports and _is_discovered(settings, role):
+        return
     if not hosts or not ports:
         missing = "hosts" if not hosts else "ports"
         yield f"no {role} engine: --{role}-{missing} is missing"

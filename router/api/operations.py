@@ -41,14 +41,17 @@ async def healthcheck(request: Request) -> dict[str, str | int]:
 )
 async def ready(request: Request) -> Response:
     gateway: Gateway = request.app.state.gateway
+    # A source that is in trouble takes nothing away: the engines that it listed last still serve.
+    troubles = request.app.state.roster.troubles()
+    detail = {"sources": troubles} if troubles else {}
     reasons = {str(role): why for role, why in gateway.fleet.missing().items()}
     if trouble := request.app.state.prober.trouble():
         reasons["prober"] = trouble
     if gateway.draining:
         reasons["router"] = "shutting down"
     if reasons:
-        return JSONResponse({"status": "not ready", "reasons": reasons}, 503)
-    return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "not ready", "reasons": reasons, **detail}, 503)
+    return JSONResponse({"status": "ready", **detail})
 
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=Response)

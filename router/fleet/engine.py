@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from router.fleet.breaker import Breaker
 from router.fleet.learned import Learned
-from router.fleet.spec import EngineSpec, Role
+from router.fleet.spec import EngineSpec, Intent, Role
 from router.upstream.pool import EnginePool
 
 
@@ -17,13 +17,6 @@ class Health(StrEnum):
     UNKNOWN = "unknown"
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
-
-
-class Intent(StrEnum):
-    """What is wanted of it."""
-
-    SERVING = "serving"
-    DRAINING = "draining"
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +56,12 @@ class Engine:
         self.name, self.role = self.spec.name, self.spec.role
         self.group = self.spec.group
         self.models = self.spec.models or None
+
+    def become(self, spec: EngineSpec) -> None:
+        """Another description of what listens at the same address."""
+        if spec.models != self.spec.models:
+            self.models = spec.models or None  # what it said itself may be old by now
+        self.spec, self.role = spec, spec.role
 
     @property
     def is_wanted(self) -> bool:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from router.fleet.breaker import Breaker, BreakerRules, Circuit
-from router.fleet.engine import Engine, Health, Intent
+from router.fleet.engine import Engine, Health
 from router.fleet.learned import Learned
 from router.fleet.snapshot import Members, picture
-from router.fleet.spec import LEGS, EngineSpec, Role
+from router.fleet.spec import LEGS, EngineSpec, Intent, Role
 from router.upstream.errors import EngineLostError
 from router.upstream.pool import EnginePool
 
@@ -23,7 +24,7 @@ LONGEST_COOLING = 30.0
 
 
 class Fleet:
-    """`on_change` is told of an engine whose health changed, `later` calls something after a time.
+    """`later` calls something after a time.
 
     Engines may be added and removed at any time; a request that runs keeps those it has.
     """
@@ -33,29 +34,29 @@ class Fleet:
         specs: Iterable[EngineSpec],
         make_pool: Callable[[EngineSpec], EnginePool],
         tolerated_failures: int,
-        on_change: Callable[[Engine], None],
         breaker_rules: BreakerRules | None = None,
         clock: Callable[[], float] = time.time,
         later: Later | None = None,
     ) -> None:
         self._make_pool = make_pool
         self._tolerated_failures = tolerated_failures
-        self._on_change = on_change
         self._rules = breaker_rules or BreakerRules()
         self._clock = clock
         self._later = later or _call_later
         self._engines: dict[str, Engine] = {}
         self.on_lost: Callable[[Engine], None] = lambda engine: None
-        """Told of an engine that is found unhealthy, or was removed: what it held is gone."""
+        """Told of an engine that is found unhealthy, or was removed, or plays another role or in
+        another group from now on: what it held is gone."""
         self._members = Members()
+        self._gone: set[Engine] = set()
+        self._is_changing = False
         self.on_new_snapshot: Callable[[], None] = lambda: None
+        self.engines: Sequence[Engine] = ()
+        self.groups: frozenset[str] = frozenset()
         self.snapshot = picture((), self._members)
-        for spec in specs:
-            self.add(spec)
-
-    @property
-    def engines(self) -> Sequence[Engine]:
-        return tuple(self._engines.values())
+        with self.one_change():
+            for spec in specs:
+                self.add(spec)
 
     def named(self, name: str) -> Engine | None:
         """The engine of that name, unless it is dead; what drains still has what it holds."""
@@ -83,11 +84,28 @@ class Fleet:
 
     # Who is there.
 
-    def add(self, spec: EngineSpec) -> Engine:
-        engine = Engine(spec, self._make_pool(spec), Breaker(self._rules))
+    @contextlib.contextmanager
+    def one_change(self) -> Iterator[None]:
+        """Whatever happens within becomes visible at once, at its end: a snapshot costs as much for
+        a thousand changes as for one. Nothing may be awaited within, nor this be nested."""
+        assert not self._is_changing
+        self._is_changing = True
+        try:
+            yield
+        finally:
+            self._is_changing = False
+            self._refresh()
+
+    def find(self, name: str) -> Engine | None:
+        """The engine of that name, whether it may be asked or not."""
+        return self._engines.get(name)
+
+    def add(self, spec: EngineSpec, intent: Intent = Intent.SERVING) -> Engine:
+        """Its name must be new."""
+        engine = Engine(spec, self._make_pool(spec), Breaker(self._rules), intent=intent)
+        assert engine.name not in self._engines, engine.name
         self._engines[engine.name] = engine
         self._refresh()
-        self._on_change(engine)
         return engine
 
     def remove(self, name: str) -> None:
@@ -96,15 +114,30 @@ class Fleet:
         if engine is not None:
             engine.intent = Intent.DRAINING  # for requests that had it in their plan
             engine.look()
-            self._members.forget(engine)
+            self._gone.add(engine)
             self._refresh()
-            self.on_lost(engine)
             engine.pool.fail_legs(EngineLostError(f"{name} was removed"))
             engine.pool.close()
 
     def drain(self, engine: Engine) -> None:
         """No new legs; those that run go on."""
         engine.intent = Intent.DRAINING
+        self._refresh()
+
+    def resume(self, engine: Engine) -> None:
+        """As if it had never drained."""
+        engine.intent = Intent.SERVING
+        self._refresh()
+
+    def change(self, engine: Engine, spec: EngineSpec) -> None:
+        """The same process, described anew: its connections, health and legs stay. In another role
+        or group it holds nothing that anyone may rely on, and is asked again what it is."""
+        if engine.spec == spec:
+            return
+        if (engine.spec.role, engine.spec.group) != (spec.role, spec.group):
+            self.on_lost(engine)
+            engine.learned = Learned()
+        engine.become(spec)
         self._refresh()
 
     # What probes find.
@@ -209,12 +242,20 @@ class Fleet:
         level = logging.WARNING if health is Health.UNHEALTHY else logging.INFO
         detail = f": {reason}" if reason else ""
         logger.log(level, "%s engine %s is %s%s", engine.role, engine.name, health, detail)
-        self._on_change(engine)
 
     def _refresh(self) -> None:
-        for engine in self._engines.values():
+        if self._is_changing:
+            return
+        self.engines = tuple(self._engines.values())
+        self.groups = frozenset([engine.group for engine in self.engines])
+        for engine in self.engines:
             engine.look()
-        self.snapshot = picture(self._engines.values(), self._members)
+        gone, self._gone = self._gone, set()
+        if gone:
+            self._members.forget(gone)
+        self.snapshot = picture(self.engines, self._members)
+        for engine in gone:
+            self.on_lost(engine)
         self.on_new_snapshot()
 
 

@@ -6,7 +6,7 @@ are those of its groups: KV moves only between engines of one pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from router.fleet.engine import Engine, Health
@@ -56,8 +56,8 @@ class Members:
             del self._known[next(iter(self._known))]
         return known
 
-    def forget(self, engine: Engine) -> None:
-        for known in [known for known in self._known if engine in known]:
+    def forget(self, engines: Set[Engine]) -> None:
+        for known in [known for known in self._known if not engines.isdisjoint(known)]:
             del self._known[known]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from router.settings import Address, Settings
+from router.settings import Address
 
 DEFAULT_GROUP = "default"
 
@@ -17,6 +17,13 @@ class Role(StrEnum):
 
     def plays(self, role: Role) -> bool:
         return self in (role, Role.BOTH)
+
+
+class Intent(StrEnum):
+    """What is wanted of an engine."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
 
 
 PREFILL, DECODE, BOTH = Role
@@ -40,10 +47,13 @@ class EngineSpec:
         return str(self.address)
 
 
-def specs_of(settings: Settings) -> list[EngineSpec]:
-    """The engines of the flags; one that is named for both roles is one engine."""
-    prefillers, decoders = settings.prefillers, settings.decoders
-    both = set(prefillers) & set(decoders)
-    known = [(Role.PREFILL, address) for address in prefillers]
-    known += [(Role.DECODE, address) for address in decoders if address not in both]
-    return [EngineSpec(Role.BOTH if at in both else role, at) for role, at in known]
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An engine as a source lists it."""
+
+    spec: EngineSpec
+    intent: Intent = Intent.SERVING
+
+    @property
+    def address(self) -> Address:
+        return self.spec.address

@@ -148,10 +148,9 @@ class Gateway:
         return self._wants
 
     def _forget(self, engine: Engine) -> None:
-        groups = {known.group for known in self.fleet.engines}
         for policies in (self._prefill, self._decode):
             policies.forget(engine.name, engine.group)
-            policies.keep(groups)
+            policies.keep(self.fleet.groups)
 
     def note_failure(self, engine: Engine, role: Role, error: UpstreamError | EngineError) -> None:
         """Names the engine's role in the error, counts it, and logs it now and then."""

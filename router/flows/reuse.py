@@ -8,10 +8,10 @@ from typing import NamedTuple
 from router.conversations.conversations import Turn
 from router.conversations.entry import Entry
 from router.conversations.guard import Fit, Verdict, cut, judge
-from router.fleet.engine import Engine, Intent
+from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet
 from router.fleet.learned import instance_of
-from router.fleet.spec import Role
+from router.fleet.spec import Intent, Role
 from router.flows.request import Body
 from router.policies.affinity import LoadBound
 

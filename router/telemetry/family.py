@@ -22,7 +22,14 @@ from prometheus_client.registry import Collector
 Exposition = Callable[[], bytes]
 PATIENCE = 2.0
 # What does not add up: the worst that any worker sees is what counts.
-LEAST = frozenset(("disagg_router_engine_healthy",))
+LEAST = frozenset(
+    (
+        "disagg_router_engine_healthy",
+        "disagg_router_source_engines",
+        "disagg_router_source_told_timestamp_seconds",
+    )
+)
+MOST = frozenset(("disagg_router_engine_draining", "disagg_router_source_trouble"))
 CREATED = "_created"
 
 
@@ -109,5 +116,7 @@ def _add(values: dict[tuple[str, tuple[tuple[str, str], ...]], float], family: M
             values[key] = sample.value
         elif sample.name in LEAST or sample.name.endswith(CREATED):
             values[key] = min(values[key], sample.value)
+        elif sample.name in MOST:
+            values[key] = max(values[key], sample.value)
         else:
             values[key] += sample.value

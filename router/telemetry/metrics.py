@@ -1,6 +1,7 @@
 """The router's own metrics, prefix disagg_router_, in a registry of their own.
 
-Labels are bounded: engines are the configured ones, everything else comes from small fixed sets.
+Labels are bounded: engines and sources are those there are, everything else comes from small fixed
+sets.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from router.telemetry.record import Record
-from router.telemetry.tally import Buckets, Tally
+from router.telemetry.tally import Buckets, Readings, Tally
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -54,11 +55,23 @@ class Metrics:
         )
         self.connections = self._gauge("client_connections", "Open connections of clients.")
         self.held_bodies = self._gauge("held_body_bytes", "Bytes of request bodies that are held.")
-        self.engine_in_flight = self._gauge(
+        self.engine_in_flight = self._readings(
             "engine_requests_in_flight", "Legs that run on an engine.", "role", "engine"
         )
-        self.engine_healthy = self._gauge(
+        self.engine_healthy = self._readings(
             "engine_healthy", "1 healthy, 0 unhealthy, -1 not probed yet.", "role", "engine"
+        )
+        self.engine_draining = self._readings(
+            "engine_draining", "1 when it gets nothing new and is to go, else 0.", "role", "engine"
+        )
+        self.source_engines = self._readings(
+            "source_engines", "Engines that a source lists, or did when it last could.", "source"
+        )
+        self.source_trouble = self._readings(
+            "source_trouble", "1 while a source cannot tell, or not all; else 0.", "source"
+        )
+        self.source_told = self._readings(
+            "source_told_timestamp_seconds", "When a source last told what it lists.", "source"
         )
         self.upstream_errors = self._counter(
             "upstream_errors", "Legs that failed, by kind of failure.", "role", "kind"
@@ -127,6 +140,9 @@ class Metrics:
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"disagg_router_{name}", text, labels, registry=self.registry)
+
+    def _readings(self, name: str, text: str, *labels: str) -> Readings:
+        return Readings(f"disagg_router_{name}", text, labels, self.registry)
 
     def _histogram(self, name: str, text: str) -> Buckets:
         return Buckets(f"disagg_router_{name}", text, SECONDS, self.registry)

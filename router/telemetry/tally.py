@@ -6,14 +6,19 @@ Counted by one thread, read by any.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 Labels = tuple[str | int, ...]
+Reading = tuple[Labels, float]
 
 
 class Tally(Collector):
@@ -36,6 +41,26 @@ class Tally(Collector):
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
         for values, count in list(self._counts.items()):
             family.add_metric([str(value) for value in values], count)
+        yield family
+
+
+class Readings(Collector):
+    """A gauge with labels for what comes and goes: read where it is known, so that nothing stays
+    of what is there no more. `read` gives each one's labels, in their order, and its value."""
+
+    def __init__(
+        self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry
+    ) -> None:
+        self.read: Callable[[], Iterable[Reading]] = lambda: ()
+        self._name = name
+        self._text = text
+        self._labels = labels
+        registry.register(self)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(self._name, self._text, labels=self._labels)
+        for values, value in self.read():
+            family.add_metric([str(one) for one in values], value)
         yield family
 
 

@@ -159,10 +159,12 @@ async def running_router(settings: Settings, front: str) -> AsyncIterator[Router
             base_url=f"http://127.0.0.1:{port}", timeout=10, verify=plain
         ) as client:
             router = Router(app, port, client, front)
-            yield router
-        server.close()
-        for connection in list(state.connections):
-            connection.transport.abort()
+            try:
+                yield router
+            finally:  # uvloop waits for ever for what a test that failed left open
+                server.close()
+                for connection in list(state.connections):
+                    connection.transport.abort()
         await eventually(lambda: not state.connections)
     await eventually(lambda: not router.gateway.running)
     engines = router.gateway.fleet.engines

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.breaker import Breaker, BreakerRules, Circuit
-from router.fleet.engine import Engine, Health, Intent
+from router.fleet.engine import Engine, Health
 from router.fleet.snapshot import picture
-from router.fleet.spec import LEGS, EngineSpec, Role
+from router.fleet.spec import LEGS, EngineSpec, Intent, Role
 from router.settings import Address
 from router.upstream.pool import EnginePool
 

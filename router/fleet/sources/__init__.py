@@ -1,0 +1,1 @@
+"""Where engines are known from: flags, a file, DNS, Kubernetes."""

@@ -1,0 +1,213 @@
+"""Engines that a YAML file lists, read again and again.
+
+    engines:
+      - {url: http://p1:8100, role: prefill, models: [m], group: blue, weight: 1}
+      - {url: http://d1:8200, role: decode, draining: true}
+
+The file is read whole each time and compared with what it said before: that is cheap, and true
+whatever was renamed, linked or mounted over it. One that cannot be used changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import stat
+import textwrap
+import time
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Annotated, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+import yaml
+
+from router.fleet.sources.source import Report, SourceError
+from router.fleet.spec import DEFAULT_GROUP, EngineSpec, Intent, Listed, Role
+from router.settings import HOST_NAME, Address, canonical
+
+try:
+    from yaml import CSafeLoader as SafeLoader
+except ImportError:  # PyYAML without libyaml: the same, slower
+    from yaml import SafeLoader  # type: ignore[assignment]
+
+INTERVAL = 1.0
+# Seconds in which a file that is written in place may have got further.
+CALM = 0.05
+MOST_LOOKS = 20
+PATIENCE = 5.0
+MOST_BYTES = 4 * 1024 * 1024
+# As deep as the list of an engine's models, which is as deep as it goes.
+DEEPEST = 4
+HEAVIEST = 1e6
+
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Group = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?\Z")]
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    url: str
+    role: Role
+    models: tuple[Text, ...] = ()
+    group: Group = DEFAULT_GROUP
+    weight: float = 1.0
+    draining: bool = False
+
+
+class Read(NamedTuple):
+    """`trouble` is why the content lists nothing that can be used."""
+
+    content: bytes
+    listed: tuple[Listed, ...] | None
+    trouble: str
+
+
+class FileSource:
+    def __init__(self, path: Path, interval: float = INTERVAL) -> None:
+        self.name = "file"
+        self._path = path
+        self._interval = interval
+        self._read: Read | None = None
+        self._reading: asyncio.Task[Read] | None = None
+        self.first = self._report(lambda: read(path, None))
+
+    async def watch(self) -> AsyncGenerator[Report, None]:
+        while True:
+            await asyncio.sleep(self._interval)
+            yield await self._look()
+
+    async def _look(self) -> Report:
+        """In a thread: a file's disk may be slow, or far away and gone."""
+        if self._reading is None:
+            self._reading = asyncio.create_task(asyncio.to_thread(read, self._path, self._read))
+        done, _ = await asyncio.wait([self._reading], timeout=PATIENCE)
+        if not done:
+            return Report(None, f"{self._path}: cannot be read within {PATIENCE:g} s")
+        reading, self._reading = self._reading, None
+        return self._report(reading.result)
+
+    def _report(self, reading: Callable[[], Read]) -> Report:
+        try:
+            self._read = reading()
+        except SourceError as error:
+            return Report(None, f"{self._path}: {error}")
+        _, listed, trouble = self._read
+        return Report(listed, f"{self._path}: {trouble}" if trouble else "")
+
+
+def read(path: Path, before: Read | None) -> Read:
+    """What the file says; `before` itself, if it says the same. Raises SourceError."""
+    content = _content(path)
+    if before is not None and content == before.content:
+        return before
+    if before is not None:
+        content = _settled(path, content)
+    try:
+        return Read(content, parse(content), "")
+    except SourceError as error:
+        return Read(content, None, str(error))
+
+
+def _settled(path: Path, content: bytes) -> bytes:
+    """Once nobody seems to write it any more. Raises SourceError."""
+    for _ in range(MOST_LOOKS):
+        time.sleep(CALM)
+        before, content = content, _content(path)
+        if content == before:
+            return content
+    raise SourceError("is being written all the time")
+
+
+def parse(content: bytes) -> tuple[Listed, ...]:
+    """Raises SourceError, which names the first thing that is wrong."""
+    entries = _entries(content)
+    listed: dict[Address, Listed] = {}
+    for number, entry in enumerate(entries, 1):
+        try:
+            one = _listed(msgspec.convert(entry, Entry))
+        except (msgspec.ValidationError, ValueError) as error:
+            raise SourceError(f"engine {number}: {_line(error)}") from None
+        if one.address in listed:
+            raise SourceError(f"engine {number}: {one.address} is listed twice")
+        listed[one.address] = one
+    return tuple(listed.values())
+
+
+def _content(path: Path) -> bytes:
+    """Raises SourceError. Never waits for a pipe, nor reads on without end."""
+    try:
+        with open(
+            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+        ) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise SourceError("is no regular file")
+            content = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise SourceError(error.strerror or str(error)) from None
+    if len(content) > MOST_BYTES:
+        raise SourceError(f"is larger than {MOST_BYTES // 1024 // 1024} MiB")
+    return content
+
+
+def _entries(content: bytes) -> list[object]:
+    """Raises SourceError."""
+    try:
+        _check_shape(content)
+        found = yaml.load(content, SafeLoader)
+    except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
+        raise SourceError(_line(error)) from None
+    match found:
+        case {"engines": list() as entries, **others} if not others:
+            return entries
+        case {"engines": _, **others} if others:
+            raise SourceError(f"{_line(repr(next(iter(others))))} is not known beside engines")
+        case _:
+            raise SourceError("has no list of engines: begin it with a line of 'engines:'")
+
+
+def _check_shape(content: bytes) -> None:
+    """A few lines of YAML can mean billions of values, or be nested without end; none of that is
+    needed here. Raises ValueError, yaml.YAMLError."""
+    depth = 0
+    for event in yaml.parse(content, SafeLoader):
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise ValueError("anchors and aliases are not taken")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise ValueError("is nested too deep for a list of engines")
+
+
+def _listed(entry: Entry) -> Listed:
+    """Raises ValueError."""
+    if not (math.isfinite(entry.weight) and 0 <= entry.weight <= HEAVIEST):
+        raise ValueError(f"weight: not a number from 0 to {HEAVIEST:g}")
+    address, models = address_of(entry.url), frozenset(entry.models)
+    spec = EngineSpec(entry.role, address, models, entry.group, entry.weight)
+    return Listed(spec, Intent.DRAINING if entry.draining else Intent.SERVING)
+
+
+def address_of(url: str) -> Address:
+    """Of a URL that is scheme, host and port and nothing else. Raises ValueError."""
+    wrong = ValueError(f"url: {_line(repr(url))} is not as in http://host:8100")
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", 80 if parts.port is None else parts.port
+    except ValueError:
+        raise wrong from None
+    rest = parts.path.strip("/"), parts.query, parts.fragment, "@" in parts.netloc
+    if parts.scheme != "http" or any(rest) or not url.isascii() or not url.isprintable():
+        raise wrong
+    is_host = ":" in host if "[" in parts.netloc else HOST_NAME.fullmatch(host)
+    if not is_host or not 0 < port < 65536 or "?" in url or "#" in url:
+        raise wrong
+    try:
+        return Address(canonical(host), port)
+    except ValueError:
+        raise wrong from None
+
+
+def _line(what: object) -> str:
+    return textwrap.shorten(" ".join(str(what).split()), 300)

@@ -1,0 +1,115 @@
+"""Engines that are pods: listed, watched from there, and listed again whenever that cannot go on.
+
+A watch alone is not enough. After a gap it tells what is there and not what has gone, so only a new
+list removes who was deleted unseen; and where nothing is heard, the list finds out whether there is
+nothing to hear. While the API server is away, the pods known last are the engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from asyncio import sleep
+from collections.abc import AsyncGenerator, Callable, Iterable
+from typing import Protocol
+
+from router.fleet.sources.backoff import Backoff
+from router.fleet.sources.pod_api import Change, GoneError
+from router.fleet.sources.pods import Pod, Seen, seen
+from router.fleet.sources.source import Report, SourceError
+from router.fleet.spec import Intent, Listed, Role
+from router.settings import Address
+
+# Watches, one after the other, until all is listed anew: ten minutes, if nothing goes wrong.
+ROUNDS = 10
+# Seconds after which a watch is no failure, whatever ends it.
+STEADY = 5.0
+MOST_TOLD = 3
+
+
+class Pods(Protocol):
+    """Where pods are asked for: PodApi."""
+
+    async def list(self) -> tuple[list[Pod], str]: ...
+
+    def watch(self, version: str) -> AsyncGenerator[Change, None]: ...
+
+    async def close(self) -> None: ...
+
+
+class KubernetesSource:
+    def __init__(
+        self,
+        role: Role,
+        port: str,
+        api: Pods,
+        steady: float = STEADY,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self.name = f"kubernetes:{role}"
+        self.first = Report()
+        self._role = role
+        self._port = port
+        self._api = api
+        self._steady = steady
+        self._backoff = Backoff(chance)
+        self._seen: dict[str, Seen] = {}
+
+    async def watch(self) -> AsyncGenerator[Report, None]:
+        try:
+            while True:
+                try:
+                    async with contextlib.aclosing(self._follow()) as reports:
+                        async for report in reports:
+                            yield report
+                except GoneError:
+                    await sleep(self._backoff.next())  # as happens when much changes
+                except SourceError as error:
+                    yield Report(None, str(error))
+                    await sleep(self._backoff.next())
+        finally:
+            await self._api.close()
+
+    async def _follow(self) -> AsyncGenerator[Report, None]:
+        """Until all has to be listed again. Raises SourceError."""
+        pods, version = await self._api.list()
+        self._seen = {pod.metadata.name: seen(pod, self._role, self._port) for pod in pods}
+        yield self._report()
+        for _ in range(ROUNDS):
+            began = time.monotonic()
+            async with contextlib.aclosing(self._api.watch(version)) as changes:
+                async for change in changes:
+                    version = change.version or version
+                    if change.pod is not None and self._takes(change.pod, change.is_deleted):
+                        yield self._report()
+            if time.monotonic() - began < self._steady:
+                raise SourceError("the API server ends a watch as soon as it has begun")
+            self._backoff.reset()
+            yield self._report()
+
+    def _takes(self, pod: Pod, is_deleted: bool) -> bool:
+        """Whether anything is different by that."""
+        name, none = pod.metadata.name, Seen(None)
+        before = self._seen.pop(name, none)
+        after = none if is_deleted else seen(pod, self._role, self._port)
+        if after != none:
+            self._seen[name] = after
+        return after != before
+
+    def _report(self) -> Report:
+        troubles = sorted(one.trouble for one in self._seen.values() if one.trouble)
+        more = [f"and {len(troubles) - MOST_TOLD} more"] if len(troubles) > MOST_TOLD else []
+        listed = [one.listed for one in self._seen.values() if one.listed is not None]
+        return Report(distinct(listed), "; ".join([*troubles[:MOST_TOLD], *more]))
+
+
+def distinct(listed: Iterable[Listed]) -> tuple[Listed, ...]:
+    """One for each address: an address that is given anew may still be named by the pod that had it
+    before, and that is the one which drains."""
+    found: dict[Address, Listed] = {}
+    for one in listed:
+        before = found.setdefault(one.address, one)
+        if before.intent is Intent.DRAINING:
+            found[one.address] = one
+    return tuple(found.values())

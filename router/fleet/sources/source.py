@@ -1,0 +1,38 @@
+"""What every source of engines is."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.fleet.spec import Listed
+
+
+class SourceError(Exception):
+    """The world's fault, in one line: a source cannot tell which engines there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that a source lists, no address twice, in an order that means nothing; None where it
+    cannot tell, and what it listed last stands.
+    `trouble` says what is wrong, in one line; empty if nothing is."""
+
+    listed: tuple[Listed, ...] | None = None
+    trouble: str = ""
+
+
+class Source(Protocol):
+    """`first` is what it knows before it is watched."""
+
+    @property
+    def name(self) -> str:
+        """Its own among all sources; a label of metrics."""
+
+    @property
+    def first(self) -> Report: ...
+
+    def watch(self) -> AsyncGenerator[Report, None]:
+        """A report whenever it has looked, changed or not; ends when there is nothing more to come.
+        The world's faults are reports, not exceptions. What it waits for has a deadline."""

@@ -1,0 +1,29 @@
+"""The engines of the flags: these and no others, as long as the router runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+
+from router.fleet.sources.source import Report
+from router.fleet.spec import EngineSpec, Listed, Role
+from router.settings import Address, Settings, canonical
+
+
+class StaticSource:
+    name = "flags"
+
+    def __init__(self, settings: Settings) -> None:
+        """An engine that is named for both roles is one engine."""
+        prefillers, decoders = _known(settings.prefillers), _known(settings.decoders)
+        roles = dict.fromkeys(prefillers, Role.PREFILL)
+        for address in decoders:
+            roles[address] = Role.BOTH if address in roles else Role.DECODE
+        listed = (Listed(EngineSpec(role, address)) for address, role in roles.items())
+        self.first = Report(tuple(listed))
+
+    async def watch(self) -> AsyncGenerator[Report, None]:
+        yield self.first
+
+
+def _known(addresses: Iterable[Address]) -> list[Address]:
+    return [Address(canonical(host), port) for host, port in addresses]

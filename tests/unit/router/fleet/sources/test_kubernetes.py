@@ -1,0 +1,327 @@
+"""Pods listed and watched, from an API server that fails in every way that one can."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.fleet.sources import backoff, pod_api
+from router.fleet.sources import kubernetes as kubernetes_module
+from router.fleet.sources.kubernetes import KubernetesSource
+from router.fleet.sources.pod_api import Lines, PodApi
+from router.fleet.sources.source import Report, SourceError
+from router.fleet.spec import Intent, Role
+from router.settings import SettingsError
+from tests.unit.router.fleet.sources.api_server import ApiServer, api_server, kubeconfig, pod
+from tests.unit.router.harness import eventually
+
+
+@dataclass
+class Watched:
+    """A source, and what it has reported."""
+
+    server: ApiServer
+    source: KubernetesSource
+    token: Path
+    reports: list[Report] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+
+    def note(self, report: Report) -> None:
+        self.reports.append(report)
+        if report.listed is not None:
+            self.names = {str(one.address): str(one.intent) for one in report.listed}
+
+    @property
+    def trouble(self) -> str:
+        return self.reports[-1].trouble if self.reports else "nothing"
+
+    async def lists(self, *hosts: str) -> None:
+        expected = {f"{host}:8000" for host in hosts}
+        await eventually(lambda: self.names.keys() == expected and not self.trouble)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backoff, "FIRST", 0.01)
+    monkeypatch.setattr(backoff, "LONGEST", 0.05)
+    monkeypatch.setattr(pod_api, "GRACE", 0.2)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ApiServer]:
+    async with api_server() as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def watching(
+    server: ApiServer, tmp_path: Path, life: float = 40, **how: Any
+) -> AsyncIterator[Watched]:
+    """The server ends a watch after a twentieth of its life, so that seconds are not waited for."""
+    token = tmp_path / "token"
+    token.write_text(server.token)
+    config = kubeconfig(tmp_path / "config", server.port, token)
+    api = PodApi(config, None, "llm-d.ai/role=decode", life)
+    watched = Watched(server, KubernetesSource(Role.DECODE, "8000", api, **how), token)
+
+    async def follow() -> None:
+        async with contextlib.aclosing(watched.source.watch()) as reports:
+            async for report in reports:
+                watched.note(report)
+
+    task = asyncio.create_task(follow())
+    try:
+        yield watched
+    finally:
+        assert not task.done(), task
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_pods_come_become_ready_end_and_go(server: ApiServer, tmp_path: Path) -> None:
+    for number in range(8):
+        server.put(pod(f"d{number}", f"10.0.0.{number}"))
+    async with watching(server, tmp_path) as watched:
+        await watched.lists(*[f"10.0.0.{number}" for number in range(8)])
+        assert server.asked[0]["path"] == "/api/v1/namespaces/inference/pods"
+        assert server.asked[0]["labelSelector"] == "llm-d.ai/role=decode"
+        assert [query.get("continue") for query in server.asked[:3]] == [None, "3", "6"]
+        await eventually(lambda: server.watching)
+        for number in range(1, 8):
+            server.delete(f"d{number}")
+        await watched.lists("10.0.0.0")
+        server.put(pod("new", "10.0.0.9", ready=False))
+        server.put(pod("d0", "10.0.0.0", terminating=True))
+        await eventually(lambda: watched.names == {"10.0.0.0:8000": Intent.DRAINING})
+        server.put(pod("new", "10.0.0.9"))
+        await watched.lists("10.0.0.0", "10.0.0.9")
+        server.delete("d0")
+        await watched.lists("10.0.0.9")
+        assert server.lists == 1, "all of that was watched"
+
+
+async def test_nothing_is_said_of_pods_that_are_what_they_were(
+    server: ApiServer, tmp_path: Path
+) -> None:
+    server.put(pod("d1"))
+    async with watching(server, tmp_path) as watched:
+        await eventually(lambda: server.watching)
+        before = len(watched.reports)
+        for _ in range(5):
+            server.put(pod("d1", annotations={"anything": "else"}))
+        server.bookmark()
+        server.put(pod("d2", "10.0.0.2"))
+        await watched.lists("10.0.0.1", "10.0.0.2")
+        assert len(watched.reports) == before + 1
+
+
+async def test_a_watch_goes_on_where_the_last_one_ended_and_all_is_listed_now_and_then(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a watch has kept from us comes to light then."""
+    monkeypatch.setattr(kubernetes_module, "ROUNDS", 3)
+    server.put(pod("d1"))
+    server.put(pod("d2", "10.0.0.2"))
+    async with watching(server, tmp_path, life=1, steady=0) as watched:
+        await watched.lists("10.0.0.1", "10.0.0.2")
+        await eventually(lambda: server.watching)
+        server.bookmark()
+        version = str(server.version)
+        await eventually(lambda: server.asked[-1].get("resourceVersion") == version)
+        server.delete("d1", is_told=False)
+        await watched.lists("10.0.0.2")
+        watches = [query for query in server.asked if "watch" in query]
+        assert len(watches) >= 3
+        assert all(query["allowWatchBookmarks"] == "true" for query in watches)
+        assert all(not report.trouble for report in watched.reports)
+
+
+async def test_after_410_who_was_deleted_unseen_is_gone(server: ApiServer, tmp_path: Path) -> None:
+    server.put(pod("d1"))
+    async with watching(server, tmp_path, life=1, steady=0) as watched:
+        await eventually(lambda: server.watching)
+        server.delete("d1", is_told=False)
+        server.put(pod("d2", "10.0.0.2"), is_told=False)
+        server.oldest = server.version
+        await watched.lists("10.0.0.2")
+        assert all(not report.trouble for report in watched.reports), "that is no trouble"
+
+
+async def test_an_api_server_that_is_away_takes_nothing_away(
+    server: ApiServer, tmp_path: Path
+) -> None:
+    server.put(pod("d1"))
+    server.put(pod("d2", "10.0.0.2"))
+    async with watching(server, tmp_path) as watched:
+        await watched.lists("10.0.0.1", "10.0.0.2")
+        await eventually(lambda: server.watching)
+        await server.stop()
+        await eventually(lambda: watched.trouble)
+        assert "cannot be asked" in watched.trouble
+        assert len(watched.names) == 2
+        count = len(watched.reports)
+        await eventually(lambda: len(watched.reports) > count + 2)
+        assert len(watched.names) == 2
+        server.delete("d1", is_told=False)
+        await server.start()
+        await watched.lists("10.0.0.2")
+
+
+async def test_one_that_is_away_from_the_start_is_trouble_until_it_comes(
+    server: ApiServer, tmp_path: Path
+) -> None:
+    await server.stop()
+    async with watching(server, tmp_path) as watched:
+        await eventually(lambda: len(watched.reports) > 2)
+        assert all(report.listed is None and report.trouble for report in watched.reports)
+        server.put(pod("d1"))
+        await server.start()
+        await watched.lists("10.0.0.1")
+
+
+async def test_a_connection_whose_other_end_is_gone_is_no_quiet_fleet(
+    server: ApiServer, tmp_path: Path
+) -> None:
+    """Half open: nothing comes, not even the end that was asked for."""
+    server.put(pod("d1"))
+    async with watching(server, tmp_path, life=1) as watched:
+        await eventually(lambda: server.watching)
+        server.is_deaf = True
+        server.delete("d1")
+        server.put(pod("d2", "10.0.0.2"))
+        await eventually(lambda: any("silent" in report.trouble for report in watched.reports))
+        server.is_deaf = False
+        await watched.lists("10.0.0.2")
+
+
+@pytest.mark.parametrize(
+    ("how", "complaint"),
+    [
+        ({"code": 403}, "says 403 No not now"),
+        ({"code": 500}, "says 500"),
+        ({"code": 410}, ""),
+        ({"garbage": b"<html>"}, "makes no sense"),
+        ({"garbage": b'{"items": [{"metadata": 7}]}'}, "makes no sense"),
+        ({"garbage": b'{"metadata": {}, "items": [{"status": {}}]}'}, "makes no sense"),
+        ({"garbage": b"\xff" * 100}, "makes no sense"),
+        ({"garbage": b"[" * 100_000}, ""),
+        ({"watch_garbage": b"<html>\n"}, "makes no sense"),
+        ({"watch_garbage": b'{"type":"ADDED","object":7}\n'}, "makes no sense"),
+        ({"watch_garbage": b'{"type":"EXPLODED","object":{}}\n'}, "makes no sense"),
+        ({"watch_garbage": b'{"type":"ERROR","object":{"code":500}}\n'}, "says 500"),
+        ({"watch_garbage": b"x" * (pod_api.LONGEST_LINE + 1)}, "absurdly large"),
+        ({"watch_garbage": b"\n"}, "as soon as it has begun"),
+    ],
+)
+async def test_no_answer_ends_the_watching_nor_takes_anything_away(
+    server: ApiServer, tmp_path: Path, how: dict[str, Any], complaint: str
+) -> None:
+    server.put(pod("d1"))
+    async with watching(server, tmp_path, life=1, steady=0.02) as watched:
+        await watched.lists("10.0.0.1")
+        for name, value in how.items():
+            setattr(server, name, value)
+        asked = len(server.asked)
+        await eventually(lambda: len(server.asked) > asked + 4)
+        if complaint:
+            await eventually(lambda: any(complaint in r.trouble for r in watched.reports))
+        assert all("\n" not in r.trouble and len(r.trouble) < 500 for r in watched.reports)
+        assert set(watched.names) == {"10.0.0.1:8000"}
+        server.code, server.garbage, server.watch_garbage = 200, b"", b""
+        server.put(pod("d2", "10.0.0.2"), is_told=False)
+        await watched.lists("10.0.0.1", "10.0.0.2")
+
+
+async def test_a_server_that_never_ends_its_list_is_not_believed(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = {"metadata": {"resourceVersion": "1", "continue": "again"}, "items": []}
+    server.garbage = json.dumps(endless).encode()
+    monkeypatch.setattr(pod_api, "MOST_PAGES", 5)
+    async with watching(server, tmp_path) as watched:
+        await eventually(lambda: "more than 500 pods" in watched.trouble)
+        monkeypatch.setattr(pod_api, "MOST_BYTES", 10)
+        await eventually(lambda: "absurdly long" in watched.trouble)
+
+
+async def test_a_server_that_accepts_and_says_nothing_is_not_waited_for(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pod_api, "PATIENCE", 0.1)
+    server.is_mute = True
+    async with watching(server, tmp_path) as watched:
+        await eventually(lambda: "no list of pods within 0.1 s" in watched.trouble)
+        server.is_mute = False
+        server.put(pod("d1"))
+        await watched.lists("10.0.0.1")
+
+
+async def test_a_token_that_was_replaced_is_read_again(server: ApiServer, tmp_path: Path) -> None:
+    server.put(pod("d1"))
+    async with watching(server, tmp_path, life=1, steady=0) as watched:
+        await watched.lists("10.0.0.1")
+        server.token = "newer"
+        await eventually(lambda: "says 401" in watched.trouble)
+        watched.token.write_text("newer")
+        server.put(pod("d2", "10.0.0.2"), is_told=False)
+        await watched.lists("10.0.0.1", "10.0.0.2")
+
+
+async def test_pods_that_make_no_sense_are_told_beside_those_that_do(
+    server: ApiServer, tmp_path: Path
+) -> None:
+    server.put(pod("d0"))
+    for number in range(5):
+        wrong = {"disagg-router.io/weight": "heavy"}
+        server.put(pod(f"x{number}", f"10.0.1.{number}", annotations=wrong))
+    async with watching(server, tmp_path) as watched:
+        await eventually(lambda: watched.reports)
+        assert set(watched.names) == {"10.0.0.1:8000"}
+        assert watched.trouble.count("weight") == 3
+        assert watched.trouble.endswith("and 2 more")
+        await eventually(lambda: server.watching)
+        for number in range(5):
+            server.delete(f"x{number}")
+        await watched.lists("10.0.0.1")
+
+
+async def test_a_source_can_be_watched_again(server: ApiServer, tmp_path: Path) -> None:
+    server.put(pod("d1"))
+    async with watching(server, tmp_path) as watched:
+        await watched.lists("10.0.0.1")
+    async with contextlib.aclosing(watched.source.watch()) as reports:
+        report = await asyncio.wait_for(anext(reports), 5)
+    assert report.trouble == ""
+    assert report.listed
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", "clusters: 7", "[", "current-context: x\nclusters: []\ncontexts: []"]
+)
+def test_a_kubeconfig_that_cannot_be_used_is_one_line(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "config"
+    path.write_text(content)
+    for given in (path, tmp_path / "missing"):
+        with pytest.raises(SettingsError) as refused:
+            PodApi(given, None, "a=b")
+        (line,) = refused.value.problems
+        assert line.startswith("--kubernetes-config: ")
+        assert "\n" not in line
+
+
+def test_lines_are_whole_however_they_come() -> None:
+    text = b'{"a": 1}\n\n{"b": 2}\r\n{"c'
+    for size in (1, 3, 100):
+        lines = Lines()
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        found = [line for piece in pieces for line in lines.of(piece)]
+        assert found == [b'{"a": 1}', b'{"b": 2}\r']
+    with pytest.raises(SourceError):
+        list(Lines().of(b"x" * (pod_api.LONGEST_LINE + 1)))

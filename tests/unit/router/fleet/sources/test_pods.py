@@ -1,0 +1,119 @@
+"""Which pods are engines, and what they say of themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from router.fleet.sources.kubernetes import distinct
+from router.fleet.sources.pods import Pod, Seen, seen
+from router.fleet.spec import EngineSpec, Intent, Listed, Role
+from router.settings import Address
+from tests.unit.router.fleet.sources.api_server import pod
+
+
+def look(made: dict[str, Any], role: Role = Role.DECODE, port: str = "8000") -> Seen:
+    return seen(msgspec.json.decode(msgspec.json.encode(made), type=Pod), role, port)
+
+
+def spec(made: dict[str, Any], port: str = "8000") -> EngineSpec:
+    found = look(made, port=port)
+    assert found.listed is not None, found.trouble
+    return found.listed.spec
+
+
+@pytest.mark.parametrize(
+    ("how", "intent"),
+    [
+        ({}, Intent.SERVING),
+        ({"ready": False}, None),
+        ({"ip": None}, None),
+        ({"ip": ""}, None),
+        ({"terminating": True}, Intent.DRAINING),
+        ({"terminating": True, "ready": False}, Intent.DRAINING),
+        ({"terminating": True, "ip": None}, None),
+        ({"phase": "Succeeded"}, None),
+        ({"phase": "Failed", "terminating": True}, None),
+    ],
+)
+def test_ready_pods_serve_and_those_that_end_drain(
+    how: dict[str, Any], intent: Intent | None
+) -> None:
+    found = look(pod("d", **how))
+    assert found.trouble == ""
+    assert (found.listed and found.listed.intent) == intent
+
+
+def test_a_pod_may_lack_nearly_everything() -> None:
+    assert look({"metadata": {}}) == Seen(None)
+    assert look({"metadata": {"labels": None}, "spec": {"containers": None}}) == Seen(None)
+
+
+@pytest.mark.parametrize(
+    ("labels", "role"),
+    [
+        ({}, Role.DECODE),
+        ({"llm-d.ai/role": "prefill"}, Role.PREFILL),
+        ({"llm-d.ai/role": "both"}, Role.BOTH),
+        ({"llm-d.ai/role": "prefill-decode"}, Role.BOTH),
+        ({"llm-d.ai/role": "encode"}, Role.DECODE),
+        ({"llm-d.ai/role": "prefill", "disagg-router.io/role": "decode"}, Role.DECODE),
+    ],
+)
+def test_a_pod_may_say_its_role(labels: dict[str, str], role: Role) -> None:
+    assert spec(pod("d", labels=labels)).role is role
+
+
+def test_a_pod_may_say_all_else_as_a_label_or_before_that_as_an_annotation() -> None:
+    made = pod(
+        "d",
+        labels={"disagg-router.io/group": "blue", "disagg-router.io/weight": "2.5"},
+        annotations={
+            "disagg-router.io/models": "org/m, n",
+            "disagg-router.io/group": "green",
+            "disagg-router.io/port": "9000",
+        },
+    )
+    address, models = Address("10.0.0.1", 9000), frozenset(["org/m", "n"])
+    assert spec(made) == EngineSpec(Role.DECODE, address, models, "green", 2.5)
+
+
+def test_a_port_is_a_number_or_a_name_that_pods_give_it() -> None:
+    made = pod("d", ports={"metrics": 9090, "http": 8200})
+    assert spec(made, "http").address.port == 8200
+    assert spec(made, "8000").address.port == 8000
+    sidecar = pod("d")
+    sidecar["spec"]["initContainers"] = [{"ports": [{"name": "http", "containerPort": 1}]}]
+    assert spec(sidecar, "http").address.port == 1
+    assert spec(pod("d", ip="fd00:0::1")).name == "[fd00::1]:8000"
+
+
+@pytest.mark.parametrize(
+    ("how", "complaint"),
+    [
+        ({"annotations": {"disagg-router.io/role": "decoder"}}, "role is 'decoder'"),
+        ({"annotations": {"disagg-router.io/weight": "x"}}, "weight is 'x'"),
+        ({"annotations": {"disagg-router.io/weight": "nan"}}, "weight is 'nan'"),
+        ({"annotations": {"disagg-router.io/weight": "-1"}}, "weight is '-1'"),
+        ({"annotations": {"disagg-router.io/port": "web"}}, "has no port 'web'"),
+        ({"annotations": {"disagg-router.io/port": "70000"}}, "has no port '70000'"),
+        ({"annotations": {"disagg-router.io/port": "\u0663"}}, "has no port"),
+        ({"ip": "1::2::3"}, "1::2::3"),
+    ],
+)
+def test_a_pod_that_makes_no_sense_is_no_engine_and_trouble(
+    how: dict[str, Any], complaint: str
+) -> None:
+    found = look(pod("d1", **how))
+    assert found.listed is None
+    assert found.trouble.startswith("pod d1: ")
+    assert complaint in found.trouble
+
+
+def test_of_two_pods_at_one_address_the_one_that_serves_is_it() -> None:
+    at = EngineSpec(Role.DECODE, Address("h", 1))
+    old, new = Listed(at, Intent.DRAINING), Listed(at)
+    assert distinct([old, new]) == distinct([new, old]) == (new,)
+    assert distinct([old, old]) == (old,)

@@ -1,0 +1,312 @@
+"""What sources list becomes the fleet: gently, as one change, whatever a source does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from router.fleet import roster as roster_module
+from router.fleet.engine import Engine, Health
+from router.fleet.fleet import Fleet
+from router.fleet.roster import Roster
+from router.fleet.sources.source import Report
+from router.fleet.spec import EngineSpec, Intent, Listed, Role
+from router.settings import Address
+from router.upstream.deadlines import Deadlines
+from router.upstream.pool import EnginePool, PoolLimits
+from tests.unit.router.harness import eventually
+
+BOUND = 100.0
+
+
+class FakeSource:
+    """Says what a test says, and fails as it says."""
+
+    def __init__(self, name: str = "fake", first: Report | None = None) -> None:
+        self.name = name
+        self.first = Report() if first is None else first
+        self.words: asyncio.Queue[Report | Exception | None] = asyncio.Queue()
+        self.watches = 0
+
+    async def watch(self) -> AsyncGenerator[Report, None]:
+        self.watches += 1
+        while (word := await self.words.get()) is not None:
+            if isinstance(word, Exception):
+                raise word
+            yield word
+
+    def lists(self, *listed: Listed, trouble: str = "") -> None:
+        self.words.put_nowait(Report(listed, trouble))
+
+    def fails(self, trouble: str) -> None:
+        self.words.put_nowait(Report(None, trouble))
+
+
+class World:
+    """A fleet and its roster, with a clock that a test sets."""
+
+    def __init__(self, *sources: FakeSource) -> None:
+        self.time = 0.0
+        self.snapshots = 0
+        self.lost: list[str] = []
+        self.fleet = Fleet((), self._pool, 2)
+        self.fleet.on_new_snapshot = self._count
+        self.fleet.on_lost = lambda engine: self.lost.append(engine.name)
+        self.roster = Roster(self.fleet, sources, BOUND, clock=lambda: self.time)
+
+    def engine(self, name: str) -> Engine:
+        engine = self.fleet.find(name)
+        assert engine is not None
+        return engine
+
+    def _count(self) -> None:
+        self.snapshots += 1
+
+    def _pool(self, spec: EngineSpec) -> EnginePool:
+        return EnginePool(*spec.address, PoolLimits(1, 1, 1, 1), Deadlines())
+
+    @property
+    def names(self) -> set[str]:
+        return {engine.name for engine in self.fleet.engines}
+
+
+def listed(name: str, role: Role = Role.DECODE, **spec: Any) -> Listed:
+    host, port = name.split(":")
+    intent = spec.pop("intent", Intent.SERVING)
+    return Listed(EngineSpec(role, Address(host, int(port)), **spec), intent)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("PAUSE", 0.01), ("LOOK", 0.02), ("REVIVAL", 0.01)):
+        monkeypatch.setattr(roster_module, name, seconds)
+
+
+@contextlib.asynccontextmanager
+async def running(*sources: FakeSource) -> AsyncIterator[World]:
+    world = World(*sources)
+    task = asyncio.create_task(world.roster.run())
+    try:
+        yield world
+    finally:
+        assert not task.done()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_what_is_known_at_the_start_is_there_at_once() -> None:
+    first = Report(
+        (
+            listed("a:1"),
+            listed("b:1", Role.PREFILL),
+        )
+    )
+    world = World(FakeSource(first=first))
+    assert world.names == {"a:1", "b:1"}
+    assert not world.roster.troubles()
+
+
+async def test_engines_come_change_leave_and_come_back() -> None:
+    source = FakeSource()
+    async with running(source) as world:
+        source.lists(listed("a:1"), listed("b:1"))
+        await eventually(lambda: world.names == {"a:1", "b:1"})
+        a = world.engine("a:1")
+        a.in_flight = 1
+        source.lists(listed("b:1"))
+        await eventually(lambda: a.intent is Intent.DRAINING)
+        assert [e.name for pool in world.fleet.snapshot.any_model for e in pool.decoders] == ["b:1"]
+        source.lists(listed("a:1"), listed("b:1"))
+        await eventually(lambda: a.intent is Intent.SERVING)
+        assert world.engine("a:1") is a, "it has never been away"
+        source.lists(listed("b:1"))
+        await eventually(lambda: a.intent is Intent.DRAINING)
+        a.in_flight = 0
+        await eventually(lambda: world.names == {"b:1"})
+        assert world.lost == ["a:1"]
+        source.lists(listed("a:1"), listed("b:1"))
+        await eventually(lambda: world.names == {"a:1", "b:1"})
+        assert world.engine("a:1") is not a
+
+
+async def test_who_leaves_has_time_for_its_legs_but_not_for_ever() -> None:
+    source = FakeSource(first=Report((listed("a:1"),)))
+    async with running(source) as world:
+        a = world.engine("a:1")
+        a.in_flight = 1
+        source.lists()
+        await eventually(lambda: a.intent is Intent.DRAINING)
+        world.time = BOUND - 1
+        source.lists(listed("b:1"))
+        await eventually(lambda: "b:1" in world.names)
+        world.roster.let_go()
+        assert world.names == {"a:1", "b:1"}
+        world.time = BOUND
+        await eventually(lambda: world.names == {"b:1"})
+
+
+async def test_a_source_may_list_an_engine_that_drains() -> None:
+    source = FakeSource(first=Report((listed("a:1", intent=Intent.DRAINING),)))
+    async with running(source) as world:
+        a = world.engine("a:1")
+        assert (a.intent, world.fleet.snapshot.any_model) == (Intent.DRAINING, ())
+        source.lists(listed("a:1"))
+        await eventually(lambda: a.intent is Intent.SERVING)
+        source.lists(listed("a:1", intent=Intent.DRAINING))
+        await eventually(lambda: a.intent is Intent.DRAINING)
+        world.roster.let_go()
+        assert world.names == {"a:1"}, "it is listed"
+
+
+async def test_another_description_changes_an_engine_in_place() -> None:
+    source = FakeSource(first=Report((listed("a:1"),)))
+    async with running(source) as world:
+        a = world.engine("a:1")
+        a.health, a.in_flight, a.learned.asked = Health.HEALTHY, 1, True
+        source.lists(listed("a:1", weight=3.0, models=frozenset("m")))
+        await eventually(lambda: a.models == frozenset("m"))
+        assert (a.learned.asked, world.lost) == (True, []), "it is what it was"
+        assert world.fleet.snapshot.pools("m")[0].weight == 3.0
+        source.lists(listed("a:1"))
+        await eventually(lambda: a.models is None)
+        a.models = frozenset("x")  # as its page says
+        source.lists(listed("a:1", Role.BOTH, group="blue"))
+        await eventually(lambda: a.role is Role.BOTH)
+        assert (a.models, a.spec.group) == (frozenset("x"), "blue")
+        assert (a.learned.asked, world.lost) == (False, ["a:1"]), "asked anew what it is"
+        assert (world.engine("a:1"), a.health, a.in_flight) == (a, Health.HEALTHY, 1)
+        assert world.fleet.groups == {"blue"}
+
+
+async def test_nothing_new_is_no_new_snapshot_and_many_changes_are_one() -> None:
+    source, other = FakeSource(), FakeSource("other")
+    async with running(source, other) as world:
+        many = [listed(f"h:{port}") for port in range(1, 501)]
+        source.lists(*many)
+        await eventually(lambda: len(world.names) == 500)
+        assert world.snapshots == 1
+        source.lists(*many)
+        other.lists(many[0])
+        source.lists(*reversed(many))
+        await eventually(lambda: source.words.empty() and other.words.empty())
+        await asyncio.wait_for(world.roster.heard(1), 5)
+        assert world.snapshots == 1
+        source.lists(*many[:250], *[listed(f"i:{port}") for port in range(1, 251)])
+        await eventually(lambda: "h:500" not in world.names)
+        assert world.snapshots == 3, "one that drains and joins, one that removes"
+
+
+async def test_two_sources_that_list_an_engine_must_both_let_it_go() -> None:
+    one, other = FakeSource("one"), FakeSource("other")
+    async with running(one, other) as world:
+        one.lists(listed("a:1", Role.PREFILL))
+        other.lists(listed("a:1", Role.DECODE))
+        await eventually(lambda: world.names and world.engine("a:1").role is Role.BOTH)
+        one.lists()
+        await eventually(lambda: world.engine("a:1").role is Role.DECODE)
+        other.lists()
+        await eventually(lambda: not world.names)
+
+
+async def test_a_contradiction_is_settled_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    one, other = FakeSource("one"), FakeSource("other")
+    async with running(one, other) as world:
+        one.lists(listed("a:1", group="blue"))
+        other.lists(listed("a:1", group="green"))
+        await eventually(lambda: "another group" in caplog.text)
+        other.lists(listed("a:1", group="green"), listed("b:1"))
+        await eventually(lambda: "b:1" in world.names)
+        assert world.engine("a:1").spec.group == "blue"
+        assert caplog.text.count("another group") == 1
+
+
+async def test_trouble_takes_nothing_away_and_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="disagg_router")
+    source = FakeSource()
+    async with running(source) as world:
+        assert world.roster.troubles() == {"fake": "has told nothing yet"}
+        source.lists(listed("a:1"))
+        await eventually(lambda: world.names and not world.roster.troubles())
+        for number in range(20):
+            source.fails("the dog ate it" if number % 2 else "it is gone")
+        await eventually(lambda: source.words.empty() and world.roster.troubles())
+        assert world.names == {"a:1"}
+        assert world.roster.troubles() == {"fake": "the dog ate it"}
+        assert caplog.text.count("the dog ate it") == caplog.text.count("it is gone") == 1
+        told = world.roster.standings[0].told_at
+        source.lists(listed("a:1"), trouble="and yet")
+        await eventually(lambda: world.roster.standings[0].told_at > told)
+        assert world.roster.troubles() == {"fake": "and yet"}
+        source.lists(listed("a:1"))
+        await eventually(lambda: "is well again" in caplog.text)
+        assert not world.roster.troubles()
+
+
+async def test_a_source_that_dies_is_watched_again_and_the_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    dying, other = FakeSource("dying"), FakeSource("other")
+    async with running(dying, other) as world:
+        dying.lists(listed("a:1"))
+        await eventually(lambda: world.names)
+        dying.words.put_nowait(RuntimeError("a fault of ours"))
+        await eventually(lambda: dying.watches == 2)
+        assert "a fault of ours" in world.roster.troubles()["dying"]
+        other.lists(listed("b:1"))
+        await eventually(lambda: world.names == {"a:1", "b:1"})
+        dying.lists(listed("c:1"))
+        await eventually(lambda: world.names == {"b:1", "c:1"})
+
+
+async def test_a_fault_while_the_fleet_is_changed_is_told_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = FakeSource()
+    async with running(source) as world:
+        add: Callable[..., Engine] = world.fleet.add
+        failures: Sequence[Exception] = [RuntimeError("no")]
+
+        def fail_once(*arguments: Any) -> Engine:
+            nonlocal failures
+            if failures:
+                (error,), failures = failures, []
+                raise error
+            return add(*arguments)
+
+        monkeypatch.setattr(world.fleet, "add", fail_once)
+        source.lists(listed("a:1"), listed("b:1"))
+        await eventually(lambda: "roster" in world.roster.troubles())
+        await eventually(lambda: world.names == {"a:1", "b:1"})
+        await eventually(lambda: not world.roster.troubles())
+
+
+async def test_the_first_words_of_all_are_waited_for_but_not_for_ever() -> None:
+    quick, mute = FakeSource("quick"), FakeSource("mute")
+    async with running(quick, mute) as world:
+        quick.lists(listed("a:1"))
+        await asyncio.wait_for(world.roster.heard(0.05), 5)
+        assert world.names == {"a:1"}
+        mute.fails("cannot tell")
+        await asyncio.wait_for(world.roster.heard(60), 5)
+    async with running(FakeSource("only")) as world:
+        source = world.roster.standings[0].source
+        assert isinstance(source, FakeSource)
+        source.lists(listed("a:1"))
+        await asyncio.wait_for(world.roster.heard(60), 5)
+        assert world.names == {"a:1"}, "it is there when it was heard"
+
+
+async def test_a_source_that_has_said_all_is_never_late() -> None:
+    source = FakeSource(first=Report((listed("a:1"),)))
+    async with running(source) as world:
+        standing = world.roster.standings[0]
+        told = standing.told_at
+        source.words.put_nowait(None)
+        await eventually(lambda: standing.told_at > told)
+        assert world.names == {"a:1"}
