@@ -32,6 +32,8 @@ class Engine:
     intent: Intent = Intent.SERVING
     is_asked: bool = False
     """Nothing speaks against it."""
+    is_cold: bool = False
+    """It is new, and is being made known to others: see router.flows.warmup."""
     is_cooling: bool = False
     """It said that it has too much to do, and until when."""
     reason: str = "not probed yet"
@@ -48,7 +50,9 @@ class Engine:
     lost_at: float = 0.0
     """Unix time when it was last found unhealthy: what it held before may be gone."""
     group: str = ""
-    """Its KV moves only within: what its source says, or what it has in common with others."""
+    """Its KV moves only within: as its source says, or else as it says itself."""
+    compatibility: str = ""
+    """What it said last (see Learned), whether it lives or not: the dead move no other's group."""
     name: str = field(init=False)
     role: Role = field(init=False)
 
@@ -61,7 +65,7 @@ class Engine:
         """Another description of what listens at the same address."""
         if spec.models != self.spec.models:
             self.models = spec.models or None  # what it said itself may be old by now
-        self.spec, self.role = spec, spec.role
+        self.spec, self.role, self.group = spec, spec.role, spec.group
 
     @property
     def is_wanted(self) -> bool:
@@ -74,5 +78,6 @@ class Engine:
             self.health is Health.HEALTHY
             and self.intent is Intent.SERVING
             and not self.is_cooling
+            and not self.is_cold
             and self.breaker.admits
         )

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from router.fleet.breaker import Breaker, BreakerRules, Circuit
 from router.fleet.engine import Engine, Health
+from router.fleet.groups import assign_groups
 from router.fleet.learned import Learned
 from router.fleet.snapshot import Members, picture
 from router.fleet.spec import LEGS, EngineSpec, Intent, Role
@@ -54,6 +55,10 @@ class Fleet:
         self.engines: Sequence[Engine] = ()
         self.groups: frozenset[str] = frozenset()
         self.snapshot = picture((), self._members)
+        self.new_are_cold = False
+        """Engines that are found healthy are not asked before `is_warm`, if there are others."""
+        self.group_weights: Mapping[str, float] = {}
+        """Of those groups that do not go by their engines' weights."""
         with self.one_change():
             for spec in specs:
                 self.add(spec)
@@ -140,6 +145,11 @@ class Fleet:
         engine.become(spec)
         self._refresh()
 
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """From now on these groups get requests by these weights, the others by their engines'."""
+        self.group_weights = dict(weights)
+        self._refresh()
+
     # What probes find.
 
     def probe_passed(self, engine: Engine) -> None:
@@ -175,6 +185,17 @@ class Fleet:
         """What the engine says of itself; what its source said stays."""
         if not engine.spec.models and engine.models != models:
             engine.models = models
+            self._refresh()
+
+    def is_warm(self, engine: Engine) -> None:
+        """It may be asked like any other."""
+        if engine.is_cold:
+            engine.is_cold = False
+            self._refresh()
+
+    def identified(self, engine: Engine) -> None:
+        """It has said what it is, perhaps something else than before."""
+        if engine.learned.compatibility not in ("", engine.compatibility):
             self._refresh()
 
     # What requests find.
@@ -236,8 +257,10 @@ class Fleet:
         if health is Health.UNHEALTHY:
             engine.lost_at, engine.learned = self._clock(), Learned()
             self.on_lost(engine)
-        elif engine.breaker.circuit is not Circuit.CLOSED:
-            engine.breaker.half_open()  # it lives again: no need to wait for the pause
+        else:
+            engine.is_cold = self.new_are_cold
+            if engine.breaker.circuit is not Circuit.CLOSED:
+                engine.breaker.half_open()  # it lives again: no need to wait for the pause
         self._refresh()
         level = logging.WARNING if health is Health.UNHEALTHY else logging.INFO
         detail = f": {reason}" if reason else ""
@@ -247,13 +270,14 @@ class Fleet:
         if self._is_changing:
             return
         self.engines = tuple(self._engines.values())
+        assign_groups(self.engines)
         self.groups = frozenset([engine.group for engine in self.engines])
         for engine in self.engines:
             engine.look()
         gone, self._gone = self._gone, set()
         if gone:
             self._members.forget(gone)
-        self.snapshot = picture(self.engines, self._members)
+        self.snapshot = picture(self.engines, self._members, self.group_weights)
         for engine in gone:
             self.on_lost(engine)
         self.on_new_snapshot()

@@ -44,6 +44,9 @@ class Learned:
     asked: bool = False
     told: bool = False
     transfer_modes: frozenset[str] | None = None
+    compatibility: str = ""
+    """Hash of what two engines must have in common to read each other's KV: the model, how it is
+    laid out, the connector's version. Empty where it does not say, or its ranks differ."""
     pushes: bool = False
     """It has said so."""
     ranks: Mapping[int, Coordinates] = field(default_factory=dict)
@@ -96,6 +99,7 @@ class Learned:
         if isinstance(modes, list):
             self._note_modes(mode for mode in modes if isinstance(mode, str))
         if isinstance(ranks, list):
+            self.compatibility = _compatibility_of(ranks)
             known = {_rank_of(rank): coordinates_in(rank) for rank in ranks}
             self.ranks = {rank: at for rank, at in known.items() if at is not None}
 
@@ -126,6 +130,14 @@ def coordinates_in(params: object) -> Coordinates | None:
         case [str() as engine_id, str() as host, int() as port], int() as tp, int() as pp:
             return Coordinates(engine_id, host, port, tp, pp)
     return None
+
+
+def _compatibility_of(ranks: list[object]) -> str:
+    hashes = {rank.get("compatibility_hash") if isinstance(rank, dict) else None for rank in ranks}
+    match list(hashes):
+        case [str() as one]:
+            return one
+    return ""
 
 
 def _rank_of(rank: object) -> int:

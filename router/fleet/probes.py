@@ -147,6 +147,7 @@ class Prober:
                 engine.learned.note_identity(content)
             except Exception:
                 logger.exception("%s says strange things of itself", engine.name)
+            self._fleet.identified(engine)
         return True
 
     async def ask_models(self, engine: Engine) -> bool:

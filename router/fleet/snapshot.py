@@ -61,9 +61,14 @@ class Members:
             del self._known[known]
 
 
-def picture(engines: Iterable[Engine], members: Members | None = None) -> Snapshot:
-    """Without `members` nothing is compared with what was before."""
-    members = members or Members()
+def picture(
+    engines: Iterable[Engine],
+    members: Members | None = None,
+    weights: Mapping[str, float] | None = None,
+) -> Snapshot:
+    """Without `members` nothing is compared with what was before. `weights` of groups count before
+    those of their engines."""
+    members, weights = members or Members(), weights or {}
     wanted = [engine for engine in engines if engine.is_wanted]
     unnamed = [engine for engine in wanted if engine.models is None]
     serving: dict[str, list[Engine]] = {}
@@ -71,23 +76,28 @@ def picture(engines: Iterable[Engine], members: Members | None = None) -> Snapsh
         for model in engine.models or ():
             serving.setdefault(model, []).append(engine)
     return Snapshot(
-        {model: _pools([*named, *unnamed], members) for model, named in serving.items()},
-        _pools(wanted, members),
-        _pools(unnamed, members),
+        {model: _pools([*named, *unnamed], members, weights) for model, named in serving.items()},
+        _pools(wanted, members, weights),
+        _pools(unnamed, members, weights),
     )
 
 
-def _pools(engines: Sequence[Engine], members: Members) -> tuple[Pool, ...]:
+def _pools(
+    engines: Sequence[Engine], members: Members, weights: Mapping[str, float]
+) -> tuple[Pool, ...]:
     groups: dict[str, list[Engine]] = {}
     for engine in engines:
         groups.setdefault(engine.group, []).append(engine)
-    return tuple(_pool(group, found, members) for group, found in groups.items())
+    return tuple(
+        _pool(group, found, members, weights.get(group)) for group, found in groups.items()
+    )
 
 
-def _pool(group: str, found: Sequence[Engine], members: Members) -> Pool:
+def _pool(group: str, found: Sequence[Engine], members: Members, weight: float | None) -> Pool:
     prefillers = members.of(_best(found, Role.PREFILL))
     decoders = members.of(_best(found, Role.DECODE))
-    weight = sum(engine.spec.weight for engine in decoders or prefillers)
+    if weight is None:
+        weight = sum([engine.spec.weight for engine in decoders or prefillers])
     return Pool(group, weight, prefillers, decoders)
 
 
