@@ -27,6 +27,7 @@ from router.fleet.roster import Roster, Standing
 from router.fleet.sources.configured import sources_of
 from router.fleet.spec import EngineSpec, Intent
 from router.flows.gateway import Gateway
+from router.flows.warmup import EAGER, Warmer
 from router.settings import Settings, SettingsError
 from router.telemetry.metrics import Metrics
 from router.telemetry.tally import Reading
@@ -47,6 +48,7 @@ def build(settings: Settings) -> FastAPI:
     """
     deadlines, metrics = Deadlines(), Metrics()
     fleet = _fleet(settings, deadlines)
+    fleet.new_are_cold = settings.warm_up == EAGER
     roster = Roster(fleet, sources_of(settings), settings.request_timeout)
     _read_gauges(metrics, fleet, roster)
     prober = Prober(fleet, settings.health_interval, settings.health_timeout)
@@ -60,6 +62,8 @@ def build(settings: Settings) -> FastAPI:
         watching = [loop.create_task(roster.run()), loop.create_task(prober.run())]
         try:
             await roster.heard(FIRST_WORDS)
+            if settings.warm_up != "off":
+                watching.append(loop.create_task(Warmer(gateway, settings.warm_up).run()))
             yield {"gateway": gateway, "deadlines": deadlines}
         finally:
             for task in watching:

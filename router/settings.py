@@ -282,6 +282,15 @@ class Settings(BaseSettings):
         "FILE",
     )
 
+    warm_up: Literal["off", "lazy", "eager"] = _setting(
+        "lazy",
+        "Discovery",
+        "A tiny request for each new pair of engines, so that no user waits for their handshake. "
+        "lazy: for engines that come while the router runs; eager: for all, and new ones get "
+        "nothing else before.",
+        "off|lazy|eager",
+    )
+
     host: Host = _setting(
         "127.0.0.1", "Server", "Address to listen on; 0.0.0.0 for every interface.", "HOST"
     )

@@ -64,6 +64,9 @@ class Metrics:
         self.engine_draining = self._readings(
             "engine_draining", "1 when it gets nothing new and is to go, else 0.", "role", "engine"
         )
+        self.warm_ups = self._counter(
+            "warm_ups", "Pairs of engines made known to each other, by how it went.", "outcome"
+        )
         self.source_engines = self._readings(
             "source_engines", "Engines that a source lists, or did when it last could.", "source"
         )

@@ -1,0 +1,264 @@
+"""Makes engines that will work together known to each other before a user's request does.
+
+The first KV that goes from one engine to another costs a handshake, seconds on real hardware. So a
+pair of which one is new gets a tiny request of the router's own, along both legs: a few random
+tokens, which no cache holds, and one token of answer. A pair that cannot be warmed is none the
+worse for it, and is not tried again: the first request to come pays, as it would have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from random import Random
+from typing import NamedTuple
+
+import orjson
+
+from router.fleet.engine import Engine, Health
+from router.fleet.spec import DECODE, PREFILL, Intent
+from router.flows import release
+from router.flows.bodies import Bodies
+from router.flows.errors import EngineError, RequestError
+from router.flows.exchange import Header, Relayed
+from router.flows.gateway import Gateway
+from router.flows.legs import Legs
+from router.flows.plan import PULL, PUSH, Plan, mode_of
+from router.flows.push import push_of
+from router.flows.request import Request
+from router.policies.route import Route
+from router.telemetry.record import Record
+from router.upstream.deadlines import now
+from router.upstream.errors import UpstreamError
+
+logger = logging.getLogger("disagg_router.fleet")
+
+LAZY, EAGER = "lazy", "eager"
+# Seconds between two looks at who is new; for one tiny request; and that an engine is kept back.
+LOOK = 0.2
+PATIENCE = 20.0
+LONGEST_COLD = 30.0
+# Requests at once, and engines of the other role that a new one is made known to.
+AT_ONCE = 2
+MOST_PARTNERS = 64
+# Of a prompt: more than two blocks of any usual size, with small ids that every vocabulary has.
+TOKENS = 260
+IDS = range(5, 200)
+ENDPOINT = "/v1/completions"
+
+
+class Life(NamedTuple):
+    """An engine from when it was found healthy until it is lost."""
+
+    engine: Engine
+    lost_at: float
+
+    @property
+    def goes_on(self) -> bool:
+        engine = self.engine
+        is_up = engine.health is Health.HEALTHY and engine.intent is Intent.SERVING
+        return is_up and engine.lost_at == self.lost_at
+
+
+class Pair(NamedTuple):
+    prefiller: Life
+    decoder: Life
+
+
+class Warmer:
+    """`mode`: LAZY warms the pairs of engines that come while the router runs. EAGER warms those of
+    all, and keeps requests from one that came until it is warm, as long as there is another one to
+    ask, and for LONGEST_COLD seconds at most."""
+
+    def __init__(self, gateway: Gateway, mode: str, longest_cold: float = LONGEST_COLD) -> None:
+        self._gateway = gateway
+        self._mode = mode
+        self._longest_cold = longest_cold
+        self._random = Random()
+        self._met: set[Life] = set()
+        self._waiting: deque[Pair] = deque()
+        self._running: dict[asyncio.Task[None], Pair] = {}
+        self._cold: dict[Life, float] = {}
+        self._first = frozenset(gateway.fleet.engines)
+
+    async def run(self) -> None:
+        """Ends only when it is cancelled."""
+        looked_at = None
+        try:
+            while True:
+                snapshot = self._gateway.fleet.snapshot
+                try:
+                    if snapshot is not looked_at:
+                        looked_at = snapshot
+                        self._meet()
+                    self._go_on()
+                except Exception:
+                    logger.exception("engines are not warmed")
+                await asyncio.sleep(LOOK)
+        finally:
+            for task in self._running:
+                task.cancel()
+
+    def _meet(self) -> None:
+        """Who is new since the last look."""
+        engines = self._gateway.fleet.engines
+        alive = {life for engine in engines if (life := Life(engine, engine.lost_at)).goes_on}
+        new, self._met = alive - self._met, self._met & alive
+        for life in sorted(new, key=lambda life: life.engine.name):
+            partners = self._met if self._mode == EAGER else self._strangers(life)
+            self._waiting += _pairs(life, partners)
+            self._met.add(life)
+            if life.engine.is_cold:
+                self._cold[life] = now() + self._longest_cold
+
+    def _strangers(self, life: Life) -> Iterable[Life]:
+        """Of two that were there when the router started, and have not been lost since, it is taken
+        that they know each other."""
+        if not self._was_there(life):
+            return self._met
+        return [other for other in self._met if not self._was_there(other)]
+
+    def _was_there(self, life: Life) -> bool:
+        return life.engine in self._first and not life.lost_at
+
+    def _go_on(self) -> None:
+        while self._waiting and len(self._running) < AT_ONCE:
+            pair = self._waiting.popleft()
+            if pair.prefiller.goes_on and pair.decoder.goes_on:
+                task = asyncio.get_running_loop().create_task(self._warm(pair))
+                self._running[task] = pair
+                task.add_done_callback(self._running.pop)
+        if self._cold:
+            self._let_in()
+
+    def _let_in(self) -> None:
+        """Those that are warm, or have waited long enough."""
+        pairs = [*self._waiting, *self._running.values()]
+        left = Counter(life for pair in pairs for life in pair)
+        for life, latest in list(self._cold.items()):
+            if not left[life] or now() >= latest or not life.goes_on:
+                del self._cold[life]
+                if life.goes_on:
+                    self._gateway.fleet.is_warm(life.engine)
+
+    async def _warm(self, pair: Pair) -> None:
+        """Never raises, unless it is cancelled."""
+        prefiller, decoder = pair.prefiller.engine, pair.decoder.engine
+        started = now()
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await self._ask(prefiller, decoder)
+        except (UpstreamError, EngineError, RequestError, TimeoutError) as error:
+            outcome = "failed"
+            self._gateway.throttle.warn(
+                "a pair of engines could not be warmed",
+                f"{prefiller.name}, {decoder.name}: {error}",
+            )
+        except Exception:
+            outcome = "failed"
+            logger.exception("%s and %s could not be warmed", prefiller.name, decoder.name)
+        else:
+            outcome = "done"
+            took = now() - started
+            logger.info(
+                "%s and %s know each other after %.2f s", prefiller.name, decoder.name, took
+            )
+        self._gateway.metrics.warm_ups.labels(outcome).inc()
+
+    async def _ask(self, prefiller: Engine, decoder: Engine) -> None:
+        gateway, limits = self._gateway, self._gateway.limits
+        route = Route(prefiller.group, (prefiller,), (decoder,))
+        request = self._request(prefiller, decoder)
+        mode = mode_of(route, limits.transfer_mode)
+        push = push_of(request, prefiller, decoder, mode is PUSH) if mode is PUSH else None
+        bodies = Bodies(request.body)
+        legs = Legs(request, Plan("warm_up", PULL if push is None else PUSH, route), gateway)
+        try:
+            if push is None:
+                params = (await legs.prefill(prefiller, bodies.prefill(), False)).params
+                body = bodies.decode(None if params is None else params.not_retaining())
+                try:
+                    await legs.decode(decoder, body, False)
+                except BaseException as cause:
+                    release.give_up(request, gateway, params, cause)
+                    raise
+            else:
+                async with asyncio.TaskGroup() as group:
+                    body = bodies.prefill(None, push.transfer_id)
+                    group.create_task(legs.prefill(prefiller, body, False, push))
+                    body = bodies.decode(push.params.not_retaining())
+                    group.create_task(legs.decode(decoder, body, False, push=push))
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None
+        finally:
+            legs.let_go(is_read=True)
+
+    def _request(self, prefiller: Engine, decoder: Engine) -> Request:
+        models = _shared_models(prefiller, decoder)
+        body = {
+            **({"model": min(models)} if models else {}),
+            "prompt": self._random.choices(IDS, k=TOKENS),
+            "max_tokens": 1,
+            "stream": False,
+        }
+        moment = now()
+        exchange = Unheard(asyncio.get_running_loop(), orjson.dumps(body), moment)
+        record = Record(ENDPOINT, moment, f"warm-up-{self._random.getrandbits(64):016x}")
+        made = Request(exchange, record, b"", moment + PATIENCE)
+        made.body, made.tokens = body, TOKENS
+        return made
+
+
+class Unheard:
+    """An Exchange that nobody waits at the other end of."""
+
+    endpoint = ENDPOINT
+    headers: Sequence[Header] = ()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, body: bytes, arrived: float) -> None:
+        self.loop = loop
+        self.body = body
+        self.arrived = arrived
+        self.started = False
+
+    async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        self.started = True
+
+    async def relay(
+        self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
+    ) -> None:
+        """It asked for no stream."""
+        self.started = True
+
+    async def finish(self, tail: bytes) -> None:
+        return
+
+    def abort(self) -> None:
+        return
+
+
+def _pairs(life: Life, partners: Iterable[Life]) -> Iterable[Pair]:
+    """Of engines between which KV may go; those that have the most to do first, for they will meet
+    first."""
+    near = [other for other in partners if _may_meet(life.engine, other.engine)]
+    near.sort(key=lambda other: (-other.engine.in_flight, other.engine.name))
+    pairs: list[Pair] = []
+    for other in near[:MOST_PARTNERS]:
+        if life.engine.role.plays(PREFILL) and other.engine.role.plays(DECODE):
+            pairs.append(Pair(life, other))
+        if life.engine.role.plays(DECODE) and other.engine.role.plays(PREFILL):
+            pairs.append(Pair(other, life))
+    return pairs
+
+
+def _may_meet(one: Engine, other: Engine) -> bool:
+    return one.group == other.group and _shared_models(one, other) != frozenset()
+
+
+def _shared_models(one: Engine, other: Engine) -> frozenset[str] | None:
+    """None: not known."""
+    if one.models is None or other.models is None:
+        return one.models or other.models
+    return one.models & other.models

@@ -1,0 +1,152 @@
+"""KV moves only within a group, whoever says which engines are one, and whatever fails of it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from router.fleet.spec import DEFAULT_GROUP
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.conversations.engines import decoding, prefilling
+from tests.unit.router.conversations.test_releases import CAPABLE
+from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, offered, turns
+from tests.unit.router.harness import Router, eventually
+from tests.unit.router.mock_engine import (
+    PARAMS,
+    MockEngine,
+    Peer,
+    Received,
+    Script,
+    running_engine,
+    usual_decode,
+    usual_prefill,
+)
+from tests.unit.router.test_answers import answering
+
+BLUE, GREEN = "b" * 64, "a" * 64
+
+
+def identity(compatibility: str) -> dict[str, Any]:
+    return {"capabilities": [], "ranks": [{"dp_rank": 0, "compatibility_hash": compatibility}]}
+
+
+def prefill_of(name: str) -> Script:
+    async def prefill(request: Received, peer: Peer) -> None:
+        await peer.answer({"kv_transfer_params": {**PARAMS, "remote_engine_id": name}})
+
+    return prefill
+
+
+def sources(decoder: MockEngine) -> set[str]:
+    """Whose KV it was told to read."""
+    legs = [r.json.get("kv_transfer_params") for r in decoder.requests if "x" in r.json]
+    return {params["remote_engine_id"] for params in legs if params}
+
+
+async def grouped(router: Router, *names: str) -> Router:
+    await eventually(lambda: router.gateway.fleet.groups == set(names))
+    return router
+
+
+async def test_engines_pair_by_what_they_say_of_themselves(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
+        for mock, name in ((p, BLUE), (d, BLUE), (p2, GREEN), (d2, GREEN)):
+            mock.identity = identity(name)
+        p.usual, p2.usual = prefill_of("blue"), prefill_of("green")
+        router = await start_router(ps=[p, p2], ds=[d, d2])
+        await grouped(router, "default-bbbbbbbb", "default-aaaaaaaa")
+        for _ in range(30):
+            assert (await router.complete(x=1)).status_code == 200
+        assert (sources(d), sources(d2)) == ({"blue"}, {"green"})
+
+
+async def test_one_hash_and_engines_without_one_are_one_group(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    p.identity = identity(BLUE)
+    router = await start_router()
+    await router.knows_its_engines()
+    assert router.gateway.fleet.groups == {DEFAULT_GROUP}
+    assert (await router.complete()).status_code == 200
+    assert d.requests
+
+
+async def test_the_dead_move_nobody(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async with running_engine(usual_prefill) as p2:
+        p.identity = d.identity = identity(BLUE)
+        p2.identity = identity(GREEN)
+        router = await start_router(ps=[p, p2])
+        groups = "default-bbbbbbbb", "default-aaaaaaaa"
+        await grouped(router, *groups)
+        p2.healthy = False
+        await eventually(lambda: not router.engine(p2).is_wanted)
+        await grouped(router, *groups)
+        for _ in range(5):
+            assert (await router.complete()).status_code == 200
+        assert not [r for r in p2.requests if r.path != "/health"]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_request_leaves_a_group_where_nobody_is_left(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, role: str
+) -> None:
+    """And what was prefilled in it is released, not read in another one."""
+    async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
+        for mock, name in ((p, BLUE), (d, BLUE), (p2, GREEN), (d2, GREEN)):
+            mock.identity = identity(name)
+        p.usual, p2.usual = prefill_of("blue"), prefill_of("green")
+        router = await start_router(ps=[p, p2], ds=[d, d2])
+        await grouped(router, "default-bbbbbbbb", "default-aaaaaaaa")
+        router.gateway.fleet.weigh({"default-aaaaaaaa": 0})
+        failing = p if role == "prefill" else d
+        failing.usual = answering(500, {})
+        for _ in range(3):
+            assert (await router.complete(x=1)).status_code == 200
+        assert sources(d2) == {"green"}
+        assert len([r for r in d2.requests if "x" in r.json]) == 3
+        await router.settled()
+
+
+async def test_weights_change_while_it_runs(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
+        for mock, name in ((p, BLUE), (d, BLUE), (p2, GREEN), (d2, GREEN)):
+            mock.identity = identity(name)
+        router = await start_router(ps=[p, p2], ds=[d, d2])
+        await grouped(router, "default-bbbbbbbb", "default-aaaaaaaa")
+        for weights, sent in (({"default-aaaaaaaa": 0}, d), ({"default-bbbbbbbb": 0}, d2)):
+            router.gateway.fleet.weigh(weights)
+            d.requests.clear()
+            d2.requests.clear()
+            await asyncio.gather(*(router.complete() for _ in range(10)))
+            assert (len(sent.requests), len(d.requests) + len(d2.requests)) == (10, 10)
+
+
+async def test_a_conversation_stays_in_its_group_until_that_is_gone(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    """Then it begins anew elsewhere: its KV is offered to nobody who cannot read it."""
+    async with running_engine(prefilling()) as p2, running_engine(decoding()) as d2:
+        p.usual, d.usual = prefilling(), decoding()
+        for mock, name in ((p, BLUE), (d, BLUE), (p2, GREEN), (d2, GREEN)):
+            mock.identity = identity(name) | {"capabilities": CAPABLE["capabilities"]}
+        router = await start_router(ps=[p, p2], ds=[d, d2])
+        await grouped(router, "default-bbbbbbbb", "default-aaaaaaaa")
+        fleet = router.gateway.fleet
+        fleet.weigh({"default-aaaaaaaa": 0})
+        await chat(router, ASKED)
+        fleet.weigh({"default-bbbbbbbb": 0})
+        await chat(router, AGAIN)
+        assert turns(router, "hit") == 1
+        assert not p2.requests
+        fleet.drain(router.engine(p))
+        await chat(router, [*AGAIN, *AGAIN[1:]])
+        assert p2.requests
+        assert offered(p2) is None
