@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ByteSize,
     Field,
@@ -40,6 +41,7 @@ LONGEST = 366 * 86400.0
 STORES = re.compile(r"memory|off|rediss?(\+cluster|\+sentinel)?://.+")
 SECRETS = frozenset(("conversation_store", "conversation_store_password", "conversation_store_key"))
 SHORTEST_KEY = 16
+SHORTEST_HEARTBEAT = 0.1
 IDS = (
     "conversation_id",
     "x-conversation-id",
@@ -184,6 +186,12 @@ def keys_in(text: str) -> list[bytes]:
                 "those of openssl rand -base64 32"
             )
     return keys
+
+
+def _heartbeat(seconds: float) -> float:
+    if 0 < seconds < SHORTEST_HEARTBEAT:
+        raise ValueError(f"at least {SHORTEST_HEARTBEAT:g} seconds, or 0 for none")
+    return seconds
 
 
 def _name(value: object) -> object:
@@ -374,6 +382,14 @@ class Settings(BaseSettings):
         300.0,
         "Deadlines",
         "Longest silence within an answer, and longest time that a client may not read.",
+        "SECONDS",
+    )
+    stream_heartbeat: Annotated[Delay, AfterValidator(_heartbeat)] = _setting(
+        0.0,
+        "Deadlines",
+        "Longest silence towards a client that asked for a stream, its wait for the first byte "
+        "included: then an SSE comment is sent, and again. After the first one failures come as "
+        "events, with status 200. 0: no comments.",
         "SECONDS",
     )
     request_timeout: Seconds = _setting(

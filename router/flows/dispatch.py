@@ -9,6 +9,7 @@ from router.flows import errors, headers
 from router.flows.bodies import Bodies
 from router.flows.exchange import Exchange
 from router.flows.gateway import Gateway
+from router.flows.heartbeat import Beating
 from router.flows.plan import Plan, make_plan
 from router.flows.release import give_up_turn
 from router.flows.request import Request
@@ -32,6 +33,8 @@ async def serve(exchange: Exchange, gateway: Gateway) -> None:
     try:
         gateway.budget.note_request(request.record.started)
         request.read(gateway.limits, gateway.conversations)
+        if gateway.limits.stream_heartbeat and request.body.get("stream"):
+            request.exchange = Beating(request, gateway.limits)
         bodies = Bodies(request.body)
         if gateway.admission is None and (request.turn is None or request.alone):
             plan = make_plan(request, gateway.route(request), None, gateway.limits)
@@ -54,6 +57,8 @@ async def serve(exchange: Exchange, gateway: Gateway) -> None:
         gateway.running.discard(task)
         if request.seat is not None:
             request.seat.leave()
+        if isinstance(request.exchange, Beating):
+            request.exchange.close()
         _close_books(request.record, gateway)
 
 

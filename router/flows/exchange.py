@@ -37,7 +37,9 @@ class Exchange(Protocol):
     headers: Sequence[Header]
     body: bytes
     arrived: float
-    started: bool
+
+    @property
+    def started(self) -> bool: ...
 
     async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         """Sends a complete answer."""

@@ -27,6 +27,7 @@ class Limits:
     min_remote_prefill_tokens: int
     prefill_timeout: float
     request_timeout: float
+    stream_heartbeat: float
     stream_idle_timeout: float
     transfer_mode: str
     trust_client_kv_params: bool
