@@ -1,0 +1,18 @@
+"""What `make test-k8s` shares: one control plane for all tests of a process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.k8s.cluster import Cluster
+
+# Kubernetes 1.20's own EndpointSlice would stand where the CRD of the newer one goes.
+NO_OLD_SLICES = "--runtime-config=discovery.k8s.io/v1beta1=false"
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(NO_OLD_SLICES) as cluster:
+        yield cluster
