@@ -60,6 +60,22 @@ async def test_a_signal_lets_running_streams_end(
         assert await router.ended() == 0
 
 
+async def test_a_draining_router_keeps_no_connection(p: MockEngine, d: MockEngine) -> None:
+    """A client that stays on one would be cut off when the router ends."""
+    async with (
+        serving_router(p, d, "--shutdown-delay=1") as router,
+        httpx.AsyncClient(base_url=router.url) as client,
+    ):
+        kept = await client.post("/v1/completions", json={"prompt": "x"})
+        assert "connection" not in kept.headers
+        router.process.terminate()
+        await router.until("shutting down")
+        for body in ({"prompt": "x"}, STREAM):
+            answer = await client.post("/v1/completions", json=body)
+            assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        assert await router.ended() == 0
+
+
 async def _until_refused(url: str) -> None:
     async with asyncio.timeout(5), httpx.AsyncClient() as client:
         while True:
