@@ -353,6 +353,10 @@ async def test_client_headers_reach_both_engines(
         "tracestate": "a=b",
         "baggage": "c=d",
         "user-agent": "me/1",
+        "x-forwarded-for": "203.0.113.7, 10.0.0.9",
+        "x-forwarded-proto": "https",
+        "x-forwarded-host": "llm.example",
+        "forwarded": "for=203.0.113.7",
         "x-anything": "else",
     }
     kept_back = {
