@@ -15,7 +15,7 @@ import signal
 import ssl
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -96,7 +96,11 @@ class Cluster:
         self._stop(API_SERVER, how)
 
     def request(
-        self, method: str, path: str, body: Manifest | None = None, **headers: str
+        self,
+        method: str,
+        path: str,
+        body: Manifest | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Manifest:
         """Raises httpx.HTTPStatusError, whose text has the server's own words."""
         answer = self._connected().request(method, path, json=body, headers=headers)
@@ -114,7 +118,7 @@ class Cluster:
         return self.request("POST", path, manifest)
 
     def merge(self, path: str, changes: Manifest) -> Manifest:
-        return self.request("PATCH", path, changes, **MERGE)
+        return self.request("PATCH", path, changes, MERGE)
 
     def account_token(self, namespace: str, account: str) -> str:
         """As a pod of that service account finds it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import ssl
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -38,9 +39,9 @@ def test_a_pod_runs_terminates_and_is_gone(pods: Pods) -> None:
 def test_only_who_may_is_answered(cluster: Cluster) -> None:
     stranger = {"authorization": f"Bearer {cluster.account_token('default', 'default')}"}
     with pytest.raises(httpx.HTTPStatusError, match='default:default" cannot list resource "pods"'):
-        cluster.request("GET", "/api/v1/namespaces/default/pods", **stranger)
+        cluster.request("GET", Pods(cluster).path, headers=stranger)
     with pytest.raises(httpx.HTTPStatusError, match="401"):
-        cluster.request("GET", "/api/v1/namespaces/default/pods", authorization="Bearer nobody")
+        cluster.request("GET", Pods(cluster).path, headers={"authorization": "Bearer nobody"})
 
 
 def test_a_deletion_in_the_gap_is_told_to_nobody(cluster: Cluster, pods: Pods) -> None:
@@ -57,12 +58,12 @@ def test_a_deletion_in_the_gap_is_told_to_nobody(cluster: Cluster, pods: Pods) -
     assert (event["type"], event["object"]["code"]) == ("ERROR", 410)
 
 
-def _first_event(cluster: Cluster, path: str) -> dict[str, object]:
+def _first_event(cluster: Cluster, path: str) -> dict[str, Any]:
     trust = ssl.create_default_context(cafile=str(cluster.ca))
     token = {"authorization": f"Bearer {cluster.token}"}
     with (
         httpx.Client(base_url=cluster.url, verify=trust, timeout=10) as client,
         client.stream("GET", path, headers=token) as answer,
     ):
-        event: dict[str, object] = json.loads(next(answer.iter_lines()))
+        event: dict[str, Any] = json.loads(next(answer.iter_lines()))
         return event
