@@ -23,7 +23,7 @@ from router.flows.limits import Limits
 from router.flows.request import Body, Request
 from router.upstream.answer import Sink
 from router.upstream.deadlines import now
-from router.upstream.errors import BrokenAnswerError
+from router.upstream.errors import BrokenAnswerError, ReaderStalledError
 from router.upstream.sse import BOUNDARIES
 
 COMMENT = b": heartbeat\n\n"
@@ -147,11 +147,15 @@ class Beating:
 
     async def finish(self, tail: bytes) -> None:
         self._be_quiet()
-        if self._line is None or self._relaying is None:
+        line, relaying = self._line, self._relaying
+        if line is None or relaying is None:
             await self._front.finish(tail)
-        else:
-            self._line.write(tail, True)
-            await self._relaying
+            return
+        line.write(tail, True)
+        try:
+            await relaying
+        except ReaderStalledError:
+            self._front.abort()
 
     def abort(self) -> None:
         self.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import socket
@@ -12,7 +13,9 @@ import httpx
 import openai
 import pytest
 
+from router.flows.heartbeat import Beating, Line
 from router.settings import SettingsError, load
+from router.upstream.answer import Sink
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post
 from tests.unit.router.mock_engine import (
@@ -87,6 +90,11 @@ def asking(router: Router, **fields: object) -> Awaitable[httpx.Response]:
     body = {"prompt": "x", "stream": True} | fields
     request = router.client.build_request("POST", "/v1/completions", json=body)
     return router.client.send(request, stream=True)
+
+
+def nothing_is_left() -> bool:
+    gc.collect()
+    return not any(isinstance(one, Beating | Line) for one in gc.get_objects())
 
 
 def error_in(body: bytes) -> dict[str, object]:
@@ -256,19 +264,37 @@ async def test_what_could_be_tried_again_still_can_be(
         assert await stream.rest() == event("a") + event("b") + DONE
 
 
-async def test_a_decoder_that_fails_in_its_first_event_before_any_comment_is_replaced(
+async def test_the_head_is_that_of_the_decoder_whose_answer_it_is(
     start_router: StartRouter, d: MockEngine
 ) -> None:
+    def head(name: bytes) -> bytes:
+        return STREAM_HEAD.replace(b"\r\n\r\n", b"\r\nx-decoder: " + name + b"\r\n\r\n")
+
     async def breaks(request: Received, peer: Peer) -> None:
-        await peer.send(STREAM_HEAD + chunk(event("wrong")[:20]))
+        await peer.send(head(b"first") + chunk(event("wrong")[:20]))
         peer.close()
 
+    async def answers(request: Received, peer: Peer) -> None:
+        await peer.send(head(b"second") + chunk(DONE) + END)
+
     async with running_engine(usual_decode) as d2:
+        d.scripts = d2.scripts = [breaks, answers]
         router = await start_router(ds=[d, d2], stream_heartbeat=5)
-        d.scripts, d2.scripts = [breaks], []
-        for _ in range(2):
-            assert (await router.stream()).content == event("a") + event("b") + DONE
-        assert not d.scripts
+        answer = await router.stream()
+        assert (answer.headers["x-decoder"], answer.content) == ("second", DONE)
+
+
+async def test_nothing_is_left_of_a_request_that_is_over(router: Router, p: MockEngine) -> None:
+    gate = asyncio.Event()
+    p.scripts = [after(gate, usual_prefill), answers(400, {}), answers(200, b"")]
+    stream = Stream(await asking(router))
+    await stream.until_heard(1)
+    gate.set()
+    await stream.rest()
+    for _ in range(3):
+        await router.stream()
+    await router.settled()
+    await eventually(nothing_is_left)
 
 
 async def test_a_stream_that_breaks_ends_with_an_event(router: Router, d: MockEngine) -> None:
@@ -311,7 +337,7 @@ async def test_a_large_answer_that_is_no_stream_is_an_error(router: Router, d: M
 
 
 async def test_a_client_that_leaves_between_comments_is_noticed(
-    router: Router, p: MockEngine
+    router: Router, p: MockEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = asyncio.Event()
 
@@ -326,6 +352,8 @@ async def test_a_client_that_leaves_between_comments_is_noticed(
     async with asyncio.timeout(5):
         await left.wait()
     await router.settled()
+    await eventually(nothing_is_left)
+    assert "pending" not in caplog.text, "a task was left to the garbage collector"
 
 
 async def test_a_shutdown_in_the_silence_is_told_as_an_event(router: Router, p: MockEngine) -> None:
@@ -394,6 +422,31 @@ async def test_they_do_not_pile_up_before_a_client_that_does_not_read(
                 body += await loop.sock_recv(client, 2**20)
     assert body.count(b"data: ") == events + 1
     assert body.count(COMMENT) <= 2
+
+
+class Carried:
+    is_event_stream, length = True, None
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def relay(self, sink: Sink, idle: float, latest: float) -> None: ...
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+
+async def test_an_answer_that_comes_while_the_client_does_not_read_waits() -> None:
+    line, answer = Line(asyncio.get_running_loop()), Carried()
+    line.pause()
+    line.carry(answer)
+    line.resume()
+    line.carry(None)
+    line.pause()
+    assert answer.calls == ["pause", "resume"]
 
 
 @pytest.mark.parametrize("mode", ["auto", "exact"])
