@@ -174,8 +174,8 @@ class HotCycle:
 
     def _common(self) -> tuple[bytes, ...]:
         lines = self._protocol.default_lines()
-        if self._protocol.gateway.draining:
-            self.keep_alive = False  # whoever asks again is to look where
+        if self._protocol.gateway.draining and not self._protocol.pipeline:
+            self.keep_alive = False  # who asks again is to find another; who has asked is answered
         return (lines,) if self.keep_alive else (lines, wire.CLOSE)
 
     def _let_go(self) -> None:
