@@ -16,6 +16,7 @@ import ssl
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -57,6 +58,9 @@ class Cluster:
         self._flags = flags
         self._family = Family(self.folder)
         self._children: dict[str, Child] = {}
+        # Children die with the thread that started them: this one lives as long as they should,
+        # whoever calls.
+        self._starter = ThreadPoolExecutor(1)
         self._client: httpx.Client | None = None
 
     @property
@@ -82,6 +86,7 @@ class Cluster:
         """Nothing here is worth a graceful end."""
         for name in list(self._children):
             self._stop(name, signal.SIGKILL)
+        self._starter.shutdown()
         self._hang_up()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -153,7 +158,9 @@ class Cluster:
     # Processes.
 
     def _start(self, name: str, *flags: str) -> None:
-        self._children[name] = self._family.start(name, [binaries.kube(name), *flags], "")
+        command = [binaries.kube(name), *flags]
+        starting = self._starter.submit(self._family.start, name, command, "")
+        self._children[name] = starting.result()
 
     def _stop(self, name: str, how: signal.Signals) -> None:
         child = self._children.pop(name, None)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.k8s import gateway_api
 from tests.k8s.cluster import Cluster
 
 # Kubernetes 1.20's own EndpointSlice would stand where the CRD of the newer one goes.
@@ -16,3 +17,10 @@ NO_OLD_SLICES = "--runtime-config=discovery.k8s.io/v1beta1=false"
 def cluster() -> Iterator[Cluster]:
     with Cluster(NO_OLD_SLICES) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def gateway_cluster(cluster: Cluster) -> Cluster:
+    """The same, with the Gateway API."""
+    gateway_api.install(cluster)
+    return cluster

@@ -125,7 +125,7 @@ def _envoy(port: int, admin: int, routers: Addresses, route: Fields, cluster: Fi
     endpoints = [{"endpoint": {"address": _address(*router)}} for router in routers]
     upstream = {
         "name": "routers",
-        "connect_timeout": "1s",
+        "connect_timeout": "5s",
         "type": "STATIC",
         "load_assignment": {
             "cluster_name": "routers",

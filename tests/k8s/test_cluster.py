@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import ssl
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -42,6 +43,14 @@ def test_only_who_may_is_answered(cluster: Cluster) -> None:
         cluster.request("GET", Pods(cluster).path, headers=stranger)
     with pytest.raises(httpx.HTTPStatusError, match="401"):
         cluster.request("GET", Pods(cluster).path, headers={"authorization": "Bearer nobody"})
+
+
+def test_whoever_starts_the_api_server_may_leave(cluster: Cluster) -> None:
+    """A child is killed with the thread that forked it, if nothing is done about it."""
+    cluster.stop_api_server()
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(cluster.start_api_server).result()
+    assert cluster.get("/version")["minor"] == "20"
 
 
 def test_a_deletion_in_the_gap_is_told_to_nobody(cluster: Cluster, pods: Pods) -> None:
