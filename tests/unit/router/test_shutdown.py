@@ -10,7 +10,7 @@ import socket
 import httpx
 import pytest
 
-from tests.unit.router.harness import eventually
+from tests.unit.router.harness import Router, eventually, post
 from tests.unit.router.mock_engine import (
     DONE,
     STREAM_HEAD,
@@ -19,6 +19,7 @@ from tests.unit.router.mock_engine import (
     Received,
     chunk,
     event,
+    usual_prefill,
 )
 from tests.unit.router.processes import router_process, serving_router
 
@@ -74,6 +75,29 @@ async def test_a_draining_router_keeps_no_connection(p: MockEngine, d: MockEngin
             answer = await client.post("/v1/completions", json=body)
             assert (answer.status_code, answer.headers["connection"]) == (200, "close")
         assert await router.ended() == 0
+
+
+@pytest.mark.parametrize("front", ["protocol"])
+async def test_what_was_asked_ahead_on_a_connection_is_answered_before_it_ends(
+    router: Router, p: MockEngine
+) -> None:
+    gate = asyncio.Event()
+
+    async def waits(request: Received, peer: Peer) -> None:
+        await gate.wait()
+        await usual_prefill(request, peer)
+
+    p.scripts = [waits]
+    async with router.socket() as client:
+        await client.send(post(b'{"prompt": "x"}') * 2)
+        await eventually(lambda: p.requests)
+        router.gateway.draining = True
+        gate.set()
+        first, _ = await client.answer()
+        second, _ = await client.answer()
+        assert b"connection: close" not in first
+        assert b"connection: close" in second
+        assert await client.until_closed() == b""
 
 
 async def _until_refused(url: str) -> None:
