@@ -1,7 +1,7 @@
 # make demo   install, start prefill + decode engine + router, print curl lines
 # make test   install, run every test but those inside vLLM
 # make test-vllm   install vLLM's CPU build, run the connector inside it
-# make test-k8s   fetch Helm 3 and 4, check the chart and the Dockerfile
+# make test-k8s   build an API server, fetch Helm and gateways: the chart, discovery, Envoy and Traefik
 # make test-lowest   the router's tests with the lowest versions that pyproject.toml admits
 # make simulate   ten thousand seeds of a world in which everything goes wrong
 # make soak   thousands of requests, clients that leave, engines killed and frozen, forged messages
