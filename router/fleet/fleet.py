@@ -50,7 +50,7 @@ class Fleet:
         another group from now on: what it held is gone."""
         self._members = Members()
         self._gone: set[Engine] = set()
-        self._is_changing = False
+        self._is_changing = self._is_due = False
         self.on_new_snapshot: Callable[[], None] = lambda: None
         self.engines: Sequence[Engine] = ()
         self.groups: frozenset[str] = frozenset()
@@ -185,18 +185,19 @@ class Fleet:
         """What the engine says of itself; what its source said stays."""
         if not engine.spec.models and engine.models != models:
             engine.models = models
-            self._refresh()
+            self._refresh_soon()
 
     def is_warm(self, engine: Engine) -> None:
         """It may be asked like any other."""
         if engine.is_cold:
             engine.is_cold = False
-            self._refresh()
+            engine.look()
+            self._refresh_soon()
 
     def identified(self, engine: Engine) -> None:
         """It has said what it is, perhaps something else than before."""
         if engine.learned.compatibility not in ("", engine.compatibility):
-            self._refresh()
+            self._refresh_soon()
 
     # What requests find.
 
@@ -261,12 +262,21 @@ class Fleet:
             engine.is_cold = self.new_are_cold
             if engine.breaker.circuit is not Circuit.CLOSED:
                 engine.breaker.half_open()  # it lives again: no need to wait for the pause
-        self._refresh()
+        engine.look()
+        self._refresh_soon()
         level = logging.WARNING if health is Health.UNHEALTHY else logging.INFO
         detail = f": {reason}" if reason else ""
         logger.log(level, "%s engine %s is %s%s", engine.role, engine.name, health, detail)
 
+    def _refresh_soon(self) -> None:
+        """When what has arrived is read: the probes of a thousand engines come in together, and a
+        snapshot for each would keep requests waiting for seconds."""
+        if not self._is_due:
+            self._is_due = True
+            self._later(0.0, self._refresh)
+
     def _refresh(self) -> None:
+        self._is_due = False
         if self._is_changing:
             return
         self.engines = tuple(self._engines.values())

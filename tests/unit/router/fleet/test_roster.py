@@ -123,6 +123,10 @@ async def test_engines_come_change_leave_and_come_back() -> None:
         source.lists(listed("a:1"), listed("b:1"))
         await eventually(lambda: a.intent is Intent.SERVING)
         assert world.engine("a:1") is a, "it has never been away"
+        a.in_flight = 0
+        world.roster.let_go()
+        assert world.names == {"a:1", "b:1"}
+        a.in_flight = 1
         source.lists(listed("b:1"))
         await eventually(lambda: a.intent is Intent.DRAINING)
         a.in_flight = 0
@@ -310,3 +314,21 @@ async def test_a_source_that_has_said_all_is_never_late() -> None:
         source.words.put_nowait(None)
         await eventually(lambda: standing.told_at > told)
         assert world.names == {"a:1"}
+
+
+async def test_what_probes_of_many_engines_find_at_once_is_one_snapshot() -> None:
+    first = Report(tuple(listed(f"h:{port}") for port in range(1, 101)))
+    world = World(FakeSource(first=first))
+    engines, before = world.fleet.engines, world.snapshots
+    for engine in engines[:99]:
+        world.fleet.probe_passed(engine)
+        world.fleet.serves(engine, frozenset("m"))
+    assert all(engine.is_asked for engine in engines[:99]), "each is known at once"
+    world.fleet.unreachable(engines[99], "gone")
+    await eventually(lambda: world.snapshots > before)
+    assert world.snapshots == before + 1
+    assert len(world.fleet.snapshot.pools("m")[0].decoders) == 99
+    world.fleet.probe_failed(engines[0], "slow")
+    world.fleet.probe_failed(engines[0], "slow")
+    assert not engines[0].is_asked
+    await eventually(lambda: world.snapshots == before + 2)

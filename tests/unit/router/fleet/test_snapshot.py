@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from router.fleet.breaker import Breaker, BreakerRules, Circuit
 from router.fleet.engine import Engine, Health
-from router.fleet.snapshot import picture
+from router.fleet.snapshot import Members, picture
 from router.fleet.spec import LEGS, EngineSpec, Intent, Role
 from router.settings import Address
 from router.upstream.pool import EnginePool
@@ -97,6 +97,14 @@ def test_groups_stay_apart_and_weigh_what_their_decoders_do() -> None:
     assert (one.group, one.weight, other.group, other.weight) == ("g", 5.0, "h", 4.0)
     assert [len(x) for x in (one.prefillers, one.decoders, other.prefillers)] == [1, 2, 1]
     assert other.decoders == ()
+
+
+def test_nothing_is_kept_of_an_engine_that_is_gone() -> None:
+    members, one, other = Members(), engine(1, Role.DECODE), engine(2, Role.DECODE)
+    both, alone = members.of([one, other]), members.of([other])
+    members.forget({one})
+    assert members.of([one, other]) is not both
+    assert members.of([other]) is alone
 
 
 def test_a_half_open_engine_is_asked_until_its_trial_begins() -> None:
