@@ -184,9 +184,9 @@ def bind(settings: Settings, port: int | None = None, shared: bool = False) -> s
 def announce(settings: Settings, listener: socket.socket) -> None:
     address = Address(settings.host, listener.getsockname()[1])
     engines = f"{len(settings.prefillers)} prefill and {len(settings.decoders)} decode engines"
-    if others := described(settings):
-        engines += " in flags, and those of " + ", ".join(others)
-    logger.info("disagg-router on http://%s with %s", address, engines)
+    has_flags = bool(settings.prefillers or settings.decoders)
+    known = [*([engines] if has_flags else []), *described(settings)]
+    logger.info("disagg-router on http://%s with %s", address, ", and those of ".join(known))
 
 
 def _allow_many_connections() -> None:

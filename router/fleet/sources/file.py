@@ -38,7 +38,8 @@ INTERVAL = 1.0
 CALM = 0.05
 MOST_LOOKS = 20
 PATIENCE = 5.0
-MOST_BYTES = 4 * 1024 * 1024
+# About ten thousand engines.
+MOST_BYTES = 1024 * 1024
 # As deep as the list of an engine's models, which is as deep as it goes.
 DEEPEST = 4
 HEAVIEST = 1e6
@@ -210,4 +211,5 @@ def address_of(url: str) -> Address:
 
 
 def _line(what: object) -> str:
-    return textwrap.shorten(" ".join(str(what).split()), 300)
+    text = str(what).replace('in "<byte string>", ', "in ")
+    return textwrap.shorten(" ".join(text.split()), 300)

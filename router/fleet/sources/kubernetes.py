@@ -31,9 +31,9 @@ MOST_TOLD = 3
 class Pods(Protocol):
     """Where pods are asked for: PodApi."""
 
-    async def list(self) -> tuple[list[Pod], str]: ...
+    async def list_all(self) -> tuple[list[Pod], str]: ...
 
-    def watch(self, version: str) -> AsyncGenerator[Change, None]: ...
+    def watch(self, version: str) -> AsyncGenerator[list[Change], None]: ...
 
     async def close(self) -> None: ...
 
@@ -73,26 +73,29 @@ class KubernetesSource:
 
     async def _follow(self) -> AsyncGenerator[Report, None]:
         """Until all has to be listed again. Raises SourceError."""
-        pods, version = await self._api.list()
+        pods, version = await self._api.list_all()
         self._seen = {pod.metadata.name: seen(pod, self._role, self._port) for pod in pods}
         yield self._report()
         for _ in range(ROUNDS):
             began = time.monotonic()
-            async with contextlib.aclosing(self._api.watch(version)) as changes:
-                async for change in changes:
-                    version = change.version or version
-                    if change.pod is not None and self._takes(change.pod, change.is_deleted):
+            async with contextlib.aclosing(self._api.watch(version)) as arriving:
+                async for changes in arriving:
+                    version = changes[-1].version or version
+                    taken = [self._takes(change) for change in changes]
+                    if any(taken):
                         yield self._report()
             if time.monotonic() - began < self._steady:
                 raise SourceError("the API server ends a watch as soon as it has begun")
             self._backoff.reset()
             yield self._report()
 
-    def _takes(self, pod: Pod, is_deleted: bool) -> bool:
+    def _takes(self, change: Change) -> bool:
         """Whether anything is different by that."""
-        name, none = pod.metadata.name, Seen(None)
+        if change.pod is None:
+            return False
+        name, none = change.pod.metadata.name, Seen(None)
         before = self._seen.pop(name, none)
-        after = none if is_deleted else seen(pod, self._role, self._port)
+        after = none if change.is_deleted else seen(change.pod, self._role, self._port)
         if after != none:
             self._seen[name] = after
         return after != before

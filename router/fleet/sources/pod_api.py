@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import textwrap
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -89,7 +89,7 @@ class PodApi:
         self._selector = selector
         self._life = life
 
-    async def list(self) -> tuple[list[Pod], str]:
+    async def list_all(self) -> tuple[list[Pod], str]:
         """All of them, and the version from which to watch. Raises SourceError."""
         pods: list[Pod] = []
         params = {"limit": str(PAGE)}
@@ -101,8 +101,9 @@ class PodApi:
             params["continue"] = page.metadata.next_page
         raise SourceError(f"the API server lists more than {MOST_PAGES * PAGE} pods")
 
-    async def watch(self, version: str) -> AsyncGenerator[Change, None]:
-        """What changes from there on, until the server ends it. Raises SourceError."""
+    async def watch(self, version: str) -> AsyncGenerator[list[Change], None]:
+        """What changes from there on, as it arrives, until the server ends it. Raises
+        SourceError."""
         params = {
             "watch": "true",
             "resourceVersion": version,
@@ -110,12 +111,12 @@ class PodApi:
             "timeoutSeconds": str(max(1, round(self._life))),
         }
         async with contextlib.aclosing(self._lines(params)) as lines:
-            async for line in lines:
+            async for whole in lines:
                 try:
-                    change = _change(line)
+                    changes = [_change(line) for line in whole]
                 except msgspec.DecodeError as error:
                     raise _told(error) from None
-                yield change
+                yield changes
 
     async def close(self) -> None:
         """Until it is asked again."""
@@ -141,7 +142,7 @@ class PodApi:
         except Exception as error:
             raise _told(error) from None
 
-    async def _lines(self, params: dict[str, str]) -> AsyncGenerator[bytes, None]:
+    async def _lines(self, params: dict[str, str]) -> AsyncGenerator[list[bytes], None]:
         """No deadline is held across a yield: it would end what the reader does."""
         end = asyncio.get_running_loop().time() + self._life + GRACE
         try:
@@ -152,8 +153,8 @@ class PodApi:
                         _check(answer.status_code, await answer.aread())
                 pieces, lines = answer.aiter_bytes(), Lines()
                 while piece := await _next(pieces, end):
-                    for line in lines.of(piece):
-                        yield line
+                    if whole := lines.of(piece):
+                        yield whole
         except TimeoutError:
             raise SourceError("the API server is silent: a watch did not end in time") from None
         except Exception as error:
@@ -179,12 +180,12 @@ class Lines:
     def __init__(self) -> None:
         self._rest = b""
 
-    def of(self, piece: bytes) -> Iterator[bytes]:
+    def of(self, piece: bytes) -> list[bytes]:
         """Those that are whole now. Raises SourceError."""
         *whole, self._rest = (self._rest + piece).split(b"\n")
         if len(self._rest) > LONGEST_LINE:
             raise SourceError("the API server tells of an absurdly large pod")
-        return filter(bytes.strip, whole)
+        return [line for line in whole if line.strip()]
 
 
 async def _next(pieces: AsyncIterator[bytes], end: float) -> bytes:

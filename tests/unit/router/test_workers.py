@@ -252,10 +252,15 @@ def test_figures_add_up_and_health_is_the_worst_seen() -> None:
     health = "# TYPE disagg_router_engine_healthy gauge\ndisagg_router_engine_healthy"
     one = f'# TYPE a counter\na_total{{x="1"}} 2\n{health} 1\n'
     other = f'# TYPE a counter\na_total{{x="1"}} 3\na_total{{x="2"}} 1\n{health} 0\n'
+    for name in ("disagg_router_source_trouble", "disagg_router_source_engines"):
+        one += f"# TYPE {name} gauge\n{name} 1\n"
+        other += f"# TYPE {name} gauge\n{name} 0\n"
     lines = merged([one, other]).decode().splitlines()
     assert 'a_total{x="1"} 5.0' in lines
     assert 'a_total{x="2"} 1.0' in lines
     assert "disagg_router_engine_healthy 0.0" in lines
+    assert "disagg_router_source_trouble 1.0" in lines
+    assert "disagg_router_source_engines 0.0" in lines
 
 
 async def test_access_lines_of_a_burst_are_whole(p: MockEngine, d: MockEngine) -> None:

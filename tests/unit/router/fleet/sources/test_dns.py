@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 
+import dns.asyncresolver
 import dns.rcode
 import pytest
 
@@ -15,6 +17,7 @@ from router.fleet.sources.source import Report
 from router.fleet.spec import Role
 from router.settings import Address
 from tests.unit.router.fleet.sources.dns_server import Zone, name_server
+from tests.unit.router.harness import eventually
 
 NAME = "decode.svc:8200"
 SERVICE = "_http._tcp.decode.svc"
@@ -165,6 +168,29 @@ async def test_all_questions_together_have_one_deadline(
     zone.is_mute, zone.failing = True, ("A",)
     report, _ = await asyncio.wait_for(source(zone, SERVICE)._look(), 3)
     assert report == Report(None, "no answer within 0.3 s")
+
+
+async def test_an_answer_is_not_read_in_the_loop_that_serves(zone: Zone) -> None:
+    zone.has("decode.svc", "A", "10.0.0.1")
+    threads = []
+
+    def make() -> dns.asyncresolver.Resolver:
+        threads.append(threading.current_thread())
+        return zone.resolver()
+
+    await DnsSource(Role.DECODE, NAME, make)._look()
+    assert threads != [threading.current_thread()]
+
+
+async def test_who_waits_for_an_answer_may_leave(zone: Zone) -> None:
+    """A silent resolver holds up no router that is told to end."""
+    zone.is_mute = True
+    looking = asyncio.create_task(source(zone)._look())
+    await eventually(lambda: zone.asked)
+    looking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(looking, 0.2)
+    await eventually(lambda: not [t for t in threading.enumerate() if t.name == "aside"])
 
 
 async def test_a_watch_goes_on_and_asks_a_resolver_made_anew(zone: Zone) -> None:

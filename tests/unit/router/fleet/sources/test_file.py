@@ -191,7 +191,7 @@ async def test_a_file_in_trouble_takes_nothing_away_and_says_what_it_is(tmp_path
         assert await ask() == Report(None, f"{path}: is no regular file")
         path.unlink()
         path.write_bytes(b"#" * (MOST_BYTES + 1))
-        assert await ask() == Report(None, f"{path}: is larger than 4 MiB")
+        assert await ask() == Report(None, f"{path}: is larger than 1 MiB")
         path.write_text(P1)
         assert await ask() == Report(LISTED_P1)
 

@@ -143,6 +143,19 @@ async def test_a_watch_goes_on_where_the_last_one_ended_and_all_is_listed_now_an
         assert all(not report.trouble for report in watched.reports)
 
 
+async def test_a_bookmark_spares_the_next_watch_what_is_known(
+    server: ApiServer, tmp_path: Path
+) -> None:
+    server.put(pod("d1"))
+    async with watching(server, tmp_path, life=1, steady=0) as watched:
+        await eventually(lambda: server.watching)
+        server.bookmark()
+        version = str(server.version)
+        await eventually(lambda: server.asked[-1].get("resourceVersion") == version)
+        assert server.lists == 1
+        assert not watched.trouble
+
+
 async def test_after_410_who_was_deleted_unseen_is_gone(server: ApiServer, tmp_path: Path) -> None:
     server.put(pod("d1"))
     async with watching(server, tmp_path, life=1, steady=0) as watched:
@@ -324,4 +337,4 @@ def test_lines_are_whole_however_they_come() -> None:
         found = [line for piece in pieces for line in lines.of(piece)]
         assert found == [b'{"a": 1}', b'{"b": 2}\r']
     with pytest.raises(SourceError):
-        list(Lines().of(b"x" * (pod_api.LONGEST_LINE + 1)))
+        Lines().of(b"x" * (pod_api.LONGEST_LINE + 1))
