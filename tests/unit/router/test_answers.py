@@ -425,7 +425,9 @@ async def test_idle_connections_are_bounded(start_router: StartRouter, d: MockEn
 
     d.scripts = [script] * 5
     await asyncio.gather(*[router.complete() for _ in range(5)])
-    assert max(engine.pool.idle_count for engine in router.gateway.fleet.engines) == 2
+    pools = [engine.pool for engine in router.gateway.fleet.engines]
+    # A probe may have one of them just now.
+    await eventually(lambda: max(pool.idle_count for pool in pools) == 2)
 
 
 async def test_a_slow_client_slows_the_decoder_down(router: Router, d: MockEngine) -> None:
