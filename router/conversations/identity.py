@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from router.conversations.prompt import ChatPrompt, Mark, Prompt
 from router.conversations.said import Json
 
 Header = tuple[bytes, bytes]
 PREFIX = "prefix"
+NAME = itemgetter(0)
 OPENING = 2  # messages that stay the same in all turns: system and first question
 
 
@@ -49,17 +51,18 @@ class Identity:
         self._names = tuple(name for name in lowered if name != PREFIX)
         self._fields = frozenset(n for n in self._names if not n.startswith("x-"))
         self._headers = {n.encode("latin-1"): n for n in self._names if n.startswith("x-")}
+        self._header_names = frozenset(self._headers)
         self._tenant_header = tenant_header.lower().encode("latin-1")
 
     def id_of(self, headers: Sequence[Header], body: Json) -> tuple[str, str] | None:
         """The name that is set and its value, or None. PREFIX is left to `recognised`."""
-        given: dict[str, str] = {}
         wanted = self._headers
+        if self._header_names.isdisjoint(map(NAME, headers)) and self._fields.isdisjoint(body):
+            return None
+        given: dict[str, str] = {}
         for name, value in headers:
             if name in wanted and value:
                 given.setdefault(wanted[name], value.decode("latin-1"))
-        if not given and self._fields.isdisjoint(body):
-            return None
         for known in self._names:
             text = given.get(known) or _text(body.get(known))
             if text:

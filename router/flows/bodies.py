@@ -27,16 +27,18 @@ PREFILL_PARAMS = {
 # Of the last turn's decoder, whose params then say where its blocks are (bidirectional mode).
 PULL_TURN = {"do_remote_decode": True, "do_remote_prefill": False}
 MAX_COMPLETION_TOKENS = "max_completion_tokens"
-OWN = (
-    "stream",
-    "max_tokens",
-    MAX_COMPLETION_TOKENS,
-    "stream_options",
-    "min_tokens",
-    "min_completion_tokens",
-    "n",
-    THRESHOLD,
-    KV_PARAMS,
+OWN = frozenset(
+    (
+        "stream",
+        "max_tokens",
+        MAX_COMPLETION_TOKENS,
+        "stream_options",
+        "min_tokens",
+        "min_completion_tokens",
+        "n",
+        THRESHOLD,
+        KV_PARAMS,
+    )
 )
 # One token, not streamed, once: the prefiller computes the prompt and keeps its blocks.
 ONE_TOKEN = b'"max_tokens":1,"stream":false'
@@ -51,7 +53,7 @@ class Bodies:
     __slots__ = ("_common", "_own")
 
     def __init__(self, body: Body) -> None:
-        own = {name: body[name] for name in OWN if name in body}
+        own = {name: body[name] for name in body if name in OWN}
         if own:
             body = body.copy()
             for name in own:

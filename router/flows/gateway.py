@@ -78,13 +78,15 @@ class Gateway:
         session = "" if request.turn is None else request.turn.conversation.session
         tokens = request.tokens
         chunks = chunks_of(request.body) if tokens >= TOKENS and self._wants_chunks() else ()
-        ask = None
+        turn = self._decode_turn
+        self._decode_turn = turn + 1
+        decoder = Ask(turn, tokens, session, chunks)
+        prefiller = None
         if not request.alone:
-            ask = Ask(self._prefill_turn, tokens, session, chunks)
+            same = turn == self._prefill_turn  # as long as nobody needed a decoder alone
+            prefiller = decoder if same else decoder._replace(turn=self._prefill_turn)
             self._prefill_turn += 1
-        ask_decoder = Ask(self._decode_turn, tokens, session, chunks)
-        self._decode_turn += 1
-        return route(pools, self._prefill, self._decode, (ask, ask_decoder), home)
+        return route(pools, self._prefill, self._decode, (prefiller, decoder), home)
 
     def others(self, request: Request, planned: Route, role: Role) -> Iterable[Engine]:
         """Who else of the planned group may be asked, as things are now."""

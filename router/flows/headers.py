@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from random import getrandbits
 
 from router.flows.exchange import Header
@@ -39,6 +40,7 @@ CONVERSATION_STREAM = b"x-conversation-stream"
 BREAKS = re.compile(rb"[\r\n\0]")
 DIGITS = re.compile(rb"[0-9]{1,9}")
 LONGEST_RETRY = 3600
+NAME = itemgetter(0)
 LOOKED_AT = frozenset((REQUEST_ID, b"connection"))
 NOT_TO_ENGINE = HOP_BY_HOP | {
     CONVERSATION_ID,
@@ -64,11 +66,9 @@ def sound(headers: Iterable[Header]) -> list[Header]:
 def read(headers: Sequence[Header]) -> tuple[str, bytes]:
     """The request's id, the client's own where that is harmless, and the lines both legs share."""
     request_id, kept = "", [header for header in headers if header[0] not in NOT_TO_ENGINE]
-    for name, _ in kept:
-        if name in LOOKED_AT:
-            request_id = _own_id(kept)
-            kept = [header for header in _without_hops(kept) if header[0] != REQUEST_ID]
-            break
+    if not LOOKED_AT.isdisjoint(map(NAME, kept)):
+        request_id = _own_id(kept)
+        kept = [header for header in _without_hops(kept) if header[0] != REQUEST_ID]
     lines = [b": ".join(header) for header in kept]
     lines.append(b"")
     return request_id or getrandbits(128).to_bytes(16, "big").hex(), b"\r\n".join(lines)
@@ -76,10 +76,8 @@ def read(headers: Sequence[Header]) -> tuple[str, bytes]:
 
 def to_client(headers: Sequence[Header], request_id: str) -> list[Header]:
     kept = [header for header in headers if header[0] not in NOT_TO_CLIENT]
-    for name, _ in kept:
-        if name == b"connection":
-            kept = _without_hops(kept)
-            break
+    if b"connection" in map(NAME, kept):
+        kept = _without_hops(kept)
     kept.append((REQUEST_ID, request_id.encode("ascii")))
     return kept
 

@@ -56,7 +56,7 @@ class Legs:
     """Those of one request. Each may raise UpstreamError or EngineError, for which there is a row
     in the table of failures, and RejectedError with an engine's 4xx."""
 
-    __slots__ = ("_gateway", "_holder", "_is_read", "_prompt_tokens", "_request",
+    __slots__ = ("_gateway", "_is_read", "_prompt_tokens", "_request", "holder",
                  "plan")  # fmt: skip
 
     def __init__(self, request: Request, plan: Plan, gateway: Gateway) -> None:
@@ -65,7 +65,7 @@ class Legs:
         self._gateway = gateway
         self._prompt_tokens: int | None = None
         # Where KV waits for a decoder, unless it was read.
-        self._holder: Engine | None = None
+        self.holder: Engine | None = None
         self._is_read = False
 
     async def prefill(
@@ -115,14 +115,15 @@ class Legs:
             self._prompt_tokens = prefilled.prompt_tokens
         self._learn(engine, prefilled.params)
         if prefilled.params is not None and not self._is_read:
-            self.let_go()
+            if self.holder is not None:
+                self.let_go()
             engine.holding += 1
-            self._holder = engine
+            self.holder = engine
         return prefilled
 
     def let_go(self, is_read: bool = False) -> None:
         """No decoder will read what a prefiller holds, or one has."""
-        holder, self._holder, self._is_read = self._holder, None, is_read
+        holder, self.holder, self._is_read = self.holder, None, is_read
         if holder is not None:
             holder.holding -= 1
 

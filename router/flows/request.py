@@ -26,6 +26,17 @@ EXTRA_ARGS = "vllm_xargs"
 THRESHOLD = "cache_hit_threshold"
 STREAM_FIELD = "conversation_stream"
 CONSUMED = frozenset(("conversation_id", STREAM_FIELD))
+LOOKED_AT = CONSUMED | {
+    KV_PARAMS,
+    EXTRA_ARGS,
+    THRESHOLD,
+    "n",
+    "best_of",
+    "use_beam_search",
+    "prompt_embeds",
+    "prompt_logprobs",
+    "echo",
+}
 MODES = ("auto", "exact")
 CLIENT_PARAMS = "client_params"
 # Ids of legs are this process's own: two clients may send the same X-Request-Id, and in push mode
@@ -62,10 +73,19 @@ class Request:
         """Raises BadRequestError."""
         raw = self.exchange.body
         body, self.tokens = parse_body(raw), len(raw) // BYTES_PER_TOKEN
-        self.threshold = threshold_of(body, limits.decode_first_threshold)
         if conversations is not None:
             self.turn = conversations.turn_of(self.exchange.headers, body)
-        if self.turn is not None or STREAM_FIELD in body:
+        if self.turn is not None:
+            self.exact = self._mode(body, limits.conversation_stream) == "exact"
+        if LOOKED_AT.isdisjoint(body) and type(body.get("prompt")) is not list:
+            self.body, self.threshold = body, limits.decode_first_threshold
+        else:
+            self._look(body, limits)
+
+    def _look(self, body: Body, limits: Limits) -> None:
+        """At what is not for engines, or says that one must do it all. Raises BadRequestError."""
+        self.threshold = threshold_of(body, limits.decode_first_threshold)
+        if STREAM_FIELD in body:
             self.exact = self._mode(body, limits.conversation_stream) == "exact"
         if not CONSUMED.isdisjoint(body):
             body = {name: body[name] for name in body if name not in CONSUMED}

@@ -92,7 +92,8 @@ class Run:
             else:
                 await self._push()
         finally:
-            self._legs.let_go(is_read=True)
+            if self._legs.holder is not None:
+                self._legs.let_go()
             if self._unread is not None:
                 self._give_up_unread()
             if plan.route.is_noted:

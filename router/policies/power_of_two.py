@@ -17,14 +17,4 @@ class PowerOfTwo(Policy):
         first = chance % size
         second = (first + 1 + (chance >> 32) % (size - 1)) % size
         one, other = candidates[first], candidates[second]
-        order = [other, one] if load(other) < load(one) else [one, other]
-        if size > 2:
-            order.append(candidates[_third(first, second, (chance >> 16) % (size - 2))])
-        return order
-
-
-def _third(first: int, second: int, nth: int) -> int:
-    """The nth place that is neither of the two."""
-    low, high = (first, second) if first < second else (second, first)
-    nth += nth >= low
-    return nth + (nth >= high)
+        return [other, one] if load(other) < load(one) else [one, other]
