@@ -39,7 +39,16 @@ PREFIX = "DISAGG_ROUTER_"
 SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
 LONGEST = 366 * 86400.0
 STORES = re.compile(r"memory|off|rediss?(\+cluster|\+sentinel)?://.+")
-SECRETS = frozenset(("conversation_store", "conversation_store_password", "conversation_store_key"))
+SECRETS = frozenset(
+    (
+        "conversation_store",
+        "conversation_store_password",
+        "conversation_store_key",
+        "admin_token",
+    )
+)
+# What the command `drain` reads, and no router does.
+ADMIN_URL = "DISAGG_ROUTER_ADMIN_URL"
 SHORTEST_KEY = 16
 SHORTEST_HEARTBEAT = 0.1
 IDS = (
@@ -51,6 +60,9 @@ IDS = (
     "x-correlation-id",
 )
 NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+GROUP = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+HEAVIEST = 1e6
+TOKEN = re.compile(r"[\x21-\x7e]{1,4096}")
 SELECTOR = re.compile(r"[A-Za-z0-9!(][A-Za-z0-9_./,=!() -]{0,1023}")
 NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?")
@@ -194,6 +206,51 @@ def _heartbeat(seconds: float) -> float:
     return seconds
 
 
+def _token(value: object) -> object:
+    """What is wrong with it is told without it."""
+    if isinstance(value, str):
+        check_token(value)
+    return value
+
+
+def check_token(text: str) -> None:
+    """Raises ValueError."""
+    if not TOKEN.fullmatch(text):
+        raise ValueError("not a token: ASCII without spaces, as from openssl rand -hex 32")
+    if len(text) < SHORTEST_KEY:
+        raise ValueError(
+            f"too short with {len(text)} characters: at least {SHORTEST_KEY}, better those of "
+            "openssl rand -hex 32"
+        )
+
+
+def _weights(value: object) -> object:
+    """group=weight, each; a YAML file may have a mapping."""
+    if isinstance(value, dict):
+        value = [f"{group}={weight}" for group, weight in value.items()]
+    return _items(value)
+
+
+def _weight(value: object) -> object:
+    text = str(value)
+    group, _, number = text.partition("=")
+    try:
+        weight = float(number) if number.isascii() and "_" not in number else -1.0
+    except ValueError:
+        weight = -1.0
+    if not GROUP.fullmatch(group) or not 0 <= weight <= HEAVIEST:
+        raise ValueError(f"not as in blue=9: a group, and a number from 0 to {HEAVIEST:g}")
+    return text
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it. A name but localhost may mean anything."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
 def _name(value: object) -> object:
     if isinstance(value, str) and not NAME.fullmatch(value):
         raise ValueError("not the name of a header or of a field")
@@ -213,6 +270,8 @@ Selector = Annotated[str, BeforeValidator(_selector)]
 Namespace = Annotated[str, BeforeValidator(_namespace)]
 Seconds = Annotated[float, Field(gt=0, le=LONGEST)]
 Count = Annotated[int, Field(ge=0)]
+Weight = Annotated[str, BeforeValidator(_weight)]
+Weights = Annotated[tuple[Weight, ...], BeforeValidator(_weights)]
 Delay = Annotated[float, Field(ge=0, le=LONGEST)]
 Policy = Literal["round_robin", "least_loaded", "power_of_two", "session", "prefix"]
 Lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
@@ -484,6 +543,14 @@ class Settings(BaseSettings):
         "N",
     )
 
+    group_weights: Weights = _setting(
+        (),
+        "Choice",
+        "Shares of requests that groups of engines get, as in blue=9 green=1; groups that are not "
+        "named go by their engines' weights.",
+        "GROUP=WEIGHT",
+    )
+
     engine_idle_connections: Annotated[int, Field(ge=0)] = _setting(
         256, "Connections", "Idle connections kept for each engine.", "N"
     )
@@ -601,6 +668,26 @@ class Settings(BaseSettings):
         "SHARE",
     )
 
+    admin_port: Annotated[int, Field(ge=0, le=65535)] | None = _setting(
+        None,
+        "Admin",
+        "Port of the admin API: engines added, drained, groups weighed, settings read again. Off if "
+        "not set; 0 takes a free one.",
+        "PORT",
+    )
+    admin_host: Host = _setting(
+        "127.0.0.1", "Admin", "Address that it listens on; any but loopback needs a token.", "HOST"
+    )
+    admin_token: Annotated[SecretStr, BeforeValidator(_token)] | None = _setting(
+        None,
+        "Admin",
+        "Bearer token that callers of the admin API show. A variable is safer than a flag.",
+        "TOKEN",
+    )
+    admin_token_file: Path | None = _setting(
+        None, "Admin", "File with it, read at start and at reload.", "FILE"
+    )
+
     trust_client_kv_params: bool = _setting(
         False,
         "Security",
@@ -639,6 +726,16 @@ class Settings(BaseSettings):
             problems.append("--conversation-store-password and its -file are both set")
         if self.conversation_store_key and self.conversation_store_key_file:
             problems.append("--conversation-store-key and its -file are both set")
+        if self.admin_token and self.admin_token_file:
+            problems.append("--admin-token and its -file are both set")
+        has_token = self.admin_token or self.admin_token_file
+        if self.admin_port is not None and not has_token and not is_loopback(self.admin_host):
+            problems.append(
+                f"--admin-host {self.admin_host} can be reached by others: set --admin-token-file"
+            )
+        groups = [weight.partition("=")[0] for weight in self.group_weights]
+        if len(set(groups)) < len(groups):
+            problems.append("--group-weights names a group twice")
         if 0 < self.max_held_bodies < self.max_body_size:
             problems.append("--max-held-bodies is less than --max-body-size: a body would not fit")
         if self.workers > 1 and self.conversation_store == "memory":
@@ -670,11 +767,31 @@ class Settings(BaseSettings):
             problem = f"{flag_of('conversation_store_key_file')} {path}: {error}"
             raise SettingsError([problem]) from None
 
+    def admin_secret(self) -> str | None:
+        """Raises SettingsError when its file cannot be read, or has no token."""
+        if self.admin_token is not None:
+            return self.admin_token.get_secret_value()
+        if self.admin_token_file is None:
+            return None
+        text = _secret_in("admin_token_file", self.admin_token_file)
+        try:
+            check_token(text)
+        except ValueError as error:
+            problem = f"{flag_of('admin_token_file')} {self.admin_token_file}: {error}"
+            raise SettingsError([problem]) from None
+        return text
+
     def with_store_keys(self, keys: list[bytes]) -> Settings:
         """The same with these, so that no process reads them, or makes them, by itself."""
         text = SecretStr(b"\n".join(keys).decode())
         changes = {"conversation_store_key": text, "conversation_store_key_file": None}
         return self.model_copy(update=changes)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of groups, by name."""
+        pairs = (text.partition("=") for text in self.group_weights)
+        return {group: float(weight) for group, _, weight in pairs}
 
     @property
     def prefillers(self) -> tuple[Address, ...]:
@@ -702,7 +819,8 @@ def _is_discovered(settings: Settings, role: str) -> bool:
         "prefiller": settings.kubernetes_prefill_selector,
         "decoder": settings.kubernetes_decode_selector,
     }
-    return bool(settings.engines_file or getattr(settings, f"{role}_dns") or selector[role])
+    is_elsewhere = settings.engines_file or getattr(settings, f"{role}_dns") or selector[role]
+    return bool(is_elsewhere or settings.admin_port is not None)
 
 
 def _pairing(settings: Settings, role: str) -> Iterator[str]:
@@ -787,7 +905,7 @@ def _origin(name: str, flags: Mapping[str, Any]) -> str:
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Variables with our prefix that are no setting: misspelt, most likely."""
     links = (f"{PREFIX}SERVICE_", f"{PREFIX}PORT_")
-    known = {variable_of(name) for name in Settings.model_fields}
+    known = {ADMIN_URL, *map(variable_of, Settings.model_fields)}
     ours = {name for name in environment if name.startswith(PREFIX) and not name.startswith(links)}
     return sorted(ours - known)
 

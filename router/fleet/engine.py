@@ -72,6 +72,11 @@ class Engine:
         """Requests may go there at all, if there is none better."""
         return self.health is not Health.UNHEALTHY and self.intent is Intent.SERVING
 
+    @property
+    def is_idle(self) -> bool:
+        """Nobody waits for anything of it: it may go, once it gets nothing new."""
+        return self.in_flight == 0 and self.holding == 0
+
     def look(self) -> None:
         """Notes anew whether anything speaks against it: to be called after each change."""
         self.is_asked = (

@@ -13,11 +13,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
+from router.fleet.census import Halves
 from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet
-from router.fleet.reconcile import Changes, merged, reconcile
+from router.fleet.overlay import SOURCE, Overlay, overlaid
+from router.fleet.reconcile import Changes, reconcile
 from router.fleet.sources.source import Report, Source
 from router.fleet.spec import Intent, Listed
 from router.settings import Address
@@ -41,6 +43,7 @@ class Standing:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.listed: Sequence[Listed] = ()
+        self.addresses: Set[Address] = frozenset()
         self.trouble = "has told nothing yet"
         self.has_spoken = False
         self.has_ended = False
@@ -63,6 +66,8 @@ class Standing:
         # Most often it is the very same set, which costs nothing to compare.
         is_new = report.listed is not self.listed and report.listed != self.listed
         self.listed = report.listed
+        if is_new:
+            self.addresses = frozenset([listed.address for listed in report.listed])
         return is_new
 
     def _say(self, trouble: str) -> None:
@@ -97,9 +102,13 @@ class Roster:
         self._news = asyncio.Event()
         self._all_spoken = asyncio.Event()
         self._fault = ""
+        self._halves = Halves(fleet, clock)
+        self.overlay = Overlay()
         for standing in self.standings:
             if standing.source.first != Report():
                 self._note(standing, standing.source.first)
+        if not self.standings:
+            self._all_spoken.set()
         self._apply()
 
     async def run(self) -> None:
@@ -123,21 +132,39 @@ class Roster:
         found = {s.source.name: s.trouble for s in self.standings if s.trouble}
         return found | {"roster": self._fault} if self._fault else found
 
+    def impose(self, overlay: Overlay) -> None:
+        """What operators want from now on."""
+        if overlay != self.overlay:
+            self.overlay = overlay
+            self._news.set()
+            self.apply()
+
+    def sources_of(self, address: Address) -> Sequence[str]:
+        """The names of those that list it now; none where it is on its way out."""
+        own = [SOURCE] if self.overlay.adds(address) else []
+        return own + [s.source.name for s in self.standings if address in s.addresses]
+
+    @property
+    def is_informed(self) -> bool:
+        """Every source has told what it lists, so who is not listed is really not there."""
+        return all(standing.told_at for standing in self.standings)
+
     def apply(self) -> None:
         """Makes the fleet what the sources list by now, as one change."""
         _say_changes(self._apply())
 
     def _apply(self) -> Changes:
-        self._news.clear()
-        wanted, conflicts = merged((s.source.name, s.listed) for s in self.standings)
+        listings = ((s.source.name, s.listed) for s in self.standings)
+        wanted, conflicts = overlaid(listings, self.overlay)
         self._say_conflicts(conflicts)
         if changes := reconcile(self._there, wanted):
             with self._fleet.one_change():
                 self._do(changes)
+        self._news.clear()
         return changes
 
     def let_go(self) -> None:
-        """Removes who was to leave and has no legs any more, or has had its time."""
+        """Removes who was to leave and is idle, or has had its time."""
         moment = self._clock()
         over = [a for a, end in self._leaving.items() if self._is_idle(a) or moment >= end]
         if over:
@@ -169,6 +196,8 @@ class Roster:
                 self.let_go()
                 if self._news.is_set():
                     self.apply()
+                if self._all_spoken.is_set():
+                    self._halves.look()
                 self._fault = ""
             except Exception as error:
                 logger.exception("the fleet could not be changed")
@@ -223,7 +252,7 @@ class Roster:
 
     def _is_idle(self, address: Address) -> bool:
         engine = self._fleet.find(str(address))
-        return engine is None or engine.in_flight == 0
+        return engine is None or engine.is_idle
 
     def _say_conflicts(self, conflicts: Sequence[str]) -> None:
         for line in [line for line in conflicts if line not in self._conflicts][:MOST_NAMED]:

@@ -26,7 +26,7 @@ import yaml
 
 from router.fleet.sources.source import Report, SourceError
 from router.fleet.spec import DEFAULT_GROUP, EngineSpec, Intent, Listed, Role
-from router.settings import HOST_NAME, Address, canonical
+from router.settings import GROUP, HEAVIEST, HOST_NAME, Address, canonical
 
 try:
     from yaml import CSafeLoader as SafeLoader
@@ -42,10 +42,9 @@ PATIENCE = 5.0
 MOST_BYTES = 1024 * 1024
 # As deep as the list of an engine's models, which is as deep as it goes.
 DEEPEST = 4
-HEAVIEST = 1e6
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-Group = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?\Z")]
+Group = Annotated[str, msgspec.Meta(pattern=rf"\A{GROUP.pattern}\Z")]
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,13 +126,21 @@ def parse(content: bytes) -> tuple[Listed, ...]:
     listed: dict[Address, Listed] = {}
     for number, entry in enumerate(entries, 1):
         try:
-            one = _listed(msgspec.convert(entry, Entry))
-        except (msgspec.ValidationError, ValueError) as error:
-            raise SourceError(f"engine {number}: {_line(error)}") from None
+            one = listed_in(entry)
+        except SourceError as error:
+            raise SourceError(f"engine {number}: {error}") from None
         if one.address in listed:
             raise SourceError(f"engine {number}: {one.address} is listed twice")
         listed[one.address] = one
     return tuple(listed.values())
+
+
+def listed_in(entry: object) -> Listed:
+    """What one entry lists. Raises SourceError."""
+    try:
+        return _listed(msgspec.convert(entry, Entry))
+    except (msgspec.ValidationError, ValueError) as error:
+        raise SourceError(_line(error)) from None
 
 
 def _content(path: Path) -> bytes:
