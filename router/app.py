@@ -20,12 +20,13 @@ from router.conversations.memory_store import MemoryStore
 from router.conversations.seal import Seal
 from router.conversations.sealed_store import SealedStore
 from router.conversations.store import Store
+from router.fleet.census import census
 from router.fleet.engine import Engine, Health
 from router.fleet.fleet import Fleet
 from router.fleet.probes import Prober
 from router.fleet.roster import Roster, Standing
 from router.fleet.sources.configured import sources_of
-from router.fleet.spec import EngineSpec, Intent
+from router.fleet.spec import DECODE, PREFILL, EngineSpec, Intent
 from router.flows.gateway import Gateway
 from router.flows.warmup import EAGER, Warmer
 from router.settings import Settings, SettingsError
@@ -49,10 +50,12 @@ def build(settings: Settings) -> FastAPI:
     deadlines, metrics = Deadlines(), Metrics()
     fleet = _fleet(settings, deadlines)
     fleet.new_are_cold = settings.warm_up == EAGER
+    fleet.weigh(settings.weights)
     roster = Roster(fleet, sources_of(settings), settings.request_timeout)
     _read_gauges(metrics, fleet, roster)
     prober = Prober(fleet, settings.health_interval, settings.health_timeout)
-    gateway = Gateway(settings, fleet, metrics, _conversations(settings, metrics))
+    store = _store(settings, metrics)
+    gateway = Gateway(settings, fleet, metrics, _conversations(settings, store))
     metrics.in_flight.set_function(lambda: len(gateway.running))
     metrics.held_bodies.set_function(lambda: gateway.held.size)
 
@@ -80,27 +83,32 @@ def build(settings: Settings) -> FastAPI:
     )
     app.state.gateway, app.state.prober, app.state.roster = gateway, prober, roster
     app.state.exposition = metrics.exposition
+    app.state.sealed_store = store if isinstance(store, SealedStore) else None
     for room in (openai, models, operations):
         app.include_router(room.router)
     failures.install(app)
     return app
 
 
-def _conversations(settings: Settings, metrics: Metrics) -> Conversations | None:
+def _conversations(settings: Settings, store: Store | None) -> Conversations | None:
+    if store is None:
+        return None
+    identity = Identity(settings.conversation_ids, settings.tenant_header)
+    return Conversations(store, identity, settings.conversation_ttl)
+
+
+def _store(settings: Settings, metrics: Metrics) -> Store | None:
     """Raises SettingsError."""
     if settings.conversation_store == "off":
         return None
     if settings.conversation_store == "memory":
         memory = MemoryStore(settings.conversation_max_entries, settings.conversation_max_bytes)
         metrics.conversation_entries.set_function(lambda: len(memory))
-        store: Store = memory
-    else:
-        errors = metrics.conversation_store_errors
-        redis = Breaker(_redis(settings), errors)
-        seal = Seal(with_store_keys(settings).store_keys())
-        store = SealedStore(redis, seal, errors, settings.conversation_ttl)
-    identity = Identity(settings.conversation_ids, settings.tenant_header)
-    return Conversations(store, identity, settings.conversation_ttl)
+        return memory
+    errors = metrics.conversation_store_errors
+    redis = Breaker(_redis(settings), errors)
+    seal = Seal(with_store_keys(settings).store_keys())
+    return SealedStore(redis, seal, errors, settings.conversation_ttl)
 
 
 def with_store_keys(settings: Settings) -> Settings:
@@ -158,7 +166,16 @@ def _read_gauges(metrics: Metrics, fleet: Fleet, roster: Roster) -> None:
 
     metrics.engine_healthy.read = of_engines(lambda engine: HEALTH_VALUES[engine.health])
     metrics.engine_in_flight.read = of_engines(lambda engine: engine.in_flight)
+    metrics.engine_holding.read = of_engines(lambda engine: engine.holding)
     metrics.engine_draining.read = of_engines(lambda engine: engine.intent is Intent.DRAINING)
     metrics.source_engines.read = of_sources(lambda standing: len(standing.listed))
     metrics.source_trouble.read = of_sources(lambda standing: bool(standing.trouble))
     metrics.source_told.read = of_sources(lambda standing: standing.told_at)
+    metrics.group_weight.read = lambda: (
+        ((name,), group.weight) for name, group in census(fleet).items()
+    )
+    metrics.group_engines.read = lambda: (
+        ((name, role), count)
+        for name, group in census(fleet).items()
+        for role, count in ((PREFILL, group.prefillers), (DECODE, group.decoders))
+    )

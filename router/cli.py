@@ -1,4 +1,4 @@
-"""disagg-router: `serve` (the default) and `demo`."""
+"""disagg-router: `serve` (the default), `drain` and `demo`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -28,6 +29,7 @@ Routes OpenAI requests to prefill and decode engines, one of each for every requ
 
 Commands:
   serve    serve in front of running engines (the default, may be left out)
+  drain    let an engine finish what it has, before it is stopped (disagg-router drain --help)
   demo     start engines and a router on this machine, to try it (disagg-router demo --help)
 
 Every option below can also be a variable (DISAGG_ROUTER_PORT for --port) or a line of a YAML
@@ -46,6 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from router.demo import main as demo
 
         return demo(arguments[1:])
+    if arguments[:1] == ["drain"]:
+        from router.drain import main as drain
+
+        return drain(arguments[1:])
     if arguments[:1] == ["serve"]:
         arguments = arguments[1:]
     return _serve(vars(parser().parse_args(arguments)))
@@ -55,7 +61,8 @@ def parser() -> Parser:
     """The settings model as flags; values stay text, for the model to judge."""
     made = Parser(
         prog=PROGRAM,
-        usage=f"{PROGRAM} [serve] [options]\n       {PROGRAM} demo [options]",
+        usage=f"{PROGRAM} [serve] [options]\n       {PROGRAM} drain URL [options]\n"
+        f"       {PROGRAM} demo [options]",
         description=DESCRIPTION,
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -111,8 +118,8 @@ def _serve(flags: dict[str, Any]) -> int:
     try:
         check(settings)
         if settings.workers > 1:
-            return supervisor.run(settings)
-        serve.run(settings)
+            return supervisor.run(settings, partial(load, flags))
+        serve.run(settings, partial(load, flags))
     except SettingsError as error:
         for problem in error.problems:
             print(f"{PROGRAM}: error: {problem}", file=sys.stderr)

@@ -24,6 +24,10 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
+from router.admin.desk import ADDRESS, Alone, Server, at_work
+from router.admin.line import listening
+from router.admin.member import Member
+from router.admin.office import Office
 from router.api.protocol import RouterProtocol
 from router.app import build
 from router.fleet.sources.configured import described
@@ -45,12 +49,28 @@ class BindError(Exception):
     """The address cannot be listened on."""
 
 
-class Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers."""
+class Hangup:
+    """What SIGHUP means: read settings again. But where the terminal went away that the router was
+    started in, end, as programs do there; unless it was told to ignore that, as with nohup."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    def __init__(self, reload: Callable[[], None], end: Callable[[signal.Signals], None]) -> None:
+        self._reload = reload
+        self._end = end
+        self._is_bound = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL and _has_terminal()
+
+    def on_signal(self) -> None:
+        if self._is_bound and not _has_terminal():
+            self._end(signal.SIGHUP)
+        else:
+            self._reload()
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 class Shutdown:
@@ -81,10 +101,10 @@ class Shutdown:
             self._gateway.interrupt()
 
 
-def run(settings: Settings) -> None:
+def run(settings: Settings, read_again: Callable[[], Settings]) -> None:
     """Serves until a signal. Raises BindError, or SettingsError for a store that makes no sense."""
-    with bind(settings) as listener:
-        uvloop.run(_serve_alone(settings, listener))
+    with bind(settings) as listener, admin_listener(settings) as admin:
+        uvloop.run(_serve_alone(settings, read_again, listener, admin))
 
 
 def work(settings: Settings, listener: socket.socket, directory: Path, number: int) -> None:
@@ -95,11 +115,18 @@ def work(settings: Settings, listener: socket.socket, directory: Path, number: i
     uvloop.run(_serve_in_family(settings, listener, directory, number))
 
 
-async def _serve_alone(settings: Settings, listener: socket.socket) -> None:
+async def _serve_alone(
+    settings: Settings,
+    read_again: Callable[[], Settings],
+    listener: socket.socket,
+    admin: socket.socket | None,
+) -> None:
     app = build(settings)
+    office = Office(settings, Alone(Member(settings, app)), read_again)
     with watched(settings, app.state.exposition):
         announce(settings, listener)
-        await _serve(settings, listener, app, SIGNALS)
+        async with at_work(office, admin):
+            await _serve(settings, listener, app, SIGNALS, office)
 
 
 async def _serve_in_family(
@@ -107,8 +134,10 @@ async def _serve_in_family(
 ) -> None:
     app = build(settings)
     own, app.state.exposition = app.state.exposition, partial(family_exposition, directory)
+    member = Member(settings, app)
     with telling(directory / f"{number}.sock", own):
-        await _serve(settings, listener, app, (signal.SIGTERM,))
+        async with listening(directory / ADDRESS, member):
+            await _serve(settings, listener, app, (signal.SIGTERM,))
 
 
 @contextlib.contextmanager
@@ -128,7 +157,11 @@ def watched(settings: Settings, exposition: Callable[[], bytes]) -> Iterator[Non
 
 
 async def _serve(
-    settings: Settings, listener: socket.socket, app: FastAPI, signals: Iterable[signal.Signals]
+    settings: Settings,
+    listener: socket.socket,
+    app: FastAPI,
+    signals: Iterable[signal.Signals],
+    office: Office | None = None,
 ) -> None:
     _allow_many_connections()
     gc.collect()
@@ -139,6 +172,9 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in signals:
         loop.add_signal_handler(number, shutdown.on_signal, number)
+    if office is not None:
+        hangup = Hangup(office.reload_soon, shutdown.on_signal)
+        loop.add_signal_handler(signal.SIGHUP, hangup.on_signal)
     await server.serve(sockets=[listener])
 
 
@@ -163,7 +199,11 @@ def bind(settings: Settings, port: int | None = None, shared: bool = False) -> s
 
     Those that are `shared` may be several on one port. Raises BindError.
     """
-    host, port = settings.host, settings.port if port is None else port
+    return bind_at(settings.host, settings.port if port is None else port, shared)
+
+
+def bind_at(host: str, port: int, shared: bool = False) -> socket.socket:
+    """Raises BindError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         dual = host == "::" and socket.has_dualstack_ipv6()
@@ -179,6 +219,18 @@ def bind(settings: Settings, port: int | None = None, shared: bool = False) -> s
         raise BindError(f"cannot listen on {where}: {error.strerror or error}") from error
     listener.setblocking(False)
     return listener
+
+
+@contextlib.contextmanager
+def admin_listener(settings: Settings) -> Iterator[socket.socket | None]:
+    """The admin API's, if it has one. Raises BindError."""
+    if settings.admin_port is None:
+        yield None
+        return
+    with bind_at(settings.admin_host, settings.admin_port) as listener:
+        where = Address(settings.admin_host, listener.getsockname()[1])
+        logger.info("admin API on http://%s", where)
+        yield listener
 
 
 def announce(settings: Settings, listener: socket.socket) -> None:

@@ -671,8 +671,8 @@ class Settings(BaseSettings):
     admin_port: Annotated[int, Field(ge=0, le=65535)] | None = _setting(
         None,
         "Admin",
-        "Port of the admin API: engines added, drained, groups weighed, settings read again. Off if "
-        "not set; 0 takes a free one.",
+        "Port of the admin API: engines added and drained, groups weighed, settings read again. "
+        "Off if not set; 0 takes a free one.",
         "PORT",
     )
     admin_host: Host = _setting(

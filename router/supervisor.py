@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -25,6 +25,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from router import serve
+from router.admin.desk import Backroom
 from router.app import with_store_keys
 from router.children import die_with
 from router.settings import Settings, SettingsError
@@ -46,19 +47,29 @@ class Worker:
     started: float
 
 
-def run(settings: Settings) -> int:
+def run(settings: Settings, read_again: Callable[[], Settings]) -> int:
     """Serves until a signal; the exit code. Raises BindError, SettingsError."""
-    settings = with_store_keys(settings)
+    loaded, settings = settings, with_store_keys(settings)
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(made) for made in _bind_all(settings)]
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="disagg-router-")))
         stack.enter_context(serve.watched(settings, partial(family_exposition, directory)))
-        return Supervisor(settings, listeners, directory).run()
+        admin = stack.enter_context(serve.admin_listener(settings))
+        backroom = Backroom(loaded, read_again, directory, admin)
+        stack.enter_context(backroom.open())
+        return Supervisor(settings, listeners, directory, backroom.reload).run()
 
 
 class Supervisor:
-    def __init__(self, settings: Settings, listeners: list[socket.socket], directory: Path) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        listeners: list[socket.socket],
+        directory: Path,
+        reload: Callable[[], None],
+    ) -> None:
         self._settings = settings
+        self._reload = reload
         self._directory = directory
         self._signals: list[signal.Signals] = []
         self._ears, self._mouth = socket.socketpair()
@@ -68,6 +79,8 @@ class Supervisor:
     def run(self) -> int:
         for number in serve.SIGNALS:
             signal.signal(number, self._on_signal)
+        hangup = serve.Hangup(self._reload, self._end_with)
+        signal.signal(signal.SIGHUP, lambda *_: hangup.on_signal())
         serve.announce(self._settings, self._workers[0].listener)
         try:
             code = self._until_signalled()
@@ -78,6 +91,9 @@ class Supervisor:
                 worker.process.join()
 
     def _on_signal(self, number: int, _: object) -> None:
+        self._end_with(number)
+
+    def _end_with(self, number: int) -> None:
         self._signals.append(signal.Signals(number))
         with contextlib.suppress(BlockingIOError):
             self._mouth.send(b"!")
@@ -158,12 +174,15 @@ def work(
 
 @contextlib.contextmanager
 def _deaf_to_the_terminal() -> Iterator[None]:
-    """Ctrl-C reaches every process of the terminal; workers wait for the supervisor's word."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ctrl-C and a hangup reach every process of the terminal; workers wait for the supervisor's
+    word."""
+    numbers = (signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _bind_all(settings: Settings) -> list[socket.socket]:

@@ -32,19 +32,17 @@ class Group(NamedTuple):
 
 
 def census(fleet: Fleet) -> Mapping[str, Group]:
-    """Of every group that has an engine, wanted or not, or a weight of its own."""
-    engines = fleet.engines
-    pools = {pool.group: pool.weight for pool in fleet.snapshot.any_model}
-    groups = dict.fromkeys([*(engine.group for engine in engines), *fleet.group_weights])
-    counts = {group: [0, 0] for group in groups}
-    for engine in engines:
+    """Of every group that has an engine, wanted or not, or a weight of its own. Any thread may ask:
+    what is read is replaced as a whole."""
+    weights = {pool.group: pool.weight for pool in fleet.snapshot.any_model}
+    weights.update(fleet.group_weights)
+    counts = {group: [0, 0] for group in fleet.group_weights}
+    for engine in fleet.engines:
+        able = counts.setdefault(engine.group, [0, 0])
         if engine.is_wanted:
-            counts[engine.group][0] += engine.role.plays(PREFILL)
-            counts[engine.group][1] += engine.role.plays(DECODE)
-    return {
-        group: Group(fleet.group_weights.get(group, pools.get(group, 0.0)), *counts[group])
-        for group in groups
-    }
+            able[0] += engine.role.plays(PREFILL)
+            able[1] += engine.role.plays(DECODE)
+    return {group: Group(weights.get(group, 0.0), *able) for group, able in counts.items()}
 
 
 class Halves:

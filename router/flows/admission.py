@@ -166,6 +166,14 @@ class Admission:
         fleet.on_new_snapshot = self.has_room
         metrics.queue_depth.set_function(lambda: self._queue.depth)
 
+    def tune(self, settings: Settings) -> None:
+        """Who waits goes on waiting for as long as it was told to, or is let in now."""
+        self.room = Room(settings.max_engine_requests, settings.max_engine_prefill_tokens)
+        self.timeout = settings.queue_timeout
+        self._queue.size = settings.queue_size
+        self._heeds_priorities = settings.queue_priorities
+        self.has_room()
+
     @property
     def depth(self) -> int:
         return self._queue.depth

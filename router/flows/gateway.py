@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from router.conversations.conversations import Conversations
@@ -65,6 +66,19 @@ class Gateway:
         self._wants = False
         fleet.on_lost = self._forget
         self._background: set[asyncio.Task[None]] = set()
+
+    def tune(self, settings: Settings) -> None:
+        """Takes over those limits that may change while requests run; they meet new ones."""
+        self.limits = replace(
+            self.limits,
+            max_body_size=settings.max_body_size,
+            max_connections=settings.max_connections,
+        )
+        self.held.limit = settings.max_held_bodies
+        if self.admission is not None:
+            self.admission.tune(settings)
+        elif has_limits(settings):
+            self.admission = Admission(settings, self.fleet, self.metrics)
 
     def route(self, request: Request, home: Engine | None = None, but: str | None = None) -> Route:
         """Who may serve this request, in order of preference; the decoder `home` before others, and

@@ -25,6 +25,8 @@ PATIENCE = 2.0
 LEAST = frozenset(
     (
         "disagg_router_engine_healthy",
+        "disagg_router_group_engines",
+        "disagg_router_group_weight",
         "disagg_router_source_engines",
         "disagg_router_source_told_timestamp_seconds",
     )

@@ -69,7 +69,12 @@ def configure(level: str, log_format: LogFormat) -> None:
     """Sets the process's logging up. Library chatter below warning is left out."""
     handler = LineHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
-    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    logging.basicConfig(handlers=[handler], force=True)
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    logging.getLogger().setLevel(level.upper())
     for noisy in ("httpx", "httpcore", "uvicorn", "asyncio"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 

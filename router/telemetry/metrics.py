@@ -58,6 +58,12 @@ class Metrics:
         self.engine_in_flight = self._readings(
             "engine_requests_in_flight", "Legs that run on an engine.", "role", "engine"
         )
+        self.engine_holding = self._readings(
+            "engine_holding",
+            "Requests whose KV waits on an engine until a decoder has read it.",
+            "role",
+            "engine",
+        )
         self.engine_healthy = self._readings(
             "engine_healthy", "1 healthy, 0 unhealthy, -1 not probed yet.", "role", "engine"
         )
@@ -66,6 +72,15 @@ class Metrics:
         )
         self.warm_ups = self._counter(
             "warm_ups", "Pairs of engines made known to each other, by how it went.", "outcome"
+        )
+        self.group_engines = self._readings(
+            "group_engines",
+            "Engines of a group that may be asked, as far as known.",
+            "group",
+            "role",
+        )
+        self.group_weight = self._readings(
+            "group_weight", "A group's share of requests, relative to others'.", "group"
         )
         self.source_engines = self._readings(
             "source_engines", "Engines that a source lists, or did when it last could.", "source"

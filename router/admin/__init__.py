@@ -1,0 +1,1 @@
+"""What operators may change while the router runs, and how they see what came of it."""

@@ -1,0 +1,135 @@
+"""The office at work: it answers on its port, if it has one, beside a router or beside several."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+
+import uvicorn
+
+from router.admin.api import application
+from router.admin.line import Switchboard
+from router.admin.member import Member
+from router.admin.office import Office
+from router.admin.state import State, Tunables
+from router.admin.views import View
+from router.settings import Settings
+
+logger = logging.getLogger("disagg_router.admin")
+MOST_AT_ONCE = 64
+KEEP_ALIVE = 5
+# Seconds for calls that run when the router ends, and for the office of several to open.
+PARTING = 2
+PATIENCE = 10.0
+ADDRESS = "office"
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server without its signal handlers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Alone:
+    """The only process of a router, which is this one."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    async def tell(self, state: State) -> Sequence[View | None]:
+        return [self._member.adopt(state)]
+
+
+@contextlib.asynccontextmanager
+async def at_work(office: Office, listener: socket.socket | None) -> AsyncIterator[None]:
+    """Until the block ends."""
+    tasks = [asyncio.create_task(office.run())]
+    server = None
+    if listener is not None:
+        server = Server(_config(office))
+        tasks.append(asyncio.create_task(server.serve(sockets=[listener])))
+    try:
+        yield
+    finally:
+        tasks[0].cancel()
+        if server is not None:
+            server.should_exit = True
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _config(office: Office) -> uvicorn.Config:
+    return uvicorn.Config(
+        application(office),
+        http="h11",  # which bounds the head of a request
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=MOST_AT_ONCE,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=PARTING,
+    )
+
+
+class Backroom:
+    """The office of several worker processes, on a thread of its own, since the process that has it
+    waits for its workers."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        read_again: Callable[[], Settings],
+        directory: Path,
+        listener: socket.socket | None,
+    ) -> None:
+        """Raises SettingsError."""
+        self._board = Switchboard(State(Tunables.of(settings)), settings.workers)
+        self._office = Office(settings, self._board, read_again)
+        self._path = directory / ADDRESS
+        self._listener = listener
+        self._is_open = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: asyncio.Event | None = None
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._run, name="admin", daemon=True)
+        thread.start()
+        if not self._is_open.wait(PATIENCE):
+            logger.error("the office of the workers does not open: there is no admin API")
+        try:
+            yield
+        finally:
+            if self._end is not None:
+                self._soon(self._end.set)
+            thread.join(PATIENCE)
+
+    def reload(self) -> None:
+        """From any thread, or a signal's handler."""
+        self._soon(self._office.reload_soon)
+
+    def _soon(self, what: Callable[[], object]) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has closed
+                self._loop.call_soon_threadsafe(what)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._work())
+        except Exception:
+            logger.exception("the office of the workers died: there is no admin API any more")
+
+    async def _work(self) -> None:
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        async with self._board.open(self._path), at_work(self._office, self._listener):
+            self._is_open.set()
+            await self._end.wait()
