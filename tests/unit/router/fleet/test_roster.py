@@ -12,6 +12,7 @@ import pytest
 from router.fleet import roster as roster_module
 from router.fleet.engine import Engine, Health
 from router.fleet.fleet import Fleet
+from router.fleet.overlay import Overlay
 from router.fleet.roster import Roster
 from router.fleet.sources.source import Report
 from router.fleet.spec import EngineSpec, Intent, Listed, Role
@@ -332,3 +333,71 @@ async def test_what_probes_of_many_engines_find_at_once_is_one_snapshot() -> Non
     world.fleet.probe_failed(engines[0], "slow")
     assert not engines[0].is_asked
     await eventually(lambda: world.snapshots == before + 2)
+
+
+async def test_who_holds_what_a_decoder_has_still_to_read_does_not_leave_yet() -> None:
+    source = FakeSource(first=Report((listed("a:1"),)))
+    async with running(source) as world:
+        a = world.engine("a:1")
+        a.holding = 1
+        source.lists(listed("b:1"))
+        await eventually(lambda: "b:1" in world.names and a.intent is Intent.DRAINING)
+        world.roster.let_go()
+        assert (world.names, a.is_idle) == ({"a:1", "b:1"}, False)
+        a.holding = 0
+        await eventually(lambda: world.names == {"b:1"})
+
+
+async def test_what_operators_want_stands_over_a_new_listing() -> None:
+    source = FakeSource(first=Report((listed("a:1"),)))
+    async with running(source) as world:
+        a, added = world.engine("a:1"), listed("c:1").spec
+        world.roster.impose(Overlay((added,), frozenset([a.spec.address])))
+        assert (a.intent, world.names) == (Intent.DRAINING, {"a:1", "c:1"}), "at once"
+        source.lists(listed("a:1", weight=2.0), listed("b:1"))
+        await eventually(lambda: "b:1" in world.names)
+        assert (a.intent, a.spec.weight) == (Intent.DRAINING, 2.0)
+        assert list(world.roster.sources_of(a.spec.address)) == ["fake"]
+        assert list(world.roster.sources_of(added.address)) == ["admin"]
+        world.roster.impose(Overlay())
+        assert a.intent is Intent.SERVING
+        await eventually(lambda: world.names == {"a:1", "b:1"})
+        assert not world.roster.sources_of(added.address)
+
+
+async def test_a_fault_while_wishes_are_done_does_not_lose_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running(FakeSource(first=Report((listed("a:1"),)))) as world:
+        drain = world.fleet.drain
+
+        def fail(_: Engine) -> None:
+            monkeypatch.setattr(world.fleet, "drain", drain)
+            raise RuntimeError("no")
+
+        monkeypatch.setattr(world.fleet, "drain", fail)
+        a = world.engine("a:1")
+        with pytest.raises(RuntimeError):
+            world.roster.impose(Overlay(draining=frozenset([a.spec.address])))
+        await eventually(lambda: a.intent is Intent.DRAINING)
+
+
+async def test_it_is_informed_when_every_source_has_told_its_list_once() -> None:
+    one, other = FakeSource("one"), FakeSource("other")
+    async with running(one, other) as world:
+        one.lists(listed("a:1"))
+        other.fails("cannot tell")
+        await eventually(lambda: world.names and "other" in world.roster.troubles())
+        assert not world.roster.is_informed
+        other.lists()
+        await eventually(lambda: world.roster.is_informed)
+        one.fails("cannot tell any more")
+        await eventually(lambda: "one" in world.roster.troubles())
+        assert world.roster.is_informed, "what it listed last stands"
+
+
+async def test_a_roster_without_sources_waits_for_none() -> None:
+    async with running() as world:
+        await asyncio.wait_for(world.roster.heard(60), 5)
+        world.roster.impose(Overlay((listed("a:1").spec,)))
+        assert world.names == {"a:1"}

@@ -1,0 +1,154 @@
+"""The office's line to its workers: late or not, each has the state; nobody waits for the dead."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from router.admin import line as line_module
+from router.admin.line import Switchboard, listening
+from router.admin.member import Member
+from router.admin.state import State, Tunables, decoded, encoded
+from router.admin.views import View
+from router.fleet.overlay import Overlay
+from router.fleet.spec import EngineSpec, Role
+from router.settings import Address, load
+from tests.unit.router.harness import eventually
+from tests.unit.router.test_settings import ENGINES
+
+SPEC = EngineSpec(Role.DECODE, Address("::1", 9), frozenset("ab"), "blue", 0.5)
+EMPTY = State(Tunables.of(load(ENGINES)))
+FULL = replace(
+    EMPTY,
+    overlay=Overlay((SPEC,), frozenset([Address("h", 1)]), {"blue": 0.1}),
+    store_keys=("0123456789abcdef",),
+)
+
+
+class FakeMember:
+    def __init__(self) -> None:
+        self.states: list[State] = []
+        self.fault: Exception | None = None
+
+    def adopt(self, state: State) -> View:
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
+        self.states.append(state)
+        return View(engines=[], groups=[], is_informed=True)
+
+
+@contextlib.asynccontextmanager
+async def worker(path: Path) -> AsyncIterator[FakeMember]:
+    member = FakeMember()
+    async with listening(path, cast(Member, member)):
+        yield member
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("AGAIN", 0.01), ("PATIENCE", 0.5)):
+        monkeypatch.setattr(line_module, name, seconds)
+
+
+def test_a_state_is_the_same_on_the_other_side() -> None:
+    assert decoded(encoded(FULL)) == FULL
+    assert decoded(encoded(EMPTY)) == EMPTY
+    assert b"\n" not in encoded(FULL)
+    for garbage in (b"", b"{}", b"null", encoded(FULL)[:-1]):
+        with pytest.raises(ValueError, match=r"\w"):
+            decoded(garbage)
+
+
+async def test_all_are_told_and_who_comes_later_is_told_at_once(tmp_path: Path) -> None:
+    path, board = tmp_path / "office", Switchboard(EMPTY, 2)
+    async with board.open(path), worker(path) as one:
+        assert one.states == [EMPTY], "before it serves"
+        assert await board.tell(FULL) == [View(engines=[], groups=[], is_informed=True), None]
+        assert one.states[-1] == FULL
+        async with worker(path) as other:
+            assert other.states == [FULL]
+            assert None not in await board.tell(EMPTY)
+            assert other.states[-1] == one.states[-1] == EMPTY
+        assert (await board.tell(FULL)).count(None) == 1
+        async with worker(path) as again:
+            assert again.states == [FULL]
+            assert None not in await board.tell(FULL)
+
+
+async def test_one_that_stands_still_is_not_waited_for_and_has_the_state_later(
+    tmp_path: Path,
+) -> None:
+    path, board = tmp_path / "office", Switchboard(EMPTY, 2)
+    async with board.open(path), worker(path) as one:
+        reader, writer = await asyncio.open_unix_connection(str(path))
+        assert decoded(await reader.readline()) == EMPTY  # and says nothing
+        async with asyncio.timeout(5):
+            views = await board.tell(FULL)
+        assert views.count(None) == 1
+        assert one.states[-1] == FULL
+        assert await reader.read() == b"", "it has to dial again, where it is told all"
+        writer.close()
+
+
+async def test_what_is_told_while_one_comes_reaches_it(tmp_path: Path) -> None:
+    """Its first exchange is under way when the state changes."""
+    path, board = tmp_path / "office", Switchboard(EMPTY, 1)
+    async with board.open(path):
+        reader, writer = await asyncio.open_unix_connection(str(path))
+        assert decoded(await reader.readline()) == EMPTY
+        telling = asyncio.create_task(cast(Any, board.tell(FULL)))
+        await asyncio.sleep(0)
+        said = View(engines=[], groups=[], is_informed=True).model_dump_json().encode() + b"\n"
+        writer.write(said)
+        assert decoded(await reader.readline()) == FULL
+        writer.write(said)
+        assert await telling == [View(engines=[], groups=[], is_informed=True)]
+        writer.close()
+
+
+@pytest.mark.parametrize("garbage", [b"{}\n", b"\xff\n", b"no end"])
+async def test_nonsense_is_no_answer(tmp_path: Path, garbage: bytes) -> None:
+    path, board = tmp_path / "office", Switchboard(EMPTY, 1)
+    async with board.open(path):
+        reader, writer = await asyncio.open_unix_connection(str(path))
+        await reader.readline()
+        writer.write(garbage)
+        async with asyncio.timeout(5):
+            assert await board.tell(FULL) == [None]
+        writer.close()
+
+
+async def test_a_fault_in_a_worker_is_told_and_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, board = tmp_path / "office", Switchboard(EMPTY, 1)
+    async with board.open(path), worker(path) as one:
+        one.fault = RuntimeError("a fault of ours")
+        assert await board.tell(FULL) == [None]
+        await eventually(lambda: one.states[-1] == FULL)
+        assert "a fault of ours" in caplog.text
+
+
+async def test_lines_of_the_dead_are_not_kept(tmp_path: Path) -> None:
+    path, board = tmp_path / "office", Switchboard(EMPTY, 1)
+    async with board.open(path):
+        for _ in range(20):
+            async with worker(path):
+                pass
+        await eventually(lambda: len(board._lines) <= 1)
+
+
+async def test_a_worker_serves_even_if_there_is_no_office(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(line_module, "FIRST_WORD", 0.05)
+    async with worker(tmp_path / "office") as one:
+        assert not one.states
+    assert "serving without" in caplog.text

@@ -1,0 +1,95 @@
+"""Several processes' views as one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from router.admin.views import EngineView, GroupView, View, engines_of, groups_of, is_informed
+from router.fleet.breaker import Circuit
+from router.fleet.engine import Health
+from router.fleet.spec import Intent, Role
+
+
+def seen(**fields: Any) -> EngineView:
+    usual: dict[str, Any] = {
+        "name": "a:1",
+        "url": "http://a:1",
+        "role": Role.DECODE,
+        "group": "default",
+        "models": None,
+        "weight": 1.0,
+        "health": Health.HEALTHY,
+        "reason": "",
+        "intent": Intent.DRAINING,
+        "cold": False,
+        "in_flight": 0,
+        "tokens_in_flight": 0,
+        "holding": 0,
+        "circuit": Circuit.CLOSED,
+        "sources": ["file"],
+        "drained": True,
+    }
+    return EngineView(**(usual | fields))
+
+
+def view(*engines: EngineView, groups: tuple[GroupView, ...] = (), informed: bool = True) -> View:
+    return View(engines=list(engines), groups=list(groups), is_informed=informed)
+
+
+def group(prefillers: int, decoders: int, weight: float = 1.0) -> GroupView:
+    return GroupView(
+        name="blue",
+        weight=weight,
+        weighed_by="engines",
+        prefillers=prefillers,
+        decoders=decoders,
+        complete=bool(prefillers and decoders),
+    )
+
+
+def test_counts_add_up_and_the_worst_word_counts() -> None:
+    one = seen(in_flight=2, tokens_in_flight=10, holding=1, drained=False, sources=["file", "dns"])
+    other = seen(
+        in_flight=1,
+        health=Health.UNHEALTHY,
+        reason="dead",
+        circuit=Circuit.HALF_OPEN,
+        cold=True,
+        sources=["dns", "admin"],
+    )
+    [both] = engines_of([view(one), view(other)])
+    assert (both.in_flight, both.tokens_in_flight, both.holding) == (3, 10, 1)
+    assert (both.health, both.reason) == (Health.UNHEALTHY, "dead")
+    assert (both.circuit, both.cold) == (Circuit.HALF_OPEN, True)
+    assert both.sources == ["file", "dns", "admin"]
+
+
+def test_it_is_drained_only_where_everybody_says_so() -> None:
+    [both] = engines_of([view(seen()), view(seen())])
+    assert (both.drained, both.intent) == (True, Intent.DRAINING)
+    [both] = engines_of([view(seen()), view(seen(intent=Intent.SERVING, drained=False))])
+    assert (both.drained, both.intent) == (False, Intent.SERVING)
+    [both] = engines_of([view(seen()), view(seen(holding=1, drained=False))])
+    assert not both.drained
+    [one] = engines_of([view(seen()), view()])
+    assert one.drained, "a process that does not know it needs nothing of it"
+
+
+def test_nobody_is_drained_while_a_process_does_not_answer() -> None:
+    [one] = engines_of([view(seen()), None])
+    assert not one.drained
+    assert not is_informed([view(), None])
+    assert not is_informed([view(), view(informed=False)])
+    assert is_informed([view(), view()])
+
+
+@pytest.mark.parametrize("views", [[], [None], [None, None]])
+def test_nobody_answers(views: list[View | None]) -> None:
+    assert engines_of(views) == groups_of(views) == []
+
+
+def test_a_group_is_as_whole_as_the_worst_sees_it() -> None:
+    [blue] = groups_of([view(groups=(group(2, 1),)), view(groups=(group(1, 0, 3.0),)), None])
+    assert (blue.prefillers, blue.decoders, blue.complete, blue.weight) == (1, 0, False, 3.0)

@@ -1,0 +1,83 @@
+"""Groups, and what is said of one that lacks a role."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.fleet.census import PATIENCE, Group, Halves, census
+from router.fleet.engine import Health
+from router.fleet.fleet import Fleet
+from router.fleet.spec import EngineSpec, Role
+from router.settings import Address
+from router.upstream.deadlines import Deadlines
+from router.upstream.pool import EnginePool, PoolLimits
+
+
+def fleet_of(*engines: tuple[Role, str]) -> Fleet:
+    specs = [
+        EngineSpec(role, Address("h", port), group=group)
+        for port, (role, group) in enumerate(engines, 1)
+    ]
+    return Fleet(
+        specs, lambda spec: EnginePool(*spec.address, PoolLimits(1, 1, 1, 1), Deadlines()), 1
+    )
+
+
+def test_every_group_is_counted_even_one_without_engines() -> None:
+    fleet = fleet_of(
+        (Role.PREFILL, "blue"), (Role.DECODE, "blue"), (Role.DECODE, "blue"), (Role.BOTH, "green")
+    )
+    fleet.weigh({"green": 0.25, "red": 3.0})
+    assert census(fleet) == {
+        "green": Group(0.25, 1, 1),
+        "red": Group(3.0, 0, 0),
+        "blue": Group(2.0, 1, 2),
+    }
+
+
+def test_who_may_not_be_asked_does_not_count() -> None:
+    fleet = fleet_of((Role.PREFILL, "blue"), (Role.DECODE, "blue"))
+    prefiller, decoder = fleet.engines
+    fleet.probe_failed(prefiller, "dead")
+    fleet.drain(decoder)
+    assert census(fleet) == {"blue": Group(0.0, 0, 0)}
+    fleet.resume(decoder)
+    assert census(fleet)["blue"].is_half
+    assert not census(fleet)["blue"].is_complete
+
+
+def test_half_a_group_is_said_once_and_only_if_it_stays_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="disagg_router")
+    time = 0.0
+    fleet = fleet_of((Role.PREFILL, "blue"), (Role.DECODE, "blue"))
+    halves = Halves(fleet, lambda: time)
+    prefiller, decoder = fleet.engines
+    halves.look()
+    fleet.drain(decoder)
+    halves.look()
+    fleet.resume(decoder)
+    time += PATIENCE
+    halves.look()
+    assert not caplog.text, "it was so for a moment"
+    fleet.drain(decoder)
+    for _ in range(3):
+        halves.look()
+        time += PATIENCE
+    assert caplog.text.count("group blue has no decode engine that may be asked") == 1
+    fleet.probe_failed(prefiller, "dead")
+    halves.look()
+    assert "complete" not in caplog.text, "nobody is left"
+    fleet.probe_passed(prefiller)
+    fleet.resume(decoder)
+    halves.look()
+    fleet.drain(prefiller)
+    for _ in range(3):
+        halves.look()
+        time += PATIENCE
+    assert caplog.text.count("group blue has no prefill engine") == 1
+    fleet.resume(prefiller)
+    assert prefiller.health is Health.HEALTHY
+    halves.look()
+    assert "group blue is complete" in caplog.text

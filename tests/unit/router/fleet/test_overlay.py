@@ -1,0 +1,100 @@
+"""What operators want stands over what sources list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.fleet.overlay import Overlay, overlaid
+from router.fleet.reconcile import merged
+from router.fleet.spec import EngineSpec, Intent, Listed, Role
+from router.settings import Address
+from tests.unit.router.fleet.test_reconcile import ADDRESSES, LISTED, SETS
+
+LISTINGS = st.lists(SETS, max_size=3).map(
+    lambda listings: [(f"s{number}", one) for number, one in enumerate(listings)]
+)
+ADDED = st.lists(LISTED.map(lambda one: one.spec), unique_by=lambda spec: spec.address)
+DRAINING = st.frozensets(st.sampled_from(ADDRESSES))
+OVERLAYS = st.builds(
+    Overlay,
+    ADDED.map(tuple),
+    DRAINING,
+    st.dictionaries(st.sampled_from(["blue", "green"]), st.sampled_from([0.0, 1.0])),
+)
+Listings = list[tuple[str, list[Listed]]]
+ONE = EngineSpec(Role.DECODE, Address("h", 9))
+
+
+@given(LISTINGS, OVERLAYS)
+def test_everyone_is_there_whom_a_source_or_an_operator_names(
+    listings: Listings, overlay: Overlay
+) -> None:
+    engines, _ = overlaid(listings, overlay)
+    listed = {one.address for _, listing in listings for one in listing}
+    assert engines.keys() == listed | {spec.address for spec in overlay.added}
+
+
+@given(LISTINGS, OVERLAYS)
+def test_a_drain_is_all_that_it_changes(listings: Listings, overlay: Overlay) -> None:
+    engines, conflicts = overlaid(listings, overlay)
+    others, same = overlaid(listings, replace(overlay, draining=frozenset()))
+    assert conflicts == same
+    for address, engine in engines.items():
+        assert engine.spec == others[address].spec
+        if address in overlay.draining:
+            assert engine.intent is Intent.DRAINING
+        else:
+            assert engine == others[address]
+
+
+@given(st.lists(LISTINGS, max_size=5), st.sampled_from(ADDRESSES))
+def test_a_drain_holds_whatever_sources_say_next(history: list[Listings], address: Address) -> None:
+    overlay = Overlay().with_drain(address)
+    for listings in history:
+        engines, _ = overlaid(listings, overlay)
+        assert address not in engines or engines[address].intent is Intent.DRAINING
+
+
+@given(LISTINGS)
+def test_without_wishes_it_is_what_sources_list(listings: Listings) -> None:
+    assert overlaid(listings, Overlay()) == merged(listings)
+
+
+@given(OVERLAYS, st.sampled_from(ADDRESSES))
+def test_each_wish_can_be_taken_back(overlay: Overlay, address: Address) -> None:
+    assert overlay.with_drain(address).without_drain(address) == overlay.without_drain(address)
+    added = overlay.with_engine(ONE)
+    assert (added.adds(ONE.address), added.without_engine(ONE.address)) == (True, overlay)
+    assert overlay.with_weight("red", 2.0).without_weight("red") == overlay
+
+
+@given(OVERLAYS, DRAINING)
+def test_drains_of_those_that_are_gone_are_forgotten_and_nothing_else(
+    overlay: Overlay, listed: frozenset[Address]
+) -> None:
+    pruned = overlay.pruned(listed)
+    assert pruned.draining == overlay.draining & listed
+    assert replace(pruned, draining=overlay.draining) == overlay
+
+
+STEPS = st.one_of(
+    st.sampled_from(ADDRESSES).map(lambda a: lambda overlay: overlay.with_drain(a)),
+    st.sampled_from(ADDRESSES).map(lambda a: lambda overlay: overlay.without_drain(a)),
+    st.sampled_from(ADDRESSES).map(lambda a: lambda overlay: overlay.without_engine(a)),
+    st.sampled_from(["blue", "green"]).map(lambda g: lambda overlay: overlay.with_weight(g, 1.0)),
+)
+
+
+@given(OVERLAYS, st.lists(STEPS, max_size=8))
+def test_wishes_are_few_and_orderly(
+    overlay: Overlay, steps: list[Callable[[Overlay], Overlay]]
+) -> None:
+    after = reduce(lambda one, step: step(one), steps, overlay)
+    assert len({spec.address for spec in after.added}) == len(after.added)
+    assert after.draining <= set(ADDRESSES)
+    assert set(after.weights) <= {"blue", "green"}
