@@ -1,5 +1,6 @@
 """The only oracle that catches wrong KV: tokens and log-probabilities against one engine alone."""
 
+import json
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,23 @@ class Answer:
         choice = body["choices"][0]
         logprobs = choice["logprobs"]["token_logprobs"]
         return cls(tuple(choice["token_ids"]), tuple(logprobs), choice["text"])
+
+    @classmethod
+    def in_events(cls, text: str) -> "Answer":
+        """Of a whole stream. Raises ValueError where it does not end as it should, or tells of a
+        failure."""
+        *events, end, rest = text.split("\n\n")
+        if (end, rest) != ("data: [DONE]", ""):
+            raise ValueError(f"a stream that was cut: {text[-300:]}")
+        chunks = [json.loads(one.removeprefix("data: ")) for one in events if one[:1] != ":"]
+        if failed := [chunk for chunk in chunks if "error" in chunk]:
+            raise ValueError(f"an error event: {failed[0]}")
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        return cls(
+            tuple(token for choice in choices for token in choice.get("token_ids") or ()),
+            tuple(p for c in choices if c.get("logprobs") for p in c["logprobs"]["token_logprobs"]),
+            "".join(choice["text"] for choice in choices),
+        )
 
 
 def text_of(length: int, seed: int) -> str:

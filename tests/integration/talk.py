@@ -41,15 +41,7 @@ def streamed(server: Server, prompt: list[int], **fields: Any) -> Answer:
     response = server.post("/v1/completions", body)
     assert response.status_code == 200, response.text
     assert "kv_transfer_params" not in response.text
-    assert response.text.endswith("data: [DONE]\n\n")
-    lines = response.text.replace("data: [DONE]", "").split("\n\n")
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.strip()]
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    return Answer(
-        tuple(token for choice in choices for token in choice.get("token_ids") or ()),
-        tuple(p for c in choices if c.get("logprobs") for p in c["logprobs"]["token_logprobs"]),
-        "".join(choice["text"] for choice in choices),
-    )
+    return Answer.in_events(response.text)
 
 
 def turns(router: Server, outcome: str) -> float:

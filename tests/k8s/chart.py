@@ -30,16 +30,20 @@ def k8s_cache() -> Path:
     return caches / "disagg-router" / "k8s"
 
 
-def helm(which: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Without a cluster, and without what this user's own Helm is set up to do."""
+def helm(
+    which: str, *arguments: str | Path, kubeconfig: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Helm, or kubectl; without what this user's own is set up to do, and without a cluster if none
+    is named."""
     program, home = k8s_cache() / "helm" / which, k8s_cache() / "helm-home"
     assert program.exists(), "scripts/install_helm fetches it"
+    known = kubeconfig or home / "none"
     return subprocess.run(
         [program, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
-        env={"PATH": os.defpath, "HOME": str(home), "KUBECONFIG": str(home / "none")},
+        timeout=120,
+        env={"PATH": os.defpath, "HOME": str(home), "KUBECONFIG": str(known)},
     )
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any, Self
 
 import httpx
@@ -62,6 +63,7 @@ class Cluster:
         # whoever calls.
         self._starter = ThreadPoolExecutor(1)
         self._client: httpx.Client | None = None
+        self._connecting = Lock()
 
     @property
     def url(self) -> str:
@@ -97,7 +99,7 @@ class Cluster:
         wait_for("the API server", self._is_ready, START)
 
     def stop_api_server(self, how: signal.Signals = signal.SIGKILL) -> None:
-        self._hang_up()
+        """Requests raise httpx.TransportError from then on, those of other threads too."""
         self._stop(API_SERVER, how)
 
     def request(
@@ -197,14 +199,16 @@ class Cluster:
             child.check()
 
     def _connected(self) -> httpx.Client:
-        if self._client is None:
-            self._client = httpx.Client(
-                base_url=self.url,
-                verify=ssl.create_default_context(cafile=str(self.ca)),
-                headers={"authorization": f"Bearer {self.token}"},
-                timeout=10,
-            )
-        return self._client
+        """One for all threads, and for all the API servers there will be."""
+        with self._connecting:
+            if self._client is None:
+                self._client = httpx.Client(
+                    base_url=self.url,
+                    verify=ssl.create_default_context(cafile=str(self.ca)),
+                    headers={"authorization": f"Bearer {self.token}"},
+                    timeout=10,
+                )
+            return self._client
 
     def _hang_up(self) -> None:
         client, self._client = self._client, None

@@ -1,0 +1,39 @@
+"""What engines had counted when they ended, and what must be true of it after a day of work."""
+
+from __future__ import annotations
+
+from tests.integration.nursery import Counts
+
+# Of an engine that had time to end whatever it had begun.
+ZERO = ("num_running", "num_waiting", "num_blocks_delayed", "leases_active", "leases_expired")
+# No KV was lost or doubted. Of a prefill engine this may be: a turn's decode engine had gone.
+ZERO_OF_DECODE = ("pulls_failed", "pulls_refused", "reads_unproven", "confirmations_late")
+
+
+def lost_by_prefill(counts: Counts) -> list[str]:
+    """A line for each promise that was not kept: all KV that was offered has been read, or given
+    up by somebody who said so."""
+    found = _never(counts, *ZERO, "leases_revoked", "confirmations_late")
+    granted, released = counts["leases_granted"], counts["leases_released"]
+    if granted != released:
+        found.append(f"{granted} leases granted and {released} released")
+    return found + _blocks(counts)
+
+
+def lost_by_decode(counts: Counts) -> list[str]:
+    """The KV of all prompts came from elsewhere but for their last tokens. A turn that was kept for
+    a next one may be given up when the engine leaves."""
+    found = _never(counts, *ZERO, *ZERO_OF_DECODE)
+    computed, pulled = counts["prompt_tokens_computed"], counts["pulls_ok"]
+    if computed > pulled:
+        found.append(f"{computed} tokens computed after {pulled} pulls")
+    return found + _blocks(counts)
+
+
+def _never(counts: Counts, *names: str) -> list[str]:
+    return [f"{name} is {counts[name]}" for name in names if counts[name]]
+
+
+def _blocks(counts: Counts) -> list[str]:
+    free, all_of_them = counts["num_blocks_free"], counts["num_blocks_total"]
+    return [] if free == all_of_them else [f"{free} of {all_of_them} blocks are free"]

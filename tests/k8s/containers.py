@@ -1,0 +1,165 @@
+"""What the containers of the chart's pods would run, as processes of this machine.
+
+Command, arguments, variables and mounted files are those of the pod. A process lacks a network and a
+file system of its own: it is told its pod's address, and where what is mounted really lies.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from router.children import Family
+from tests.integration import nursery
+from tests.k8s.cluster import Cluster, Manifest
+from tests.k8s.kubelet import Process
+
+# Of a probe.
+PROBE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Containers:
+    """`engines` are all that ever ran, by their pods' names."""
+
+    cluster: Cluster
+    folder: Path
+    model: Path
+    engines: dict[str, nursery.Engine] = field(default_factory=dict)
+
+    def __call__(self, pod: Manifest, ip: str) -> Process:
+        name = pod["metadata"]["name"]
+        folder = self.folder / name
+        folder.mkdir()
+        [container] = pod["spec"]["containers"]
+        probe = probe_of(container, ip)
+        if container["name"] == "router":
+            return Router(self._router(pod, container, folder), probe)
+        self.engines[name] = self._engine(name, container, ip, folder)
+        return Engine(self.engines[name], probe)
+
+    def _engine(self, name: str, container: Manifest, ip: str, folder: Path) -> nursery.Engine:
+        assert container["command"] == ["disagg-engine"]
+        here = {"/cache/tiny": str(self.model), "/cache": str(folder), "0.0.0.0": ip}
+        arguments = [_replaced(one, here) for one in container["args"]]
+        variables = {
+            one["name"]: _replaced(one["value"], here) if "value" in one else _field(one, ip)
+            for one in container["env"]
+        }
+        del variables["UCX_TCP_PORT_RANGE"]  # all engines of a machine have no room in it
+        return nursery.Engine(name, arguments, variables, folder)
+
+    def _router(self, pod: Manifest, container: Manifest, folder: Path) -> Family:
+        """Without a network of its own it is a pod at any address of this machine."""
+        mounted = self._mounted(pod, container, folder)
+        arguments = [_replaced(one, mounted) for one in container["args"]]
+        command = [sys.executable, "-m", "router.cli", *arguments]
+        family = Family(folder)
+        family.start("router", command, "", KUBECONFIG=str(self._kubeconfig(pod, folder)))
+        return family
+
+    def _mounted(self, pod: Manifest, container: Manifest, folder: Path) -> dict[str, str]:
+        """ConfigMaps as files: where they lie, by where they are mounted."""
+        namespace, mounted = pod["metadata"]["namespace"], {}
+        maps = {one["name"]: one["configMap"] for one in pod["spec"]["volumes"] if "configMap" in one}
+        for mount in container["volumeMounts"]:
+            if mount["name"] in maps:
+                name = maps[mount["name"]]["name"]
+                data = self.cluster.get(f"/api/v1/namespaces/{namespace}/configmaps/{name}")["data"]
+                place = folder / mount["name"]
+                place.mkdir()
+                for file, text in data.items():
+                    (place / file).write_text(text)
+                mounted[mount["mountPath"]] = str(place)
+        return mounted
+
+    def _kubeconfig(self, pod: Manifest, folder: Path) -> Path:
+        """The account of the pod, and nobody else's; none where it is not to be mounted."""
+        file = folder / "kubeconfig"
+        if pod["spec"]["automountServiceAccountToken"]:
+            config = json.loads(self.cluster.kubeconfig.read_text())
+            account = pod["spec"]["serviceAccountName"]
+            token = self.cluster.account_token(pod["metadata"]["namespace"], account)
+            config["users"][0]["user"] = {"token": token}
+            file.write_text(json.dumps(config))
+        return file
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A Process."""
+
+    engine: nursery.Engine
+    probe: str
+
+    def is_ready(self) -> bool:
+        return _answers(self.probe)
+
+    def exit_status(self) -> int | None:
+        return self.engine.exit_status()
+
+    def terminate(self) -> None:
+        self.engine.terminate()
+
+    def kill(self) -> None:
+        self.engine.kill()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+@dataclass(frozen=True)
+class Router:
+    """A Process."""
+
+    family: Family
+    probe: str
+
+    def is_ready(self) -> bool:
+        return _answers(self.probe)
+
+    def exit_status(self) -> int | None:
+        return self.family.children[0].process.poll()
+
+    def terminate(self) -> None:
+        self.family.children[0].process.terminate()
+
+    def kill(self) -> None:
+        self.family.children[0].process.kill()
+
+    def close(self) -> None:
+        self.kill()
+        self.family.stop()
+
+
+def probe_of(container: Manifest, ip: str) -> str:
+    """The URL of its readiness probe."""
+    asked = container["readinessProbe"]["httpGet"]
+    return f"http://{ip}:{port_of(container, asked['port'])}{asked['path']}"
+
+
+def port_of(container: Manifest, name: str) -> int:
+    [number] = [one["containerPort"] for one in container["ports"] if one["name"] == name]
+    return int(number)
+
+
+def _answers(probe: str) -> bool:
+    try:
+        return httpx.get(probe, timeout=PROBE_SECONDS, trust_env=False).is_success
+    except httpx.TransportError:
+        return False
+
+
+def _replaced(text: str, places: dict[str, str]) -> str:
+    for place, here in places.items():
+        text = text.replace(place, here)
+    return text
+
+
+def _field(variable: Manifest, ip: str) -> str:
+    assert variable["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+    return ip

@@ -1,0 +1,275 @@
+"""The chart in a cluster, scaled and rolled out under load, with all that happens meanwhile: no
+client notices, no token is wrong, no KV is lost.
+
+What is real: Helm and the chart, with its RBAC; the API server and its controllers; the router and
+the engines, with the commands of their pods; Traefik as the Gateway of the chart's HTTPRoute. The
+kubelet is ours.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from engine_ext.reference.tiny_model import write_tiny_model
+from tests.conftest import find_free_ports
+from tests.integration import load, nursery
+from tests.integration.accounts import lost_by_decode, lost_by_prefill
+from tests.integration.load import Load
+from tests.integration.processes import Launcher
+from tests.k8s import gateway_api, proxies
+from tests.k8s.cluster import Cluster, wait_for
+from tests.k8s.containers import Containers
+from tests.k8s.kubelet import Kubelet
+from tests.k8s.pods import Pods
+from tests.k8s.releases import Helm, chart_for_old_servers, make_namespace
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "scaling"
+SERVICE = "router-disagg-router"
+ROUTERS = "app.kubernetes.io/instance=router"
+ROLES = ("prefill", "decode")
+MOST = 3
+FINISHED = "disagg_engine_requests_finished_total"
+NO_WEIGHT = {"disagg-router.io/weight": "0"}
+MUCH = 120.0
+"""Seconds for what takes a few on a machine that has nothing else to do."""
+
+
+@dataclass(frozen=True)
+class World:
+    """A cluster with the router before no engines yet; clients go to `url`."""
+
+    cluster: Cluster
+    helm: Helm
+    pods: Pods
+    kubelet: Kubelet
+    containers: Containers
+    url: str
+    liveness_port: int
+    engine_ports: tuple[int, int]
+    folder: Path
+
+    def install_engines(self, group: str, **annotations: str) -> None:
+        port, side_channel = self.engine_ports
+        each = {"args": ["--num-threads=1", "--no-enable-prefix-caching"]}
+        engines = {
+            "enabled": True,
+            "runtime": "reference",
+            "model": "tiny",
+            "servedModelName": "tiny",
+            "group": group,
+            "port": port,
+            "sideChannelPort": side_channel,
+            "preStop": 2,
+            "shutdownTimeout": 60,
+            "podAnnotations": annotations,
+            **dict.fromkeys(ROLES, each),
+        }
+        values = {"router": {"enabled": False}, "engines": engines}
+        self.helm.install(group, "--values", written(self.folder / f"{group}.yaml", values))
+
+    def scale(self, group: str, replicas: int) -> None:
+        for role in ROLES:
+            path = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{group}-disagg-router-{role}"
+            self.cluster.merge(path, {"spec": {"replicas": replicas}})
+
+    def weigh(self, group: str, weight: str) -> None:
+        """As `kubectl annotate pods -l disagg-router.io/group=...` does it."""
+        for name in self.pods.all(f"disagg-router.io/group={group}"):
+            changes = {"metadata": {"annotations": {"disagg-router.io/weight": weight}}}
+            self.cluster.merge(f"{self.pods.path}/{name}", changes)
+
+    def living(self, group: str, role: str = "") -> list[str]:
+        """Pods that are ready and not about to end."""
+        return [
+            name
+            for name, tenant in self.kubelet.tenants.items()
+            if name.startswith(f"{group}-disagg-router-{role}")
+            and tenant.is_ready
+            and tenant.ends_at is None
+        ]
+
+    def has(self, group: str, replicas: int) -> bool:
+        """So many of each role, and no other is there any more."""
+        assert not self.kubelet.faults, self.kubelet.faults
+        left = [
+            name
+            for name, tenant in self.kubelet.tenants.items()
+            if name.startswith(f"{group}-") and not tenant.is_gone
+        ]
+        counts = [len(self.living(group, role)) for role in ROLES]
+        return counts == [replicas] * 2 and len(left) == 2 * replicas
+
+    def finished(self, name: str) -> float:
+        """Requests of an engine, those with which it was warmed included."""
+        text = httpx.get(f"http://{self.engine(name)}/metrics", trust_env=False).text
+        return sum(number for line, number in samples(text) if line.startswith(FINISHED))
+
+    def all_work(self, group: str) -> bool:
+        """For clients, too."""
+        return all(self.finished(name) > MOST for name in self.living(group))
+
+    def engine(self, name: str) -> str:
+        """As the router calls it."""
+        return f"{self.kubelet.tenants[name].ip}:{self.engine_ports[0]}"
+
+    def told(self) -> dict[str, float]:
+        """The router's metrics."""
+        [router] = [one for one in self.kubelet.tenants.values() if one.name.startswith(SERVICE)]
+        url = f"http://{router.ip}:{self.liveness_port}/metrics"
+        return dict(samples(httpx.get(url, trust_env=False).text))
+
+    def knows(self, engine: str) -> bool:
+        return any(f'engine="{engine}"' in name for name in self.told() if "_healthy" in name)
+
+
+def samples(text: str) -> Iterator[tuple[str, float]]:
+    for line in text.splitlines():
+        if line and line[0] != "#":
+            name, _, value = line.rpartition(" ")
+            yield name, float(value)
+
+
+def written(file: Path, values: dict[str, Any]) -> str:
+    file.write_text(yaml.safe_dump(values))
+    return str(file)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "tiny")
+
+
+@pytest.fixture
+def asked(tmp_path: Path, model: Path) -> list[load.Script]:
+    with Launcher(tmp_path, model, find_free_ports).engine("alone") as alone:
+        return load.scripts(alone, 6)
+
+
+@pytest.fixture
+def world(gateway_cluster: Cluster, tmp_path: Path, model: Path) -> Iterator[World]:
+    cluster, pods = gateway_cluster, Pods(gateway_cluster, NAMESPACE)
+    public, port, liveness, *engine_ports = find_free_ports(5)
+    make_namespace(cluster, NAMESPACE)
+    gateway_api.create_gateway(cluster, NAMESPACE, public)
+    helm = Helm("helm4", cluster, NAMESPACE, chart_for_old_servers(tmp_path))
+    values = {
+        "router": {"port": port, "livenessPort": liveness, "preStop": 1, "shutdownDelay": 1},
+        "settings": {"health-timeout": 5},  # two cores run all of it
+        "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]},
+    }
+    containers = Containers(cluster, tmp_path, model)
+    with ExitStack() as stack:
+        stack.enter_context(proxies.traefik(tmp_path, cluster, public))
+        kubelet = stack.enter_context(Kubelet(pods, containers))
+        helm.install("router", "--values", written(tmp_path / "router.yaml", values))
+        yield World(
+            cluster,
+            helm,
+            pods,
+            kubelet,
+            containers,
+            f"http://127.0.0.1:{public}",
+            liveness,
+            (engine_ports[0], engine_ports[1]),
+            tmp_path,
+        )
+
+
+def publish(world: World) -> None:
+    """The router's pod as an endpoint of its Service, once it is ready."""
+    wait_for("the router is ready", lambda: world.living("router"), MUCH)
+    settings = world.cluster.get(f"/api/v1/namespaces/{NAMESPACE}/configmaps/{SERVICE}")["data"]
+    port = yaml.safe_load(settings["config.yaml"])["port"]
+    gateway_api.publish(world.pods, SERVICE, port, ROUTERS)
+    wait_for("the Gateway's way", lambda: is_open(world.url), 20)
+
+
+def is_open(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/v1/models", trust_env=False).is_success
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.timeout(400)
+def test_a_fleet_is_scaled_and_rolled_out_and_no_client_notices(
+    world: World, asked: list[load.Script]
+) -> None:
+    world.install_engines("blue")
+    publish(world)
+    with Load(world.url, asked, 5) as clients:
+        clients.goes_on(10, MUCH)
+        grow(world, clients)
+        lose_the_api_server(world, clients)
+        shrink(world, clients)
+        roll_over(world, clients)
+    world.helm("uninstall", "green")
+    wait_for("green has gone", lambda: world.has("green", 0), MUCH)
+    assert not clients.troubles
+    for name, engine in world.containers.engines.items():
+        counts = engine.last_words()
+        lost = lost_by_prefill(counts) if "-prefill-" in name else lost_by_decode(counts)
+        assert not lost, f"{name}: {lost}, {json.dumps(counts)}"
+    told = world.told()
+    print(len(clients.outcomes), told)
+
+
+def grow(world: World, clients: Load) -> None:
+    world.scale("blue", MOST)
+    wait_for("3 + 3", lambda: world.has("blue", MOST), MUCH)
+    wait_for("all work", lambda: world.all_work("blue"), MUCH)
+    clients.goes_on(10, MUCH)
+
+
+def lose_the_api_server(world: World, clients: Load) -> None:
+    """One engine goes meanwhile, and nobody will ever tell."""
+    [gone, *_] = world.living("blue", "decode")
+    name = world.engine(gone)
+    world.cluster.stop_api_server()
+    wait_for("trouble is told", lambda: troubles(world) == 2)
+    clients.goes_on(10, MUCH)
+    world.kubelet.evict(gone)
+    wait_for(f"{gone} has gone", lambda: world.kubelet.tenants[gone].is_gone, MUCH)
+    clients.goes_on(10, MUCH)
+    assert world.knows(name)
+    world.pods.forget(gone)
+    world.cluster.compact()
+    world.cluster.start_api_server()
+    wait_for("it is known to have gone", lambda: not world.knows(name), MUCH)
+    wait_for("no trouble any more", lambda: not troubles(world), MUCH)
+
+
+def troubles(world: World) -> float:
+    return sum(n for name, n in world.told().items() if "_source_trouble" in name)
+
+
+def shrink(world: World, clients: Load) -> None:
+    world.scale("blue", 1)
+    wait_for("1 + 1", lambda: world.has("blue", 1), MUCH)
+    clients.goes_on(10, MUCH)
+
+
+def roll_over(world: World, clients: Load) -> None:
+    """As docs/kubernetes.md tells it."""
+    world.install_engines("green", **NO_WEIGHT)
+    wait_for("green", lambda: world.has("green", 1), MUCH)
+    clients.goes_on(10, MUCH)
+    assert not world.all_work("green"), "it has no weight"
+    world.weigh("green", "1")
+    wait_for("green works", lambda: world.all_work("green"), MUCH)
+    world.weigh("blue", "0")
+    world.helm("uninstall", "blue")
+    wait_for("blue has gone", lambda: world.has("blue", 0), MUCH)
+    clients.goes_on(10, MUCH)
