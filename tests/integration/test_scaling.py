@@ -19,7 +19,7 @@ from tests.conftest import find_free_ports
 from tests.integration import load, nursery
 from tests.integration.accounts import lost_by_decode, lost_by_prefill
 from tests.integration.load import Load
-from tests.integration.processes import BOTH_WAYS, Launcher, Server, serving, wait_for
+from tests.integration.processes import BOTH_WAYS, Server, serving, wait_for
 
 # Requests of the router's own to an engine that comes: one for each of the other role.
 WARM_UPS = 2
@@ -44,8 +44,11 @@ class Fleet:
             }
             arguments = [f"--model={self.model}", f"--port={port}", "--num-threads=1"]
             arguments += ["--served-model-name=tiny", "--no-enable-prefix-caching"]
-            transfer = {"kv_connector": "DisaggConnector", "kv_role": "kv_both"}
-            transfer |= {"kv_connector_extra_config": BOTH_WAYS}
+            transfer = {
+                "kv_connector": "DisaggConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": BOTH_WAYS,
+            }
             arguments += ["--shutdown-timeout=40", "--kv-transfer-config", json.dumps(transfer)]
             self.urls[name] = f"http://127.0.0.1:{port}"
             self.engines[name] = nursery.Engine(name, arguments, variables, self.folder)

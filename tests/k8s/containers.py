@@ -1,13 +1,14 @@
 """What the containers of the chart's pods would run, as processes of this machine.
 
-Command, arguments, variables and mounted files are those of the pod. A process lacks a network and a
-file system of its own: it is told its pod's address, and where what is mounted really lies.
+Command, arguments, variables and mounted files are those of the pod. A process lacks a network and
+a file system of its own: it is told its pod's address, and where what is mounted really lies.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,11 +25,12 @@ PROBE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Containers:
-    """`engines` are all that ever ran, by their pods' names."""
+    """`models` are where they lie, by their paths in pods; `engines` all that ever ran, by their
+    pods' names."""
 
     cluster: Cluster
     folder: Path
-    model: Path
+    models: Mapping[str, Path]
     engines: dict[str, nursery.Engine] = field(default_factory=dict)
 
     def __call__(self, pod: Manifest, ip: str) -> Process:
@@ -44,7 +46,8 @@ class Containers:
 
     def _engine(self, name: str, container: Manifest, ip: str, folder: Path) -> nursery.Engine:
         assert container["command"] == ["disagg-engine"]
-        here = {"/cache/tiny": str(self.model), "/cache": str(folder), "0.0.0.0": ip}
+        here = {path: str(model) for path, model in self.models.items()}
+        here |= {"/cache": str(folder), "0.0.0.0": ip}
         arguments = [_replaced(one, here) for one in container["args"]]
         variables = {
             one["name"]: _replaced(one["value"], here) if "value" in one else _field(one, ip)
@@ -65,7 +68,9 @@ class Containers:
     def _mounted(self, pod: Manifest, container: Manifest, folder: Path) -> dict[str, str]:
         """ConfigMaps as files: where they lie, by where they are mounted."""
         namespace, mounted = pod["metadata"]["namespace"], {}
-        maps = {one["name"]: one["configMap"] for one in pod["spec"]["volumes"] if "configMap" in one}
+        maps = {
+            one["name"]: one["configMap"] for one in pod["spec"]["volumes"] if "configMap" in one
+        }
         for mount in container["volumeMounts"]:
             if mount["name"] in maps:
                 name = maps[mount["name"]]["name"]
@@ -154,7 +159,7 @@ def _answers(probe: str) -> bool:
         return False
 
 
-def _replaced(text: str, places: dict[str, str]) -> str:
+def _replaced(text: str, places: Mapping[str, str]) -> str:
     for place, here in places.items():
         text = text.replace(place, here)
     return text

@@ -1,8 +1,8 @@
 """A thread that plays scheduler and kubelet for the pods of a namespace, so that Deployments live.
 
-Each pod gets an address and a process, is reported ready when that is, and ends as in life: told by
-its deletion, it runs its preStop, gets SIGTERM, and is gone when its process is, or is killed at the
-end of its grace period. While the API server is away, what runs goes on.
+Each pod gets an address and a process, is reported ready when that is, and ends as in life: told
+by its deletion, it runs its preStop, gets SIGTERM, and is gone when its process is, or is killed at
+the end of its grace period. While the API server is away, what runs goes on.
 """
 
 from __future__ import annotations
