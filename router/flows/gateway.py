@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Container, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,15 +80,17 @@ class Gateway:
         elif has_limits(settings):
             self.admission = Admission(settings, self.fleet, self.metrics)
 
-    def route(self, request: Request, home: Engine | None = None, but: str | None = None) -> Route:
+    def route(
+        self, request: Request, home: Engine | None = None, but: Container[str] = ()
+    ) -> Route:
         """Who may serve this request, in order of preference; the decoder `home` before others, and
-        nobody of the group `but`.
+        nobody of the groups `but`.
 
         Raises UnknownModelError, NoEngineError.
         """
         pools = self.pools(request.body.get("model"))
-        if but is not None:
-            pools = [pool for pool in pools if pool.group != but]
+        if but:
+            pools = [pool for pool in pools if pool.group not in but]
         session = "" if request.turn is None else request.turn.conversation.session
         tokens = request.tokens
         chunks = chunks_of(request.body) if tokens >= TOKENS and self._wants_chunks() else ()

@@ -45,6 +45,7 @@ MOST_FAILED = 4
 # Seconds after a prefiller's answer in which its blocks surely still wait, if nobody renews.
 HELD = 20.0
 
+NONE: frozenset[str] = frozenset()
 # For the books of a turn that needed no prefiller.
 DECODER_ALONE = Offer("decoder_alone")
 
@@ -55,8 +56,8 @@ Failure = tuple[LegError, Engine, Role]
 class Run:
     """One request under way: what failed so far, and what is held for it at engines."""
 
-    __slots__ = ("_bodies", "_failed", "_failure", "_fresh", "_gateway", "_is_spent", "_legs",
-                 "_offer", "_plan", "_rejected", "_request", "_unread")  # fmt: skip
+    __slots__ = ("_bodies", "_failed", "_failure", "_fresh", "_gateway", "_is_spent", "_left",
+                 "_legs", "_offer", "_plan", "_rejected", "_request", "_unread")  # fmt: skip
 
     def __init__(self, request: Request, bodies: Bodies, plan: Plan, gateway: Gateway) -> None:
         self._request = request
@@ -65,6 +66,8 @@ class Run:
         self._gateway = gateway
         self._legs = Legs(request, plan, gateway)
         self._failed: list[Engine] = []
+        # Groups where nobody was left to ask. None is returned to, so this comes to an end.
+        self._left: frozenset[str] = NONE
         self._failure: LegError | None = None
         self._fresh = False
         self._rejected = False
@@ -262,7 +265,8 @@ class Run:
         behind: KV moves only within a group."""
         plan = self._plan
         try:
-            found = self._gateway.route(self._request, but=plan.route.group)
+            self._left |= {plan.route.group}
+            found = self._gateway.route(self._request, but=self._left)
         except (NoEngineError, UnknownModelError):
             return False
         if not found.decoders:

@@ -113,6 +113,25 @@ async def test_a_request_leaves_a_group_where_nobody_is_left(
         await router.settled()
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("asked", [{"n": 2}, {}, {"stream": True}])
+async def test_a_request_that_fails_in_every_group_comes_to_an_end(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, role: str, asked: dict[str, Any]
+) -> None:
+    """It goes on to each group once. Without an end the event loop would stand still."""
+    async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
+        for mock, name in ((p, BLUE), (d, BLUE), (p2, GREEN), (d2, GREEN)):
+            mock.identity = identity(name)
+        router = await start_router(ps=[p, p2], ds=[d, d2])
+        await grouped(router, "default-bbbbbbbb", "default-aaaaaaaa")
+        for mock in (p, p2) if role == "prefill" else (d, d2):
+            mock.usual = answering(500, {})
+        alone = role == "prefill" and "n" in asked
+        assert (await router.complete(**asked)).status_code == (200 if alone else 502)
+        assert all(len(mock.requests) <= 2 for mock in (p, p2, d, d2))
+        await router.settled()
+
+
 async def test_weights_change_while_it_runs(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
