@@ -22,6 +22,7 @@ from router.flows.gateway import Gateway
 from router.flows.legs import (
     AFRESH,
     ANSWERED,
+    ITSELF,
     LEG_ERRORS,
     REJECTED,
     UNASKED,
@@ -29,7 +30,7 @@ from router.flows.legs import (
     LegError,
     Legs,
 )
-from router.flows.plan import ALONE, PULL, Plan, may_reject
+from router.flows.plan import ALONE, PULL, SAME_ENGINE, Plan, may_reject
 from router.flows.prefilled import RETAIN, Params, Prefilled
 from router.flows.push import PUSHES, Push, push_of
 from router.flows.request import Body, Request
@@ -57,7 +58,8 @@ class Run:
     """One request under way: what failed so far, and what is held for it at engines."""
 
     __slots__ = ("_bodies", "_failed", "_failure", "_fresh", "_gateway", "_is_spent", "_left",
-                 "_legs", "_offer", "_plan", "_rejected", "_request", "_unread")  # fmt: skip
+                 "_legs", "_mate", "_offer", "_plan", "_rejected", "_request",
+                 "_unread")  # fmt: skip
 
     def __init__(self, request: Request, bodies: Bodies, plan: Plan, gateway: Gateway) -> None:
         self._request = request
@@ -70,6 +72,8 @@ class Run:
         self._left: frozenset[str] = NONE
         self._failure: LegError | None = None
         self._fresh = False
+        # The prefiller whose KV the decoder is to read.
+        self._mate: Engine | None = None
         self._rejected = False
         # Of a turn: what the last one left, as long as no prefiller has read it.
         self._unread = None if plan.reuse is None else plan.reuse.turn.entry
@@ -126,7 +130,7 @@ class Run:
                 return await self._alone("no_prefiller")
             params = self._keeping(prefilled.params)
             try:
-                came = await self._decode(params, after_prefill=True)
+                came = await self._decode(params)
             except BaseException as cause:
                 release.give_up(self._request, self._gateway, prefilled.params, cause)
                 raise
@@ -134,11 +138,15 @@ class Run:
                 return None
             self._legs.let_go()
             release.give_up(self._request, self._gateway, prefilled.params, None)
+            if came is ITSELF:
+                self._mate = None
+                return await self._alone(SAME_ENGINE)
 
     # Pull: one leg after the other.
 
     async def _prefill(self) -> Prefilled | None:
         """None: there is no prefiller, and a decoder may do without."""
+        self._mate = None
         while True:
             engine = self._first(self._plan.route.prefillers) or self._another(PREFILL)
             if engine is None:
@@ -157,19 +165,21 @@ class Run:
             else:
                 if self._plan.reuse is not None:
                     self._note_read()
+                self._mate = engine
                 return prefilled
 
-    async def _decode(
-        self, params: Params | None, threshold: float = 0.0, after_prefill: bool = False
-    ) -> Came:
+    async def _decode(self, params: Params | None, threshold: float = 0.0) -> Came:
+        mate = self._mate
         while True:
-            engine = self._first(self._plan.route.decoders) or self._another(DECODE)
+            engine = self._first(self._plan.route.decoders, mate) or self._another(DECODE, mate)
             if engine is None:
                 if not self._has_moved():
                     raise self._failure or NoEngineError("no decode engine is healthy")
-                if after_prefill:
+                if mate is not None:
                     return AFRESH
                 continue
+            if engine is mate:
+                return ITSELF
             if threshold and not may_reject(self._request, engine):
                 return UNASKED
             body = self._decode_body(params, threshold)
@@ -177,8 +187,8 @@ class Run:
                 return await self._legs.decode(engine, body, self._fresh, threshold)
             except LEG_ERRORS as error:
                 what = self._after(error, engine, DECODE)
-                is_afresh = after_prefill and (what is Next.AFRESH or not self._is_held())
-                if is_afresh and self._another(DECODE) is not None:
+                is_afresh = mate is not None and (what is Next.AFRESH or not self._is_held())
+                if is_afresh and self._another(DECODE, mate) not in (None, mate):
                     return AFRESH
 
     # Push: both at once.
@@ -187,8 +197,8 @@ class Run:
         limits, route = self._gateway.limits, self._plan.route
         while True:
             prefiller = self._first(route.prefillers) or self._another(PREFILL)
-            decoder = self._first(route.decoders) or self._another(DECODE)
-            if prefiller is None or decoder is None:
+            decoder = self._first(route.decoders, prefiller) or self._another(DECODE, prefiller)
+            if prefiller is None or decoder in (None, prefiller):
                 return await self._pull()
             forced = limits.transfer_mode == PUSHES
             push = push_of(self._request, prefiller, decoder, forced)
@@ -245,17 +255,23 @@ class Run:
 
     # Who is asked, and for what.
 
-    def _first(self, order: Sequence[Engine]) -> Engine | None:
+    def _first(self, order: Sequence[Engine], mate: Engine | None = None) -> Engine | None:
         """Of the plan, unless something has failed or speaks against it by now."""
-        return order[0] if order and not self._failed and order[0].is_asked else None
+        if not order or self._failed or not order[0].is_asked:
+            return None
+        return order[0] if mate is None or _may_read(order[0], mate) else None
 
-    def _another(self, role: Role) -> Engine | None:
+    def _another(self, role: Role, mate: Engine | None = None) -> Engine | None:
         """The next in the plan that has not failed this request, else whoever has come since; and
-        before those against whom something speaks by now, any other."""
+        before those against whom something speaks by now, any other. Where KV is to come from a
+        `mate`: one that may read it, else the mate itself, if it plays both roles."""
         route = self._plan.route
         order = route.prefillers if role is PREFILL else route.decoders
         known = (*order, *self._gateway.others(self._request, route, role))
-        able = [one for one in known if one.is_wanted and one not in self._failed]
+        fit = [one for one in known if one.is_wanted and one.role.plays(role)]
+        able = [one for one in fit if one not in self._failed]
+        if mate is not None:
+            able = [o for o in able if _may_read(o, mate)] or [o for o in able if o is mate]
         seat, asked = self._request.seat, [one for one in able if one.is_asked]
         left = asked or able
         return next(iter(left), None) if seat is None else seat.roomiest(left)
@@ -364,6 +380,11 @@ async def _end(leg: asyncio.Task[Any], patience: float) -> None:
         await asyncio.wait((leg,), timeout=patience)
     leg.cancel()
     await asyncio.gather(leg, return_exceptions=True)
+
+
+def _may_read(decoder: Engine, mate: Engine) -> bool:
+    """As things are now: either may have become another since it was planned for."""
+    return decoder is not mate and decoder.group == mate.group
 
 
 def _has_failed(leg: asyncio.Task[Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,12 @@ def sources(decoder: MockEngine) -> set[str]:
 async def grouped(router: Router, *names: str) -> Router:
     await eventually(lambda: router.gateway.fleet.groups == set(names))
     return router
+
+
+def regroup(router: Router, mock: MockEngine, group: str) -> None:
+    """As a source does that lists it anew."""
+    engine = router.engine(mock)
+    router.gateway.fleet.change(engine, replace(engine.spec, group=group))
 
 
 async def test_engines_pair_by_what_they_say_of_themselves(
@@ -129,6 +136,25 @@ async def test_a_request_that_fails_in_every_group_comes_to_an_end(
         alone = role == "prefill" and "n" in asked
         assert (await router.complete(**asked)).status_code == (200 if alone else 502)
         assert all(len(mock.requests) <= 2 for mock in (p, p2, d, d2))
+        await router.settled()
+
+
+async def test_kv_is_not_read_by_a_decoder_that_changed_its_group_meanwhile(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
+        router = await start_router(ps=[p, p2], ds=[d, d2])
+        for mock, group in ((p, "blue"), (d, "blue"), (p2, "green"), (d2, "green")):
+            regroup(router, mock, group)
+        router.gateway.fleet.weigh({"green": 0})
+
+        async def prefill(request: Received, peer: Peer) -> None:
+            regroup(router, d, "green")
+            await prefill_of("blue")(request, peer)
+
+        p.usual, p2.usual = prefill, prefill_of("green")
+        assert (await router.complete(x=1)).status_code == 200
+        assert sources(d) | sources(d2) == {"green"}
         await router.settled()
 
 
