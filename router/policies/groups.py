@@ -33,11 +33,13 @@ def group_of(pools: Sequence[Pool], ask: Ask, home: Engine | None = None) -> Poo
 
 def preferred(pools: Sequence[Pool]) -> Sequence[Pool]:
     """Those with a weight before those without, and complete ones before those that lack a role:
-    nobody is sent to half a group as long as there is a whole one."""
+    nobody is sent to half a group as long as there is a whole one. Of these, groups where a role is
+    played by nobody but the cold, the overloaded and the failing come last."""
     for able in (_is_whole, _can_decode):
         found = [pool for pool in pools if able(pool)]
         if found:
-            return [pool for pool in found if pool.weight > 0] or found
+            found = [pool for pool in found if pool.weight > 0] or found
+            return [pool for pool in found if _is_sound(pool)] or found
     return pools
 
 
@@ -47,6 +49,11 @@ def _is_whole(pool: Pool) -> bool:
 
 def _can_decode(pool: Pool) -> bool:
     return bool(pool.decoders)
+
+
+def _is_sound(pool: Pool) -> bool:
+    roles = (pool.prefillers, pool.decoders)
+    return all(not role or any(engine.is_asked for engine in role) for role in roles)
 
 
 def _distance(pool: Pool, key: str) -> float:

@@ -74,6 +74,22 @@ def test_nobody_is_sent_to_half_a_group_or_to_one_without_weight() -> None:
     assert {chosen([whole, group("none", 0)], turn=n) for n in range(50)} == {"whole"}
 
 
+@pytest.mark.parametrize("state", ["is_cold", "is_cooling"])
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_group_whose_engines_are_better_left_alone_gets_nothing_while_there_is_another(
+    state: str, role: Role
+) -> None:
+    sound, green = group("sound"), group("green", 100)
+    for pool in (sound, green):
+        for one in (*pool.prefillers, *pool.decoders):
+            one.look()
+    troubled = green.of(role)[0]
+    setattr(troubled, state, True)
+    troubled.look()
+    assert {chosen([sound, green], turn=n) for n in range(50)} == {"sound"}
+    assert chosen([green, group("none", 0)]) == "green"
+
+
 def test_where_there_is_no_other_half_a_group_serves_and_so_does_one_without_weight() -> None:
     half = group("half", roles="d")
     assert preferred([half, group("other", roles="p")]) == [half]
