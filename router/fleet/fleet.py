@@ -260,6 +260,8 @@ class Fleet:
             self.on_lost(engine)
         else:
             engine.is_cold = self.new_are_cold
+            # Another may have come at its address, which says something else, or nothing.
+            engine.compatibility = engine.learned.compatibility
             if engine.breaker.circuit is not Circuit.CLOSED:
                 engine.breaker.half_open()  # it lives again: no need to wait for the pause
         engine.look()

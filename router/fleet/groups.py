@@ -9,12 +9,14 @@ their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Set
 
 from router.fleet.engine import Engine
 from router.fleet.spec import DEFAULT_GROUP
 
-# Of a hash: enough to tell groups apart, for people too.
+# Of a hash: enough to tell groups apart, for people too; more where hashes begin alike.
 SHOWN = 8
 
 
@@ -28,8 +30,21 @@ def assign_groups(engines: Iterable[Engine]) -> None:
         if engine.compatibility:
             hashes.add(engine.compatibility)
         unassigned.append(engine)
+    names = _names(hashes)
     for engine in unassigned:
         is_told = len(hashes) > 1 and engine.compatibility
-        engine.group = (
-            f"{DEFAULT_GROUP}-{engine.compatibility[:SHOWN]}" if is_told else DEFAULT_GROUP
-        )
+        engine.group = names[engine.compatibility] if is_told else DEFAULT_GROUP
+
+
+def _names(hashes: Set[str]) -> Mapping[str, str]:
+    """One group, one name, whatever engines call a hash."""
+    shown = {one: one[:SHOWN] for one in hashes}
+    alike = Counter(shown.values())
+    return {
+        one: f"{DEFAULT_GROUP}-{start}{'' if alike[start] == 1 else '-' + _digest(one)}"
+        for one, start in shown.items()
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

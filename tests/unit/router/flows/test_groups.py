@@ -99,6 +99,46 @@ async def test_the_dead_move_nobody(
         assert not [r for r in p2.requests if r.path != "/health"]
 
 
+async def test_hashes_that_begin_alike_are_groups_all_the_same(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    p.identity, d.identity = identity("sha256:" + BLUE), identity("sha256:" + "b" * 63 + "c")
+    router = await start_router()
+    await router.knows_its_engines()
+    assert len(router.gateway.fleet.groups) == 2
+    assert all(name.startswith("default-sha256:b-") for name in router.gateway.fleet.groups)
+
+
+async def test_who_comes_back_without_a_name_is_not_in_the_group_of_who_was_there_before(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
+        for mock, name in ((p, BLUE), (d, BLUE), (p2, GREEN), (d2, GREEN)):
+            mock.identity = identity(name)
+        router = await start_router(ps=[p, p2], ds=[d, d2])
+        await grouped(router, "default-bbbbbbbb", "default-aaaaaaaa")
+        d.healthy = False
+        await eventually(lambda: not router.engine(d).is_wanted)
+        assert router.engine(d).group == "default-bbbbbbbb"
+        d.identity, d.healthy = None, True
+        await eventually(lambda: router.engine(d).is_wanted)
+        await eventually(lambda: router.engine(d).group == DEFAULT_GROUP)
+
+
+async def test_a_group_that_has_too_much_to_do_costs_no_request_while_there_is_another(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
+        for mock, name in ((p, BLUE), (d, BLUE), (p2, GREEN), (d2, GREEN)):
+            mock.identity = identity(name)
+        router = await start_router(ps=[p, p2], ds=[d, d2])
+        await router.knows_its_engines()
+        d2.usual = answering(503, {}, retry_after="20")
+        for _ in range(30):
+            assert (await router.complete()).status_code == 200
+        assert len(d2.requests) <= 2
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_request_leaves_a_group_where_nobody_is_left(
     start_router: StartRouter, p: MockEngine, d: MockEngine, role: str
