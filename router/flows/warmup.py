@@ -26,12 +26,13 @@ from router.flows.exchange import Header, Relayed
 from router.flows.gateway import Gateway
 from router.flows.legs import Legs
 from router.flows.plan import PULL, PUSH, Plan, mode_of
-from router.flows.push import push_of
+from router.flows.prefilled import Prefilled
+from router.flows.push import Push, push_of
 from router.flows.request import Request
 from router.policies.route import Route
 from router.telemetry.record import Record
 from router.upstream.deadlines import now
-from router.upstream.errors import UpstreamError
+from router.upstream.errors import BrokenAnswerError, UpstreamError
 
 logger = logging.getLogger("disagg_router.fleet")
 
@@ -43,6 +44,8 @@ LONGEST_COLD = 30.0
 # Requests at once, and engines of the other role that a new one is made known to.
 AT_ONCE = 2
 MOST_PARTNERS = 64
+# Pairs that wait: what comes later than these would has met by itself.
+MOST_WAITING = 4096
 # Of a prompt: more than two blocks of any usual size, with small ids that every vocabulary has.
 TOKENS = 260
 IDS = range(5, 200)
@@ -65,6 +68,17 @@ class Life(NamedTuple):
 class Pair(NamedTuple):
     prefiller: Life
     decoder: Life
+
+    @property
+    def goes_on(self) -> bool:
+        return self.prefiller.goes_on and self.decoder.goes_on
+
+    @property
+    def may_meet(self) -> bool:
+        """As things are now: either may have become another while the pair waited."""
+        prefiller, decoder = self.prefiller.engine, self.decoder.engine
+        plays = prefiller.role.plays(PREFILL) and decoder.role.plays(DECODE)
+        return plays and _may_meet(prefiller, decoder)
 
 
 class Warmer:
@@ -92,7 +106,7 @@ class Warmer:
                 try:
                     if snapshot is not looked_at:
                         looked_at = snapshot
-                        self._meet()
+                        await self._meet()
                     self._go_on()
                 except Exception:
                     logger.exception("engines are not warmed")
@@ -101,17 +115,21 @@ class Warmer:
             for task in self._running:
                 task.cancel()
 
-    def _meet(self) -> None:
-        """Who is new since the last look."""
+    async def _meet(self) -> None:
+        """Who is new since the last look. Each is a task's step of its own: that a thousand come at
+        once must not keep requests waiting."""
         engines = self._gateway.fleet.engines
         alive = {life for engine in engines if (life := Life(engine, engine.lost_at)).goes_on}
         new, self._met = alive - self._met, self._met & alive
+        latest = now() + self._longest_cold
+        self._cold |= {life: latest for life in new if life.engine.is_cold}
+        self._waiting = deque(pair for pair in self._waiting if pair.goes_on)
         for life in sorted(new, key=lambda life: life.engine.name):
-            partners = self._met if self._mode == EAGER else self._strangers(life)
-            self._waiting += _pairs(life, partners)
+            if len(self._waiting) < MOST_WAITING:
+                partners = self._met if self._mode == EAGER else self._strangers(life)
+                self._waiting += _pairs(life, partners)
             self._met.add(life)
-            if life.engine.is_cold:
-                self._cold[life] = now() + self._longest_cold
+            await asyncio.sleep(0)
 
     def _strangers(self, life: Life) -> Iterable[Life]:
         """Of two that were there when the router started, and have not been lost since, it is taken
@@ -126,7 +144,7 @@ class Warmer:
     def _go_on(self) -> None:
         while self._waiting and len(self._running) < AT_ONCE:
             pair = self._waiting.popleft()
-            if pair.prefiller.goes_on and pair.decoder.goes_on:
+            if pair.goes_on and pair.may_meet:
                 task = asyncio.get_running_loop().create_task(self._warm(pair))
                 self._running[task] = pair
                 task.add_done_callback(self._running.pop)
@@ -180,20 +198,34 @@ class Warmer:
                 params = (await legs.prefill(prefiller, bodies.prefill(), False)).params
                 body = bodies.decode(None if params is None else params.not_retaining())
                 try:
+                    if prefiller.group != decoder.group:
+                        raise BrokenAnswerError("they are not of one group any more")
                     await legs.decode(decoder, body, False)
                 except BaseException as cause:
                     release.give_up(request, gateway, params, cause)
                     raise
             else:
-                async with asyncio.TaskGroup() as group:
-                    body = bodies.prefill(None, push.transfer_id)
-                    group.create_task(legs.prefill(prefiller, body, False, push))
-                    body = bodies.decode(push.params.not_retaining())
-                    group.create_task(legs.decode(decoder, body, False, push=push))
-        except ExceptionGroup as several:
-            raise several.exceptions[0] from None
+                await self._push(legs, request, push, prefiller, decoder)
         finally:
             legs.let_go(is_read=True)
+
+    async def _push(
+        self, legs: Legs, request: Request, push: Push, prefiller: Engine, decoder: Engine
+    ) -> None:
+        bodies = Bodies(request.body)
+        body = bodies.prefill(None, push.transfer_id)
+        prefilling: asyncio.Task[Prefilled] | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                prefilling = group.create_task(legs.prefill(prefiller, body, False, push))
+                body = bodies.decode(push.params.not_retaining())
+                group.create_task(legs.decode(decoder, body, False, push=push))
+        except BaseException as cause:
+            if prefilling is not None and _has_succeeded(prefilling):
+                release.give_up(request, self._gateway, prefilling.result().params, cause)
+            if isinstance(cause, ExceptionGroup):
+                raise cause.exceptions[0] from None
+            raise
 
     def _request(self, prefiller: Engine, decoder: Engine) -> Request:
         models = _shared_models(prefiller, decoder)
@@ -237,6 +269,10 @@ class Unheard:
 
     def abort(self) -> None:
         return
+
+
+def _has_succeeded(leg: asyncio.Task[Prefilled]) -> bool:
+    return leg.done() and not leg.cancelled() and leg.exception() is None
 
 
 def _pairs(life: Life, partners: Iterable[Life]) -> Iterable[Pair]:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, cast
 
 import pytest
 
 from router.fleet.breaker import Circuit
+from router.fleet.engine import Health
+from router.fleet.fleet import Fleet
+from router.fleet.spec import EngineSpec, Role
 from router.flows import warmup
 from router.flows.warmup import Warmer
+from router.settings import Address
+from router.upstream.deadlines import now
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.flows.test_groups import regroup
 from tests.unit.router.flows.test_push import IDENTITY
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (
@@ -17,6 +24,7 @@ from tests.unit.router.mock_engine import (
     MockEngine,
     Peer,
     Received,
+    is_release,
     running_engine,
     usual_decode,
     usual_prefill,
@@ -193,3 +201,83 @@ async def test_few_are_warmed_at_once(
         router = await start_router(ds=[d, d2, d3], warm_up="eager")
         await eventually(lambda: warmed(router) == 3)
         assert most <= warmup.AT_ONCE
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_pair_that_is_of_one_group_no_more_is_not_warmed(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, late: bool
+) -> None:
+    """Whether that comes while it waits, or between its two legs."""
+    goes_on = asyncio.Event()
+
+    async def slowly(request: Received, peer: Peer) -> None:
+        await goes_on.wait()
+        await usual_prefill(request, peer)
+
+    p.usual = slowly
+    async with running_engine(usual_decode) as d2, running_engine(usual_decode) as d3:
+        router = await start_router(ds=[d, d2, d3], warm_up="eager")
+        await eventually(lambda: len(warm(p)) == warmup.AT_ONCE)
+        begun = {r.header("x-request-id") for r in warm(p)}
+        for mock in (d, d2, d3):
+            regroup(router, mock, "green")
+        if not late:
+            regroup(router, p, "green")
+        goes_on.set()
+        await eventually(lambda: not any(e.is_cold for e in router.gateway.fleet.engines))
+        await router.settled()
+        legs = [r for mock in (d, d2, d3) for r in warm(mock) if not is_release(r)]
+        assert len(legs) == (0 if late else 3)
+        assert len(warm(p)) == (len(begun) if late else 3)
+
+
+async def test_what_was_prefilled_for_a_push_that_failed_is_released(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    p.identity, d.identity = IDENTITY, {"transfer_modes": ["push"], "capabilities": []}
+    router = await start_router(warm_up="off")
+    await router.knows_its_engines()
+
+    async def fails_late(request: Received, peer: Peer) -> None:
+        await eventually(lambda: router.engine(p).holding)
+        await answering(500, {})(request, peer)
+
+    d.scripts = [fails_late]
+    warmer = asyncio.create_task(Warmer(router.gateway, "eager").run())
+    try:
+        await eventually(lambda: warmed(router, "failed") == 1)
+        await router.settled()
+        assert router.metric("releases_total", outcome="done") == 1
+    finally:
+        warmer.cancel()
+        await asyncio.gather(warmer, return_exceptions=True)
+
+
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+async def test_a_thousand_that_come_and_flap_keep_nobody_waiting(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, mode: str
+) -> None:
+    router = await start_router(warm_up="off")
+    fleet = Fleet((), cast(Any, lambda spec: None), 3)
+    with fleet.one_change():
+        for number in range(1000):
+            role = Role.PREFILL if number % 2 else Role.DECODE
+            engine = fleet.add(EngineSpec(role, Address(f"h{number}", 1)))
+            engine.health = Health.HEALTHY
+    warmer = Warmer(router.gateway, mode)
+    router.gateway.fleet, alone = fleet, router.gateway.fleet
+    worst = 0.0
+    try:
+        for life in range(2):
+            for engine in fleet.engines:
+                engine.lost_at = float(life)
+            meeting = asyncio.create_task(warmer._meet())
+            while not meeting.done():
+                before = now()
+                await asyncio.sleep(0)
+                worst = max(worst, now() - before)
+            await meeting
+            assert len(warmer._waiting) < warmup.MOST_WAITING + 2 * warmup.MOST_PARTNERS
+    finally:
+        router.gateway.fleet = alone
+    assert worst < 0.5
