@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from engine_ext.base.config import ConnectorConfig
-from router.settings import Settings, load, variable_of
+from router.settings import ADMIN_URL, Settings, load, variable_of
 from tests.k8s.chart import (
     SETS,
     Manifest,
@@ -124,17 +124,35 @@ def test_workers_without_a_redis_can_be_had(tmp_path: Path) -> None:
     assert load({"config": file}).conversation_store == "off"
 
 
-@pytest.mark.skipif("admin_port" not in Settings.model_fields, reason="there is no admin API yet")
-def test_the_admin_api_has_its_token_from_a_secret(tmp_path: Path) -> None:
-    more = ("--set", "admin.enabled=true", "--set", "admin.tokenSecret.name=admin")
-    manifests = render("default", *more)
-    file = tmp_path / "config.yaml"
+def test_the_admin_api_and_drain_have_the_token_from_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = ("--set", "admin.tokenSecret.name=admin", "--set", "admin.tokenSecret.key=t")
+    manifests = render("default", "--set", "admin.enabled=true", *secret)
+    file, token = tmp_path / "config.yaml", tmp_path / "token"
     file.write_text(only(manifests, "ConfigMap")["data"]["config.yaml"])
+    token.write_text("0123456789abcdef0123456789abcdef")
     [(_, pod)] = pods(manifests)
-    [variable] = pod["containers"][0]["env"]
-    assert variable["name"] == variable_of("admin_token")
-    assert variable["valueFrom"] == {"secretKeyRef": {"name": "admin", "key": "token"}}
-    load({"config": file, "admin_token": "0123456789abcdef0123456789abcdef"})
+    variables = {one["name"]: one["value"] for one in pod["containers"][0]["env"]}
+    assert variables.keys() == {ADMIN_URL, variable_of("admin_token_file")}
+    directory, _, name = variables[variable_of("admin_token_file")].rpartition("/")
+    [volume] = [one for one in pod["volumes"] if one["name"] == "secrets"]
+    assert volume["projected"]["sources"] == [
+        {"secret": {"name": "admin", "items": [{"key": "t", "path": name}]}}
+    ]
+    mounts = {one["name"]: one["mountPath"] for one in pod["containers"][0]["volumeMounts"]}
+    assert mounts["secrets"] == directory
+    monkeypatch.setenv(variable_of("admin_token_file"), str(token))
+    settings = load({"config": file})
+    assert settings.admin_secret() == token.read_text()
+    assert variables[ADMIN_URL] == f"http://127.0.0.1:{settings.admin_port}"
+    assert settings.admin_host == "127.0.0.1"
+
+
+def test_without_the_admin_api_its_secret_is_not_asked_for() -> None:
+    manifests = render("default", "--set", "admin.tokenSecret.name=admin")
+    [(_, pod)] = pods(manifests)
+    assert not any(one["name"] == "secrets" for one in pod["volumes"])
 
 
 def test_large_numbers_stay_whole(tmp_path: Path) -> None:

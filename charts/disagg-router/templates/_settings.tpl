@@ -40,7 +40,8 @@ under what other parts of the chart depend on.
 {{- define "disagg-router.secretFiles" -}}
 {{- $files := concat
       (list (merge (dict "path" "redis-password") .Values.redis.passwordSecret)
-            (merge (dict "path" "signing-key") .Values.redis.signingKeySecret))
+            (merge (dict "path" "signing-key") .Values.redis.signingKeySecret)
+            (ternary (merge (dict "path" "admin-token") .Values.admin.tokenSecret) dict .Values.admin.enabled))
       .Values.router.secretFiles -}}
 {{- range $files }}
 {{- if .name }}

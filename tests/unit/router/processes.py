@@ -21,7 +21,7 @@ class RouterProcess:
     async def until(self, pattern: str) -> re.Match[str]:
         """Reads its log up to a line that matches."""
         assert self.process.stderr is not None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while line := (await self.process.stderr.readline()).decode():
                 self.lines.append(line)
                 if found := re.search(pattern, line):
@@ -30,7 +30,7 @@ class RouterProcess:
 
     async def ended(self) -> int:
         assert self.process.stderr is not None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             self.lines += (await self.process.stderr.read()).decode().splitlines()
             return await self.process.wait()
 

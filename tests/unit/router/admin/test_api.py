@@ -59,7 +59,7 @@ class Administered:
 async def administered(
     p: list[MockEngine], d: list[MockEngine], **changes: Any
 ) -> AsyncIterator[Administered]:
-    given: dict[str, Any] = {"admin_port": 0, **changes}
+    given: dict[str, Any] = {"admin_port": 0, "warm_up": "off", **changes}
     settings = settings_for(p=p, d=d, **given)
 
     def read_again() -> Settings:

@@ -18,7 +18,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.cli import main
 from tests.unit.router.harness import eventually
 from tests.unit.router.mock_engine import (
     DONE,
@@ -32,14 +31,14 @@ from tests.unit.router.mock_engine import (
     usual_decode,
     usual_prefill,
 )
-from tests.unit.router.processes import RouterProcess, serving_router
+from tests.unit.router.processes import RouterProcess, router_process, serving_router
 from tests.unit.router.test_settings import FLAGS, problems
 from tests.unit.router.test_workers import family
 
 TOKEN = "0123456789abcdef"
 # Engines, clients and routers of a test share the machine: a probe may have to wait.
 PATIENT = ("--health-timeout=20", "--connect-timeout=20")
-ADMIN = ("--admin-port=0", f"--admin-token={TOKEN}", "--no-access-log", *PATIENT)
+ADMIN = ("--admin-port=0", f"--admin-token={TOKEN}", "--no-access-log", "--warm-up=off", *PATIENT)
 PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the default one takes 30 ms to make
 BODY = {"model": "m", "prompt": "x"}
 CLIENTS = 6
@@ -62,7 +61,7 @@ async def administered(
         yield (
             router,
             await stack.enter_async_context(
-                httpx.AsyncClient(base_url=url, headers=headers, timeout=20, verify=PLAIN)
+                httpx.AsyncClient(base_url=url, headers=headers, timeout=100, verify=PLAIN)
             ),
         )
 
@@ -90,7 +89,7 @@ async def drain(
 
 
 async def ended(command: asyncio.subprocess.Process) -> tuple[int, str, str]:
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(80):
         out, err = await command.communicate()
     assert command.returncode is not None
     return command.returncode, out.decode(), err.decode()
@@ -98,11 +97,11 @@ async def ended(command: asyncio.subprocess.Process) -> tuple[int, str, str]:
 
 async def ask(router: RouterProcess) -> int:
     """On a connection of its own: it may be any worker's."""
-    async with httpx.AsyncClient(base_url=router.url, timeout=20, verify=PLAIN) as client:
+    async with httpx.AsyncClient(base_url=router.url, timeout=100, verify=PLAIN) as client:
         return (await client.post("/v1/completions", json=BODY)).status_code
 
 
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 30) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 60) -> None:
     """As `eventually`, for what has to be asked for."""
     async with asyncio.timeout(seconds):
         while not await condition():  # noqa: ASYNC110 # another process has no event to set
@@ -123,13 +122,21 @@ async def ask_all_the_time(url: str, told: Counter[str], has_ended: asyncio.Even
     number = 0
     while not has_ended.is_set():
         number += 1
-        async with httpx.AsyncClient(base_url=url, timeout=20, verify=PLAIN) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=100, verify=PLAIN) as client:
             stream = bool(number % 2)
             answer = await client.post("/v1/completions", json=BODY | {"stream": stream})
             is_whole = not stream or (
                 answer.text.count('"text": "a"') == 5 and answer.text.endswith("data: [DONE]\n\n")
             )
             told[f"{answer.status_code} {stream}" if is_whole else answer.text] += 1
+        await asyncio.sleep(0.05)  # the engines and the command have to get a word in
+
+
+async def drain_and_stop(router: RouterProcess, engine: MockEngine) -> None:
+    """As an operator does, who is told when it may be stopped."""
+    code, _, errors = await ended(await drain(router, f"http://{name_of(engine)}"))
+    assert (code, errors) == (0, "")
+    await engine.stop()
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -149,15 +156,10 @@ async def test_scaling_by_hand_under_load_costs_no_client_anything(workers: int)
             for engine in engines[1:]:
                 entry = {"url": f"http://{name_of(engine)}", "role": role}
                 assert (await api.post("/admin/engines", json=entry)).status_code == 201
-        await eventually(lambda: all(e.requests for e in (*ps, *ds)), 30)
-        for engine in (ps[0], ds[0], ps[1], ds[1]):
-            code, _, errors = await ended(await drain(router, f"http://{name_of(engine)}"))
-            assert (code, errors) == (0, "")
-            asked = len(engine.requests)
-            await engine.stop()  # as an operator does, who was told that it may be
-            assert len(engine.requests) == asked
+        await eventually(lambda: all(e.requests for e in (*ps, *ds)), 60)
+        await asyncio.gather(*[drain_and_stop(router, e) for e in (ps[0], ds[0], ps[1], ds[1])])
         before = len(ds[2].requests)
-        await eventually(lambda: len(ds[2].requests) > before + CLIENTS, 30)
+        await eventually(lambda: len(ds[2].requests) > before + CLIENTS, 60)
         for engine in (ps[1], ds[1]):
             assert (await api.delete(f"/admin/engines/{name_of(engine)}")).status_code == 204
         has_ended.set()
@@ -183,11 +185,11 @@ async def test_a_prefiller_is_drained_when_what_it_holds_was_read(
         )
         d.usual = slow
         asking = [asyncio.create_task(ask(router)) for _ in range(8)]
-        await eventually(lambda: len(d.requests) == 8, 20)
+        await eventually(lambda: len(d.requests) == 8, 60)
         held = len(p.requests)
         command = await drain(router, name_of(p), "--wait")
         assert command.stdout is not None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             line = (await command.stdout.readline()).decode()
         assert line == f"{name_of(p)} drains: 0 running, {held} holding KV\n"
         told = (await api.get(f"/admin/engines/{name_of(p)}")).json()
@@ -364,14 +366,15 @@ def test_settings_that_make_no_sense_are_one_line(
     assert "that are long" not in line
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_an_admin_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str], workers: str) -> None:
+@pytest.mark.parametrize("workers", WORKERS)
+async def test_an_admin_port_in_use_is_one_line(p: MockEngine, d: MockEngine, workers: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        arguments = [*FLAGS, "--port=0", f"--admin-port={port}", f"--workers={workers}"]
-        assert main([*arguments, "--conversation-store=off"]) == 1
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"disagg-router: error: cannot listen on 127.0.0.1:{port}")
+        arguments = ("--port=0", f"--admin-port={port}", f"--workers={workers}")
+        async with router_process(p, d, *arguments, "--conversation-store=off") as router:
+            assert await router.ended() == 1
+    [line] = router.lines
+    assert line.startswith(f"disagg-router: error: cannot listen on 127.0.0.1:{port}")
 
 
 async def test_the_token_is_asked_for_on_the_wire(p: MockEngine, d: MockEngine) -> None:
@@ -426,12 +429,12 @@ async def test_a_drain_that_takes_too_long_is_given_up_and_goes_on(
     d.scripts = [slow]
     async with administered(p, d, 1) as (router, api):
         asking = asyncio.create_task(ask(router))
-        await eventually(lambda: d.requests, 20)
+        await eventually(lambda: d.requests, 60)
         code, _, errors = await ended(await drain(router, name_of(d), "--timeout=1"))
         assert (code, "1 running, 0 holding KV, after 1 s" in errors) == (1, True)
         command = await drain(router, name_of(d))
         assert command.stdout is not None
-        await asyncio.wait_for(command.stdout.readline(), 20)
+        await asyncio.wait_for(command.stdout.readline(), 60)
         await api.post(f"/admin/engines/{name_of(d)}/resume")
         code, _, errors = await ended(command)
         assert (code, "serves again" in errors) == (1, True)

@@ -35,7 +35,7 @@ def test_every_group_is_counted_even_one_without_engines() -> None:
     }
 
 
-def test_who_may_not_be_asked_does_not_count() -> None:
+async def test_who_may_not_be_asked_does_not_count() -> None:
     fleet = fleet_of((Role.PREFILL, "blue"), (Role.DECODE, "blue"))
     prefiller, decoder = fleet.engines
     fleet.probe_failed(prefiller, "dead")
@@ -46,7 +46,7 @@ def test_who_may_not_be_asked_does_not_count() -> None:
     assert not census(fleet)["blue"].is_complete
 
 
-def test_half_a_group_is_said_once_and_only_if_it_stays_so(
+async def test_half_a_group_is_said_once_and_only_if_it_stays_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", logger="disagg_router")
