@@ -21,6 +21,8 @@ from tests.integration.oracle import Answer, Prompt, complete, differences, text
 from tests.integration.processes import Server, wait_for
 
 PATIENCE = 60.0
+LASTING = 500
+"""Tokens: seconds of a stream."""
 
 
 @dataclass(frozen=True)
@@ -136,14 +138,17 @@ def _answer(client: httpx.Client, body: dict[str, Any]) -> Answer:
 
 
 def scripts(oracle: Server, count: int, seed: int = 0) -> list[Script]:
-    """So many short answers, as many streams that last, none with another's prefix, and as many
-    conversations of three turns; with what one engine alone answers."""
-    whole = [_single(oracle, 40 + 57 * n, seed + n, {}) for n in range(count)]
+    """So many short answers, as many streams, none with another's prefix, and as many conversations
+    of three turns; with what one engine alone answers. One of the streams lasts, so that at any
+    time some client is in the midst of it."""
+    numbers = range(count)
+    whole = [_single(oracle, 40 + 57 * n, seed + n, {}) for n in numbers]
+    lengths = [24 + 12 * n if n else LASTING for n in numbers]
     streams = [
-        _single(oracle, 40 + 57 * n, seed + 100 + n, {"stream": True, "max_tokens": 24 + 12 * n})
-        for n in range(count)
+        _single(oracle, 40 + 57 * n, seed + 100 + n, {"stream": True, "max_tokens": length})
+        for n, length in enumerate(lengths)
     ]
-    talks = [_talk(oracle, seed + 200 + n, {"stream": n % 2 == 0}) for n in range(count)]
+    talks = [_talk(oracle, seed + 200 + n, {"stream": n % 2 == 0}) for n in numbers]
     return [script for three in zip(whole, streams, talks, strict=True) for script in three]
 
 

@@ -107,17 +107,36 @@ def router_of(fleet: Fleet) -> Iterator[Server]:
         yield router
 
 
+def in_flight(router: Server, url: str) -> float:
+    return of_engine(router, "requests_in_flight", url)
+
+
+def has_been_told(router: Server, url: str) -> bool:
+    """That an engine leaves: it drains, or is gone already."""
+    return of_engine(router, "draining", url) != 0
+
+
+def of_engine(router: Server, what: str, url: str) -> float:
+    """-1 for one that it does not know."""
+    samples, name = router.metrics().items(), f'engine="{url.removeprefix("http://")}"'
+    found = {one: n for one, n in samples if one.startswith(f"disagg_router_engine_{what}{{")}
+    assert found, f"there is no metric for {what}"
+    return next((n for one, n in found.items() if name in one), -1)
+
+
 def test_a_fleet_grows_and_shrinks_and_no_client_notices(fleet: Fleet, alone: Server) -> None:
-    asked = load.scripts(alone, 5)
+    asked = load.scripts(alone, 4)
     fleet.start("p1", "d1")
     fleet.list("p1", "d1")
-    with router_of(fleet) as router, Load(router.url, asked, 5) as clients:
+    with router_of(fleet) as router, Load(router.url, asked, 4) as clients:
         clients.goes_on(5)
         fleet.start("p2", "d2")
         fleet.list("p1", "d1", "p2", "d2")
         wait_for(lambda: fleet.has_worked("p2", "d2"), "the new ones work", 60, 0.1)
+        wait_for(lambda: in_flight(router, fleet.urls["d1"]) > 1, "d1 is in the midst of it", 60)
         fleet.list("p2", "d2")
-        counts = fleet.end("p1", "d1")  # at once: the router may not have read it yet
+        wait_for(lambda: has_been_told(router, fleet.urls["d1"]), "the router has read it")
+        counts = fleet.end("p1", "d1")
         clients.goes_on(10)
     counts |= fleet.end("p2", "d2")
     assert not clients.troubles

@@ -47,6 +47,7 @@ FINISHED = "disagg_engine_requests_finished_total"
 MODELS = {"blue": "/models/v1", "green": "/models/v2"}
 """Two versions that say the same, and take each other for strangers: KV that goes from one to the
 other is refused and computed anew, which is found in the decode engine's counts."""
+IN_FLIGHT = "disagg_router_engine_requests_in_flight{"
 NO_WEIGHT = {"disagg-router.io/weight": "0"}
 SHORTCUTS = ("disagg_router_decode_only_total", "disagg_router_prefill_without_params_total")
 MUCH = 120.0
@@ -136,6 +137,13 @@ class World:
         [router] = [one for one in self.kubelet.tenants.values() if one.name.startswith(SERVICE)]
         url = f"http://{router.ip}:{self.liveness_port}/metrics"
         return dict(samples(httpx.get(url, trust_env=False).text))
+
+    def is_amid(self, group: str) -> bool:
+        """All of its decode engines are in the midst of answers."""
+        told = self.told()
+        engines = [f'engine="{self.engine(name)}"' for name in self.living(group, "decode")]
+        busy = [name for name, n in told.items() if name.startswith(IN_FLIGHT) and n]
+        return all(any(engine in name for name in busy) for engine in engines)
 
     def knows(self, engine: str) -> bool:
         return any(f'engine="{engine}"' in name for name in self.told() if "_healthy" in name)
@@ -270,6 +278,7 @@ def troubles(world: World) -> float:
 
 
 def shrink(world: World, clients: Load) -> None:
+    wait_for("all are amid answers", lambda: world.is_amid("blue"), MUCH)
     world.scale("blue", 1)
     wait_for("1 + 1", lambda: world.has("blue", 1), MUCH)
     clients.goes_on(10, MUCH)
@@ -283,6 +292,7 @@ def roll_over(world: World, clients: Load) -> None:
     assert not world.all_work("green"), "it has no weight"
     world.weigh("green", "1")
     wait_for("green works", lambda: world.all_work("green"), MUCH)
+    wait_for("blue is amid answers", lambda: world.is_amid("blue"), MUCH)
     world.weigh("blue", "0")
     world.helm("uninstall", "blue")
     wait_for("blue has gone", lambda: world.has("blue", 0), MUCH)
