@@ -52,6 +52,8 @@ class Fleet:
         self._gone: set[Engine] = set()
         self._is_changing = self._is_due = False
         self.on_new_snapshot: Callable[[], None] = lambda: None
+        self.on_new_groups: Callable[[], None] = lambda: None
+        """Told when `groups` are others than before, by whatever that came."""
         self.engines: Sequence[Engine] = ()
         self.groups: frozenset[str] = frozenset()
         self.snapshot = picture((), self._members)
@@ -283,7 +285,7 @@ class Fleet:
             return
         self.engines = tuple(self._engines.values())
         assign_groups(self.engines)
-        self.groups = frozenset([engine.group for engine in self.engines])
+        before, self.groups = self.groups, frozenset([engine.group for engine in self.engines])
         for engine in self.engines:
             engine.look()
         gone, self._gone = self._gone, set()
@@ -292,6 +294,8 @@ class Fleet:
         self.snapshot = picture(self.engines, self._members, self.group_weights)
         for engine in gone:
             self.on_lost(engine)
+        if self.groups != before:
+            self.on_new_groups()
         self.on_new_snapshot()
 
 

@@ -65,6 +65,7 @@ class Gateway:
         self._looked_at: Snapshot | None = None
         self._wants = False
         fleet.on_lost = self._forget
+        fleet.on_new_groups = self._keep
         self._background: set[asyncio.Task[None]] = set()
 
     def tune(self, settings: Settings) -> None:
@@ -168,6 +169,10 @@ class Gateway:
     def _forget(self, engine: Engine) -> None:
         for policies in (self._prefill, self._decode):
             policies.forget(engine.name, engine.group)
+
+    def _keep(self) -> None:
+        """Nothing of groups that are gone."""
+        for policies in (self._prefill, self._decode):
             policies.keep(self.fleet.groups)
 
     def note_failure(self, engine: Engine, role: Role, error: UpstreamError | EngineError) -> None:

@@ -235,3 +235,23 @@ async def test_a_conversation_stays_in_its_group_until_that_is_gone(
         await chat(router, [*AGAIN, *AGAIN[1:]])
         assert p2.requests
         assert offered(p2) is None
+
+
+async def test_nothing_is_remembered_of_groups_that_are_gone(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    """Engines that are updated unseen, again and again, are new groups each time."""
+    async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
+        changes = {"prefill_policy": "prefix", "decode_policy": "prefix"}
+        router = await start_router(ps=[p, p2], ds=[d, d2], **changes)
+        await router.knows_its_engines()
+        fleet = router.gateway.fleet
+        router.engine(d2).learned.compatibility = "other"
+        for number in range(10):
+            for mock in (p, p2, d):
+                router.engine(mock).learned.compatibility = f"{number:08x}"
+                fleet.identified(router.engine(mock))
+            await grouped(router, "default-other", f"default-{number:08x}")
+            assert (await router.complete(prompt="x" * 50_000)).status_code == 200
+        for policies in (router.gateway._prefill, router.gateway._decode):
+            assert policies.keys() <= fleet.groups
