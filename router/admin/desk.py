@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -22,7 +23,8 @@ from router.settings import Settings
 
 logger = logging.getLogger("disagg_router.admin")
 MOST_AT_ONCE = 64
-KEEP_ALIVE = 5
+# Seconds that a connection may last. Each is for one call, so who lasts longer keeps others out.
+LONGEST = 30.0
 # Seconds for calls that run when the router ends, and for the office of several to open.
 PARTING = 2
 PATIENCE = 10.0
@@ -54,14 +56,29 @@ async def at_work(office: Office, listener: socket.socket | None) -> AsyncIterat
     server = None
     if listener is not None:
         server = Server(_config(office))
-        tasks.append(asyncio.create_task(server.serve(sockets=[listener])))
+        tasks.append(asyncio.create_task(_sweep(server)))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield
     finally:
-        tasks[0].cancel()
+        for task in tasks:
+            task.cancel()
         if server is not None:
             server.should_exit = True
+            tasks.append(serving)
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _sweep(server: Server) -> None:
+    """Ends connections that last too long, be it that they never ask for anything."""
+    since: dict[Any, float] = {}
+    clock = asyncio.get_running_loop().time
+    while True:
+        since = {one: since.get(one, clock()) for one in server.server_state.connections}
+        for connection, at in since.items():
+            if clock() - at > LONGEST:
+                connection.transport.abort()
+        await asyncio.sleep(LONGEST / 10)
 
 
 def _config(office: Office) -> uvicorn.Config:
@@ -75,7 +92,7 @@ def _config(office: Office) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         limit_concurrency=MOST_AT_ONCE,
-        timeout_keep_alive=KEEP_ALIVE,
+        headers=[("connection", "close")],
         timeout_graceful_shutdown=PARTING,
     )
 

@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -54,10 +55,9 @@ class Line:
     def is_gone(self) -> bool:
         return self._reader.at_eof()
 
-    async def close(self) -> None:
+    def close(self) -> None:
+        self.is_over.set()
         self._writer.transport.abort()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
 
 
 class Switchboard:
@@ -67,6 +67,7 @@ class Switchboard:
         self.state = state
         self._known = known
         self._lines: dict[Line, None] = {}
+        self._taken: set[asyncio.Task[Any]] = set()
 
     @contextlib.asynccontextmanager
     async def open(self, path: Path) -> AsyncIterator[None]:
@@ -76,7 +77,9 @@ class Switchboard:
         finally:
             server.close()
             for line in list(self._lines):
-                line.is_over.set()
+                line.close()
+            if self._taken:
+                await asyncio.wait(self._taken, timeout=PATIENCE)
 
     async def tell(self, state: State) -> Sequence[View | None]:
         self.state = state
@@ -86,7 +89,10 @@ class Switchboard:
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for gone in [line for line in self._lines if line.is_gone]:
-            gone.is_over.set()
+            gone.close()
+        if (task := asyncio.current_task()) is not None:
+            self._taken.add(task)
+            task.add_done_callback(self._taken.discard)
         line = Line(reader, writer)
         self._lines[line] = None  # before it is asked: what is told meanwhile is told to it, too
         try:
@@ -94,7 +100,7 @@ class Switchboard:
             await line.is_over.wait()
         finally:
             self._lines.pop(line, None)
-            await line.close()
+            line.close()
 
 
 @contextlib.asynccontextmanager

@@ -176,7 +176,9 @@ class Office:
         return _told(Reloaded(applied, late))
 
     def reload_soon(self) -> None:
-        """For a signal's handler, on the loop."""
+        """For a signal's handler, on the loop. One that runs and one that waits are enough."""
+        if len(self._reloads) > 1:
+            return
         task = asyncio.get_running_loop().create_task(self._reload_and_log())
         self._reloads.add(task)
         task.add_done_callback(self._reloads.discard)

@@ -104,6 +104,7 @@ class Roster:
         self._fault = ""
         self._halves = Halves(fleet, clock)
         self.overlay = Overlay()
+        self._added: Set[Address] = frozenset()
         for standing in self.standings:
             if standing.source.first != Report():
                 self._note(standing, standing.source.first)
@@ -136,12 +137,13 @@ class Roster:
         """What operators want from now on."""
         if overlay != self.overlay:
             self.overlay = overlay
+            self._added = frozenset([spec.address for spec in overlay.added])
             self._news.set()
             self.apply()
 
     def sources_of(self, address: Address) -> Sequence[str]:
         """The names of those that list it now; none where it is on its way out."""
-        own = [SOURCE] if self.overlay.adds(address) else []
+        own = [SOURCE] if address in self._added else []
         return own + [s.source.name for s in self.standings if address in s.addresses]
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -297,6 +298,16 @@ async def test_a_signal_logs_what_is_wrong_and_never_fails(
     office._read_again = absurd
     await office._reload_and_log()
     assert "by a fault of ours" in caplog.text
+
+
+async def test_many_signals_are_not_many_reloads() -> None:
+    office, processes, given = office_of([A])
+    for size in range(100):
+        given["queue_size"] = size
+        office.reload_soon()
+    assert len(office._reloads) == 2
+    await asyncio.gather(*office._reloads)
+    assert processes.told[-1].tunables.queue_size == 99, "the last word counts"
 
 
 def test_what_is_reloadable_is_a_setting() -> None:
