@@ -25,13 +25,19 @@ Counts = dict[str, int]
 
 
 class Engine:
-    """A process that runs `disagg-engine` with these arguments, until `close`."""
+    """A process that runs `disagg-engine` with these arguments, until `close`. The nicer, the less
+    it is in the way of others."""
 
     def __init__(
-        self, name: str, arguments: Sequence[str], variables: Mapping[str, str], folder: Path
+        self,
+        name: str,
+        arguments: Sequence[str],
+        variables: Mapping[str, str],
+        folder: Path,
+        niceness: int = 0,
     ) -> None:
         self.log, self._words = folder / f"{name}.log", folder / f"{name}.json"
-        given = (list(arguments), dict(variables), self.log, self._words)
+        given = (list(arguments), dict(variables), self.log, self._words, niceness)
         self._process = _context.Process(target=_live, args=given, name=name, daemon=True)
         self._process.start()
 
@@ -57,8 +63,11 @@ class Engine:
         return words
 
 
-def _live(arguments: list[str], variables: dict[str, str], log: Path, words: Path) -> None:
+def _live(
+    arguments: list[str], variables: dict[str, str], log: Path, words: Path, niceness: int
+) -> None:
     die_with(os.getppid())()
+    os.nice(niceness)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)

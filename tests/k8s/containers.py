@@ -19,6 +19,8 @@ from tests.integration import nursery
 from tests.k8s.cluster import Cluster, Manifest
 from tests.k8s.kubelet import Process
 
+# Many engines, and other tests at the same time that measure milliseconds.
+NICENESS = 10
 # Of a probe.
 PROBE_SECONDS = 2.0
 
@@ -36,7 +38,7 @@ class Containers:
     def __call__(self, pod: Manifest, ip: str) -> Process:
         name = pod["metadata"]["name"]
         folder = self.folder / name
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         [container] = pod["spec"]["containers"]
         probe = probe_of(container, ip)
         if container["name"] == "router":
@@ -54,7 +56,7 @@ class Containers:
             for one in container["env"]
         }
         del variables["UCX_TCP_PORT_RANGE"]  # all engines of a machine have no room in it
-        return nursery.Engine(name, arguments, variables, folder)
+        return nursery.Engine(name, arguments, variables, folder, NICENESS)
 
     def _router(self, pod: Manifest, container: Manifest, folder: Path) -> Family:
         """Without a network of its own it is a pod at any address of this machine."""
@@ -76,7 +78,7 @@ class Containers:
                 name = maps[mount["name"]]["name"]
                 data = self.cluster.get(f"/api/v1/namespaces/{namespace}/configmaps/{name}")["data"]
                 place = folder / mount["name"]
-                place.mkdir()
+                place.mkdir(exist_ok=True)
                 for file, text in data.items():
                     (place / file).write_text(text)
                 mounted[mount["mountPath"]] = str(place)

@@ -69,14 +69,15 @@ def idle(pod: Manifest, ip: str) -> Process:
 
 @dataclass
 class Tenant:
-    """A pod on this node. `ends_at` and `killed_at`: when SIGTERM and SIGKILL are due."""
+    """A pod on this node. `ends_at` and `killed_at`: when SIGTERM and SIGKILL are due. `is_ready`
+    is what was reported last, None before anything was."""
 
     name: str
     ip: str
     process: Process
     pre_stop: float
     grace: float
-    is_ready: bool = False
+    is_ready: bool | None = None
     ends_at: float | None = None
     killed_at: float | None = None
     is_gone: bool = False
@@ -134,7 +135,8 @@ class Kubelet:
             elif "deletionTimestamp" in pod["metadata"]:
                 self._leave(name)
             elif name not in self.tenants:
-                self.tenants[name] = self._move_in(name, pod)
+                # Anew, for others read it meanwhile.
+                self.tenants = {**self.tenants, name: self._move_in(name, pod)}
 
     def _leave(self, name: str) -> None:
         tenant = self.tenants.get(name)
@@ -145,39 +147,40 @@ class Kubelet:
 
     def _move_in(self, name: str, pod: Manifest) -> Tenant:
         number = next(_numbers)
-        ip = f"127.2.{number // 250}.{number % 250 + 1}"
-        process = self._run(pod, ip)
-        spec = pod["spec"]
-        self._pods.report(name, ip, ready=False)
-        return Tenant(name, ip, process, _pre_stop(pod), spec["terminationGracePeriodSeconds"])
+        ip, grace = f"127.2.{number // 250}.{number % 250 + 1}", _grace(pod)
+        return Tenant(name, ip, self._run(pod, ip), _pre_stop(pod), grace)
 
     def _advance(self, tenant: Tenant) -> None:
         process, status = tenant.process, tenant.process.exit_status()
         if status is not None:
             self._bury(tenant, status)
         elif tenant.ends_at is None:
-            if not tenant.is_ready and process.is_ready():
-                self._report_ready(tenant)
+            if not tenant.is_ready and (is_ready := process.is_ready()) is not tenant.is_ready:
+                self._report(tenant, is_ready)
         elif tenant.killed_at is None and self._clock() >= tenant.ends_at:
             process.terminate()
             tenant.killed_at = self._clock() + tenant.grace - tenant.pre_stop
         elif tenant.killed_at is not None and self._clock() >= tenant.killed_at:
-            self.faults.append(f"{tenant.name} was killed after {tenant.grace} s")
+            self.faults.append(f"{tenant.name} was killed after {tenant.grace:g} s")
             process.kill()
 
-    def _report_ready(self, tenant: Tenant) -> None:
+    def _report(self, tenant: Tenant, is_ready: bool) -> None:
         try:
-            self._pods.report(tenant.name, tenant.ip, ready=True)
+            self._pods.report(tenant.name, tenant.ip, ready=is_ready)
         except httpx.HTTPError as error:
             logger.info("%s", error)  # the next time
         else:
-            tenant.is_ready = True
+            tenant.is_ready = is_ready
 
     def _bury(self, tenant: Tenant, status: int) -> None:
         if tenant.killed_at is None or status != 0:
             self.faults.append(f"{tenant.name} ended with status {status}")
         tenant.process.close()
         tenant.is_gone = True
+
+
+def _grace(pod: Manifest) -> float:
+    return float(pod["spec"]["terminationGracePeriodSeconds"])
 
 
 def _pre_stop(pod: Manifest) -> float:

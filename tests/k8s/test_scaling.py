@@ -9,7 +9,6 @@ kubelet is ours.
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -35,8 +34,6 @@ from tests.k8s.containers import Containers
 from tests.k8s.kubelet import Kubelet
 from tests.k8s.pods import Pods
 from tests.k8s.releases import Helm, chart_for_old_servers, make_namespace
-
-logger = logging.getLogger(__name__)
 
 NAMESPACE = "scaling"
 SERVICE = "router-disagg-router"
@@ -260,7 +257,7 @@ def lose_the_api_server(world: World, clients: Load) -> None:
     [gone, *_] = world.living("blue", "decode")
     name = world.engine(gone)
     world.cluster.stop_api_server()
-    wait_for("trouble is told", lambda: troubles(world) == 2)
+    wait_for("trouble is told", lambda: troubles(world) == 2, MUCH)
     clients.goes_on(10, MUCH)
     world.kubelet.evict(gone)
     wait_for(f"{gone} has gone", lambda: world.kubelet.tenants[gone].is_gone, MUCH)
@@ -271,6 +268,8 @@ def lose_the_api_server(world: World, clients: Load) -> None:
     world.cluster.start_api_server()
     wait_for("it is known to have gone", lambda: not world.knows(name), MUCH)
     wait_for("no trouble any more", lambda: not troubles(world), MUCH)
+    # Its controller has noticed, too: scaled down before, it would keep the one that is not there.
+    wait_for("another in its place", lambda: world.has("blue", MOST), MUCH)
 
 
 def troubles(world: World) -> float:
