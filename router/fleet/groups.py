@@ -1,10 +1,11 @@
 """Which engines may read each other's KV.
 
 A source may say so. Of the engines of which none does, those that name the same hash of what they
-must have in common (GET /disagg/identity) are a group. While only one such hash is known, all of
-them are one group, with those that name none, as stock engines do. Once there are two, as when a
-new version is rolled out, nobody knows which of them could read the nameless: these are one of
-their own.
+must have in common (GET /disagg/identity) are a group, called by that hash: so all routers call it
+the same, whenever they came, and it keeps its name when another one comes or goes. Engines that
+name none, as stock ones, belong to the only hash there is. Once there are two, as when a new
+version is rolled out, nobody knows which of them could read the nameless: these are one of their
+own.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def assign_groups(engines: Iterable[Engine]) -> None:
             hashes.add(engine.compatibility)
         unassigned.append(engine)
     names = _names(hashes)
+    nameless = next(iter(names.values())) if len(names) == 1 else DEFAULT_GROUP
     for engine in unassigned:
-        is_told = len(hashes) > 1 and engine.compatibility
-        engine.group = names[engine.compatibility] if is_told else DEFAULT_GROUP
+        engine.group = names.get(engine.compatibility, nameless)
 
 
 def _names(hashes: Set[str]) -> Mapping[str, str]:

@@ -76,7 +76,8 @@ async def release(request: Request, gateway: Gateway, name: str, params: Params)
         if status == 200:
             return gateway.metrics.releases.labels("done").inc()
     outcome = "no_decoder"
-    for decoder in _decoders(request, gateway):
+    group = None if prefiller is None else prefiller.group
+    for decoder in _decoders(request, gateway, group):
         status = await _tell(request, gateway, decoder, COMPLETIONS, _body(request.body, params))
         outcome = "done" if 200 <= status < 500 else "failed"
         if outcome == "done":
@@ -105,12 +106,14 @@ async def _tell(request: Request, gateway: Gateway, engine: Engine, path: str, b
         return 0
 
 
-def _decoders(request: Request, gateway: Gateway) -> Sequence[Engine]:
+def _decoders(request: Request, gateway: Gateway, group: str | None) -> Sequence[Engine]:
     """The one that was asked, which knows the prefiller already, unless that is what failed; and
-    another one."""
+    another one. Nobody of a group that cannot read from the prefiller's `group`, if that is known.
+    """
     known = gateway.fleet.named(request.record.decoder)
-    others = [one for one in gateway.fleet.candidates(Role.DECODE) if one is not known]
-    return ([] if known is None else [known]) + others[:1]
+    able = [one for one in gateway.fleet.candidates(Role.DECODE) if group in (None, one.group)]
+    first = [known] if known is not None and group in (None, known.group) else []
+    return first + [one for one in able if one is not known][:1]
 
 
 def _body(body: Body, params: Params) -> Body:

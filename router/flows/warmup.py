@@ -18,7 +18,7 @@ from typing import NamedTuple
 import orjson
 
 from router.fleet.engine import Engine, Health
-from router.fleet.spec import DECODE, PREFILL, Intent
+from router.fleet.spec import DECODE, PREFILL, Intent, Role
 from router.flows import release
 from router.flows.bodies import Bodies
 from router.flows.errors import EngineError, RequestError
@@ -53,16 +53,22 @@ ENDPOINT = "/v1/completions"
 
 
 class Life(NamedTuple):
-    """An engine from when it was found healthy until it is lost."""
+    """An engine from when it was found healthy until it is lost, or becomes another."""
 
     engine: Engine
     lost_at: float
+    role: Role
+    group: str
 
     @property
     def goes_on(self) -> bool:
         engine = self.engine
         is_up = engine.health is Health.HEALTHY and engine.intent is Intent.SERVING
-        return is_up and engine.lost_at == self.lost_at
+        return is_up and self == _life_of(engine)
+
+
+def _life_of(engine: Engine) -> Life:
+    return Life(engine, engine.lost_at, engine.role, engine.group)
 
 
 class Pair(NamedTuple):
@@ -119,7 +125,7 @@ class Warmer:
         """Who is new since the last look. Each is a task's step of its own: that a thousand come at
         once must not keep requests waiting."""
         engines = self._gateway.fleet.engines
-        alive = {life for engine in engines if (life := Life(engine, engine.lost_at)).goes_on}
+        alive = {life for engine in engines if (life := _life_of(engine)).goes_on}
         new, self._met = alive - self._met, self._met & alive
         latest = now() + self._longest_cold
         self._cold |= {life: latest for life in new if life.engine.is_cold}

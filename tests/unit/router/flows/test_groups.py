@@ -77,7 +77,7 @@ async def test_one_hash_and_engines_without_one_are_one_group(
     p.identity = identity(BLUE)
     router = await start_router()
     await router.knows_its_engines()
-    assert router.gateway.fleet.groups == {DEFAULT_GROUP}
+    assert router.gateway.fleet.groups == {"default-bbbbbbbb"}
     assert (await router.complete()).status_code == 200
     assert d.requests
 

@@ -227,8 +227,9 @@ async def test_a_pair_that_is_of_one_group_no_more_is_not_warmed(
         await eventually(lambda: not any(e.is_cold for e in router.gateway.fleet.engines))
         await router.settled()
         legs = [r for mock in (d, d2, d3) for r in warm(mock) if not is_release(r)]
-        assert len(legs) == (0 if late else 3)
-        assert len(warm(p)) == (len(begun) if late else 3)
+        # Where all of them moved, those begun may go on, and all pairs are new ones.
+        assert len(legs) == (0 if late else len(begun) + 3)
+        assert len(warm(p)) == len(begun) + (0 if late else 3)
 
 
 async def test_what_was_prefilled_for_a_push_that_failed_is_released(
