@@ -24,10 +24,10 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from router.admin.desk import ADDRESS, Alone, Server, at_work
+from router.admin.control import Control
+from router.admin.hosting import ADDRESS, Alone, Server, at_work
 from router.admin.line import listening
 from router.admin.member import Member
-from router.admin.office import Office
 from router.api.protocol import RouterProtocol
 from router.app import build
 from router.fleet.sources.configured import described
@@ -122,11 +122,11 @@ async def _serve_alone(
     admin: socket.socket | None,
 ) -> None:
     app = build(settings)
-    office = Office(settings, Alone(Member(settings, app)), read_again)
+    control = Control(settings, Alone(Member(settings, app)), read_again)
     with watched(settings, app.state.exposition):
         announce(settings, listener)
-        async with at_work(office, admin):
-            await _serve(settings, listener, app, SIGNALS, office)
+        async with at_work(control, admin):
+            await _serve(settings, listener, app, SIGNALS, control)
 
 
 async def _serve_in_family(
@@ -161,7 +161,7 @@ async def _serve(
     listener: socket.socket,
     app: FastAPI,
     signals: Iterable[signal.Signals],
-    office: Office | None = None,
+    control: Control | None = None,
 ) -> None:
     _allow_many_connections()
     gc.collect()
@@ -172,8 +172,8 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in signals:
         loop.add_signal_handler(number, shutdown.on_signal, number)
-    if office is not None:
-        hangup = Hangup(office.reload_soon, shutdown.on_signal)
+    if control is not None:
+        hangup = Hangup(control.reload_soon, shutdown.on_signal)
         loop.add_signal_handler(signal.SIGHUP, hangup.on_signal)
     await server.serve(sockets=[listener])
 

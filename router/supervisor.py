@@ -25,7 +25,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from router import serve
-from router.admin.desk import Backroom
+from router.admin.hosting import ControlThread
 from router.app import with_store_keys
 from router.children import die_with
 from router.settings import Settings, SettingsError
@@ -55,9 +55,9 @@ def run(settings: Settings, read_again: Callable[[], Settings]) -> int:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="disagg-router-")))
         stack.enter_context(serve.watched(settings, partial(family_exposition, directory)))
         admin = stack.enter_context(serve.admin_listener(settings))
-        backroom = Backroom(loaded, read_again, directory, admin)
-        stack.enter_context(backroom.open())
-        return Supervisor(settings, listeners, directory, backroom.reload).run()
+        control_thread = ControlThread(loaded, read_again, directory, admin)
+        stack.enter_context(control_thread.open())
+        return Supervisor(settings, listeners, directory, control_thread.reload).run()
 
 
 class Supervisor:

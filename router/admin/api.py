@@ -10,8 +10,8 @@ from fastapi import APIRouter, Depends, FastAPI, Path, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from router.admin.door import Door
-from router.admin.office import Office, RefusedError
+from router.admin.control import Control, RefusedError
+from router.admin.gate import Gate
 from router.admin.views import EngineView, GroupView
 from router.api import failures
 from router.fleet.sources.file import Entry
@@ -50,12 +50,12 @@ class NewWeight(msgspec.Struct, forbid_unknown_fields=True):
     weight: Annotated[float, msgspec.Meta(ge=0, le=HEAVIEST)]
 
 
-def office_of(request: Request) -> Office:
-    office: Office = request.app.state.office
-    return office
+def control_of(request: Request) -> Control:
+    control: Control = request.app.state.control
+    return control
 
 
-TheOffice = Annotated[Office, Depends(office_of)]
+TheControl = Annotated[Control, Depends(control_of)]
 Name = Annotated[str, Path(description="host:port", max_length=300)]
 GroupName = Annotated[str, Path(pattern=rf"^{GROUP.pattern}$")]
 router = APIRouter(prefix="/admin", tags=["Admin"])
@@ -78,60 +78,60 @@ def _body(kind: type) -> dict[str, Any]:
 
 
 @router.get("/engines", summary="Every engine, as all processes of the router see it")
-async def engines(office: TheOffice) -> Engines:
-    seen = await office.engines()
+async def engines(control: TheControl) -> Engines:
+    seen = await control.engines()
     workers = Workers(answered=seen.answered, known=seen.known)
     return Engines(engines=seen.engines, workers=workers)
 
 
 @router.post("/engines", status_code=201, summary="Adds an engine", openapi_extra=_body(Entry))
-async def add(request: Request, office: TheOffice) -> EngineView:
-    return await office.add(_read(await request.body(), Any))
+async def add(request: Request, control: TheControl) -> EngineView:
+    return await control.add(_read(await request.body(), Any))
 
 
 @router.get("/engines/{name}", summary="One engine")
-async def engine(name: Name, office: TheOffice) -> EngineView:
-    return await office.engine(name)
+async def engine(name: Name, control: TheControl) -> EngineView:
+    return await control.engine(name)
 
 
 @router.delete("/engines/{name}", status_code=204, summary="Takes away what was added here")
-async def remove(name: Name, office: TheOffice) -> None:
-    await office.remove(name)
+async def remove(name: Name, control: TheControl) -> None:
+    await control.remove(name)
 
 
 @router.post("/engines/{name}/drain", summary="It gets nothing new, whatever sources say")
-async def drain(name: Name, office: TheOffice) -> EngineView:
-    return await office.drain(name)
+async def drain(name: Name, control: TheControl) -> EngineView:
+    return await control.drain(name)
 
 
 @router.post("/engines/{name}/resume", summary="Takes that back")
-async def resume(name: Name, office: TheOffice) -> EngineView:
-    return await office.resume(name)
+async def resume(name: Name, control: TheControl) -> EngineView:
+    return await control.resume(name)
 
 
 @router.get("/groups", summary="Groups of engines that pair, and their weights")
-async def groups(office: TheOffice) -> Groups:
-    return Groups(groups=await office.groups())
+async def groups(control: TheControl) -> Groups:
+    return Groups(groups=await control.groups())
 
 
 @router.put("/groups/{group}", summary="Gives a group a weight", openapi_extra=_body(NewWeight))
-async def weigh(group: GroupName, request: Request, office: TheOffice) -> GroupView:
+async def weigh(group: GroupName, request: Request, control: TheControl) -> GroupView:
     weight = _read(await request.body(), NewWeight).weight
-    return await office.weigh(group, weight)
+    return await control.weigh(group, weight)
 
 
 @router.delete("/groups/{group}", status_code=204, summary="Takes that back")
-async def unweigh(group: GroupName, office: TheOffice) -> None:
-    await office.unweigh(group)
+async def unweigh(group: GroupName, control: TheControl) -> None:
+    await control.unweigh(group)
 
 
 @router.post("/reload", summary="Reads settings again, and applies those that may change now")
-async def reload(office: TheOffice) -> Reload:
-    reloaded = await office.reload()
+async def reload(control: TheControl) -> Reload:
+    reloaded = await control.reload()
     return Reload(applied=reloaded.applied, needs_restart=reloaded.needs_restart)
 
 
-def application(office: Office) -> Door:
+def application(control: Control) -> Gate:
     app = FastAPI(
         title="disagg-router admin",
         version=version("disagg-router"),
@@ -140,12 +140,12 @@ def application(office: Office) -> Door:
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.office = office
+    app.state.control = control
     app.include_router(router)
     failures.install(app)
     app.add_exception_handler(RefusedError, _refused)
     app.add_exception_handler(SettingsError, _unusable)
-    return Door(app, lambda: office.token)
+    return Gate(app, lambda: control.token)
 
 
 def _read(body: bytes, kind: type[T]) -> T:

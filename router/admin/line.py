@@ -1,4 +1,4 @@
-"""How the office of a router reaches its worker processes, over a Unix socket in a
+"""How the control of a router reaches its worker processes, over a Unix socket in a
 private directory.
 
 Each worker dials once and keeps the line. A state goes out as one line of JSON, at once to who has
@@ -61,7 +61,7 @@ class Line:
 
 
 class Switchboard:
-    """The office's end: `known` workers there should be."""
+    """The control's end: `known` workers there should be."""
 
     def __init__(self, state: State, known: int) -> None:
         self.state = state
@@ -105,7 +105,7 @@ class Switchboard:
 
 @contextlib.asynccontextmanager
 async def listening(path: Path, member: Member) -> AsyncIterator[None]:
-    """A worker's end, until the block ends. It has the state when the block begins; but an office
+    """A worker's end, until the block ends. It has the state when the block begins; but an control
     that says nothing keeps no worker from serving."""
     has_heard = asyncio.Event()
     task = asyncio.create_task(_follow(path, member, has_heard))
@@ -133,7 +133,7 @@ async def _follow(path: Path, member: Member, has_heard: asyncio.Event) -> None:
                     writer.write(view.model_dump_json().encode() + b"\n")
                     await writer.drain()
         except (OSError, asyncio.IncompleteReadError):
-            pass  # the office is gone, or has given this line up
+            pass  # the control is gone, or has given this line up
         except (ValidationError, asyncio.LimitOverrunError) as error:
             logger.error("what operators want cannot be read: %s", error)
         except Exception:

@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from router.admin.api import application
-from router.admin.desk import Alone
+from router.admin.control import Control
+from router.admin.hosting import Alone
 from router.admin.member import Member
-from router.admin.office import Office
 from router.fleet.engine import Health
 from router.fleet.spec import Intent
 from router.settings import Settings
@@ -39,7 +39,7 @@ TOKEN = "0123456789abcdef"
 @dataclass
 class Administered:
     router: Router
-    office: Office
+    control: Control
     api: httpx.AsyncClient
     given: dict[str, Any]
     """Settings that are there for the next reload."""
@@ -66,16 +66,16 @@ async def administered(
         return settings_for(p=p, d=d, **given)
 
     async with running_router(settings, "protocol") as router:
-        office = Office(settings, Alone(Member(settings, router.app)), read_again)
-        tidying = asyncio.create_task(office.run())
-        door = application(office)
+        control = Control(settings, Alone(Member(settings, router.app)), read_again)
+        tidying = asyncio.create_task(control.run())
+        app = application(control)
         async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(door), base_url="http://admin"
+            transport=httpx.ASGITransport(app), base_url="http://admin"
         ) as api:
             await eventually(
                 lambda: all(e.health is Health.HEALTHY for e in router.gateway.fleet.engines)
             )
-            yield Administered(router, office, api, given)
+            yield Administered(router, control, api, given)
         tidying.cancel()
 
 
@@ -176,7 +176,7 @@ async def test_a_drain_survives_a_new_listing_and_ends_with_the_engine(
         await eventually(lambda: engine.spec.weight == 3)
         assert engine.intent is Intent.DRAINING
         write()
-        await eventually(lambda: not here.office.state.overlay.draining)
+        await eventually(lambda: not here.control.state.overlay.draining)
         write(one)
         await eventually(lambda: any(e.role == "decode" for e in here.router.gateway.fleet.engines))
         assert here.router.engine(d).intent is Intent.SERVING, "it was gone from all sources"
@@ -270,11 +270,11 @@ async def test_what_makes_no_sense_is_an_error_object(
     p: MockEngine, d: MockEngine, method: str, path: str, body: str | None, status: int
 ) -> None:
     async with administered([p], [d]) as here:
-        before = here.office.state
+        before = here.control.state
         answer = await here.api.request(method, path, content=body)
         assert answer.status_code == status, answer.text
         assert error_of(answer)
-        assert here.office.state == before
+        assert here.control.state == before
 
 
 async def test_the_api_describes_itself(p: MockEngine, d: MockEngine) -> None:
@@ -358,8 +358,8 @@ async def test_limits_change_while_requests_run(p: MockEngine, d: MockEngine) ->
 async def test_a_broken_reload_is_answered_with_its_reasons(p: MockEngine, d: MockEngine) -> None:
     async with administered([p], [d]) as here:
         here.given |= {"queue_size": 3, "config": "/nowhere.yaml"}
-        before = here.office.state
+        before = here.control.state
         answer = await here.api.post("/admin/reload")
         assert answer.status_code == 400
         assert "--config /nowhere.yaml: No such file" in error_of(answer)
-        assert here.office.state == before
+        assert here.control.state == before

@@ -1,4 +1,4 @@
-"""The office's line to its workers: late or not, each has the state; nobody waits for the dead."""
+"""The control's line to its workers: late or not, each has the state; nobody waits for the dead."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_state_is_the_same_on_the_other_side() -> None:
 
 
 async def test_all_are_told_and_who_comes_later_is_told_at_once(tmp_path: Path) -> None:
-    path, board = tmp_path / "office", Switchboard(EMPTY, 2)
+    path, board = tmp_path / "control", Switchboard(EMPTY, 2)
     async with board.open(path), worker(path) as one:
         assert one.states == [EMPTY], "before it serves"
         assert await board.tell(FULL) == [View(engines=[], groups=[], is_informed=True), None]
@@ -85,7 +85,7 @@ async def test_all_are_told_and_who_comes_later_is_told_at_once(tmp_path: Path) 
 async def test_one_that_stands_still_is_not_waited_for_and_has_the_state_later(
     tmp_path: Path,
 ) -> None:
-    path, board = tmp_path / "office", Switchboard(EMPTY, 2)
+    path, board = tmp_path / "control", Switchboard(EMPTY, 2)
     async with board.open(path), worker(path) as one:
         reader, writer = await asyncio.open_unix_connection(str(path))
         assert decoded(await reader.readline()) == EMPTY  # and says nothing
@@ -99,7 +99,7 @@ async def test_one_that_stands_still_is_not_waited_for_and_has_the_state_later(
 
 async def test_what_is_told_while_one_comes_reaches_it(tmp_path: Path) -> None:
     """Its first exchange is under way when the state changes."""
-    path, board = tmp_path / "office", Switchboard(EMPTY, 1)
+    path, board = tmp_path / "control", Switchboard(EMPTY, 1)
     async with board.open(path):
         reader, writer = await asyncio.open_unix_connection(str(path))
         assert decoded(await reader.readline()) == EMPTY
@@ -115,7 +115,7 @@ async def test_what_is_told_while_one_comes_reaches_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("garbage", [b"{}\n", b"\xff\n", b"no end"])
 async def test_nonsense_is_no_answer(tmp_path: Path, garbage: bytes) -> None:
-    path, board = tmp_path / "office", Switchboard(EMPTY, 1)
+    path, board = tmp_path / "control", Switchboard(EMPTY, 1)
     async with board.open(path):
         reader, writer = await asyncio.open_unix_connection(str(path))
         await reader.readline()
@@ -128,7 +128,7 @@ async def test_nonsense_is_no_answer(tmp_path: Path, garbage: bytes) -> None:
 async def test_a_fault_in_a_worker_is_told_and_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, board = tmp_path / "office", Switchboard(EMPTY, 1)
+    path, board = tmp_path / "control", Switchboard(EMPTY, 1)
     async with board.open(path), worker(path) as one:
         one.fault = RuntimeError("a fault of ours")
         assert await board.tell(FULL) == [None]
@@ -137,7 +137,7 @@ async def test_a_fault_in_a_worker_is_told_and_tried_again(
 
 
 async def test_lines_of_the_dead_are_not_kept(tmp_path: Path) -> None:
-    path, board = tmp_path / "office", Switchboard(EMPTY, 1)
+    path, board = tmp_path / "control", Switchboard(EMPTY, 1)
     async with board.open(path):
         for _ in range(20):
             async with worker(path):
@@ -145,10 +145,10 @@ async def test_lines_of_the_dead_are_not_kept(tmp_path: Path) -> None:
         await eventually(lambda: len(board._lines) <= 1)
 
 
-async def test_a_worker_serves_even_if_there_is_no_office(
+async def test_a_worker_serves_even_if_there_is_no_control(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(line_module, "FIRST_WORD", 0.05)
-    async with worker(tmp_path / "office") as one:
+    async with worker(tmp_path / "control") as one:
         assert not one.states
     assert "serving without" in caplog.text

@@ -21,7 +21,7 @@ class TooLargeError(Exception):
     pass
 
 
-class Door:
+class Gate:
     """Before an ASGI application. `token` is what callers have to show now; None: nothing, which is
     for loopback alone."""
 

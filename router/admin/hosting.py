@@ -1,4 +1,4 @@
-"""The office at work: it answers on its port, if it has one, beside a router or beside several."""
+"""The control at work: it answers on its port, if it has one, beside a router or beside several."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 import uvicorn
 
 from router.admin.api import application
+from router.admin.control import Control
 from router.admin.line import Switchboard
 from router.admin.member import Member
-from router.admin.office import Office
 from router.admin.state import State, Tunables
 from router.admin.views import View
 from router.settings import Settings
@@ -25,10 +25,10 @@ logger = logging.getLogger("disagg_router.admin")
 MOST_AT_ONCE = 64
 # Seconds that a connection may last. Each is for one call, so who lasts longer keeps others out.
 LONGEST = 30.0
-# Seconds for calls that run when the router ends, and for the office of several to open.
+# Seconds for calls that run when the router ends, and for the control of several to open.
 PARTING = 2
 PATIENCE = 10.0
-ADDRESS = "office"
+ADDRESS = "control"
 
 
 class Server(uvicorn.Server):
@@ -50,12 +50,12 @@ class Alone:
 
 
 @contextlib.asynccontextmanager
-async def at_work(office: Office, listener: socket.socket | None) -> AsyncIterator[None]:
+async def at_work(control: Control, listener: socket.socket | None) -> AsyncIterator[None]:
     """Until the block ends."""
-    tasks = [asyncio.create_task(office.run())]
+    tasks = [asyncio.create_task(control.run())]
     server = None
     if listener is not None:
-        server = Server(_config(office))
+        server = Server(_config(control))
         tasks.append(asyncio.create_task(_sweep(server)))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -81,9 +81,9 @@ async def _sweep(server: Server) -> None:
         await asyncio.sleep(LONGEST / 10)
 
 
-def _config(office: Office) -> uvicorn.Config:
+def _config(control: Control) -> uvicorn.Config:
     return uvicorn.Config(
-        application(office),
+        application(control),
         http="h11",  # which bounds the head of a request
         ws="none",
         lifespan="off",
@@ -97,9 +97,9 @@ def _config(office: Office) -> uvicorn.Config:
     )
 
 
-class Backroom:
-    """The office of several worker processes, on a thread of its own, since the process that has it
-    waits for its workers."""
+class ControlThread:
+    """The control of several worker processes, on a thread of its own, since the process that has
+    it waits for its workers."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Backroom:
     ) -> None:
         """Raises SettingsError."""
         self._board = Switchboard(State(Tunables.of(settings)), settings.workers)
-        self._office = Office(settings, self._board, read_again)
+        self._control = Control(settings, self._board, read_again)
         self._path = directory / ADDRESS
         self._listener = listener
         self._is_open = threading.Event()
@@ -122,7 +122,7 @@ class Backroom:
         thread = threading.Thread(target=self._run, name="admin", daemon=True)
         thread.start()
         if not self._is_open.wait(PATIENCE):
-            logger.error("the office of the workers does not open: there is no admin API")
+            logger.error("the control of the workers does not open: there is no admin API")
         try:
             yield
         finally:
@@ -132,7 +132,7 @@ class Backroom:
 
     def reload(self) -> None:
         """From any thread, or a signal's handler."""
-        self._soon(self._office.reload_soon)
+        self._soon(self._control.reload_soon)
 
     def _soon(self, what: Callable[[], object]) -> None:
         if self._loop is not None:
@@ -143,10 +143,10 @@ class Backroom:
         try:
             asyncio.run(self._work())
         except Exception:
-            logger.exception("the office of the workers died: there is no admin API any more")
+            logger.exception("the control of the workers died: there is no admin API any more")
 
     async def _work(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        async with self._board.open(self._path), at_work(self._office, self._listener):
+        async with self._board.open(self._path), at_work(self._control, self._listener):
             self._is_open.set()
             await self._end.wait()

@@ -56,7 +56,7 @@ class Reloaded(NamedTuple):
     needs_restart: list[str]
 
 
-class Office:
+class Control:
     """`settings` as they were loaded, `read_again` loads them anew. Raises SettingsError."""
 
     def __init__(

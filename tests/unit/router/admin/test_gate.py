@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from router.admin import door as door_module
-from router.admin.door import MOST_BYTES, Door
+from router.admin import gate as gate_module
+from router.admin.gate import MOST_BYTES, Gate
 
 TOKEN = "0123456789abcdef"
 
@@ -22,8 +22,8 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def client(token: str | None = TOKEN) -> httpx.AsyncClient:
-    door = Door(echo, lambda: token)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://x")
+    gate = Gate(echo, lambda: token)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://x")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ async def test_bodies_are_bounded() -> None:
 async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 
-    monkeypatch.setattr(door_module, "PATIENCE", 0.05)
+    monkeypatch.setattr(gate_module, "PATIENCE", 0.05)
     sent: list[Message] = []
 
     async def receive() -> Message:
@@ -108,7 +108,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.M
         sent.append(message)
 
     scope = {"type": "http", "headers": [(b"authorization", f"Bearer {TOKEN}".encode())]}
-    await Door(echo, lambda: TOKEN)(scope, receive, send)
+    await Gate(echo, lambda: TOKEN)(scope, receive, send)
     assert sent[0]["status"] == 408
 
 
@@ -120,4 +120,4 @@ async def test_a_caller_that_leaves_meanwhile_costs_nothing() -> None:
         raise AssertionError
 
     scope = {"type": "http", "headers": [(b"authorization", f"Bearer {TOKEN}".encode())]}
-    await Door(echo, lambda: TOKEN)(scope, receive, send)
+    await Gate(echo, lambda: TOKEN)(scope, receive, send)

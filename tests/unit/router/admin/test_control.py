@@ -1,4 +1,4 @@
-"""What the office accepts, refuses, remembers and forgets; the processes are told, not real."""
+"""What the control accepts, refuses, remembers and forgets; the processes are told, not real."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from router.admin import office as office_module
-from router.admin.office import Office, RefusedError
+from router.admin import control as control_module
+from router.admin.control import Control, RefusedError
 from router.admin.state import RELOADABLE, State
 from router.admin.views import EngineView, View
 from router.fleet.overlay import Overlay, overlaid
@@ -60,13 +60,13 @@ def _seen(listed: Listed, is_of_file: bool, overlay: Overlay) -> EngineView:
     )
 
 
-def office_of(
+def control_of(
     *of: list[Listed] | None, flags: dict[str, Any] | None = None
-) -> tuple[Office, FakeProcesses, dict[str, Any]]:
+) -> tuple[Control, FakeProcesses, dict[str, Any]]:
     """And what settings are read from the next time."""
     given: dict[str, Any] = ENGINES | (flags or {})
     processes = FakeProcesses(*of)
-    return Office(load(given), processes, lambda: load(given)), processes, given
+    return Control(load(given), processes, lambda: load(given)), processes, given
 
 
 async def refused(awaitable: Any) -> tuple[int, str]:
@@ -76,20 +76,20 @@ async def refused(awaitable: Any) -> tuple[int, str]:
 
 
 async def test_engines_are_added_and_taken_away() -> None:
-    office, processes, _ = office_of([A, B], [A])
-    added = await office.add(NEW | {"group": "blue", "weight": 2, "models": ["m"]})
+    control, processes, _ = control_of([A, B], [A])
+    added = await control.add(NEW | {"group": "blue", "weight": 2, "models": ["m"]})
     assert (added.name, added.sources, added.drained) == ("n:1", ["admin"], False)
-    [spec] = office.state.overlay.added
+    [spec] = control.state.overlay.added
     assert (spec.group, spec.weight, spec.models) == ("blue", 2.0, frozenset("m"))
-    assert processes.told[-1] == office.state
-    await office.remove("n:1")
-    assert office.state.overlay == Overlay()
+    assert processes.told[-1] == control.state
+    await control.remove("n:1")
+    assert control.state.overlay == Overlay()
 
 
 async def test_an_engine_may_come_draining_and_be_resumed() -> None:
-    office, _, _ = office_of([A])
-    assert (await office.add(NEW | {"draining": True})).intent is Intent.DRAINING
-    assert (await office.resume("n:1")).intent is Intent.SERVING
+    control, _, _ = control_of([A])
+    assert (await control.add(NEW | {"draining": True})).intent is Intent.DRAINING
+    assert (await control.resume("n:1")).intent is Intent.SERVING
 
 
 @pytest.mark.parametrize(
@@ -103,70 +103,70 @@ async def test_an_engine_may_come_draining_and_be_resumed() -> None:
     ],
 )  # fmt: skip
 async def test_what_the_file_would_not_take_is_refused(entry: object) -> None:
-    office, _, _ = office_of([A])
-    status, text = await refused(office.add(entry))
+    control, _, _ = control_of([A])
+    status, text = await refused(control.add(entry))
     assert status == 400
     assert "\n" not in text
-    assert office.state.overlay == Overlay()
+    assert control.state.overlay == Overlay()
 
 
 async def test_what_is_there_is_not_added_again() -> None:
-    office, _, _ = office_of([A], [A])
-    status, text = await refused(office.add({"url": "http://A:1", "role": "both"}))
+    control, _, _ = control_of([A], [A])
+    status, text = await refused(control.add({"url": "http://A:1", "role": "both"}))
     assert (status, text) == (409, "a:1 is listed by file already")
-    await office.add(NEW)
-    status, text = await refused(office.add(NEW))
+    await control.add(NEW)
+    status, text = await refused(control.add(NEW))
     assert (status, text) == (409, "n:1 is listed by admin already")
 
 
 async def test_only_what_was_added_here_is_taken_away() -> None:
-    office, processes, _ = office_of([A], [A])
-    assert await refused(office.remove("a:1")) == (
+    control, processes, _ = control_of([A], [A])
+    assert await refused(control.remove("a:1")) == (
         409,
         "a:1 was not added here: it is listed by file",
     )
-    assert (await refused(office.remove("z:1")))[0] == 404
-    await office.add(NEW)
-    await office.drain("n:1")
+    assert (await refused(control.remove("z:1")))[0] == 404
+    await control.add(NEW)
+    await control.drain("n:1")
     processes.of[0] = [A, Listed(EngineSpec(Role.DECODE, Address("n", 1)))]
-    await office.remove("n:1")
-    assert Address("n", 1) in office.state.overlay.draining, "it is still there, and drains"
+    await control.remove("n:1")
+    assert Address("n", 1) in control.state.overlay.draining, "it is still there, and drains"
 
 
 async def test_the_drain_of_what_is_taken_away_is_forgotten_at_once() -> None:
-    office, _, _ = office_of([A])
-    await office.add(NEW)
-    await office.drain("n:1")
-    await office.remove("n:1")
-    assert (await office.add(NEW)).intent is Intent.SERVING
+    control, _, _ = control_of([A])
+    await control.add(NEW)
+    await control.drain("n:1")
+    await control.remove("n:1")
+    assert (await control.add(NEW)).intent is Intent.SERVING
 
 
 @pytest.mark.parametrize("name", ["b:1", "B:1", "b:1/"])
 async def test_an_engine_is_found_by_any_spelling(name: str) -> None:
-    office, _, _ = office_of([A, B])
-    assert (await office.drain(name)).name == "b:1"
-    assert (await office.engine(name)).drained
+    control, _, _ = control_of([A, B])
+    assert (await control.drain(name)).name == "b:1"
+    assert (await control.engine(name)).drained
 
 
 @pytest.mark.parametrize("name", ["", "b", "b:2", "b:x", "b:1 ", "b:1#", "\ud800", "x" * 10_000])
 async def test_nobody_has_that_name(name: str) -> None:
-    office, _, _ = office_of([A, B])
-    status, text = await refused(office.drain(name))
+    control, _, _ = control_of([A, B])
+    status, text = await refused(control.drain(name))
     assert status == 404
     assert len(text) < 400
 
 
 async def test_without_a_process_nothing_is_promised() -> None:
-    office, _, _ = office_of(None, None)
-    for asked in (office.add(NEW), office.drain("a:1"), office.weigh("blue", 1.0)):
+    control, _, _ = control_of(None, None)
+    for asked in (control.add(NEW), control.drain("a:1"), control.weigh("blue", 1.0)):
         assert (await refused(asked))[0] == 503
-    assert office.state.overlay == Overlay()
-    assert (await office.engines())[1:] == (0, 2)
+    assert control.state.overlay == Overlay()
+    assert (await control.engines())[1:] == (0, 2)
 
 
 async def test_a_drain_stays_until_nobody_lists_the_engine() -> None:
-    office, processes, _ = office_of([A, B], [A, B])
-    await office.drain("a:1")
+    control, processes, _ = control_of([A, B], [A, B])
+    await control.drain("a:1")
     for of, is_informed in (
         ([[B], [A, B]], True),
         ([[B], None], True),
@@ -174,28 +174,28 @@ async def test_a_drain_stays_until_nobody_lists_the_engine() -> None:
         ([[], []], False),
     ):
         processes.of, processes.is_informed = list(of), is_informed
-        await office.tidy()
-        assert office.state.overlay.draining == {Address("a", 1)}, (of, is_informed)
+        await control.tidy()
+        assert control.state.overlay.draining == {Address("a", 1)}, (of, is_informed)
     processes.of, processes.is_informed = [[B], [B]], True
-    await office.tidy()
-    assert not office.state.overlay.draining
+    await control.tidy()
+    assert not control.state.overlay.draining
     processes.of = [[A, B], [A, B]]
-    assert (await office.engine("a:1")).intent is Intent.SERVING, "another one, at its address"
+    assert (await control.engine("a:1")).intent is Intent.SERVING, "another one, at its address"
 
 
 async def test_there_is_an_end_to_what_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(office_module, "MOST_ADDED", 2)
-    monkeypatch.setattr(office_module, "MOST_WEIGHTS", 0)
-    office, _, _ = office_of([A])
+    monkeypatch.setattr(control_module, "MOST_ADDED", 2)
+    monkeypatch.setattr(control_module, "MOST_WEIGHTS", 0)
+    control, _, _ = control_of([A])
     for port in (1, 2):
-        await office.add(NEW | {"url": f"http://n:{port}"})
-    assert (await refused(office.add(NEW | {"url": "http://n:3"})))[0] == 409
-    assert (await refused(office.weigh("blue", 1.0)))[0] == 409
+        await control.add(NEW | {"url": f"http://n:{port}"})
+    assert (await refused(control.add(NEW | {"url": "http://n:3"})))[0] == 409
+    assert (await refused(control.weigh("blue", 1.0)))[0] == 409
 
 
 async def test_a_weight_that_was_not_given_cannot_be_taken_back() -> None:
-    office, _, _ = office_of([A])
-    assert (await refused(office.unweigh("blue")))[0] == 404
+    control, _, _ = control_of([A])
+    assert (await refused(control.unweigh("blue")))[0] == 404
 
 
 # Reload.
@@ -203,29 +203,29 @@ async def test_a_weight_that_was_not_given_cannot_be_taken_back() -> None:
 
 async def test_settings_are_read_again_and_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="disagg_router")
-    office, processes, given = office_of([A])
-    reloaded = await office.reload()
+    control, processes, given = control_of([A])
+    reloaded = await control.reload()
     assert (reloaded.applied, reloaded.needs_restart) == ([], [])
     given |= {"group_weights": "blue=9 green=1", "queue_size": 7, "log_level": "info"}
     given |= {"port": 1, "request_timeout": 5}
-    reloaded = await office.reload()
+    reloaded = await control.reload()
     assert (reloaded.applied, reloaded.needs_restart) == (
         ["group_weights", "queue_size"],
         ["port", "request_timeout"],
     )
     assert processes.told[-1].tunables.queue_size == 7
     assert "settings that need a restart: --port --request-timeout" in caplog.text
-    reloaded = await office.reload()
+    reloaded = await control.reload()
     assert (reloaded.applied, reloaded.needs_restart) == ([], ["port", "request_timeout"])
 
 
 async def test_settings_that_cannot_be_used_change_nothing() -> None:
-    office, processes, given = office_of([A])
-    before = office.state
+    control, processes, given = control_of([A])
+    before = control.state
     given |= {"queue_size": 7, "port": "x"}
     with pytest.raises(SettingsError, match="--port"):
-        await office.reload()
-    assert office.state == before
+        await control.reload()
+    assert control.state == before
     assert not processes.told
 
 
@@ -233,80 +233,80 @@ async def test_a_token_changes_and_cannot_be_taken_off_where_others_listen(tmp_p
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
     flags = {"admin_port": 0, "admin_host": "0.0.0.0", "admin_token_file": file}
-    office, _, given = office_of([A], flags=flags)
-    assert office.token == TOKEN
+    control, _, given = control_of([A], flags=flags)
+    assert control.token == TOKEN
     file.write_text("another-token-that-is-long")
-    assert (await office.reload()).applied == ["admin_token"]
-    assert office.token == "another-token-that-is-long"
+    assert (await control.reload()).applied == ["admin_token"]
+    assert control.token == "another-token-that-is-long"
     for content in ("", "short", "two words that are long enough"):
         file.write_text(content)
         with pytest.raises(SettingsError, match="--admin-token-file"):
-            await office.reload()
+            await control.reload()
     # Right by itself; but the listener is where it is.
     given |= {"admin_host": "127.0.0.1"}
     del given["admin_token_file"]
     with pytest.raises(SettingsError, match=r"no admin token, .* listens on 0\.0\.0\.0"):
-        await office.reload()
-    assert office.token == "another-token-that-is-long"
+        await control.reload()
+    assert control.token == "another-token-that-is-long"
 
 
 async def test_store_keys_change_but_are_not_taken_off() -> None:
     flags = {"conversation_store": "redis://x", "conversation_store_key": "a" * 16}
-    office, processes, given = office_of([A], flags=flags)
+    control, processes, given = control_of([A], flags=flags)
     given["conversation_store_key"] = "b" * 16 + "\n" + "a" * 16
-    assert (await office.reload()).applied == ["conversation_store_key"]
+    assert (await control.reload()).applied == ["conversation_store_key"]
     assert processes.told[-1].store_keys == ("b" * 16, "a" * 16)
     del given["conversation_store_key"]
     with pytest.raises(SettingsError, match="needs a restart"):
-        await office.reload()
-    assert office.state.store_keys == ("b" * 16, "a" * 16)
+        await control.reload()
+    assert control.state.store_keys == ("b" * 16, "a" * 16)
 
 
 async def test_settings_that_hang_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(office_module, "PATIENCE", 0.05)
+    monkeypatch.setattr(control_module, "PATIENCE", 0.05)
     go_on = threading.Event()
 
     def hang() -> Settings:
         assert go_on.wait(10)
         return load(ENGINES)
 
-    office = Office(load(ENGINES), FakeProcesses([A]), hang)
+    control = Control(load(ENGINES), FakeProcesses([A]), hang)
     try:
         with pytest.raises(SettingsError, match="within"):
-            await office.reload()
+            await control.reload()
         with pytest.raises(SettingsError, match="still being read"):
-            await office.reload()
+            await control.reload()
     finally:
         go_on.set()
-    assert office._reading is not None
-    await office._reading
+    assert control._reading is not None
+    await control._reading
     monkeypatch.undo()
-    assert await office.reload() == ([], [])
+    assert await control.reload() == ([], [])
 
 
 async def test_a_signal_logs_what_is_wrong_and_never_fails(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    office, _, given = office_of([A])
+    control, _, given = control_of([A])
     given["port"] = "x"
-    await office._reload_and_log()
+    await control._reload_and_log()
     assert "settings stay as they are: --port" in caplog.text
 
     def absurd() -> Settings:
         raise RecursionError("deep")
 
-    office._read_again = absurd
-    await office._reload_and_log()
+    control._read_again = absurd
+    await control._reload_and_log()
     assert "by a fault of ours" in caplog.text
 
 
 async def test_many_signals_are_not_many_reloads() -> None:
-    office, processes, given = office_of([A])
+    control, processes, given = control_of([A])
     for size in range(100):
         given["queue_size"] = size
-        office.reload_soon()
-    assert len(office._reloads) == 2
-    await asyncio.gather(*office._reloads)
+        control.reload_soon()
+    assert len(control._reloads) == 2
+    await asyncio.gather(*control._reloads)
     assert processes.told[-1].tunables.queue_size == 99, "the last word counts"
 
 

@@ -11,23 +11,23 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.admin import desk as desk_module
-from router.admin.desk import Backroom, at_work
+from router.admin import hosting as hosting_module
+from router.admin.hosting import ControlThread, at_work
 from router.serve import bind_at
 from router.settings import load
-from tests.unit.router.admin.test_office import TOKEN, A, office_of
+from tests.unit.router.admin.test_control import TOKEN, A, control_of
 from tests.unit.router.test_settings import ENGINES
 
 
 async def test_a_connection_is_for_one_call_and_does_not_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(desk_module, "LONGEST", 0.3)
-    monkeypatch.setattr(desk_module, "MOST_AT_ONCE", 4)
-    office, _, _ = office_of([A])
+    monkeypatch.setattr(hosting_module, "LONGEST", 0.3)
+    monkeypatch.setattr(hosting_module, "MOST_AT_ONCE", 4)
+    control, _, _ = control_of([A])
     with bind_at("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-        async with at_work(office, listener):
+        async with at_work(control, listener):
             silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
             async with asyncio.timeout(10):
                 for reader, writer in silent:
@@ -40,16 +40,16 @@ async def test_a_connection_is_for_one_call_and_does_not_last(
             assert answer.headers["connection"] == "close"
 
 
-def test_the_office_of_workers_ends_without_a_word(
+def test_the_control_of_workers_ends_without_a_word(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     settings = load(ENGINES | {"workers": 2, "conversation_store": "off", "admin_token": TOKEN})
-    backroom = Backroom(settings, lambda: settings, tmp_path, None)
-    with backroom.open():
-        asyncio.run(_dial(tmp_path / "office"))
-        backroom.reload()
-    backroom.reload()
+    control_thread = ControlThread(settings, lambda: settings, tmp_path, None)
+    with control_thread.open():
+        asyncio.run(_dial(tmp_path / "control"))
+        control_thread.reload()
+    control_thread.reload()
     assert not any(thread.name == "admin" for thread in threading.enumerate())
     assert not caplog.records
 
