@@ -135,9 +135,10 @@ class RouterProtocol(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             self._give_up(_reason(error))
             return
+        active = self._active
         if self._receiving:
             self._watch_receiving()
-        else:
+        elif active is not None and not active.response_complete:
             self.deadline = NEVER  # until an answer ends: see on_response_complete
         if self.pipeline:
             self._limit_pipeline(len(data))

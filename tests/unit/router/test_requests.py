@@ -301,6 +301,22 @@ async def test_a_connection_without_a_request_is_closed(start_router: StartRoute
             assert await client.until_closed() == b""
 
 
+async def test_blank_lines_are_no_request_that_a_connection_waits_for(
+    start_router: StartRouter,
+) -> None:
+    """RFC 9112, section 2.2 lets a client send some before a request."""
+    router = await start_router(client_read_timeout=0.2, keep_alive_timeout=0.2)
+    if router.front == "protocol":
+        async with router.socket() as client:
+            await client.send(b"\r\n\r\n\r\n")
+            assert await client.until_closed() == b""
+        async with router.socket() as client:
+            await client.send(post(BODY) + b"\r\n")
+            assert status_of((await client.answer())[0]) == 200
+            await client.send(b"\r\n\r\n")
+            assert await client.until_closed() == b""
+
+
 async def test_an_upgrade_request_is_served_as_the_request_that_it_is(
     hot: Router, d: MockEngine
 ) -> None:
