@@ -103,8 +103,9 @@ class Run:
                 self._legs.let_go()
             if self._unread is not None:
                 self._give_up_unread()
-            if plan.route.is_noted:
-                plan.route.end_notes()
+            route = self._plan.route  # that of the group where it ended
+            if route.is_noted:
+                route.end_notes()
 
     async def _decoder_first(self) -> bool:
         """Whether a decoder has answered by itself."""

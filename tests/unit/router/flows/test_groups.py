@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -27,10 +28,17 @@ from tests.unit.router.mock_engine import (
 from tests.unit.router.test_answers import answering
 
 BLUE, GREEN = "b" * 64, "a" * 64
+NAMES = "default-bbbbbbbb", "default-aaaaaaaa"
 
 
 def identity(compatibility: str) -> dict[str, Any]:
     return {"capabilities": [], "ranks": [{"dp_rank": 0, "compatibility_hash": compatibility}]}
+
+
+def name_groups(blue: Iterable[MockEngine], green: Iterable[MockEngine]) -> None:
+    for mocks, name in ((blue, BLUE), (green, GREEN)):
+        for mock in mocks:
+            mock.identity = identity(name)
 
 
 def prefill_of(name: str) -> Script:
@@ -61,11 +69,10 @@ async def test_engines_pair_by_what_they_say_of_themselves(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
-        for mock, name in ((p, BLUE), (d, BLUE), (p2, GREEN), (d2, GREEN)):
-            mock.identity = identity(name)
+        name_groups((p, d), (p2, d2))
         p.usual, p2.usual = prefill_of("blue"), prefill_of("green")
         router = await start_router(ps=[p, p2], ds=[d, d2])
-        await grouped(router, "default-bbbbbbbb", "default-aaaaaaaa")
+        await grouped(router, *NAMES)
         for _ in range(30):
             assert (await router.complete(x=1)).status_code == 200
         assert (sources(d), sources(d2)) == ({"blue"}, {"green"})
@@ -89,11 +96,10 @@ async def test_the_dead_move_nobody(
         p.identity = d.identity = identity(BLUE)
         p2.identity = identity(GREEN)
         router = await start_router(ps=[p, p2])
-        groups = "default-bbbbbbbb", "default-aaaaaaaa"
-        await grouped(router, *groups)
+        await grouped(router, *NAMES)
         p2.healthy = False
         await eventually(lambda: not router.engine(p2).is_wanted)
-        await grouped(router, *groups)
+        await grouped(router, *NAMES)
         for _ in range(5):
             assert (await router.complete()).status_code == 200
         assert not [r for r in p2.requests if r.path != "/health"]
@@ -113,10 +119,9 @@ async def test_who_comes_back_without_a_name_is_not_in_the_group_of_who_was_ther
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
-        for mock, name in ((p, BLUE), (d, BLUE), (p2, GREEN), (d2, GREEN)):
-            mock.identity = identity(name)
+        name_groups((p, d), (p2, d2))
         router = await start_router(ps=[p, p2], ds=[d, d2])
-        await grouped(router, "default-bbbbbbbb", "default-aaaaaaaa")
+        await grouped(router, *NAMES)
         d.healthy = False
         await eventually(lambda: not router.engine(d).is_wanted)
         assert router.engine(d).group == "default-bbbbbbbb"
@@ -129,8 +134,7 @@ async def test_a_group_that_has_too_much_to_do_costs_no_request_while_there_is_a
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
-        for mock, name in ((p, BLUE), (d, BLUE), (p2, GREEN), (d2, GREEN)):
-            mock.identity = identity(name)
+        name_groups((p, d), (p2, d2))
         router = await start_router(ps=[p, p2], ds=[d, d2])
         await router.knows_its_engines()
         d2.usual = answering(503, {}, retry_after="20")
@@ -145,11 +149,10 @@ async def test_a_request_leaves_a_group_where_nobody_is_left(
 ) -> None:
     """And what was prefilled in it is released, not read in another one."""
     async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
-        for mock, name in ((p, BLUE), (d, BLUE), (p2, GREEN), (d2, GREEN)):
-            mock.identity = identity(name)
+        name_groups((p, d), (p2, d2))
         p.usual, p2.usual = prefill_of("blue"), prefill_of("green")
         router = await start_router(ps=[p, p2], ds=[d, d2])
-        await grouped(router, "default-bbbbbbbb", "default-aaaaaaaa")
+        await grouped(router, *NAMES)
         router.gateway.fleet.weigh({"default-aaaaaaaa": 0})
         failing = p if role == "prefill" else d
         failing.usual = answering(500, {})
@@ -167,10 +170,9 @@ async def test_a_request_that_fails_in_every_group_comes_to_an_end(
 ) -> None:
     """It goes on to each group once. Without an end the event loop would stand still."""
     async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
-        for mock, name in ((p, BLUE), (d, BLUE), (p2, GREEN), (d2, GREEN)):
-            mock.identity = identity(name)
+        name_groups((p, d), (p2, d2))
         router = await start_router(ps=[p, p2], ds=[d, d2])
-        await grouped(router, "default-bbbbbbbb", "default-aaaaaaaa")
+        await grouped(router, *NAMES)
         for mock in (p, p2) if role == "prefill" else (d, d2):
             mock.usual = answering(500, {})
         alone = role == "prefill" and "n" in asked
@@ -202,10 +204,9 @@ async def test_weights_change_while_it_runs(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
-        for mock, name in ((p, BLUE), (d, BLUE), (p2, GREEN), (d2, GREEN)):
-            mock.identity = identity(name)
+        name_groups((p, d), (p2, d2))
         router = await start_router(ps=[p, p2], ds=[d, d2])
-        await grouped(router, "default-bbbbbbbb", "default-aaaaaaaa")
+        await grouped(router, *NAMES)
         for weights, sent in (({"default-aaaaaaaa": 0}, d), ({"default-bbbbbbbb": 0}, d2)):
             router.gateway.fleet.weigh(weights)
             d.requests.clear()
@@ -223,7 +224,7 @@ async def test_a_conversation_stays_in_its_group_until_that_is_gone(
         for mock, name in ((p, BLUE), (d, BLUE), (p2, GREEN), (d2, GREEN)):
             mock.identity = identity(name) | {"capabilities": CAPABLE["capabilities"]}
         router = await start_router(ps=[p, p2], ds=[d, d2])
-        await grouped(router, "default-bbbbbbbb", "default-aaaaaaaa")
+        await grouped(router, *NAMES)
         fleet = router.gateway.fleet
         fleet.weigh({"default-aaaaaaaa": 0})
         await chat(router, ASKED)
@@ -255,3 +256,24 @@ async def test_nothing_is_remembered_of_groups_that_are_gone(
             assert (await router.complete(prompt="x" * 50_000)).status_code == 200
         for policies in (router.gateway._prefill, router.gateway._decode):
             assert policies.keys() <= fleet.groups
+
+
+async def test_a_policy_is_told_how_it_ended_in_the_group_where_it_did(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
+        name_groups((p, d), (p2, d2))
+        # So that even one decoder is remembered for what it holds.
+        changes = {"decode_policy": "prefix", "min_remote_prefill_tokens": 1}
+        router = await start_router(ps=[p, p2], ds=[d, d2], **changes)
+        await grouped(router, *NAMES)
+        d.usual = d2.usual = answering(500, {})
+        assert (await router.complete(prompt="x" * 50_000)).status_code == 502
+        policies = router.gateway._decode.values()
+        assert [engine for policy in policies for engine in vars(policy)["_open"]]
+        assert not [
+            open_asks
+            for policy in policies
+            for open_asks in vars(policy)["_open"].values()
+            if open_asks
+        ]
