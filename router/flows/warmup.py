@@ -15,8 +15,6 @@ from collections.abc import Iterable, Sequence
 from random import Random
 from typing import NamedTuple
 
-import orjson
-
 from router.fleet.engine import Engine, Health
 from router.fleet.spec import DECODE, PREFILL, Intent, Role
 from router.flows import release
@@ -195,8 +193,8 @@ class Warmer:
         gateway, limits = self._gateway, self._gateway.limits
         route = Route(prefiller.group, (prefiller,), (decoder,))
         request = self._request(prefiller, decoder)
-        mode = mode_of(route, limits.transfer_mode)
-        push = push_of(request, prefiller, decoder, mode is PUSH) if mode is PUSH else None
+        pushes = mode_of(route, limits.transfer_mode) is PUSH
+        push = push_of(request, prefiller, decoder, forced=True) if pushes else None
         bodies = Bodies(request.body)
         legs = Legs(request, Plan("warm_up", PULL if push is None else PUSH, route), gateway)
         try:
@@ -211,14 +209,12 @@ class Warmer:
                     release.give_up(request, gateway, params, cause)
                     raise
             else:
-                await self._push(legs, request, push, prefiller, decoder)
+                await self._push(legs, request, bodies, push)
         finally:
             legs.let_go(is_read=True)
 
-    async def _push(
-        self, legs: Legs, request: Request, push: Push, prefiller: Engine, decoder: Engine
-    ) -> None:
-        bodies = Bodies(request.body)
+    async def _push(self, legs: Legs, request: Request, bodies: Bodies, push: Push) -> None:
+        (prefiller,), (decoder,) = legs.plan.route.prefillers, legs.plan.route.decoders
         body = bodies.prefill(None, push.transfer_id)
         prefilling: asyncio.Task[Prefilled] | None = None
         try:
@@ -242,7 +238,7 @@ class Warmer:
             "stream": False,
         }
         moment = now()
-        exchange = Unheard(asyncio.get_running_loop(), orjson.dumps(body), moment)
+        exchange = Unheard(asyncio.get_running_loop(), moment)
         record = Record(ENDPOINT, moment, f"warm-up-{self._random.getrandbits(64):016x}")
         made = Request(exchange, record, b"", moment + PATIENCE)
         made.body, made.tokens = body, TOKENS
@@ -254,10 +250,10 @@ class Unheard:
 
     endpoint = ENDPOINT
     headers: Sequence[Header] = ()
+    body = b""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, body: bytes, arrived: float) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, arrived: float) -> None:
         self.loop = loop
-        self.body = body
         self.arrived = arrived
         self.started = False
 

@@ -17,7 +17,15 @@ from typing import Any, Self
 
 import httpx
 
-from tests.integration.oracle import Answer, Prompt, complete, differences, text_of, tokens_of
+from tests.integration.oracle import (
+    Answer,
+    Prompt,
+    body_of,
+    complete,
+    differences,
+    text_of,
+    tokens_of,
+)
 from tests.integration.processes import Server, wait_for
 
 PATIENCE = 60.0
@@ -46,19 +54,6 @@ class Outcome:
     began: float
     ended: float
     trouble: str = ""
-
-
-def body_of(prompt: Prompt, fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "model": "tiny",
-        "prompt": prompt,
-        "max_tokens": 12,
-        "temperature": 0,
-        "logprobs": 1,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        **fields,
-    }
 
 
 class Load:

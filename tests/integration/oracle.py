@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -71,20 +71,22 @@ Prompt = str | list[int]
 """Text, or token ids."""
 
 
+def body_of(prompt: Prompt, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What an answer is asked for with, so that it can be compared with the oracle's."""
+    return {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 12,
+        "temperature": 0,
+        "logprobs": 1,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **fields,
+    }
+
+
 def complete(server: Server, prompt: Prompt, max_tokens: int = 12, **body: Any) -> Answer:
-    response = server.post(
-        "/v1/completions",
-        {
-            "model": "tiny",
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "logprobs": 1,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            **body,
-        },
-    )
+    response = server.post("/v1/completions", body_of(prompt, {"max_tokens": max_tokens, **body}))
     assert response.status_code == 200, response.text
     return Answer.in_body(response.json())
 

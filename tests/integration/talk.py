@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from tests.integration.oracle import Answer, complete
+from tests.integration.oracle import Answer, body_of, complete
 from tests.integration.processes import Server
 
 TURNS = "disagg_router_conversation_turns_total"
@@ -27,17 +27,7 @@ class Talk:
 
 
 def streamed(server: Server, prompt: list[int], **fields: Any) -> Answer:
-    body = {
-        "model": "tiny",
-        "prompt": prompt,
-        "max_tokens": 12,
-        "temperature": 0,
-        "logprobs": 1,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": True,
-        **fields,
-    }
+    body = body_of(prompt, {"stream": True, **fields})
     response = server.post("/v1/completions", body)
     assert response.status_code == 200, response.text
     assert "kv_transfer_params" not in response.text

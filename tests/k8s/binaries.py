@@ -1,4 +1,4 @@
-"""Where scripts/install_k8s puts what the tests run."""
+"""Where scripts/install_k8s and scripts/install_helm put what the tests run."""
 
 from __future__ import annotations
 

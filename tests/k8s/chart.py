@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from tests.k8s.binaries import CACHE
+
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts/disagg-router"
 EXAMPLES = CHART / "examples"
@@ -22,20 +24,12 @@ SETS = ("default", "production", "engines", "demo")
 Manifest = dict[str, Any]
 
 
-def k8s_cache() -> Path:
-    """Where scripts/install_helm and install_k8s put things."""
-    if given := os.environ.get("DISAGG_K8S"):
-        return Path(given)
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return caches / "disagg-router" / "k8s"
-
-
 def helm(
     which: str, *arguments: str | Path, kubeconfig: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Helm, or kubectl; without what this user's own is set up to do, and without a cluster if none
     is named."""
-    program, home = k8s_cache() / "helm" / which, k8s_cache() / "helm-home"
+    program, home = CACHE / "helm" / which, CACHE / "helm-home"
     assert program.exists(), "scripts/install_helm fetches it"
     known = kubeconfig or home / "none"
     return subprocess.run(

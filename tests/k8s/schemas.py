@@ -16,7 +16,8 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 
-from tests.k8s.chart import Manifest, k8s_cache
+from tests.k8s.binaries import CACHE
+from tests.k8s.chart import Manifest
 
 OLDEST = (1, 27)
 PACKAGES = {
@@ -90,7 +91,7 @@ def custom_schema(api_version: str, kind: str) -> dict[str, Any]:
     group, _, version = api_version.partition("/")
     if kind == "InferencePool":
         return closed(INFERENCE_POOL)
-    with tarfile.open(k8s_cache() / "schemas" / PACKAGES[group]) as tar:
+    with tarfile.open(CACHE / "schemas" / PACKAGES[group]) as tar:
         module = tar.extractfile(f"package/{group}/{version}/{kind}.js")
         assert module is not None
         found = re.search(rb"const schema = (\{.*?\n\});", module.read(), re.DOTALL)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import textwrap
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ import dns.resolver
 
 from router.fleet.sources.aside import aside
 from router.fleet.sources.backoff import Backoff
-from router.fleet.sources.source import Report
+from router.fleet.sources.source import Report, line_of
 from router.fleet.spec import EngineSpec, Listed, Role
 from router.settings import Address, canonical
 
@@ -89,7 +88,7 @@ class DnsSource:
         except TimeoutError:
             return self._troubled(f"no answer within {PATIENCE:g} s")
         except (dns.exception.DNSException, OSError) as error:
-            return self._troubled(_line(error))
+            return self._troubled(line_of(error))
         self._backoff.reset()
         self._empties = 0 if found.addresses else self._empties + 1
         if self._has_engines and 0 < self._empties < CONFIRMATIONS:
@@ -185,7 +184,3 @@ def _brought(answer: dns.resolver.Answer, target: dns.name.Name) -> Hosts:
 def _ttl(answer: dns.resolver.Answer) -> float:
     """The least on the way, aliases included."""
     return float(answer.chaining_result.minimum_ttl)
-
-
-def _line(error: BaseException) -> str:
-    return textwrap.shorten(" ".join(f"{type(error).__name__}: {error}".split()), 300)

@@ -20,7 +20,7 @@ from lightkube.config.client_adapter import AsyncClient, ConnectionParams
 from lightkube.config.kubeconfig import KubeConfig
 
 from router.fleet.sources.pods import Pod
-from router.fleet.sources.source import SourceError
+from router.fleet.sources.source import SourceError, line_of
 from router.settings import SettingsError
 
 # Pods in one answer: about a megabyte, which is read in a few milliseconds.
@@ -84,7 +84,7 @@ class PodApi:
             self._client: httpx2.AsyncClient | None = self._connect()
         except Exception as error:
             # lightkube raises whatever the files made it stumble over.
-            raise SettingsError([f"--kubernetes-config: {_line(error)}"]) from None
+            raise SettingsError([f"--kubernetes-config: {line_of(error)}"]) from None
         self._path = f"/api/v1/namespaces/{namespace or cluster.namespace}/pods"
         self._selector = selector
         self._life = life
@@ -229,9 +229,5 @@ def _told(error: Exception) -> SourceError:
     if isinstance(error, SourceError):
         return error
     if isinstance(error, msgspec.DecodeError | UnicodeDecodeError):
-        return SourceError(f"the API server's answer makes no sense: {_line(error)}")
-    return SourceError(f"the API server cannot be asked: {_line(error)}")
-
-
-def _line(error: Exception) -> str:
-    return textwrap.shorten(" ".join(f"{type(error).__name__}: {error}".split()), 300)
+        return SourceError(f"the API server's answer makes no sense: {line_of(error)}")
+    return SourceError(f"the API server cannot be asked: {line_of(error)}")

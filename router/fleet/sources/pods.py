@@ -9,7 +9,7 @@ import msgspec
 
 from router.fleet.sources.source import SourceError
 from router.fleet.spec import DEFAULT_GROUP, EngineSpec, Intent, Listed, Role
-from router.settings import Address, canonical, is_port
+from router.settings import HEAVIEST, Address, canonical, is_port
 
 # What a pod may say of itself, as a label or, before that, as an annotation.
 OURS = "disagg-router.io/"
@@ -21,7 +21,6 @@ ROLES = {
     "prefill-decode": Role.BOTH,
 }
 OVER = ("Succeeded", "Failed")
-HEAVIEST = 1e6
 
 
 class Metadata(msgspec.Struct, rename="camel"):

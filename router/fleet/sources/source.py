@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +12,11 @@ from router.fleet.spec import Listed
 
 class SourceError(Exception):
     """The world's fault, in one line: a source cannot tell which engines there are."""
+
+
+def line_of(error: BaseException) -> str:
+    """Whatever it says, in one line that is not long."""
+    return textwrap.shorten(" ".join(f"{type(error).__name__}: {error}".split()), 300)
 
 
 @dataclass(frozen=True, slots=True)
