@@ -7,7 +7,7 @@ are those of its groups: KV moves only between engines of one pool.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from router.fleet.engine import Engine, Health
 from router.fleet.spec import Role
@@ -15,7 +15,8 @@ from router.fleet.spec import Role
 MOST_KNOWN = 64
 
 
-class Pool(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Pool:
     """Engines of one group that serve one model; either sequence may be empty, not both."""
 
     group: str
@@ -27,7 +28,8 @@ class Pool(NamedTuple):
         return self.prefillers if role is Role.PREFILL else self.decoders
 
 
-class Snapshot(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Snapshot:
     by_model: Mapping[str, Sequence[Pool]]
     any_model: Sequence[Pool]
     """For a request that names no model."""

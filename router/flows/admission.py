@@ -12,6 +12,7 @@ import asyncio
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from router.conversations.identity import Identity
 from router.fleet.engine import Engine
@@ -63,7 +64,7 @@ class Seat:
         if decoders:
             self.decode_at(decoders[0])
         self._group = route.group
-        return route._replace(prefillers=prefillers, decoders=decoders)
+        return replace(route, prefillers=prefillers, decoders=decoders)
 
     def roomiest(self, engines: Sequence[Engine]) -> Engine | None:
         """Of those that may still be asked: the first with room, else the first."""

@@ -50,7 +50,7 @@ NO_THRESHOLD = b'"cache_hit_threshold":0'
 class Bodies:
     """The bodies that one request becomes. Raises BadRequestError for what cannot be written."""
 
-    __slots__ = ("_common", "_own")
+    __slots__ = ("_own", "_start")
 
     def __init__(self, body: Body) -> None:
         own = {name: body[name] for name in body if name in OWN}
@@ -59,7 +59,8 @@ class Bodies:
             for name in own:
                 del body[name]
         self._own = own
-        self._common = write(body)[:-1]
+        # Up to where a leg's own fields begin.
+        self._start = write(body)[:-1] + (b"," if body else b"")
 
     def prefill(
         self,
@@ -69,18 +70,18 @@ class Bodies:
     ) -> bytes:
         """`last_turn` are a decoder's params: the prefiller pulls from there what it need not
         compute."""
-        parts = [ONE_TOKEN]
+        fields = [ONE_TOKEN]
         if MAX_COMPLETION_TOKENS in self._own:
-            parts.append(ONE_COMPLETION_TOKEN)
+            fields.append(ONE_COMPLETION_TOKEN)
         if no_threshold or THRESHOLD in self._own:
-            parts.append(NO_THRESHOLD)
+            fields.append(NO_THRESHOLD)
         if last_turn is None and not transfer_id:
-            parts.append(KEEP_BLOCKS)
+            fields.append(KEEP_BLOCKS)
         else:
             params = PREFILL_PARAMS if last_turn is None else {**last_turn, **PULL_TURN}
             named = {"transfer_id": transfer_id} if transfer_id else {}
-            parts.append(_field(KV_PARAMS, {**params, **named}))
-        return self._with(parts)
+            fields.append(_field(KV_PARAMS, {**params, **named}))
+        return self._with(fields)
 
     def decode(
         self, params: Params | None, threshold: float | None = None, whole: bool = False
@@ -97,16 +98,14 @@ class Bodies:
             own = {**own, THRESHOLD: 0}
         if params is not None and KV_PARAMS in own:
             own = {name: own[name] for name in own if name != KV_PARAMS}
-        parts = [write(own)[1:-1]] if own else []
+        fields = [write(own)[1:-1]] if own else []
         if params is not None:
-            parts.append(b'"kv_transfer_params":' + params.raw)
-        return self._with(parts)
+            fields.append(b'"kv_transfer_params":' + params.raw)
+        return self._with(fields)
 
-    def _with(self, parts: list[bytes]) -> bytes:
-        common = self._common
-        if len(common) > 1:
-            return b",".join((common, *parts)) + b"}"
-        return common + b",".join(parts) + b"}"
+    def _with(self, fields: list[bytes]) -> bytes:
+        start = self._start if fields else self._start.removesuffix(b",")
+        return b"".join((start, b",".join(fields), b"}"))
 
 
 def _field(name: str, value: Mapping[str, object]) -> bytes:

@@ -101,7 +101,7 @@ class Gateway:
         prefiller = None
         if not request.alone:
             same = turn == self._prefill_turn  # as long as nobody needed a decoder alone
-            prefiller = decoder if same else decoder._replace(turn=self._prefill_turn)
+            prefiller = decoder if same else replace(decoder, turn=self._prefill_turn)
             self._prefill_turn += 1
         return route(pools, self._prefill, self._decode, (prefiller, decoder), home)
 

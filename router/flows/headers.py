@@ -107,8 +107,8 @@ def _without_hops(headers: Sequence[Header]) -> list[Header]:
 
 def message(path: str, host: str, request_id: str, shared: bytes, content: bytes) -> bytes:
     """A whole request to an engine."""
-    head = (_opening(path, host), b"%d\r\nx-request-id: " % len(content))
-    return b"".join((*head, request_id.encode("ascii"), b"\r\n", shared, b"\r\n", content))
+    own = b"%d\r\nx-request-id: %b\r\n" % (len(content), request_id.encode("ascii"))
+    return b"".join((_opening(path, host), own, shared, b"\r\n", content))
 
 
 @lru_cache(maxsize=1024)

@@ -7,8 +7,8 @@ them may begin with a question to the decoder: does its cache hold enough to ans
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import NamedTuple
 
 from router.fleet.engine import Engine
 from router.flows.limits import Limits
@@ -33,7 +33,8 @@ class Mode(StrEnum):
 ALONE, PULL, PUSH = Mode
 
 
-class Plan(NamedTuple):
+@dataclass(slots=True)
+class Plan:
     """`flow` and `why_alone` are for the books. `threshold` above 0: the first decoder is asked
     first, and may reject; `was_skipped`: it would be, if it were known to do so. `reuse`: of a
     turn, whose answer is kept for the next."""
@@ -55,7 +56,7 @@ def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limit
         others = [engine for engine in route.prefillers if engine is not route.decoders[0]]
         if not others:
             return Plan("decode_only", ALONE, route, SAME_ENGINE, reuse=reuse)
-        route = route._replace(prefillers=others)
+        route = replace(route, prefillers=others)
     if limits.min_remote_prefill_tokens and _is_short(request, route, reuse, limits):
         name = "decode_only" if request.turn is None else "turn"
         return Plan(name, ALONE, route, SHORT_PROMPT, reuse=reuse)

@@ -104,7 +104,7 @@ class Request:
 
     def leg_id(self) -> str:
         """A new one for each attempt, with the client's own in front for engines' logs."""
-        return f"{self.record.request_id}.{_process}{next(_legs):x}"
+        return f"{self.record.request_id}.{_process}{next(_legs)}"
 
     def _mode(self, body: Body, default: str) -> str:
         mode = body.get(STREAM_FIELD)

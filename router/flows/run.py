@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from router.conversations.conversations import Found
@@ -289,7 +290,7 @@ class Run:
         if not found.decoders:
             return False
         plan.route.end_notes()
-        self._plan = self._legs.plan = plan._replace(route=found)
+        self._plan = self._legs.plan = replace(plan, route=found)
         return True
 
     def _require_short(self) -> None:

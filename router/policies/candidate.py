@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 MOST_TRIED = 3
 
@@ -26,7 +27,8 @@ class Candidate(Protocol):
 E = TypeVar("E", bound=Candidate)
 
 
-class Ask(NamedTuple):
+@dataclass(slots=True)
+class Ask:
     """`turn` grows with each request of a role: the only source of chance, so all of it replays."""
 
     turn: int

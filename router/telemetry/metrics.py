@@ -14,6 +14,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from router.telemetry.record import Record
 from router.telemetry.tally import Buckets, Readings, Tally
 
+# Observations that a histogram gathers before it sorts them.
+MOST_UNSORTED = 1024
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -21,6 +23,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._histograms: list[Buckets] = []
         self.requests = self._tally(
             "requests",
             "Requests that ended, by what the client was told.",
@@ -136,6 +139,9 @@ class Metrics:
 
     def finish(self, record: Record) -> None:
         self.requests.add((record.endpoint, record.flow, record.status, record.outcome))
+        if len(self.request_seconds.unsorted) >= MOST_UNSORTED:
+            for histogram in self._histograms:
+                histogram.fold()
         if record.ended is not None:
             self.request_seconds.observe(record.ended - record.started)
         if record.first_byte is not None:
@@ -163,4 +169,6 @@ class Metrics:
         return Readings(f"disagg_router_{name}", text, labels, self.registry)
 
     def _histogram(self, name: str, text: str) -> Buckets:
-        return Buckets(f"disagg_router_{name}", text, SECONDS, self.registry)
+        made = Buckets(f"disagg_router_{name}", text, SECONDS, self.registry)
+        self._histograms.append(made)
+        return made

@@ -46,9 +46,6 @@ class EngineConnection(asyncio.Protocol):
 
     def _reset(self) -> None:
         self._headers: Headers = []
-        self._length: int | None = None
-        self._framed = False
-        self._is_event_stream = False
         self._pieces: list[bytes] = []
         self._overhead = 0
         self._heard = False
@@ -176,36 +173,30 @@ class EngineConnection(asyncio.Protocol):
             raise BrokenAnswerError("an answer that nobody asked for")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._head_done:
-            return  # trailers say nothing to a relay
-        name = name.lower()
-        self._headers.append((name, value))
-        if name == b"content-length":
-            self._length, self._framed = int(value), True
-        elif name == b"content-type":
-            self._is_event_stream = value.lower().startswith(b"text/event-stream")
-        elif name == b"transfer-encoding":
-            if value.strip().lower() != b"chunked":
-                raise BrokenAnswerError("an unknown transfer encoding")
-            self._framed = True
+        if not self._head_done:  # trailers say nothing to a relay
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status < 200:
-            if status < 100 or status == 101:
+        if not 200 <= status <= 599:
+            if not 102 <= status < 200 and status != 100:
                 raise BrokenAnswerError(f"an answer with status {status}")
-            # An interim answer has a head of its own, which is forgotten.
-            self._headers, self._length = [], None
-            self._framed = self._is_event_stream = False
+            self._headers = []  # an interim answer has a head of its own, which is forgotten
             return
-        if status > 599:
-            raise BrokenAnswerError(f"an answer with status {status}")
         if self._overhead > self._header_limit and _size(self._headers) > self._header_limit:
             raise self._head_too_large()
-        self._until_close = not self._framed and status not in NO_BODY
+        headers = self._headers
+        given = dict(headers)  # llhttp admits no two content-lengths
+        length = given.get(b"content-length")
+        if b"transfer-encoding" in given:
+            _require_chunked(headers)
+        elif length is None and status not in NO_BODY:
+            self._until_close = True
         self._head_done = True
         assert self._answer is not None
-        self._answer.start(status, self._headers, self._length, self._is_event_stream)
+        kind = given.get(b"content-type", b"").lower()
+        size = None if length is None else int(length)
+        self._answer.start(status, headers, size, kind.startswith(b"text/event-stream"))
 
     def on_body(self, body: bytes) -> None:
         self._pieces.append(body)
@@ -217,6 +208,12 @@ class EngineConnection(asyncio.Protocol):
 
     def _head_too_large(self) -> BrokenAnswerError:
         return BrokenAnswerError(f"headers of more than {self._header_limit} bytes")
+
+
+def _require_chunked(headers: Headers) -> None:
+    for name, value in headers:
+        if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+            raise BrokenAnswerError("an unknown transfer encoding")
 
 
 def _size(headers: Headers) -> int:

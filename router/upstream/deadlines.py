@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 TICK = 0.1
@@ -34,6 +35,7 @@ class Deadlines:
     def __init__(self, tick: float = TICK) -> None:
         self._tick = tick
         self._watched: set[Expiring] = set()
+        self.drop: Callable[[Expiring], None] = self._watched.discard
         self._earliest = NEVER
         self._timer: asyncio.TimerHandle | None = None
 
@@ -43,9 +45,6 @@ class Deadlines:
             self._earliest = item.deadline
         if self._timer is None:
             self._arm(asyncio.get_running_loop())
-
-    def drop(self, item: Expiring) -> None:
-        self._watched.discard(item)
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = loop.call_later(self._tick, self._sweep, loop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -101,5 +102,5 @@ def test_a_conversation_stays_in_its_group_whatever_that_weighs() -> None:
     blue, green = group("blue", 0), group("green", 5)
     found = group_of([green, blue], Ask(0, session="s"), blue.decoders[0])
     assert found is blue
-    gone = blue._replace(prefillers=())
+    gone = replace(blue, prefillers=())
     assert group_of([green, gone], Ask(0, session="s"), blue.decoders[0]) is green
