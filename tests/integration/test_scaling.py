@@ -1,4 +1,5 @@
-"""Engines come and go under load, and no client notices: real engines, and a file that lists them.
+"""Engines come and go under load, and no client notices: real engines, of which the router is told
+in a file or by hand.
 
 The same in Kubernetes, with pods that a real API server tells of, is in tests/k8s/test_scaling.py.
 """
@@ -13,36 +14,41 @@ from pathlib import Path
 
 import httpx
 import pytest
-import yaml
 
 from tests.conftest import find_free_ports
 from tests.integration import load, nursery
 from tests.integration.accounts import lost_by_decode, lost_by_prefill
-from tests.integration.load import Load
+from tests.integration.load import Load, Script
+from tests.integration.models import another_version
 from tests.integration.processes import BOTH_WAYS, Server, serving, wait_for
+from tests.integration.tellers import TELLERS, Teller
 
+ROLES = {"p": "prefill", "d": "decode"}
 # Requests of the router's own to an engine that comes: one for each of the other role.
 WARM_UPS = 2
 
 
 @dataclass
 class Fleet:
-    """Engines by their names, whose first letter is their role; `file` lists some of them."""
+    """Engines by their names, whose first letter is their role. Two versions of the model say the
+    same, and take each other for strangers: KV that went from one to the other would be refused and
+    computed anew, which is found in the decode engine's counts."""
 
     folder: Path
-    model: Path
-    file: Path
+    models: dict[str, Path]
+    teller: Teller
     urls: dict[str, str] = field(default_factory=dict)
     engines: dict[str, nursery.Engine] = field(default_factory=dict)
 
-    def start(self, *names: str) -> None:
+    def start(self, group: str, *names: str, weight: float = 1) -> None:
+        """The router knows of them when they answer."""
         for name in names:
             port, side_channel = find_free_ports(2)
             variables = {
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
             }
-            arguments = [f"--model={self.model}", f"--port={port}", "--num-threads=1"]
+            arguments = [f"--model={self.models[group]}", f"--port={port}", "--num-threads=1"]
             arguments += ["--served-model-name=tiny", "--no-enable-prefix-caching"]
             transfer = {
                 "kv_connector": "DisaggConnector",
@@ -54,13 +60,7 @@ class Fleet:
             self.engines[name] = nursery.Engine(name, arguments, variables, self.folder)
         for name in names:
             wait_for(lambda name=name: self._answers(name), f"{name} answers", 60)  # type: ignore[misc]
-
-    def list(self, *names: str) -> None:
-        roles = {"p": "prefill", "d": "decode"}
-        engines = [{"url": self.urls[name], "role": roles[name[0]]} for name in names]
-        fresh = self.file.with_suffix(".new")
-        fresh.write_text(yaml.safe_dump({"engines": engines}))
-        fresh.replace(self.file)
+            self.teller.add([self.urls[name]], ROLES[name[0]], group, weight)
 
     def end(self, *names: str) -> dict[str, nursery.Counts]:
         """What each had counted when it had ended by itself."""
@@ -90,9 +90,15 @@ class Fleet:
             return False
 
 
-@pytest.fixture
-def fleet(tmp_path: Path, model: Path) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path, model, tmp_path / "engines.yaml")
+@pytest.fixture(scope="module")
+def asked(alone: Server) -> list[Script]:
+    return load.scripts(alone, 4)
+
+
+@pytest.fixture(params=TELLERS)
+def fleet(request: pytest.FixtureRequest, tmp_path: Path, model: Path) -> Iterator[Fleet]:
+    models = {"blue": model, "green": another_version(model, tmp_path / "v2")}
+    fleet = Fleet(tmp_path, models, TELLERS[request.param](tmp_path / "engines.yaml"))
     yield fleet
     for engine in fleet.engines.values():
         engine.close()
@@ -101,10 +107,14 @@ def fleet(tmp_path: Path, model: Path) -> Iterator[Fleet]:
 @contextmanager
 def router_of(fleet: Fleet) -> Iterator[Server]:
     [port] = find_free_ports(1)
-    command = ["router.cli", "--port", str(port), "--engines-file", str(fleet.file)]
+    command = ["router.cli", "--port", str(port), *fleet.teller.flags]
     command += ["--health-timeout", "5"]  # two cores run all of it
-    with serving("router", command, port, fleet.folder, "/ready") as router:
+    with serving("router", command, port, fleet.folder, "/health") as router:
         yield router
+
+
+def is_ready(router: Server) -> bool:
+    return router.get("/ready").status_code == 200
 
 
 def in_flight(router: Server, url: str) -> float:
@@ -124,22 +134,38 @@ def of_engine(router: Server, what: str, url: str) -> float:
     return next((n for one, n in found.items() if name in one), -1)
 
 
-def test_a_fleet_grows_and_shrinks_and_no_client_notices(fleet: Fleet, alone: Server) -> None:
-    asked = load.scripts(alone, 4)
-    fleet.start("p1", "d1")
-    fleet.list("p1", "d1")
-    with router_of(fleet) as router, Load(router.url, asked, 4) as clients:
-        clients.goes_on(5)
-        fleet.start("p2", "d2")
-        fleet.list("p1", "d1", "p2", "d2")
-        wait_for(lambda: fleet.has_worked("p2", "d2"), "the new ones work", 60, 0.1)
-        wait_for(lambda: in_flight(router, fleet.urls["d1"]) > 1, "d1 is in the midst of it", 60)
-        fleet.list("p2", "d2")
-        wait_for(lambda: has_been_told(router, fleet.urls["d1"]), "the router has read it")
-        counts = fleet.end("p1", "d1")
-        clients.goes_on(10)
-    counts |= fleet.end("p2", "d2")
+def leave(fleet: Fleet, router: Server, prefiller: str, decoder: str) -> dict[str, nursery.Counts]:
+    """Amid answers; what they had counted."""
+    both = [fleet.urls[prefiller], fleet.urls[decoder]]
+    wait_for(lambda: in_flight(router, both[1]) > 1, f"{decoder} is in the midst of it", 60)
+    fleet.teller.remove(both)
+    for url in both:
+        wait_for(lambda url=url: has_been_told(router, url), "the router has read it")  # type: ignore[misc]
+    return fleet.end(prefiller, decoder)
+
+
+@pytest.mark.timeout(200)
+def test_a_fleet_is_scaled_and_rolled_out_and_no_client_notices(
+    fleet: Fleet, asked: list[Script]
+) -> None:
+    with router_of(fleet) as router:
+        fleet.start("blue", "p1", "d1")
+        wait_for(lambda: is_ready(router), "the router is ready", 60, 0.1)
+        with Load(router.url, asked, 4) as clients:
+            clients.goes_on(5)
+            fleet.start("blue", "p2", "d2")
+            fleet.start("green", "p3", "d3", weight=0)
+            wait_for(lambda: fleet.has_worked("p2", "d2"), "the new ones work", 60, 0.1)
+            counts = leave(fleet, router, "p1", "d1")
+            assert not fleet.has_worked("p3", "d3"), "it has no weight"
+            fleet.teller.weigh("green", 1)
+            wait_for(lambda: fleet.has_worked("p3", "d3"), "green works", 60, 0.1)
+            fleet.teller.weigh("blue", 0)
+            counts |= leave(fleet, router, "p2", "d2")
+            clients.goes_on(5)
+        counts |= fleet.end("p3", "d3")
     assert not clients.troubles
-    assert not {name: lost for name in ("p1", "p2") if (lost := lost_by_prefill(counts[name]))}
-    assert not {name: lost for name in ("d1", "d2") if (lost := lost_by_decode(counts[name]))}
-    assert min(one["generation_tokens"] for one in counts.values()) > WARM_UPS
+    for name, counted in counts.items():
+        lost = lost_by_prefill(counted) if name[0] == "p" else lost_by_decode(counted)
+        assert not lost, f"{name}: {lost}"
+        assert counted["generation_tokens"] > WARM_UPS

@@ -9,7 +9,6 @@ kubelet is ours.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,16 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import yaml
-from safetensors.numpy import save_file
 
 from engine_ext.reference.tiny_model import write_tiny_model
 from tests.conftest import find_free_ports
 from tests.integration import load
 from tests.integration.accounts import lost_by_decode, lost_by_prefill
 from tests.integration.load import Load
+from tests.integration.models import another_version
 from tests.integration.processes import Launcher
 from tests.k8s import gateway_api, proxies
 from tests.k8s.cluster import Cluster, wait_for
@@ -161,13 +159,6 @@ def written(file: Path, values: dict[str, Any]) -> str:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return write_tiny_model(tmp_path / "tiny")
-
-
-def another_version(model: Path, folder: Path) -> Path:
-    """The same weights, and a file beside them that nobody reads."""
-    shutil.copytree(model, folder)
-    save_file({"version": np.full(1, 2, np.float32)}, folder / "version.safetensors")
-    return folder
 
 
 @pytest.fixture
