@@ -8,6 +8,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -41,17 +42,17 @@ FIRST_WORDS = 3.0
 HEALTH_VALUES = {Health.HEALTHY: 1, Health.UNHEALTHY: 0, Health.UNKNOWN: -1}
 
 
-def build(settings: Settings) -> FastAPI:
+def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     """The application: serves everything under any ASGI server, and the hot endpoints faster when
     uvicorn runs it with RouterProtocol. Engines are discovered and probed while its lifespan runs.
 
-    Raises SettingsError.
+    `shared` is a folder of all processes of a router of several. Raises SettingsError.
     """
     deadlines, metrics = Deadlines(), Metrics()
     fleet = _fleet(settings, deadlines)
     fleet.new_are_cold = settings.warm_up == EAGER
     fleet.weigh(settings.weights)
-    roster = Roster(fleet, sources_of(settings), settings.request_timeout)
+    roster = Roster(fleet, sources_of(settings, shared), settings.request_timeout)
     _read_gauges(metrics, fleet, roster)
     prober = Prober(fleet, settings.health_interval, settings.health_timeout)
     store = _store(settings, metrics)

@@ -110,7 +110,8 @@ def run(settings: Settings, read_again: Callable[[], Settings]) -> None:
 def work(settings: Settings, listener: socket.socket, directory: Path, number: int) -> None:
     """Serves as one of several processes, until SIGTERM. Raises SettingsError.
 
-    All tell their metrics in `directory`, and each answers with those of all.
+    All tell their metrics in `directory`, and each answers with those of all; one that is started
+    again finds there what sources listed last.
     """
     uvloop.run(_serve_in_family(settings, listener, directory, number))
 
@@ -132,7 +133,7 @@ async def _serve_alone(
 async def _serve_in_family(
     settings: Settings, listener: socket.socket, directory: Path, number: int
 ) -> None:
-    app = build(settings)
+    app = build(settings, directory)
     own, app.state.exposition = app.state.exposition, partial(family_exposition, directory)
     member = Member(settings, app)
     with telling(directory / f"{number}.sock", own):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -96,4 +97,4 @@ class AdminTeller:
         return told
 
 
-TELLERS = {"file": FileTeller, "admin": AdminTeller}
+TELLERS: dict[str, Callable[[Path], Teller]] = {"file": FileTeller, "admin": AdminTeller}

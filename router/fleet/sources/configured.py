@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+from router.fleet.sources.remembered import Remembered
 from router.fleet.sources.source import Source
 from router.fleet.spec import Role
 from router.settings import Settings, SettingsError
 
 
-def sources_of(settings: Settings) -> list[Source]:
-    """Those that come first count more where two contradict each other. Raises SettingsError."""
-    return [
+def sources_of(settings: Settings, shared: Path | None = None) -> list[Source]:
+    """Those that come first count more where two contradict each other. What they list is
+    remembered in the folder `shared` of several processes with the same settings. Raises
+    SettingsError."""
+    sources = [
         *_flags(settings),
         *_file(settings),
         *_dns(settings),
         *_kubernetes(settings),
     ]
+    if shared is None:
+        return sources
+    return [Remembered(one, shared / f"source-{n}.json") for n, one in enumerate(sources)]
 
 
 def check(settings: Settings) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import pty
 import signal
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -228,6 +230,47 @@ async def test_a_worker_that_is_started_again_drains_still(p: MockEngine, d: Moc
         assert [await ask(router) for _ in range(12)] == [200] * 12
         assert len(d.requests) == before
         assert len(other.requests) == 12
+
+
+async def test_a_worker_that_is_started_again_knows_what_a_file_said_that_is_broken_now(
+    p: MockEngine, d: MockEngine, tmp_path: Path
+) -> None:
+    file = tmp_path / "engines.yaml"
+    async with running_engine(usual_decode) as other, running_engine(usual_decode) as late:
+        file.write_text(listing(d))
+        async with administered(p, d, 2, f"--engines-file={file}") as (router, api):
+
+            async def all_know(*engines: MockEngine) -> bool:
+                told = (await api.get("/admin/engines")).json()
+                listed = {e["name"] for e in told["engines"] if e["sources"][-1:] == ["file"]}
+                is_whole = told["workers"]["answered"] == 2
+                is_well = {e["health"] for e in told["engines"]} == {"healthy"}
+                return is_whole and is_well and listed == {name_of(one) for one in engines}
+
+            file.write_text(listing(d, other))
+            await until(partial(all_know, d, other))
+            await api.post(f"/admin/engines/{name_of(d)}/drain")
+            file.write_text("engines: [{url: broken}]")
+            await router.until("source file: .*engine 1: ")
+            pids = [int(line.split()[-1]) for line in router.lines if " is process " in line]
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            async with asyncio.timeout(40):
+                for _ in pids:
+                    await router.until(r"worker \d is process")
+            await until(partial(all_know, d, other))
+            assert [await ask(router) for _ in range(6)] == [200] * 6
+            assert len(other.requests) >= 6
+            async with httpx.AsyncClient(base_url=router.url, verify=PLAIN) as client:
+                ready = await client.get("/ready")
+            assert (ready.status_code, "engine 1" in ready.json()["sources"]["file"]) == (200, True)
+            file.write_text(listing(d, late))
+            await until(partial(all_know, d, late))
+
+
+def listing(*engines: MockEngine) -> str:
+    entries = [{"url": f"http://{name_of(engine)}", "role": "decode"} for engine in engines]
+    return json.dumps({"engines": entries})
 
 
 async def test_nobody_is_drained_while_a_worker_stands_still(p: MockEngine, d: MockEngine) -> None:

@@ -1,0 +1,118 @@
+"""What a source listed is there for the process that begins when it cannot tell any more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+
+import pytest
+
+from router.fleet.sources import remembered
+from router.fleet.sources.remembered import Remembered, recalled, remember
+from router.fleet.sources.source import Report
+from router.fleet.spec import EngineSpec, Intent, Listed, Role
+from router.settings import Address
+from tests.unit.router.harness import eventually
+
+P = Listed(EngineSpec(Role.PREFILL, Address("p", 8100)))
+D = Listed(
+    EngineSpec(Role.DECODE, Address("::1", 9), frozenset("ab"), "blue", 0.5), Intent.DRAINING
+)
+BROKEN = Report(None, "the file is broken")
+
+
+class FakeSource:
+    name = "fake"
+
+    def __init__(self, *reports: Report, first: Report | None = None) -> None:
+        self.first = first or Report()
+        self._reports = reports
+
+    async def watch(self) -> AsyncGenerator[Report, None]:
+        for report in self._reports:
+            yield report
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "source-0.json"
+
+
+async def watched(source: Remembered) -> list[Report]:
+    return [report async for report in source.watch()]
+
+
+async def test_who_begins_in_trouble_has_what_others_heard_last(file: Path) -> None:
+    said = (Report((P,)), Report((P, D)), BROKEN)
+    assert await watched(Remembered(FakeSource(*said), file)) == list(said), "it hides nothing"
+    again = Remembered(FakeSource(first=BROKEN), file)
+    assert again.first == Report((P, D), BROKEN.trouble), "and it is in trouble still"
+    assert Remembered(FakeSource(), file).first == Report((P, D)), "one that has to be asked first"
+    told = Report((), "")
+    assert Remembered(FakeSource(first=told), file).first == told, "its own word counts more"
+
+
+async def test_who_begins_first_in_trouble_has_nothing(file: Path) -> None:
+    assert Remembered(FakeSource(first=BROKEN), file).first == BROKEN
+
+
+@pytest.mark.parametrize("content", [b"", b"[", b"[1]", b"null", b"\xff", b'[{"spec": {}}]'])
+def test_what_cannot_be_read_is_nothing(
+    file: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    file.write_bytes(content)
+    assert Remembered(FakeSource(first=BROKEN), file).first == BROKEN
+    assert len(caplog.records) == 1
+
+
+async def test_what_is_unchanged_is_not_written_again(tmp_path: Path) -> None:
+    file, same = tmp_path / "source-0.json", [Report((P,))] * 3
+    async with contextlib.aclosing(Remembered(FakeSource(*same), file).watch()) as reports:
+        await anext(reports)
+        await anext(reports)
+        file.unlink()
+        await anext(reports)
+        with pytest.raises(StopAsyncIteration):
+            await anext(reports)
+    assert recalled(file) is None
+
+
+async def test_a_disk_that_refuses_is_told_and_costs_no_report(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = [Report((P,)), Report((P, D))]
+    assert await watched(Remembered(FakeSource(*said), tmp_path / "gone" / "x.json")) == said
+    assert len(caplog.records) == 2
+    assert "source fake" in caplog.text
+
+
+async def test_a_disk_that_does_not_answer_costs_no_report(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One write waits; what came meanwhile is written with the first report after it."""
+    gate, asked = threading.Event(), 0
+    write: Callable[[Path, tuple[Listed, ...]], None] = remember
+
+    def stuck(file: Path, listed: tuple[Listed, ...]) -> None:
+        nonlocal asked
+        asked += 1
+        gate.wait(10)
+        write(file, listed)
+
+    monkeypatch.setattr(remembered, "PATIENCE", 0.02)
+    monkeypatch.setattr(remembered, "remember", stuck)
+    said = [Report((P,)), Report((D,)), Report((P, D)), Report((P, D))]
+    async with contextlib.aclosing(Remembered(FakeSource(*said), file).watch()) as reports:
+        async with asyncio.timeout(5):
+            for expected in said[:3]:
+                assert await anext(reports) == expected
+        assert asked == 1
+        gate.set()
+        await eventually(lambda: recalled(file) == (P,))
+        assert await anext(reports) == said[3]
+        with pytest.raises(StopAsyncIteration):
+            await anext(reports)
+    assert recalled(file) == (P, D)
