@@ -5,12 +5,12 @@ What comes back from there is input: each field has its type and its bounds, or 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
 import orjson
-from msgspec import Meta
+from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 from router.conversations.prompt import Count, Mark
 from router.conversations.said import Json
@@ -23,8 +23,7 @@ Time = Annotated[float, Meta(ge=0, le=1e11)]
 Inexact = Literal["", "reasoning", "rendering"]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fields=True):
     """Times are Unix seconds. `prompts` are the beginnings that were whole prompts, oldest first;
     `whole` is the last of them with its answer. `inexact` says why a template may render that
     answer otherwise than it was generated, or is empty.
@@ -53,17 +52,13 @@ class Entry:
         return isinstance(self.params.get("prefix_proof"), dict)
 
     def to_bytes(self) -> bytes:
-        return orjson.dumps({"v": VERSION} | {name: getattr(self, name) for name in self.__slots__})
+        """Raises orjson.JSONEncodeError for params that no engine could be told either."""
+        return orjson.dumps({"v": VERSION, **asdict(self)}, default=asdict)
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Entry | None:
         """Total: None for what this version did not write."""
         try:
-            content = orjson.loads(raw)
-            if not isinstance(content, dict) or content.pop("v", None) != VERSION:
-                return None
-            if content.keys() != set(cls.__slots__):
-                return None
-            return msgspec.convert(content, cls)
+            return msgspec.convert(orjson.loads(raw), cls)
         except (orjson.JSONDecodeError, msgspec.ValidationError, RecursionError):
             return None

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import itemgetter
+
+from msgspec import Struct
 
 from router.conversations.prompt import ChatPrompt, Mark, Prompt
 from router.conversations.said import Json
@@ -22,8 +23,7 @@ NAME = itemgetter(0)
 OPENING = 2  # messages that stay the same in all turns: system and first question
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(Struct, frozen=True):
     """One request's place in its conversation.
 
     `take_key`: where the last turn left something. `session`: stable over all turns. `keep_key`:

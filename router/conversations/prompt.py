@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
 import orjson
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from router.conversations.said import REASONING_KEYS, Json, Said, has_reasoning
 
@@ -24,8 +23,7 @@ MOST = 2**53
 Count = Annotated[int, Meta(ge=0, le=MOST)]
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(Struct, frozen=True):
     """A beginning of a prompt: how long, which, and how many tokens it was, where known."""
 
     count: Count
@@ -54,8 +52,7 @@ class Prompt(Protocol):
         """The prompt followed by what was answered, as a next turn would repeat it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
+class ChatPrompt(Struct, frozen=True):
     chain: tuple[str, ...]
     size: int
     plain: int
@@ -78,8 +75,7 @@ class ChatPrompt:
         return Mark(self.count + 1, _chained(self.chain[-1], canonical(message)))
 
 
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
+class TextPrompt(Struct, frozen=True):
     text: str
     kind: str = "text"
     has_media: bool = False
@@ -108,8 +104,7 @@ class TextPrompt:
         return Mark(len(whole), _digest(whole.encode("utf-8", "surrogatepass")))
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
+class TokenPrompt(Struct, frozen=True):
     token_ids: Sequence[int]
     kind: str = "tokens"
     has_media: bool = False

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
+from msgspec import Struct
 
 Json = dict[str, Any]
 REASONING_KEYS = frozenset(("reasoning", "reasoning_content"))
 THINK_MARKS = ("<think>", "</think>")
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
+class Said(Struct, frozen=True):
     """The only choice of an answer. `message` for a chat, `text` and `token_ids` otherwise."""
 
     message: Json | None = None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from typing import Annotated
 
 import orjson
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from router.conversations.said import Json
 
@@ -29,8 +28,7 @@ DIGEST_BYTES = 8
 Digest = Annotated[str, Meta(max_length=2 * DIGEST_BYTES)]
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
+class Scope(Struct, frozen=True):
     """Digests. `model` is what KV depends on although no token shows it."""
 
     model: Digest

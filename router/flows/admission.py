@@ -12,7 +12,8 @@ import asyncio
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from router.conversations.identity import Identity
 from router.fleet.engine import Engine

@@ -8,6 +8,8 @@ from collections.abc import Container, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from router.conversations.conversations import Conversations
 from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet
@@ -101,7 +103,7 @@ class Gateway:
         prefiller = None
         if not request.alone:
             same = turn == self._prefill_turn  # as long as nobody needed a decoder alone
-            prefiller = decoder if same else replace(decoder, turn=self._prefill_turn)
+            prefiller = decoder if same else structs.replace(decoder, turn=self._prefill_turn)
             self._prefill_turn += 1
         return route(pools, self._prefill, self._decode, (prefiller, decoder), home)
 

@@ -7,8 +7,10 @@ them may begin with a question to the decoder: does its cache hold enough to ans
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from router.fleet.engine import Engine
 from router.flows.limits import Limits
@@ -33,8 +35,7 @@ class Mode(StrEnum):
 ALONE, PULL, PUSH = Mode
 
 
-@dataclass(slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """`flow` and `why_alone` are for the books. `threshold` above 0: the first decoder is asked
     first, and may reject; `was_skipped`: it would be, if it were known to do so. `reuse`: of a
     turn, whose answer is kept for the next."""

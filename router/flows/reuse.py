@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from router.conversations.conversations import Turn
 from router.conversations.entry import Entry
@@ -32,8 +33,7 @@ class Offer(NamedTuple):
         return held if type(held) is int and held > 0 else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Reuse:
+class Reuse(Struct, frozen=True):
     """What recalling the last turn came to. `entry` and `verdict` are there together: a last turn
     at a decoder that still has it. That is `decoder`, if it may be asked: one that is draining is
     only read from, and the conversation goes on elsewhere. `unproven` is the setting

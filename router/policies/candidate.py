@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol, TypeVar
+
+from msgspec import Struct
 
 MOST_TRIED = 3
 
@@ -27,8 +28,7 @@ class Candidate(Protocol):
 E = TypeVar("E", bound=Candidate)
 
 
-@dataclass(slots=True)
-class Ask:
+class Ask(Struct, frozen=True):
     """`turn` grows with each request of a role: the only source of chance, so all of it replays."""
 
     turn: int

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from router.fleet.engine import Engine
 from router.fleet.snapshot import Pool
@@ -13,11 +14,12 @@ from router.policies.groups import group_of
 from router.policies.notes import Notes
 
 
-@dataclass(slots=True)
-class Route:
+class Route(Struct, frozen=True):
     """Either sequence may be empty: nobody of that role may be asked. Notes are for a policy that
-    remembers. A value, like the plan that holds it: to make a frozen one costs thrice as much, and
-    to read a tuple's names ten times."""
+    remembers.
+
+    A Struct, as other values that each request makes: one is made at a third of a frozen
+    dataclass's price, and read at a tenth of a named tuple's."""
 
     group: str
     prefillers: Sequence[Engine]

@@ -42,20 +42,20 @@ class EngineConnection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._answer: Answer | None = None
+        self._until_close = False
+        self._may_stay = False
+        self._hung_up = False
         self._reset()
 
     def _reset(self) -> None:
+        """What is new with each answer. The rest ends with the connection."""
         self._headers: Headers = []
         self._pieces: list[bytes] = []
-        self._overhead = 0
         self._heard = False
+        self._overhead = 0
         self._head_done = False
-        self._until_close = False
         self._complete = False
-        self._may_stay = False
-        self._hung_up = False
 
-    @property
     def is_usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 

@@ -139,7 +139,7 @@ class EnginePool:
             )
         finally:
             self._attempts.discard(attempt)
-        if connection.is_usable:
+        if connection.is_usable():
             self._open.add(connection)
         return connection
 
@@ -164,7 +164,7 @@ class EnginePool:
         oldest_allowed = now() - self._limits.idle_age
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_usable and connection.idle_since >= oldest_allowed:
+            if connection.is_usable() and connection.idle_since >= oldest_allowed:
                 return connection
             connection.abort()
         return None

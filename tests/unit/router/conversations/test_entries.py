@@ -160,7 +160,7 @@ def assert_typed(entry: Entry) -> None:
         assert time >= 0
     assert type(entry.size) is int
     assert type(entry.scope) is Scope
-    assert all(type(getattr(entry.scope, name)) is str for name in Scope.__slots__)
+    assert all(type(getattr(entry.scope, name)) is str for name in Scope.__struct_fields__)
     assert type(entry.prompts) is tuple
     assert len(entry.prompts) <= 16
     for mark in (*entry.prompts, *([] if entry.whole is None else [entry.whole])):

@@ -37,7 +37,7 @@ def limits(**changes: Any) -> Limits:
     return Limits.of(Settings(**engines, **ports, **changes))
 
 
-class Held(Reuse):
+class Held(Reuse, frozen=True):
     """A last turn of which the decoder has so much."""
 
     def held_share(self) -> float:
