@@ -125,6 +125,8 @@ class Answer:
             self._deadlines.drop(self)
         if self._sink is not None:
             self._pass_on(self._sink, b"".join(pieces), moment)
+        elif done and not self._held and self._whole_limit is None:
+            self._held, self._held_size = pieces, sum(map(len, pieces))  # as most answers come
         else:
             self._hold(pieces)
         if done or (self._sink is None and self._is_ready()):
@@ -236,7 +238,7 @@ class Answer:
     def _is_ready(self) -> bool:
         if self._done or self._error is not None:
             return True
-        if self._whole_limit is not None:
+        if self._whole_limit is not None or not self.status:
             return False
         if self.status >= 500:
             return True
