@@ -91,6 +91,8 @@ def _parse(raw: Any, mode: TransferMode) -> TransferParams:
     if not prefill:
         return TransferParams(Role.NONE, retain=retain)
     target = _target(raw) if mode == "push" else None
+    # Of a push there is no answer yet that could hold a proof: the router says what P is.
+    proves = raw.get("proves_prefix") is True
     return TransferParams(
         Role.DECODE,
         source=_source(raw) if target is None else None,
@@ -98,7 +100,7 @@ def _parse(raw: Any, mode: TransferMode) -> TransferParams:
         transfer_id=None if target is None else target.transfer_id,
         proof=_proof(raw) if target is None else NoProof.ABSENT,
         retain=retain or raw.get("retain") is None,
-        may_be_read_by_stock=raw.get("prefix_proof") is None,
+        may_be_read_by_stock=raw.get("prefix_proof") is None and not proves,
     )
 
 

@@ -47,6 +47,10 @@ def push_of(request: Request, prefiller: Engine, decoder: Engine, forced: bool) 
         "transfer_id": transfer_id,
         **at._asdict(),
     }
+    if prefiller.learned.proves_prefix:
+        # As its answer would show. Else the decoder takes it for a stock engine, which cannot be
+        # told that a turn is gone, and keeps each for its whole time, though it be to leave.
+        params["proves_prefix"] = True
     return Push(leg_id, transfer_id, pinned, Params(orjson.dumps(params)))
 
 

@@ -544,6 +544,20 @@ def test_a_turn_that_stock_may_read_never_gives_way_and_what_does_not_fit_is_not
     assert decoder.build_connector_meta().revokes == ("t-4",)
 
 
+@pytest.mark.parametrize(
+    ("said", "gives_way"),
+    [({"proves_prefix": True}, True), ({}, False), ({"proves_prefix": "yes"}, False)],
+)
+def test_a_turn_that_was_pushed_gives_way_if_the_router_says_who_prefilled(
+    said: dict[str, Any], gives_way: bool
+) -> None:
+    decoder = make("d", bidirectional=True, transfer_mode="push")
+    pushed = {key: value for key, value in answer_of_p().items() if key != "prefix_proof"}
+    assert turn(decoder, "t", pushed | said)
+    decoder.drain()
+    assert decoder.build_connector_meta().revokes == (("t",) if gives_way else ())
+
+
 def turn(decoder: SchedulerConnector, name: str, params: dict[str, Any]) -> bool:
     """Whether one of 120 tokens is kept."""
     request = Request(name, params, num_computed_tokens=120, answer=range(100, 121))

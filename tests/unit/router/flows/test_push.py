@@ -83,6 +83,16 @@ async def test_both_are_asked_at_once_and_told_of_one_another(
     await eventually(lambda: router.metric("requests_total", **labels) == 2)
 
 
+async def test_a_decoder_is_told_that_its_prefiller_proves_prefixes(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    """Where no proof can come yet: else it would keep each turn for its whole time."""
+    p.identity = {**IDENTITY, "capabilities": ["prefix_proof"]}
+    router = await known(await start_router())
+    assert (await router.complete()).status_code == 200
+    assert d.last.json["kv_transfer_params"]["proves_prefix"] is True
+
+
 @pytest.mark.parametrize("mode", ["auto", "pull", "push"])
 @pytest.mark.parametrize("engines_push", [True, False])
 async def test_the_mode_is_the_settings_or_the_engines(
