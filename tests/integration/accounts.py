@@ -7,7 +7,13 @@ from tests.integration.nursery import Counts
 # Of an engine that had time to end whatever it had begun.
 ZERO = ("num_running", "num_waiting", "num_blocks_delayed", "leases_active", "leases_expired")
 # No KV was lost or doubted. Of a prefill engine this may be: a turn's decode engine had gone.
-ZERO_OF_DECODE = ("pulls_failed", "pulls_refused", "reads_unproven", "confirmations_late")
+ZERO_OF_DECODE = (
+    "pulls_failed",
+    "pulls_refused",
+    "pushes_missed",
+    "reads_unproven",
+    "confirmations_late",
+)
 
 
 def lost_by_prefill(counts: Counts) -> list[str]:
@@ -24,9 +30,10 @@ def lost_by_decode(counts: Counts) -> list[str]:
     """The KV of all prompts came from elsewhere but for their last tokens. A turn that was kept for
     a next one may be given up when the engine leaves."""
     found = _never(counts, *ZERO, *ZERO_OF_DECODE)
-    computed, pulled = counts["prompt_tokens_computed"], counts["pulls_ok"]
-    if computed > pulled:
-        found.append(f"{computed} tokens computed after {pulled} pulls")
+    computed, loads = counts["prompt_tokens_computed"], counts["pulls_ok"]
+    loads += counts["pushes_received"]
+    if computed > loads:
+        found.append(f"{computed} tokens computed after {loads} loads")
     return found + _blocks(counts)
 
 

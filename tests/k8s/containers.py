@@ -42,7 +42,7 @@ class Containers:
         [container] = pod["spec"]["containers"]
         probe = probe_of(container, ip)
         if container["name"] == "router":
-            return Router(self._router(pod, container, folder), probe)
+            return Router(self._router(pod, container, ip, folder), probe)
         self.engines[name] = self._engine(name, container, ip, folder)
         return Engine(self.engines[name], probe)
 
@@ -58,17 +58,18 @@ class Containers:
         del variables["UCX_TCP_PORT_RANGE"]  # all engines of a machine have no room in it
         return nursery.Engine(name, arguments, variables, folder, NICENESS)
 
-    def _router(self, pod: Manifest, container: Manifest, folder: Path) -> Family:
-        """Without a network of its own it is a pod at any address of this machine."""
-        mounted = self._mounted(pod, container, folder)
+    def _router(self, pod: Manifest, container: Manifest, ip: str, folder: Path) -> Family:
+        mounted = self._mounted(pod, container, {"0.0.0.0": ip}, folder)
         arguments = [_replaced(one, mounted) for one in container["args"]]
         command = [sys.executable, "-m", "router.cli", *arguments]
         family = Family(folder)
         family.start("router", command, "", KUBECONFIG=str(self._kubeconfig(pod, folder)))
         return family
 
-    def _mounted(self, pod: Manifest, container: Manifest, folder: Path) -> dict[str, str]:
-        """ConfigMaps as files: where they lie, by where they are mounted."""
+    def _mounted(
+        self, pod: Manifest, container: Manifest, here: Mapping[str, str], folder: Path
+    ) -> dict[str, str]:
+        """ConfigMaps as files, with what is `here`: where they lie, by where they are mounted."""
         namespace, mounted = pod["metadata"]["namespace"], {}
         maps = {
             one["name"]: one["configMap"] for one in pod["spec"]["volumes"] if "configMap" in one
@@ -80,7 +81,7 @@ class Containers:
                 place = folder / mount["name"]
                 place.mkdir(exist_ok=True)
                 for file, text in data.items():
-                    (place / file).write_text(text)
+                    (place / file).write_text(_replaced(text, here))
                 mounted[mount["mountPath"]] = str(place)
         return mounted
 

@@ -104,7 +104,9 @@ def publish(pods: Pods, service: str, port: int, selector: str) -> None:
         "apiVersion": f"{SLICES}/v1",
         "kind": "EndpointSlice",
         "addressType": "IPv4",
-        "endpoints": [_endpoint(pod) for pod in pods.all(selector).values()],
+        "endpoints": [
+            _endpoint(pod) for pod in pods.all(selector).values() if "podIP" in pod["status"]
+        ],
         "ports": [{"name": "http", "port": port, "protocol": "TCP"}],
     }
     path = f"/apis/{SLICES}/v1/namespaces/{namespace}/endpointslices"

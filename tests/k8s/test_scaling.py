@@ -25,7 +25,7 @@ from tests.integration import load
 from tests.integration.accounts import lost_by_decode, lost_by_prefill
 from tests.integration.load import Load
 from tests.integration.models import another_version
-from tests.integration.processes import Launcher
+from tests.integration.processes import CONNECTORS, Launcher
 from tests.k8s import gateway_api, proxies
 from tests.k8s.cluster import Cluster, wait_for
 from tests.k8s.containers import Containers
@@ -33,7 +33,6 @@ from tests.k8s.kubelet import Kubelet
 from tests.k8s.pods import Pods
 from tests.k8s.releases import Helm, chart_for_old_servers, make_namespace
 
-NAMESPACE = "scaling"
 SERVICE = "router-disagg-router"
 ROUTERS = "app.kubernetes.io/instance=router"
 ROLES = ("prefill", "decode")
@@ -50,8 +49,23 @@ MUCH = 120.0
 
 
 @dataclass(frozen=True)
+class Kind:
+    """Of a world: what is installed where."""
+
+    namespace: str
+    connector: str
+    warm_up: str
+
+
+PULLING = Kind("pulling", CONNECTORS["pull"], "lazy")
+PUSHING = Kind("pushing", CONNECTORS["push"], "eager")
+
+
+@dataclass(frozen=True)
 class World:
     """A cluster with the router before no engines yet; clients go to `url`."""
+
+    kind: Kind
 
     cluster: Cluster
     helm: Helm
@@ -59,9 +73,26 @@ class World:
     kubelet: Kubelet
     containers: Containers
     url: str
+    port: int
     liveness_port: int
     engine_ports: tuple[int, int]
     folder: Path
+
+    def router_values(self, **annotations: str) -> str:
+        values = {
+            "router": {
+                "port": self.port,
+                "livenessPort": self.liveness_port,
+                # A Gateway takes over what is new every two seconds.
+                "preStop": 2,
+                "shutdownDelay": 2,
+                "podAnnotations": annotations,
+            },
+            # Two cores run all of it.
+            "settings": {"health-timeout": 5, "warm-up": self.kind.warm_up},
+            "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]},
+        }
+        return written(self.folder / "router.yaml", values)
 
     def install_engines(self, group: str, **annotations: str) -> None:
         port, side_channel = self.engine_ports
@@ -71,6 +102,7 @@ class World:
             "runtime": "reference",
             "model": MODELS[group],
             "servedModelName": "tiny",
+            "connector": self.kind.connector,
             "group": group,
             "port": port,
             "sideChannelPort": side_channel,
@@ -84,8 +116,9 @@ class World:
 
     def scale(self, group: str, replicas: int) -> None:
         for role in ROLES:
-            path = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{group}-disagg-router-{role}"
-            self.cluster.merge(path, {"spec": {"replicas": replicas}})
+            path = f"/apis/apps/v1/namespaces/{self.kind.namespace}/deployments"
+            name = f"{group}-disagg-router-{role}"
+            self.cluster.merge(f"{path}/{name}", {"spec": {"replicas": replicas}})
 
     def weigh(self, group: str, weight: str) -> None:
         """As `kubectl annotate pods -l disagg-router.io/group=...` does it."""
@@ -128,8 +161,8 @@ class World:
         return f"{self.kubelet.tenants[name].ip}:{self.engine_ports[0]}"
 
     def told(self) -> dict[str, float]:
-        """The router's metrics."""
-        [router] = [one for one in self.kubelet.tenants.values() if one.name.startswith(SERVICE)]
+        """The router's metrics; the newest one's."""
+        router = self.kubelet.tenants[self.living("router")[-1]]
         url = f"http://{router.ip}:{self.liveness_port}/metrics"
         return dict(samples(httpx.get(url, trust_env=False).text))
 
@@ -156,54 +189,54 @@ def written(file: Path, values: dict[str, Any]) -> str:
     return str(file)
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_tiny_model(tmp_path / "tiny")
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-@pytest.fixture
-def asked(tmp_path: Path, model: Path) -> list[load.Script]:
-    with Launcher(tmp_path, model, find_free_ports).engine("alone") as alone:
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[load.Script]:
+    launcher = Launcher(tmp_path_factory.mktemp("logs"), model, find_free_ports)
+    with launcher.engine("alone") as alone:
         return load.scripts(alone, 6)
 
 
 @pytest.fixture
-def world(gateway_cluster: Cluster, tmp_path: Path, model: Path) -> Iterator[World]:
-    cluster, pods = gateway_cluster, Pods(gateway_cluster, NAMESPACE)
+def world(
+    request: pytest.FixtureRequest, gateway_cluster: Cluster, tmp_path: Path, model: Path
+) -> Iterator[World]:
+    kind: Kind = request.param
+    cluster, pods = gateway_cluster, Pods(gateway_cluster, kind.namespace)
     public, port, liveness, *engine_ports = find_free_ports(5)
-    make_namespace(cluster, NAMESPACE)
-    gateway_api.create_gateway(cluster, NAMESPACE, public)
-    helm = Helm("helm4", cluster, NAMESPACE, chart_for_old_servers(tmp_path))
-    values = {
-        "router": {"port": port, "livenessPort": liveness, "preStop": 1, "shutdownDelay": 1},
-        "settings": {"health-timeout": 5},  # two cores run all of it
-        "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]},
-    }
+    make_namespace(cluster, kind.namespace)
+    gateway_api.create_gateway(cluster, kind.namespace, public)
+    helm = Helm("helm4", cluster, kind.namespace, chart_for_old_servers(tmp_path))
     models = {MODELS["blue"]: model, MODELS["green"]: another_version(model, tmp_path / "v2")}
     containers = Containers(cluster, tmp_path, models)
     with ExitStack() as stack:
         stack.enter_context(proxies.traefik(tmp_path, cluster, public))
         kubelet = stack.enter_context(Kubelet(pods, containers))
-        helm.install("router", "--values", written(tmp_path / "router.yaml", values))
-        yield World(
+        world = World(
+            kind,
             cluster,
             helm,
             pods,
             kubelet,
             containers,
             f"http://127.0.0.1:{public}",
+            port,
             liveness,
             (engine_ports[0], engine_ports[1]),
             tmp_path,
         )
+        helm.install("router", "--values", world.router_values())
+        yield world
 
 
 def publish(world: World) -> None:
     """The router's pod as an endpoint of its Service, once it is ready."""
     wait_for("the router is ready", lambda: world.living("router"), MUCH)
-    settings = world.cluster.get(f"/api/v1/namespaces/{NAMESPACE}/configmaps/{SERVICE}")["data"]
-    port = yaml.safe_load(settings["config.yaml"])["port"]
-    gateway_api.publish(world.pods, SERVICE, port, ROUTERS)
+    gateway_api.publish(world.pods, SERVICE, world.port, ROUTERS)
     wait_for("the Gateway's way", lambda: is_open(world.url), 20)
 
 
@@ -215,6 +248,7 @@ def is_open(url: str) -> bool:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("world", [PULLING], indirect=True)
 def test_a_fleet_is_scaled_and_rolled_out_and_no_client_notices(
     world: World, asked: list[load.Script]
 ) -> None:
@@ -226,8 +260,48 @@ def test_a_fleet_is_scaled_and_rolled_out_and_no_client_notices(
         lose_the_api_server(world, clients)
         shrink(world, clients)
         roll_over(world, clients)
-    world.helm("uninstall", "green")
-    wait_for("green has gone", lambda: world.has("green", 0), MUCH)
+        roll_the_router(world, clients)
+    uninstall(world, "green")
+    nothing_was_lost(world, clients)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("world", [PUSHING], indirect=True)
+def test_a_fleet_that_pushes_is_scaled_and_warmed_ahead_and_no_client_notices(
+    world: World, asked: list[load.Script]
+) -> None:
+    world.install_engines("blue")
+    publish(world)
+    with Load(world.url, asked, 5) as clients:
+        clients.goes_on(10, MUCH)
+        world.scale("blue", 2)
+        wait_for("2 + 2", lambda: world.has("blue", 2), MUCH)
+        wait_for("all work", lambda: world.all_work("blue"), MUCH)
+        wait_for("all pairs are warm", lambda: warm_ups(world) == {"done": 4}, MUCH)
+        wait_for("all are amid answers", lambda: world.is_amid("blue"), MUCH)
+        world.scale("blue", 1)
+        wait_for("1 + 1", lambda: world.has("blue", 1), MUCH)
+        clients.goes_on(10, MUCH)
+    uninstall(world, "blue")
+    nothing_was_lost(world, clients)
+    pushed = {name: one.last_words()["pushes_ok"] for name, one in world.containers.engines.items()}
+    assert all(pushed[name] > MOST for name in pushed if "-prefill-" in name), pushed
+
+
+def warm_ups(world: World) -> dict[str, float]:
+    """How many came to which end."""
+    name = 'disagg_router_warm_ups_total{outcome="'
+    return {
+        one.removeprefix(name)[:-2]: n for one, n in world.told().items() if one.startswith(name)
+    }
+
+
+def uninstall(world: World, group: str) -> None:
+    world.helm("uninstall", group)
+    wait_for(f"{group} has gone", lambda: world.has(group, 0), MUCH)
+
+
+def nothing_was_lost(world: World, clients: Load) -> None:
     assert not clients.troubles
     for name, engine in world.containers.engines.items():
         counts = engine.last_words()
@@ -284,6 +358,23 @@ def roll_over(world: World, clients: Load) -> None:
     wait_for("green works", lambda: world.all_work("green"), MUCH)
     wait_for("blue is amid answers", lambda: world.is_amid("blue"), MUCH)
     world.weigh("blue", "0")
-    world.helm("uninstall", "blue")
-    wait_for("blue has gone", lambda: world.has("blue", 0), MUCH)
+    uninstall(world, "blue")
     clients.goes_on(10, MUCH)
+
+
+def roll_the_router(world: World, clients: Load) -> None:
+    """Its Deployment starts a second one, and ends the first when that is ready; clients are amid
+    answers of the first, and stay on their connections to the Gateway."""
+    [old] = world.living("router")
+    wait_for("green is amid answers", lambda: world.is_amid("green"), MUCH)
+    world.helm.upgrade("router", "--values", world.router_values(version="2"))
+
+    def has_ended() -> bool:
+        """Endpoints follow the pods meanwhile, as their controller would make them."""
+        gateway_api.publish(world.pods, SERVICE, world.port, ROUTERS)
+        return world.kubelet.tenants[old].is_gone
+
+    wait_for("the first router has ended", has_ended, MUCH)
+    clients.goes_on(10, MUCH)
+    assert len(world.living("router")) == 1
+    assert not world.kubelet.faults, world.kubelet.faults
