@@ -1,0 +1,181 @@
+"""A GGUF file of the Llama family, as llama.cpp reads one, into a Hugging Face model directory.
+
+Two things are not as they lie in the file. llama.cpp keeps the rows of q and k in the order of its
+own rotary embedding, pairs beside each other, where Hugging Face has halves; left so, a model
+babbles. And the tokenizer is told by its vocabulary and merges alone: how text is cut before them
+depends on its name, of which one is known here.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+Progress = Callable[[int, int], None]
+
+PRE_TOKENIZER = "smollm"
+CONTROL = 3
+"""The type of a token that is never text."""
+OUTSIDE = {
+    "token_embd": "model.embed_tokens.weight",
+    "output_norm": "model.norm.weight",
+    "output": "lm_head.weight",
+}
+IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# Histories of agents have answers without content.
+STRICT, LENIENT = "message['content']", "(message['content'] or '')"
+
+
+class GgufError(Exception):
+    """It is not a file that can be converted; the message says why."""
+
+
+def convert(source: Path, target: Path, progress: Progress = lambda done, of: None) -> None:
+    """Writes `target`, an existing directory; weights as bfloat16. Raises GgufError."""
+    try:
+        reader = gguf.GGUFReader(source)
+        fields = Fields(reader)
+        save_file(
+            dict(_weights(reader, fields, progress)),
+            target / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        _tokenizer(fields).save(str(target / "tokenizer.json"))
+        _write(target / "tokenizer_config.json", _tokenizer_config(fields))
+        _write(target / "generation_config.json", _generation_config(fields))
+        _write(target / "config.json", _config(fields, reader))
+    except OSError:
+        raise
+    except Exception as error:  # a file may be wrong in any way, and tokenizers raise nothing else
+        raise GgufError(f"{source.name} is no GGUF file of a known kind: {error}") from error
+
+
+class Fields:
+    """What the file says of the model. Raises KeyError for what it does not say."""
+
+    def __init__(self, reader: "gguf.GGUFReader") -> None:
+        self._fields = reader.fields
+
+    def __getitem__(self, name: str) -> Any:
+        return self._fields[name].contents()
+
+    def llama(self, name: str) -> Any:
+        return self[f"llama.{name}"]
+
+    def token(self, name: str) -> str:
+        text: str = self["tokenizer.ggml.tokens"][self[f"tokenizer.ggml.{name}_token_id"]]
+        return text
+
+
+def _weights(
+    reader: "gguf.GGUFReader", fields: Fields, progress: Progress
+) -> Iterator[tuple[str, torch.Tensor]]:
+    heads = {
+        "attn_q": fields.llama("attention.head_count"),
+        "attn_k": fields.llama("attention.head_count_kv"),
+    }
+    for done, tensor in enumerate(reader.tensors):
+        place, *rest = tensor.name.split(".")
+        values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if place == "blk":
+            layer, kind = rest[0], rest[1]
+            name = f"model.layers.{layer}.{IN_LAYER[kind]}.weight"
+            if kind in heads:
+                values = in_halves(values, heads[kind])
+        else:
+            name = OUTSIDE[place]
+        yield name, torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
+        progress(done + 1, len(reader.tensors))
+
+
+def in_halves(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """Of each head the even rows, then the odd ones: where pairs lay beside each other."""
+    each = rows.shape[0] // heads
+    return rows.reshape(heads, each // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _tokenizer(fields: Fields) -> Tokenizer:
+    kind = fields["tokenizer.ggml.pre"]
+    if kind != PRE_TOKENIZER:
+        raise ValueError(f"its text is cut in a way not known here, {kind!r}")
+    tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    made.decoder = decoders.ByteLevel()
+    special = [token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL]
+    made.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
+    return made
+
+
+def _tokenizer_config(fields: Fields) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": fields.llama("context_length"),
+        "clean_up_tokenization_spaces": False,
+        "bos_token": fields.token("bos"),
+        "eos_token": fields.token("eos"),
+        "pad_token": fields.token("padding"),
+        "chat_template": fields["tokenizer.chat_template"].replace(STRICT, LENIENT),
+    }
+
+
+def _generation_config(fields: Fields) -> dict[str, Any]:
+    return {
+        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
+        "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
+    }
+
+
+def _config(fields: Fields, reader: "gguf.GGUFReader") -> dict[str, Any]:
+    is_tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": fields.llama("vocab_size"),
+        "hidden_size": fields.llama("embedding_length"),
+        "intermediate_size": fields.llama("feed_forward_length"),
+        "num_hidden_layers": fields.llama("block_count"),
+        "num_attention_heads": fields.llama("attention.head_count"),
+        "num_key_value_heads": fields.llama("attention.head_count_kv"),
+        "head_dim": fields.llama("rope.dimension_count"),
+        "hidden_act": "silu",
+        "max_position_embeddings": fields.llama("context_length"),
+        "rms_norm_eps": fields.llama("attention.layer_norm_rms_epsilon"),
+        "rope_theta": fields.llama("rope.freq_base"),
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": is_tied,
+        **_generation_config(fields),
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
