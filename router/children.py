@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +37,11 @@ class Child:
         if code is not None:
             raise ChildEndedError(f"{self.name} ended with status {code}{self._last_lines()}")
 
+    def last_line(self) -> str:
+        """Of its log; empty where there is none."""
+        said = "" if self.log is None else self.log.read_text(errors="replace")
+        return next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
+
     def _last_lines(self) -> str:
         if self.log is None:
             return ""
@@ -52,17 +57,26 @@ class Family:
     children: list[Child] = field(default_factory=list)
 
     def start(
-        self, name: str, command: list[str], url: str, *, logged: bool = True, **variables: str
+        self,
+        name: str,
+        command: list[str],
+        url: str,
+        *,
+        logged: bool = True,
+        shown: bool = False,
+        environment: Mapping[str, str] | None = None,
+        **variables: str,
     ) -> Child:
+        """`shown`: its standard output is seen, and only what it says of errors is logged."""
         log = self.directory / f"{name.replace(' ', '-')}.log" if logged else None
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(log.open("wb")) if log else None
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT if log else None,
-                env={**os.environ, **variables},
+                stdout=None if shown else output,
+                stderr=output,
+                env={**os.environ, **(environment or {}), **variables},
                 start_new_session=True,
                 preexec_fn=die_with(os.getpid()),
             )
@@ -72,14 +86,23 @@ class Family:
 
     def stop(self) -> None:
         """SIGTERM to all, SIGKILL to whoever is left after STOP_SECONDS; then nobody is."""
-        for child in self.children:
-            _signal(child, signal.SIGTERM)
-        deadline = time.monotonic() + STOP_SECONDS
-        for child in self.children:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(max(0.0, deadline - time.monotonic()))
-            _signal(child, signal.SIGKILL)
-            child.process.wait()
+        _stop(self.children)
+
+    def stop_in_turn(self) -> None:
+        """Who was started last is stopped before the others are told to."""
+        _stop(self.children[-1:])
+        _stop(self.children[:-1])
+
+
+def _stop(children: Sequence[Child]) -> None:
+    for child in children:
+        _signal(child, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_SECONDS
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+        _signal(child, signal.SIGKILL)
+        child.process.wait()
 
 
 def _signal(child: Child, number: signal.Signals) -> None:

@@ -45,7 +45,7 @@ example:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["demo"]:
-        from router.demo import main as demo
+        from router.demo.command import main as demo
 
         return demo(arguments[1:])
     if arguments[:1] == ["drain"]:

@@ -699,8 +699,12 @@ class Settings(BaseSettings):
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Lower] = _setting(
         "info", "Logs", "Least level that is logged.", "{debug,info,warning,error}"
     )
-    log_format: Annotated[Literal["text", "json"], Lower] = _setting(
-        "text", "Logs", "Log lines for people or for machines.", "{text,json}"
+    log_format: Annotated[Literal["auto", "text", "short", "json"], Lower] = _setting(
+        "auto",
+        "Logs",
+        "Log lines: json for machines, text with all names and values, short for a person who "
+        "watches. auto: short on a terminal, else json.",
+        "{auto,text,short,json}",
     )
     access_log: bool = _setting(True, "Logs", "One line for each request.")
 

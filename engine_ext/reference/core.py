@@ -246,7 +246,7 @@ class EngineCore:
             finish_reason=finish.reason if finish else None,
             stop_reason=finish.stop_reason if finish else None,
             kv_transfer_params=seq.kv_transfer_answer,
-            num_cached_tokens=seq.num_cached_tokens,
+            num_cached_tokens=seq.num_saved_tokens,
             error=finish.error if finish else None,
         )
 

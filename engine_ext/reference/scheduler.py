@@ -19,7 +19,14 @@ from engine_ext.reference.counters import Counters
 from engine_ext.reference.engine_config import EngineConfig
 from engine_ext.reference.kv_connector import SchedulerHalf
 from engine_ext.reference.queues import Queues
-from engine_ext.reference.sequence import ABORTED, Finish, Sequence, failed, refused
+from engine_ext.reference.sequence import (
+    ABORTED,
+    REMOTE_CACHED,
+    Finish,
+    Sequence,
+    failed,
+    refused,
+)
 from engine_ext.reference.step import Step
 
 logger = logging.getLogger(__name__)
@@ -312,7 +319,7 @@ class Scheduler:
             decision = self._fail_finish(seq.request_id)
         params = decision.kv_transfer_params
         if params is not None and params.get("do_remote_prefill"):
-            params = params | {"remote_prefill_cached_tokens": seq.num_prefix_hit_tokens or 0}
+            params = params | {REMOTE_CACHED: seq.num_cached_tokens}
         seq.kv_transfer_answer = params
         return decision.delay_free
 

@@ -39,6 +39,9 @@ def refused(stop_reason: str) -> Finish:
     return Finish(admission.FINISH_REASON, FinishStatus.ABORTED, stop_reason)
 
 
+REMOTE_CACHED = "remote_prefill_cached_tokens"
+
+
 class Sequence:
     """Satisfies `engine_ext.base.types.EngineRequest`. Where it stands is told by the scheduler's
     containers, never by a flag here."""
@@ -82,6 +85,21 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def num_saved_tokens(self) -> int:
+        """Of the prompt, what nobody computed for this request.
+
+        A prefill engine that gave us its KV says how much of it its caches held, in vLLM's word;
+        where it does not (push: we are asked before it knows), what our own cache held is certain.
+        """
+        params = self.kv_transfer_params
+        if not isinstance(params, dict) or params.get("do_remote_prefill") is not True:
+            return self.num_cached_tokens
+        told = params.get(REMOTE_CACHED)
+        if type(told) is not int or told < 0:
+            return self.num_prefix_hit_tokens or 0
+        return min(told, self.num_cached_tokens)
 
     def blocks_by_group(self) -> BlockIds:
         return (tuple(self.block_ids),)

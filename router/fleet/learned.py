@@ -43,6 +43,10 @@ class Learned:
     """It has POST /disagg/release, which frees what it keeps for another engine."""
     asked: bool = False
     told: bool = False
+    offers_no_turns: bool = False
+    """It has said so: it does not keep an answer's KV, nor pull another's."""
+    is_reported: bool = False
+    """Of that the log has a line."""
     transfer_modes: frozenset[str] | None = None
     compatibility: str = ""
     """Hash of what two engines must have in common to read each other's KV: the model, how it is
@@ -94,6 +98,8 @@ class Learned:
             self.told = True
             self.knows_threshold = "cache_hit_threshold" in capabilities
             self.releases = "release" in capabilities
+            # Ours alone name what they prove; others' pages may know no turns by that name.
+            self.offers_no_turns = "prefix_proof" in capabilities and "turns" not in capabilities
             self.proves_prefix = self.proves_prefix or "prefix_proof" in capabilities
         modes, ranks = identity.get("transfer_modes"), identity.get("ranks")
         if isinstance(modes, list):

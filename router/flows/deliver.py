@@ -11,6 +11,8 @@ said is read from a copy, all at once.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 from collections.abc import Coroutine
 from functools import partial
@@ -26,12 +28,15 @@ from router.flows.exchange import Header
 from router.flows.gateway import Gateway
 from router.flows.release import give_up_turn
 from router.flows.request import KV_PARAMS, Request
-from router.upstream.answer import Answer
+from router.telemetry.usage import NEAR, usage_in
+from router.upstream.answer import LAST_BLOCKS, Answer
 from router.upstream.errors import BrokenAnswerError
 
+logger = logging.getLogger("disagg_router.flows")
 NEEDLE = b'"kv_transfer_params"'
 EVENT_END = re.compile(rb"(\r\n\r\n|\n\n|\r\r)")
 COPY_LIMIT = 4 * 1024 * 1024
+DONE = "done"
 Keeping = Coroutine[Any, Any, None]
 EVENT_STREAM: list[Header] = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
@@ -42,11 +47,20 @@ async def deliver(request: Request, gateway: Gateway, answer: Answer) -> None:
     passed = headers.to_client(answer.headers, request.record.request_id)
     limits, exchange = gateway.limits, request.exchange
     if answer.is_whole and not answer.is_event_stream:
-        await exchange.respond(answer.status, passed, await answer.read(limits.max_answer_size))
+        raw = await answer.read(limits.max_answer_size)
+        request.record.usage = usage_in(raw)
+        await exchange.respond(answer.status, passed, raw)
     else:
         request.event_stream = answer.is_event_stream
         idle = limits.stream_idle_timeout
-        await exchange.relay(answer.status, passed, answer, idle, request.latest)
+        try:
+            await exchange.relay(answer.status, passed, answer, idle, request.latest)
+        except asyncio.CancelledError:
+            if answer.is_read:
+                note_done(request)
+            raise
+        finally:
+            request.record.usage = usage_in(answer.tail)
     note_done(request)
 
 
@@ -73,6 +87,7 @@ async def _respond_turn(
     request: Request, gateway: Gateway, answer: Answer, keep: partial[Keeping]
 ) -> None:
     raw = await answer.read(gateway.limits.max_answer_size)
+    request.record.usage = usage_in(raw)
     content, given = parsed(raw), answer.headers
     if content is not None:
         params = content.pop(KV_PARAMS, None)
@@ -93,11 +108,17 @@ async def _relay_turn(
     exchange, idle = request.exchange, gateway.limits.stream_idle_timeout
     try:
         await exchange.relay(answer.status, passed, answer, idle, request.latest)
-    except BaseException:
+    except BaseException as error:
         if tail.params is not None:  # said to its end, which nobody waits for
             gateway.spawn(keep(tail.params, tail.said()))
+        elif isinstance(error, asyncio.CancelledError) and answer.is_read:
+            note_done(request)
         raise
+    finally:
+        request.record.usage = usage_in(tail.end)
     _note_stream(gateway, engine, tail.params is not None)
+    if tail.params is None and answer.is_read:
+        note_done(request)  # its client has the last event, and may leave now
     await gateway.finish(keep(tail.params, tail.said()))
     await exchange.finish(tail.last)
 
@@ -121,6 +142,8 @@ async def _keep(
         kept = "kept" if done else "not_kept"
         for entry in lost:
             give_up_turn(request, gateway, entry)
+    elif params is None:
+        note_no_turns(gateway, engine)
     gateway.metrics.conversation_kept.add((kept,))
 
 
@@ -130,7 +153,7 @@ def note_first_byte(request: Request, answer: Answer) -> None:
 
 
 def note_done(request: Request) -> None:
-    request.record.stage, request.record.outcome = "done", "ok"
+    request.record.stage, request.record.outcome = DONE, "ok"
 
 
 def _written(content: Json) -> bytes:
@@ -149,10 +172,23 @@ def _tells_where(params: Json) -> bool:
 def _note_stream(gateway: Gateway, engine: Engine, has_params: bool) -> None:
     learned = engine.learned
     learned.note_stream(has_params)
-    if learned.streams_params is False:
+    if learned.streams_params is False and not learned.offers_no_turns:
         gateway.throttle.warn(
-            "a decoder does not stream kv_transfer_params: turns are reused only with "
-            "conversation_stream exact",
+            "a decoder does not stream kv_transfer_params: its turns are reused only with "
+            "conversation_stream exact, if it keeps them (bidirectional_kv_xfer)",
+            engine.name,
+        )
+
+
+def note_no_turns(gateway: Gateway, engine: Engine) -> None:
+    """Says of an engine, once, that its own word is that it has no part in turns."""
+    learned = engine.learned
+    if learned.offers_no_turns and not learned.is_reported:
+        learned.is_reported = True
+        logger.warning(
+            "conversations reuse nothing at %s engine %s: it was started without "
+            '"bidirectional_kv_xfer": true in its kv_connector_extra_config',
+            engine.role,
             engine.name,
         )
 
@@ -183,6 +219,11 @@ class Tail:
         if self.params is not None:
             block, self.last = self.last, block
         return block
+
+    @property
+    def end(self) -> bytes:
+        """About the last that passed."""
+        return b"".join(self._copy[-LAST_BLOCKS:])[-NEAR:]
 
     def said(self) -> Said | None:
         """Of an answer that brought params: others leave nothing for the next turn."""

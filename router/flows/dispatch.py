@@ -7,6 +7,7 @@ import logging
 
 from router.flows import errors, headers
 from router.flows.bodies import Bodies
+from router.flows.deliver import DONE
 from router.flows.exchange import Exchange
 from router.flows.gateway import Gateway
 from router.flows.heartbeat import Beating
@@ -44,7 +45,8 @@ async def serve(exchange: Exchange, gateway: Gateway) -> None:
         await Run(request, bodies, plan, gateway).answer()
     except asyncio.CancelledError:
         if not gateway.interrupted:
-            _note_disconnect(request.record, gateway)
+            if request.record.stage != DONE:
+                _note_disconnect(request.record, gateway)
             raise
         await _refuse(request, gateway, errors.ShuttingDownError("the router is shutting down"))
     except Exception as error:

@@ -14,7 +14,7 @@ from router.fleet.engine import Engine
 from router.fleet.learned import Learned
 from router.flows import headers, release
 from router.flows.bodies import message_in
-from router.flows.deliver import deliver, deliver_turn
+from router.flows.deliver import deliver, deliver_turn, note_no_turns
 from router.flows.errors import (
     EngineError,
     EngineOverloadedError,
@@ -107,6 +107,7 @@ class Legs:
         finally:
             self._end(engine, tokens, answer)
         record.prefill_done = moment = now()
+        record.prefill_usage = prefilled.usage
         if seat is not None:
             seat.prefilled()
         gateway.metrics.prefill_seconds.observe(moment - started)
@@ -114,6 +115,7 @@ class Legs:
             notes.answered(engine.name, prefilled.cached_tokens)
         if self.plan.reuse is not None:
             self._prompt_tokens = prefilled.prompt_tokens
+            note_no_turns(gateway, engine)
         self._learn(engine, prefilled.params)
         if prefilled.params is not None and not self._is_read:
             if self.holder is not None:

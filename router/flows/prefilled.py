@@ -85,6 +85,11 @@ class Prefilled:
         self._usage = content.usage
 
     @property
+    def usage(self) -> bytes:
+        """As it came."""
+        return bytes(self._usage)
+
+    @property
     def prompt_tokens(self) -> int | None:
         """How long the prompt was, if it says so."""
         return prompt_tokens_of({"usage": self._said_usage()})

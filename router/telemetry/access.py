@@ -8,6 +8,7 @@ import time
 
 from router.telemetry.logs import LINES
 from router.telemetry.record import Record
+from router.telemetry.usage import Tokens, tokens_of
 
 logger = logging.getLogger("disagg_router.access")
 # Seconds that a line may wait for others: they leave in one write.
@@ -54,6 +55,9 @@ class AccessLine:
     def text(self) -> str:
         return _usual(self._record) or _any(self.content())
 
+    def short(self) -> str:
+        return _short(self._record)
+
     def content(self) -> dict[str, object]:
         record = self._record
         known: dict[str, object] = {
@@ -76,6 +80,9 @@ class AccessLine:
             known["first_byte_ms"] = _since(record, record.first_byte)
         if record.ended is not None:
             known["total_ms"] = _since(record, record.ended)
+        for name, number in tokens_of(record)._asdict().items():
+            if number is not None:
+                known[f"{name}_tokens"] = number
         if record.stage != "done":
             known["stage"] = record.stage
         if record.error:
@@ -104,5 +111,46 @@ def _usual(r: Record) -> str | None:
         f"outcome={r.outcome} flow={r.flow} prefiller={r.prefiller} decoder={r.decoder} "
         f"prefill_ms={int((prefilled - start) * 1000 + 0.5)} "
         f"first_byte_ms={int((began - start) * 1000 + 0.5)} "
-        f"total_ms={int((ended - start) * 1000 + 0.5)}"
+        f"total_ms={int((ended - start) * 1000 + 0.5)}{_counted(tokens_of(r))}"
     )
+
+
+def _counted(tokens: Tokens) -> str:
+    prompt, completion, cached = tokens
+    text = "" if prompt is None else f" prompt_tokens={prompt}"
+    if completion is not None:
+        text += f" completion_tokens={completion}"
+    return text if cached is None else f"{text} cached_tokens={cached}"
+
+
+def _short(r: Record) -> str:
+    """For a person: what came of it, how fast, over which engines, what was reused."""
+    parts = [f"{r.status} {r.endpoint.removeprefix('/v1/')}"]
+    prompt, completion, cached = tokens_of(r)
+    if prompt is not None:
+        parts.append(f"{prompt} tokens in" + (f", {completion} out" if completion else ""))
+    if r.first_byte is not None and r.ended is not None:
+        parts.append(f"first after {_seconds(r, r.first_byte)}, all after {_seconds(r, r.ended)}")
+    parts += filter(None, (_way(r), _reused(prompt, cached, r.conversation)))
+    if r.outcome != "ok":
+        parts.append(f"{r.outcome}{' at ' + r.stage if r.stage != 'done' else ''}")
+    if r.error:
+        parts.append(" ".join(r.error.split())[:200])
+    return "; ".join(parts)
+
+
+def _way(r: Record) -> str:
+    if r.prefiller and r.decoder:
+        return f"prefill {r.prefiller} -> decode {r.decoder}"
+    return f"{r.decoder or r.prefiller} alone" if r.decoder or r.prefiller else ""
+
+
+def _reused(prompt: int | None, cached: int | None, conversation: str) -> str:
+    turn = f" (turn: {conversation})" if conversation else ""
+    if prompt is None or cached is None:
+        return turn.strip(" ()")
+    return f"reused {cached} of {prompt}{turn}"
+
+
+def _seconds(record: Record, moment: float) -> str:
+    return f"{moment - record.started:.2f} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from functools import lru_cache
@@ -12,7 +13,7 @@ from typing import Literal, Protocol, TextIO
 
 import orjson
 
-LogFormat = Literal["text", "json"]
+LogFormat = Literal["auto", "text", "short", "json"]
 LINES = "lines"
 MILLISECONDS = tuple(f".{number:03d}Z" for number in range(1000))
 
@@ -23,6 +24,7 @@ class Line(Protocol):
     @property
     def at(self) -> float: ...
     def text(self) -> str: ...
+    def short(self) -> str: ...
     def content(self) -> dict[str, object]: ...
 
 
@@ -33,6 +35,17 @@ class TextFormatter(logging.Formatter):
             level = record.levelname
             return "\n".join([f"{_moment(line.at)} {level} {line.text()}" for line in lines])
         return f"{_moment(record.created)} {record.levelname} {super().format(record)}"
+
+
+class ShortFormatter(logging.Formatter):
+    """For a person who watches: the time of day, no level below warning."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        lines: list[Line] | None = getattr(record, LINES, None)
+        if lines is not None:
+            return "\n".join([f"{_time_of_day(line.at)} {line.short()}" for line in lines])
+        level = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
+        return f"{_time_of_day(record.created)} {level}{super().format(record)}"
 
 
 class JsonFormatter(logging.Formatter):
@@ -53,6 +66,13 @@ class JsonFormatter(logging.Formatter):
         return _json(content)
 
 
+FORMATTERS: dict[str, type[logging.Formatter]] = {
+    "text": TextFormatter,
+    "short": ShortFormatter,
+    "json": JsonFormatter,
+}
+
+
 class LineHandler(logging.StreamHandler[TextIO]):
     """Writes whole lines, so many at a time as a pipe takes in one piece from several processes."""
 
@@ -68,7 +88,9 @@ class LineHandler(logging.StreamHandler[TextIO]):
 def configure(level: str, log_format: LogFormat) -> None:
     """Sets the process's logging up. Library chatter below warning is left out."""
     handler = LineHandler()
-    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    if log_format == "auto":
+        log_format = "short" if sys.stderr.isatty() else "json"
+    handler.setFormatter(FORMATTERS[log_format]())
     logging.basicConfig(handlers=[handler], force=True)
     set_level(level)
 
@@ -91,6 +113,10 @@ def _blocks(text: str) -> Iterator[str]:
 
 def _json(content: dict[str, object]) -> str:
     return orjson.dumps(content, default=str).decode()
+
+
+def _time_of_day(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))
 
 
 def _moment(at: float) -> str:

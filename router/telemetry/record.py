@@ -31,3 +31,6 @@ class Record:
     first_byte: float | None = None
     ended: float | None = None
     error: str = ""
+    usage: bytes = b""
+    """Where the answer says how many tokens it has, not read yet (see `usage`); so is the next."""
+    prefill_usage: bytes = b""

@@ -13,6 +13,7 @@ and does not fill the router's memory.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -28,6 +29,10 @@ from router.upstream.sse import EventGate
 
 Headers = list[tuple[bytes, bytes]]
 HIGH_WATER = 256 * 1024
+# What is remembered of a body that was relayed: the ends of its last blocks.
+LAST_BLOCKS = 4
+LAST_BYTES = 2048
+DONE = b"[DONE]"
 
 
 class Wire(Protocol):
@@ -65,6 +70,7 @@ class Answer:
         "_held_size",
         "_idle",
         "_latest",
+        "_recent",
         "_sink",
         "_stalled",
         "_waiter",
@@ -100,6 +106,7 @@ class Answer:
         self._stalled = False
         self._idle = 0.0
         self._latest = 0.0
+        self._recent: deque[bytes] | None = None
         deadlines.watch(self)
 
     def header(self, name: bytes) -> bytes | None:
@@ -200,6 +207,7 @@ class Answer:
         Raises UpstreamError; `sink` then gets no more and was never told of an end.
         """
         self._sink, self._idle, self._latest = sink, idle, latest
+        self._recent = deque(maxlen=LAST_BLOCKS)
         if self.is_event_stream:
             self._gate = EventGate()
         self._pass_on(sink, self._take(), now())
@@ -211,6 +219,17 @@ class Answer:
             self._wire.resume()
         await self._news()
         self.check()
+
+    @property
+    def tail(self) -> bytes:
+        """About the last that was relayed, as it came."""
+        return b"".join(self._recent or ())
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a stream's last event was passed on to a reader that keeps up: clients leave
+        when they have it, and do not wait for the body's end."""
+        return self.is_event_stream and not self._stalled and self.tail.rstrip().endswith(DONE)
 
     def pause(self) -> None:
         """The reader's buffers are full: stop reading from the engine."""
@@ -268,6 +287,8 @@ class Answer:
             block = self._gate.passing(block)
             if self._done:
                 block += self._gate.rest()
+        if block and self._recent is not None:
+            self._recent.append(block[-LAST_BYTES:])
         if self.tap is not None:
             if block := self.tap.passing(block, self._done):
                 sink.write(block, False)

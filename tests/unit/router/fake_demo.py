@@ -1,7 +1,8 @@
 """The demo with an engine that serves nothing but its part: run as a script by test_demo.
 
 As an engine: `fake_demo.py engine MODE --port N ...`, where MODE is good, stubborn (ignores
-SIGTERM) or dying. As a model maker: `fake_demo.py model DIR`. Else: `fake_demo.py demo PORT MODE`.
+SIGTERM), dying, or offline (whose chat model cannot be had). As a maker of models: `fake_demo.py
+tiny DIR` and `fake_demo.py chat MODE DIR`. Else: `fake_demo.py demo PORT MODE FLAG...`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from router import demo
+from router.demo.command import main as demo
+from router.demo.engines import Engines
 
 ME = [sys.executable, str(Path(__file__))]
 USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
@@ -49,18 +51,33 @@ def engine(mode: str, arguments: list[str]) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     port = int(arguments[arguments.index("--port") + 1])
     assert Path(arguments[arguments.index("--model") + 1]).is_dir()
+    transfer = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector_extra_config"] == {"bidirectional_kv_xfer": True}
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 def main(role: str, *arguments: str) -> int:
     if role == "engine":
         engine(arguments[0], list(arguments[1:]))
-    elif role == "model":
+    elif role == "tiny":
         Path(arguments[0]).mkdir()
+    elif role == "chat":
+        print("Fetching it: 100%")
+        if arguments[0] == "offline":
+            sys.exit("Traceback\nllm-x==1 cannot be fetched: no network")
+        Path(arguments[1]).mkdir(parents=True)
     else:
-        port, mode = arguments
-        flags = ["--port", port, "--prefillers", "2", "--decoders", "1"]
-        return demo.main(flags, [*ME, "engine", mode], [*ME, "model"])
+        port, mode, *flags = arguments
+        engines = Engines(
+            reference=[*ME, "engine", mode],
+            tiny_model=[*ME, "tiny"],
+            chat_model=[*ME, "chat", mode],
+            vllm=[str(Path(__file__)), "engine", mode],
+            needed=("json",),
+            find_vllm=lambda: sys.executable,
+        )
+        sized = ["--port", port, "--prefillers", "2", "--decoders", "1"]
+        return demo([*sized, *flags], engines)
     return 0
 
 

@@ -46,6 +46,7 @@ async def router_process(
         "-m",
         module,
         *" ".join(engines).split(),
+        "--log-format=text",
         *arguments,
         stderr=asyncio.subprocess.PIPE,
     )

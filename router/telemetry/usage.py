@@ -1,0 +1,47 @@
+"""How many tokens a request had, as the engines' answers say.
+
+An answer is not decoded for this. Its usage object is looked for near its end by name, which no
+text of a model can be taken for: quotes inside of JSON strings are escaped.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from router.telemetry.record import Record
+
+NAME = b'"usage":'
+# How far from an answer's end it is looked for, and how long it may be.
+NEAR = 8192
+LONGEST = 512
+COUNT = re.compile(rb'"(prompt|completion|cached)_tokens":\s*(\d{1,15})\b')
+
+
+class Tokens(NamedTuple):
+    """None: not known. `cached`: of the prompt, what nobody computed for this request."""
+
+    prompt: int | None
+    completion: int | None
+    cached: int | None
+
+
+def usage_in(answer: bytes) -> bytes:
+    """The part of an answer that begins with its last usage; empty if there is none."""
+    at = answer.rfind(NAME, max(0, len(answer) - NEAR))
+    return answer[at : at + LONGEST] if at >= 0 else b""
+
+
+def tokens_of(record: Record) -> Tokens:
+    """By what the decoder says, else the prefiller."""
+    told = dict(COUNT.findall(record.usage))
+    asked = told or dict(COUNT.findall(record.prefill_usage))
+    return Tokens(
+        _number(asked.get(b"prompt")),
+        _number(told.get(b"completion")),
+        _number(asked.get(b"cached")),
+    )
+
+
+def _number(digits: bytes | None) -> int | None:
+    return None if digits is None else int(digits)
