@@ -13,7 +13,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from router.api import failures, models, openai, operations
+from router.api import failures, index, models, openai, operations
 from router.conversations.breaker import Breaker
 from router.conversations.conversations import Conversations
 from router.conversations.identity import Identity
@@ -81,11 +81,13 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         version=version("disagg-router"),
         lifespan=lifespan,
         redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
     )
     app.state.gateway, app.state.prober, app.state.roster = gateway, prober, roster
     app.state.exposition = metrics.exposition
     app.state.sealed_store = store if isinstance(store, SealedStore) else None
-    for room in (openai, models, operations):
+    for room in (index, openai, models, operations):
         app.include_router(room.router)
     failures.install(app)
     return app

@@ -88,11 +88,15 @@ class LineHandler(logging.StreamHandler[TextIO]):
 def configure(level: str, log_format: LogFormat) -> None:
     """Sets the process's logging up. Library chatter below warning is left out."""
     handler = LineHandler()
-    if log_format == "auto":
-        log_format = "short" if sys.stderr.isatty() else "json"
-    handler.setFormatter(FORMATTERS[log_format]())
+    handler.setFormatter(formatter_for(log_format, sys.stderr.isatty()))
     logging.basicConfig(handlers=[handler], force=True)
     set_level(level)
+
+
+def formatter_for(log_format: LogFormat, is_terminal: bool) -> logging.Formatter:
+    if log_format == "auto":
+        log_format = "short" if is_terminal else "json"
+    return FORMATTERS[log_format]()
 
 
 def set_level(level: str) -> None:

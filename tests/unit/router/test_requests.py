@@ -18,6 +18,7 @@ from tests.unit.router.harness import (
     settings_for,
 )
 from tests.unit.router.mock_engine import (
+    DONE,
     STREAM_HEAD,
     USUAL,
     MockEngine,
@@ -522,6 +523,32 @@ async def test_a_client_that_leaves_ends_the_leg_that_runs(
     legs = [request for request in d.requests if not is_release(request)]
     assert len(legs) == (0 if stage == "prefill" else 1)
     assert (await router.complete()).status_code == 200
+
+
+@pytest.mark.parametrize("conversation", [{}, {"conversation_id": "c"}])
+async def test_a_client_that_leaves_at_the_last_event_had_it_all(
+    router: Router, d: MockEngine, conversation: dict[str, str]
+) -> None:
+    """Most clients close when they have read [DONE], and the body may end a little later."""
+    left = asyncio.Event()
+
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD + chunk(event("a")) + chunk(DONE))
+        await peer.wait_left()
+        left.set()
+
+    d.scripts = [script]
+    async with router.socket() as client:
+        body = json.dumps({"prompt": "x", "stream": True, **conversation}).encode()
+        await client.send(post(body))
+        await client.reader.readuntil(DONE)
+        client.writer.close()
+        await asyncio.wait_for(left.wait(), 5)
+    await router.settled()
+    stream = {"endpoint": "/v1/completions", "status": "200"}
+    flow = "turn" if conversation else "pull"
+    assert router.metric("requests_total", outcome="ok", flow=flow, **stream) == 1
+    assert not router.metric("client_disconnects_total", stage="stream")
 
 
 async def test_a_client_may_leave_while_it_sends(router: Router, p: MockEngine) -> None:

@@ -16,9 +16,17 @@ from router.flows import bodies, errors, headers
 from router.flows.prefilled import Prefilled
 from router.flows.request import Body, has_params, parse_body, why_alone, without_params
 from router.telemetry.access import AccessLine
-from router.telemetry.logs import LINES, JsonFormatter, TextFormatter
+from router.telemetry.logs import (
+    LINES,
+    JsonFormatter,
+    LogFormat,
+    ShortFormatter,
+    TextFormatter,
+    formatter_for,
+)
 from router.telemetry.record import Record
 from router.telemetry.throttle import Throttle
+from router.telemetry.usage import tokens_of, usage_in
 from router.upstream import errors as upstream
 from router.upstream.errors import BrokenAnswerError
 from router.upstream.sse import HOLD_LIMIT, EventGate
@@ -200,6 +208,8 @@ def test_a_throttle_speaks_once_per_period_and_counts(caplog: pytest.LogCaptureF
     assert said[2] == "it failed: again (and 4 times since it was last said)"
 
 
+USAGE = b'"usage":{"prompt_tokens":37,"total_tokens":45,"completion_tokens":8,'
+USAGE += b'"prompt_tokens_details":{"cached_tokens":32}},"x":1}'
 SECONDS = st.none() | st.floats(0, 1000)
 NAMES = st.sampled_from(["", "h:1"])
 
@@ -209,14 +219,16 @@ NAMES = st.sampled_from(["", "h:1"])
     names=st.tuples(NAMES, NAMES),
     stage=st.sampled_from(["done", "stream"]),
     conversation=st.sampled_from(["", "hit"]),
+    usage=st.sampled_from([b"", b"null", USAGE, USAGE[:30], b"\xff" * 40]),
 )
 def test_the_usual_access_line_is_the_general_one(
     times: tuple[float | None, float | None, float | None],
     names: tuple[str, str],
     stage: str,
     conversation: str,
+    usage: bytes,
 ) -> None:
-    record = Record("/v1/completions", 0.0, "id", "pull", stage, "ok", 200)
+    record = Record("/v1/completions", 0.0, "id", "pull", stage, "ok", 200, usage=usage)
     record.prefiller, record.decoder, record.conversation = *names, conversation
     record.prefill_done, record.first_byte, record.ended = times
     line = AccessLine(record, 0.0)
@@ -238,3 +250,65 @@ def test_an_access_line_says_what_is_known_in_both_formats() -> None:
     text = TextFormatter().format(line)
     assert text.endswith("total_ms=1000 stage=receive")
     assert "request request_id=id endpoint=/v1/completions status=200 outcome=ok" in text
+
+
+@pytest.mark.parametrize(
+    ("usage", "prefill_usage", "expected"),
+    [
+        (USAGE, b"", (37, 8, 32)),
+        (USAGE, b'{"prompt_tokens":1}', (37, 8, 32)),
+        (b"", USAGE, (37, None, 32)),
+        (b'"usage": {"prompt_tokens": 3, "completion_tokens": 4}', b"", (3, 4, None)),
+        (b"", b"null", (None, None, None)),
+        (b'"usage":{"prompt_tokens":"x","completion_tokens":-1}', b"", (None, None, None)),
+    ],
+)
+def test_tokens_are_the_decoders_else_the_prefillers(
+    usage: bytes, prefill_usage: bytes, expected: tuple[int | None, ...]
+) -> None:
+    record = Record("/v1/completions", 0.0, usage=usage, prefill_usage=prefill_usage)
+    assert tokens_of(record) == expected
+
+
+def test_usage_is_found_near_the_end_and_not_in_what_was_said() -> None:
+    said = json.dumps({"text": '"usage":{"prompt_tokens":9}'}).encode()[:-1]
+    assert usage_in(said + b"," + USAGE).startswith(USAGE)
+    assert usage_in(said) == b""
+    assert usage_in(USAGE + b" " * 10_000) == b""
+    assert len(usage_in(USAGE + b" " * 5_000)) == 512
+
+
+def test_on_a_terminal_a_line_is_short_and_says_tokens_speed_and_reuse() -> None:
+    record = Record("/v1/chat/completions", 10.0, "id", "turn", "done", "ok", 200, usage=USAGE)
+    record.prefiller, record.decoder, record.conversation = "p:1", "d:2", "hit"
+    record.prefill_done, record.first_byte, record.ended = 10.25, 10.5, 11.0
+    line = logging.LogRecord("a", logging.INFO, "", 0, "%d requests", (1,), None)
+    setattr(line, LINES, [AccessLine(record, 0.25)])
+    assert ShortFormatter().format(line).partition(" ")[2] == (
+        "200 chat/completions; 37 tokens in, 8 out; first after 0.50 s, all after 1.00 s; "
+        "prefill p:1 -> decode d:2; reused 32 of 37 (turn: hit)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "log_format", "formatter"),
+    [
+        (True, "auto", ShortFormatter),
+        (False, "auto", JsonFormatter),
+        (False, "short", ShortFormatter),
+        (True, "json", JsonFormatter),
+        (True, "text", TextFormatter),
+    ],
+)
+def test_the_format_is_that_of_who_reads_it(
+    is_terminal: bool, log_format: LogFormat, formatter: type
+) -> None:
+    assert isinstance(formatter_for(log_format, is_terminal), formatter)
+
+
+def test_a_failure_is_told_in_one_short_line() -> None:
+    record = Record("/v1/completions", 10.0, "id", outcome="failed", status=502, ended=10.0)
+    record.error, record.stage = "EngineError: it\nsaid no", "prefill"
+    assert AccessLine(record, 0.0).short() == (
+        "502 completions; failed at prefill; EngineError: it said no"
+    )

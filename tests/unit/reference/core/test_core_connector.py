@@ -113,6 +113,39 @@ def test_fetched_blocks_give_the_tokens_of_a_local_prefill(
     decoder.assert_empty()
 
 
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [(0, 0), (16, 16), (999, 50), (None, 0), (-1, 0), (True, 0), ("16", 0), ([], 0)],
+)
+def test_of_what_was_fetched_only_what_nobody_computed_counts_as_cached(
+    make_driver: MakeDriver, connector: FakeConnector, told: object, expected: int
+) -> None:
+    driver = make_driver(connector)
+    connector.scheduler.external["d"] = 50
+    params = {"do_remote_prefill": True, "remote_prefill_cached_tokens": told}
+    driver.add(request("d", prompt(50), params=params))
+    driver.step()
+    connector.worker.report(received=["d"])
+    driver.finish("d")
+    assert driver.result("d").num_cached_tokens == expected
+
+
+def test_a_turn_that_a_prefiller_pulled_counts_for_its_decoder(
+    make_driver: MakeDriver, connector: FakeConnector
+) -> None:
+    driver = make_driver(connector)
+    connector.scheduler.external["p"] = 40
+    connector.scheduler.held.add("p")
+    connector.scheduler.answers["p"] = {"do_remote_prefill": True}
+    driver.add(request("p", prompt(50), greedy(1), params={"do_remote_decode": True}))
+    driver.step()
+    connector.worker.report(received=["p"])
+    driver.finish("p")
+    params = driver.result("p").kv_transfer_params
+    assert params is not None
+    assert params["remote_prefill_cached_tokens"] == 40
+
+
 @pytest.mark.parametrize("budget", [2048, 10])
 def test_what_the_remote_lacks_is_computed_here(make_driver: MakeDriver, budget: int) -> None:
     p_side, d_side = FakeConnector(), FakeConnector()

@@ -460,6 +460,37 @@ async def test_stock_streams_bring_no_reuse_and_the_log_says_what_would(
     assert router.metric("conversation_kept_total", outcome="not_offered") == 4
 
 
+@pytest.mark.parametrize("fields", [{}, {"stream": True}])
+async def test_engines_that_offer_no_turns_are_named_once_and_what_would_help(
+    router: Router,
+    p: MockEngine,
+    d: MockEngine,
+    fields: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    d.usual = decoding(kept=None)
+    for engine in (p, d):
+        router.engine(engine).learned.note_identity({"capabilities": ["prefix_proof", "release"]})
+    for name in "abcde":
+        await chat(router, ASKED, conversation_id=name, **fields)
+    said = [r.getMessage() for r in caplog.records if r.name == "disagg_router.flows"]
+    assert len(said) == 2, "one for each engine"
+    for line in said:
+        assert '"bidirectional_kv_xfer": true' in line
+        assert "exact" not in line
+        assert str(p.port) in line or str(d.port) in line
+
+
+async def test_engines_that_offer_turns_are_not_warned_of(
+    router: Router, p: MockEngine, d: MockEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    identity: dict[str, object] = {"capabilities": ["prefix_proof", "release", "turns"]}
+    for engine in (p, d):
+        router.engine(engine).learned.note_identity(identity)
+    await chat(router, ASKED)
+    assert "bidirectional" not in caplog.text
+
+
 @pytest.mark.parametrize("how", ["setting", "field", "header"])
 async def test_exact_streams_are_made_from_whole_answers_and_reused(
     start_router: StartRouter, p: MockEngine, d: MockEngine, how: str
