@@ -6,6 +6,8 @@ import asyncio
 import logging
 import time
 
+import orjson
+
 from router.telemetry.logs import LINES
 from router.telemetry.record import Record
 from router.telemetry.usage import Tokens, tokens_of
@@ -15,6 +17,7 @@ logger = logging.getLogger("disagg_router.access")
 LATE = 0.1
 MOST = 512
 MESSAGE = "request"
+COUNTED, JSON_COUNTED = " %s_tokens=%d", ',"%s_tokens":%d'
 
 
 class AccessLog:
@@ -54,6 +57,10 @@ class AccessLine:
 
     def text(self) -> str:
         return _usual(self._record) or _any(self.content())
+
+    def json(self) -> str:
+        """The inside of an object."""
+        return _usual_json(self._record) or orjson.dumps(self.content()).decode()[1:-1]
 
     def short(self) -> str:
         return _short(self._record)
@@ -102,25 +109,46 @@ def _any(content: dict[str, object]) -> str:
 def _usual(r: Record) -> str | None:
     """The line of most requests, at a fifth of the price; None for the others."""
     start, prefilled, began, ended = r.started, r.prefill_done, r.first_byte, r.ended
-    if prefilled is None or began is None or ended is None or not r.decoder:
-        return None
-    if r.stage != "done" or r.conversation or r.error or not r.prefiller:
+    if prefilled is None or began is None or ended is None or not _is_usual(r):
         return None
     return (
         f"{MESSAGE} request_id={r.request_id} endpoint={r.endpoint} status={r.status} "
         f"outcome={r.outcome} flow={r.flow} prefiller={r.prefiller} decoder={r.decoder} "
         f"prefill_ms={int((prefilled - start) * 1000 + 0.5)} "
         f"first_byte_ms={int((began - start) * 1000 + 0.5)} "
-        f"total_ms={int((ended - start) * 1000 + 0.5)}{_counted(tokens_of(r))}"
+        f"total_ms={int((ended - start) * 1000 + 0.5)}"
+        f"{_counted(tokens_of(r), COUNTED)}"
     )
 
 
-def _counted(tokens: Tokens) -> str:
+def _usual_json(r: Record) -> str | None:
+    """The same in JSON. Nothing in it needs to be escaped: ids, endpoints, names of engines and
+    words of ours."""
+    start, prefilled, began, ended = r.started, r.prefill_done, r.first_byte, r.ended
+    if prefilled is None or began is None or ended is None or not _is_usual(r):
+        return None
+    return (
+        f'"message":"{MESSAGE}","request_id":"{r.request_id}","endpoint":"{r.endpoint}",'
+        f'"status":{r.status},"outcome":"{r.outcome}","flow":"{r.flow}",'
+        f'"prefiller":"{r.prefiller}","decoder":"{r.decoder}",'
+        f'"prefill_ms":{int((prefilled - start) * 1000 + 0.5)},'
+        f'"first_byte_ms":{int((began - start) * 1000 + 0.5)},'
+        f'"total_ms":{int((ended - start) * 1000 + 0.5)}'
+        f"{_counted(tokens_of(r), JSON_COUNTED)}"
+    )
+
+
+def _is_usual(r: Record) -> bool:
+    is_whole = r.stage == "done" and r.prefiller and r.decoder
+    return bool(is_whole and not r.conversation and not r.error)
+
+
+def _counted(tokens: Tokens, form: str) -> str:
     prompt, completion, cached = tokens
-    text = "" if prompt is None else f" prompt_tokens={prompt}"
+    text = "" if prompt is None else form % ("prompt", prompt)
     if completion is not None:
-        text += f" completion_tokens={completion}"
-    return text if cached is None else f"{text} cached_tokens={cached}"
+        text += form % ("completion", completion)
+    return text if cached is None else text + form % ("cached", cached)
 
 
 def _short(r: Record) -> str:

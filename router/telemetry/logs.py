@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from math import modf
 from select import PIPE_BUF
@@ -25,7 +25,7 @@ class Line(Protocol):
     def at(self) -> float: ...
     def text(self) -> str: ...
     def short(self) -> str: ...
-    def content(self) -> dict[str, object]: ...
+    def json(self) -> str: ...
 
 
 class TextFormatter(logging.Formatter):
@@ -53,8 +53,9 @@ class JsonFormatter(logging.Formatter):
         head = {"level": record.levelname.lower(), "logger": record.name}
         lines: list[Line] | None = getattr(record, LINES, None)
         if lines is not None:
+            common = _json(head)[1:-1]
             return "\n".join(
-                [_json({"time": _moment(line.at), **head, **line.content()}) for line in lines]
+                [f'{{"time":"{_moment(line.at)}",{common},{line.json()}}}' for line in lines]
             )
         content: dict[str, object] = {
             "time": _moment(record.created),
@@ -115,7 +116,7 @@ def _blocks(text: str) -> Iterator[str]:
         yield text
 
 
-def _json(content: dict[str, object]) -> str:
+def _json(content: Mapping[str, object]) -> str:
     return orjson.dumps(content, default=str).decode()
 
 

@@ -234,6 +234,7 @@ def test_the_usual_access_line_is_the_general_one(
     line = AccessLine(record, 0.0)
     said = "".join(f" {k}={v}" for k, v in line.content().items() if k != "message")
     assert line.text() == f"request{said}"
+    assert json.loads(f"{{{line.json()}}}") == line.content()
 
 
 def test_an_access_line_says_what_is_known_in_both_formats() -> None:
