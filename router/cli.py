@@ -1,4 +1,4 @@
-"""disagg-router: `serve` (the default), `drain` and `demo`."""
+"""disagg-router: `serve` (the default), `drain`, `status`, `bench` and `demo`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ Routes OpenAI requests to prefill and decode engines, one of each for every requ
 Commands:
   serve    serve in front of running engines (the default, may be left out)
   drain    let an engine finish what it has, before it is stopped (disagg-router drain --help)
+  status   show the engines, groups and load that a router sees (disagg-router status --help)
+  bench    put a bounded load on a router and measure it (disagg-router bench --help)
   demo     start engines and a router on this machine, to try it (disagg-router demo --help)
 
 Every option below can also be a variable (DISAGG_ROUTER_PORT for --port) or a line of a YAML
@@ -52,6 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from router.drain import main as drain
 
         return drain(arguments[1:])
+    if arguments[:1] == ["status"]:
+        from router.status.command import main as status
+
+        return status(arguments[1:])
+    if arguments[:1] == ["bench"]:
+        from router.bench.command import main as bench
+
+        return bench(arguments[1:])
     if arguments[:1] == ["serve"]:
         arguments = arguments[1:]
     return _serve(vars(parser().parse_args(arguments)))
@@ -62,6 +72,7 @@ def parser() -> Parser:
     made = Parser(
         prog=PROGRAM,
         usage=f"{PROGRAM} [serve] [options]\n       {PROGRAM} drain URL [options]\n"
+        f"       {PROGRAM} status | bench [URL] [options]\n"
         f"       {PROGRAM} demo [options]",
         description=DESCRIPTION,
         epilog=EXAMPLE,

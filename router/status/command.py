@@ -1,0 +1,158 @@
+"""disagg-router status: a look at a router's engines, groups, load and conversations.
+
+Exit code 0: it was seen. 1: it was not, and the line says why. 2: wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import httpx
+
+from router.parser import Parser
+from router.status.reading import NotMetricsError, Status, read
+from router.status.table import lines, no_paint, paint
+
+PROGRAM = "disagg-router status"
+DEFAULT_URL = "http://127.0.0.1:8000"
+DESCRIPTION = """\
+Shows what a router sees: its engines and their state, what runs on them, requests and
+conversations by outcome, and the time to the first byte. It reads the router's metrics, so it
+needs no token, and with --workers it sees all of them.
+"""
+# Seconds for one look, and bytes of it.
+PATIENCE = 5.0
+LARGEST = 64 * 1024 * 1024
+CLEAR = "\x1b[H\x1b[2J"
+
+
+class StatusError(Exception):
+    """One line for people."""
+
+
+def main(
+    argv: Sequence[str],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    parser = _parser()
+    options = parser.parse_args(argv)
+    url = _url(options.url)
+    if url is None:
+        parser.error(f"{options.url!r} is no router: give its URL, as in {DEFAULT_URL}")
+    if not 0.1 <= options.interval <= 3600:
+        parser.error("--interval: not a number of seconds from 0.1 to 3600")
+    try:
+        with httpx.Client(timeout=PATIENCE, trust_env=False) as client:
+            look = partial(_look, client, f"{url}/metrics", clock)
+            if not options.watch:
+                return _show(look(), options.json)
+            return _watch(look, options, clock, sleep)
+    except StatusError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # who read has enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _show(status: Status, is_json: bool) -> int:
+    if is_json:
+        print(json.dumps(status.content()), flush=True)
+    else:
+        painted = paint if _has_colours() else no_paint
+        print("\n".join(lines(status, None, 0, painted)), flush=True)
+    return 0
+
+
+def _watch(
+    look: Callable[[], Status],
+    options: argparse.Namespace,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> int:
+    """A router that does not answer once may answer again: that is shown, and watched on."""
+    painted = paint if _has_colours() else no_paint
+    clear = CLEAR if sys.stdout.isatty() and not options.json else ""
+    before, seen = None, clock()
+    while True:
+        moment = clock()
+        try:
+            status = look()
+        except StatusError as error:
+            said = json.dumps({"error": str(error)}) if options.json else str(error)
+        else:
+            said = json.dumps(status.content())
+            if not options.json:
+                said = "\n".join(lines(status, before, moment - seen, painted))
+            before, seen = status, moment
+        end = "\n" if clear or options.json else "\n\n"
+        print(f"{clear}{said}", end=end, flush=True)
+        sleep(max(0.0, options.interval - (clock() - moment)))
+
+
+def _look(client: httpx.Client, url: str, clock: Callable[[], float]) -> Status:
+    """Raises StatusError."""
+    try:
+        return read(_fetch(client, url, clock() + PATIENCE, clock))
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise StatusError(f"no answer of {url}: {reason}") from None
+    except NotMetricsError as error:
+        raise StatusError(f"{url}: {error}") from None
+
+
+def _fetch(client: httpx.Client, url: str, latest: float, clock: Callable[[], float]) -> str:
+    """Raises httpx.HTTPError, StatusError."""
+    parts, size = [], 0
+    with client.stream("GET", url) as answer:
+        if answer.status_code != 200:
+            raise StatusError(f"{url} answers {answer.status_code}")
+        for part in answer.iter_bytes():
+            parts.append(part)
+            size += len(part)
+            if size > LARGEST or clock() > latest:
+                raise StatusError(f"{url} says too much, or too slowly")
+    return b"".join(parts).decode("utf-8", "replace")
+
+
+def _url(text: str) -> str | None:
+    """With a scheme and without what follows the address; None for what is no URL."""
+    given = text if "://" in text else f"http://{text}"
+    try:
+        parsed = httpx.URL(given)
+    except httpx.InvalidURL:
+        return None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        return None
+    return given.removesuffix("/metrics").rstrip("/")
+
+
+def _has_colours() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog=PROGRAM,
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"default: {DEFAULT_URL}"
+    )
+    parser.add_argument("--watch", action="store_true", help="Look again and again, until Ctrl-C.")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="of --watch (default: 1)"
+    )
+    parser.add_argument("--json", action="store_true", help="One JSON object for each look.")
+    return parser

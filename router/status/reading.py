@@ -1,0 +1,188 @@
+"""What a router's metrics say of its fleet and of its requests: text in, a value out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from math import inf, isfinite
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+PREFIX = "disagg_router_"
+# What a router must say to be taken for one.
+SIGN = "requests_in_flight"
+HEALTH = {1: "healthy", 0: "unhealthy", -1: "not probed"}
+ROLES = ("prefill", "decode")
+SHARES = (0.5, 0.9, 0.99)
+
+
+class NotMetricsError(ValueError):
+    """This is not what a router says; the message is for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """`in_flight` are legs that run, `holding` requests whose KV waits there for a decoder."""
+
+    name: str
+    role: str
+    health: str
+    draining: bool
+    in_flight: int
+    holding: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    name: str
+    weight: float
+    prefillers: int
+    decoders: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceState:
+    name: str
+    engines: int
+    trouble: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Counts are since the router began. `first_byte` is by share of requests, in seconds, as far
+    as the buckets tell; None where nothing was answered yet, or beyond the last bucket."""
+
+    workers: int
+    in_flight: int
+    queued: int
+    connections: int
+    engines: tuple[EngineState, ...]
+    groups: tuple[GroupState, ...]
+    sources: tuple[SourceState, ...]
+    requests: Mapping[str, int]
+    refusals: Mapping[str, int]
+    turns: Mapping[str, int]
+    first_byte: Mapping[str, float | None]
+
+    def content(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+def read(text: str) -> Status:
+    """Raises NotMetricsError."""
+    by_name = _samples(text)
+    if SIGN not in by_name:
+        raise NotMetricsError("these are no metrics of a router")
+    healths = by_name.get("engine_healthy", [])
+    return Status(
+        workers=_count(by_name, "workers"),
+        in_flight=_count(by_name, SIGN),
+        queued=_count(by_name, "queue_depth"),
+        connections=_count(by_name, "client_connections"),
+        engines=tuple(sorted(_engines(healths, by_name), key=_in_order)),
+        groups=tuple(_groups(by_name)),
+        sources=tuple(_sources(by_name)),
+        requests=_sums(by_name, "requests_total", "outcome"),
+        refusals=_sums(by_name, "refusals_total", "reason"),
+        turns=_sums(by_name, "conversation_turns_total", "outcome"),
+        first_byte=_quantiles(by_name.get("time_to_first_byte_seconds_bucket", [])),
+    )
+
+
+def _samples(text: str) -> dict[str, list[Sample]]:
+    """By name without its prefix; what is no finite number is left out."""
+    found: dict[str, list[Sample]] = {}
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name.startswith(PREFIX) and isfinite(sample.value):
+                    found.setdefault(sample.name.removeprefix(PREFIX), []).append(sample)
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise NotMetricsError(f"not what metrics are written like: {error}") from None
+    return found
+
+
+def _count(by_name: Mapping[str, list[Sample]], name: str) -> int:
+    return round(sum(sample.value for sample in by_name.get(name, ())))
+
+
+def _engines(
+    healths: Iterable[Sample], by_name: Mapping[str, list[Sample]]
+) -> Iterator[EngineState]:
+    def of(name: str) -> dict[tuple[str, str], int]:
+        return {_who(sample): round(sample.value) for sample in by_name.get(name, ())}
+
+    running, holding = of("engine_requests_in_flight"), of("engine_holding")
+    draining = of("engine_draining")
+    for sample in healths:
+        role, name = who = _who(sample)
+        health = HEALTH.get(round(sample.value), "unknown")
+        yield EngineState(
+            name, role, health, bool(draining.get(who)), running.get(who, 0), holding.get(who, 0)
+        )
+
+
+def _who(sample: Sample) -> tuple[str, str]:
+    return sample.labels.get("role", ""), sample.labels.get("engine", "")
+
+
+def _in_order(engine: EngineState) -> tuple[bool, str, str]:
+    return engine.role != ROLES[0], engine.role, engine.name
+
+
+def _groups(by_name: Mapping[str, list[Sample]]) -> Iterator[GroupState]:
+    engines = {
+        (sample.labels.get("group", ""), sample.labels.get("role", "")): round(sample.value)
+        for sample in by_name.get("group_engines", ())
+    }
+    for sample in by_name.get("group_weight", ()):
+        name = sample.labels.get("group", "")
+        prefillers, decoders = (engines.get((name, role), 0) for role in ROLES)
+        yield GroupState(name, sample.value, prefillers, decoders)
+
+
+def _sources(by_name: Mapping[str, list[Sample]]) -> Iterator[SourceState]:
+    trouble = {
+        sample.labels.get("source", ""): bool(sample.value)
+        for sample in by_name.get("source_trouble", ())
+    }
+    for sample in by_name.get("source_engines", ()):
+        name = sample.labels.get("source", "")
+        yield SourceState(name, round(sample.value), trouble.get(name, False))
+
+
+def _sums(by_name: Mapping[str, list[Sample]], name: str, label: str) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for sample in by_name.get(name, ()):
+        found[sample.labels.get(label, "")] += round(sample.value)
+    return dict(sorted(found.items()))
+
+
+def _quantiles(buckets: Iterable[Sample]) -> dict[str, float | None]:
+    """By linear interpolation inside of a bucket, as Prometheus' histogram_quantile does it."""
+    counts: Counter[float] = Counter()
+    for sample in buckets:
+        try:
+            bound = float(sample.labels.get("le", ""))
+        except ValueError:
+            continue
+        counts[bound] += round(sample.value)
+    ordered = sorted(counts.items())
+    return {f"p{share * 100:g}": _quantile(ordered, share) for share in SHARES}
+
+
+def _quantile(ordered: list[tuple[float, int]], share: float) -> float | None:
+    total = ordered[-1][1] if ordered else 0
+    if not total:
+        return None
+    low, below = 0.0, 0
+    for bound, count in ordered:
+        if count >= share * total:
+            inside = (share * total - below) / max(1, count - below)
+            return None if bound == inf else low + (bound - low) * inside
+        low, below = bound, count
+    return None

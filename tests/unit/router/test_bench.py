@@ -1,0 +1,158 @@
+"""disagg-router bench: what is asked, what is counted, and what an absurd answer comes to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import count, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.bench.chats import Wish, chats
+from router.bench.command import main
+from router.bench.figures import Figures, Sample, nearest_rank
+from router.bench.load import ChatError, Reading
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.mock_engine import DONE, MockEngine, Peer, Received
+
+TEXTS = (b"Hel", b"lo", b"", b"!")
+USAGE = {
+    "prompt_tokens": 10,
+    "completion_tokens": 3,
+    "prompt_tokens_details": {"cached_tokens": 8},
+}
+
+
+def chunk_of(text: bytes) -> bytes:
+    content = {"choices": [{"index": 0, "delta": {"content": text.decode()}}]}
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+LAST = b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\n" + DONE
+ANSWER = b"".join(map(chunk_of, TEXTS)) + LAST
+
+
+async def talking(received: Received, peer: Peer) -> None:
+    await peer.stream(*map(chunk_of, TEXTS), LAST)
+
+
+def reading(figures: Figures) -> Reading:
+    return Reading(0.0, figures, clock=map(float, count(1)).__next__)
+
+
+@given(st.lists(st.integers(0, len(ANSWER)), max_size=20), st.booleans())
+def test_an_answer_is_counted_however_it_is_cut(places: list[int], has_crlf: bool) -> None:
+    figures = Figures()
+    read = reading(figures)
+    whole = ANSWER.replace(b"\n", b"\r\n") if has_crlf else ANSWER
+    for start, end in pairwise(sorted({0, *places, len(ANSWER), len(whole)})):
+        read.write(whole[start:end], end == len(whole))
+    read.end(100.0)
+    assert "".join(read.said) == "Hello!"
+    assert (figures.answered, figures.first.count, figures.gaps.count) == (1, 1, 2)
+    assert (figures.prompt_tokens, figures.completion_tokens, figures.cached_tokens) == (10, 3, 8)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        ANSWER.removesuffix(DONE),
+        b'data: {"error":{"message":"too much"}}\n\n' + DONE,
+        b"data: [1]\n\n" + DONE,
+        b"data: {\n\n" + DONE,
+    ],
+)
+def test_what_is_no_whole_answer_is_none(answer: bytes) -> None:
+    figures = Figures()
+    read = reading(figures)
+    read.write(answer, True)
+    with pytest.raises(ChatError):
+        read.end(1.0)
+    assert figures.answered == 0
+
+
+@given(st.binary(max_size=200) | st.lists(st.sampled_from(TEXTS)).map(b"\n\ndata: ".join))
+def test_nothing_that_comes_ends_it_badly(block: bytes) -> None:
+    read = reading(Figures())
+    read.write(b"data: " + block + b"\n\n", False)
+    read.write(ANSWER, True)
+
+
+def test_chats_are_the_same_for_a_seed_and_as_many_as_were_asked_for() -> None:
+    wish = Wish("m", requests=7, turns=3, words=5, tokens=4, seed=1)
+    made = list(chats(wish, "r"))
+    assert [len(chat.questions) for chat in made] == [3, 3, 1]
+    assert made == list(chats(wish, "r"))
+    assert len({chat.name for chat in made} | {chat.name for chat in chats(wish, "s")}) == 6
+    assert made[0].questions != made[1].questions
+
+
+@given(st.lists(st.floats(0, 100), min_size=1))
+def test_percentiles_are_by_nearest_rank(values: list[float]) -> None:
+    ordered = sorted(values)
+    for share in (0.5, 0.9, 0.99):
+        found = nearest_rank(ordered, share)
+        below = sum(value < found for value in ordered)
+        assert below < share * len(ordered) + 1e-9
+        assert sum(value <= found for value in ordered) >= share * len(ordered) - 1e-9
+
+
+def test_a_sample_is_bounded_and_fair() -> None:
+    sample = Sample(most=100)
+    for value in range(10_000):
+        sample.add(float(value))
+    found = sample.quantiles()
+    assert found is not None
+    assert sample.count == 10_000
+    assert len(sample._kept) == 100
+    assert 3000 < found["p50"] < 7000
+
+
+async def test_a_load_goes_through_a_router(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    d.usual = talking
+    router = await start_router()
+    arguments = [router.url, "--model", "m", "--requests", "10", "--turns", "2", "--json"]
+    assert await asyncio.to_thread(main, [*arguments, "--concurrency", "3"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert (content["answered"], content["failed"]) == (10, 0)
+    assert (content["prompt_tokens"], content["cached_tokens"]) == (100, 80)
+    assert set(content["first_token_seconds"]) == {"p50", "p90", "p99"}
+    asked = [r.json for r in d.requests if r.path == "/v1/chat/completions"]
+    assert sorted(len(body["messages"]) for body in asked) == [1] * 5 + [3] * 5
+    second = next(body for body in asked if len(body["messages"]) == 3)
+    assert second["messages"][1] == {"role": "assistant", "content": "Hello!"}
+
+
+async def test_what_fails_is_counted_by_its_reason(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router = await start_router()
+    await p.stop()
+    await d.stop()
+    arguments = [router.url, "--model", "m", "--requests", "4", "--concurrency", "2"]
+    assert await asyncio.to_thread(main, arguments) == 1
+    said = capsys.readouterr().out
+    assert "0 answered, 4 failed" in said
+    assert "times: 503" in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["https://x"], ["ftp://x"], ["http://x/v1"], ["x", "--requests", "0"], ["x", "--timeout=0"]],
+)
+def test_wrong_usage_is_one_line_and_code_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_nobody_there_is_one_line_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["http://127.0.0.1:1"]) == 1
+    assert "no answer" in capsys.readouterr().err

@@ -1,0 +1,171 @@
+"""disagg-router status: what a router's metrics say, as a value, as a table and as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.status.command import main
+from router.status.reading import EngineState, GroupState, NotMetricsError, read
+from router.status.table import lines, paint
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import eventually
+from tests.unit.router.mock_engine import MockEngine
+
+METRICS = """\
+# TYPE disagg_router_requests_in_flight gauge
+disagg_router_requests_in_flight 3.0
+# TYPE disagg_router_workers gauge
+disagg_router_workers 2.0
+# TYPE disagg_router_engine_healthy gauge
+disagg_router_engine_healthy{engine="d:1",role="decode"} 1.0
+disagg_router_engine_healthy{engine="p:1",role="prefill"} 0.0
+disagg_router_engine_healthy{engine="p:2",role="prefill"} -1.0
+# TYPE disagg_router_engine_draining gauge
+disagg_router_engine_draining{engine="d:1",role="decode"} 1.0
+# TYPE disagg_router_engine_holding gauge
+disagg_router_engine_holding{engine="p:1",role="prefill"} 4.0
+# TYPE disagg_router_group_weight gauge
+disagg_router_group_weight{group="blue"} 2.0
+# TYPE disagg_router_group_engines gauge
+disagg_router_group_engines{group="blue",role="prefill"} 2.0
+disagg_router_group_engines{group="blue",role="decode"} 0.0
+# TYPE disagg_router_requests counter
+disagg_router_requests_total{endpoint="/a",flow="pull",outcome="ok",status="200"} 10.0
+disagg_router_requests_total{endpoint="/b",flow="pull",outcome="ok",status="200"} 5.0
+disagg_router_requests_total{endpoint="/b",flow="pull",outcome="failed",status="502"} 1.0
+# TYPE disagg_router_conversation_turns counter
+disagg_router_conversation_turns_total{outcome="new",reason=""} 4.0
+disagg_router_conversation_turns_total{outcome="hit",reason=""} 3.0
+disagg_router_conversation_turns_total{outcome="mismatch",reason="model"} 1.0
+# TYPE disagg_router_time_to_first_byte_seconds histogram
+disagg_router_time_to_first_byte_seconds_bucket{le="0.5"} 50.0
+disagg_router_time_to_first_byte_seconds_bucket{le="1.0"} 98.0
+disagg_router_time_to_first_byte_seconds_bucket{le="+Inf"} 100.0
+disagg_router_time_to_first_byte_seconds_count 100.0
+disagg_router_time_to_first_byte_seconds_sum 60.0
+"""
+
+
+def test_metrics_become_a_status() -> None:
+    status = read(METRICS)
+    assert status.engines == (
+        EngineState("p:1", "prefill", "unhealthy", False, 0, 4),
+        EngineState("p:2", "prefill", "not probed", False, 0, 0),
+        EngineState("d:1", "decode", "healthy", True, 0, 0),
+    )
+    assert status.groups == (GroupState("blue", 2.0, 2, 0),)
+    assert (status.in_flight, status.workers, status.queued) == (3, 2, 0)
+    assert status.requests == {"failed": 1, "ok": 15}
+    assert status.turns == {"hit": 3, "mismatch": 1, "new": 4}
+    assert status.first_byte["p50"] == 0.5
+    assert status.first_byte["p90"] == pytest.approx(0.5 + 0.5 * 40 / 48)
+    assert status.first_byte["p99"] is None  # beyond the last bound
+
+
+def test_a_table_says_it_to_people() -> None:
+    status = read(METRICS)
+    said = "\n".join(lines(status, None, 0))
+    assert "3 requests in flight, 0 waiting, 0 connections, 2 workers" in said
+    assert "prefill  p:1     unhealthy           0           4" in said
+    assert "decode   d:1     draining" in said
+    assert "half a group" in said
+    assert "1 failed, 15 ok" in said
+    assert "75% of next turns reuse" in said
+    assert "p50 500 ms" in said
+    assert "p99 ?" in said
+    assert "\x1b" not in said
+    assert "\x1b[31m" in "\n".join(lines(status, None, 0, paint))
+
+
+def test_a_rate_is_of_what_ended_since_the_last_look() -> None:
+    before = read(METRICS)
+    after = read(METRICS.replace('status="200"} 10.0', 'status="200"} 30.0'))
+    assert "10.0 requests/s" in next(lines(after, before, 2.0))
+    assert "0.0 requests/s" in next(lines(before, after, 2.0))  # it began anew
+
+
+@pytest.mark.parametrize("text", ["", "<html>", "up 1", "disagg_router_requests_in_flight{ 1"])
+def test_what_is_no_router_is_named(text: str) -> None:
+    with pytest.raises(NotMetricsError):
+        read(text)
+
+
+@given(st.text() | st.text(alphabet='disagg_router_{}="\n 1.0#'))
+def test_nothing_that_is_read_ends_it_badly(text: str) -> None:
+    for given_text in (text, METRICS + text):
+        try:
+            status = read(given_text)
+        except NotMetricsError:
+            continue
+        assert "\n".join(lines(status, status, 1.0))
+        json.dumps(status.content())
+
+
+async def test_a_router_is_shown_as_it_is(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router = await start_router()
+    assert (await router.complete()).status_code == 200
+    await d.stop()
+    await eventually(lambda: not router.engine(d).is_asked)
+    assert await asyncio.to_thread(main, [router.url, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    states = {one["role"]: one["health"] for one in content["engines"]}
+    assert states == {"prefill": "healthy", "decode": "unhealthy"}
+    assert content["requests"] == {"ok": 1}
+    assert await asyncio.to_thread(main, [f"127.0.0.1:{router.port}/metrics"]) == 0
+    assert "unhealthy" in capsys.readouterr().out
+
+
+async def test_watching_goes_on_when_the_router_does_not_answer(
+    start_router: StartRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router = await start_router()
+    loop, looks = asyncio.get_running_loop(), iter(range(3))
+
+    def sleep(seconds: float) -> None:
+        match next(looks):
+            case 0:
+                asyncio.run_coroutine_threadsafe(_deaf(router.app), loop).result(10)
+            case 2:
+                raise KeyboardInterrupt
+
+    arguments = [router.url, "--watch", "--interval", "0.5"]
+    assert await asyncio.to_thread(main, arguments, _ticks().__next__, sleep) == 130
+    said = capsys.readouterr().out
+    assert said.count("requests in flight") == 1
+    assert said.count("answers 500") == 2
+
+
+async def _deaf(app: object) -> None:
+    def broken() -> bytes:
+        raise RuntimeError
+
+    app.state.exposition = broken  # type: ignore[attr-defined]
+
+
+def _ticks() -> Iterator[float]:
+    moment = 0.0
+    while True:
+        moment += 0.01
+        yield moment
+
+
+@pytest.mark.parametrize("arguments", [["ftp://x"], ["http://"], ["x", "--interval", "0"]])
+def test_wrong_usage_is_one_line_and_code_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_no_answer_is_one_line_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["http://127.0.0.1:1"]) == 1
+    assert "no answer of http://127.0.0.1:1" in capsys.readouterr().err
