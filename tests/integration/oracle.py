@@ -11,7 +11,10 @@ from tests.integration.processes import Server
 
 BLOCK = 32
 TOLERANCE = 1e-3
-"""Between log-probabilities of the same tokens: float noise of other batch shapes."""
+"""Between log-probabilities of the same tokens: far above the float noise of other batch shapes."""
+NOISE = 2e-4
+"""That was 9e-5 at most in 170,000 tokens of the tiny model, each computed in two ways. One block's
+KV that is wrong in one layer changes tokens nearly always; one position's in one layer may not."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,11 @@ def differences(expected: list[Answer], got: list[Answer]) -> list[str]:
     """One line per answer that differs; empty when every token and log-probability agrees."""
     found = []
     for index, (one, other) in enumerate(zip(expected, got, strict=True)):
-        gap = max(
-            (abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True)), default=0.0
-        )
-        if one.tokens != other.tokens or gap > TOLERANCE:
-            found.append(f"prompt {index}: {one.tokens} {other.tokens}, log-probabilities by {gap}")
+        gaps = [abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True)]
+        if one.tokens != other.tokens or max(gaps, default=0.0) > TOLERANCE:
+            where = next((at for at, gap in enumerate(gaps) if gap > NOISE), len(gaps))
+            found.append(
+                f"prompt {index}: {one.tokens} {other.tokens}, log-probabilities by "
+                f"{max(gaps, default=0.0)}, beyond noise from token {where} of {len(gaps)} on"
+            )
     return found
