@@ -26,7 +26,14 @@ from router.flows.plan import Plan
 from router.flows.prefilled import Params, Prefilled
 from router.flows.push import Push
 from router.flows.request import Request
-from router.flows.screen import cached_share, is_rejected
+from router.flows.screen import (
+    begins_with_role,
+    cached_share,
+    ends_at_once,
+    is_aborted,
+    is_cut_off,
+    is_rejected,
+)
 from router.flows.trial import try_threshold
 from router.upstream.answer import Answer
 from router.upstream.deadlines import now
@@ -36,6 +43,7 @@ LegError = UpstreamError | EngineError
 LEG_ERRORS = (UpstreamError, EngineError)
 # Seconds and bytes for an engine that has failed to say why.
 LAST_WORDS = 1.0
+STOPPED = "the %s engine is being stopped, and ended the request"
 LAST_WORDS_SIZE = 256 * 1024
 
 
@@ -96,9 +104,11 @@ class Legs:
             if answer.status != 200:
                 await self._refuse(engine, answer)
             raw = await answer.read(limits.max_answer_size)
+            prefilled = Prefilled(raw)
+            if prefilled.params is None and is_cut_off(raw):
+                raise EngineUnavailableError(STOPPED % engine.role)
             if engine.breaker.succeeded():
                 gateway.fleet.answered(engine)
-            prefilled = Prefilled(raw)
         except asyncio.CancelledError:
             if answer is not None:
                 gateway.spawn(release.late(request, gateway, answer))
@@ -163,6 +173,9 @@ class Legs:
             answer.check()
             if answer.status != 200:
                 await self._refuse(engine, answer)
+            is_none = await is_aborted(answer) if begins_with_role(answer) else ends_at_once(answer)
+            if is_none:
+                raise EngineUnavailableError(STOPPED % engine.role)
             if engine.breaker.succeeded():
                 gateway.fleet.answered(engine)
             if threshold and await self._is_rejected(engine, answer, threshold):

@@ -1,6 +1,11 @@
-"""Decode first: what a decoder that was asked with `cache_hit_threshold` has answered.
+"""Answers with status 200 that are none: read before anything of them reaches the client.
 
-An engine that knows the field (vLLM RFC #24256) answers, or rejects at once with the finish reason
+An engine that is being stopped (vLLM: on SIGTERM at once, or when its time to drain is over) ends
+what it has and what still comes to it with the finish reason "abort". As long as the client has
+none of the text, another engine can answer.
+
+Decode first: what a decoder that was asked with `cache_hit_threshold` has answered. An engine that
+knows the field (vLLM RFC #24256) answers, or rejects at once with the finish reason
 "cache_threshold"; then the request takes another way, and the client hears nothing of it. An engine
 that does not know the field just answers, after a whole prefill: that is found out, and such an
 engine is not asked for long prompts again.
@@ -20,6 +25,54 @@ from router.upstream.answer import Answer
 from router.upstream.sse import end_of_last_event
 
 NEEDLE = b'"cache_threshold"'
+ABORT = "abort"
+ABORTED = b'"abort"'
+# Engines begin a chat's stream with an event that has a role and no text.
+ROLE, END = b'"role"', b"\n\n"
+
+
+def begins_with_role(answer: Answer) -> bool:
+    """It does not tell yet what it will be: see `is_aborted`."""
+    return answer.is_event_stream and _is_role_alone(answer.held())
+
+
+async def is_aborted(answer: Answer) -> bool:
+    """The same as `ends_at_once`, with the event after a role alone. Raises UpstreamError."""
+    await answer.until(lambda block: not _is_role_alone(block))
+    return ends_at_once(answer)
+
+
+def ends_at_once(answer: Answer) -> bool:
+    """Whether what is here was cut off by an engine that is being stopped, and has no text that a
+    client could have seen. No coroutine: each answer is asked."""
+    held = answer.held()
+    if held.find(ABORTED) < 0:
+        return False
+    if not answer.is_event_stream:
+        return is_cut_off(held)
+    for event in events_in(held[: end_of_last_event(held)]):
+        if has_aborted(event):
+            return True
+        if _says_something(event):
+            return False
+    return False
+
+
+def is_cut_off(raw: bytes) -> bool:
+    """The same of a whole answer that is not streamed."""
+    content = parsed(raw) if raw.find(ABORTED) >= 0 else None
+    return content is not None and has_aborted(content)
+
+
+def has_aborted(content: Json) -> bool:
+    choices = content.get("choices")
+    return isinstance(choices, list) and any(
+        isinstance(choice, dict) and choice.get("finish_reason") == ABORT for choice in choices
+    )
+
+
+def _is_role_alone(block: bytes) -> bool:
+    return block.count(END) < 2 and block.find(ROLE) >= 0 and block.find(ABORTED) < 0
 
 
 async def is_rejected(answer: Answer) -> bool:

@@ -188,6 +188,11 @@ class Answer:
         self.check()
         return self._take()
 
+    def held(self) -> bytes:
+        """What is here, left in place."""
+        held = self._held
+        return held[0] if len(held) == 1 else b"".join(held)
+
     async def until(self, enough: Callable[[bytes], bool]) -> bytes:
         """What has come so far, left in place, as soon as `enough` of it is here.
 

@@ -1,0 +1,161 @@
+"""An engine that is being stopped answers 200 with the finish reason "abort": no client sees it, as
+long as another engine can answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.mock_engine import (
+    DONE,
+    PARAMS,
+    STREAM_HEAD,
+    USUAL,
+    MockEngine,
+    Peer,
+    Received,
+    Script,
+    chunk,
+    event,
+    running_engine,
+    usual_decode,
+    usual_prefill,
+)
+
+ABORTED = {"index": 0, "text": "", "finish_reason": "abort"}
+
+
+def said(**choice: Any) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"index": 0, **choice}]}).encode() + b"\n\n"
+
+
+ROLE = said(delta={"role": "assistant", "content": ""}, finish_reason=None)
+CHAT_END = said(delta={}, finish_reason="abort") + DONE
+TEXT_END = said(text="", finish_reason="abort") + DONE
+
+
+def answering(*choices: dict[str, Any]) -> Script:
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.answer(USUAL | {"choices": list(choices)})
+
+    return script
+
+
+def streaming(*blocks: bytes) -> Script:
+    """Each block is read before the next one is written."""
+
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD)
+        for block in blocks:
+            await peer.send(chunk(block))
+        await peer.send(b"0\r\n\r\n")
+
+    return script
+
+
+@contextlib.asynccontextmanager
+async def second(usual: Script) -> AsyncIterator[MockEngine]:
+    async with running_engine(usual) as engine:
+        yield engine
+
+
+async def test_a_decoder_that_ends_an_answer_is_not_believed(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async with second(usual_decode) as other:
+        router = await start_router(ds=[d, other])
+        d.usual = answering({**ABORTED, "text": "the beginning"})
+        answers = [await router.complete() for _ in range(4)]
+        assert {answer.status_code for answer in answers} == {200}
+        assert {answer.json()["choices"][0]["text"] for answer in answers} == {"x"}
+        assert d.requests
+        assert router.metric("upstream_errors_total", role="decode", kind="status_5xx") >= 1
+
+
+@pytest.mark.parametrize(
+    ("path", "blocks"),
+    [
+        ("/v1/completions", (TEXT_END,)),
+        ("/v1/chat/completions", (ROLE + CHAT_END,)),
+        ("/v1/chat/completions", (ROLE, CHAT_END)),
+        ("/v1/chat/completions", (ROLE[:20], ROLE[20:], CHAT_END[:30], CHAT_END[30:])),
+    ],
+)
+async def test_nor_one_that_ends_a_stream_before_its_first_text(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, path: str, blocks: tuple[bytes, ...]
+) -> None:
+    async with second(streaming(event("whole"), DONE)) as other:
+        router = await start_router(ds=[d, other])
+        d.usual = streaming(*blocks)
+        body = {"model": "m", "prompt": "a", "messages": [], "stream": True}
+        for _ in range(3):
+            answer = await router.client.post(path, json=body)
+            assert answer.status_code == 200
+            assert "whole" in answer.text
+            assert "abort" not in answer.text
+        assert d.requests
+
+
+async def test_a_prefiller_that_ends_a_request_is_left_for_another_one(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async with second(usual_prefill) as other:
+        router = await start_router(ps=[p, other])
+        p.usual = answering(ABORTED)
+        for _ in range(3):
+            assert (await router.complete()).status_code == 200
+            assert d.last.json["kv_transfer_params"]["remote_host"] == PARAMS["remote_host"]
+        assert p.requests
+        assert router.metric("upstream_errors_total", role="prefill", kind="status_5xx") >= 1
+
+
+async def test_without_another_engine_it_is_no_answer(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start_router()
+    d.usual = answering(ABORTED)
+    answer = await router.complete()
+    assert answer.status_code == 503
+    assert "is being stopped" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        answering({"index": 0, "text": '{"finish_reason":"abort"}', "finish_reason": "stop"}),
+        answering({"index": 0, "text": "abort", "finish_reason": "stop", "stop_reason": "abort"}),
+        streaming(said(text='"abort"'), said(text='"finish_reason":"abort"'), DONE),
+    ],
+)
+async def test_a_text_that_speaks_of_it_is_a_text(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, script: Script
+) -> None:
+    router = await start_router()
+    d.usual = script
+    answer = await router.complete(stream=script.__qualname__.startswith("streaming"))
+    assert answer.status_code == 200
+    assert "abort" in answer.text
+
+
+async def test_what_the_client_has_some_of_goes_on_as_it_came(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start_router()
+    d.usual = streaming(event("some"), TEXT_END)
+    answer = await router.stream()
+    assert answer.text == (event("some") + TEXT_END).decode()
+    assert len(d.requests) == 1
+
+
+async def test_a_role_alone_reaches_the_client_when_the_stream_ends_with_it(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start_router()
+    d.usual = streaming(ROLE)
+    answer = await router.stream()
+    assert answer.text == ROLE.decode()
