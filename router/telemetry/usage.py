@@ -36,7 +36,7 @@ def usage_in(answer: bytes) -> bytes:
 def tokens_of(record: Record) -> Tokens:
     """By what the decoder says, else the prefiller."""
     told = record.usage
-    asked = told or record.prefill_usage
+    asked = told if told.find(PROMPT) >= 0 else record.prefill_usage
     return Tokens(_count(asked, PROMPT), _count(told, COMPLETION), _count(asked, CACHED))
 
 

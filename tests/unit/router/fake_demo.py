@@ -52,7 +52,7 @@ def engine(mode: str, arguments: list[str]) -> None:
     port = int(arguments[arguments.index("--port") + 1])
     assert Path(arguments[arguments.index("--model") + 1]).is_dir()
     transfer = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
-    assert transfer["kv_connector_extra_config"] == {"bidirectional_kv_xfer": True}
+    assert transfer["kv_connector_extra_config"]["bidirectional_kv_xfer"] is True
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
