@@ -121,7 +121,9 @@ def vllm_engine(
         command += ["--gpu-memory-utilization", f"{share:.2f}"]
     command += ["--served-model-name", model.name]
     if model.talks:
-        command += ["--dtype", dtype_of(options), "--max-model-len", str(CONTEXT)]
+        # vLLM 0.32's CPU build babbles with this model in bfloat16, also alone.
+        dtype = "float32" if options.device == "cpu" else "bfloat16"
+        command += ["--dtype", dtype, "--max-model-len", str(CONTEXT)]
     command += ["--block-size", "32", "--enforce-eager", "--enable-prompt-tokens-details"]
     command += ["--scheduler-cls", f"engine_ext.vllm.scheduler.{scheduler}"]
     command += ["--kv-transfer-config", json.dumps(config)]

@@ -169,6 +169,7 @@ def test_a_vllm_engine_is_started_as_its_connector_needs_it(tmp_path: Path) -> N
     assert transfer["kv_connector_module_path"] == "engine_ext.vllm"
     assert transfer["kv_connector_extra_config"]["bidirectional_kv_xfer"] is True
     assert transfer["kv_buffer_device"] == "cpu"
+    assert command[command.index("--dtype") + 1] == "float32"
     assert made.variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
     assert made.variables["OMP_NUM_THREADS"] == "2"
 
