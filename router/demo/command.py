@@ -135,14 +135,21 @@ def _parser() -> argparse.ArgumentParser:
     made = Parser(
         prog="disagg-router demo",
         description="Starts prefill and decode engines and a router on this machine.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("--prefillers", type=_count, default=1, metavar="N", help="prefill engines")
-    made.add_argument("--decoders", type=_count, default=1, metavar="M", help="decode engines")
-    made.add_argument("--host", default="127.0.0.1", help="address of the router")
-    made.add_argument("--port", type=int, default=8000, help="port of the router")
-    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the engines")
+    made.add_argument(
+        "--prefillers", type=_count, default=1, metavar="N", help="prefill engines (default: 1)"
+    )
+    made.add_argument(
+        "--decoders", type=_count, default=1, metavar="M", help="decode engines (default: 1)"
+    )
+    made.add_argument(
+        "--host", default="127.0.0.1", help="address of the router (default: 127.0.0.1)"
+    )
+    made.add_argument("--port", type=int, default=8000, help="port of the router (default: 8000)")
+    made.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="of the engines (default: cpu)"
+    )
     made.add_argument(
         "--model",
         type=_model,
