@@ -249,6 +249,8 @@ def _last_word(said: Path) -> str:
     """The line of pip's that tells most: its first error, else the last that it said."""
     lines = [line.strip() for line in said.read_text(errors="replace").splitlines()]
     lines = [line for line in lines if line]
+    if any("connection broken" in line for line in lines):  # what follows is only its consequence
+        return "the package index cannot be reached"
     errors = [line for line in lines if line.startswith("ERROR:")]
     return (errors or lines[-1:] or ["pip said nothing"])[0].removeprefix("ERROR: ")[:300]
 

