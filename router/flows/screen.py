@@ -65,9 +65,13 @@ def is_cut_off(raw: bytes) -> bool:
 
 
 def has_aborted(content: Json) -> bool:
+    """Without a reason of its own: a rejection has one."""
     choices = content.get("choices")
     return isinstance(choices, list) and any(
-        isinstance(choice, dict) and choice.get("finish_reason") == ABORT for choice in choices
+        isinstance(choice, dict)
+        and choice.get("finish_reason") == ABORT
+        and choice.get("stop_reason") is None
+        for choice in choices
     )
 
 
