@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import FrameType
@@ -69,6 +69,7 @@ def _run(settings: Settings) -> int:
         bound = _bind(settings)
     except ValueError as error:
         return _fail(str(error))
+    _wait_without_spinning(os.environ)
     try:
         # Late, so that --help and a wrong option do not wait for torch.
         from engine_ext.reference.host import HostError, build_host
@@ -83,6 +84,12 @@ def _run(settings: Settings) -> int:
     except HostError as error:
         return _fail(str(error), status=1)
     return 0
+
+
+def _wait_without_spinning(environment: MutableMapping[str, str]) -> None:
+    """OpenMP's threads spin for a while after each product of matrices. Engines that share a
+    machine take each other's cores that way. Read when torch is imported."""
+    environment.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def _bind(settings: Settings) -> socket.socket:

@@ -20,8 +20,8 @@ class LayerWeights:
     qkv: Tensor
     """[(num_heads + 2 * num_kv_heads) * head_dim, hidden]"""
     qkv_bias: Tensor | None
-    query_norm: Tensor | None
-    key_norm: Tensor | None
+    head_norms: Tensor | None
+    """[num_heads + num_kv_heads, head_dim]: of the queries, then of the keys."""
     output: Tensor
     output_bias: Tensor | None
     mlp_norm: Tensor
@@ -48,7 +48,7 @@ def load_weights(directory: Path, config: ModelConfig, device: torch.device) -> 
     embedding = tensors["model.embed_tokens.weight"]
     return ModelWeights(
         embedding=embedding,
-        layers=tuple(_fuse_layer(tensors, i) for i in range(config.num_layers)),
+        layers=tuple(_fuse_layer(tensors, i, config) for i in range(config.num_layers)),
         norm=tensors["model.norm.weight"],
         head=embedding if config.tie_word_embeddings else tensors["lm_head.weight"],
     )
@@ -158,7 +158,7 @@ def _expected_layer_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def _fuse_layer(tensors: dict[str, Tensor], index: int) -> LayerWeights:
+def _fuse_layer(tensors: dict[str, Tensor], index: int, config: ModelConfig) -> LayerWeights:
     """Takes the layer's tensors out of `tensors`, so that fusing needs one layer's memory."""
     prefix = f"model.layers.{index}."
     own = {n.removeprefix(prefix): tensors.pop(n) for n in list(tensors) if n.startswith(prefix)}
@@ -176,11 +176,15 @@ def _fuse_layer(tensors: dict[str, Tensor], index: int) -> LayerWeights:
         input_norm=own["input_layernorm.weight"],
         qkv=qkv,
         qkv_bias=fused("self_attn.{}_proj.bias", ("q", "k", "v")),
-        query_norm=own.get("self_attn.q_norm.weight"),
-        key_norm=own.get("self_attn.k_norm.weight"),
+        head_norms=_head_norms(own, config) if config.qk_norm else None,
         output=own["self_attn.o_proj.weight"],
         output_bias=own.get("self_attn.o_proj.bias"),
         mlp_norm=own["post_attention_layernorm.weight"],
         gate_up=gate_up,
         down=own["mlp.down_proj.weight"],
     )
+
+
+def _head_norms(own: dict[str, Tensor], config: ModelConfig) -> Tensor:
+    sizes = (("q", config.num_heads), ("k", config.num_kv_heads))
+    return torch.cat([own[f"self_attn.{n}_norm.weight"].expand(size, -1) for n, size in sizes])

@@ -18,7 +18,9 @@ def paged_attention(
     `query`: [tokens, heads, head_dim]; `key`, `value`: [tokens, kv_heads, head_dim]; `layer`:
     [num_blocks, kv_heads, block_size, 2 * head_dim]. Returns [tokens, heads * head_dim].
     """
-    layer[batch.write_blocks, :, batch.write_offsets] = torch.cat((key, value), dim=-1)
+    packed = layer.shape[-1]
+    fresh = torch.cat((key, value), dim=-1).view(-1, packed)
+    layer.view(-1, packed).index_copy_(0, batch.write_rows, fresh)
     parts = []
     if batch.decode is not None:
         parts.append(_decode(query[: batch.decode.count], layer, batch.decode))

@@ -57,10 +57,8 @@ class PrefillSpan:
 class ForwardBatch:
     token_ids: Tensor
     positions: Tensor
-    write_blocks: Tensor
-    """Per row: the block its K and V go to,"""
-    write_offsets: Tensor
-    """and the position inside that block."""
+    write_rows: Tensor
+    """[tokens * kv_heads]: where their K and V go, of a layer seen as [..., 2 * head_dim]."""
     decode: DecodeSpan | None
     prefills: tuple[PrefillSpan, ...]
     logit_rows: Tensor
@@ -80,20 +78,24 @@ class BatchBuilder:
 
     def build(self, chunks: Sequence[ChunkInput]) -> ForwardBatch:
         """`chunks`: those of one token first."""
-        size = self._block_size
         positions = [p for c in chunks for p in range(c.start, c.end)]
-        blocks = [c.block_ids[p // size] for c in chunks for p in range(c.start, c.end)]
         ends = torch.tensor([len(c.token_ids) for c in chunks]).cumsum(0)
         decodes = [c for c in chunks if len(c.token_ids) == 1]
         return ForwardBatch(
             token_ids=self._tensor([t for c in chunks for t in c.token_ids]),
             positions=self._tensor(positions),
-            write_blocks=self._tensor(blocks),
-            write_offsets=self._tensor([p % size for p in positions]),
+            write_rows=self._write_rows(chunks),
             decode=self._decode(decodes) if decodes else None,
             prefills=self._prefills(chunks[len(decodes) :], first=len(decodes)),
             logit_rows=(ends - 1).to(self._device),
         )
+
+    def _write_rows(self, chunks: Sequence[ChunkInput]) -> Tensor:
+        size, heads = self._block_size, self._heads
+        blocks = [c.block_ids[p // size] for c in chunks for p in range(c.start, c.end)]
+        offsets = [p % size for c in chunks for p in range(c.start, c.end)]
+        rows = torch.tensor(blocks).view(-1, 1) * heads.numel() + heads.view(1, -1)
+        return (rows * size + torch.tensor(offsets).view(-1, 1)).flatten().to(self._device)
 
     def _decode(self, chunks: Sequence[ChunkInput]) -> DecodeSpan:
         width = max(len(c.block_ids) for c in chunks)

@@ -9,12 +9,14 @@ from engine_ext.reference.model_config import Llama3RopeScaling, ModelConfig
 
 
 class RotaryEmbedding:
-    """Tables of cosine and sine, float32, `[max_positions, head_dim // 2]`."""
+    """Tables of cosine and sine, float32, `[max_positions, head_dim]`: what the left and the right
+    half of a head are multiplied with, the sines with their signs."""
 
     def __init__(self, config: ModelConfig, max_positions: int, device: torch.device) -> None:
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), _frequencies(config))
-        self._cos = angles.cos().to(device)
-        self._sin = angles.sin().to(device)
+        cos, sin = angles.cos(), angles.sin()
+        self._cos = torch.cat((cos, cos), dim=-1).to(device)
+        self._sin = torch.cat((-sin, sin), dim=-1).to(device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine for `positions` [tokens], ready to broadcast over heads."""
@@ -23,9 +25,9 @@ class RotaryEmbedding:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`x`: [tokens, heads, head_dim]."""
-    left, right = x.float().chunk(2, dim=-1)
-    turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-    return turned.to(x.dtype)
+    wide = x.float()
+    halves_swapped = wide.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(wide * cos, halves_swapped, sin).to(x.dtype)
 
 
 def _frequencies(config: ModelConfig) -> Tensor:

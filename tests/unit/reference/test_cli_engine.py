@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from engine_ext.reference.cli import read_settings
+from engine_ext.reference.cli import _wait_without_spinning, read_settings
 from engine_ext.reference.host import HostError, build_host
 from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
 
@@ -289,3 +289,12 @@ def test_the_side_channel_is_what_the_kv_parameters_say(model: Path, unused_tcp_
         assert len(params["remote_block_ids"][0]) == 2
         engine.process.terminate()
         assert engine.process.wait(30) == 0
+
+
+def test_an_engine_does_not_spin_on_cores_that_others_need() -> None:
+    given = {"OMP_WAIT_POLICY": "active"}
+    left: dict[str, str] = {}
+    _wait_without_spinning(given)
+    _wait_without_spinning(left)
+    assert left == {"OMP_WAIT_POLICY": "passive"}
+    assert given == {"OMP_WAIT_POLICY": "active"}, "the operator's word is the last"

@@ -146,6 +146,27 @@ def test_a_long_chunk_over_a_context_is_attended_in_tiles(write_model: WriteMode
     torch.testing.assert_close(got[0].log_softmax(-1).double(), expected, atol=5e-5, rtol=0)
 
 
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen2ForCausalLM"])
+def test_single_rows_of_16_bits_are_near_those_of_32(
+    write_model: WriteModel, architecture: str
+) -> None:
+    """One row takes a way of its own through the 16-bit products, with bias and without."""
+    directory = write_model(architectures=[architecture])
+    rows = [_last_of_two_steps(directory, dtype) for dtype in ("float32", "bfloat16")]
+    exact, rounded = (row.log_softmax(-1) for row in rows)
+    torch.testing.assert_close(rounded, exact, atol=0.1, rtol=0)
+
+
+def _last_of_two_steps(directory: Path, dtype: str) -> torch.Tensor:
+    config = read_model_config(directory, dtype)
+    model = build_model(EngineConfig(model=directory, num_blocks=40, dtype=dtype), config)
+    cache = KVCache(config, num_blocks=40, block_size=BLOCK, device=CPU)
+    build = BatchBuilder(config, block_size=BLOCK, device=CPU).build
+    tokens, table = prompt(60), list(range(1, 9))
+    model.forward(build([ChunkInput(tokens[:59], 0, table)]), cache.layers)
+    return model.forward(build([ChunkInput(tokens[59:], 59, table)]), cache.layers)
+
+
 def test_zeroing_reaches_the_named_blocks_in_every_layer(write_model: WriteModel) -> None:
     directory = write_model()
     config = read_model_config(directory)

@@ -57,6 +57,30 @@ def test_top_p_is_measured_among_what_top_k_left() -> None:
     assert set(draw(500, top_k=2, top_p=float(two[0]) - 0.01)) == {1}
 
 
+@pytest.mark.parametrize("sharpness", [0.0, 0.5, 8.0], ids=["flat", "soft", "sharp"])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.2])
+def test_of_a_large_vocabulary_the_same_tokens_are_drawn_as_from_all_of_it_in_order(
+    sharpness: float, top_p: float
+) -> None:
+    logits = torch.randn(5000, generator=torch.Generator().manual_seed(1)) * sharpness
+    kept, ids = logits.sort(descending=True)
+    cumulative = kept.double().softmax(-1).cumsum(-1)
+    nucleus = min(int((cumulative < top_p).sum()), 4999)
+    points = torch.rand(200, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    expected = [
+        int(ids[min(int((cumulative <= point * cumulative[nucleus]).sum()), nucleus)])
+        for point in points
+    ]
+    sampler = Sampler(seed=1, eos_token_ids=frozenset())
+    seq = Sequence(request("a", [1], SamplingParams(top_p=top_p, seed=7)))
+    drawn = [sampler.sample(logits[None], [seq])[0] for _ in points]
+    found = [token.token_id for token in drawn if token is not None]
+    if sharpness:
+        assert found == expected
+    else:  # All are equally good: which of them come first is nobody's promise.
+        assert len(set(found)) > 100
+
+
 def test_a_row_that_is_not_finite_is_told_apart() -> None:
     sampler = Sampler(seed=1, eos_token_ids=frozenset())
     rows = torch.stack([LOGITS, torch.full((5,), float("nan")), LOGITS])
