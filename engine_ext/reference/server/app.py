@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from engine_ext.pages import identity, leases, release
 from engine_ext.reference.server import answer, generation, tokenization
@@ -87,7 +87,9 @@ class Endpoints:
     async def models(self) -> Response:
         return _json({"object": "list", "data": [self._card(name) for name in self._model.names]})
 
-    async def one_model(self, name: str) -> Response:
+    async def one_model(self, name: str, request: Request) -> Response:
+        if not name:
+            return RedirectResponse(request.url.replace(path="/v1/models"))
         if name not in self._model.names:
             raise NotFoundError(f"The model `{name}` does not exist.", "model")
         return _json(self._card(name))
@@ -194,7 +196,6 @@ def build_app(
         version=package_version(),
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,
         exception_handlers={
             ApiError: _api_error,
             HTTPException: _http_error,

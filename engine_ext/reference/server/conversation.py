@@ -1,5 +1,6 @@
 """The messages of a chat request as chat templates want them: roles and plain text."""
 
+import contextlib
 from typing import Any
 
 import orjson
@@ -50,15 +51,16 @@ def _message(message: Any, place: int) -> dict[str, Any]:
         raise BadRequestError(f"{where} must be an object with role and content", "messages")
     if not isinstance(message.get("role"), str):
         raise BadRequestError(f"{where}.role must be a string", "messages")
-    changed: dict[str, Any] = {"content": _text(message.get("content"), f"{where}.content")}
-    if message.get("tool_calls"):
-        changed["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
-    return {**message, **changed}
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    kept["content"] = _text(message.get("content"), f"{where}.content")
+    calls = message.get("tool_calls")
+    return {**kept, "tool_calls": _tool_calls(calls, f"{where}.tool_calls")} if calls else kept
 
 
-def _text(content: Any, where: str) -> str | None:
+def _text(content: Any, where: str) -> str:
+    """Agents send no content beside their tool calls, and templates add it to other strings."""
     if content is None or isinstance(content, str):
-        return content
+        return content or ""
     if not isinstance(content, list):
         raise BadRequestError(f"{where} must be a string or a list of text parts", "messages")
     return "\n".join(_part(part, f"{where}[{place}]") for place, part in enumerate(content))
@@ -86,14 +88,16 @@ def _tool_calls(calls: Any, where: str) -> list[Any]:
 
 def _tool_call(call: Any, where: str) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
+    if not isinstance(function, dict) or call.get("type", "function") != "function":
         raise BadRequestError(f"{where}.function must be an object", "messages")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = orjson.loads(arguments or "{}")
-        except orjson.JSONDecodeError as error:
-            raise BadRequestError(
-                f"{where}.function.arguments is not JSON: {error}", "messages"
-            ) from None
+    arguments = _arguments(function.get("arguments"))
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _arguments(given: Any) -> dict[str, Any]:
+    """What a model wrote badly once is in the history for ever: to refuse it would end the
+    conversation. It becomes an empty object, as in vLLM."""
+    if isinstance(given, str):
+        with contextlib.suppress(orjson.JSONDecodeError):
+            given = orjson.loads(given)
+    return given if isinstance(given, dict) else {}

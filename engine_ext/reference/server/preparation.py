@@ -7,6 +7,7 @@ from engine_ext.reference.messages import SamplingParams
 from engine_ext.reference.server import conversation, request_id
 from engine_ext.reference.server.errors import BadRequestError
 from engine_ext.reference.server.job import AnswerOptions, Job, engine_ids
+from engine_ext.reference.server.lengths import check_asked, room
 from engine_ext.reference.server.prompts import (
     Prompt,
     TokenIds,
@@ -27,13 +28,15 @@ COMPLETION_TOKENS = 16
 """`max_tokens` of a completion that says nothing; a chat goes on to the end of the context."""
 
 MAX_SEQUENCES = 1024
+MAX_TEMPERATURE = 2
 
 
 def prepare_completion(model: ServedModel, body: bytes, id_header: str | None) -> Job:
     """Raises BadRequestError or NotFoundError."""
     request = parse_generation(CompletionBody, body)
     model.check_name(request.model)
-    max_tokens = request.max_tokens or COMPLETION_TOKENS
+    asked = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    check_asked(asked, model, "max_tokens")
     if request.echo and request.logprobs is not None:
         raise BadRequestError(
             "logprobs of the prompt are not supported: echo without logprobs", "echo"
@@ -41,7 +44,8 @@ def prepare_completion(model: ServedModel, body: bytes, id_header: str | None) -
     texts = read_prompts(request.prompt)
     if len(texts) * request.n > MAX_SEQUENCES:
         raise BadRequestError(f"prompts times n must be at most {MAX_SEQUENCES}", "n")
-    prompts = tuple(_completion_prompt(text, request, model, max_tokens) for text in texts)
+    prompts = tuple(_completion_prompt(text, request, model) for text in texts)
+    rooms = [room(len(prompt.token_ids), asked, model) for prompt in prompts]
     job_id = f"cmpl-{request_id.base_id(id_header, request.request_id)}"
     return Job(
         id=job_id,
@@ -49,7 +53,8 @@ def prepare_completion(model: ServedModel, body: bytes, id_header: str | None) -
         model=model.name,
         prompts=prompts,
         engine_ids=engine_ids(job_id, len(prompts)),
-        sampling=_sampling(request, model, max_tokens, request.logprobs),
+        # The engine ends each of them at the end of the context, too.
+        sampling=_sampling(request, model, max(rooms), min(rooms), request.logprobs),
         n=request.n,
         kv_transfer_params=request.kv_transfer_params,
         cache_hit_threshold=request.cache_hit_threshold,
@@ -57,11 +62,8 @@ def prepare_completion(model: ServedModel, body: bytes, id_header: str | None) -
     )
 
 
-def _completion_prompt(
-    text: str | TokenIds, request: CompletionBody, model: ServedModel, max_tokens: int
-) -> Prompt:
-    add = request.add_special_tokens
-    token_ids = encode(text, model, add_special_tokens=add, room_for=max_tokens)
+def _completion_prompt(text: str | TokenIds, request: CompletionBody, model: ServedModel) -> Prompt:
+    token_ids = encode(text, model, add_special_tokens=request.add_special_tokens)
     if not request.echo:
         return Prompt(token_ids)
     return Prompt(token_ids, text if isinstance(text, str) else model.tokenizer.decode(list(text)))
@@ -74,12 +76,11 @@ def prepare_chat(model: ServedModel, body: bytes, id_header: str | None) -> Job:
     if request.top_logprobs and not request.logprobs:
         raise BadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     logprobs = request.top_logprobs if request.logprobs else None
-    wanted = request.max_completion_tokens or request.max_tokens
+    asked = _asked_of_chat(request, model)
     kv_transfer_params, given = _given_token_ids(request.kv_transfer_params)
     text = conversation.render(request, model.chat_template) if given is None else given
-    add = request.add_special_tokens
-    token_ids = encode(text, model, add_special_tokens=add, room_for=wanted or 1)
-    max_tokens = wanted or model.max_model_len - len(token_ids)
+    token_ids = encode(text, model, add_special_tokens=request.add_special_tokens)
+    max_tokens = room(len(token_ids), asked, model)
     job_id = f"chatcmpl-{request_id.base_id(id_header, request.request_id)}"
     return Job(
         id=job_id,
@@ -87,12 +88,20 @@ def prepare_chat(model: ServedModel, body: bytes, id_header: str | None) -> Job:
         model=model.name,
         prompts=(Prompt(token_ids),),
         engine_ids=(request_id.engine_id(job_id),),
-        sampling=_sampling(request, model, max_tokens, logprobs),
+        sampling=_sampling(request, model, max_tokens, max_tokens, logprobs),
         n=request.n,
         kv_transfer_params=kv_transfer_params,
         cache_hit_threshold=request.cache_hit_threshold,
         options=_options(request, logprobs, conversation.answering_role(request)),
     )
+
+
+def _asked_of_chat(request: ChatBody, model: ServedModel) -> int | None:
+    if request.max_completion_tokens is None:
+        check_asked(request.max_tokens, model, "max_tokens")
+        return request.max_tokens
+    check_asked(request.max_completion_tokens, model, "max_completion_tokens")
+    return request.max_completion_tokens
 
 
 def _given_token_ids(
@@ -127,14 +136,20 @@ def _options(
 
 
 def _sampling(
-    request: GenerationBody, model: ServedModel, max_tokens: int, logprobs: int | None
+    request: GenerationBody,
+    model: ServedModel,
+    max_tokens: int,
+    least_room: int,
+    logprobs: int | None,
 ) -> SamplingParams:
-    if request.min_tokens > max_tokens:
+    """`least_room`: of the prompts, what the longest one leaves for an answer."""
+    if request.min_tokens > least_room:
         raise BadRequestError(
-            f"min_tokens must be less than or equal to max_tokens={max_tokens}, "
+            f"min_tokens must be less than or equal to max_tokens={least_room}, "
             f"got {request.min_tokens}.",
             "min_tokens",
         )
+    _check_temperature(request.temperature)
     check_token_ids(request.stop_token_ids, model, "stop_token_ids")
     chosen = model.defaults
     top_k = chosen.top_k if request.top_k is None else request.top_k
@@ -152,3 +167,11 @@ def _sampling(
         logprobs=logprobs,
         skip_special_tokens=request.skip_special_tokens,
     )
+
+
+def _check_temperature(temperature: float | None) -> None:
+    """With vLLM's words."""
+    if temperature is None or 0 <= temperature <= MAX_TEMPERATURE:
+        return
+    bound = "non-negative" if temperature < 0 else f"in [0, {MAX_TEMPERATURE}]"
+    raise BadRequestError(f"temperature must be {bound}, got {temperature}.", "temperature")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_ext.reference.server.errors import BadRequestError
+from engine_ext.reference.server.lengths import check_characters, check_tokens
 from engine_ext.reference.server.served_model import ServedModel
 
 MAX_PROMPTS = 1024
@@ -43,22 +44,16 @@ def _are_token_ids(value: list[Any]) -> bool:
     return all(type(token) is int for token in value)
 
 
-def encode(
-    prompt: str | TokenIds, model: ServedModel, *, add_special_tokens: bool, room_for: int
-) -> TokenIds:
-    """The ids, checked to leave `room_for` tokens of answer.
-
-    Raises BadRequestError for an empty prompt, an id out of the vocabulary, a prompt too long.
-    """
+def encode(prompt: str | TokenIds, model: ServedModel, *, add_special_tokens: bool) -> TokenIds:
+    """Raises BadRequestError for an empty prompt, an id out of the vocabulary, one too long."""
     if isinstance(prompt, str):
-        _check_characters(prompt, model, room_for)
+        check_characters(prompt, model)
         prompt = tuple(model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
     else:
         check_token_ids(prompt, model, "prompt")
     if not prompt:
         raise BadRequestError("the prompt must not be empty", "prompt")
-    if len(prompt) + room_for > model.max_model_len:
-        raise _too_long(len(prompt), model, room_for)
+    check_tokens(len(prompt), model)
     return prompt
 
 
@@ -68,20 +63,3 @@ def check_token_ids(ids: TokenIds | list[int], model: ServedModel, param: str) -
     wrong = min(ids) if min(ids) < 0 else max(ids)
     if not 0 <= wrong < model.vocab_size:
         raise BadRequestError(f"Token id {wrong} is out of vocabulary", param)
-
-
-def _check_characters(prompt: str, model: ServedModel, room_for: int) -> None:
-    """Turns a hopeless text away before tokenizing it costs anything."""
-    fewest = len(prompt) // model.tokenizer.longest_token
-    if fewest > model.max_model_len:
-        raise _too_long(fewest, model, room_for)
-
-
-def _too_long(tokens: int, model: ServedModel, room_for: int) -> BadRequestError:
-    return BadRequestError(
-        f"This model's maximum context length is {model.max_model_len} tokens. However, you "
-        f"requested {room_for} output tokens and your prompt contains at least {tokens} input "
-        f"tokens, for a total of at least {tokens + room_for} tokens. Please reduce the length of "
-        "the input prompt or the number of requested output tokens.",
-        "input_tokens",
-    )

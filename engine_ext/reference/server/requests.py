@@ -67,9 +67,9 @@ class GenerationBody(_Body):
     """What completions and chat completions share."""
 
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = None
     min_tokens: int = Field(0, ge=0)
-    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    temperature: float | None = Field(None, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
@@ -110,7 +110,7 @@ class Conversation(_Body):
 
 
 class ChatBody(GenerationBody, Conversation):
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
 

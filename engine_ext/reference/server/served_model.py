@@ -63,4 +63,7 @@ class ServedModel:
     def check_name(self, name: str | None) -> None:
         """Raises NotFoundError. A request that names no model means this one."""
         if name and name not in self.names:
-            raise NotFoundError(f"The model `{name}` does not exist.", "model")
+            known = ", ".join(self.names)
+            raise NotFoundError(
+                f"The model `{name}` does not exist. Valid aliases: {known}.", "model"
+            )

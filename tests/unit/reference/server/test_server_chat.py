@@ -1,10 +1,18 @@
 import re
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import pytest
 
-from tests.unit.reference.server.fake_engine import RunningServer, events_of
+from engine_ext.reference.chat_template import ChatTemplate
+from engine_ext.reference.server.served_model import ServedModel
+from tests.unit.reference.server.fake_engine import (
+    FakeEngine,
+    RunningServer,
+    events_of,
+    in_process,
+)
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
@@ -162,6 +170,39 @@ async def test_a_tool_conversation_is_accepted(server: RunningServer) -> None:
     ]
     assert (await server.post(PATH, messages=messages)).status_code == 200
     assert "<|im_start|>tool\n42<|im_end|>" in prompt_of(server)
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {}, {"content": []}, {"content": ""}])
+async def test_no_content_beside_tool_calls_is_no_text_for_a_template_that_adds_strings(
+    content: dict[str, Any], model: ServedModel, engine: FakeEngine
+) -> None:
+    source = "{% for m in messages %}{{ m.role + ':' + m['content'] + ';' }}{% endfor %}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        USER,
+        {"role": "assistant", "tool_calls": [call], **content},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "42"}]},
+    ]
+    adding = replace(model, chat_template=ChatTemplate(source))
+    async with in_process(adding, engine) as client:
+        response = await client.post(PATH, json={"messages": messages})
+    assert response.status_code == 200
+    assert bytes(engine.requests[0].prompt_token_ids).decode() == "user:hi;assistant:;tool:42;"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [('{"a": 1}', '{"a": 1}'), ({"a": 1}, '{"a": 1}'), ('{"a', "{}"), ("[1]", "{}"), (None, "{}")],
+)
+async def test_arguments_of_a_tool_call_are_an_object_however_they_were_written(
+    arguments: Any, shown: str, model: ServedModel, engine: FakeEngine
+) -> None:
+    source = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    async with in_process(replace(model, chat_template=ChatTemplate(source)), engine) as client:
+        await client.post(PATH, json={"messages": [message]})
+    assert bytes(engine.requests[0].prompt_token_ids).decode() == shown
 
 
 async def test_token_ids_a_router_hands_over_replace_the_template(server: RunningServer) -> None:

@@ -26,11 +26,12 @@ WRONG_IN_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": "many"}, "max_tokens"),
     ({"max_tokens": 10**30}, "max_tokens"),
-    ({"max_tokens": 10**9}, "input_tokens"),
+    ({"max_tokens": 257}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ({"min_tokens": -1}, "min_tokens"),
     ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": [1]}, "temperature"),
     ({"top_p": 0}, "top_p"),
@@ -80,8 +81,8 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [259]}, "prompt"),
     ({"prompt": [-1]}, "prompt"),
     ({"prompt": [10**40]}, "prompt"),
-    ({"prompt": "a" * 241}, "input_tokens"),
-    ({"prompt": "a" * 1_000_000}, "input_tokens"),
+    ({"prompt": "a" * 257}, "input_tokens"),
+    ({"prompt": "a" * 1_000_000}, "input_text"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": -1}, "logprobs"),
     ({"logprobs": True, "echo": True}, "echo"),
@@ -101,14 +102,14 @@ WRONG_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [7]}]}, "messages"),
     ({"messages": [{**USER, "tool_calls": 7}]}, "messages"),
     ({"messages": [{**USER, "tool_calls": [7]}]}, "messages"),
-    ({"messages": [{**USER, "tool_calls": [{"function": {"arguments": "{"}}]}]}, "messages"),
+    ({"messages": [{**USER, "tool_calls": [{"type": "retrieval", "function": {}}]}]}, "messages"),
     ({"messages": [{"role": "user", "content": "a" * 300}]}, "input_tokens"),
     ({"tools": "x"}, "tools"),
     ({"tools": [1]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"chat_template": "{{ x }}"}, "chat_template"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
-    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_completion_tokens": 0}, "max_tokens"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": 5}, "logprobs"),
@@ -172,13 +173,81 @@ async def test_what_is_no_json_object_is_a_400(
     assert response.json()["error"]["type"] == "BadRequestError"
 
 
-async def test_the_context_length_error_says_what_vllm_says(client: httpx.AsyncClient) -> None:
-    response = await client.post(COMPLETIONS, json={"prompt": "a" * 250, "max_tokens": 7})
-    assert response.json()["error"]["message"] == (
-        "This model's maximum context length is 256 tokens. However, you requested 7 output tokens "
-        "and your prompt contains at least 250 input tokens, for a total of at least 257 tokens. "
-        "Please reduce the length of the input prompt or the number of requested output tokens."
+async def _refusal(client: httpx.AsyncClient, path: str, **body: Any) -> tuple[str, str]:
+    error = (await client.post(path, json=body)).json()["error"]
+    return error["message"], error["param"]
+
+
+async def test_what_is_too_long_is_refused_in_vllms_words(client: httpx.AsyncClient) -> None:
+    context = "This model's maximum context length is 256 tokens. However, your prompt contains "
+    shorter = "Please reduce the length of the input prompt."
+    assert await _refusal(client, COMPLETIONS, prompt="a" * 300) == (
+        f"{context}300 input tokens, which exceeds this limit even without any output tokens. "
+        f"{shorter}",
+        "input_tokens",
     )
+    assert await _refusal(client, COMPLETIONS, prompt="a" * 5000) == (
+        f"{context}5000 characters (more than 3328 characters, which is the upper bound for 256 "
+        f"input tokens). {shorter}",
+        "input_text",
+    )
+    assert await _refusal(client, COMPLETIONS, prompt="a" * 256) == (
+        "max_tokens must be at least 1, got 0.",
+        "max_tokens",
+    )
+    for path, name in (
+        (COMPLETIONS, "max_tokens"),
+        (CHAT, "max_tokens"),
+        (CHAT, "max_completion_tokens"),
+    ):
+        body = {"prompt": "a", "messages": [USER], name: 257}
+        assert await _refusal(client, path, **body) == (
+            f"{name}=257 cannot be greater than max_model_len=256. "
+            "Please request fewer output tokens.",
+            name,
+        )
+
+
+@pytest.mark.parametrize(("temperature", "bound"), [(5, "in [0, 2]"), (-1, "non-negative")])
+async def test_a_temperature_out_of_bounds_is_refused_in_vllms_words(
+    temperature: float, bound: str, client: httpx.AsyncClient
+) -> None:
+    assert await _refusal(client, CHAT, messages=[USER], temperature=temperature) == (
+        f"temperature must be {bound}, got {temperature:.1f}.",
+        "temperature",
+    )
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_more_tokens_than_fit_are_cut_to_those_that_do(
+    path: str, client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    body = {"prompt": ["a" * 200, "a" * 100], "messages": [USER], "max_tokens": 250}
+    assert (await client.post(path, json=body)).status_code == 200
+    room = {COMPLETIONS: 256 - 100, CHAT: 256 - 21}[path]
+    assert {request.sampling.max_tokens for request in engine.requests} == {room}
+
+
+async def test_min_tokens_must_fit_beside_each_of_the_prompts(client: httpx.AsyncClient) -> None:
+    body = {"prompt": ["a" * 200, "a" * 100], "max_tokens": 250, "min_tokens": 57}
+    message, _ = await _refusal(client, COMPLETIONS, **body)
+    assert message == "min_tokens must be less than or equal to max_tokens=56, got 57."
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_a_byte_order_mark_is_no_part_of_the_json(
+    path: str, client: httpx.AsyncClient
+) -> None:
+    body = b"\xef\xbb\xbf" + json.dumps({"prompt": "hi", "messages": [USER]}).encode()
+    assert (await client.post(path, content=body)).status_code == 200
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/models", "/health", "/tokenize"])
+async def test_a_slash_too_many_is_redirected(path: str, client: httpx.AsyncClient) -> None:
+    method = "GET" if path in ("/v1/models", "/health") else "POST"
+    response = await client.request(method, path + "/", follow_redirects=False)
+    assert response.status_code == 307
+    assert httpx.URL(response.headers["location"]).path == path
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -188,7 +257,7 @@ async def test_an_unknown_model_is_a_404(path: str, client: httpx.AsyncClient) -
     assert response.status_code == 404
     assert response.json() == {
         "error": {
-            "message": "The model `gpt-7` does not exist.",
+            "message": "The model `gpt-7` does not exist. Valid aliases: tiny, alias.",
             "type": "NotFoundError",
             "param": "model",
             "code": 404,
