@@ -217,6 +217,9 @@ class EngineCore:
             return self._fail([seq], "the model's output is not finite")[0]
         seq.token_ids.append(sampled.token_id)
         self._counters.generation_tokens += 1
+        error = seq.constraint.accept(sampled.token_id) if seq.constraint else None
+        if error is not None:
+            return self._fail([seq], f"the answer's form cannot be kept: {error}")[0]
         try:
             text, finish = self._answers[seq.request_id].accept(sampled.token_id)
         except Exception:

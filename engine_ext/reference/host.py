@@ -18,6 +18,7 @@ from engine_ext.reference.chat_template import ChatTemplate
 from engine_ext.reference.engine import Engine
 from engine_ext.reference.engine_config import EngineConfig
 from engine_ext.reference.fingerprint import model_factors
+from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.model_config import ModelConfig, read_model_config
 from engine_ext.reference.server.app import build_app
 from engine_ext.reference.server.served_model import SamplingDefaults, ServedModel
@@ -98,6 +99,11 @@ def _served_model(settings: Settings, model_config: ModelConfig) -> ServedModel:
         vocab_size=model_config.vocab_size,
         tokenizer=tokenizer,
         chat_template=ChatTemplate.load(directory, tokenizer),
+        grammars=GrammarCompiler(
+            tokenizer.backend.to_str(),
+            vocab_size=model_config.vocab_size,
+            eos_token_ids=model_config.eos_token_ids,
+        ),
         defaults=SamplingDefaults.load(directory),
         created=int(time.time()),
     )

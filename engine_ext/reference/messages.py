@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from engine_ext.reference.grammar import Grammar
+
 FinishReason = Literal["stop", "length", "abort", "error", "cache_threshold"]
 
 
@@ -25,6 +27,8 @@ class SamplingParams:
     logprobs: int | None = None
     """Alternatives to report per token; 0 reports the chosen token alone, None nothing."""
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
+    """What the answer must look like."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ class Sampler:
         temperature and truncation (vLLM's `raw_logprobs`).
         """
         finite = logits.isfinite().all(dim=-1).tolist()
-        allowed = self._mask_stops(logits, sequences)
+        allowed = _mask_forms(self._mask_stops(logits, sequences), logits, sequences)
         tokens: list[int] = allowed.argmax(dim=-1).tolist()
         for row, seq in enumerate(sequences):
             if finite[row] and seq.sampling.temperature >= _GREEDY_BELOW:
@@ -65,6 +65,22 @@ class Sampler:
         return masked
 
 
+def _mask_forms(masked: Tensor, logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
+    """No token that a sequence's grammar forbids. Where an answer is complete before it may stop
+    (`min_tokens`), its grammar has the last word."""
+    constraints = [(row, s.constraint) for row, s in enumerate(sequences) if s.constraint]
+    if not constraints:
+        return masked
+    formed = masked.clone() if masked is logits else masked
+    for row, constraint in constraints:
+        forbidden = constraint.allowed(logits.shape[-1]).logical_not_().to(logits.device)
+        chosen = masked[row].masked_fill(forbidden, float("-inf"))
+        if bool(chosen.isneginf().all()):
+            chosen = logits[row].masked_fill(forbidden, float("-inf"))
+        formed[row] = chosen
+    return formed
+
+
 def _draw(logits: Tensor, sampling: SamplingParams, generator: torch.Generator) -> int:
     """Inverse transform sampling over the tokens that top_k and top_p keep, best first."""
     scaled = logits / sampling.temperature
@@ -73,8 +89,9 @@ def _draw(logits: Tensor, sampling: SamplingParams, generator: torch.Generator) 
     if _LIKELY < count == scaled.numel():
         ordered, ids = scaled.topk(_LIKELY)
         cumulative = (ordered.double() - scaled.double().logsumexp(-1)).exp().cumsum(-1).cpu()
-        whole = float(cumulative[-1])
-        if whole >= sampling.top_p or (sampling.top_p == 1 and whole > point):
+        if sampling.top_p == 1 and cumulative[-1] > point:
+            return int(ids[torch.searchsorted(cumulative, point, right=True)])
+        if sampling.top_p < 1 and cumulative[-1] >= sampling.top_p:
             return int(ids[_place(cumulative, sampling.top_p, point)])
     ordered, ids = scaled.topk(count)
     cumulative = ordered.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1).cpu()
@@ -82,12 +99,10 @@ def _draw(logits: Tensor, sampling: SamplingParams, generator: torch.Generator) 
 
 
 def _place(cumulative: Tensor, top_p: float, point: float) -> int:
-    """Where `point`, in [0, 1), falls among the leading tokens that together reach `top_p`.
-    Those behind `cumulative`, where it ends before that, are for larger points."""
-    nucleus = int(torch.searchsorted(cumulative, top_p))
-    reach = float(cumulative[nucleus]) if nucleus < len(cumulative) else top_p
-    last = min(nucleus, len(cumulative) - 1)
-    return min(int(torch.searchsorted(cumulative, point * reach, right=True)), last)
+    """Where `point`, in [0, 1), falls among the leading tokens that together reach `top_p`."""
+    nucleus = min(int(torch.searchsorted(cumulative, top_p)), len(cumulative) - 1)
+    reach = point * float(cumulative[nucleus])
+    return min(int(torch.searchsorted(cumulative, reach, right=True)), nucleus)
 
 
 def _logprobs(

@@ -56,6 +56,8 @@ class Sequence:
         """This engine has neither media nor adapters nor salts."""
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.generator = _generator(request.sampling.seed)
+        grammar = request.sampling.grammar
+        self.constraint = None if grammar is None else grammar.start()
         self.num_computed_tokens = 0
         self.num_external_tokens = 0
         """Tokens a remote load brings, or brought, into the blocks."""

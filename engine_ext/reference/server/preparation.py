@@ -23,6 +23,7 @@ from engine_ext.reference.server.requests import (
     parse_generation,
 )
 from engine_ext.reference.server.served_model import ServedModel
+from engine_ext.reference.server.structure import grammar_of
 
 COMPLETION_TOKENS = 16
 """`max_tokens` of a completion that says nothing; a chat goes on to the end of the context."""
@@ -166,6 +167,7 @@ def _sampling(
         ignore_eos=request.ignore_eos,
         logprobs=logprobs,
         skip_special_tokens=request.skip_special_tokens,
+        grammar=grammar_of(request, model),
     )
 
 

@@ -38,8 +38,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": ([],),
     "prompt_logprobs": (),
     "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("auto", "none"),
     "truncate_prompt_tokens": (),
@@ -88,6 +86,8 @@ class GenerationBody(_Body):
     return_tokens_as_token_ids: bool = False
     request_id: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     cache_hit_threshold: Annotated[float | None, BeforeValidator(parse_threshold)] = None
 
 

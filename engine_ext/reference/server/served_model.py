@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_ext.reference.chat_template import ChatTemplate
+from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.server.errors import NotFoundError
 from engine_ext.reference.tokenizer import Tokenizer, read_json_object
 
@@ -52,6 +53,8 @@ class ServedModel:
     """Token ids below this are the model's; the tokenizer may know fewer."""
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None = None
+    grammars: GrammarCompiler | None = None
+    """None: no answers in a given form."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     created: int = 0
     """Unix time for /v1/models."""

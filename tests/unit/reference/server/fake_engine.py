@@ -14,6 +14,7 @@ import uvicorn
 from engine_ext.base.inspection import Inspection
 from engine_ext.base.types import ConnectorStats
 from engine_ext.reference.chat_template import ChatTemplate
+from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.messages import (
     EngineStats,
     FinishReason,
@@ -143,6 +144,9 @@ def served_model(directory: Path) -> ServedModel:
         vocab_size=259,
         tokenizer=tokenizer,
         chat_template=ChatTemplate.load(directory, tokenizer),
+        grammars=GrammarCompiler(
+            tokenizer.backend.to_str(), vocab_size=259, eos_token_ids={256, 258}
+        ),
         created=1,
     )
 

@@ -62,7 +62,6 @@ WRONG_IN_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"model": 7}, "model"),
     ({"logit_bias": {"1": 2}}, "logit_bias"),
     ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
 ]
 WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
