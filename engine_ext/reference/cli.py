@@ -36,6 +36,11 @@ _ENGINE_OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("max_model_len", int, "most tokens of prompt and answer; the default is what fits"),
     ("max_num_seqs", int, "most requests in one batch"),
     ("max_num_batched_tokens", int, "most tokens in one step; longer prompts go in chunks"),
+    (
+        "max_prefill_tokens_per_step",
+        int,
+        "most tokens of prompts in one step; the default is 128 on a CPU, no bound elsewhere",
+    ),
     ("seed", int, "for requests without a seed of their own"),
     ("num_threads", int, "threads of a forward pass on a CPU; the default is torch's"),
     (

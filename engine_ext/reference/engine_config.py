@@ -5,6 +5,8 @@ from pathlib import Path
 
 from engine_ext.core.admission import parse_threshold
 
+_CPU_PREFILL = 128
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -25,6 +27,9 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     """Most tokens one step runs through the model; longer prompts are computed in chunks."""
+    max_prefill_tokens_per_step: int | None = None
+    """Most tokens of prompts among them: those who decode, and those who come, wait no longer than
+    that takes. None: 128 on a CPU, elsewhere no bound of its own."""
     enable_prefix_caching: bool = True
     num_threads: int | None = None
     """Threads of a CPU forward pass. None: torch decides."""
@@ -33,10 +38,17 @@ class EngineConfig:
     global_cache_hit_threshold: float = 0.0
     """Share of a request's tokens whose KV must be at hand, where the request does not say."""
 
+    @property
+    def prefill_tokens_per_step(self) -> int:
+        bound = self.max_prefill_tokens_per_step
+        if bound is None:
+            bound = _CPU_PREFILL if self.device == "cpu" else self.max_num_batched_tokens
+        return min(bound, self.max_num_batched_tokens)
+
     def __post_init__(self) -> None:
         for name in ("block_size", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "num_threads"):
+        for name in ("max_model_len", "num_threads", "max_prefill_tokens_per_step"):
             _at_least(name, getattr(self, name), 1)
         _at_least("num_blocks", self.num_blocks, 2)
         parse_threshold(self.global_cache_hit_threshold)

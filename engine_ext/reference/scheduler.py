@@ -1,8 +1,9 @@
 """Which sequences run next, and which blocks they get.
 
-Continuous batching with chunked prefill: the running come first, in order of admission, then the
-loaded, then the waiting, until the step's token budget is spent. Where blocks run out, the
-sequence that came last gives up its own and is computed again later.
+Continuous batching with chunked prefill: those who decode come first, in order of admission, a
+token each. Then the loaded and the waiting are admitted, and all whose prompts are not computed yet
+share the step's prefill tokens (`prefill_shares`). Where blocks run out, the sequence that came
+last gives up its own and is computed again later.
 
 The connector is called where vLLM's v1 scheduler calls one, in the same order. An exception out of
 a hook ends the request it was about and nothing else.
@@ -18,6 +19,7 @@ from engine_ext.reference.block_manager import BlockManager
 from engine_ext.reference.counters import Counters
 from engine_ext.reference.engine_config import EngineConfig
 from engine_ext.reference.kv_connector import SchedulerHalf
+from engine_ext.reference.prefill_shares import shares
 from engine_ext.reference.queues import Queues
 from engine_ext.reference.sequence import (
     ABORTED,
@@ -67,10 +69,13 @@ class Scheduler:
 
     def schedule(self) -> Step:
         step = Step(budget=self._config.max_num_batched_tokens)
-        self._schedule_running(step)
+        self._schedule_decodes(step)
+        prefill = min(self._config.prefill_tokens_per_step, step.budget)
+        step.seats = prefill - bool(self._prefilling())
         if not step.num_preempted:
             self._schedule_loaded(step)
             self._schedule_waiting(step)
+        self._schedule_prefills(step, prefill)
         return step
 
     def advance(self, seq: Sequence, num_tokens: int) -> None:
@@ -150,20 +155,37 @@ class Scheduler:
     def check_integrity(self) -> None:
         self.queues.check_integrity(self._blocks)
 
-    def _schedule_running(self, step: Step) -> None:
+    def _schedule_decodes(self, step: Step) -> None:
         index = 0
         while index < len(self.queues.running) and step.budget > 0:
             seq = self.queues.running[index]
-            num_tokens = min(seq.num_tokens - seq.num_computed_tokens, step.budget)
-            fresh = self._grow_at_any_cost(seq, num_tokens, step)
-            if fresh is None:
-                return
-            step.add(seq, num_tokens, fresh)
+            if seq.num_uncomputed_tokens == 1:
+                fresh = self._grow_at_any_cost(seq, step)
+                if fresh is None:
+                    return
+                step.fresh_blocks += fresh
+                step.add(seq, 1)
             index += 1
 
-    def _grow_at_any_cost(self, seq: Sequence, num_tokens: int, step: Step) -> list[int] | None:
-        """Takes blocks from those who came last; None where that was `seq` itself."""
-        while (fresh := self._blocks.grow(seq, seq.num_computed_tokens + num_tokens)) is None:
+    def _prefilling(self) -> list[Sequence]:
+        return [seq for seq in self.queues.running if seq.num_uncomputed_tokens > 1]
+
+    def _schedule_prefills(self, step: Step, budget: int) -> None:
+        """All of their blocks were theirs when they were admitted."""
+        running = self.queues.running
+        old = running[: len(running) - step.num_admitted]
+        new = running[len(old) :]
+        sequences = [*(seq for seq in old if seq.num_uncomputed_tokens > 1), *new]
+        remaining = [seq.num_uncomputed_tokens for seq in sequences]
+        granted = shares(remaining, budget, num_new=len(new))
+        for seq, num_tokens in zip(sequences, granted, strict=True):
+            if num_tokens:
+                step.add(seq, num_tokens)
+
+    def _grow_at_any_cost(self, seq: Sequence, step: Step) -> list[int] | None:
+        """Room for all tokens of `seq`, taken from those who came last; None where that was `seq`
+        itself."""
+        while (fresh := self._blocks.grow(seq, seq.num_tokens)) is None:
             victim = self.queues.running[-1]
             self._preempt(victim, step)
             if victim is seq:
@@ -174,8 +196,7 @@ class Scheduler:
         while self.queues.loaded and self._has_room(step):
             seq = self.queues.loaded[0]
             num_loaded_blocks = -(-seq.num_computed_tokens // self._blocks.block_size)
-            num_tokens = min(seq.num_tokens - seq.num_computed_tokens, step.budget)
-            self._start(seq, num_tokens, seq.block_ids[num_loaded_blocks:], step)
+            self._start(seq, seq.block_ids[num_loaded_blocks:], step)
 
     def _schedule_waiting(self, step: Step) -> None:
         waiting = self.queues.waiting
@@ -231,12 +252,11 @@ class Scheduler:
 
     def _admit_local(self, seq: Sequence, prefix: list[int], step: Step) -> _Admission:
         local = len(prefix) * self._blocks.block_size
-        num_tokens = min(seq.num_tokens - local, step.budget)
         fresh = self._blocks.admit(seq, prefix)
         if fresh is None:
             return _Admission.NO_ROOM
         self._note_prefix_hit(seq, local)
-        self._start(seq, num_tokens, fresh, step)
+        self._start(seq, fresh, step)
         return _Admission.TAKEN
 
     def _park(self, seq: Sequence, prefix: list[int], num_external: int, step: Step) -> _Admission:
@@ -256,7 +276,7 @@ class Scheduler:
             self._connector.fail_load(seq.request_id)
         return _Admission.TAKEN
 
-    def _start(self, seq: Sequence, num_tokens: int, fresh: list[int], step: Step) -> None:
+    def _start(self, seq: Sequence, fresh: list[int], step: Step) -> None:
         try:
             self._connector.update_state_after_alloc(seq, seq.blocks_by_group(), 0)
         except Exception:
@@ -265,10 +285,10 @@ class Scheduler:
             return
         self.queues.remove(seq)
         self.queues.running.append(seq)
-        step.add(seq, num_tokens, fresh)
+        step.admit(fresh)
 
     def _has_room(self, step: Step) -> bool:
-        return step.budget > 0 and len(self.queues.running) < self._config.max_num_seqs
+        return step.seats > 0 and len(self.queues.running) < self._config.max_num_seqs
 
     def _note_prefix_hit(self, seq: Sequence, num_tokens: int) -> None:
         seq.num_computed_tokens = num_tokens

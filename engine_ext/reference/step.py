@@ -26,6 +26,9 @@ class Chunk:
 class Step:
     budget: int
     """Tokens that may still be added."""
+    seats: int = 0
+    """Sequences that may still be admitted: each is to have a token in this step."""
+    num_admitted: int = 0
     chunks: list[Chunk] = field(default_factory=list)
     fresh_blocks: list[int] = field(default_factory=list)
     """Newly handed out, to be computed into, with stale contents."""
@@ -37,7 +40,12 @@ class Step:
     must_ask_again: bool = False
     """The connector wants to be asked about a waiting request once more."""
 
-    def add(self, seq: Sequence, num_tokens: int, fresh_blocks: list[int]) -> None:
+    def add(self, seq: Sequence, num_tokens: int) -> None:
         self.chunks.append(Chunk(seq, num_tokens))
         self.budget -= num_tokens
+
+    def admit(self, fresh_blocks: list[int]) -> None:
+        """A sequence runs from now on; `add` tells how far it comes in this step."""
+        self.seats -= 1
+        self.num_admitted += 1
         self.fresh_blocks += fresh_blocks

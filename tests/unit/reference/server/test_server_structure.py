@@ -29,6 +29,7 @@ from tests.unit.reference.server.fake_engine import (
     in_process,
     saying,
     served_model,
+    serving,
 )
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -97,7 +98,7 @@ async def test_a_random_model_answers_by_the_schema(
 async def test_each_of_several_choices_goes_its_own_way_by_the_schema(
     client: httpx.AsyncClient,
 ) -> None:
-    fields = {"n": 4, "seed": 3, "logprobs": True, "top_logprobs": 2}
+    fields: dict[str, Any] = {"n": 4, "seed": 3, "logprobs": True, "top_logprobs": 2}
     answer = await answer_to(client, response_format=BY_SCHEMA, **fields)
     texts = [choice["message"]["content"] for choice in answer["choices"]]
     for text, choice in zip(texts, answer["choices"], strict=True):
@@ -108,7 +109,7 @@ async def test_each_of_several_choices_goes_its_own_way_by_the_schema(
 
 
 async def test_a_streamed_answer_is_the_whole_one_in_pieces(client: httpx.AsyncClient) -> None:
-    fields = {"response_format": BY_SCHEMA, "seed": 5}
+    fields: dict[str, Any] = {"response_format": BY_SCHEMA, "seed": 5}
     whole = await answer_to(client, **fields)
     response = await client.post(CHAT, json=BODY | fields | {"stream": True})
     pieces = [e["choices"][0]["delta"].get("content", "") for e in events_of(response)]
@@ -127,8 +128,13 @@ async def test_a_stop_string_and_the_length_end_an_answer_in_the_middle(
 
 
 async def test_min_tokens_and_ignore_eos_do_not_break_the_form(client: httpx.AsyncClient) -> None:
-    wanted = {"structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 12}
-    for fields in ({"min_tokens": 9}, {"ignore_eos": True}, {"stop_token_ids": [ord("}")]}):
+    wanted: dict[str, Any] = {"structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 12}
+    oddities: tuple[dict[str, Any], ...] = (
+        {"min_tokens": 9},
+        {"ignore_eos": True},
+        {"stop_token_ids": [ord("}")]},
+    )
+    for fields in oddities:
         answer = await answer_to(client, **wanted, **fields)
         assert answer["choices"][0]["message"]["content"] in ("yes", "no")
 
@@ -158,7 +164,7 @@ async def test_any_object_is_an_object(client: httpx.AsyncClient) -> None:
 
 
 async def test_requests_of_any_form_share_a_batch(client: httpx.AsyncClient) -> None:
-    free = {"ignore_eos": True, "max_tokens": 60, "temperature": 0}
+    free: dict[str, Any] = {"ignore_eos": True, "max_tokens": 60, "temperature": 0}
     alone = await answer_to(client, **free)
     answers = await asyncio.gather(
         answer_to(client, response_format=BY_SCHEMA, seed=1),
@@ -258,8 +264,9 @@ async def test_a_model_that_talks_fills_in_what_openais_client_asks_for() -> Non
     served = replace(served, max_model_len=2048, vocab_size=config.vocab_size, grammars=compiler)
     engine = build_engine(EngineConfig(model=directory))
     try:
-        async with in_process(served, engine) as http:
-            client = openai.AsyncOpenAI(base_url="http://engine/v1", api_key="x", http_client=http)
+        async with serving(served, engine) as running:
+            url = f"http://127.0.0.1:{running.port}/v1"
+            client = openai.AsyncOpenAI(base_url=url, api_key="x")
             completion = await client.chat.completions.parse(
                 model="tiny",
                 messages=[{"role": "user", "content": ASKED[0]["content"]}],
