@@ -39,7 +39,7 @@ _ENGINE_OPTIONS: tuple[tuple[str, type, str], ...] = (
     (
         "max_prefill_tokens_per_step",
         int,
-        "most tokens of prompts in one step; the default is 128 on a CPU, no bound elsewhere",
+        "most tokens of prompts in one step; the default is 256 on a CPU, no bound elsewhere",
     ),
     ("seed", int, "for requests without a seed of their own"),
     ("num_threads", int, "threads of a forward pass on a CPU; the default is torch's"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from engine_ext.core.admission import parse_threshold
 
-_CPU_PREFILL = 128
+_CPU_PREFILL = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class EngineConfig:
     """Most tokens one step runs through the model; longer prompts are computed in chunks."""
     max_prefill_tokens_per_step: int | None = None
     """Most tokens of prompts among them: those who decode, and those who come, wait no longer than
-    that takes. None: 128 on a CPU, elsewhere no bound of its own."""
+    that takes. None: 256 on a CPU, elsewhere no bound of its own."""
     enable_prefix_caching: bool = True
     num_threads: int | None = None
     """Threads of a CPU forward pass. None: torch decides."""

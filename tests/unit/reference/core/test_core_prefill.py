@@ -91,7 +91,7 @@ def test_shares_are_within_what_is_there_and_leave_nothing_unused(
 @pytest.mark.parametrize(
     ("config", "bound"),
     [
-        ({}, 128),
+        ({}, 256),
         ({"device": "cuda"}, 2048),
         ({"max_num_batched_tokens": 64}, 64),
         ({"max_prefill_tokens_per_step": 7}, 7),
