@@ -1,14 +1,18 @@
 """What a request's sampling parameters do to its answer."""
 
+import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.messages import SamplingParams
 from engine_ext.reference.sampler import Sampler
 from engine_ext.reference.sequence import Sequence
+from engine_ext.reference.tiny_model import _tokenizer as _byte_tokenizer
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import greedy, prompt, request
 
@@ -141,3 +145,30 @@ def test_zero_alternatives_still_give_the_chosen_tokens_logprob(make_driver: Mak
     result = make_driver().run(request("a", prompt(40), greedy(3, logprobs=0)))[0]
     assert [x.top for x in result.logprobs] == [()] * 3
     assert all(x.logprob < 0 for x in result.logprobs)
+
+
+def test_a_form_is_kept_by_a_sequence_that_gave_up_its_blocks_on_the_way(
+    make_driver: MakeDriver, model_dir: Path
+) -> None:
+    tokenizer = (model_dir / "tokenizer.json").read_text()
+    compiler = GrammarCompiler(tokenizer, vocab_size=259, eos_token_ids={256, 258})
+    form = compiler.compile("regex", "([a-f][0-9]){30}")
+    sampling = SamplingParams(temperature=1.0, max_tokens=100, grammar=form)
+    requests = [request(f"r{i}", prompt(20, seed=i), replace(sampling, seed=i)) for i in range(4)]
+    driver = make_driver(num_blocks=26, enable_prefix_caching=False)
+    results = driver.run(*requests)
+    assert driver.core.stats().preemptions
+    assert len({result.text for result in results}) == 4
+    for result in results:
+        assert re.fullmatch("([a-f][0-9]){30}", result.text)
+
+
+def test_a_token_that_a_form_forbids_ends_its_own_request_only() -> None:
+    compiler = GrammarCompiler(_byte_tokenizer().to_str(), vocab_size=259, eos_token_ids={256, 258})
+    constraint = compiler.compile("regex", "ab").start()
+    other = compiler.compile("regex", "ab").start()
+    assert constraint.allowed(259).nonzero().flatten().tolist() == [ord("a")]
+    error = constraint.accept(ord("b"))
+    assert error is not None
+    assert "\n" not in error
+    assert other.accept(ord("a")) is None
