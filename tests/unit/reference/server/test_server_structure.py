@@ -266,14 +266,14 @@ async def test_a_model_that_talks_fills_in_what_openais_client_asks_for() -> Non
     try:
         async with serving(served, engine) as running:
             url = f"http://127.0.0.1:{running.port}/v1"
-            client = openai.AsyncOpenAI(base_url=url, api_key="x")
-            completion = await client.chat.completions.parse(
-                model="tiny",
-                messages=[{"role": "user", "content": ASKED[0]["content"]}],
-                response_format=Person,
-                temperature=0,
-                max_tokens=60,
-            )
+            async with openai.AsyncOpenAI(base_url=url, api_key="x") as client:
+                completion = await client.chat.completions.parse(
+                    model="tiny",
+                    messages=[{"role": "user", "content": ASKED[0]["content"]}],
+                    response_format=Person,
+                    temperature=0,
+                    max_tokens=60,
+                )
     finally:
         engine.shutdown()
     assert completion.choices[0].message.parsed == Person(name="Anna", age=31)
