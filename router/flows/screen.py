@@ -76,7 +76,10 @@ def has_aborted(content: Json) -> bool:
 
 
 def _is_role_alone(block: bytes) -> bool:
-    return block.count(END) < 2 and block.find(ROLE) >= 0 and block.find(ABORTED) < 0
+    """Or nothing, or the beginning of it."""
+    if block.count(END) > 1 or block.find(ROLE) < 0:
+        return False
+    return not any(map(_says_something, events_in(block[: end_of_last_event(block)])))
 
 
 async def is_rejected(answer: Answer) -> bool:
