@@ -7,13 +7,14 @@
 # make soak   thousands of requests, clients that leave, engines killed and frozen, forged messages
 # make chaos  engines and routers killed, frozen and worse under load: what clients see of it
 # make check  lint, types, layers
+# make docs   build the documentation as a site (build/site), strictly
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-vllm test-k8s test-lowest simulate soak chaos check install clean help
+.PHONY: demo test test-vllm test-k8s test-lowest simulate soak chaos check docs install clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -54,6 +55,11 @@ chaos: $(STAMP)
 
 check: $(STAMP)
 	@VENV="$(VENV)" scripts/check
+
+docs: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

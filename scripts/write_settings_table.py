@@ -1,5 +1,5 @@
-"""Writes what is made of the settings: README's table, between its markers, and the part of the
-chart's values.schema.json that says which settings there are."""
+"""Writes what is made of the settings: README's table, between its markers, the same as a page of
+the documentation, and the part of the chart's values.schema.json that says which there are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from pathlib import Path
 from router.settings import settings_table
 from scripts.chart_schema import SCHEMA, with_settings
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "settings.md"
+HEAD = """\
+# Settings
+
+Each one is a flag of `disagg-router`, a variable, or a line of the YAML file that `--config` names,
+with the flag's name. A flag wins over a variable, a variable over the file. SIGHUP and
+`POST /admin/reload` read those again that may change at run time
+([by hand](discovery.md#by-hand-the-admin-api)).
+"""
 BEGIN, END = "<!-- settings:begin -->", "<!-- settings:end -->"
 
 
@@ -19,7 +28,12 @@ def main() -> None:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     README.write_text(f"{before}{BEGIN}\n{settings_table()}\n{END}{after}", encoding="utf-8")
+    PAGE.write_text(settings_page(), encoding="utf-8")
     SCHEMA.write_text(with_settings(SCHEMA.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def settings_page() -> str:
+    return f"{HEAD}\n{settings_table()}\n"
 
 
 if __name__ == "__main__":

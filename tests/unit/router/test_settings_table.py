@@ -6,6 +6,7 @@ from pathlib import Path
 
 from router.settings import settings_table
 from scripts.chart_schema import SCHEMA, settings_schema, with_settings
+from scripts.write_settings_table import PAGE, settings_page
 
 README = Path(__file__).parents[3] / "README.md"
 
@@ -16,6 +17,11 @@ def test_the_readme_has_the_table_of_the_model() -> None:
     block, end, _ = rest.partition("<!-- settings:end -->")
     assert end, "README.md has lost the markers of the settings table"
     assert block.strip() == settings_table(), "run scripts/write_settings_table.py"
+
+
+def test_the_documentation_has_it_as_a_page() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == settings_page(), "run scripts/write_settings_table.py"
 
 
 def test_the_chart_knows_the_settings_of_the_model() -> None:
