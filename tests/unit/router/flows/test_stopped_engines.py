@@ -41,7 +41,8 @@ TEXT_END = said(text="", finish_reason="abort") + DONE
 
 def answering(*choices: dict[str, Any]) -> Script:
     async def script(request: Received, peer: Peer) -> None:
-        await peer.answer(USUAL | {"choices": list(choices)})
+        content = json.dumps(USUAL | {"choices": list(choices)}, separators=(",", ":"))
+        await peer.answer(content.encode())
 
     return script
 
