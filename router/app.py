@@ -30,6 +30,8 @@ from router.fleet.sources.configured import sources_of
 from router.fleet.spec import DECODE, PREFILL, EngineSpec, Intent
 from router.flows.gateway import Gateway
 from router.flows.warmup import EAGER, Warmer
+from router.page.hub import Hub
+from router.page.site import site
 from router.settings import Settings, SettingsError
 from router.telemetry.metrics import Metrics
 from router.telemetry.tally import Reading
@@ -89,8 +91,18 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     app.state.sealed_store = store if isinstance(store, SealedStore) else None
     for room in (index, openai, models, operations):
         app.include_router(room.router)
+    app.state.page = _page(app, settings, gateway, roster)
     failures.install(app)
     return app
+
+
+def _page(app: FastAPI, settings: Settings, gateway: Gateway, roster: Roster) -> Hub | None:
+    """Raises SettingsError."""
+    if not settings.ui:
+        return None
+    hub = Hub(gateway, roster)
+    app.include_router(site(hub, settings.ui_secret()))
+    return hub
 
 
 def _conversations(settings: Settings, store: Store | None) -> Conversations | None:

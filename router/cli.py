@@ -128,7 +128,7 @@ def _serve(flags: dict[str, Any]) -> int:
         logging.getLogger("disagg_router").warning("%s is no setting, and ignored", variable)
     try:
         check(settings)
-        settings.admin_secret()  # before anything listens
+        settings.admin_secret(), settings.ui_secret()  # before anything listens
         if settings.workers > 1:
             return supervisor.run(settings, partial(load, flags))
         serve.run(settings, partial(load, flags))

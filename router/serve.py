@@ -16,7 +16,7 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +32,9 @@ from router.api.protocol import RouterProtocol
 from router.app import build
 from router.fleet.sources.configured import described
 from router.flows.gateway import Gateway
-from router.settings import Address, Settings
+from router.page.hub import Hub
+from router.page.siblings import SUFFIX, Siblings, told
+from router.settings import Address, Settings, is_loopback
 from router.telemetry.family import family_exposition, telling
 from router.telemetry.liveness import LivenessServer, answering
 
@@ -137,8 +139,22 @@ async def _serve_in_family(
     own, app.state.exposition = app.state.exposition, partial(family_exposition, directory)
     member = Member(settings, app)
     with telling(directory / f"{number}.sock", own):
-        async with listening(directory / ADDRESS, member):
+        async with listening(directory / ADDRESS, member), _seen(app, settings, directory, number):
             await _serve(settings, listener, app, (signal.SIGTERM,))
+
+
+@contextlib.asynccontextmanager
+async def _seen(
+    app: FastAPI, settings: Settings, directory: Path, number: int
+) -> AsyncIterator[None]:
+    """Whichever worker shows the page, it shows what all see."""
+    page: Hub | None = app.state.page
+    if page is None:
+        yield
+        return
+    page.siblings = Siblings(directory, number, settings.workers)
+    async with told(directory / f"{number}{SUFFIX}", page.own.looked_at):
+        yield
 
 
 @contextlib.contextmanager
@@ -240,6 +256,15 @@ def announce(settings: Settings, listener: socket.socket) -> None:
     has_flags = bool(settings.prefillers or settings.decoders)
     known = [*([engines] if has_flags else []), *described(settings)]
     logger.info("disagg-router on http://%s with %s", address, ", and those of ".join(known))
+    if settings.ui:
+        logger.info("page on http://%s/ui", address)
+        has_token = settings.ui_token or settings.ui_token_file
+        if not has_token and not is_loopback(settings.host):
+            logger.warning(
+                "--ui without --ui-token-file: whoever reaches %s sees engines, requests and "
+                "settings there",
+                address,
+            )
 
 
 def _allow_many_connections() -> None:

@@ -45,6 +45,7 @@ SECRETS = frozenset(
         "conversation_store_password",
         "conversation_store_key",
         "admin_token",
+        "ui_token",
     )
 )
 # What the command `drain` reads, and no router does.
@@ -688,6 +689,19 @@ class Settings(BaseSettings):
         None, "Admin", "File with it, read at start and at reload.", "FILE"
     )
 
+    ui: bool = _setting(
+        False,
+        "Page",
+        "Serve a page at /ui where one sees engines and requests, and may chat.",
+    )
+    ui_token: Annotated[SecretStr, BeforeValidator(_token)] | None = _setting(
+        None,
+        "Page",
+        "Token that the page asks for before it shows anything. A variable is safer than a flag.",
+        "TOKEN",
+    )
+    ui_token_file: Path | None = _setting(None, "Page", "File with it, read at start.", "FILE")
+
     trust_client_kv_params: bool = _setting(
         False,
         "Security",
@@ -732,6 +746,8 @@ class Settings(BaseSettings):
             problems.append("--conversation-store-key and its -file are both set")
         if self.admin_token and self.admin_token_file:
             problems.append("--admin-token and its -file are both set")
+        if self.ui_token and self.ui_token_file:
+            problems.append("--ui-token and its -file are both set")
         has_token = self.admin_token or self.admin_token_file
         if self.admin_port is not None and not has_token and not is_loopback(self.admin_host):
             problems.append(
@@ -773,17 +789,11 @@ class Settings(BaseSettings):
 
     def admin_secret(self) -> str | None:
         """Raises SettingsError when its file cannot be read, or has no token."""
-        if self.admin_token is not None:
-            return self.admin_token.get_secret_value()
-        if self.admin_token_file is None:
-            return None
-        text = _secret_in("admin_token_file", self.admin_token_file)
-        try:
-            check_token(text)
-        except ValueError as error:
-            problem = f"{flag_of('admin_token_file')} {self.admin_token_file}: {error}"
-            raise SettingsError([problem]) from None
-        return text
+        return _token_of(self.admin_token, "admin_token_file", self.admin_token_file)
+
+    def ui_secret(self) -> str | None:
+        """Raises SettingsError when its file cannot be read, or has no token."""
+        return _token_of(self.ui_token, "ui_token_file", self.ui_token_file)
 
     def with_store_keys(self, keys: list[bytes]) -> Settings:
         """The same with these, so that no process reads them, or makes them, by itself."""
@@ -847,6 +857,20 @@ def _pairing(settings: Settings, role: str) -> Iterator[str]:
 def _pair(hosts: tuple[str, ...], ports: tuple[int, ...]) -> tuple[Address, ...]:
     spread = ports * len(hosts) if len(ports) == 1 else ports
     return tuple(map(Address, hosts, spread))
+
+
+def _token_of(token: SecretStr | None, name: str, path: Path | None) -> str | None:
+    """Raises SettingsError."""
+    if token is not None:
+        return token.get_secret_value()
+    if path is None:
+        return None
+    text = _secret_in(name, path)
+    try:
+        check_token(text)
+    except ValueError as error:
+        raise SettingsError([f"{flag_of(name)} {path}: {error}"]) from None
+    return text
 
 
 def _secret_in(name: str, path: Path) -> str:

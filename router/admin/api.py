@@ -12,10 +12,10 @@ from pydantic import BaseModel
 
 from router.admin.control import Control, RefusedError
 from router.admin.gate import Gate
-from router.admin.views import EngineView, GroupView
 from router.api import failures
 from router.fleet.sources.file import Entry
 from router.fleet.spec import Role
+from router.fleet.views import EngineView, GroupView
 from router.flows.errors import error_body, type_of_status
 from router.settings import GROUP, HEAVIEST, SettingsError
 

@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from router.admin.state import RELOADABLE, TUNABLE, State, Tunables, changed
-from router.admin.views import EngineView, GroupView, View, engines_of, groups_of, is_informed
 from router.fleet.overlay import SOURCE, Overlay
 from router.fleet.sources.file import address_of, listed_in
 from router.fleet.sources.source import SourceError
 from router.fleet.spec import Intent
+from router.fleet.views import EngineView, GroupView, View, engines_of, groups_of, is_informed
 from router.settings import Address, Settings, SettingsError, flag_of, is_loopback
 from router.telemetry import logs
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.api.bearer import Headers, shows
 from router.flows.errors import error_body
 
 MOST_BYTES = 64 * 1024
 # Seconds for a body to arrive.
 PATIENCE = 10.0
-Headers = Iterable[tuple[bytes, bytes]]
 
 
 class TooLargeError(Exception):
@@ -55,10 +54,7 @@ def refusal_of(headers: Headers, token: str | None) -> Response | None:
             text = "browsers are not let in without an admin token"
             return _refusal(403, "PermissionDeniedError", text)
         return None
-    shown = [value for name, value in headers if name == b"authorization"]
-    scheme, _, rest = (shown[0] if len(shown) == 1 else b"").partition(b" ")
-    is_right = hmac.compare_digest(rest.strip(), token.encode())
-    if scheme.lower() == b"bearer" and is_right:
+    if shows(headers, token):
         return None
     text = "the admin API wants its token: Authorization: Bearer ..."
     return _refusal(401, "AuthenticationError", text, {"www-authenticate": "Bearer"})

@@ -18,7 +18,7 @@ from router.admin.control import Control
 from router.admin.line import Switchboard
 from router.admin.member import Member
 from router.admin.state import State, Tunables
-from router.admin.views import View
+from router.fleet.views import View
 from router.settings import Settings
 
 logger = logging.getLogger("disagg_router.admin")

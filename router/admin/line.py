@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from router.admin.member import Member
 from router.admin.state import State, decoded, encoded
-from router.admin.views import View
+from router.fleet.views import View
 
 logger = logging.getLogger("disagg_router.admin")
 # Seconds for a worker's answer, and for the first state of a worker that has just started.

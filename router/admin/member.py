@@ -5,10 +5,10 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from router.admin.state import State, Tunables
-from router.admin.views import View, view_of
 from router.conversations.seal import Seal
 from router.conversations.sealed_store import SealedStore
 from router.fleet.roster import Roster
+from router.fleet.views import View, view_of
 from router.flows.gateway import Gateway
 from router.settings import Settings
 from router.telemetry import logs

@@ -84,7 +84,7 @@ def _router_command(
     options: Options, prefillers: Sequence[Child], decoders: Sequence[Child]
 ) -> list[str]:
     command = [*ROUTER, "--host", options.host, "--port", str(options.port)]
-    command += ["--shutdown-delay", "0", "--shutdown-timeout", "2"]
+    command += ["--shutdown-delay", "0", "--shutdown-timeout", "2", "--ui"]
     for role, children in (("prefiller", prefillers), ("decoder", decoders)):
         ports = [child.url.rpartition(":")[2] for child in children]
         command += [f"--{role}-hosts", *["127.0.0.1"] * len(children), f"--{role}-ports", *ports]

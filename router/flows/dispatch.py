@@ -74,6 +74,8 @@ async def refuse(exchange: Exchange, gateway: Gateway, error: Exception) -> None
 def _open_books(exchange: Exchange, gateway: Gateway) -> Request:
     request_id, shared_headers = headers.read(exchange.headers)
     record = Record(exchange.endpoint, exchange.arrived, request_id)
+    if gateway.watch is not None:
+        gateway.watch.opened(record)
     latest = exchange.arrived + gateway.limits.request_timeout
     return Request(exchange, record, shared_headers, latest)
 
@@ -151,3 +153,5 @@ def _close_books(record: Record, gateway: Gateway) -> None:
     gateway.metrics.finish(record)
     if gateway.access is not None:
         gateway.access.add(record)
+    if gateway.watch is not None:
+        gateway.watch.closed(record)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Container, Coroutine, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import structs
 
@@ -28,6 +28,7 @@ from router.policies.route import Route, route
 from router.settings import Settings
 from router.telemetry.access import AccessLog
 from router.telemetry.metrics import Metrics
+from router.telemetry.record import Record
 from router.telemetry.throttle import Throttle
 from router.upstream.errors import UpstreamError
 
@@ -36,8 +37,16 @@ PARTING = 2.0
 PREFILL_FLOOR = 2
 
 
+class Watch(Protocol):
+    """Somebody looks at requests as they come and go."""
+
+    def opened(self, record: Record) -> None: ...
+    def closed(self, record: Record) -> None: ...
+
+
 class Gateway:
-    """`running` holds the tasks of all requests; `draining` says that no new ones are wanted."""
+    """`running` holds the tasks of all requests; `draining` says that no new ones are wanted.
+    `settings` are those in force, `watch` is None as long as nobody looks."""
 
     def __init__(
         self,
@@ -46,6 +55,8 @@ class Gateway:
         metrics: Metrics,
         conversations: Conversations | None = None,
     ) -> None:
+        self.settings = settings
+        self.watch: Watch | None = None
         self.limits = Limits.of(settings)
         self.fleet = fleet
         self.metrics = metrics
@@ -72,6 +83,7 @@ class Gateway:
 
     def tune(self, settings: Settings) -> None:
         """Takes over those limits that may change while requests run; they meet new ones."""
+        self.settings = settings
         self.limits = replace(
             self.limits,
             max_body_size=settings.max_body_size,

@@ -83,7 +83,7 @@ class Legs:
         request, gateway = self._request, self._gateway
         record, limits, seat = request.record, gateway.limits, request.seat
         record.stage, record.prefiller = "prefill", engine.name
-        started = now()
+        record.prefill_started = started = now()
         if seat is not None:
             seat.prefill_at(engine)
         notes, tokens = self.plan.route.prefill_notes, request.tokens

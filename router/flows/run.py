@@ -38,6 +38,7 @@ from router.flows.push import PUSHES, Push, push_of
 from router.flows.request import Body, Request
 from router.flows.reuse import USED_UP, Offer
 from router.policies.chunks import tokens_of
+from router.telemetry.record import Record
 from router.upstream.deadlines import now
 from router.upstream.errors import ConnectRefusedError
 
@@ -52,6 +53,15 @@ NONE: frozenset[str] = frozenset()
 # For the books of a turn that needed no prefiller.
 DECODER_ALONE = Offer("decoder_alone")
 
+
+# For people.
+FOLLOWS = {
+    Next.AGAIN: "asked once more",
+    Next.ELSEWHERE: "another was asked",
+    Next.AFRESH: "prefilled afresh",
+    Next.GIVE_UP: "given up",
+    Next.END: "given up",
+}
 
 Failure = tuple[LegError, Engine, Role]
 
@@ -343,7 +353,9 @@ class Run:
             self._failed.append(engine)
         is_over = what in (Next.END, Next.GIVE_UP) or is_late or len(self._failed) >= MOST_FAILED
         if is_over or not (rule.is_free or gateway.budget.take(moment)):
+            _note(request.record, engine, role, error.kind, Next.GIVE_UP)
             raise error
+        _note(request.record, engine, role, error.kind, what)
         return what
 
     # A turn.
@@ -367,6 +379,8 @@ class Run:
         if self._plan.reuse is not None and not record.conversation:  # once, however often it tries
             metrics = self._gateway.metrics
             record.conversation = offer.outcome
+            if offer.params is not None and self._plan.reuse.entry is not None:
+                record.reused_from = self._plan.reuse.entry.decoder
             metrics.conversation_turns.add((offer.outcome, offer.reason))
             metrics.conversation_tokens.inc(offer.tokens)
 
@@ -401,6 +415,10 @@ def _failure_of(leg: asyncio.Task[Any], engine: Engine, role: Role) -> Failure:
         return error, engine, role
     assert error is not None
     raise error
+
+
+def _note(record: Record, engine: Engine, role: Role, kind: str, what: Next) -> None:
+    record.failures += (f"{role} at {engine.name}: {kind}; {FOLLOWS[what]}",)
 
 
 def _blame(gateway: Gateway, engine: Engine, error: LegError, is_its_fault: bool) -> None:

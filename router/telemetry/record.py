@@ -26,6 +26,9 @@ class Record:
     prefiller: str = ""
     decoder: str = ""
     conversation: str = ""
+    reused_from: str = ""
+    """The decoder whose turn a prefiller was told to pull."""
+    prefill_started: float | None = None
     prefill_done: float | None = None
     decode_started: float | None = None
     first_byte: float | None = None
@@ -34,3 +37,5 @@ class Record:
     usage: bytes = b""
     """Where the answer says how many tokens it has, not read yet (see `usage`); so is the next."""
     prefill_usage: bytes = b""
+    failures: tuple[str, ...] = ()
+    """Legs that failed, and what followed, one line each. Few requests have any."""

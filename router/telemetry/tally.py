@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -37,6 +37,10 @@ class Tally(Collector):
     def add(self, values: Labels) -> None:
         """`values` are those of the labels, in their order."""
         self._counts[values] = self._counts.get(values, 0) + 1
+
+    def counts(self) -> Mapping[Labels, int]:
+        """As they are now."""
+        return dict(self._counts)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)

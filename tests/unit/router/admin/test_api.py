@@ -103,6 +103,7 @@ async def test_engines_are_told_with_all_that_is_known(p: MockEngine, d: MockEng
             "reason": "",
             "intent": "serving",
             "cold": False,
+            "cooling": False,
             "in_flight": 0,
             "tokens_in_flight": 0,
             "holding": 0,

@@ -12,11 +12,11 @@ import pytest
 from router.admin import control as control_module
 from router.admin.control import Control, RefusedError
 from router.admin.state import RELOADABLE, State
-from router.admin.views import EngineView, View
 from router.fleet.overlay import Overlay, overlaid
 from router.fleet.spec import EngineSpec, Intent, Listed, Role
+from router.fleet.views import EngineView, View
 from router.settings import Address, Settings, SettingsError, load
-from tests.unit.router.admin.test_views import seen, view
+from tests.unit.router.fleet.test_views import seen, view
 from tests.unit.router.test_settings import ENGINES
 
 A = Listed(EngineSpec(Role.PREFILL, Address("a", 1)))

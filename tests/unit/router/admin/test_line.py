@@ -15,9 +15,9 @@ from router.admin import line as line_module
 from router.admin.line import Switchboard, listening
 from router.admin.member import Member
 from router.admin.state import State, Tunables, decoded, encoded
-from router.admin.views import View
 from router.fleet.overlay import Overlay
 from router.fleet.spec import EngineSpec, Role
+from router.fleet.views import View
 from router.settings import Address, load
 from tests.unit.router.harness import eventually
 from tests.unit.router.test_settings import ENGINES

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from router.admin.views import EngineView, GroupView, View, engines_of, groups_of, is_informed
 from router.fleet.breaker import Circuit
 from router.fleet.engine import Health
 from router.fleet.spec import Intent, Role
+from router.fleet.views import EngineView, GroupView, View, engines_of, groups_of, is_informed
 
 
 def seen(**fields: Any) -> EngineView:

@@ -1,7 +1,7 @@
 """What one process sees of engines and groups, and what several see together.
 
-Counts add up; of all else the worst that any of them sees is what counts. These models are the
-admin API's answers, too.
+Counts add up; of all else the worst that any of them sees is what counts. These models are
+the admin API's answers, too.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class EngineView(BaseModel):
     reason: str = Field(description="Why it is not healthy")
     intent: Intent
     cold: bool
+    cooling: bool = Field(False, description="It said that it has too much to do")
     in_flight: int = Field(description="Legs that run")
     tokens_in_flight: int = Field(description="Tokens of these legs' prompts, as estimated")
     holding: int = Field(description="Requests whose KV waits there until a decoder has read it")
@@ -119,6 +120,7 @@ def _engine(engine: Engine, roster: Roster) -> EngineView:
         reason=engine.reason,
         intent=engine.intent,
         cold=engine.is_cold,
+        cooling=engine.is_cooling,
         in_flight=engine.in_flight,
         tokens_in_flight=engine.tokens_in_flight,
         holding=engine.holding,
@@ -140,6 +142,7 @@ def _one_engine(seen: Sequence[EngineView]) -> EngineView:
         update={
             "intent": Intent.DRAINING if _all(seen, Intent.DRAINING) else Intent.SERVING,
             "cold": any(one.cold for one in seen),
+            "cooling": any(one.cooling for one in seen),
             "in_flight": sum(one.in_flight for one in seen),
             "tokens_in_flight": sum(one.tokens_in_flight for one in seen),
             "holding": sum(one.holding for one in seen),
