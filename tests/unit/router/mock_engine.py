@@ -136,7 +136,11 @@ class MockEngine:
     """It accepts, and answers nothing that it is asked from now on."""
     is_busy: bool = False
     """It answers no probe, and all the rest."""
+    pages: dict[str, bytes] = field(default_factory=dict)
+    """What it answers to other GETs, by path; 404 to all others."""
     probes: int = 0
+    looks: int = 0
+    """Other GETs that came."""
     connections: int = 0
     port: int = 0
     _server: asyncio.Server | None = None
@@ -195,6 +199,10 @@ class MockEngine:
             await peer.answer({"object": "list", "data": data})
         elif request.path == "/disagg/identity":
             await peer.answer(self.identity or {}, 404 if self.identity is None else 200)
+        elif request.method == "GET":
+            self.looks += 1
+            page = self.pages.get(request.path)
+            await peer.answer(page or b"", 404 if page is None else 200)
         else:
             self.requests.append(request)
             is_aside = is_release(request) and request.path == "/v1/completions"

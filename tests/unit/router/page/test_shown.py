@@ -1,0 +1,38 @@
+"""Settings in force: nobody learns a secret from them."""
+
+from __future__ import annotations
+
+from pydantic import SecretStr
+
+from router.page.shown import HIDDEN, shown
+from router.settings import SECRETS, Settings, load
+from tests.unit.router.test_settings import ENGINES
+
+SECRET = "hunter2-hunter2-hunter2"
+
+
+def test_no_secret_is_in_them() -> None:
+    given = {name: SecretStr(SECRET) for name in SECRETS if name != "conversation_store"}
+    url = f"redis://user:{SECRET}@far:6379/0"
+    settings = load(ENGINES).model_copy(update={**given, "conversation_store": url})
+    told = {one.flag: one for one in shown(settings)}
+    assert SECRET not in str(told)
+    assert "far" not in told["--conversation-store"].value
+    assert told["--conversation-store"].value.startswith("redis://")
+    for flag in ("--admin-token", "--ui-token", "--conversation-store-key"):
+        assert told[flag].value == HIDDEN
+
+
+def test_every_secret_type_is_named_a_secret() -> None:
+    for name, field in Settings.model_fields.items():
+        assert ("SecretStr" in str(field.annotation)) <= (name in SECRETS), name
+
+
+def test_values_are_as_a_person_would_write_them() -> None:
+    told = {one.flag: one for one in shown(load({**ENGINES, "request_timeout": 7, "ui": True}))}
+    assert told["--request-timeout"].value == "7"
+    assert not told["--request-timeout"].is_default
+    assert told["--ui"].value == "on"
+    assert told["--conversation-store"].value == "memory"
+    assert told["--admin-token"].value == ""
+    assert told["--admin-token"].is_default
