@@ -30,6 +30,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@scripts/install_redis
+	@scripts/install_browser
 	@VENV="$(VENV)" scripts/test -n 2 --dist loadfile $(ARGS)
 
 test-vllm: $(STAMP)

@@ -28,6 +28,10 @@ def hub_of(router: Router) -> Hub:
     return hub
 
 
+def is_watched(router: Router) -> bool:
+    return router.gateway.watch is not None
+
+
 @contextlib.asynccontextmanager
 async def looking(router: Router, **headers: str) -> AsyncIterator[AsyncIterator[Event]]:
     """Events as they come; one that looks, until the block ends."""
@@ -108,16 +112,16 @@ async def test_nothing_is_gathered_while_nobody_looks(
     router = await start_router(ui=True)
     hub = hub_of(router)
     before = asyncio.all_tasks()
-    assert router.gateway.watch is None
+    assert not is_watched(router)
     async with looking(router) as events:
         await until(events, "snapshot")
-        assert router.gateway.watch is not None
+        assert is_watched(router)
         await eventually(lambda: d.looks)
     await eventually(lambda: not hub.watchers)
-    assert router.gateway.watch is None
+    assert not is_watched(router)
     await eventually(lambda: not _ours(asyncio.all_tasks() - before))
     assert (await router.complete()).status_code == 200
-    assert router.gateway.watch is None
+    assert not is_watched(router)
 
 
 def _ours(tasks: set[asyncio.Task[Any]]) -> list[str]:
@@ -187,7 +191,7 @@ async def test_who_does_not_read_is_cut(
             while hub.watchers:
                 hub._send(big)
                 await asyncio.sleep(0.01)
-    assert router.gateway.watch is None
+    assert not is_watched(router)
 
 
 async def test_a_router_that_ends_waits_for_nobody_who_looks(start_router: StartRouter) -> None:
@@ -219,8 +223,9 @@ async def test_a_queue_has_bounds() -> None:
     assert len(await watcher.next(1)) == 2 * MOST_BYTES
     for _ in range(MOST_QUEUED):
         watcher.put(b"x")
-    assert not watcher.is_cut
-    watcher.put(b"x")
+    assert len(await watcher.next(1)) == MOST_QUEUED
+    for _ in range(MOST_QUEUED + 1):
+        watcher.put(b"x")
     assert watcher.is_cut
     assert await watcher.next(1) == b""
     watcher = Watcher()

@@ -1,0 +1,205 @@
+"""The page in a real browser, before a router of its own process with engines that are mocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from playwright.async_api import Browser, BrowserContext, Page, expect
+
+from tests.browser import Seen, opened, running_browser
+from tests.unit.router.mock_engine import (
+    DONE,
+    PARAMS,
+    STREAM_HEAD,
+    USUAL,
+    MockEngine,
+    Peer,
+    Received,
+    chunk,
+    running_engine,
+)
+from tests.unit.router.processes import RouterProcess, serving_router
+
+WORDS = ("The capital ", "of France ", "is ", "Paris", ".")
+USAGE = {
+    "prompt_tokens": 46,
+    "completion_tokens": 5,
+    "prompt_tokens_details": {"cached_tokens": 12},
+}
+TOKEN = "open-sesame-open-sesame"
+SOON = 3000
+
+
+async def prefill(request: Received, peer: Peer) -> None:
+    await peer.answer(USUAL | {"kv_transfer_params": PARAMS, "usage": USAGE})
+
+
+async def decode(request: Received, peer: Peer) -> None:
+    if not request.json.get("stream"):
+        return await peer.answer(USUAL | {"usage": USAGE})
+    await peer.send(STREAM_HEAD)
+    for word in WORDS:
+        await peer.send(chunk(_event({"choices": [{"index": 0, "delta": {"content": word}}]})))
+    await peer.send(chunk(_event({"choices": [], "usage": USAGE})) + chunk(DONE) + b"0\r\n\r\n")
+
+
+def _event(content: dict[str, object]) -> bytes:
+    whole = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", **content}
+    return b"data: " + json.dumps(whole).encode() + b"\n\n"
+
+
+@pytest.fixture
+async def p() -> AsyncIterator[MockEngine]:
+    async with running_engine(prefill) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def d() -> AsyncIterator[MockEngine]:
+    async with running_engine(decode) as engine:
+        engine.pages = {"/metrics": b"vllm:kv_cache_usage_perc 0.37\n"}
+        yield engine
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
+    async with running_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+async def context(browser: Browser) -> AsyncIterator[BrowserContext]:
+    context = await browser.new_context(viewport={"width": 1280, "height": 900})
+    yield context
+    await context.close()
+
+
+def is_well(seen: Seen, router: RouterProcess) -> bool:
+    assert seen.hosts == {router.url.removeprefix("http://")}, "it asks nobody else"
+    assert seen.errors == []
+    return True
+
+
+async def chat(page: Page, text: str) -> None:
+    await page.get_by_label("Message", exact=True).fill(text)
+    await page.keyboard.press("Enter")
+
+
+async def test_it_shows_the_fleet_chats_and_says_what_happened(
+    p: MockEngine, d: MockEngine, context: BrowserContext
+) -> None:
+    async with serving_router(p, d, "--ui") as router, opened(context, f"{router.url}/ui") as found:
+        page, seen = found
+        await expect(page.get_by_role("status")).to_have_text("live")
+        fleet = page.locator("#fleet-picture .engine.is-healthy")
+        await expect(fleet).to_have_count(2)
+        await expect(page.get_by_role("row", name="D1")).to_contain_text("37 %")
+        await chat(page, "What is the capital of France?")
+        log = page.get_by_role("log")
+        await expect(log.locator(".assistant .text")).to_have_text("".join(WORDS))
+        fact = log.locator(".assistant .fact")
+        await expect(fact).to_contain_text("prefilled 34 tokens on P1 in ")
+        await expect(fact).to_contain_text("12 of 46 tokens reused")
+        await chat(page, "And of Spain?")
+        await expect(log.locator(".assistant .fact")).to_contain_text(["tokens", "tokens"])
+        first, second = [r.json for r in d.requests if r.json.get("stream")]
+        assert [m["role"] for m in second["messages"]] == ["user", "assistant", "user"]
+        assert second["messages"][1]["content"] == "".join(WORDS)
+        # conversation_id is for the router alone; that there was one, the page says.
+        assert "conversation_id" not in first
+        await expect(page.locator("#turns-tables")).to_contain_text("new")
+        assert is_well(seen, router)
+
+
+async def test_requests_open_by_keyboard_to_what_became_of_them(
+    p: MockEngine, d: MockEngine, context: BrowserContext
+) -> None:
+    async with serving_router(p, d, "--ui") as router, opened(context, f"{router.url}/ui") as found:
+        page, seen = found
+        await expect(page.get_by_role("status")).to_have_text("live")
+        async with httpx.AsyncClient(base_url=router.url) as client:
+            body = {"model": "<b>nobody</b>", "prompt": "x"}
+            refused = await client.post("/v1/completions", json=body)
+        assert refused.status_code == 404
+        row = page.locator("#requests-list .row")
+        await expect(row).to_contain_text("refused")
+        await row.focus()
+        await page.keyboard.press("Enter")
+        await expect(row).to_have_attribute("aria-expanded", "true")
+        details = page.locator("#requests-list .details")
+        await expect(details).to_contain_text(refused.headers["x-request-id"])
+        await expect(details).to_contain_text("<b>nobody</b>")  # as text, never as markup
+        await page.keyboard.press("Enter")
+        await expect(details).to_be_hidden()
+        assert is_well(seen, router)
+
+
+async def test_an_engine_that_is_killed_is_seen(
+    p: MockEngine, d: MockEngine, context: BrowserContext
+) -> None:
+    async with serving_router(p, d, "--ui") as router, opened(context, f"{router.url}/ui") as found:
+        page, seen = found
+        await expect(page.locator("#fleet-picture .is-healthy")).to_have_count(2)
+        await d.stop()
+        dead = page.locator("#fleet-picture .is-unhealthy")
+        await expect(dead).to_contain_text("unhealthy", timeout=SOON)
+        await expect(page.locator("#fleet-news")).to_have_text("D1 is unhealthy")
+        await chat(page, "Are you there?")
+        await expect(page.get_by_role("log").locator(".error")).to_be_visible()
+        await d.start(d.port)
+        await expect(page.locator("#fleet-picture .is-healthy")).to_have_count(2)
+        assert seen.hosts == {router.url.removeprefix("http://")}
+
+
+async def test_it_asks_for_its_token_once(
+    p: MockEngine, d: MockEngine, context: BrowserContext
+) -> None:
+    arguments = ("--ui", f"--ui-token={TOKEN}")
+    async with (
+        serving_router(p, d, *arguments) as router,
+        opened(context, f"{router.url}/ui") as found,
+    ):
+        page, _ = found
+        for token in ("wrong", TOKEN):
+            await page.get_by_role("textbox", name="Token").fill(token)
+            await page.keyboard.press("Enter")
+            if token == "wrong":
+                await expect(page.locator("#ask-words")).to_contain_text("That was not it")
+        await expect(page.get_by_role("status")).to_have_text("live")
+        await page.reload()
+        await expect(page.get_by_role("status")).to_have_text("live")
+        assert TOKEN not in await page.content()
+        assert TOKEN not in page.url
+
+
+async def test_it_comes_back_when_the_router_does(
+    p: MockEngine, d: MockEngine, context: BrowserContext
+) -> None:
+    async with serving_router(p, d, "--ui") as router:
+        url = router.url
+        page = await context.new_page()
+        await page.goto(f"{url}/ui")
+        await expect(page.get_by_role("status")).to_have_text("live")
+        router.process.terminate()
+        assert await router.ended() == 0, "it waits for nobody who looks"
+        await expect(page.get_by_role("status")).to_contain_text("trying again")
+    async with serving_router(p, d, "--ui", f"--port={url.rpartition(':')[2]}"):
+        await expect(page.get_by_role("status")).to_have_text("live", timeout=15_000)
+
+
+@pytest.mark.parametrize("width", [320, 800, 1440])
+async def test_nothing_is_wider_than_its_window(
+    p: MockEngine, d: MockEngine, context: BrowserContext, width: int
+) -> None:
+    async with serving_router(p, d, "--ui") as router, opened(context, f"{router.url}/ui") as found:
+        page, seen = found
+        await page.set_viewport_size({"width": width, "height": 700})
+        await expect(page.get_by_role("status")).to_have_text("live")
+        await chat(page, "What is the capital of France?")
+        await expect(page.locator("#requests-list .row")).to_contain_text("ok")
+        await page.locator("#requests-list .row").click()
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width
+        assert is_well(seen, router)
