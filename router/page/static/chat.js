@@ -18,7 +18,7 @@ export class Chat {
       sessionStorage.setItem(KEY, $("chat-key").value);
       this.findModels();
     });
-    $("chat-key-form").addEventListener("submit", (event) => event.preventDefault());
+    $("chat-options").addEventListener("submit", (event) => event.preventDefault());
     $("chat-form").addEventListener("submit", (event) => {
       event.preventDefault();
       this.send();
@@ -105,6 +105,7 @@ export class Chat {
         stream: true,
         stream_options: { include_usage: true },
         conversation_id: conversation,
+        ...numbers({ max_tokens: "chat-most", temperature: "chat-temperature" }),
       }),
       signal,
     });
@@ -160,6 +161,12 @@ export class Chat {
     $("chat-stop").hidden = !is;
     if (!is) $("chat-text").focus();
   }
+}
+
+// Those fields that have a number.
+function numbers(fields) {
+  const found = Object.entries(fields).map(([name, id]) => [name, $(id).valueAsNumber]);
+  return Object.fromEntries(found.filter(([, value]) => Number.isFinite(value)));
 }
 
 // crypto.randomUUID is there only on pages that came safely.
