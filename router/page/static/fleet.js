@@ -107,6 +107,8 @@ export class Fleet {
       draw("text", { x: right, y: 19, class: "word", "text-anchor": "end" }, WORDS[state]),
     ];
     if (!isFlat) parts.push(...body(engine, gauge, width, right));
+    else if (width > 190) parts.push(draw("text", { x: 46, y: 19, class: "fact" },
+      `${engine.in_flight}${gauge.kv_usage === null ? "" : ` · KV ${percent(gauge.kv_usage)}`}`));
     return draw("g", { transform: `translate(${x} ${y})`, class: `engine is-${state}` }, ...parts);
   }
 
