@@ -43,7 +43,8 @@ def invitation(url: str, model: Model, children: Sequence[Child]) -> str:
         then = "Its next turn, which computes only what is new:"
         second = _curl(url, "-s", _chat(*history, _said("user", NEXT_QUESTION)))
     return (
-        f"\n{places}\n\nReady. Try, in another terminal:\n\n{first}\n\n{then}\n\n{second}\n\n"
+        f"\n{places}\n\nReady. Watch it, and chat: {url}/ui\n\n"
+        f"Or in another terminal:\n\n{first}\n\n{then}\n\n{second}\n\n"
         f"{url}/ lists the rest. One line for each request follows here. "
         "Ctrl-C stops everything.\n"
     )

@@ -88,7 +88,7 @@ def test_the_demo_serves_and_leaves_no_process_behind(
 ) -> None:
     port, output = find_free_ports(1)[0], tmp_path / "output"
     with demo(mode, port, output) as process:
-        wait_for(lambda: "Ready. Try" in output.read_text() or process.poll() is not None)
+        wait_for(lambda: "Ready. Watch" in output.read_text() or process.poll() is not None)
         said = output.read_text()
         assert process.poll() is None, said
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "x"})
