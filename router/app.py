@@ -21,6 +21,7 @@ from router.conversations.memory_store import MemoryStore
 from router.conversations.seal import Seal
 from router.conversations.sealed_store import SealedStore
 from router.conversations.store import Store
+from router.fleet.breaker import CLOSED, HALF_OPEN, OPEN
 from router.fleet.census import census
 from router.fleet.engine import Engine, Health
 from router.fleet.fleet import Fleet
@@ -41,6 +42,7 @@ from router.upstream.pool import EnginePool, PoolLimits
 logger = logging.getLogger("disagg_router")
 # Seconds that requests wait at start for sources of engines that have to be asked.
 FIRST_WORDS = 3.0
+CIRCUIT_VALUES = {CLOSED: 0, HALF_OPEN: 1, OPEN: 2}
 HEALTH_VALUES = {Health.HEALTHY: 1, Health.UNHEALTHY: 0, Health.UNKNOWN: -1}
 
 
@@ -56,6 +58,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     fleet.weigh(settings.weights)
     roster = Roster(fleet, sources_of(settings, shared), settings.request_timeout)
     _read_gauges(metrics, fleet, roster)
+    metrics.by_model.known = lambda: fleet.snapshot.by_model
     prober = Prober(fleet, settings.health_interval, settings.health_timeout)
     store = _store(settings, metrics)
     gateway = Gateway(settings, fleet, metrics, _conversations(settings, store))
@@ -183,6 +186,8 @@ def _read_gauges(metrics: Metrics, fleet: Fleet, roster: Roster) -> None:
     metrics.engine_in_flight.read = of_engines(lambda engine: engine.in_flight)
     metrics.engine_holding.read = of_engines(lambda engine: engine.holding)
     metrics.engine_draining.read = of_engines(lambda engine: engine.intent is Intent.DRAINING)
+    metrics.engine_circuit.read = of_engines(lambda engine: CIRCUIT_VALUES[engine.breaker.circuit])
+    metrics.fleet_changes.read = lambda: (((what,), count) for what, count in roster.counts.items())
     metrics.source_engines.read = of_sources(lambda standing: len(standing.listed))
     metrics.source_trouble.read = of_sources(lambda standing: bool(standing.trouble))
     metrics.source_told.read = of_sources(lambda standing: standing.told_at)

@@ -87,8 +87,7 @@ class Shutdown:
     def on_signal(self, number: signal.Signals) -> None:
         if self._task is not None:
             logger.warning("%s again: exiting now", number.name)
-            if self._gateway.access is not None:
-                self._gateway.access.flush()
+            self._gateway.books.flush()
             os._exit(128 + number)
         logger.info("%s: shutting down", number.name)
         self._gateway.draining = True

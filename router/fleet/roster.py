@@ -104,6 +104,8 @@ class Roster:
         self._fault = ""
         self._halves = Halves(fleet, clock)
         self.overlay = Overlay()
+        self.counts = {"joined": 0, "left": 0, "changed": 0}
+        """Engines, since this process began, by what became of them."""
         self._added: Set[Address] = frozenset()
         for standing in self.standings:
             if standing.source.first != Report():
@@ -162,8 +164,14 @@ class Roster:
         if changes := reconcile(self._there, wanted):
             with self._fleet.one_change():
                 self._do(changes)
+            self._count(changes)
         self._news.clear()
         return changes
+
+    def _count(self, changes: Changes) -> None:
+        self.counts["joined"] += len(changes.join)
+        self.counts["left"] += len(changes.leave)
+        self.counts["changed"] += len(changes.change)
 
     def let_go(self) -> None:
         """Removes who was to leave and is idle, or has had its time."""

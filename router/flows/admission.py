@@ -193,7 +193,7 @@ class Admission:
         headers = request.exchange.headers
         priority = priority_of(headers, request.body) if self._heeds_priorities else 0
         waiter = Waiter(request, self._identity.tenant(headers), priority, self)
-        request.record.stage = "queue"
+        request.record.stage, request.record.queued = "queue", waiter.since
         self._queue.add(waiter)
         if not self._queue.is_stuck(waiter, self._fleet.snapshot.pools(request.model)):
             self.has_room()
@@ -205,6 +205,8 @@ class Admission:
         except asyncio.CancelledError:
             self._leave(waiter)
             raise
+        finally:
+            request.record.seated = now()
         if isinstance(outcome, RequestError):
             raise outcome
         return outcome

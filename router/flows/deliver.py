@@ -51,7 +51,7 @@ async def deliver(request: Request, gateway: Gateway, answer: Answer) -> None:
         request.record.usage = usage_in(raw)
         await exchange.respond(answer.status, passed, raw)
     else:
-        request.event_stream = answer.is_event_stream
+        request.event_stream = request.record.streamed = answer.is_event_stream
         idle = limits.stream_idle_timeout
         try:
             await exchange.relay(answer.status, passed, answer, idle, request.latest)
@@ -102,7 +102,7 @@ async def _respond_turn(
 async def _relay_turn(
     request: Request, gateway: Gateway, engine: Engine, answer: Answer, keep: partial[Keeping]
 ) -> None:
-    request.event_stream = True
+    request.event_stream = request.record.streamed = True
     passed = headers.to_client(answer.headers, request.record.request_id)
     tail = answer.tap = Tail()
     exchange, idle = request.exchange, gateway.limits.stream_idle_timeout

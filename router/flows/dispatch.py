@@ -41,7 +41,7 @@ async def serve(exchange: Exchange, gateway: Gateway) -> None:
             plan = make_plan(request, gateway.route(request), None, gateway.limits)
         else:
             plan = await _plan(request, gateway)
-        request.record.flow = plan.flow
+        request.record.flow, request.record.group = plan.flow, plan.route.group
         await Run(request, bodies, plan, gateway).answer()
     except asyncio.CancelledError:
         if not gateway.interrupted:
@@ -151,7 +151,6 @@ async def _refuse(request: Request, gateway: Gateway, error: Exception) -> None:
 def _close_books(record: Record, gateway: Gateway) -> None:
     record.ended = now()
     gateway.metrics.finish(record)
-    if gateway.access is not None:
-        gateway.access.add(record)
+    gateway.books.add(record)
     if gateway.watch is not None:
         gateway.watch.closed(record)

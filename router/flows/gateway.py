@@ -26,7 +26,8 @@ from router.policies.chunks import TOKENS, chunks_of
 from router.policies.pools import Policies
 from router.policies.route import Route, route
 from router.settings import Settings
-from router.telemetry.access import AccessLog
+from router.telemetry.access import write_lines
+from router.telemetry.books import Books, Reader
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record
 from router.telemetry.throttle import Throttle
@@ -65,7 +66,10 @@ class Gateway:
         self.budget = RetryBudget()
         self.admission = Admission(settings, fleet, metrics) if has_limits(settings) else None
         self.held = Held(settings.max_held_bodies)
-        self.access = AccessLog() if settings.access_log else None
+        readers: list[Reader] = [metrics.by_model.take]
+        if settings.access_log:
+            readers.append(write_lines)
+        self.books = Books(readers)
         self.running: set[asyncio.Task[None]] = set()
         self.draining = False
         self.interrupted = False
@@ -154,8 +158,7 @@ class Gateway:
             await asyncio.gather(*late, return_exceptions=True)
         if self.conversations is not None:
             await self.conversations.close()
-        if self.access is not None:
-            self.access.flush()
+        self.books.flush()
 
     def interrupt(self) -> None:
         """Ends every running request; each tells its client so."""

@@ -73,6 +73,7 @@ class Request:
         """Raises BadRequestError."""
         raw = self.exchange.body
         body, self.tokens = parse_body(raw), len(raw) // BYTES_PER_TOKEN
+        self.record.model = body.get("model")
         if conversations is not None:
             self.turn = conversations.turn_of(self.exchange.headers, body)
         if self.turn is not None:

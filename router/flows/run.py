@@ -302,6 +302,7 @@ class Run:
             return False
         plan.route.end_notes()
         self._plan = self._legs.plan = replace(plan, route=found)
+        self._request.record.group = found.group
         return True
 
     def _require_short(self) -> None:
@@ -356,6 +357,8 @@ class Run:
             _note(request.record, engine, role, error.kind, Next.GIVE_UP)
             raise error
         _note(request.record, engine, role, error.kind, what)
+        request.record.retries += 1
+        gateway.metrics.retries.labels(role, error.kind).inc()
         return what
 
     # A turn.

@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
+from collections.abc import Sequence
 
 import orjson
 
 from router.telemetry.logs import LINES
-from router.telemetry.record import Record
-from router.telemetry.usage import Tokens, tokens_of
+from router.telemetry.record import Record, Tokens
+from router.telemetry.usage import tokens_of
 
 logger = logging.getLogger("disagg_router.access")
-# Seconds that a line may wait for others: they leave in one write.
-LATE = 0.1
-MOST = 512
 MESSAGE = "request"
 COUNTED, JSON_COUNTED = " %s_tokens=%d", ',"%s_tokens":%d'
 
 
-class AccessLog:
-    """Gathers what ended and logs it together: one log record for many lines."""
-
-    def __init__(self, late: float = LATE) -> None:
-        self._late = late
-        self._ended: list[Record] = []
-        self._timer: asyncio.TimerHandle | None = None
-
-    def add(self, record: Record) -> None:
-        self._ended.append(record)
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._late, self.flush)
-        elif len(self._ended) >= MOST:
-            self.flush()
-
-    def flush(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        ended, self._ended = self._ended, []
-        if ended and logger.isEnabledFor(logging.INFO):
-            unix = time.time() - time.monotonic()
-            lines = [AccessLine(record, unix + (record.ended or 0.0)) for record in ended]
-            logger.info("%d requests ended", len(ended), extra={LINES: lines})
+def write_lines(ended: Sequence[Record]) -> None:
+    """A line for each, in one log record."""
+    if logger.isEnabledFor(logging.INFO):
+        unix = time.time() - time.monotonic()
+        lines = [AccessLine(record, unix + (record.ended or 0.0)) for record in ended]
+        logger.info("%d requests ended", len(ended), extra={LINES: lines})
 
 
 class AccessLine:

@@ -31,7 +31,14 @@ LEAST = frozenset(
         "disagg_router_source_told_timestamp_seconds",
     )
 )
-MOST = frozenset(("disagg_router_engine_draining", "disagg_router_source_trouble"))
+MOST = frozenset(
+    (
+        "disagg_router_engine_circuit",
+        "disagg_router_engine_draining",
+        "disagg_router_fleet_changes_total",  # each worker sees all of them
+        "disagg_router_source_trouble",
+    )
+)
 CREATED = "_created"
 
 

@@ -8,133 +8,271 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from router.telemetry.by_model import MOST_UNSORTED, SECONDS, ByModel
 from router.telemetry.record import Record
-from router.telemetry.tally import Buckets, Readings, Tally
+from router.telemetry.registry import Registry
 
-# Observations that a histogram gathers before it sorts them.
-MOST_UNSORTED = 1024
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class Metrics:
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._histograms: list[Buckets] = []
-        self.requests = self._tally(
+        made = Registry()
+        self.registry, self.described = made.collectors, made.described
+        self.requests = made.tally(
             "requests",
             "Requests that ended, by what the client was told.",
             "endpoint",
             "flow",
             "status",
             "outcome",
+            act="Outcomes failed and broken_stream are the router's or the engines': read "
+            "the access lines with them. refused is a client's doing, or a limit's.",
         )
-        self.prefill_seconds = self._histogram(
-            "prefill_seconds", "From asking a prefiller to its whole answer."
+        self.prefill_seconds = made.histogram(
+            "prefill_seconds",
+            "From asking a prefiller to its whole answer.",
+            SECONDS,
+            act="Prompts became longer or prefillers are behind: look at "
+            "engine_requests_in_flight of prefillers, and add some.",
         )
-        self.ttft_seconds = self._histogram(
+        self.ttft_seconds = made.histogram(
             "time_to_first_byte_seconds",
             "From the request's arrival to the first byte of the decoder's body.",
+            SECONDS,
+            act="What clients feel first. Find which part grew: queue_seconds, "
+            "prefill_seconds or decode_first_byte_seconds.",
         )
-        self.decode_first_byte_seconds = self._histogram(
+        self.decode_first_byte_seconds = made.histogram(
             "decode_first_byte_seconds",
             "From asking a decoder to the first byte of its body.",
+            SECONDS,
+            act="The transfer of KV, or a wait in the decoder: look at its own metrics "
+            "(docs/engine.md) and at engine_requests_in_flight of decoders.",
         )
-        self.request_seconds = self._histogram(
-            "request_seconds", "From the request's arrival to the end of its answer."
+        self.request_seconds = made.histogram(
+            "request_seconds",
+            "From the request's arrival to the end of its answer.",
+            SECONDS,
+            act="Mostly the length of answers; by model it is model_request_seconds.",
         )
-        self.workers = self._gauge("workers", "Processes whose figures these are.")
+        self.workers = made.gauge(
+            "workers",
+            "Processes whose figures these are.",
+            act="Fewer than --workers means that some died or do not answer: the log says "
+            "which and why.",
+        )
         self.workers.set(1)
-        self.in_flight = self._gauge("requests_in_flight", "Requests being worked on.")
-        self.queue_depth = self._gauge("queue_depth", "Requests that wait for room at engines.")
-        self.queue_seconds = self._histogram(
-            "queue_seconds", "How long requests waited for room that did, whatever came of it."
+        self.in_flight = made.gauge(
+            "requests_in_flight",
+            "Requests being worked on.",
+            act="The load. If it grows while requests do not come faster, engines have "
+            "become slower.",
         )
-        self.refusals = self._tally(
-            "refusals", "Requests and connections refused by the router's own limits.", "reason"
+        self.queue_depth = made.gauge(
+            "queue_depth",
+            "Requests that wait for room at engines.",
+            act="Above 0 for long: engines are full. Add some, or let fewer requests in.",
         )
-        self.connections = self._gauge("client_connections", "Open connections of clients.")
-        self.held_bodies = self._gauge("held_body_bytes", "Bytes of request bodies that are held.")
-        self.engine_in_flight = self._readings(
-            "engine_requests_in_flight", "Legs that run on an engine.", "role", "engine"
+        self.queue_seconds = made.histogram(
+            "queue_seconds",
+            "How long requests waited for room that did, whatever came of it.",
+            SECONDS,
+            act="As queue_depth; near --queue-timeout requests are refused soon.",
         )
-        self.engine_holding = self._readings(
+        self.refusals = made.tally(
+            "refusals",
+            "Requests and connections refused by the router's own limits.",
+            "reason",
+            act="docs/admission.md has each reason, and the setting that is behind it.",
+        )
+        self.connections = made.gauge(
+            "client_connections",
+            "Open connections of clients.",
+            act="Near --max-connections new ones are refused: raise it, or add routers.",
+        )
+        self.held_bodies = made.gauge(
+            "held_body_bytes",
+            "Bytes of request bodies that are held.",
+            act="Near --max-held-bodies uploads are refused: raise it if there is memory.",
+        )
+        self.engine_in_flight = made.readings(
+            "engine_requests_in_flight",
+            "Legs that run on an engine.",
+            "role",
+            "engine",
+            act="One engine with far more than its peers: a policy that prefers it, or it hangs.",
+        )
+        self.engine_holding = made.readings(
             "engine_holding",
             "Requests whose KV waits on an engine until a decoder has read it.",
             "role",
             "engine",
+            act="Grows where decoders do not come for what was prefilled: look at decode errors.",
         )
-        self.engine_healthy = self._readings(
-            "engine_healthy", "1 healthy, 0 unhealthy, -1 not probed yet.", "role", "engine"
+        self.engine_healthy = made.readings(
+            "engine_healthy",
+            "1 healthy, 0 unhealthy, -1 not probed yet.",
+            "role",
+            "engine",
+            act="0: the log says what its probe met. The router asks others meanwhile.",
         )
-        self.engine_draining = self._readings(
-            "engine_draining", "1 when it gets nothing new and is to go, else 0.", "role", "engine"
+        self.engine_draining = made.readings(
+            "engine_draining",
+            "1 when it gets nothing new and is to go, else 0.",
+            "role",
+            "engine",
+            act="1 for long: somebody's drain was not ended, or its pod does not go.",
         )
-        self.warm_ups = self._counter(
-            "warm_ups", "Pairs of engines made known to each other, by how it went.", "outcome"
+        self.engine_circuit = made.readings(
+            "engine_circuit",
+            "0 closed, 1 half open (one request may try), 2 open: left alone for its failures.",
+            "role",
+            "engine",
+            act="2: its requests failed in a row, and it is left alone; upstream_errors "
+            "says how. It is tried again by itself.",
         )
-        self.group_engines = self._readings(
+        self.warm_ups = made.counter(
+            "warm_ups",
+            "Pairs of engines made known to each other, by how it went.",
+            "outcome",
+            act="failed: two engines cannot reach each other's KV; look at their logs and "
+            "the network between them.",
+        )
+        self.group_engines = made.readings(
             "group_engines",
             "Engines of a group that may be asked, as far as known.",
             "group",
             "role",
+            act="0 of a role in a group: that group cannot work in two halves.",
         )
-        self.group_weight = self._readings(
-            "group_weight", "A group's share of requests, relative to others'.", "group"
+        self.group_weight = made.readings(
+            "group_weight",
+            "A group's share of requests, relative to others'.",
+            "group",
+            act="Only operators and engines' listings move it.",
         )
-        self.source_engines = self._readings(
-            "source_engines", "Engines that a source lists, or did when it last could.", "source"
+        self.source_engines = made.readings(
+            "source_engines",
+            "Engines that a source lists, or did when it last could.",
+            "source",
+            act="Falls without a rollout: the source lost pods, names or lines.",
         )
-        self.source_trouble = self._readings(
-            "source_trouble", "1 while a source cannot tell, or not all; else 0.", "source"
+        self.source_trouble = made.readings(
+            "source_trouble",
+            "1 while a source cannot tell, or not all; else 0.",
+            "source",
+            act="1: the source cannot be asked; its engines stay as they were. The log "
+            "has the reason.",
         )
-        self.source_told = self._readings(
-            "source_told_timestamp_seconds", "When a source last told what it lists.", "source"
+        self.source_told = made.readings(
+            "source_told_timestamp_seconds",
+            "When a source last told what it lists.",
+            "source",
+            act="Too long ago: the fleet may be old; look at source_trouble.",
         )
-        self.upstream_errors = self._counter(
-            "upstream_errors", "Legs that failed, by kind of failure.", "role", "kind"
+        self.fleet_changes = made.readings(
+            "fleet_changes",
+            "Engines that came, went or became others.",
+            "change",
+            grows=True,
+            act="Many without a rollout: engines come and go, or a source is unsure of them.",
         )
-        self.client_disconnects = self._counter(
-            "client_disconnects", "Clients that left before their answer ended.", "stage"
+        self.upstream_errors = made.counter(
+            "upstream_errors",
+            "Legs that failed, by kind of failure.",
+            "role",
+            "kind",
+            act="docs/reliability.md has each kind. One engine's: look at its log; all "
+            "engines': the network.",
         )
-        self.prefill_without_params = self._counter(
+        self.retries = made.counter(
+            "retries",
+            "Legs that were followed by another try, by why they failed.",
+            "role",
+            "kind",
+            act="Engines fail, though clients do not see it yet: the kind says how "
+            "(docs/reliability.md).",
+        )
+        self.client_disconnects = made.counter(
+            "client_disconnects",
+            "Clients that left before their answer ended.",
+            "stage",
+            act="Many at prefill or queue: clients do not wait so long, see "
+            "time_to_first_byte_seconds.",
+        )
+        self.prefill_without_params = made.counter(
             "prefill_without_params",
             "Prefill answers without kv_transfer_params: the decoder prefilled again.",
+            act="Prefillers run without a KV connector, or with another one: nothing is "
+            "transferred.",
         )
-        self.decode_only = self._counter(
-            "decode_only", "Requests that went to a decoder alone.", "reason"
+        self.decode_only = made.counter(
+            "decode_only",
+            "Requests that went to a decoder alone.",
+            "reason",
+            act="no_prefiller: prefillers are missing. The other reasons lie in requests "
+            "(docs/reliability.md).",
         )
-        self.conversation_turns = self._tally(
+        self.conversation_turns = made.tally(
             "conversation_turns",
             "Turns of conversations, by what became of the last turn's KV and why.",
             "outcome",
             "reason",
+            act="docs/conversations.md has each outcome and reason. Hits fall: decoders "
+            "forget too soon, or clients change what was said.",
         )
-        self.conversation_tokens = self._counter(
+        self.conversation_tokens = made.counter(
             "conversation_tokens_offered",
             "Tokens of last turns that prefillers were told to pull from decoders.",
+            act="Tokens that need not be computed again; falls with the hits of "
+            "conversation_turns.",
         )
-        self.conversation_kept = self._tally(
-            "conversation_kept", "Turns that ended, by what they left for the next.", "outcome"
+        self.conversation_kept = made.tally(
+            "conversation_kept",
+            "Turns that ended, by what they left for the next.",
+            "outcome",
+            act="not_offered: decoders were started without bidirectional_kv_xfer. "
+            "not_kept: the store failed.",
         )
-        self.conversation_entries = self._gauge(
-            "conversation_entries", "Turns that wait in the memory store."
+        self.conversation_entries = made.gauge(
+            "conversation_entries",
+            "Turns that wait in the memory store.",
+            act="At its most the oldest are forgotten: raise --conversation-max-entries "
+            "if there is memory.",
         )
-        self.conversation_store_errors = self._counter(
+        self.conversation_store_errors = made.counter(
             "conversation_store_errors",
             "Operations on the conversation store that failed, were skipped after a failure, or "
             "found what is not ours.",
             "operation",
             "result",
+            act="The shared store is slow, gone or has another key: turns are computed "
+            "anew meanwhile.",
         )
-        self.decode_first = self._tally(
-            "decode_first", "Requests for a decoder first, by what came of it.", "outcome"
+        self.decode_first = made.tally(
+            "decode_first",
+            "Requests for a decoder first, by what came of it.",
+            "outcome",
+            act="Many rejected: decoders' caches hold less than the threshold wants; "
+            "lower it or drop it.",
         )
-        self.releases = self._counter(
-            "releases", "Prefills given up before a decoder read them, by how it went.", "outcome"
+        self.releases = made.counter(
+            "releases",
+            "Prefills given up before a decoder read them, by how it went.",
+            "outcome",
+            act="failed: engines keep blocks until their leases end, so prefillers may fill up.",
+        )
+        self.by_model = ByModel(made)
+        self._histograms = (
+            self.request_seconds,
+            self.ttft_seconds,
+            self.decode_first_byte_seconds,
+            self.prefill_seconds,
+            self.queue_seconds,
         )
 
     def finish(self, record: Record) -> None:
@@ -154,21 +292,3 @@ class Metrics:
 
     def count_in_flight(self, running: Callable[[], float]) -> None:
         self.in_flight.set_function(running)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"disagg_router_{name}", text, labels, registry=self.registry)
-
-    def _tally(self, name: str, text: str, *labels: str) -> Tally:
-        """For what every request counts."""
-        return Tally(f"disagg_router_{name}", text, labels, self.registry)
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"disagg_router_{name}", text, labels, registry=self.registry)
-
-    def _readings(self, name: str, text: str, *labels: str) -> Readings:
-        return Readings(f"disagg_router_{name}", text, labels, self.registry)
-
-    def _histogram(self, name: str, text: str) -> Buckets:
-        made = Buckets(f"disagg_router_{name}", text, SECONDS, self.registry)
-        self._histograms.append(made)
-        return made

@@ -1,8 +1,20 @@
-"""What one request leaves behind for metrics and the access line."""
+"""What one request leaves behind for metrics, the access line and its trace."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from router.telemetry.trace import Trace
+
+
+class Tokens(NamedTuple):
+    """None: not known. `cached`: of the prompt, what nobody computed for this request."""
+
+    prompt: int | None
+    completion: int | None
+    cached: int | None
 
 
 @dataclass(slots=True)
@@ -13,7 +25,7 @@ class Record:
     `conversation` is what became of the last turn's KV, empty outside conversations.
     `outcome` is "ok", "refused" (a 4xx, whoever said so), "engine_error" (an engine's 5xx, passed
     on), "failed" (the router's), "broken_stream" (an error after the first byte) or "disconnected"
-    (the client left).
+    (the client left). `model` is what the client wrote there, whatever that is.
     """
 
     endpoint: str
@@ -39,3 +51,13 @@ class Record:
     prefill_usage: bytes = b""
     failures: tuple[str, ...] = ()
     """Legs that failed, and what followed, one line each. Few requests have any."""
+    model: object = None
+    group: str = ""
+    streamed: bool = False
+    retries: int = 0
+    queued: float | None = None
+    """When it began to wait for room at engines, and when that was over."""
+    seated: float | None = None
+    tokens: Tokens | None = None
+    """Read once, by who needs them first: see `usage.tokens_of`."""
+    trace: Trace | None = None

@@ -34,9 +34,9 @@ class Tally(Collector):
         self._counts: dict[Labels, int] = {}
         registry.register(self)
 
-    def add(self, values: Labels) -> None:
+    def add(self, values: Labels, many: int = 1) -> None:
         """`values` are those of the labels, in their order."""
-        self._counts[values] = self._counts.get(values, 0) + 1
+        self._counts[values] = self._counts.get(values, 0) + many
 
     def counts(self) -> Mapping[Labels, int]:
         """As they are now."""
@@ -51,36 +51,41 @@ class Tally(Collector):
 
 class Readings(Collector):
     """A gauge with labels for what comes and goes: read where it is known, so that nothing stays
-    of what is there no more. `read` gives each one's labels, in their order, and its value."""
+    of what is there no more. `read` gives each one's labels, in their order, and its value. Of
+    what only grows it is a counter."""
 
     def __init__(
-        self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry
+        self,
+        name: str,
+        text: str,
+        labels: Sequence[str],
+        registry: CollectorRegistry,
+        grows: bool = False,
     ) -> None:
+        self._family = CounterMetricFamily if grows else GaugeMetricFamily
         self.read: Callable[[], Iterable[Reading]] = lambda: ()
         self._name = name
         self._text = text
         self._labels = labels
         registry.register(self)
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        family = GaugeMetricFamily(self._name, self._text, labels=self._labels)
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        family = self._family(self._name, self._text, labels=self._labels)
         for values, value in self.read():
             family.add_metric([str(one) for one in values], value)
         yield family
 
 
-class Buckets(Collector):
-    """A histogram; `bounds` ascend.
+class Series:
+    """What was observed, in buckets; `bounds` ascend.
 
     To `observe` is to append to a list. What came is sorted into buckets when there is much of it
-    or when the histogram is read: for many at once that costs next to nothing.
+    or when the series is read: for many at once that costs next to nothing.
     """
 
-    def __init__(
-        self, name: str, text: str, bounds: Sequence[float], registry: CollectorRegistry
-    ) -> None:
-        self._name = name
-        self._text = text
+    __slots__ = ("_bounds", "_counts", "_folding", "_sum", "observe", "unsorted")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
         # A float is compared with an int at thrice the price.
         self._bounds = tuple(map(float, bounds))
         self._counts = [0] * (len(bounds) + 1)
@@ -88,7 +93,6 @@ class Buckets(Collector):
         self._folding = threading.Lock()
         self.unsorted: list[float] = []
         self.observe: Callable[[float], None] = self.unsorted.append
-        registry.register(self)
 
     def fold(self) -> None:
         """To be called by who observes, now and then: a reader may do so in the same moment."""
@@ -104,10 +108,65 @@ class Buckets(Collector):
             self._counts[-1] += count - below
             self._sum += sum(values)
 
-    def collect(self) -> Iterator[HistogramMetricFamily]:
+    def read(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        """Adds what is known to a family of samples."""
         self.fold()
         names = [*map(str, self._bounds), "+Inf"]
         buckets = list(zip(names, map(float, accumulate(self._counts)), strict=True))
+        family.add_metric(labels, buckets, self._sum)
+
+
+class Buckets(Series, Collector):
+    """A histogram without labels: one series."""
+
+    def __init__(
+        self, name: str, text: str, bounds: Sequence[float], registry: CollectorRegistry
+    ) -> None:
+        super().__init__(bounds)
+        self._name = name
+        self._text = text
+        registry.register(self)
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
         family = HistogramMetricFamily(self._name, self._text)
-        family.add_metric([], buckets, self._sum)
+        self.read(family, [])
+        yield family
+
+
+class LabelledBuckets(Collector):
+    """A histogram with labels: a series for each of their values. Who asks for them sees to it
+    that those are few."""
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        labels: Sequence[str],
+        bounds: Sequence[float],
+        registry: CollectorRegistry,
+    ) -> None:
+        self._name = name
+        self._text = text
+        self._labels = labels
+        self._bounds = bounds
+        self._series: dict[Labels, Series] = {}
+        registry.register(self)
+
+    def of(self, values: Labels) -> Series:
+        """`values` are those of the labels, in their order."""
+        known = self._series.get(values)
+        if known is None:
+            known = self._series[values] = Series(self._bounds)
+        return known
+
+    def fold_beyond(self, most: int) -> None:
+        """Sorts what has become long."""
+        for series in self._series.values():
+            if len(series.unsorted) >= most:
+                series.fold()
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
+        for values, series in list(self._series.items()):
+            series.read(family, [str(value) for value in values])
         yield family

@@ -7,9 +7,8 @@ text of a model can be taken for: quotes inside of JSON strings are escaped.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
-from router.telemetry.record import Record
+from router.telemetry.record import Record, Tokens
 
 NAME = b'"usage":'
 # How far from an answer's end it is looked for, and how long it may be.
@@ -19,14 +18,6 @@ COUNT = re.compile(rb"\s*(\d{1,15})\b")
 PROMPT, COMPLETION, CACHED = (b'"%b_tokens":' % n for n in (b"prompt", b"completion", b"cached"))
 
 
-class Tokens(NamedTuple):
-    """None: not known. `cached`: of the prompt, what nobody computed for this request."""
-
-    prompt: int | None
-    completion: int | None
-    cached: int | None
-
-
 def usage_in(answer: bytes) -> bytes:
     """The part of an answer that begins with its last usage; empty if there is none."""
     at = answer.rfind(NAME, max(0, len(answer) - NEAR))
@@ -34,10 +25,14 @@ def usage_in(answer: bytes) -> bytes:
 
 
 def tokens_of(record: Record) -> Tokens:
-    """By what the decoder says, else the prefiller."""
-    told = record.usage
-    asked = told if told.find(PROMPT) >= 0 else record.prefill_usage
-    return Tokens(_count(asked, PROMPT), _count(told, COMPLETION), _count(asked, CACHED))
+    """By what the decoder says, else the prefiller. Of a record that has ended: it is read once."""
+    if record.tokens is None:
+        told = record.usage
+        asked = told if told.find(PROMPT) >= 0 else record.prefill_usage
+        record.tokens = Tokens(
+            _count(asked, PROMPT), _count(told, COMPLETION), _count(asked, CACHED)
+        )
+    return record.tokens
 
 
 def _count(usage: bytes, name: bytes) -> int | None:

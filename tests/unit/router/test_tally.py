@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from router.telemetry.metrics import MOST_UNSORTED, Metrics
+from router.telemetry.by_model import MOST_UNSORTED
+from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record
 from router.telemetry.tally import Buckets
 

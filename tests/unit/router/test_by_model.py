@@ -1,0 +1,146 @@
+"""What is counted by model and group: rightly, in a bounded number of series, off the hot path."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from router.telemetry.books import MOST, Books
+from router.telemetry.by_model import MOST_PAIRS, MOST_UNSORTED
+from router.telemetry.metrics import Metrics
+from router.telemetry.record import Record
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router, eventually
+from tests.unit.router.mock_engine import DONE, MockEngine, Peer, Received, event
+
+USAGE = b'"usage":{"prompt_tokens":40,"completion_tokens":5,"cached_tokens":8}'
+
+
+def ended(model: object = "m", group: str = "g", **more: Any) -> Record:
+    record = Record("/v1/completions", 10.0, "id", outcome="ok", status=200, usage=USAGE)
+    record.model, record.group = model, group
+    record.first_byte, record.ended = 10.5, 12.5
+    for name, value in more.items():
+        setattr(record, name, value)
+    return record
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    full = f"disagg_router_model_{name}"
+    return metrics.registry.get_sample_value(full, labels) or 0.0
+
+
+def knowing(*models: str) -> Metrics:
+    metrics = Metrics()
+    metrics.by_model.known = lambda: models
+    return metrics
+
+
+def test_tokens_and_times_of_a_request_are_counted_for_its_model_and_group() -> None:
+    metrics = knowing("m")
+    metrics.by_model.take([ended(streamed=True, queued=10.0, seated=10.25)])
+    at = {"model": "m", "group": "g"}
+    assert value(metrics, "requests_total", **at, outcome="ok") == 1
+    assert value(metrics, "prompt_tokens_total", **at) == 40
+    assert value(metrics, "completion_tokens_total", **at) == 5
+    assert value(metrics, "cached_tokens_total", **at) == 8
+    assert value(metrics, "time_to_first_byte_seconds_sum", **at) == 0.5
+    assert value(metrics, "request_seconds_sum", **at) == 2.5
+    assert value(metrics, "inter_token_seconds_sum", **at) == 0.5
+    assert value(metrics, "queue_seconds_sum", **at) == 0.25
+
+
+def test_only_whole_streams_of_two_tokens_have_time_between_tokens() -> None:
+    metrics, at = knowing("m"), {"model": "m", "group": "g"}
+    one = USAGE.replace(b'_tokens":5', b'_tokens":1')
+    metrics.by_model.take([ended(), ended(streamed=True, usage=one)])
+    metrics.by_model.take([ended(streamed=True, outcome="disconnected")])
+    assert value(metrics, "inter_token_seconds_count", **at) == 0
+    assert value(metrics, "request_seconds_count", **at) == 2
+    assert value(metrics, "time_to_first_byte_seconds_count", **at) == 3
+
+
+@pytest.mark.parametrize("model", ["never heard of", "", None, 7, ["m"], {"m": 1}])
+def test_a_model_that_nobody_serves_is_other(model: object) -> None:
+    metrics = knowing("m")
+    metrics.by_model.take([ended(model)])
+    assert value(metrics, "requests_total", model="other", group="g", outcome="ok") == 1
+
+
+def test_a_model_that_was_served_keeps_its_name_when_its_engines_are_gone() -> None:
+    metrics = knowing("m")
+    metrics.by_model.take([ended()])
+    metrics.by_model.known = tuple
+    metrics.by_model.take([ended()])
+    assert value(metrics, "requests_total", model="m", group="g", outcome="ok") == 2
+
+
+def test_series_are_bounded_whatever_clients_and_fleets_say() -> None:
+    metrics = knowing(*(f"served {number}" for number in range(3 * MOST_PAIRS)))
+    for number in range(3 * MOST_PAIRS):
+        metrics.by_model.take([ended(f"served {number}"), ended(f"made up {number}")])
+    text = metrics.exposition().decode()
+    assert text.count("disagg_router_model_requests_total{") <= MOST_PAIRS + 1
+    assert value(metrics, "requests_total", model="other", group="other", outcome="ok") > 0
+
+
+def test_what_waits_to_be_sorted_is_bounded() -> None:
+    metrics = knowing("m")
+    for _ in range(5):
+        metrics.by_model.take([ended()] * MOST)
+        waiting = metrics.by_model._whole.of(("m", "g")).unsorted
+        assert len(waiting) < MOST_UNSORTED + MOST
+    assert value(metrics, "request_seconds_count", model="m", group="g") == 5 * MOST
+
+
+async def test_a_reader_of_the_books_that_fails_keeps_them_from_no_other() -> None:
+    seen: list[Record] = []
+
+    def broken(_: object) -> None:
+        raise ValueError("a fault of ours")
+
+    books = Books([broken, seen.extend])
+    books.add(ended())
+    books.flush()
+    assert len(seen) == 1
+
+
+async def stream_with_usage(request: Received, peer: Peer) -> None:
+    usage = {"prompt_tokens": 9, "completion_tokens": 3}
+    last = {"id": "c", "object": "text_completion", "choices": [], "usage": usage}
+    await peer.stream(event("a"), event("b"), b"data: " + json.dumps(last).encode() + b"\n\n", DONE)
+
+
+async def test_a_stream_that_tells_its_usage_tells_the_time_between_its_tokens(
+    router: Router, d: MockEngine
+) -> None:
+    d.usual = stream_with_usage
+    await router.knows_its_engines()
+    assert (await router.stream()).status_code == 200
+    (found,) = router.gateway.fleet.snapshot.by_model or ("other",)
+    at = {"model": found if found == "m" else "other", "group": router.engine(d).group}
+    await eventually(lambda: router.metric("model_inter_token_seconds_count", **at) == 1)
+    assert router.metric("model_completion_tokens_total", **at) == 3
+
+
+@pytest.mark.parametrize("access_log", [True, False])
+async def test_requests_are_counted_with_and_without_access_lines(
+    start_router: StartRouter, d: MockEngine, access_log: bool
+) -> None:
+    router: Router = await start_router(access_log=access_log)
+    await router.knows_its_engines()
+    served = next(iter(router.gateway.fleet.snapshot.by_model), "")
+    assert (await router.complete(model=served)).status_code == 200
+    group = router.engine(d).group
+    labels = {"model": served or "other", "group": group, "outcome": "ok"}
+    await eventually(lambda: router.metric("model_requests_total", **labels) == 1)
+
+
+async def test_the_circuit_and_the_comings_and_goings_of_engines_are_told(router: Router) -> None:
+    name = router.gateway.fleet.engines[0].name
+    assert router.metric("fleet_changes_total", change="joined") == 2
+    assert router.metric("engine_circuit", role="prefill", engine=name) == 0
+    router.gateway.fleet.engines[0].breaker._open()
+    assert router.metric("engine_circuit", role="prefill", engine=name) == 2
