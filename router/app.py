@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.metadata import version
@@ -36,6 +37,7 @@ from router.page.site import site
 from router.settings import Settings, SettingsError
 from router.telemetry.metrics import Metrics
 from router.telemetry.tally import Reading
+from router.telemetry.traces import tracer_of
 from router.upstream.deadlines import Deadlines
 from router.upstream.pool import EnginePool, PoolLimits
 
@@ -61,7 +63,8 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     metrics.by_model.known = lambda: fleet.snapshot.by_model
     prober = Prober(fleet, settings.health_interval, settings.health_timeout)
     store = _store(settings, metrics)
-    gateway = Gateway(settings, fleet, metrics, _conversations(settings, store))
+    tracer = tracer_of(os.environ)
+    gateway = Gateway(settings, fleet, metrics, _conversations(settings, store), tracer)
     metrics.in_flight.set_function(lambda: len(gateway.running))
     metrics.held_bodies.set_function(lambda: gateway.held.size)
 

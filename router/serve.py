@@ -37,6 +37,7 @@ from router.page.siblings import SUFFIX, Siblings, told
 from router.settings import Address, Settings, is_loopback
 from router.telemetry.family import family_exposition, telling
 from router.telemetry.liveness import LivenessServer, answering
+from router.telemetry.traces import say_if_missing
 
 logger = logging.getLogger("disagg_router")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -104,6 +105,7 @@ class Shutdown:
 
 def run(settings: Settings, read_again: Callable[[], Settings]) -> None:
     """Serves until a signal. Raises BindError, or SettingsError for a store that makes no sense."""
+    say_if_missing(os.environ)
     with bind(settings) as listener, admin_listener(settings) as admin:
         uvloop.run(_serve_alone(settings, read_again, listener, admin))
 

@@ -31,6 +31,7 @@ from router.children import die_with
 from router.settings import Settings, SettingsError
 from router.telemetry import logs
 from router.telemetry.family import family_exposition
+from router.telemetry.traces import say_if_missing
 
 logger = logging.getLogger("disagg_router")
 # A worker that ends sooner than this many seconds after its start is not started again at once.
@@ -49,6 +50,7 @@ class Worker:
 
 def run(settings: Settings, read_again: Callable[[], Settings]) -> int:
     """Serves until a signal; the exit code. Raises BindError, SettingsError."""
+    say_if_missing(os.environ)
     loaded, settings = settings, with_store_keys(settings)
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(made) for made in _bind_all(settings)]

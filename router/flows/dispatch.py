@@ -18,6 +18,7 @@ from router.flows.reuse import find_reuse
 from router.flows.run import Run
 from router.policies.route import Route
 from router.telemetry.record import Record
+from router.telemetry.trace import without
 from router.upstream.deadlines import now
 from router.upstream.errors import ReaderStalledError
 
@@ -72,8 +73,13 @@ async def refuse(exchange: Exchange, gateway: Gateway, error: Exception) -> None
 
 
 def _open_books(exchange: Exchange, gateway: Gateway) -> Request:
-    request_id, shared_headers = headers.read(exchange.headers)
-    record = Record(exchange.endpoint, exchange.arrived, request_id)
+    if gateway.tracer is None:
+        request_id, shared_headers = headers.read(exchange.headers)
+        record = Record(exchange.endpoint, exchange.arrived, request_id)
+    else:
+        request_id, shared_headers = headers.read(without(exchange.headers))
+        record = Record(exchange.endpoint, exchange.arrived, request_id)
+        record.trace = gateway.tracer.begin(exchange.headers, exchange.endpoint, now())
     if gateway.watch is not None:
         gateway.watch.opened(record)
     latest = exchange.arrived + gateway.limits.request_timeout

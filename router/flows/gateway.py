@@ -31,6 +31,7 @@ from router.telemetry.books import Books, Reader
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record
 from router.telemetry.throttle import Throttle
+from router.telemetry.traces import PATIENCE, Tracer
 from router.upstream.errors import UpstreamError
 
 PARTING = 2.0
@@ -55,6 +56,7 @@ class Gateway:
         fleet: Fleet,
         metrics: Metrics,
         conversations: Conversations | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.settings = settings
         self.watch: Watch | None = None
@@ -69,6 +71,9 @@ class Gateway:
         readers: list[Reader] = [metrics.by_model.take]
         if settings.access_log:
             readers.append(write_lines)
+        if tracer is not None:
+            readers.append(tracer.take)
+        self.tracer = tracer
         self.books = Books(readers)
         self.running: set[asyncio.Task[None]] = set()
         self.draining = False
@@ -159,6 +164,8 @@ class Gateway:
         if self.conversations is not None:
             await self.conversations.close()
         self.books.flush()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close, PATIENCE)
 
     def interrupt(self) -> None:
         """Ends every running request; each tells its client so."""

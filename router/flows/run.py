@@ -30,13 +30,13 @@ from router.flows.legs import (
     UNASKED,
     Came,
     LegError,
-    Legs,
 )
 from router.flows.plan import ALONE, PULL, SAME_ENGINE, Plan, may_reject
 from router.flows.prefilled import RETAIN, Params, Prefilled
 from router.flows.push import PUSHES, Push, push_of
 from router.flows.request import Body, Request
 from router.flows.reuse import USED_UP, Offer
+from router.flows.traced import legs_of
 from router.policies.chunks import tokens_of
 from router.telemetry.record import Record
 from router.upstream.deadlines import now
@@ -78,7 +78,7 @@ class Run:
         self._bodies = bodies
         self._plan = plan
         self._gateway = gateway
-        self._legs = Legs(request, plan, gateway)
+        self._legs = legs_of(request, plan, gateway)
         self._failed: list[Engine] = []
         # Groups where nobody was left to ask. None is returned to, so this comes to an end.
         self._left: frozenset[str] = NONE

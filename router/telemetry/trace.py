@@ -16,9 +16,10 @@ Header = tuple[bytes, bytes]
 TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
 NAMES = frozenset((TRACEPARENT, TRACESTATE))
 SHAPE = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+MEMBER = re.compile(r"[a-z0-9][a-z0-9_*/@-]{0,255}=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{1,256}")
 SAMPLED, RANDOM = 0x01, 0x02
 # What the standard asks to be passed on at least; longer is not for us to carry.
-LONGEST_STATE = 2048
+LONGEST_STATE, MOST_MEMBERS = 2048, 32
 
 
 class Parent(NamedTuple):
@@ -112,6 +113,11 @@ def new_id(bits: int) -> int:
 
 
 def _sane(state: bytes) -> str:
-    is_fit = len(state) <= LONGEST_STATE and state.isascii()
-    text = state.decode("ascii") if is_fit else ""
-    return text if text.isprintable() else ""
+    """As it came, or nothing: what does not follow the standard is for nobody."""
+    text = state.decode("latin-1")
+    members = [member.strip(" \t") for member in text.split(",")]
+    members = [member for member in members if member]
+    if len(state) > LONGEST_STATE or len(members) > MOST_MEMBERS:
+        return ""
+    keys = {member.partition("=")[0] for member in members if MEMBER.fullmatch(member)}
+    return ",".join(members) if len(keys) == len(members) else ""

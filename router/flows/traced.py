@@ -1,0 +1,91 @@
+"""Legs of a request that has a trace: each is a span of its own, of which its engine is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from router.fleet.engine import Engine
+from router.fleet.spec import DECODE, PREFILL, Role
+from router.flows.errors import RejectedError
+from router.flows.gateway import Gateway
+from router.flows.legs import ANSWERED, LEG_ERRORS, Came, Legs
+from router.flows.plan import Plan
+from router.flows.prefilled import Prefilled
+from router.flows.push import Push
+from router.flows.request import Request
+from router.telemetry.trace import Leg, Trace
+from router.upstream.deadlines import now
+
+T = TypeVar("T")
+
+
+def legs_of(request: Request, plan: Plan, gateway: Gateway) -> Legs:
+    trace = request.record.trace
+    return Legs(request, plan, gateway) if trace is None else Traced(request, plan, gateway, trace)
+
+
+class Traced(Legs):
+    __slots__ = ("_open", "_trace")
+
+    def __init__(self, request: Request, plan: Plan, gateway: Gateway, trace: Trace) -> None:
+        super().__init__(request, plan, gateway)
+        trace.mode = plan.mode
+        self._trace = trace
+        # By engine: two legs at once are never at the same.
+        self._open: dict[str, Leg] = {}
+
+    async def prefill(
+        self, engine: Engine, body: bytes, fresh: bool, push: Push | None = None
+    ) -> Prefilled:
+        leg = self._begin_leg(PREFILL, engine)
+        asked = super().prefill
+        prefilled = await self._followed(leg, lambda: asked(engine, body, fresh, push))
+        leg.usage = prefilled.usage
+        return prefilled
+
+    async def decode(
+        self,
+        engine: Engine,
+        body: bytes,
+        fresh: bool,
+        threshold: float = 0.0,
+        push: Push | None = None,
+    ) -> Came:
+        record, leg = self._request.record, self._begin_leg(DECODE, engine)
+        asked = super().decode
+        try:
+            came = await self._followed(leg, lambda: asked(engine, body, fresh, threshold, push))
+        finally:
+            leg.first_byte, leg.usage = record.first_byte, record.usage
+        if came is not ANSWERED:
+            leg.kind = came.name.lower()
+        return came
+
+    def _message(
+        self, engine: Engine, body: bytes, push: Push | None, pinned: bytes = b""
+    ) -> bytes:
+        return super()._message(engine, body, push, pinned + self._open[engine.name].line)
+
+    def _begin_leg(self, role: Role, engine: Engine) -> Leg:
+        leg = self._open[engine.name] = self._trace.leg(role, engine.name, now())
+        return leg
+
+    async def _followed(self, leg: Leg, ask: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return await ask()
+        except asyncio.CancelledError:
+            leg.kind = "cancelled"
+            raise
+        except LEG_ERRORS as error:
+            leg.kind, leg.error = error.kind, str(error)
+            raise
+        except RejectedError as error:
+            leg.kind = leg.error = f"status_{error.status}"
+            raise
+        except Exception as error:
+            leg.kind = leg.error = type(error).__name__
+            raise
+        finally:
+            leg.ended = now()
