@@ -40,6 +40,7 @@ test-vllm: $(STAMP)
 test-k8s: $(STAMP)
 	PYTHON="$(BIN)/python" scripts/install_helm
 	PYTHON="$(BIN)/python" scripts/install_k8s
+	scripts/install_promtool
 	@VENV="$(VENV)" scripts/test tests/k8s -n 2 --dist loadfile --timeout 600 $(ARGS)
 
 test-lowest:

@@ -65,7 +65,13 @@ def test_kinds_of_others_have_no_field_that_they_do_not_know() -> None:
     for manifest in custom:
         validate(manifest, "1.37")
     kinds = {one["kind"] for one in custom}
-    assert kinds == {"HTTPRoute", "InferencePool", "PodMonitor", "ServiceMonitor"}
+    assert kinds == {
+        "HTTPRoute",
+        "InferencePool",
+        "PodMonitor",
+        "PrometheusRule",
+        "ServiceMonitor",
+    }
 
 
 @pytest.mark.parametrize("kind", ["HTTPRoute", "InferencePool", "PodMonitor", "ServiceMonitor"])

@@ -1,0 +1,57 @@
+"""Writes docs/metrics.md: every metric of the router, as its definition says."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+from router.telemetry.by_model import MOST_PAIRS, OTHER
+from router.telemetry.metrics import Metrics
+from router.telemetry.registry import Described
+
+DOCUMENT = Path(__file__).parents[1] / "docs/metrics.md"
+HEAD = f"""\
+# The router's metrics
+
+Written by `scripts/write_metrics_docs.py` from the code; a test keeps it true.
+
+`GET /metrics` on the router's port, and on the liveness port, which answers while the router is
+busy. With `--workers` both tell the figures of all workers as one. Times are in seconds. A
+histogram `X` is scraped as `X_bucket`, `X_sum` and `X_count`.
+
+Labels are bounded: engines, groups and sources are those there are. `model` is a name that the
+fleet serves, at most {MOST_PAIRS} pairs of a model and a group in a process's life; everything
+else, made-up names included, is `{OTHER}`. What is counted by model appears a tenth of a second
+after a request's end. Tokens are those that engines tell.
+
+[Alerts](../charts/disagg-router/files/alerts.yaml) and a
+[Grafana dashboard](../charts/disagg-router/files/dashboard.json) use them. The engines' own metrics
+are in [engine.md](engine.md#metrics).
+"""
+
+
+def main() -> None:
+    DOCUMENT.write_text(document(), encoding="utf-8")
+
+
+def document() -> str:
+    described = Metrics().described
+    parts = [HEAD, "| metric | type | labels |", "|---|---|---|"]
+    parts += [_row(one) for one in described]
+    parts += [_section(one) for one in described]
+    return "\n".join(parts) + "\n"
+
+
+def _row(one: Described) -> str:
+    labels = ", ".join(f"`{label}`" for label in one.labels)
+    return f"| [`{one.name}`](#{one.name}) | {one.kind} | {labels} |"
+
+
+def _section(one: Described) -> str:
+    text = textwrap.fill(one.text, 100)
+    act = textwrap.fill(f"**When it moves:** {one.act}", 100)
+    return f"\n## `{one.name}`\n\n{text}\n\n{act}"
+
+
+if __name__ == "__main__":
+    main()
