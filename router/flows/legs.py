@@ -27,12 +27,12 @@ from router.flows.prefilled import Params, Prefilled
 from router.flows.push import Push
 from router.flows.request import Request
 from router.flows.screen import (
-    begins_with_role,
     cached_share,
     ends_at_once,
-    is_aborted,
     is_cut_off,
     is_rejected,
+    tells_nothing_yet,
+    tells_something,
 )
 from router.flows.trial import try_threshold
 from router.upstream.answer import Answer
@@ -173,8 +173,9 @@ class Legs:
             answer.check()
             if answer.status != 200:
                 await self._refuse(engine, answer)
-            is_none = await is_aborted(answer) if begins_with_role(answer) else ends_at_once(answer)
-            if is_none:
+            if tells_nothing_yet(answer):
+                await self._wait_for_more(answer)
+            if ends_at_once(answer):
                 raise EngineUnavailableError(STOPPED % engine.role)
             if engine.breaker.succeeded():
                 gateway.fleet.answered(engine)
@@ -238,6 +239,14 @@ class Legs:
         _note_proof(learned, params)
         if not learned.ranks and gateway.limits.transfer_mode != "pull":
             learned.note_transfer(params.content)
+
+    async def _wait_for_more(self, answer: Answer) -> None:
+        """Raises UpstreamError of an engine that has begun to answer: it has read its KV."""
+        try:
+            await tells_something(answer)
+        except UpstreamError:
+            self._request.record.first_byte = answer.first_body_at
+            raise
 
     async def _is_rejected(self, engine: Engine, answer: Answer, threshold: float) -> bool:
         learned = engine.learned

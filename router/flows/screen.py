@@ -22,26 +22,25 @@ from router.conversations.said import (
 )
 from router.flows.trial import is_rejection
 from router.upstream.answer import Answer
-from router.upstream.sse import end_of_last_event
+from router.upstream.sse import BOUNDARIES, end_of_last_event
 
 NEEDLE = b'"cache_threshold"'
 ABORT = "abort"
 ABORTED = b'"abort"'
 # As vLLM writes it into a whole answer: a longer needle is found at half the price.
 CUT_OFF = b'"finish_reason":"abort"'
-# Engines begin a chat's stream with an event that has a role and no text.
-ROLE, END = b'"role"', b"\n\n"
+# Engines begin a chat's stream with an event for each choice that has a role and no text.
+ROLE, END, MOST_CHOICES = b'"role"', b"\n\n", 128
 
 
-def begins_with_role(answer: Answer) -> bool:
-    """It does not tell yet what it will be: see `is_aborted`."""
-    return answer.is_event_stream and _is_role_alone(answer.held())
+def tells_nothing_yet(answer: Answer) -> bool:
+    """What has come is no whole event, or roles alone."""
+    return answer.is_event_stream and _tells_nothing(answer.held())
 
 
-async def is_aborted(answer: Answer) -> bool:
-    """The same as `ends_at_once`, with the event after a role alone. Raises UpstreamError."""
-    await answer.until(lambda block: not _is_role_alone(block))
-    return ends_at_once(answer)
+async def tells_something(answer: Answer) -> None:
+    """Returns when it does, or has ended. Raises UpstreamError."""
+    await answer.until(lambda block: not _tells_nothing(block))
 
 
 def ends_at_once(answer: Answer) -> bool:
@@ -78,19 +77,23 @@ def has_aborted(content: Json) -> bool:
     )
 
 
-def _is_role_alone(block: bytes) -> bool:
-    """Or nothing, or the beginning of it."""
+def _tells_nothing(block: bytes) -> bool:
+    """Where there are more events than roles, one of them is something else."""
     block = _opening(block)
-    if block.find(ROLE) < 0:
+    events = block.count(END) or max(map(block.count, BOUNDARIES))
+    if events > min(MOST_CHOICES, block.count(ROLE)):
         return False
     return not any(map(_says_something, events_in(block[: end_of_last_event(block)])))
 
 
 def _opening(block: bytes) -> bytes:
-    """The first two events, if there are so many: of a burst nobody looks at the rest."""
+    """The first two events, where the second one says something or nothing comes after: of a burst
+    nobody looks at the rest."""
     first = block.find(END)
-    second = block.find(END, first + len(END)) if first >= 0 else -1
-    return block if second < 0 else block[: second + len(END)]
+    second = block.find(END, first + len(END)) if first > 0 else -1
+    if second < 0 or block.startswith(b":") or block.find(ROLE, first, second) >= 0:
+        return block
+    return block[: second + len(END)]
 
 
 async def is_rejected(answer: Answer) -> bool:
