@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine_ext.reference.grammar_trial import try_grammar
+
 MAX_GRAMMAR = 256 * 1024
 """Characters of one grammar."""
 _KEPT = 32
@@ -69,7 +71,9 @@ class GrammarCompiler:
         if len(text) > MAX_GRAMMAR:
             raise ValueError(f"it is longer than {MAX_GRAMMAR} characters")
         library = _library()
-        matcher = library.LLMatcher(self._vocabulary, _definition(kind, text), log_level=0)
+        definition = _definition(kind, text)
+        try_grammar(definition)
+        matcher = library.LLMatcher(self._vocabulary, definition, log_level=0)
         # The first mask takes longest, and tells most of what is too complex.
         trial = matcher.deep_copy()
         trial.compute_bitmask()
