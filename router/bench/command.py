@@ -19,6 +19,7 @@ import httpx
 from router.bench.chats import Wish
 from router.bench.figures import Figures, table
 from router.bench.load import Load, Target
+from router.output import unwritable
 from router.parser import Parser
 
 PROGRAM = "disagg-router bench"
@@ -31,6 +32,8 @@ answers, as people's do. {KEY} is sent where it is set.
 """
 # Seconds: for the list of models, and between two lines of progress.
 PATIENCE = 10.0
+# Bytes of the list of models.
+LARGEST = 4 * 1024 * 1024
 ON_TERMINAL, ELSEWHERE = 0.5, 5.0
 
 
@@ -52,13 +55,16 @@ def main(argv: Sequence[str], clock: Callable[[], float] = time.monotonic) -> in
         )
         load = Load(target, wish, options.timeout, figures)
         seconds = asyncio.run(_run(load, options, figures, clock))
+        is_json = options.json
+        said = json.dumps(figures.content(seconds)) if is_json else table(figures, seconds)
+        print(said, flush=True)
     except BenchError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    is_json = options.json
-    print(json.dumps(figures.content(seconds)) if is_json else table(figures, seconds), flush=True)
+    except OSError as error:  # of a connection would be counted
+        return unwritable(PROGRAM, error)
     return 0 if figures.answered and not figures.failed else 1
 
 
@@ -93,16 +99,26 @@ def _first_model(url: str, target: Target) -> str:
     """Raises BenchError."""
     headers = {"authorization": target.credential} if target.credential else {}
     try:
-        found = httpx.get(
-            f"{_with_scheme(url)}/v1/models", headers=headers, timeout=PATIENCE, trust_env=False
-        )
-        served = found.json()["data"]
-        return str(served[0]["id"])
-    except httpx.HTTPError as error:
+        with httpx.Client(headers=headers, timeout=PATIENCE, trust_env=False) as client:
+            served = json.loads(_fetch(client, f"{_with_scheme(url)}/v1/models"))["data"]
+        return _name(str(served[0]["id"]))
+    except (httpx.HTTPError, UnicodeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise BenchError(f"no answer of {url}: {reason}") from None
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError, argparse.ArgumentTypeError):
         raise BenchError(f"{url} names no model: give one with --model") from None
+
+
+def _fetch(client: httpx.Client, url: str) -> bytes:
+    """Raises httpx.HTTPError, BenchError for what has no end."""
+    latest, parts, size = time.monotonic() + PATIENCE, [], 0
+    with client.stream("GET", url) as answer:
+        for part in answer.iter_bytes():
+            parts.append(part)
+            size += len(part)
+            if size > LARGEST or time.monotonic() > latest:
+                raise BenchError(f"{url} says too much, or too slowly")
+    return b"".join(parts)
 
 
 def _target(url: str, variables: Mapping[str, str]) -> Target | str:
@@ -135,6 +151,12 @@ def _from(least: int, most: int) -> Callable[[str], int]:
     return number
 
 
+def _name(text: str) -> str:
+    if not text.isprintable():
+        raise argparse.ArgumentTypeError("no printable text")
+    return text
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value <= 1e6:
@@ -156,7 +178,7 @@ def _parser() -> Parser:
     add("--turns", type=_from(1, 100), default=1, metavar="N", help="Of each chat (1).")
     add("--words", type=_from(1, 100_000), default=100, metavar="N", help="A question (100).")
     add("--tokens", type=_from(1, 100_000), default=32, metavar="N", help="Of an answer (32).")
-    add("--model", metavar="NAME", help="The first that the router serves.")
+    add("--model", type=_name, metavar="NAME", help="The first that the router serves.")
     add("--timeout", type=_seconds, default=120.0, metavar="SECONDS", help="One answer (120).")
     add("--seed", type=int, default=1, metavar="N", help="Of the questions' words (1).")
     add("--json", action="store_true", help="One JSON object instead of the table.")

@@ -91,9 +91,10 @@ class Load:
             answer.close()
 
     def _message(self, body: bytes) -> bytes:
+        host = self._target.host
         lines = [
             f"POST {PATH} HTTP/1.1",
-            f"host: {self._target.host}:{self._target.port}",
+            f"host: {f'[{host}]' if ':' in host else host}:{self._target.port}",
             "content-type: application/json",
             f"content-length: {len(body)}",
         ]
@@ -157,7 +158,8 @@ class Reading:
         usage = content.get("usage")
         if isinstance(usage, dict):
             self._usage = usage
-        for choice in content.get("choices") or ():
+        choices = content.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
             delta = choice.get("delta") if isinstance(choice, dict) else None
             text = delta.get("content") if isinstance(delta, dict) else None
             if isinstance(text, str) and text:

@@ -19,8 +19,10 @@ from router.demo.errors import DemoError
 from router.demo.model import TINY, Model, choose
 from router.demo.options import Options
 from router.demo.waiting import check_port, free_ports, wait_until_ready
+from router.output import unwritable
 from router.parser import Parser
 
+PROGRAM = "disagg-router demo"
 ROUTER = [sys.executable, "-m", "router.cli"]
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 POLL_SECONDS = 0.5
@@ -34,8 +36,10 @@ def main(argv: Sequence[str], engines: Engines = ENGINES) -> int:
     except KeyboardInterrupt:
         return 0
     except (DemoError, ChildEndedError) as error:
-        print(f"disagg-router demo: error: {error}", file=sys.stderr)
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        return unwritable(PROGRAM, error)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -56,8 +60,9 @@ def run(options: Options, engines: Engines) -> None:
                 _check(family.children)
                 time.sleep(POLL_SECONDS)
         finally:
-            _say("Stopping.")
             with _signals_ignored():
+                with contextlib.suppress(OSError):  # nobody may read it any more
+                    _say("Stopping.")
                 # The router first: to it, engines that go before would be engines that fail.
                 family.stop_in_turn()
 
@@ -133,7 +138,7 @@ def _model(text: str) -> Path | str:
 
 def _parser() -> argparse.ArgumentParser:
     made = Parser(
-        prog="disagg-router demo",
+        prog=PROGRAM,
         description="Starts prefill and decode engines and a router on this machine.",
         allow_abbrev=False,
     )

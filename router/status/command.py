@@ -15,6 +15,7 @@ from functools import partial
 
 import httpx
 
+from router.output import unwritable
 from router.parser import Parser
 from router.status.reading import NotMetricsError, Status, read
 from router.status.table import lines, no_paint, paint
@@ -59,9 +60,8 @@ def main(
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # who read has enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except OSError as error:  # of a connection would be a StatusError
+        return unwritable(PROGRAM, error)
 
 
 def _show(status: Status, is_json: bool) -> int:
@@ -81,7 +81,7 @@ def _watch(
 ) -> int:
     """A router that does not answer once may answer again: that is shown, and watched on."""
     painted = paint if _has_colours() else no_paint
-    clear = CLEAR if sys.stdout.isatty() and not options.json else ""
+    clear = CLEAR if _is_terminal() and not options.json else ""
     before, seen = None, clock()
     while True:
         moment = clock()
@@ -103,7 +103,7 @@ def _look(client: httpx.Client, url: str, clock: Callable[[], float]) -> Status:
     """Raises StatusError."""
     try:
         return read(_fetch(client, url, clock() + PATIENCE, clock))
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # a host may be no name
         reason = " ".join(str(error).split()) or type(error).__name__
         raise StatusError(f"no answer of {url}: {reason}") from None
     except NotMetricsError as error:
@@ -136,8 +136,13 @@ def _url(text: str) -> str | None:
     return given.removesuffix("/metrics").rstrip("/")
 
 
+def _is_terminal() -> bool:
+    """There may be no output at all."""
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
 def _has_colours() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return _is_terminal() and not os.environ.get("NO_COLOR")
 
 
 def _parser() -> Parser:

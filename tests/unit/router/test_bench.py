@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count, pairwise
+from typing import ClassVar
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.bench.chats import Wish, chats
-from router.bench.command import main
+from router.bench.command import BenchError, _fetch, main
 from router.bench.figures import Figures, Sample, nearest_rank
 from router.bench.load import ChatError, Reading
 from tests.unit.router.conftest import StartRouter
@@ -155,4 +163,82 @@ def test_wrong_usage_is_one_line_and_code_2(
 
 def test_nobody_there_is_one_line_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["http://127.0.0.1:1"]) == 1
+    assert "no answer" in capsys.readouterr().err
+
+
+class Odd(BaseHTTPRequestHandler):
+    """Its chats have a number where choices are due; it notes what it was called."""
+
+    protocol_version = "HTTP/1.1"
+    hosts: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self._answer("application/json", b'{"data":[{"id":"m"}]}')
+
+    def do_POST(self) -> None:
+        self.hosts.append(self.headers["host"])
+        self.rfile.read(int(self.headers["content-length"]))
+        self._answer("text/event-stream", b'data: {"choices":5}\n\n' + DONE)
+
+    def _answer(self, kind: str, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.fixture
+def odd() -> Iterator[str]:
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6
+
+    with Server(("::1", 0), Odd) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://[::1]:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_an_ipv6_address_is_written_as_one_and_choices_may_be_none(
+    odd: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([odd, "--requests", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["answered"] == 1
+    assert Odd.hosts[-1] == odd.removeprefix("http://")
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "lines"), [("{} | true", 0, 0), ("{} > /dev/full", 1, 1)]
+)
+def test_where_nobody_reads_it_ends_quietly(odd: str, command: str, code: int, lines: int) -> None:
+    bench = f"{sys.executable} -m router.cli bench --requests 1 '{odd}'"
+    shell = ["bash", "-o", "pipefail", "-c", command.format(bench)]
+    ended = subprocess.run(shell, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (code, lines), ended.stderr
+
+
+def test_a_name_that_is_no_text_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["http://127.0.0.1:1", "--model", "\udcff"])
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_list_of_models_without_end_is_not_awaited() -> None:
+    def endless() -> Iterator[bytes]:
+        while True:
+            yield b" " * 65536
+
+    client = httpx.Client(
+        transport=httpx.MockTransport(lambda _: httpx.Response(200, content=endless()))
+    )
+    with pytest.raises(BenchError, match="too much"):
+        _fetch(client, "http://x/v1/models")
+
+
+def test_a_host_that_can_have_no_address_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"http://{'a' * 70}.com"]) == 1
     assert "no answer" in capsys.readouterr().err

@@ -271,3 +271,32 @@ def test_a_bad_demo_option_is_one_line_and_exit_code_2(
     assert left.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("disagg-router demo: error: ")
+
+
+def test_a_reader_that_leaves_stops_the_demo_without_a_word(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "demo", str(find_free_ports(1)[0]), "good"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(SCRIPT.parents[3]),
+            "XDG_CACHE_HOME": str(tmp_path / "cache"),
+            "TMPDIR": str(tmp_path),
+        },
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        process.stdout.readline()
+        family = family_of(process.pid)
+        process.stdout.close()
+        assert process.wait(30) == 0
+        assert b"Traceback" not in process.stderr.read()
+        wait_for(lambda: not any(map(lives, family)))
+        assert not list(tmp_path.glob("disagg-demo-*"))
+    finally:
+        process.stderr.close()
+        process.kill()
+        process.wait()
