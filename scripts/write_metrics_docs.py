@@ -24,8 +24,8 @@ fleet serves, at most {MOST_PAIRS} pairs of a model and a group in a process's l
 else, made-up names included, is `{OTHER}`. What is counted by model appears a tenth of a second
 after a request's end. Tokens are those that engines tell.
 
-[Alerts](../charts/disagg-router/files/alerts.yaml) and a
-[Grafana dashboard](../charts/disagg-router/files/dashboard.json) use them. The engines' own metrics
+Alerts (`charts/disagg-router/files/alerts.yaml`) and a
+Grafana dashboard (`charts/disagg-router/files/dashboard.json`) use them. The engines' own metrics
 are in [engine.md](engine.md#metrics).
 """
 
