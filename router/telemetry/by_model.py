@@ -6,7 +6,8 @@ many pairs of a model and a group as this process may remember; everything else 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from router.telemetry.record import Record
 from router.telemetry.registry import Registry
@@ -104,46 +105,70 @@ class ByModel:
         )
 
     def take(self, ended: Sequence[Record]) -> None:
-        for record in ended:
-            labels = self._labels(record)
-            self._count(labels, record)
-            self._time(labels, record)
+        for (model, group), records in _by_pair(ended).items():
+            labels = self._labels(model, group)
+            self._count(labels, records)
+            self._time(labels, records)
         for histogram in (self._first_byte, self._whole, self._between, self._queue):
             histogram.fold_beyond(MOST_UNSORTED)
 
-    def _count(self, labels: tuple[str, str], record: Record) -> None:
-        self._requests.add((*labels, record.outcome))
-        prompt, completion, cached = tokens_of(record)
-        if prompt is not None:
-            self._prompt.add(labels, prompt)
-        if completion is not None:
-            self._completion.add(labels, completion)
-        if cached is not None:
-            self._cached.add(labels, cached)
+    def _count(self, labels: tuple[str, str], records: Sequence[Record]) -> None:
+        for outcome, count in Counter([record.outcome for record in records]).items():
+            self._requests.add((*labels, outcome), count)
+        prompts, completions, cached = zip(*map(tokens_of, records), strict=True)
+        for tally, told in (
+            (self._prompt, prompts),
+            (self._completion, completions),
+            (self._cached, cached),
+        ):
+            if many := sum(filter(None, told)):
+                tally.add(labels, many)
 
-    def _time(self, labels: tuple[str, str], record: Record) -> None:
-        began, ended = record.first_byte, record.ended
-        if record.queued is not None and record.seated is not None:
-            self._queue.of(labels).observe(record.seated - record.queued)
-        if began is None or ended is None:
-            return
-        self._first_byte.of(labels).observe(began - record.started)
-        if record.outcome != "ok":
-            return
-        self._whole.of(labels).observe(ended - record.started)
-        tokens = tokens_of(record).completion
-        if record.streamed and tokens is not None and tokens > 1:
-            self._between.of(labels).observe((ended - began) / (tokens - 1))
+    def _time(self, labels: tuple[str, str], records: Sequence[Record]) -> None:
+        begun = [record for record in records if record.first_byte is not None]
+        answered = [record for record in begun if record.outcome == "ok"]
+        for histogram, seconds in (
+            (self._first_byte, [_time(r.started, r.first_byte) for r in begun]),
+            (self._whole, [_time(r.started, r.ended) for r in answered]),
+            (self._between, list(filter(None, map(_between, answered)))),
+            (self._queue, [_time(r.queued, r.seated) for r in records if r.seated is not None]),
+        ):
+            if seconds:
+                histogram.of(labels).unsorted.extend(seconds)
 
-    def _labels(self, record: Record) -> tuple[str, str]:
-        model, group = record.model, record.group
-        asked = (model if isinstance(model, str) else "", group)
-        known = self._pairs.get(asked)
+    def _labels(self, model: str, group: str) -> tuple[str, str]:
+        known = self._pairs.get((model, group))
         if known is not None:
             return known
-        pair = (asked[0] if asked[0] in self.known() else OTHER, group)
+        pair = (model if model in self.known() else OTHER, group)
         if pair not in self._pairs:
             if len(self._pairs) >= MOST_PAIRS:
                 return OTHER, OTHER
             self._pairs[pair] = pair
         return pair
+
+
+def _by_pair(ended: Sequence[Record]) -> Mapping[tuple[str, str], Sequence[Record]]:
+    """What ended together is mostly of one model and group: what is done once for all of those
+    costs next to nothing."""
+    found: dict[tuple[str, str], list[Record]] = {}
+    for record in ended:
+        model = record.model
+        pair = (model if isinstance(model, str) else "", record.group)
+        if pair in found:
+            found[pair].append(record)
+        else:
+            found[pair] = [record]
+    return found
+
+
+def _time(began: float | None, ended: float | None) -> float:
+    return 0.0 if began is None or ended is None else ended - began
+
+
+def _between(record: Record) -> float | None:
+    """The mean time between two tokens of a stream; None where it is not known."""
+    tokens = tokens_of(record).completion if record.streamed else None
+    if tokens is None or tokens < 2:
+        return None
+    return _time(record.first_byte, record.ended) / (tokens - 1)
