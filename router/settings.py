@@ -115,16 +115,24 @@ def _host(value: object) -> object:
 
 def _is_ipv6(text: str) -> bool:
     try:
-        ipaddress.IPv6Address(text)
+        _ipv6(text)
     except ValueError:
         return False
     return True
 
 
+def _ipv6(text: str) -> ipaddress.IPv6Address:
+    """Raises ValueError. The library takes any text for a zone, also quotes and line breaks."""
+    address = ipaddress.IPv6Address(text)
+    if address.scope_id is not None and not HOST_NAME.fullmatch(address.scope_id):
+        raise ValueError(f"{text!r} has no interface's name behind its address")
+    return address
+
+
 def canonical(host: str) -> str:
     """One spelling of each host, so that an engine which two sources list is one. Raises ValueError
     for an IPv6 address that is none."""
-    return str(ipaddress.IPv6Address(host)) if ":" in host else host.lower()
+    return str(_ipv6(host)) if ":" in host else host.lower()
 
 
 def is_port(text: str) -> bool:

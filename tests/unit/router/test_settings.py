@@ -82,6 +82,7 @@ def test_one_port_serves_many_hosts() -> None:
         ("10.0.0.1", "10.0.0.1", "10.0.0.1:8100"),
         ("[::1]", "::1", "[::1]:8100"),
         ("2001:db8::1", "2001:db8::1", "[2001:db8::1]:8100"),
+        ("fe80::1%eth0.2", "fe80::1%eth0.2", "[fe80::1%eth0.2]:8100"),
         ("my_pod-0.svc.cluster.local", "my_pod-0.svc.cluster.local", None),
     ],
 )
@@ -91,7 +92,10 @@ def test_a_host_is_a_name_or_an_address(given: str, host: str, written: str | No
     assert written is None or str(address) == written
 
 
-@pytest.mark.parametrize("host", ["http://a", "a:80", "a/b", "-a", "", "a b;c", "[::1", "1::2::3"])
+@pytest.mark.parametrize(
+    "host",
+    ["http://a", "a:80", "a/b", "-a", "", "a b;c", "[::1", "1::2::3", '::1%a"b', "::1%a\r\nb: c"],
+)
 def test_anything_else_is_no_host(host: str) -> None:
     with pytest.raises(SettingsError):
         load(ENGINES | {"prefiller_hosts": [host]})

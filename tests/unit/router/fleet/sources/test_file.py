@@ -109,6 +109,7 @@ def test_anything_else_is_refused_in_one_line(content: bytes, complaint: str) ->
         "http://é:1",
         "http://[::1",
         "http://[1::2::3]:1",
+        'http://[fe80::1%a"b]:1',
         "http://[v1.x]:1",
         "http://-h:1",
         "",
