@@ -31,6 +31,7 @@ class Remembered:
         self._source = source
         self._file = file
         self._written: tuple[Listed, ...] | None = None
+        self._refused: tuple[Listed, ...] | None = None
         self._writing: asyncio.Task[None] | None = None
         self.first = source.first
         if self.first.listed is None:
@@ -44,16 +45,25 @@ class Remembered:
                     await self._write(report.listed)
 
     async def _write(self, listed: tuple[Listed, ...]) -> None:
-        """In a thread, and one at a time. A failure is no trouble of the source's."""
-        if self._writing is None:
+        """In a thread, and one at a time. A failure is no trouble of the source's; it is told once,
+        and tried again with the next report."""
+        if self._writing is not None and not await self._has_ended(self._writing):
+            return
+        if listed != self._written:
             self._written = listed
             self._writing = asyncio.create_task(asyncio.to_thread(remember, self._file, listed))
-        done, _ = await asyncio.wait([self._writing], timeout=PATIENCE)
+            await self._has_ended(self._writing)
+
+    async def _has_ended(self, writing: asyncio.Task[None]) -> bool:
+        done, _ = await asyncio.wait([writing], timeout=PATIENCE)
         if not done:
-            return
-        error, self._writing = self._writing.exception(), None
+            return False
+        self._writing, error = None, writing.exception()
         if error is not None:
-            logger.warning("what source %s lists cannot be written down: %s", self.name, error)
+            refused, self._refused, self._written = self._refused, self._written, None
+            if refused != self._refused:
+                logger.warning("what source %s lists cannot be written down: %s", self.name, error)
+        return True
 
 
 def remember(file: Path, listed: tuple[Listed, ...]) -> None:

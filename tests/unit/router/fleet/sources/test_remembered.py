@@ -89,6 +89,20 @@ async def test_a_disk_that_refuses_is_told_and_costs_no_report(
     assert "source fake" in caplog.text
 
 
+async def test_what_a_disk_refused_is_written_with_the_next_report(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "later" / "source-0.json"
+    source = Remembered(FakeSource(*[Report((P,))] * 4), file)
+    async with contextlib.aclosing(source.watch()) as reports:
+        for _ in range(3):
+            await anext(reports)
+        file.parent.mkdir()
+        await anext(reports)
+    assert recalled(file) == (P,)
+    assert len(caplog.records) == 1, "told once"
+
+
 async def test_a_disk_that_does_not_answer_costs_no_report(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
