@@ -26,7 +26,7 @@ COPY --from=wheel /wheels /wheels
 RUN python -m venv /opt/disagg && \
     wheel=$(echo /wheels/*.whl) && \
     /opt/disagg/bin/pip install --no-cache-dir --only-binary :all: --constraint /constraints.txt \
-        "${wheel}[dns,kubernetes]" && \
+        "${wheel}[dns,kubernetes,otel]" && \
     /opt/disagg/bin/pip check
 
 FROM ${PYTHON_IMAGE} AS reference-install

@@ -6,7 +6,8 @@ passed to both legs untouched: the router does not know the engines' ranks.
 
 So are X-Forwarded-*, Forwarded, traceparent and tracestate: what a gateway says of the client is
 what engines hear. Nothing is added, for the router's own client is that gateway, whoever asks; and
-nothing here believes them.
+nothing here believes them. With traces (router.telemetry.traces) each leg has a traceparent of its
+own instead, under the client's.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ LOOKED_AT = CONSUMED | {
     "prompt_logprobs",
     "echo",
 }
+LONGEST_NAME = 256
 MODES = ("auto", "exact")
 CLIENT_PARAMS = "client_params"
 # Ids of legs are this process's own: two clients may send the same X-Request-Id, and in push mode
@@ -73,7 +74,9 @@ class Request:
         """Raises BadRequestError."""
         raw = self.exchange.body
         body, self.tokens = parse_body(raw), len(raw) // BYTES_PER_TOKEN
-        self.record.model = body.get("model")
+        model = body.get("model")
+        if type(model) is str and len(model) <= LONGEST_NAME:  # records may be held for a while
+            self.record.model = model
         if conversations is not None:
             self.turn = conversations.turn_of(self.exchange.headers, body)
         if self.turn is not None:

@@ -153,8 +153,7 @@ def _by_pair(ended: Sequence[Record]) -> Mapping[tuple[str, str], Sequence[Recor
     costs next to nothing."""
     found: dict[tuple[str, str], list[Record]] = {}
     for record in ended:
-        model = record.model
-        pair = (model if isinstance(model, str) else "", record.group)
+        pair = record.model, record.group
         if pair in found:
             found[pair].append(record)
         else:

@@ -25,7 +25,7 @@ class Record:
     `conversation` is what became of the last turn's KV, empty outside conversations.
     `outcome` is "ok", "refused" (a 4xx, whoever said so), "engine_error" (an engine's 5xx, passed
     on), "failed" (the router's), "broken_stream" (an error after the first byte) or "disconnected"
-    (the client left). `model` is what the client wrote there, whatever that is.
+    (the client left). `model` is what the client asked for, if that can be a name.
     """
 
     endpoint: str
@@ -51,7 +51,7 @@ class Record:
     prefill_usage: bytes = b""
     failures: tuple[str, ...] = ()
     """Legs that failed, and what followed, one line each. Few requests have any."""
-    model: object = None
+    model: str = ""
     group: str = ""
     streamed: bool = False
     retries: int = 0

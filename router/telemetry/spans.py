@@ -206,7 +206,7 @@ def _of_request(record: Record, trace: Trace) -> Attributes:
             "http.response.status_code": record.status or None,
             "error.type": _error_type(record),
             "gen_ai.operation.name": OPERATIONS.get(record.endpoint),
-            "gen_ai.request.model": _model(record),
+            "gen_ai.request.model": record.model,
             "gen_ai.usage.input_tokens": prompt,
             "gen_ai.usage.output_tokens": completion,
             "gen_ai.usage.cache_read.input_tokens": cached,
@@ -233,7 +233,7 @@ def _of_leg(record: Record, leg: Leg) -> Attributes:
             "server.port": int(port) if port.isdigit() else None,
             "error.type": leg.kind if leg.error else "",
             "gen_ai.operation.name": OPERATIONS.get(record.endpoint),
-            "gen_ai.request.model": _model(record),
+            "gen_ai.request.model": record.model,
             "gen_ai.usage.input_tokens": prompt,
             "gen_ai.usage.output_tokens": completion,
             "gen_ai.usage.cache_read.input_tokens": cached,
@@ -248,10 +248,6 @@ def _error_type(record: Record) -> str:
     if record.outcome in GOOD and record.status < 400:
         return ""
     return record.error.partition(":")[0] or str(record.status or record.outcome)
-
-
-def _model(record: Record) -> str:
-    return _short(record.model) if isinstance(record.model, str) else ""
 
 
 def _some(attributes: dict[str, AttributeValue | None]) -> Attributes:

@@ -18,7 +18,7 @@ from tests.unit.router.mock_engine import DONE, MockEngine, Peer, Received, even
 USAGE = b'"usage":{"prompt_tokens":40,"completion_tokens":5,"cached_tokens":8}'
 
 
-def ended(model: object = "m", group: str = "g", **more: Any) -> Record:
+def ended(model: str = "m", group: str = "g", **more: Any) -> Record:
     record = Record("/v1/completions", 10.0, "id", outcome="ok", status=200, usage=USAGE)
     record.model, record.group = model, group
     record.first_byte, record.ended = 10.5, 12.5
@@ -62,8 +62,8 @@ def test_only_whole_streams_of_two_tokens_have_time_between_tokens() -> None:
     assert value(metrics, "time_to_first_byte_seconds_count", **at) == 3
 
 
-@pytest.mark.parametrize("model", ["never heard of", "", None, 7, ["m"], {"m": 1}])
-def test_a_model_that_nobody_serves_is_other(model: object) -> None:
+@pytest.mark.parametrize("model", ["never heard of", "", "other"])
+def test_a_model_that_nobody_serves_is_other(model: str) -> None:
     metrics = knowing("m")
     metrics.by_model.take([ended(model)])
     assert value(metrics, "requests_total", model="other", group="g", outcome="ok") == 1
@@ -123,6 +123,21 @@ async def test_a_stream_that_tells_its_usage_tells_the_time_between_its_tokens(
     at = {"model": "m", "group": router.engine(d).group}
     await eventually(lambda: router.metric("model_inter_token_seconds_count", **at) == 1)
     assert router.metric("model_completion_tokens_total", **at) == 3
+
+
+@pytest.mark.parametrize("model", [None, 7, ["m"], {"m": 1}, "x" * 100_000, "never heard of"])
+async def test_whatever_a_client_calls_its_model_is_other_and_is_not_kept(
+    router: Router, model: object
+) -> None:
+    router.gateway.books._late = 60
+    await router.complete(model=model)
+    (record,) = router.gateway.books._ended
+    assert len(record.model) < 300
+    router.gateway.books.flush()
+    text = router.gateway.metrics.exposition().decode()
+    assert "disagg_router_model_requests_total{" in text
+    assert 'model="other"' in text
+    assert "never heard of" not in text
 
 
 @pytest.mark.parametrize("access_log", [True, False])

@@ -204,6 +204,22 @@ async def test_a_client_that_leaves_ends_its_spans(
     assert collector.named("decode")[0].attributes["disagg.leg.outcome"] == "cancelled"
 
 
+async def test_the_standards_sampler_is_asked(
+    collector: Receiver,
+    monkeypatch: pytest.MonkeyPatch,
+    start_router: StartRouter,
+    d: MockEngine,
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    router = await start_router()
+    await router.client.post(
+        "/v1/completions", json={"model": "m", "prompt": "x"}, headers={"traceparent": SAMPLED}
+    )
+    assert (trace_of(d)[0], trace_of(d)[2]) == (TRACE, "00")
+    await router.gateway.close()
+    assert not collector.spans
+
+
 async def test_waiting_for_room_is_a_span(
     collector: Receiver, start_router: StartRouter, d: MockEngine
 ) -> None:
@@ -370,6 +386,25 @@ async def test_each_worker_sends_its_own_before_it_ends(
         await process.ended()
         writer.close()
     assert [span.name for span in collector.spans].count(ROOT) == 1
+
+
+async def test_a_router_ends_soon_though_its_collector_hangs(
+    collector: Receiver, p: MockEngine, d: MockEngine
+) -> None:
+    collector.may_answer.clear()
+    async with router_process(p, d, "--port=0", "--health-interval=0.1") as process:
+        url = (await process.until(r"disagg-router on (http://\S+)")).group(1)
+        for _ in "pd":
+            await process.until("is healthy")
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+        writer.write(post(b'{"model":"m","prompt":"x"}'))
+        await reader.readuntil(b"\r\n\r\n")
+        await eventually(lambda: collector.asked)
+        writer.close()
+        began = time.monotonic()
+        process.process.terminate()
+        assert await process.ended() == 0
+        assert time.monotonic() - began < 15  # the collector would hang for 20
 
 
 # The client's headers.
