@@ -83,6 +83,7 @@ def test_series_are_bounded_whatever_clients_and_fleets_say() -> None:
         metrics.by_model.take([ended(f"served {number}"), ended(f"made up {number}")])
     text = metrics.exposition().decode()
     assert text.count("disagg_router_model_requests_total{") <= MOST_PAIRS + 1
+    assert len(metrics.by_model._pairs) <= MOST_PAIRS + 1
     assert value(metrics, "requests_total", model="other", group="other", outcome="ok") > 0
 
 
