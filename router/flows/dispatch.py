@@ -73,16 +73,20 @@ async def refuse(exchange: Exchange, gateway: Gateway, error: Exception) -> None
 
 
 def _open_books(exchange: Exchange, gateway: Gateway) -> Request:
+    latest = exchange.arrived + gateway.limits.request_timeout
     if gateway.tracer is None:
         request_id, shared_headers = headers.read(exchange.headers)
         record = Record(exchange.endpoint, exchange.arrived, request_id)
     else:
         request_id, shared_headers = headers.read(without(exchange.headers))
         record = Record(exchange.endpoint, exchange.arrived, request_id)
-        record.trace = gateway.tracer.begin(exchange.headers, exchange.endpoint, now())
+        trace = gateway.tracer.begin(exchange.headers, exchange.endpoint, now())
+        if trace.is_sampled:
+            record.trace = trace
+        else:  # nobody will see its legs apart
+            shared_headers = trace.lines(trace.span_id) + shared_headers
     if gateway.watch is not None:
         gateway.watch.opened(record)
-    latest = exchange.arrived + gateway.limits.request_timeout
     return Request(exchange, record, shared_headers, latest)
 
 

@@ -37,8 +37,8 @@ class Parent(NamedTuple):
 
 @dataclass(slots=True)
 class Leg:
-    """One leg at one engine. `kind`: of its failure, or what else became of it; empty if it did
-    what it was asked for. Times as in a Record; `usage` is not read yet."""
+    """One leg at one engine, which is told `line`. `kind`: of its failure, or what else became of
+    it; empty if it did what it was asked for. Times as in a Record; `usage` is not read yet."""
 
     span_id: int
     role: str
@@ -69,13 +69,16 @@ class Trace:
     def is_sampled(self) -> bool:
         return bool(self.flags & SAMPLED)
 
-    def leg(self, role: str, engine: str, started: float) -> Leg:
-        """A leg begins: `line` are the header lines that tell its engine."""
-        span_id = new_id(64)
+    def lines(self, span_id: int) -> bytes:
+        """The header lines that tell an engine its place: under that span."""
         line = f"traceparent: 00-{self.trace_id:032x}-{span_id:016x}-{self.flags:02x}\r\n"
         if self.state:
             line += f"tracestate: {self.state}\r\n"
-        made = Leg(span_id, role, engine, started, line.encode("latin-1"))
+        return line.encode("latin-1")
+
+    def leg(self, role: str, engine: str, started: float) -> Leg:
+        span_id = new_id(64)
+        made = Leg(span_id, role, engine, started, self.lines(span_id))
         self.legs.append(made)
         return made
 

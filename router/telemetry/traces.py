@@ -73,7 +73,7 @@ class Tracer:
 
     def take(self, ended: Sequence[Record]) -> None:
         """Those that are sampled become spans, soon."""
-        found = [one for one in ended if one.trace is not None and one.trace.is_sampled]
+        found = [one for one in ended if one.trace is not None]
         if not found:
             return
         try:

@@ -333,7 +333,7 @@ async def test_an_upgrade_request_is_served_as_the_request_that_it_is(
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "/v1", 404),
         ("POST", "/v1/nothing", 404),
         ("POST", "/v1/completions/", 404),
         ("GET", "/v1/completions", 405),
