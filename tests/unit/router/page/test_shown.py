@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from pydantic import SecretStr
 
 from router.page.shown import HIDDEN, shown
-from router.settings import SECRETS, Settings, load
+from router.settings import SECRETS, Settings, SettingsError, load
 from tests.unit.router.test_settings import ENGINES
 
 SECRET = "hunter2-hunter2-hunter2"
@@ -36,3 +39,17 @@ def test_values_are_as_a_person_would_write_them() -> None:
     assert told["--conversation-store"].value == "memory"
     assert told["--admin-token"].value == ""
     assert told["--admin-token"].is_default
+
+
+def test_a_token_comes_from_a_setting_or_a_file_but_not_from_both(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"{SECRET}\n")
+    assert load(ENGINES).ui_secret() is None
+    assert load({**ENGINES, "ui_token": SECRET}).ui_secret() == SECRET
+    assert load({**ENGINES, "ui_token_file": file}).ui_secret() == SECRET
+    with pytest.raises(SettingsError, match="both set"):
+        load({**ENGINES, "ui_token": SECRET, "ui_token_file": file})
+    file.write_text("hunter2")
+    with pytest.raises(SettingsError, match="too short") as error:
+        load({**ENGINES, "ui_token_file": file}).ui_secret()
+    assert "hunter2" not in str(error.value)
