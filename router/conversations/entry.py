@@ -59,6 +59,9 @@ class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fiel
     def from_bytes(cls, raw: bytes) -> Entry | None:
         """Total: None for what this version did not write."""
         try:
-            return msgspec.convert(orjson.loads(raw), cls)
+            content = orjson.loads(raw)
+            if not isinstance(content, dict) or "v" not in content:  # which msgspec does without
+                return None
+            return msgspec.convert(content, cls)
         except (orjson.JSONDecodeError, msgspec.ValidationError, RecursionError):
             return None

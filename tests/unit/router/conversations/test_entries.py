@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from typing import Any
 
 import orjson
@@ -117,13 +118,13 @@ def tampered(draw: st.DrawFn, content: Any) -> bytes:
             holder = holder[name]
         change = draw(st.sampled_from(["another", "wrapped", "lost", "added"]))
         if change == "another":
-            holder[last] = draw(VALUES | ODD)
+            holder[last] = deepcopy(draw(VALUES | ODD))  # the next change may be within
         elif change == "wrapped":
             holder[last] = [holder[last]]
         elif change == "lost":
             del holder[last]
         else:
-            content[draw(st.text(max_size=5))] = draw(VALUES)
+            content[draw(st.text(max_size=5))] = deepcopy(draw(VALUES))
     return orjson.dumps(content)
 
 
@@ -192,6 +193,22 @@ async def entry_with(**changes: Any) -> Entry | None:
         3,
     )
     return Entry.from_bytes(orjson.dumps({**orjson.loads(raw), **changes}))
+
+
+async def test_an_entry_says_its_version_and_each_of_its_fields() -> None:
+    raw = await written(
+        {"model": "m", "prompt": "abc"},
+        {"remote_host": "h"},
+        said_in({"choices": [{"text": "d"}]}),
+        3,
+    )
+    content = orjson.loads(raw)
+    assert Entry.from_bytes(raw) is not None
+    for name in content:
+        rest = {known: value for known, value in content.items() if known != name}
+        assert Entry.from_bytes(orjson.dumps(rest)) is None, name
+    for version in (0, 2, "1", True, None, 1.5):
+        assert Entry.from_bytes(orjson.dumps(content | {"v": version})) is None, version
 
 
 MARK = {"count": 1, "digest": "a", "tokens": 1}
