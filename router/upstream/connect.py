@@ -122,6 +122,8 @@ class Attempt:
             return UnresolvedError(self._said(error))
         if error.errno in LOCAL:
             return LocalError(self._said(error))
+        if not self._is_resolved:  # a resolver without descriptors may speak of anything
+            return UnresolvedError(self._said(error))
         kind = ConnectTimeoutError if isinstance(error, TimeoutError) else ConnectRefusedError
         return kind(self._said(error))
 

@@ -134,13 +134,21 @@ def of_engine(router: Server, what: str, url: str) -> float:
     return next((n for one, n in found.items() if name in one), -1)
 
 
+def is_read(router: Server, url: str) -> bool:
+    """Nobody needs this prefiller any more."""
+    return in_flight(router, url) <= 0 and of_engine(router, "holding", url) <= 0
+
+
 def leave(fleet: Fleet, router: Server, prefiller: str, decoder: str) -> dict[str, nursery.Counts]:
-    """Amid answers; what they had counted."""
-    both = [fleet.urls[prefiller], fleet.urls[decoder]]
-    wait_for(lambda: in_flight(router, both[1]) > 1, f"{decoder} is in the midst of it", 60)
-    fleet.teller.remove(both)
-    for url in both:
-        wait_for(lambda url=url: has_been_told(router, url), "the router has read it")  # type: ignore[misc]
+    """Amid answers; what they had counted. The prefiller goes first: where a group's last decoder
+    leaves with it, what was prefilled at that moment has no reader left."""
+    urls = fleet.urls[prefiller], fleet.urls[decoder]
+    wait_for(lambda: in_flight(router, urls[1]) > 1, f"{decoder} is in the midst of it", 60)
+    fleet.teller.remove([urls[0]])
+    wait_for(lambda: has_been_told(router, urls[0]), "the router has read it")
+    wait_for(lambda: is_read(router, urls[0]), "its KV has been read", 30)
+    fleet.teller.remove([urls[1]])
+    wait_for(lambda: has_been_told(router, urls[1]), "the router has read it")
     return fleet.end(prefiller, decoder)
 
 

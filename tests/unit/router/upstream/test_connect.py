@@ -240,3 +240,11 @@ async def test_engine_sockets_notice_a_vanished_host(engine: MockEngine) -> None
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) == 2 * READ_AT_ONCE, "as Linux has"
     made[0].abort()
+
+
+async def test_what_a_resolver_says_is_no_engines_fault() -> None:
+    """Without a descriptor left it may say EINVAL."""
+    attempt = Attempt("localhost", 1, now() + 5, 5)
+    assert type(attempt._blame(OSError(errno.EINVAL, "Invalid argument"))) is UnresolvedError
+    attempt._is_resolved = True
+    assert type(attempt._blame(OSError(errno.ECONNREFUSED, "refused"))) is ConnectRefusedError
