@@ -179,7 +179,8 @@ class Fleet:
         """It refuses connections: not to be asked until a probe passes.
 
         Its legs are left alone: those of a process that is gone end by themselves, and one that is
-        draining has closed its listener and still answers them.
+        draining has closed its listener and still answers them. If it does not: see LEAVING in
+        router.fleet.probes.
         """
         self._enter(engine, Health.UNHEALTHY, reason)
 

@@ -26,6 +26,7 @@ from router.upstream.deadlines import now
 from router.upstream.errors import (
     ConnectRefusedError,
     ConnectTimeoutError,
+    EngineLostError,
     LocalError,
     SilenceError,
     UpstreamError,
@@ -40,6 +41,10 @@ ANSWER_LIMIT = 1024 * 1024
 # restart may go unseen.
 LEARNED_AGE = 10.0
 MOST_MODELS = 10_000
+# Seconds that an engine may refuse connections and say nothing to whoever waits, before its legs
+# are given up: one that drains answers what it has by then, and one whose core has died, as vLLM's
+# may on SIGTERM, never does.
+LEAVING = 120.0
 # Seconds after which a watch that has not looked is taken for dead.
 PATIENCE = 10.0
 
@@ -73,6 +78,8 @@ class Prober:
         self._timeout = timeout
         self._clock = clock
         self._watches: dict[Engine, Watch] = {}
+        # Since when an engine refuses connections in silence, and what was heard of it by then.
+        self._refusing: dict[Engine, tuple[float, int]] = {}
         self._death = ""
 
     async def run(self) -> None:
@@ -109,6 +116,7 @@ class Prober:
             told = await self._ask(engine, "/health")
         except ConnectRefusedError as error:
             self._fleet.unreachable(engine, f"no connection: {error}")
+            self._note_refusal(engine)
         except LocalError as error:
             self._not_probed(engine, error)
         except (SilenceError, ConnectTimeoutError) as error:
@@ -119,6 +127,7 @@ class Prober:
         except UpstreamError as error:
             self._fleet.probe_failed(engine, f"/health: {type(error).__name__}: {error}")
         else:
+            self._refusing.pop(engine, None)
             if _is_success(told):
                 if engine.health is not Health.HEALTHY:
                     await self.ask_identity(engine)  # so its group is known before it is asked
@@ -126,6 +135,15 @@ class Prober:
             else:
                 self._fleet.probe_failed(engine, f"/health says {told.status}")
         return False
+
+    def _note_refusal(self, engine: Engine) -> None:
+        moment, heard = self._clock(), engine.pool.heard
+        since, before = self._refusing.get(engine, (moment, heard))
+        if heard != before:
+            since = moment
+        self._refusing[engine] = since, heard
+        if moment - since > LEAVING:
+            engine.pool.fail_legs(EngineLostError(f"{engine.name} left, and answers nobody"))
 
     def _not_probed(self, engine: Engine, error: LocalError) -> None:
         """Our own trouble says nothing of an engine; but who was never reached is not there."""
@@ -167,6 +185,7 @@ class Prober:
         engines = self._fleet.engines
         for engine in self._watches.keys() - set(engines):
             _cancel(self._watches.pop(engine))
+            self._refusing.pop(engine, None)
         for engine in engines:
             watch = self._watches.setdefault(engine, Watch(self._clock()))
             if watch.task is None or watch.task.done():

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from router.fleet import probes
 from router.fleet.engine import Health
 from router.fleet.probes import Prober
 from router.settings import Settings
@@ -101,6 +102,40 @@ async def test_legs_end_at_a_frozen_engine_that_accepts_nobody_any_more(
         answer = await asyncio.wait_for(asking, 4)
     assert answer.status_code == 503
     assert router.metric("upstream_errors_total", role="decode", kind="engine_lost") == 1
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+async def test_an_engine_that_has_left_is_waited_for_as_long_as_it_speaks_or_a_while(
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    goes_on: bool,
+) -> None:
+    """It listens no more: it drains, or its core has died and nothing will ever come."""
+    monkeypatch.setattr(probes, "LEAVING", 0.5)
+    router = await start_router(health_interval=0.05, engine_idle_connections=0)
+
+    async def leaves(request: Received, peer: Peer) -> None:
+        if not goes_on:
+            return await peer.wait_left()
+        await peer.send(STREAM_HEAD)
+        for _ in range(30):
+            await peer.send(chunk(event("a")))
+            await asyncio.sleep(0.05)
+        await peer.send(chunk(DONE) + b"0\r\n\r\n")
+
+    d.scripts = [leaves]
+    asking = asyncio.create_task(router.complete(stream=goes_on))
+    await eventually(lambda: d.requests)
+    assert d._server is not None
+    d._server.close()
+    answer = await asyncio.wait_for(asking, 10)
+    if goes_on:
+        assert answer.content == event("a") * 30 + DONE
+    else:
+        assert answer.status_code == 503
+        assert router.metric("upstream_errors_total", role="decode", kind="engine_lost") == 1
 
 
 async def test_a_busy_engine_that_answers_no_probe_keeps_its_stream(
