@@ -18,6 +18,7 @@ import httpx
 
 from router.fleet.sources.file import address_of
 from router.parser import Parser
+from router.remote import reason_of, with_scheme
 from router.settings import ADMIN_URL, variable_of
 
 PROGRAM = "disagg-router drain"
@@ -136,8 +137,7 @@ class Admin:
         try:
             return self._client.request(method, path)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise DrainError(f"no answer of {self.url}: {reason}") from None
+            raise DrainError(f"no answer of {self.url}: {reason_of(error)}") from None
 
     def _engine(self, answer: httpx.Response) -> dict[str, Any]:
         """Raises DrainError."""
@@ -227,7 +227,7 @@ def _json(answer: httpx.Response) -> dict[str, Any]:
 
 def _options(given: argparse.Namespace, variables: Mapping[str, str]) -> Options:
     """Raises UsageError."""
-    url = given.url if "://" in given.url else f"http://{given.url}"
+    url = with_scheme(given.url)
     try:
         name = str(address_of(url))
     except ValueError:

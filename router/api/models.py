@@ -68,11 +68,8 @@ def served(lists: Iterable[tuple[Engine, Sequence[Model]]], alone: bool) -> list
 
 
 async def _ask(engine: Engine, key: str | None) -> Told | None:
-    lines = ["GET /v1/models HTTP/1.1", f"host: {engine.name}"]
-    if key:
-        lines.append(f"authorization: {key}")
-    message = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
     try:
-        return Told(engine, await engine.pool.ask_whole(message, now() + TIMEOUT, ANSWER_LIMIT))
+        told = await engine.get("/v1/models", now() + TIMEOUT, ANSWER_LIMIT, key or "")
+        return Told(engine, told)
     except UpstreamError:
         return None

@@ -21,6 +21,7 @@ from router.bench.figures import Figures, table
 from router.bench.load import Load, Target
 from router.output import unwritable
 from router.parser import Parser
+from router.remote import EndlessError, reason_of, whole, with_scheme
 
 PROGRAM = "disagg-router bench"
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -100,31 +101,28 @@ def _first_model(url: str, target: Target) -> str:
     headers = {"authorization": target.credential} if target.credential else {}
     try:
         with httpx.Client(headers=headers, timeout=PATIENCE, trust_env=False) as client:
-            served = json.loads(_fetch(client, f"{_with_scheme(url)}/v1/models"))["data"]
+            served = json.loads(_fetch(client, f"{_base(url)}/v1/models"))["data"]
         return _name(str(served[0]["id"]))
     except (httpx.HTTPError, UnicodeError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise BenchError(f"no answer of {url}: {reason}") from None
+        raise BenchError(f"no answer of {url}: {reason_of(error)}") from None
     except (ValueError, LookupError, TypeError, RecursionError, argparse.ArgumentTypeError):
         raise BenchError(f"{url} names no model: give one with --model") from None
 
 
 def _fetch(client: httpx.Client, url: str) -> bytes:
     """Raises httpx.HTTPError, BenchError for what has no end."""
-    latest, parts, size = time.monotonic() + PATIENCE, [], 0
-    with client.stream("GET", url) as answer:
-        for part in answer.iter_bytes():
-            parts.append(part)
-            size += len(part)
-            if size > LARGEST or time.monotonic() > latest:
-                raise BenchError(f"{url} says too much, or too slowly")
-    return b"".join(parts)
+    latest = time.monotonic() + PATIENCE
+    try:
+        with client.stream("GET", url) as answer:
+            return whole(answer, LARGEST, latest, time.monotonic)
+    except EndlessError as error:
+        raise BenchError(str(error)) from None
 
 
 def _target(url: str, variables: Mapping[str, str]) -> Target | str:
     """Or what is wrong with it."""
     try:
-        parsed = httpx.URL(_with_scheme(url))
+        parsed = httpx.URL(_base(url))
     except httpx.InvalidURL:
         parsed = httpx.URL("")
     if parsed.scheme == "https":
@@ -137,8 +135,8 @@ def _target(url: str, variables: Mapping[str, str]) -> Target | str:
     return Target(parsed.host, parsed.port or 80, f"Bearer {key}" if key else "")
 
 
-def _with_scheme(url: str) -> str:
-    return (url if "://" in url else f"http://{url}").rstrip("/")
+def _base(url: str) -> str:
+    return with_scheme(url).rstrip("/")
 
 
 def _from(least: int, most: int) -> Callable[[str], int]:

@@ -11,6 +11,7 @@ import orjson
 
 from router.bench.chats import Chat, Message, Wish, chats
 from router.bench.figures import Figures
+from router.conversations.said import parsed
 from router.upstream.answer import Answer
 from router.upstream.deadlines import Deadlines, now
 from router.upstream.errors import UpstreamError
@@ -143,11 +144,8 @@ class Reading:
         if data == DONE:
             self._is_done = True
             return
-        try:
-            content = orjson.loads(data)
-        except orjson.JSONDecodeError:
-            content = None
-        if not isinstance(content, dict):
+        content = parsed(data)
+        if content is None:
             self._problem = "an event that is no JSON object"
         elif "error" in content:
             self._problem = _told(content)
@@ -175,12 +173,8 @@ class Reading:
 
 
 async def _refusal(answer: Answer) -> str:
-    raw = await answer.read(LARGEST_ERROR)
-    try:
-        content = orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        content = None
-    told = _told(content) if isinstance(content, dict) else ""
+    content = parsed(await answer.read(LARGEST_ERROR))
+    told = "" if content is None else _told(content)
     return f"{answer.status} {told}".strip()
 
 

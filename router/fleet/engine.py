@@ -8,7 +8,7 @@ from enum import StrEnum
 from router.fleet.breaker import Breaker
 from router.fleet.learned import Learned
 from router.fleet.spec import EngineSpec, Intent, Role
-from router.upstream.pool import EnginePool
+from router.upstream.pool import EnginePool, Whole
 
 
 class Health(StrEnum):
@@ -66,6 +66,15 @@ class Engine:
         if spec.models != self.spec.models:
             self.models = spec.models or None  # what it said itself may be old by now
         self.spec, self.role, self.group = spec, spec.role, spec.group
+
+    async def get(self, path: str, deadline: float, limit: int, credential: str = "") -> Whole:
+        """What it answers to GET, of at most `limit` bytes. `credential`: an Authorization header's
+        value. Raises UpstreamError."""
+        lines = [f"GET {path} HTTP/1.1", f"host: {self.name}"]
+        if credential:
+            lines.append(f"authorization: {credential}")
+        message = "\r\n".join([*lines, "", ""]).encode("latin-1")
+        return await self.pool.ask_whole(message, deadline, limit)
 
     @property
     def is_wanted(self) -> bool:

@@ -222,8 +222,7 @@ class Prober:
 
     async def _ask(self, engine: Engine, path: str) -> Whole:
         """Raises UpstreamError."""
-        message = f"GET {path} HTTP/1.1\r\nhost: {engine.name}\r\n\r\n".encode("ascii")
-        return await engine.pool.ask_whole(message, now() + self._timeout, ANSWER_LIMIT)
+        return await engine.get(path, now() + self._timeout, ANSWER_LIMIT)
 
 
 def _cancel(watch: Watch) -> None:

@@ -13,6 +13,8 @@ engine is not asked for long prompts again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from router.conversations.said import (
     Json,
     cached_tokens_of,
@@ -50,14 +52,7 @@ def ends_at_once(answer: Answer) -> bool:
     if not answer.is_event_stream:
         return is_cut_off(held)
     held = _opening(held)
-    if held.find(ABORTED) < 0:
-        return False
-    for event in events_in(held[: end_of_last_event(held)]):
-        if has_aborted(event):
-            return True
-        if _says_something(event):
-            return False
-    return False
+    return held.find(ABORTED) >= 0 and bool(_verdict(held, has_aborted))
 
 
 def is_cut_off(raw: bytes) -> bool:
@@ -99,8 +94,8 @@ def _opening(block: bytes) -> bytes:
 async def is_rejected(answer: Answer) -> bool:
     """Reads as much of the answer as that takes, and leaves it in place. Raises UpstreamError."""
     if answer.is_event_stream:
-        held = await answer.until(lambda block: _verdict(block) is not None)
-        return bool(_verdict(held))
+        held = await answer.until(lambda block: _verdict(block, is_rejection) is not None)
+        return bool(_verdict(held, is_rejection))
     held = await answer.until(lambda _: False)
     content = parsed(held) if NEEDLE in held else None
     return content is not None and is_rejection(content)
@@ -117,10 +112,11 @@ async def cached_share(answer: Answer) -> float | None:
     return cached / total if cached is not None and total else None
 
 
-def _verdict(block: bytes) -> bool | None:
-    """True when the events so far reject, False when they answer, None when they do neither."""
+def _verdict(block: bytes, is_none: Callable[[Json], bool]) -> bool | None:
+    """True when one of the events so far says that there is no answer, False when they answer, None
+    when they do neither."""
     for event in events_in(block[: end_of_last_event(block)]):
-        if is_rejection(event):
+        if is_none(event):
             return True
         if _says_something(event):
             return False

@@ -169,9 +169,8 @@ def _speed(before: Said | None, moved: float | None, at: float) -> float | None:
 
 
 async def _get(engine: Engine, path: str) -> Whole | None:
-    message = f"GET {path} HTTP/1.1\r\nhost: {engine.name}\r\n\r\n".encode("latin-1")
     try:
-        answer = await engine.pool.ask_whole(message, now() + PATIENCE, MOST_BYTES)
+        answer = await engine.get(path, now() + PATIENCE, MOST_BYTES)
     except UpstreamError:
         return None
     return answer if answer.status == 200 else None

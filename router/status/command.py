@@ -17,6 +17,7 @@ import httpx
 
 from router.output import unwritable
 from router.parser import Parser
+from router.remote import EndlessError, reason_of, whole, with_scheme
 from router.status.reading import NotMetricsError, Status, read
 from router.status.table import lines, no_paint, paint
 
@@ -104,29 +105,24 @@ def _look(client: httpx.Client, url: str, clock: Callable[[], float]) -> Status:
     try:
         return read(_fetch(client, url, clock() + PATIENCE, clock))
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # a host may be no name
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise StatusError(f"no answer of {url}: {reason}") from None
+        raise StatusError(f"no answer of {url}: {reason_of(error)}") from None
+    except EndlessError as error:
+        raise StatusError(str(error)) from None
     except NotMetricsError as error:
         raise StatusError(f"{url}: {error}") from None
 
 
 def _fetch(client: httpx.Client, url: str, latest: float, clock: Callable[[], float]) -> str:
-    """Raises httpx.HTTPError, StatusError."""
-    parts, size = [], 0
+    """Raises httpx.HTTPError, EndlessError, StatusError."""
     with client.stream("GET", url) as answer:
         if answer.status_code != 200:
             raise StatusError(f"{url} answers {answer.status_code}")
-        for part in answer.iter_bytes():
-            parts.append(part)
-            size += len(part)
-            if size > LARGEST or clock() > latest:
-                raise StatusError(f"{url} says too much, or too slowly")
-    return b"".join(parts).decode("utf-8", "replace")
+        return whole(answer, LARGEST, latest, clock).decode("utf-8", "replace")
 
 
 def _url(text: str) -> str | None:
     """With a scheme and without what follows the address; None for what is no URL."""
-    given = text if "://" in text else f"http://{text}"
+    given = with_scheme(text)
     try:
         parsed = httpx.URL(given)
     except httpx.InvalidURL:

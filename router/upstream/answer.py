@@ -189,9 +189,10 @@ class Answer:
         return self._take()
 
     def held(self) -> bytes:
-        """What is here, left in place."""
-        held = self._held
-        return held[0] if len(held) == 1 else b"".join(held)
+        """What is here, left in place: in one piece from now on, however often it is asked."""
+        if len(self._held) > 1:
+            self._held = [b"".join(self._held)]
+        return self._held[0] if self._held else b""
 
     async def until(self, enough: Callable[[bytes], bool]) -> bytes:
         """What has come so far, left in place, as soon as `enough` of it is here.
@@ -200,7 +201,7 @@ class Answer:
         """
         while True:
             self.check()
-            block = b"".join(self._held)
+            block = self.held()
             if self._done or len(block) > HIGH_WATER or enough(block):
                 return block
             await self._news()

@@ -185,25 +185,20 @@ async def test_a_real_entry_whose_bytes_were_changed_is_one_or_none(
         assert_typed(entry)
 
 
+async def usual() -> dict[str, Any]:
+    body, params = {"model": "m", "prompt": "abc"}, {"remote_host": "h"}
+    raw = await written(body, params, said_in({"choices": [{"text": "d"}]}), 3)
+    content: dict[str, Any] = orjson.loads(raw)
+    return content
+
+
 async def entry_with(**changes: Any) -> Entry | None:
-    raw = await written(
-        {"model": "m", "prompt": "abc"},
-        {"remote_host": "h"},
-        said_in({"choices": [{"text": "d"}]}),
-        3,
-    )
-    return Entry.from_bytes(orjson.dumps({**orjson.loads(raw), **changes}))
+    return Entry.from_bytes(orjson.dumps({**await usual(), **changes}))
 
 
 async def test_an_entry_says_its_version_and_each_of_its_fields() -> None:
-    raw = await written(
-        {"model": "m", "prompt": "abc"},
-        {"remote_host": "h"},
-        said_in({"choices": [{"text": "d"}]}),
-        3,
-    )
-    content = orjson.loads(raw)
-    assert Entry.from_bytes(raw) is not None
+    content = await usual()
+    assert Entry.from_bytes(orjson.dumps(content)) is not None
     for name in content:
         rest = {known: value for known, value in content.items() if known != name}
         assert Entry.from_bytes(orjson.dumps(rest)) is None, name

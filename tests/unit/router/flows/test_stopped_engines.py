@@ -3,9 +3,7 @@ long as another engine can answer."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -59,16 +57,10 @@ def streaming(*blocks: bytes) -> Script:
     return script
 
 
-@contextlib.asynccontextmanager
-async def second(usual: Script) -> AsyncIterator[MockEngine]:
-    async with running_engine(usual) as engine:
-        yield engine
-
-
 async def test_a_decoder_that_ends_an_answer_is_not_believed(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    async with second(usual_decode) as other:
+    async with running_engine(usual_decode) as other:
         router = await start_router(ds=[d, other])
         d.usual = answering({**ABORTED, "text": "the beginning"})
         answers = [await router.complete() for _ in range(4)]
@@ -90,7 +82,7 @@ async def test_a_decoder_that_ends_an_answer_is_not_believed(
 async def test_nor_one_that_ends_a_stream_before_its_first_text(
     start_router: StartRouter, p: MockEngine, d: MockEngine, path: str, blocks: tuple[bytes, ...]
 ) -> None:
-    async with second(streaming(event("whole"), DONE)) as other:
+    async with running_engine(streaming(event("whole"), DONE)) as other:
         router = await start_router(ds=[d, other])
         d.usual = streaming(*blocks)
         body = {"model": "m", "prompt": "a", "messages": [], "stream": True}
@@ -105,7 +97,7 @@ async def test_nor_one_that_ends_a_stream_before_its_first_text(
 async def test_a_prefiller_that_ends_a_request_is_left_for_another_one(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    async with second(usual_prefill) as other:
+    async with running_engine(usual_prefill) as other:
         router = await start_router(ps=[p, other])
         p.usual = answering(ABORTED)
         for _ in range(3):
