@@ -1,1 +1,1 @@
-"""The front door: the OpenAI endpoints, on uvicorn's protocol or on any ASGI server."""
+"""The front door: the OpenAI endpoints, on a protocol of our own or on any ASGI server."""

@@ -1,13 +1,16 @@
 """The plain front: the same flows behind any ASGI server.
 
 Costs two helper tasks per request that the hot front does not need: one hears the client leave, one
-takes the engine's bytes while the server is busy sending.
+takes the engine's bytes while the server is busy sending. So a router that is served this way says
+so, once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
+from functools import cache
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -29,6 +32,13 @@ from router.upstream.answer import HIGH_WATER
 from router.upstream.deadlines import now
 from router.upstream.errors import ReaderStalledError
 
+logger = logging.getLogger("disagg_router.api")
+
+
+@cache
+def _say_once() -> None:
+    logger.warning("requests are served through ASGI, at several times the price of our own front")
+
 
 class Served(Response):
     """A response that runs a flow. It reads the request's body itself."""
@@ -39,6 +49,7 @@ class Served(Response):
         self._endpoint = endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _say_once()
         exchange = AsgiExchange(scope, send, self._endpoint)
         limits = self._gateway.limits
         try:

@@ -95,6 +95,7 @@ def _responses() -> dict[int | str, dict[str, Any]]:
     return responses
 
 
+@router.post(CHAT + "/", include_in_schema=False)
 @router.post(
     CHAT,
     summary="Chat completion",
@@ -106,6 +107,7 @@ async def chat_completions(request: Request) -> Response:
     return Served(request.app.state.gateway, CHAT)
 
 
+@router.post(COMPLETIONS + "/", include_in_schema=False)
 @router.post(
     COMPLETIONS,
     summary="Text completion",

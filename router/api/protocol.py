@@ -1,74 +1,56 @@
-"""The hot front: uvicorn's own httptools protocol, with the hot endpoints served inside it.
+"""The front door: one client's connection, a Protocol of our own behind uvicorn's listener.
 
-A hot request is parsed by uvicorn's parser and answered on uvicorn's transport, without an ASGI
-scope, message or task; everything else goes to the ASGI application behind. Pipelining, keep-alive
-and graceful shutdown are uvicorn's: a HotCycle stands where uvicorn has its RequestResponseCycle.
-What uvicorn lacks is added for all requests: a limit on the head, a deadline for reading a request,
-errors as OpenAI's objects, Upgrade requests that keep their body, a bound on connections, and an
-end for clients that do not read what they asked for.
+    bytes -> inbound: requests -> here: whose turn it is -> flows or bridge -> outbound -> bytes
+
+Requests to the hot endpoints go to flows, all others through the bridge to the application. They
+are answered in the order in which they came. What is uvicorn's is what it gives to any protocol
+(its parameter `http`) and asks of it: `shutdown`, and its place in the server's state.
+
+Deadlines: a request must be received in time, an answer read, and a connection on which nothing
+happens is closed. One clock is enough for the three, for only one of them runs at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Coroutine
+from typing import Any, cast
 
-import httptools
+from starlette.types import ASGIApp
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from router.api import wire
-from router.api.cycle import HotCycle
-from router.api.endpoints import HOT
+from router.api import bridge, wire
+from router.api.inbound import Inbound, Incoming
+from router.api.outbound import Outbound
+from router.flows.dispatch import refuse, serve
 from router.flows.errors import (
-    JSON,
-    BodyTooLargeError,
     CrowdedError,
-    HeadTooLargeError,
-    MalformedRequestError,
     RequestError,
     RequestTimeoutError,
-    bodies_too_large,
     body_of,
+    headers_of,
     shape_of,
 )
 from router.flows.gateway import Gateway
 from router.upstream.deadlines import NEVER, Deadlines, now
-
-if TYPE_CHECKING:
-    from uvicorn._types import ASGI3Application
 
 LINGER = 5.0
 READ_AHEAD = 64 * 1024
 # Connections beyond the most, which are told so if they ask for something soon, and may ask for
 # health; those beyond these are cut.
 CROWD = 128
-UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-class RouterProtocol(HttpToolsProtocol):
-    """Expects a Gateway as "gateway" and Deadlines as "deadlines" in the lifespan state."""
+class RouterProtocol(asyncio.Protocol):
+    """Expects a Gateway as "gateway" and Deadlines as "deadlines" in the lifespan's state."""
 
-    # uvicorn's attributes fill the compact form of an instance, which has room for thirty.
-    __slots__ = (
-        "_active",
-        "_ahead",
-        "_crowded",
-        "_deadlines",
-        "_deaf",
-        "_default_headers",
-        "_default_lines",
-        "_hot",
-        "_limits",
-        "_overhead",
-        "_receiving",
-        "_timed",
-        "_unread",
-        "_unread_until",
-        "deadline",
-        "gateway",
-    )
+    __slots__ = ("_ahead", "_answering", "_app", "_app_state", "_crowded", "_deadlines",
+                 "_default_headers", "_default_lines", "_held", "_inbound", "_is_asked_to_end",
+                 "_is_closing", "_is_continued", "_is_reading", "_is_refusing", "_is_timed",
+                 "_keep_alive", "_loop", "_server", "_task", "_unread", "_unread_until",
+                 "_write_paused", "deadline", "gateway", "transport")  # fmt: skip
 
     def __init__(
         self,
@@ -77,23 +59,32 @@ class RouterProtocol(HttpToolsProtocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
         self.gateway: Gateway = app_state["gateway"]
         self.deadline = 0.0
         self._deadlines: Deadlines = app_state["deadlines"]
-        self._limits = self.gateway.limits
-        # Whose turn it is to be answered, and which hot request is being received.
-        self._active: HotCycle | RequestResponseCycle | None = None
-        self._hot: HotCycle | None = None
-        self._receiving = False
+        self._loop = _loop or asyncio.get_running_loop()
+        self._app = cast(ASGIApp, config.loaded_app)
+        self._app_state = app_state
+        self._keep_alive = config.timeout_keep_alive
+        self._server = server_state
+        self.transport: asyncio.Transport = cast(asyncio.Transport, None)
+        self._inbound = Inbound(self.gateway)
+        # What is being answered, the task that does it, and how much of its body is held.
+        self._answering: Outbound | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._held = 0
+        # Whether the request whose turn it is was told to go on.
+        self._is_continued = False
         # Whether `deadline` is the one of the request that is being received.
-        self._timed = False
-        # Once deaf, what still comes is thrown away: it follows something that made no sense.
-        self._deaf = False
+        self._is_timed = False
+        self._is_reading = True
+        self._write_paused = False
+        # Nothing more is answered.
+        self._is_closing = False
+        self._is_refusing = False
+        self._is_asked_to_end = False
         self._default_headers: list[tuple[bytes, bytes]] | None = None
         self._default_lines = b""
-        # Bytes since the last piece of body: heads and trailers, which the parser does not limit.
-        self._overhead = 0
         # Bytes of requests that are read while another one is being answered.
         self._ahead = 0
         # Came when there were enough of them.
@@ -105,312 +96,264 @@ class RouterProtocol(HttpToolsProtocol):
 
     # asyncio.Protocol.
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn's
-        super().connection_made(transport)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        connections, limits = self._server.connections, self.gateway.limits
+        connections.add(self)  # type: ignore[arg-type] # a set of uvicorn's own protocols
         self.gateway.metrics.connections.inc()
-        over = len(self.connections) - (self._limits.max_connections or len(self.connections))
+        over = len(connections) - (limits.max_connections or len(connections))
         self._crowded = over > 0
         if over > CROWD:
             self.gateway.metrics.refusals.add(("connections",))
-            self._deaf = True
-            transport.abort()
+            self._abort()
             return
-        self._watch(LINGER if self._crowded else self._limits.client_read_timeout)
+        self._watch(LINGER if self._crowded else limits.client_read_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._server.connections.discard(self)
         self._deadlines.drop(self)
         self.gateway.metrics.connections.dec()
-        for cycle in (self._active, *(queued for queued, _ in self.pipeline)):
-            if isinstance(cycle, HotCycle):
-                cycle.disconnect()
-        self.pipeline.clear()
-        super().connection_lost(exc)
+        self._inbound.close()
+        self._is_closing = True
+        outbound, self._answering = self._answering, None
+        if outbound is not None:
+            outbound.left()
+            self._let_go()
+            if self._task is not None and outbound.endpoint:
+                self._task.cancel()
+
+    def eof_received(self) -> bool:
+        """A client that half closes has left: nobody asks and then stays only to listen."""
+        return False
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        inbound = self._inbound
+        if inbound.is_deaf:
             return
-        self._overhead += len(data)
-        try:
-            self._feed(data)
-        except httptools.HttpParserError as error:
-            self._give_up(_reason(error))
-            return
-        active = self._active
-        if self._receiving:
-            self._watch_receiving()
-        elif active is not None and not active.response_complete:
-            self.deadline = NEVER  # until an answer ends: see on_response_complete
-        if self.pipeline:
-            self._limit_pipeline(len(data))
-        else:
-            self._ahead = 0
-
-    def _watch_receiving(self) -> None:
-        """A request has begun to come, and its end is not here yet."""
-        if self._deaf:
-            return
-        if self._overhead > self._limits.max_header_size:
-            self._give_up(self._head_too_large())
-            return
-        if not self._timed:
-            self._timed = True
-            self._watch(self._limits.client_read_timeout)
-        hot = self._hot
-        if hot is not None and not hot.is_announced:
-            size = int(_value(self.headers, b"content-length") or b"0")
-            if size > self._limits.max_body_size:
-                hot.refuse(self._body_too_large())
-            elif not self.gateway.held.has_room(size - hot.size):
-                hot.refuse(bodies_too_large())
-            hot.announce(_expects_continue(self.headers))
-
-    def _limit_pipeline(self, size: int) -> None:
-        """A client that leaves is noticed only while we read, so some requests are read ahead."""
-        self._ahead += size
-        if self._ahead > READ_AHEAD:
-            self.flow.pause_reading()
+        inbound.feed(data)
+        if self._answering is None:
+            self._answer_next()
+        elif inbound.requests:
+            self._limit_ahead(len(data))
+        if inbound.is_receiving:
+            if not self._is_timed:
+                self._is_timed = True
+                self._watch(self.gateway.limits.client_read_timeout)
+        elif self._answering is not None:
+            self._is_timed = False
+            self.deadline = NEVER  # until its answer ends
 
     def pause_writing(self) -> None:
-        super().pause_writing()
-        active = self._active
-        if active is None or active.response_complete:
+        self._write_paused = True
+        outbound = self._answering
+        if outbound is None:
             self._wait_for_reader()  # uvloop says so only after the answer's end was written
-        elif isinstance(active, HotCycle):
-            active.pause()
         else:
-            self._watch_reader()
+            outbound.pause()
+            if not outbound.endpoint:
+                self._watch_reader()
 
     def resume_writing(self) -> None:
-        super().resume_writing()
-        if isinstance(self._active, HotCycle):
-            self._active.resume()
+        self._write_paused = False
+        if self._answering is not None:
+            self._answering.resume()
         if self._unread:
             self._was_read()
 
-    # httptools.
+    # uvicorn's.
 
-    def on_message_begin(self) -> None:
-        if self._deaf or self.transport.is_closing():
-            raise MalformedRequestError("the connection is closing")
-        self.url = b""
-        self.headers = []
-        self._receiving = True
-        self._timed = False
-        self._hot = None
+    def shutdown(self) -> None:
+        self._is_asked_to_end = True
+        if self._answering is None and not self._inbound.requests:
+            self.transport.close()
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """uvicorn's, without a look at each name."""
-        self.headers.append((name.lower(), value))
+    # Whose turn it is.
 
-    def on_headers_complete(self) -> None:
-        limit = self._limits.max_header_size
-        if self._overhead > limit and _size(self.headers) + len(self.url) > limit:
-            raise self._head_too_large()
-        if self.parser.should_upgrade():
+    def _answer_next(self) -> None:
+        """The oldest request, if it is all here, or will not be served."""
+        inbound = self._inbound
+        if not inbound.requests or self._is_closing:
             return
-        endpoint = HOT.get(self.url)
-        if endpoint is None or self.parser.get_method() != b"POST":
-            self._make_scope()
-            super().on_headers_complete()
-            if self._crowded:
-                self.cycle.keep_alive = False
+        request = inbound.requests[0]
+        if request.refusal is not None:
+            inbound.requests.popleft()
+            self._refuse(request, request.refusal)
+        elif request.is_complete:
+            inbound.requests.popleft()
+            self._is_continued = False
+            if self._crowded and self._is_too_many(request):
+                self._refuse(request, CrowdedError("too many connections", "connections"))
+            else:
+                self._answer(request)
+        elif not self._is_continued and request.expects_continue:
+            self._is_continued = True
+            self.transport.write(CONTINUE)
+
+    def _answer(self, request: Incoming) -> None:
+        self._held = request.size
+        outbound, endpoint = self._outbound(request, request.body), request.endpoint
+        if endpoint is not None:
+            self._run(outbound, serve(outbound, self.gateway))
         else:
-            hot = HotCycle(self, endpoint, self.headers)
-            self._queue(hot)
-            if self._crowded:
-                self._refuse_if_crowded(hot)
+            scope = bridge.scope_of(request, self.transport, self._app_state)
+            task = self._run(outbound, bridge.answer(self._app, scope, outbound))
+            self._server.tasks.add(task)
+            task.add_done_callback(self._server.tasks.discard)
 
-    def on_body(self, body: bytes) -> None:
-        self._overhead = 0
-        hot = self._hot
-        if hot is None:
-            super().on_body(body)
-        elif hot.response_complete:
-            return
-        elif hot.take(body) > self._limits.max_body_size:
-            hot.refuse(self._body_too_large())
-        elif not self.gateway.held.has_room(0):
-            hot.refuse(bodies_too_large())
+    def _refuse(self, request: Incoming, error: RequestError) -> None:
+        """Closes: nobody knows what follows."""
+        self._is_refusing = self._inbound.is_deaf = True
+        self._inbound.let_go(request)
+        request.keep_alive = False
+        outbound = self._outbound(request, b"")
+        if request.endpoint is not None:
+            self._run(outbound, refuse(outbound, self.gateway, error))
+        else:
+            body, status = body_of(error), shape_of(error).status
+            outbound.open(status, headers_of(error), len(body))
+            outbound.write(body, last=True)
 
-    def on_message_complete(self) -> None:
-        if self.parser.should_upgrade():
-            return
-        self._receiving = False
-        self._overhead = 0
-        if self._hot is None:
-            super().on_message_complete()
-        elif not self._hot.response_complete:
-            self._hot.complete_request()
+    def _outbound(self, request: Incoming, body: bytes) -> Outbound:
+        self._answering = outbound = Outbound(
+            self,
+            self._loop,
+            now(),
+            request.endpoint or "",
+            request.headers,
+            body,
+            request.http_1_1,
+            request.keep_alive,
+            self._write_paused,
+        )
+        return outbound
 
-    def on_response_complete(self) -> None:
-        """uvicorn's, with our deadlines in the place of a timer for each answer."""
-        self.server_state.total_requests += 1
-        if self.flow.write_paused:
+    def _run(self, outbound: Outbound, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self._task = task = self._loop.create_task(work)
+        return task
+
+    def _is_too_many(self, request: Incoming) -> bool:
+        """Of connections. Whoever asks for health is answered, and then closed."""
+        if len(self._server.connections) <= self.gateway.limits.max_connections:
+            self._crowded = False
+            return False
+        request.keep_alive = False
+        return request.endpoint is not None
+
+    def _limit_ahead(self, size: int) -> None:
+        """A client that leaves is noticed only while we read, so some requests are read ahead."""
+        self._ahead += size
+        if self._ahead > READ_AHEAD:
+            self._pause_reading()
+
+    # Line: what an answer needs of its connection.
+
+    def send(self, data: bytes) -> None:
+        self.transport.write(data)
+
+    def common(self, outbound: Outbound) -> tuple[bytes, ...]:
+        headers = self._server.default_headers
+        if headers is not self._default_headers:  # uvicorn makes them anew every second
+            self._default_headers = headers
+            self._default_lines = b"".join([b"%s: %s\r\n" % header for header in headers])
+        if self._is_last():
+            outbound.keep_alive = False
+        return (self._default_lines,) if outbound.keep_alive else (self._default_lines, wire.CLOSE)
+
+    def _is_last(self) -> bool:
+        """Who asks again is to find another router; who has asked is answered."""
+        inbound = self._inbound
+        if inbound.requests:
+            return inbound.is_noise
+        return self.gateway.draining or self._is_asked_to_end
+
+    def answered(self, outbound: Outbound) -> None:
+        self._answering = self._task = None
+        self._let_go()
+        self._server.total_requests += 1
+        if not outbound.keep_alive or self._inbound.is_noise:
+            self._close()
+        elif self._write_paused:
             self._wait_for_reader()
-        elif not self.transport.is_closing():
+        else:
             self._go_on()
+
+    def abort(self) -> None:
+        self._abort()
+
+    def _let_go(self) -> None:
+        self.gateway.held.size -= self._held
+        self._held = 0
 
     def _go_on(self) -> None:
         """An answer is out: on to the next request."""
-        self._unread, self._unread_until = 0, NEVER
-        self.flow.resume_reading()
-        if self.pipeline:
-            self._start_asgi_task(*self.pipeline.pop())
-        elif not self._receiving and not self._deaf:
-            self._watch(self.timeout_keep_alive)
-
-    # What a HotCycle needs.
-
-    def default_lines(self) -> bytes:
-        """The headers that uvicorn makes anew every second."""
-        headers = self.server_state.default_headers
-        if headers is not self._default_headers:
-            self._default_headers = headers
-            self._default_lines = b"".join([b"%s: %s\r\n" % header for header in headers])
-        return self._default_lines
-
-    def cycle_ended(self, cycle: HotCycle) -> None:
-        if not cycle.keep_alive:
-            self._close(lingering=not cycle.received)
-        self.on_response_complete()
+        self._unread, self._unread_until, self._ahead = 0, NEVER, 0
+        if not self._is_reading:
+            self._resume_reading()
+        inbound = self._inbound
+        if inbound.requests:
+            self._answer_next()
+        elif not inbound.is_receiving:
+            self._watch(self._keep_alive)
+        if inbound.is_receiving:
+            self._watch(self.gateway.limits.client_read_timeout)
 
     # Expiring: a request must be received in time, and its answer read.
 
     def expire(self) -> None:
-        active = self._active
-        is_relaying = isinstance(active, HotCycle) and not active.response_complete
-        if self.transport.get_write_buffer_size() and not is_relaying:
+        outbound, inbound = self._answering, self._inbound
+        if self.transport.get_write_buffer_size() and (outbound is None or not outbound.endpoint):
             self._look_at_reader()
-        elif self._deaf or self.transport.is_closing():
-            self.transport.abort()
-        elif not self._receiving:
-            if active is None or active.response_complete:
+        elif self._is_closing or self.transport.is_closing():
+            self._abort()
+        elif not inbound.is_receiving:
+            if outbound is None:
                 self.transport.close()
-        elif self.pipeline or self.flow.read_paused:
-            self._watch(self._limits.client_read_timeout)  # it is we who let it wait
+        elif outbound is not None or not self._is_reading:
+            self._watch(self.gateway.limits.client_read_timeout)  # it is we who let it wait
         else:
-            self._give_up(RequestTimeoutError("the request was not received in time"))
+            inbound.refuse(RequestTimeoutError("the request was not received in time"))
+            self._answer_next()
 
     def _wait_for_reader(self) -> None:
         """Nothing more is asked of us before it has read this, or answers would pile up."""
-        if not self._deaf and not self.transport.is_closing():
-            self.flow.pause_reading()
+        if not self._is_closing:
+            self._pause_reading()
         self._watch_reader()
 
     def _watch_reader(self) -> None:
         """A whole answer is written, and the client has not read it yet."""
+        limits = self.gateway.limits
         self._unread = self.transport.get_write_buffer_size()
         if self._unread_until == NEVER:
-            self._unread_until = now() + self._limits.request_timeout
-        self._watch(min(self._limits.stream_idle_timeout, self._unread_until - now()))
+            self._unread_until = now() + limits.request_timeout
+        self._watch(min(limits.stream_idle_timeout, self._unread_until - now()))
 
     def _look_at_reader(self) -> None:
         """It is given up when it has read nothing all the while, or takes too long altogether."""
         before, after = self._unread, self.transport.get_write_buffer_size()
         if 0 < before <= after or now() >= self._unread_until:
-            self.transport.abort()
+            self._abort()
         else:
             self._watch_reader()
 
     def _was_read(self) -> None:
-        if self._deaf or self.transport.is_closing():
+        if self._is_closing or self.transport.is_closing():
             return
-        active = self._active
-        if active is None or active.response_complete:
+        if self._answering is None:
             self._go_on()
         else:
             self._unread, self._unread_until = 0, NEVER
             self.deadline = NEVER
-        if self._receiving:
-            self._watch(self._limits.client_read_timeout)
 
-    def _refuse_if_crowded(self, hot: HotCycle) -> None:
-        if len(self.connections) > self._limits.max_connections:
-            hot.refuse(CrowdedError("too many connections", "connections"))
-        else:
-            self._crowded = False
+    # The connection.
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        active: HotCycle | RequestResponseCycle = cycle
-        self._active = active
-        if isinstance(active, HotCycle):
-            active.begin()
-        else:
-            super()._start_asgi_task(cycle, app)
-
-    def _make_scope(self) -> None:
-        """What uvicorn makes when a request begins, and hot requests do without."""
-        url, headers = self.url, self.headers
-        super().on_message_begin()
-        self.url, self.headers = url, headers
-        self.expect_100_continue = _expects_continue(headers)
-        self.scope["headers"] = headers
-
-    def _queue(self, hot: HotCycle) -> None:
-        latest = self.cycle
-        cycle: RequestResponseCycle = hot  # type: ignore[assignment]
-        self._hot, self.cycle = hot, cycle
-        if latest is None or latest.response_complete:
-            self._start_asgi_task(cycle, self.app)
-        else:
-            self.pipeline.appendleft((cycle, self.app))
-
-    def _feed(self, data: bytes) -> None:
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._feed_without_upgrade(data[upgrade.args[0] :])
-
-    def _feed_without_upgrade(self, rest: bytes) -> None:
-        """Serves a request to upgrade as the plain request that it also is (RFC 9110, 7.8).
-
-        The parser takes everything behind its head for the other protocol and drops the body, so
-        the head is parsed again, without what asks for the upgrade.
-        """
-        method = self.parser.get_method()
-        if method == b"CONNECT":
-            raise httptools.HttpParserError("CONNECT is not for a router")
-        kept = [header for header in self.headers if header[0] not in UPGRADE_HEADERS]
-        version = self.parser.get_http_version().encode("ascii")
-        lines = b"".join([b"%s: %s\r\n" % header for header in kept])
-        head = b"%s %s HTTP/%s\r\n%s\r\n" % (method, self.url, version, lines)
-        self.parser = httptools.HttpRequestParser(self)
-        self._feed(head + rest)
-
-    def _give_up(self, error: RequestError) -> None:
-        """What follows cannot be understood: answers what still can be answered, then closes."""
-        if self._deaf:
-            return
-        self._deaf = True
-        active = self._active
-        if active is None or active.response_complete:
-            self._answer_bare(error)
-        elif isinstance(active, HotCycle) and not active.received:
-            active.refuse(error)
-        elif isinstance(active, RequestResponseCycle) and active.more_body:
-            self.transport.close()
-        else:
-            self._last_complete(active).keep_alive = False
-
-    def _last_complete(self, active: HotCycle | RequestResponseCycle) -> RequestResponseCycle:
-        if self._receiving and self.pipeline and self.pipeline[0][0] is self.cycle:
-            cut = cast(HotCycle | RequestResponseCycle, self.pipeline.popleft()[0])
-            if isinstance(cut, HotCycle):
-                cut.disconnect()
-        last = self.pipeline[0][0] if self.pipeline else active
-        return cast(RequestResponseCycle, last)
-
-    def _answer_bare(self, error: RequestError) -> None:
-        body = body_of(error)
-        extra = (wire.length(len(body)), wire.CLOSE)
-        self.transport.write(wire.head(shape_of(error).status, JSON, *extra) + body)
-        self._close(lingering=True)
-
-    def _close(self, lingering: bool) -> None:
-        """A connection closed under a client that still sends is reset, and our answer lost."""
-        self._deaf = True
-        if lingering and self.transport.can_write_eof():
-            self.flow.resume_reading()
+    def _close(self) -> None:
+        """A connection closed under a client that still sends is reset, and our answer lost: so it
+        is half closed until the client has seen that, if it may still be sending."""
+        may_send = self._is_refusing or self._inbound.is_receiving
+        self._is_closing = self._inbound.is_deaf = True
+        if may_send and self.transport.can_write_eof():
+            self._resume_reading()
             self.transport.write_eof()
             self._watch(LINGER)
         else:
@@ -418,31 +361,20 @@ class RouterProtocol(HttpToolsProtocol):
             if self.transport.get_write_buffer_size():
                 self._watch_reader()
 
+    def _abort(self) -> None:
+        self._is_closing = self._inbound.is_deaf = True
+        self.transport.abort()
+
+    def _pause_reading(self) -> None:
+        if self._is_reading:
+            self._is_reading = False
+            self.transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        if not self._is_reading:
+            self._is_reading = True
+            self.transport.resume_reading()
+
     def _watch(self, seconds: float) -> None:
         self.deadline = now() + seconds
         self._deadlines.watch(self)
-
-    def _head_too_large(self) -> HeadTooLargeError:
-        return HeadTooLargeError(f"the head is larger than {self._limits.max_header_size:d} bytes")
-
-    def _body_too_large(self) -> BodyTooLargeError:
-        return BodyTooLargeError(f"the body is larger than {self._limits.max_body_size:d} bytes")
-
-
-def _reason(error: httptools.HttpParserError) -> RequestError:
-    inner = error.__context__
-    if isinstance(inner, RequestError):
-        return inner
-    return MalformedRequestError(f"not a valid HTTP/1.1 request: {error}")
-
-
-def _size(headers: list[tuple[bytes, bytes]]) -> int:
-    return sum(len(name) + len(value) + 4 for name, value in headers)
-
-
-def _value(headers: list[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
-    return next((value for name, value in headers if name == wanted), None)
-
-
-def _expects_continue(headers: list[tuple[bytes, bytes]]) -> bool:
-    return (_value(headers, b"expect") or b"").lower() == b"100-continue"

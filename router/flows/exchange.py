@@ -1,6 +1,6 @@
 """What a flow knows of its client: one request, and the means to answer it.
 
-Implemented by every front (uvicorn's protocol, ASGI). A flow runs in a task of its own, which the
+Implemented by every front (router.api.outbound, ASGI). A flow runs in a task of its own, which the
 front cancels when the client has left.
 """
 

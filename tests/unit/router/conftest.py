@@ -65,3 +65,11 @@ async def start_router(front: str, p: MockEngine, d: MockEngine) -> AsyncIterato
 @pytest.fixture
 async def router(start_router: StartRouter) -> Router:
     return await start_router()
+
+
+@pytest.fixture
+async def hot(p: MockEngine, d: MockEngine) -> AsyncIterator[Router]:
+    """For what is decided before a request is one: behind ASGI that is the server's business."""
+    async with running_router(settings_for(p=[p], d=[d]), "protocol") as router:
+        await eventually(lambda: not router.gateway.fleet.missing())
+        yield router

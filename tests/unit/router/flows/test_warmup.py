@@ -14,7 +14,6 @@ from router.fleet.spec import EngineSpec, Role
 from router.flows import warmup
 from router.flows.warmup import Warmer
 from router.settings import Address
-from router.upstream.deadlines import now
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.flows.test_groups import regroup
 from tests.unit.router.flows.test_push import IDENTITY

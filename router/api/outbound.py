@@ -1,0 +1,163 @@
+"""An answer on its way to a client: the Exchange of a flow, and what the bridge writes to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from router.api import wire
+from router.flows.exchange import Header, Relayed
+
+
+class Line(Protocol):
+    """The connection that the answer leaves by."""
+
+    def send(self, data: bytes) -> None: ...
+    def common(self, outbound: Outbound) -> tuple[bytes, ...]:
+        """Header lines that all answers have; says Connection: close where it is the last."""
+
+    def answered(self, outbound: Outbound) -> None:
+        """All of it is written."""
+
+    def abort(self) -> None: ...
+
+
+class Outbound:
+    """`is_paused`: the client does not keep up, so writing is better put off. Once `is_over`,
+    nothing is written any more: all is, or the client has left."""
+
+    __slots__ = ("_answer", "_chunked", "_head", "_http_1_1", "_line", "_waiters", "arrived",
+                 "body", "endpoint", "headers", "is_over", "is_paused", "keep_alive", "loop",
+                 "started")  # fmt: skip
+
+    def __init__(
+        self,
+        line: Line,
+        loop: asyncio.AbstractEventLoop,
+        arrived: float,
+        endpoint: str,
+        headers: Sequence[Header],
+        body: bytes,
+        http_1_1: bool = True,
+        keep_alive: bool = True,
+        is_paused: bool = False,
+    ) -> None:
+        self.loop = loop
+        self.endpoint = endpoint
+        self.headers = headers
+        self.body = body
+        self.arrived = arrived
+        self.started = False
+        self.keep_alive = keep_alive
+        self.is_paused = is_paused
+        self.is_over = False
+        self._line = line
+        self._http_1_1 = http_1_1
+        self._chunked = False
+        self._head = b""
+        self._answer: Relayed | None = None
+        self._waiters: list[asyncio.Future[None]] | None = None
+
+    # Exchange: the flow's side.
+
+    async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        if self.is_over:
+            return
+        self.started = True
+        line = self._line
+        head = wire.head(status, headers, wire.length(len(body)), *line.common(self))
+        line.send(head + body)
+        self._end()
+
+    async def relay(
+        self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
+    ) -> None:
+        self.open(status, headers, None if answer.is_event_stream else answer.length)
+        self._answer = answer
+        if self.is_paused:
+            answer.pause()
+        try:
+            await answer.relay(self, idle, latest)
+        finally:
+            self._answer = None
+
+    async def finish(self, tail: bytes) -> None:
+        self.write(tail, last=True)
+
+    def abort(self) -> None:
+        self.is_over = True
+        self._line.abort()
+
+    def write(self, block: bytes, last: bool) -> None:
+        """Sink: all that arrived together leaves in one write, the first one behind the head."""
+        if self.is_over:
+            return
+        pieces = wire.chunk(block, last) if self._chunked else [block]
+        if self._head:
+            pieces.insert(0, self._head)
+            self._head = b""
+            self.started = True
+        self._line.send(b"".join(pieces))
+        if last:
+            self._end()
+
+    def open(self, status: int, headers: Iterable[Header], length: int | None) -> None:
+        """The head, which leaves with the first piece of body. Without a `length` the body ends
+        with its last chunk, or with the connection."""
+        if length is not None:
+            framing = wire.length(length)
+        else:
+            self._chunked = self._http_1_1
+            framing = wire.CHUNKED if self._chunked else b""
+        self._head = wire.head(status, headers, framing, *self._line.common(self))
+
+    def open_bare(self, status: int, headers: Iterable[Header]) -> None:
+        """A head that is all there is: whatever it says of a body, none follows."""
+        self._head = wire.head(status, headers, *self._line.common(self))
+
+    # The connection's side.
+
+    def pause(self) -> None:
+        self.is_paused = True
+        if self._answer is not None:
+            self._answer.pause()
+
+    def resume(self) -> None:
+        self.is_paused = False
+        if self._answer is not None:
+            self._answer.resume()
+        self._wake()
+
+    def left(self) -> None:
+        """The client has gone."""
+        self.is_over = True
+        self._wake()
+
+    # The bridge's side.
+
+    async def drained(self) -> None:
+        """Until the client keeps up, or all is over."""
+        while self.is_paused and not self.is_over:
+            await self._news()
+
+    async def over(self) -> None:
+        while not self.is_over:
+            await self._news()
+
+    def _news(self) -> asyncio.Future[None]:
+        waiter: asyncio.Future[None] = self.loop.create_future()
+        self._waiters = [*(self._waiters or ()), waiter]
+        return waiter
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, None
+        for waiter in waiters or ():
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _end(self) -> None:
+        self.is_over = True
+        if self._waiters is not None:
+            self._wake()
+        self._line.answered(self)

@@ -1,0 +1,213 @@
+"""The front door on real sockets: spellings, order, what goes past flows to the application."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from fastapi.responses import Response, StreamingResponse
+
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router, eventually, post
+from tests.unit.router.mock_engine import MockEngine, Peer, Received, usual_prefill
+
+BODY = b'{"prompt":"a"}'
+SPELLINGS = [
+    "/v1/completions?api-version=1",
+    "/v1/completions/",
+    "http://router/v1/completions",
+]
+
+
+def status_of(head: bytes) -> int:
+    return int(head.split(b" ", 2)[1])
+
+
+@pytest.mark.parametrize("path", SPELLINGS)
+async def test_every_spelling_is_served(router: Router, d: MockEngine, path: str) -> None:
+    async with router.socket() as client:
+        await client.send(post(BODY, path))
+        head, _ = await client.answer()
+        assert status_of(head) == 200
+    assert d.last.path == "/v1/completions"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", *SPELLINGS])
+async def test_what_follows_a_refused_body_is_never_answered(hot: Router, path: str) -> None:
+    """However it is spelt: nobody knows where the next request would begin."""
+    sent = post(BODY, path)[: -len(BODY)].replace(
+        b"content-length: 14", b"content-length: 99999999"
+    )
+    async with hot.socket() as client:
+        await client.send(sent + b"x" * 100)
+        head, _ = await client.answer()
+        assert status_of(head) == 413
+        assert b"connection: close" in head
+        await client.send(post(BODY))
+        assert await client.until_closed() == b""
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", *SPELLINGS, "/v1/models"])
+async def test_a_late_request_is_answered_once(start_router: StartRouter, path: str) -> None:
+    router = await start_router(client_read_timeout=0.2)
+    if router.front != "protocol":
+        return
+    async with router.socket() as client:
+        await client.send(post(BODY, path)[:-3])
+        head, _ = await client.answer()
+        assert status_of(head) == 408
+        assert await client.until_closed() == b""
+
+
+async def test_answers_come_in_the_order_of_the_requests(hot: Router, p: MockEngine) -> None:
+    may_answer = asyncio.Event()
+
+    async def waits(request: Received, peer: Peer) -> None:
+        await may_answer.wait()
+        await usual_prefill(request, peer)
+
+    p.scripts = [waits]
+    async with hot.socket() as client:
+        get = b"GET /version HTTP/1.1\r\nhost: a\r\n\r\n"
+        await client.send(get + post(BODY) + get + post(BODY, "/v1/nothing") + get)
+        assert b'"version"' in (await client.answer())[1]
+        await eventually(lambda: p.requests)
+        may_answer.set()
+        bodies = [(await client.answer())[1] for _ in range(4)]
+        assert b"choices" in bodies[0]
+        assert b'"version"' in bodies[1]
+        assert b"Not Found" in bodies[2]
+        assert b'"version"' in bodies[3]
+
+
+async def test_two_hosts_are_refused(hot: Router, d: MockEngine) -> None:
+    async with hot.socket() as client:
+        await client.send(post(BODY, headers=b"Host: other\r\n"))
+        head, body = await client.answer()
+        assert status_of(head) == 400
+        assert b"Host" in body
+    assert not d.requests
+
+
+async def test_head_is_answered_without_a_body(router: Router) -> None:
+    async with router.socket() as client:
+        await client.send(
+            b"HEAD /health HTTP/1.1\r\nhost: a\r\n\r\nGET /version HTTP/1.1\r\nhost: a\r\n\r\n"
+        )
+        head = await client.head()
+        assert status_of(head) == 200
+        assert b"content-length: 15" in head.lower()
+        assert b'"version"' in (await client.answer())[1]
+
+
+# What the application does is told as it is.
+
+
+def serve(router: Router, path: str, answer: object) -> None:
+    router.app.add_api_route(path, answer, methods=["GET", "POST"], include_in_schema=False)  # type: ignore[arg-type]
+
+
+async def ask(router: Router, path: str) -> tuple[bytes, bytes]:
+    async with router.socket() as client:
+        await client.send(b"GET %s HTTP/1.1\r\nhost: a\r\n\r\n" % path.encode())
+        return await client.answer()
+
+
+async def test_a_fault_of_the_application_is_a_500(hot: Router) -> None:
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    serve(hot, "/fails", fails)
+    head, body = await ask(hot, "/fails")
+    assert status_of(head) == 500
+    assert b"InternalServerError" in body
+    assert (await hot.complete()).status_code == 200
+
+
+async def test_an_answer_that_breaks_off_ends_its_connection(hot: Router) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"some"
+        raise ZeroDivisionError
+
+    def breaks() -> Response:
+        return StreamingResponse(pieces())
+
+    serve(hot, "/breaks", breaks)
+    async with hot.socket() as client:
+        await client.send(b"GET /breaks HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert not (await client.until_closed()).endswith(b"0\r\n\r\n")
+
+
+async def test_an_answer_shorter_than_it_says_ends_its_connection(hot: Router) -> None:
+    def lies() -> Response:
+        return Response(b"short", headers={"content-length": "50"})
+
+    serve(hot, "/lies", lies)
+    async with hot.socket() as client:
+        await client.send(b"GET /lies HTTP/1.1\r\nhost: a\r\n\r\n" * 2)
+        assert (await client.until_closed()).count(b"HTTP/1.1") <= 1
+
+
+async def test_a_stream_waits_for_its_reader_and_hears_it_leave(hot: Router) -> None:
+    sent, has_ended = 0, asyncio.Event()
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        try:
+            while True:
+                sent += 1
+                yield b"x" * 100_000
+                await asyncio.sleep(0)
+        finally:
+            has_ended.set()
+
+    def streams() -> Response:
+        return StreamingResponse(endless())
+
+    serve(hot, "/streams", streams)
+    async with hot.socket() as client:
+        await client.send(b"GET /streams HTTP/1.1\r\nhost: a\r\n\r\n")
+        await eventually(lambda: sent > 3)
+        looks = 0
+        before = -1
+        while looks < 1000 and before != sent:
+            before = sent
+            looks += 1
+            await asyncio.sleep(0.05)
+        assert before == sent, "it writes on, whether anybody reads or not"
+    async with asyncio.timeout(5):
+        await has_ended.wait()
+
+
+async def test_a_large_answer_that_nobody_reads_is_given_up(start_router: StartRouter) -> None:
+    router = await start_router(stream_idle_timeout=0.2)
+    if router.front != "protocol":
+        return
+
+    def large() -> Response:
+        return Response(b"x" * 12_000_000)
+
+    serve(router, "/large", large)
+    async with router.socket() as client:
+        await client.send(b"GET /large HTTP/1.1\r\nhost: a\r\n\r\n")
+        await eventually(lambda: router.metric("client_connections") == 1)
+        await eventually(lambda: router.metric("client_connections") == 0)
+
+
+async def test_a_body_for_the_application_counts_as_held_until_it_has_answered(
+    hot: Router,
+) -> None:
+    goes_on = asyncio.Event()
+
+    async def waits() -> Response:
+        await goes_on.wait()
+        return Response(b"done")
+
+    serve(hot, "/waits", waits)
+    async with hot.socket() as client:
+        await client.send(post(b"x" * 1000, "/waits"))
+        await eventually(lambda: hot.gateway.held.size == 1000)
+        goes_on.set()
+        assert (await client.answer())[1] == b"done"
+        assert hot.gateway.held.size == 0
