@@ -12,6 +12,7 @@ from collections import deque
 from typing import Protocol
 
 import httptools
+from msgspec import Struct
 
 from router.api.endpoints import HOT, hot_endpoint
 from router.flows.admission import Held
@@ -35,34 +36,22 @@ class Bounds(Protocol):
     held: Held
 
 
-class Incoming:
+class Incoming(Struct, eq=False):
     """One request. `endpoint` is one that flows serve, None where that is for the application;
     `size` counts the bytes of its body, as far as they are held."""
 
-    __slots__ = ("endpoint", "headers", "http_1_1", "is_complete", "is_weighed", "keep_alive",
-                 "method", "pieces", "refusal", "size", "target")  # fmt: skip
-
-    def __init__(
-        self,
-        endpoint: str | None,
-        method: bytes,
-        target: bytes,
-        headers: list[Header],
-        http_1_1: bool,
-        keep_alive: bool,
-    ) -> None:
-        self.endpoint = endpoint
-        self.method = method
-        self.target = target
-        self.headers = headers
-        self.http_1_1 = http_1_1
-        self.keep_alive = keep_alive
-        self.pieces: list[bytes] = []
-        self.size = 0
-        self.is_complete = False
-        self.is_weighed = False
-        """Whether its announced size was looked at, as is done for what does not come at once."""
-        self.refusal: RequestError | None = None
+    endpoint: str | None
+    method: bytes
+    target: bytes
+    headers: list[Header]
+    http_1_1: bool
+    keep_alive: bool
+    pieces: list[bytes] = []
+    size: int = 0
+    is_complete: bool = False
+    is_weighed: bool = False
+    """Whether its announced size was looked at, as is done for what does not come at once."""
+    refusal: RequestError | None = None
 
     @property
     def body(self) -> bytes:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from msgspec import Struct
+
 from router.api import wire
 from router.flows.exchange import Header, Relayed
 
@@ -23,41 +25,25 @@ class Line(Protocol):
     def abort(self) -> None: ...
 
 
-class Outbound:
+class Outbound(Struct, eq=False):
     """`is_paused`: the client does not keep up, so writing is better put off. Once `is_over`,
     nothing is written any more: all is, or the client has left."""
 
-    __slots__ = ("_answer", "_chunked", "_head", "_http_1_1", "_line", "_waiters", "arrived",
-                 "body", "endpoint", "headers", "is_over", "is_paused", "keep_alive", "loop",
-                 "started")  # fmt: skip
-
-    def __init__(
-        self,
-        line: Line,
-        loop: asyncio.AbstractEventLoop,
-        arrived: float,
-        endpoint: str,
-        headers: Sequence[Header],
-        body: bytes,
-        http_1_1: bool = True,
-        keep_alive: bool = True,
-        is_paused: bool = False,
-    ) -> None:
-        self.loop = loop
-        self.endpoint = endpoint
-        self.headers = headers
-        self.body = body
-        self.arrived = arrived
-        self.started = False
-        self.keep_alive = keep_alive
-        self.is_paused = is_paused
-        self.is_over = False
-        self._line = line
-        self._http_1_1 = http_1_1
-        self._chunked = False
-        self._head = b""
-        self._answer: Relayed | None = None
-        self._waiters: list[asyncio.Future[None]] | None = None
+    loop: asyncio.AbstractEventLoop
+    line: Line
+    arrived: float
+    endpoint: str
+    headers: Sequence[Header]
+    body: bytes
+    http_1_1: bool = True
+    keep_alive: bool = True
+    is_paused: bool = False
+    is_over: bool = False
+    started: bool = False
+    chunked: bool = False
+    head: bytes = b""
+    answer: Relayed | None = None
+    waiters: list[asyncio.Future[None]] | None = None
 
     # Exchange: the flow's side.
 
@@ -65,7 +51,7 @@ class Outbound:
         if self.is_over:
             return
         self.started = True
-        line = self._line
+        line = self.line
         head = wire.head(status, headers, wire.length(len(body)), *line.common(self))
         line.send(head + body)
         self._end()
@@ -74,31 +60,31 @@ class Outbound:
         self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
     ) -> None:
         self.open(status, headers, None if answer.is_event_stream else answer.length)
-        self._answer = answer
+        self.answer = answer
         if self.is_paused:
             answer.pause()
         try:
             await answer.relay(self, idle, latest)
         finally:
-            self._answer = None
+            self.answer = None
 
     async def finish(self, tail: bytes) -> None:
         self.write(tail, last=True)
 
     def abort(self) -> None:
         self.is_over = True
-        self._line.abort()
+        self.line.abort()
 
     def write(self, block: bytes, last: bool) -> None:
         """Sink: all that arrived together leaves in one write, the first one behind the head."""
         if self.is_over:
             return
-        pieces = wire.chunk(block, last) if self._chunked else [block]
-        if self._head:
-            pieces.insert(0, self._head)
-            self._head = b""
+        pieces = wire.chunk(block, last) if self.chunked else [block]
+        if self.head:
+            pieces.insert(0, self.head)
+            self.head = b""
             self.started = True
-        self._line.send(b"".join(pieces))
+        self.line.send(b"".join(pieces))
         if last:
             self._end()
 
@@ -108,25 +94,25 @@ class Outbound:
         if length is not None:
             framing = wire.length(length)
         else:
-            self._chunked = self._http_1_1
-            framing = wire.CHUNKED if self._chunked else b""
-        self._head = wire.head(status, headers, framing, *self._line.common(self))
+            self.chunked = self.http_1_1
+            framing = wire.CHUNKED if self.chunked else b""
+        self.head = wire.head(status, headers, framing, *self.line.common(self))
 
     def open_bare(self, status: int, headers: Iterable[Header]) -> None:
         """A head that is all there is: whatever it says of a body, none follows."""
-        self._head = wire.head(status, headers, *self._line.common(self))
+        self.head = wire.head(status, headers, *self.line.common(self))
 
     # The connection's side.
 
     def pause(self) -> None:
         self.is_paused = True
-        if self._answer is not None:
-            self._answer.pause()
+        if self.answer is not None:
+            self.answer.pause()
 
     def resume(self) -> None:
         self.is_paused = False
-        if self._answer is not None:
-            self._answer.resume()
+        if self.answer is not None:
+            self.answer.resume()
         self._wake()
 
     def left(self) -> None:
@@ -147,17 +133,17 @@ class Outbound:
 
     def _news(self) -> asyncio.Future[None]:
         waiter: asyncio.Future[None] = self.loop.create_future()
-        self._waiters = [*(self._waiters or ()), waiter]
+        self.waiters = [*(self.waiters or ()), waiter]
         return waiter
 
     def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, None
+        waiters, self.waiters = self.waiters, None
         for waiter in waiters or ():
             if not waiter.done():
                 waiter.set_result(None)
 
     def _end(self) -> None:
         self.is_over = True
-        if self._waiters is not None:
+        if self.waiters is not None:
             self._wake()
-        self._line.answered(self)
+        self.line.answered(self)

@@ -215,8 +215,8 @@ class RouterProtocol(asyncio.Protocol):
 
     def _outbound(self, request: Incoming, body: bytes) -> Outbound:
         self._answering = outbound = Outbound(
-            self,
             self._loop,
+            self,
             now(),
             request.endpoint or "",
             request.headers,

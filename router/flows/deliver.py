@@ -46,8 +46,8 @@ async def deliver(request: Request, gateway: Gateway, answer: Answer) -> None:
     note_first_byte(request, answer)
     passed = headers.to_client(answer.headers, request.record.request_id)
     limits, exchange = gateway.limits, request.exchange
-    if answer.is_whole and not answer.is_event_stream:
-        raw = await answer.read(limits.max_answer_size)
+    raw = None if answer.is_event_stream else answer.whole(limits.max_answer_size)
+    if raw is not None:
         request.record.usage = usage_in(raw)
         await exchange.respond(answer.status, passed, raw)
     else:

@@ -100,10 +100,13 @@ class Legs:
             if answer is None:
                 answer = await engine.pool.send(message, latest, fresh=True)
             await answer.ready()
-            answer.check()
+            if answer.error is not None:
+                raise answer.error
             if answer.status != 200:
                 await self._refuse(engine, answer)
-            raw = await answer.read(limits.max_answer_size)
+            raw = answer.whole(limits.max_answer_size)
+            if raw is None:
+                raw = await answer.read(limits.max_answer_size)
             prefilled = Prefilled(raw)
             if prefilled.params is None and is_cut_off(raw):
                 raise EngineUnavailableError(STOPPED % engine.role)
@@ -170,7 +173,8 @@ class Legs:
             if answer is None:
                 answer = await engine.pool.send(message, latest, fresh=True)
             await answer.ready()
-            answer.check()
+            if answer.error is not None:
+                raise answer.error
             if answer.status != 200:
                 await self._refuse(engine, answer)
             if tells_nothing_yet(answer):

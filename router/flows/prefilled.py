@@ -19,13 +19,10 @@ ABSENT = msgspec.Raw(b"null")
 PROOF = b'"prefix_proof"'
 
 
-class Params:
+class Params(msgspec.Struct, frozen=True):
     """kv_transfer_params: `raw` is a JSON object, and not an empty one."""
 
-    __slots__ = ("raw",)
-
-    def __init__(self, raw: bytes) -> None:
-        self.raw = raw
+    raw: bytes
 
     @property
     def content(self) -> Body:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import count
 from random import getrandbits
 from typing import TYPE_CHECKING, Any
 
 import orjson
+from msgspec import Struct, field
 
 from router.conversations.conversations import Conversations, Turn
 from router.flows.errors import BadRequestError
@@ -45,8 +45,10 @@ CLIENT_PARAMS = "client_params"
 _process, _legs = f"{getrandbits(40):010x}", count()
 
 
-@dataclass(slots=True)
-class Request:
+_next_number = count().__next__
+
+
+class Request(Struct, eq=False):
     """`latest` is the loop time when everything must be over; `shared_headers` go to both legs.
 
     `body` is what engines may see of the client's, never changed. `alone` says why two engines
@@ -58,7 +60,7 @@ class Request:
     record: Record
     shared_headers: bytes
     latest: float
-    body: Body = field(default_factory=dict)
+    body: Body = {}
     alone: str = ""
     turn: Turn | None = None
     threshold: float = 0.0
@@ -66,7 +68,7 @@ class Request:
     event_stream: bool = False
     tokens: int = 0
     """Of the prompt, as roughly as its bytes tell: a measure of load."""
-    number: int = field(default_factory=count().__next__)
+    number: int = field(default_factory=_next_number)
     seat: Seat | None = None
     """Its place at engines, where these have limits."""
 

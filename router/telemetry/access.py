@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import orjson
+from msgspec import Struct
 
 from router.telemetry.logs import LINES
 from router.telemetry.record import Record, Tokens
@@ -44,14 +45,11 @@ def write_lines(ended: Sequence[Record]) -> None:
         logger.info("%d requests ended", len(ended), extra={LINES: lines})
 
 
-class AccessLine:
+class AccessLine(Struct, frozen=True):
     """What is known of a request that has ended; times in milliseconds since its arrival."""
 
-    __slots__ = ("_record", "at")
-
-    def __init__(self, record: Record, at: float) -> None:
-        self.at = at
-        self._record = record
+    _record: Record
+    at: float
 
     def text(self) -> str:
         return _usual(self._record, TEXT) or _any(self.content())

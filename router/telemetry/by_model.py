@@ -125,13 +125,26 @@ class ByModel:
                 tally.add(labels, many)
 
     def _time(self, labels: tuple[str, str], records: Sequence[Record]) -> None:
-        begun = [record for record in records if record.first_byte is not None]
-        answered = [record for record in begun if record.outcome == "ok"]
+        begun: list[float] = []
+        whole: list[float] = []
+        between: list[float] = []
+        queued: list[float] = []
+        for record in records:
+            began, ended = record.first_byte, record.ended
+            if record.seated is not None and record.queued is not None:
+                queued.append(record.seated - record.queued)
+            if began is None:
+                continue
+            begun.append(began - record.started)
+            if record.outcome == "ok" and ended is not None:
+                whole.append(ended - record.started)
+                if record.streamed:
+                    between += _between(record, ended - began)
         for histogram, seconds in (
-            (self._first_byte, [_time(r.started, r.first_byte) for r in begun]),
-            (self._whole, [_time(r.started, r.ended) for r in answered]),
-            (self._between, list(filter(None, map(_between, answered)))),
-            (self._queue, [_time(r.queued, r.seated) for r in records if r.seated is not None]),
+            (self._first_byte, begun),
+            (self._whole, whole),
+            (self._between, between),
+            (self._queue, queued),
         ):
             if seconds:
                 histogram.of(labels).unsorted.extend(seconds)
@@ -161,13 +174,7 @@ def _by_pair(ended: Sequence[Record]) -> Mapping[tuple[str, str], Sequence[Recor
     return found
 
 
-def _time(began: float | None, ended: float | None) -> float:
-    return 0.0 if began is None or ended is None else ended - began
-
-
-def _between(record: Record) -> float | None:
-    """The mean time between two tokens of a stream; None where it is not known."""
-    tokens = tokens_of(record).completion if record.streamed else None
-    if tokens is None or tokens < 2:
-        return None
-    return _time(record.first_byte, record.ended) / (tokens - 1)
+def _between(record: Record, seconds: float) -> tuple[float, ...]:
+    """The mean time between two tokens of a stream; nothing where it is not known."""
+    tokens = tokens_of(record).completion
+    return () if tokens is None or tokens < 2 else (seconds / (tokens - 1),)

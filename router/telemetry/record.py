@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from router.telemetry.trace import Trace
@@ -17,9 +18,9 @@ class Tokens(NamedTuple):
     cached: int | None
 
 
-@dataclass(slots=True)
-class Record:
-    """Filled in by the flow as it goes. Times are seconds of the monotonic clock.
+class Record(Struct, eq=False):
+    """Filled in by the flow as it goes. A Struct, for one of so many fields is made at a tenth of
+    a dataclass's price. Times are seconds of the monotonic clock.
 
     `stage` is where the request is: "receive", "queue", "prefill", "decode", "stream" or "done".
     `conversation` is what became of the last turn's KV, empty outside conversations.

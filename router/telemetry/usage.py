@@ -6,7 +6,7 @@ text of a model can be taken for: quotes inside of JSON strings are escaped.
 
 from __future__ import annotations
 
-import re
+import msgspec
 
 from router.telemetry.record import Record, Tokens
 
@@ -14,8 +14,22 @@ NAME = b'"usage":'
 # How far from an answer's end it is looked for, and how long it may be.
 NEAR = 8192
 LONGEST = 512
-COUNT = re.compile(rb"\s*(\d{1,15})\b")
-PROMPT, COMPLETION, CACHED = (b'"%b_tokens":' % n for n in (b"prompt", b"completion", b"cached"))
+MOST = 10**15
+UNKNOWN = Tokens(None, None, None)
+
+
+class _Details(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+_decode = msgspec.json.Decoder(_Usage).decode
 
 
 def usage_in(answer: bytes) -> bytes:
@@ -26,21 +40,30 @@ def usage_in(answer: bytes) -> bytes:
 
 def tokens_of(record: Record) -> Tokens:
     """By what the decoder says, else the prefiller. Of a record that has ended: it is read once."""
-    if record.tokens is None:
-        told = record.usage
-        asked = told if told.find(PROMPT) >= 0 else record.prefill_usage
-        record.tokens = Tokens(
-            _count(asked, PROMPT), _count(told, COMPLETION), _count(asked, CACHED)
-        )
-    return record.tokens
+    tokens = record.tokens
+    if tokens is None:
+        tokens = tokens_in(record.usage) if record.usage else UNKNOWN
+        if tokens.prompt is None and record.prefill_usage:
+            asked = tokens_in(record.prefill_usage)
+            tokens = Tokens(asked.prompt, tokens.completion, asked.cached)
+        record.tokens = tokens
+    return tokens
 
 
 def tokens_in(usage: bytes) -> Tokens:
-    """Of one usage, as it was told."""
-    return Tokens(_count(usage, PROMPT), _count(usage, COMPLETION), _count(usage, CACHED))
+    """Of one usage, as it was told: what is no number of tokens is not known."""
+    start = usage.find(b"{")
+    end = usage.find(b"}", start) + 1
+    while end and usage.count(b"{", start, end) != usage.count(b"}", start, end):
+        end = usage.find(b"}", end) + 1
+    try:
+        told = _decode(usage[start:end])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return UNKNOWN
+    details = told.prompt_tokens_details
+    cached = told.cached_tokens if details is None else details.cached_tokens
+    return Tokens(_sane(told.prompt_tokens), _sane(told.completion_tokens), _sane(cached))
 
 
-def _count(usage: bytes, name: bytes) -> int | None:
-    at = usage.find(name)  # ten times as fast as one pattern for all of it
-    found = COUNT.match(usage, at + len(name)) if at >= 0 else None
-    return None if found is None else int(found[1])
+def _sane(count: int | None) -> int | None:
+    return count if count is None or 0 <= count < MOST else None

@@ -34,40 +34,45 @@ class Owner(Protocol):
 
 
 class EngineConnection(asyncio.Protocol):
+    """`transport` is None before and after it is connected."""
+
+    __slots__ = ("_answer", "_complete", "_head_done", "_header_limit", "_headers", "_heard",
+                 "_hung_up", "_may_stay", "_overhead", "_owner", "_parser", "_pieces",
+                 "_until_close", "idle_since", "loop", "on_body", "transport")  # fmt: skip
+
     def __init__(self, owner: Owner, header_limit: int, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.idle_since = 0.0
+        self.transport: asyncio.Transport | None = None
         self._owner = owner
         self._header_limit = header_limit
+        self._pieces: list[bytes] = []
+        # The parser's: as it is, it costs no frame.
+        self.on_body = self._pieces.append
         self._parser = httptools.HttpResponseParser(self)
-        self._transport: asyncio.Transport | None = None
         self._answer: Answer | None = None
         self._until_close = False
         self._may_stay = False
         self._hung_up = False
-        self._reset()
-
-    def _reset(self) -> None:
-        """What is new with each answer. The rest ends with the connection."""
         self._headers: Headers = []
-        self._pieces: list[bytes] = []
         self._heard = False
         self._overhead = 0
         self._head_done = False
         self._complete = False
 
-    def is_usable(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
-
     def ask(self, request: bytes, answer: Answer) -> None:
         """Sends a request, or fails its answer: a connection may be lost as soon as it is made."""
         assert self._answer is None, "one request at a time"
-        self._reset()
-        if self._transport is None:
+        # What is new with each answer; the rest ends with the connection.
+        self._headers = []
+        self._heard = self._head_done = self._complete = False
+        self._overhead = 0
+        answer.watch()
+        if self.transport is None:
             answer.fail(self._unanswered(None))
             return
         self._answer = answer
-        self._transport.write(request)
+        self.transport.write(request)
 
     def fail(self, error: UpstreamError) -> None:
         """Fails the answer that is running, if any, and ends the connection."""
@@ -81,29 +86,29 @@ class EngineConnection(asyncio.Protocol):
     def hang_up(self) -> None:
         """Half closes: a server takes that for a client that has left."""
         self._hung_up = True
-        if self._transport is not None and self._transport.can_write_eof():
-            self._transport.write_eof()
+        if self.transport is not None and self.transport.can_write_eof():
+            self.transport.write_eof()
 
     def pause(self) -> None:
-        if self._transport is not None and self._transport.is_reading():
-            self._transport.pause_reading()
+        if self.transport is not None and self.transport.is_reading():
+            self.transport.pause_reading()
 
     def resume(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def abort(self) -> None:
         self._answer = None
-        if self._transport is not None:
-            self._transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
 
     # asyncio.Protocol.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        self.transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
+        self.transport = None
         self._owner.lost(self)
         answer, self._answer = self._answer, None
         if answer is None:
@@ -117,8 +122,8 @@ class EngineConnection(asyncio.Protocol):
 
     def eof_received(self) -> None:
         """The engine may still not read: a mere close would wait for that."""
-        assert self._transport is not None
-        self._transport.abort()
+        assert self.transport is not None
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self._owner.heard += 1
@@ -135,16 +140,16 @@ class EngineConnection(asyncio.Protocol):
             error = BrokenAnswerError(str(failure.__context__ or failure))
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as failure:
             error = BrokenAnswerError(f"not an HTTP/1.1 answer: {failure}")
-        pieces = self._pieces
+        pieces = self._pieces.copy()
+        self._pieces.clear()
         if self._complete:
             self._answer = None
-            self._finish(error)
+            self._go_back(self._may_stay and error is None)
             answer.feed(pieces, done=True)
             return
         # Bytes that are no body: a head or trailers, which the parser gathers without a limit.
         if pieces:
             self._overhead = 0
-            self._pieces = []
             answer.feed(pieces, done=False)
         elif self._overhead > self._header_limit and error is None:
             error = self._head_too_large()
@@ -152,12 +157,12 @@ class EngineConnection(asyncio.Protocol):
             answer.fail(error)
             self.abort()
 
-    def _finish(self, error: BrokenAnswerError | None) -> None:
-        transport = self._transport
+    def _go_back(self, may_stay: bool) -> None:
+        """To the pool, unless something of the request is still unsent."""
+        transport = self.transport
         if transport is None:
             return
-        all_sent = transport.get_write_buffer_size() == 0
-        if error is None and self._may_stay and all_sent and not transport.is_closing():
+        if may_stay and not transport.get_write_buffer_size() and not transport.is_closing():
             self._owner.released(self)
         else:
             transport.abort()
@@ -193,13 +198,15 @@ class EngineConnection(asyncio.Protocol):
         elif length is None and status not in NO_BODY:
             self._until_close = True
         self._head_done = True
-        assert self._answer is not None
-        kind = given.get(b"content-type", b"").lower()
-        size = None if length is None else int(length)
-        self._answer.start(status, headers, size, kind.startswith(b"text/event-stream"))
-
-    def on_body(self, body: bytes) -> None:
-        self._pieces.append(body)
+        answer = self._answer
+        assert answer is not None
+        answer.status, answer.headers = status, headers
+        if length is not None:
+            answer.length = int(length)
+        kind = given.get(b"content-type", b"")
+        answer.is_event_stream = kind.lower().startswith(b"text/event-stream")
+        if status >= 500:
+            answer.has_failed()
 
     def on_message_complete(self) -> None:
         if self._head_done:

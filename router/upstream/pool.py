@@ -79,19 +79,24 @@ class EnginePool:
         """The same, without waiting: the answer is not ready yet, and may have failed."""
         answer = None if fresh else self.at_once(request, deadline)
         if answer is None:
-            answer = self._send(await self._connect(deadline), request, deadline)
+            connection = await self._connect(deadline)
+            answer = Answer(connection, self._deadlines, deadline)
+            connection.ask(request, answer)
         return answer
 
     def at_once(self, request: bytes, deadline: float) -> Answer | None:
         """The same on a kept connection, None where there is none. No coroutine: that it seldom
         waits makes `send` dear."""
-        connection = self._youngest()
-        return None if connection is None else self._send(connection, request, deadline)
-
-    def _send(self, connection: EngineConnection, request: bytes, deadline: float) -> Answer:
-        answer = Answer(connection, self._deadlines, deadline)
-        connection.ask(request, answer)
-        return answer
+        idle, oldest = self._idle, now() - self._limits.idle_age
+        while idle:
+            connection = idle.pop()
+            transport = connection.transport
+            if connection.idle_since >= oldest and transport and not transport.is_closing():
+                answer = Answer(connection, self._deadlines, deadline)
+                connection.ask(request, answer)
+                return answer
+            connection.abort()
+        return None
 
     async def ask_whole(self, request: bytes, deadline: float, limit: int) -> Whole:
         """A small question, for which it does no harm to be asked twice: it is asked once more on a
@@ -139,7 +144,7 @@ class EnginePool:
             )
         finally:
             self._attempts.discard(attempt)
-        if connection.is_usable():
+        if connection.transport is not None and not connection.transport.is_closing():
             self._open.add(connection)
         return connection
 
@@ -159,15 +164,6 @@ class EnginePool:
         self._open.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
-
-    def _youngest(self) -> EngineConnection | None:
-        oldest_allowed = now() - self._limits.idle_age
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.is_usable() and connection.idle_since >= oldest_allowed:
-                return connection
-            connection.abort()
-        return None
 
     def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
         self._reaper = None

@@ -39,7 +39,7 @@ async def judge(answer: Answer) -> bool:
 async def verdict(blocks: Iterable[bytes]) -> tuple[bool, bytes]:
     """And what had come by then. Each block is looked at before the next one comes."""
     answer = Answer(Wire(), Deadlines(), now() + 60)
-    answer.start(200, [], None, True)
+    answer.status, answer.is_event_stream = 200, True
     first, *others = blocks
     answer.feed([first], False)
     judging = asyncio.create_task(judge(answer))

@@ -89,7 +89,7 @@ async def test_a_connection_that_is_lost_before_it_is_asked_is_an_error(
         lambda: EngineConnection(pool, HEADER_LIMIT, loop), "127.0.0.1", engine.port
     )
     transport.abort()
-    await eventually(lambda: connection._transport is None)
+    await eventually(lambda: connection.transport is None)
     answer = Answer(connection, pool._deadlines, soon())
     connection.ask(REQUEST, answer)
     with pytest.raises(DisconnectedError):
