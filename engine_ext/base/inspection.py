@@ -51,9 +51,33 @@ class PeerSeen(NamedTuple):
     is_in_use: bool
 
 
+class TransferSeen(NamedTuple):
+    """One READ or WRITE of ours that ended well."""
+
+    what: str
+    request_id: str
+    engine_id: str
+    """The other side."""
+    num_blocks: int
+    num_bytes: int
+    seconds: float
+    age: float
+    """Seconds since it ended."""
+
+
+class MovedSeen(NamedTuple):
+    """What we have read from an engine, or written to it, since we know it."""
+
+    what: str
+    engine_id: str
+    num_transfers: int
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """Of each kind the first LIMIT that were asked for, and how many there are in all."""
+    """Of each kind the first LIMIT that were asked for, and how many there are in all; of transfers
+    the latest."""
 
     tp_rank: int
     leases: tuple[LeaseSeen, ...] = ()
@@ -62,6 +86,10 @@ class Inspection:
     num_quarantined: int = 0
     peers: tuple[PeerSeen, ...] = ()
     num_peers: int = 0
+    engine_id: str = ""
+    """Ours."""
+    transfers: tuple[TransferSeen, ...] = ()
+    moved: tuple[MovedSeen, ...] = ()
 
 
 class _OfRequest(Protocol):

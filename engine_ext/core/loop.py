@@ -32,6 +32,7 @@ from engine_ext.transfer.leases import NEVER, LeaseTable
 from engine_ext.transfer.peer import PeerError, Peers
 from engine_ext.transfer.pull import Pulls
 from engine_ext.transfer.readers import Readers
+from engine_ext.transfer.report import Report
 from engine_ext.transfer.results import Results
 from engine_ext.wire.dial import Dialer
 from engine_ext.wire.notifications import (
@@ -99,8 +100,18 @@ class TransferLoop:
         )
         self._leases = LeaseTable(config.lease_extension, config.revoke_grace)
         self._readers = Readers(agent, config.unused_ttl, self._peers.knows)
+        self._report = Report(clock)
         self._writer = PushWriter(
-            agent, self._peers, self._readers, self._leases, results, config, us, stats, clock
+            agent,
+            self._peers,
+            self._readers,
+            self._leases,
+            results,
+            config,
+            us,
+            stats,
+            clock,
+            self._report,
         )
         self._holder = Holder(
             self._leases,
@@ -122,6 +133,7 @@ class TransferLoop:
             config,
             stats,
             clock,
+            self._report,
             decline=self._decline,
             max_quarantined=max_quarantined,
         )
@@ -249,6 +261,9 @@ class TransferLoop:
             num_quarantined=len(quarantined),
             peers=first(self._peers.seen(now)),
             num_peers=self._peers.num_ready,
+            engine_id=self._identity.engine_id,
+            transfers=self._report.transfers(now),
+            moved=self._report.moved(),
         )
 
     def revoke_all(self, now: float) -> None:

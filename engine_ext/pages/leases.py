@@ -1,21 +1,39 @@
-"""`GET /disagg/leases`: what an engine holds for others, what it cannot let go of, whom it knows.
+"""`GET /disagg/leases`: what an engine holds for others, what it cannot let go of, whom it knows,
+and what it has lately moved.
 
 A request's name entitles to release its blocks, and the part of it that nobody can guess is short:
 names are shown hashed with a key of the engine's process. Who knows a name may ask for it alone,
-with `?request_id=`.
+with `?request_id=`. Transfers that have ended are found by the client's part of the name, which
+entitles to nothing: hashed, too, but without a key, so that a router can tell which were its
+requests', and nobody whose the others were.
 """
 
+import re
 import secrets
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
-from engine_ext.base.inspection import Inspection, LeaseSeen, PeerSeen, QuarantineSeen
+from engine_ext.base.inspection import (
+    Inspection,
+    LeaseSeen,
+    MovedSeen,
+    PeerSeen,
+    QuarantineSeen,
+    TransferSeen,
+)
 
 PATH = "/disagg/leases"
 ASKED = "request_id"
 ANSWER_SECONDS = 10.0
 """That an engine has to answer in, which it does between two steps."""
+
+_NAME = re.compile(
+    # Kind, the client's part, our router's attempt, which prompt, the engine's own part.
+    r"(?:(?:chat)?cmpl-)?(.+?)(?:\.[0-9a-f]{10}\d+)?(?:-\d+)?(?:-[0-9a-f]{8})?"
+)
+_FOREIGN = re.compile(r"[^A-Za-z0-9._-]")
+"""What engines may replace in a client's id."""
 
 
 def new_key() -> bytes:
@@ -24,6 +42,13 @@ def new_key() -> bytes:
 
 def hashed(request_id: str, key: bytes) -> str:
     return blake2b(request_id.encode(), digest_size=8, key=key).hexdigest()
+
+
+def found_by(request_id: str) -> str:
+    """The client's `X-Request-Id`, which is in an engine's name of the request, hashed."""
+    name = _NAME.fullmatch(request_id)
+    own = _FOREIGN.sub("-", name[1] if name else request_id)
+    return blake2b(own.encode(), digest_size=8).hexdigest()
 
 
 def page(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -41,6 +66,9 @@ def rank(seen: Inspection, key: bytes, dp_rank: int = 0) -> dict[str, Any]:
         "num_quarantined": seen.num_quarantined,
         "peers": [_peer(one) for one in seen.peers],
         "num_peers": seen.num_peers,
+        "engine_id": seen.engine_id,
+        "transfers": [_transfer(one) for one in seen.transfers],
+        "moved": [_moved(one) for one in seen.moved],
     }
 
 
@@ -74,6 +102,27 @@ def _peer(peer: PeerSeen) -> dict[str, Any]:
         "rank": peer.rank,
         "connected_seconds": _rounded(peer.age),
         "in_use": peer.is_in_use,
+    }
+
+
+def _transfer(one: TransferSeen) -> dict[str, Any]:
+    return {
+        "what": one.what,
+        "found_by": found_by(one.request_id),
+        "engine_id": one.engine_id,
+        "blocks": one.num_blocks,
+        "bytes": one.num_bytes,
+        "seconds": round(one.seconds, 6),
+        "age_seconds": _rounded(one.age),
+    }
+
+
+def _moved(one: MovedSeen) -> dict[str, Any]:
+    return {
+        "what": one.what,
+        "engine_id": one.engine_id,
+        "transfers": one.num_transfers,
+        "bytes": one.num_bytes,
     }
 
 

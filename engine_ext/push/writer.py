@@ -42,6 +42,7 @@ from engine_ext.transfer.agent import Agent
 from engine_ext.transfer.leases import LeaseTable
 from engine_ext.transfer.peer import Peers
 from engine_ext.transfer.readers import Readers
+from engine_ext.transfer.report import Report
 from engine_ext.transfer.results import Results
 from engine_ext.wire.notifications import (
     PushRegistered,
@@ -73,6 +74,7 @@ class PushWriter:
         us: TensorRank,
         stats: ConnectorStats,
         clock: Clock,
+        report: Report,
     ) -> None:
         self._leases = leases
         self._results = results
@@ -93,7 +95,7 @@ class PushWriter:
         """D's ids: of its ranks' withdrawals, one frees our blocks."""
         self._replies = Replies(readers, stats)
         self._checks = Checks(peers, config.access.peers, us, self._replies, self._welcome)
-        self._writes = Writes(agent, peers, config, us, clock, self._ended)
+        self._writes = Writes(agent, peers, config, us, clock, report, self._ended)
 
     @property
     def writes(self) -> Writes:

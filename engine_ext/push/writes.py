@@ -22,7 +22,7 @@ from engine_ext.push.tables import Held, Registered, RegistrationKey
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
 from engine_ext.transfer.moving import Moving
 from engine_ext.transfer.peer import PeerError, Peers
-from engine_ext.transfer.report import log_transfer
+from engine_ext.transfer.report import Report
 from engine_ext.wire.notifications import (
     PushDone,
     PushRegistered,
@@ -62,6 +62,7 @@ class Writes:
         config: ConnectorConfig,
         us: TensorRank,
         clock: Clock,
+        report: Report,
         on_end: Callable[[Writing], None],
     ) -> None:
         self._agent = agent
@@ -69,6 +70,7 @@ class Writes:
         self._config = config
         self._us = us
         self._clock = clock
+        self._report = report
         self._on_end = on_end
         self._writing: dict[RegistrationKey, Writing] = {}
 
@@ -185,20 +187,20 @@ class Writes:
             return
         writing.problem = problem
         if problem is None:
-            self._log(writing)
+            self._note(writing)
         self._on_end(writing)
         if problem is not None and writing.peer is not None:
             self._peers.forget(writing.registered.address)
 
-    def _log(self, writing: Writing) -> None:
+    def _note(self, writing: Writing) -> None:
         message = writing.registered.message
-        log_transfer(
+        self._report.note(
             "WRITE",
             writing.held.offer.request_id,
             message.decode_engine_id,
             num_blocks=writing.num_blocks,
             num_bytes=writing.num_bytes,
-            seconds=self._clock() - writing.began,
+            began=writing.began,
             num_proven=0 if message.disagg is None else message.disagg.last_token,
         )
 

@@ -40,7 +40,7 @@ from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
 from engine_ext.transfer.heartbeats import HeartbeatTracker
 from engine_ext.transfer.moving import Moving
 from engine_ext.transfer.peer import PeerError, Peers
-from engine_ext.transfer.report import log_transfer
+from engine_ext.transfer.report import Report
 from engine_ext.transfer.results import Results
 from engine_ext.wire.notifications import Read, encode_extension, encode_read_done
 
@@ -92,6 +92,7 @@ class Pulls:
         config: ConnectorConfig,
         stats: ConnectorStats,
         clock: Clock,
+        report: Report,
         decline: Callable[[RemoteSource], None],
         max_quarantined: int,
     ) -> None:
@@ -103,6 +104,7 @@ class Pulls:
         self._config = config
         self._stats = stats
         self._clock = clock
+        self._report = report
         self._decline = decline
         self._max_quarantined = max_quarantined
         self._connecting: list[PullOrder] = []
@@ -359,19 +361,19 @@ class Pulls:
         self._stats.pulls_ok += 1
         self._stats.blocks_received += reading.num_blocks
         self._stats.bytes_received += reading.num_bytes
-        self._log(reading)
+        self._note(reading)
         self._results.received(reading.order.request_id, ok=True)
         self._tell_done(reading)
 
-    def _log(self, reading: Reading) -> None:
+    def _note(self, reading: Reading) -> None:
         order = reading.order
-        log_transfer(
+        self._report.note(
             "READ",
             order.request_id,
             order.source.address.engine_id,
             num_blocks=reading.num_blocks,
             num_bytes=reading.num_bytes,
-            seconds=self._clock() - reading.began,
+            began=reading.began,
             num_proven=order.last_token if order.is_proven else 0,
         )
 

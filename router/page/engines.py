@@ -9,13 +9,15 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import BaseModel
 
 from router.fleet.engine import Engine, Health
 from router.fleet.fleet import Fleet
 from router.fleet.probes import json_of
+from router.page.transfers import NOTHING, Page, Traffic, page_in
+from router.page.watch import Way
 from router.upstream.deadlines import now
 from router.upstream.errors import UpstreamError
 from router.upstream.pool import Whole
@@ -73,6 +75,7 @@ class Engines:
         self._fleet = fleet
         self._clock = clock
         self._said: dict[str, Said] = {}
+        self._traffic = Traffic()
 
     async def run(self) -> None:
         """Ends only when it is cancelled."""
@@ -89,6 +92,7 @@ class Engines:
         engines = [one for one in self._fleet.engines if one.health is not Health.UNHEALTHY]
         known = {engine.name for engine in self._fleet.engines}
         self._said = {name: said for name, said in self._said.items() if name in known}
+        self._traffic.keep(known)
         try:
             async with asyncio.timeout(PATIENCE):
                 asks = (self._ask(engine, room) for engine in engines)
@@ -100,14 +104,29 @@ class Engines:
         oldest = self._clock() - OLDEST
         return {name: said.gauge for name, said in self._said.items() if said.at >= oldest}
 
+    def pages(self) -> dict[str, Page]:
+        """What those say of their transfers that have, lately."""
+        return self._traffic.latest(self._clock() - OLDEST)
+
+    def rates(self) -> dict[Way, float]:
+        """Bytes a second, as far as engines tell."""
+        roles = {engine.name: engine.role for engine in self._fleet.engines}
+        return self._traffic.rates(roles, self._clock() - OLDEST)
+
     async def _ask(self, engine: Engine, room: asyncio.Semaphore) -> None:
         async with room:
             metrics = await _get(engine, METRICS)
             if metrics is None:
                 return
-            page = await _get(engine, LEASES) if engine.learned.told else None
+            asked, answer = self._clock(), None
+            if engine.learned.told:
+                answer = await _get(engine, LEASES)
         figures = figures_in(metrics.body)
-        leases, quarantined = leases_in(None if page is None else json_of(page))
+        content = None if answer is None else json_of(answer)
+        leases, quarantined = leases_in(content)
+        page = page_in(content, asked)
+        if page != replace(NOTHING, at=asked):
+            self._traffic.note(engine.name, page)
         at, before = self._clock(), self._said.get(engine.name)
         gauge = Gauge(
             kv_usage=figures.usage,

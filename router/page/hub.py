@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -16,11 +16,12 @@ import orjson
 
 from router.fleet.roster import Roster
 from router.flows.gateway import Gateway
-from router.page.engines import Engines, Gauge
+from router.page.engines import Engines
 from router.page.picture import Json, Picture, changes, picture, together
 from router.page.seen import Origin
 from router.page.shown import shown
 from router.page.siblings import Siblings
+from router.page.transfers import Awaited
 from router.page.watch import Look, Watch
 from router.page.watchers import MOST_WATCHERS, Watcher
 from router.upstream.deadlines import now
@@ -73,6 +74,7 @@ class Hub:
         self._work: asyncio.Task[None] | None = None
         self._picture: Json = {}
         self._ended: deque[Json] = deque(maxlen=MOST_ENDED)
+        self._awaited = Awaited()
 
     @property
     def watchers(self) -> int:
@@ -103,6 +105,7 @@ class Hub:
             work.cancel()
         self._picture = {}
         self._ended.clear()
+        self._awaited = Awaited()
 
     async def _run(self) -> None:
         """Until nobody looks, or the router is to end, or a fault of ours: then all are cut."""
@@ -123,12 +126,12 @@ class Hub:
             if self.siblings is not None:
                 helpers.append(group.create_task(self.siblings.run()))
             while not self._gateway.draining:
-                self._tell(look(), engines.told())
+                self._tell(look(), engines)
                 await asyncio.sleep(TICK)
             for helper in helpers:
                 helper.cancel()
 
-    def _tell(self, own: Picture, gauges: Mapping[str, Gauge]) -> None:
+    def _tell(self, own: Picture, engines: Engines) -> None:
         pictures: list[Picture | None] = [own]
         ended, untold = own.ended, own.untold
         if self.siblings is not None:
@@ -137,14 +140,23 @@ class Hub:
             ended = sorted([*ended, *more], key=lambda one: one.at)
             untold += missed
         untold += max(0, len(ended) - MOST_TOLD)
-        told = [one.model_dump(mode="json") for one in ended[-MOST_TOLD:]]
-        before, self._picture = self._picture, together(pictures, gauges)
+        shown = ended[-MOST_TOLD:]
+        told = [one.model_dump(mode="json") for one in shown]
+        self._awaited.expect(shown)
+        moves = self._awaited.take(engines.pages(), time.time() - now())
+        before, self._picture = self._picture, together(pictures, engines.told(), engines.rates())
         self._ended.extend(told)
+        moved = {key: one.model_dump(mode="json") for key, one in moves.items()}
+        for one in self._ended:
+            if one["key"] in moved:
+                one["moved"] = moved[one["key"]]
         if not before:
             self._send(self._whole())
             return
         if told:
             self._send(event("ended", {"requests": told, "untold": untold}))
+        if moved:
+            self._send(event("moved", moved))
         if found := changes(before, self._picture):
             self._send(event("change", found))
 

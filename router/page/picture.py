@@ -77,8 +77,12 @@ def picture(gateway: Gateway, roster: Roster, watch: Watch, look: Look, origin: 
     )
 
 
-def together(pictures: Sequence[Picture | None], gauges: Mapping[str, Gauge]) -> Json:
-    """Of all processes, None for one that does not answer."""
+def together(
+    pictures: Sequence[Picture | None],
+    gauges: Mapping[str, Gauge],
+    speeds: Mapping[Way, float] | None = None,
+) -> Json:
+    """Of all processes, None for one that does not answer. `speeds`: in bytes a second."""
     told = [one for one in pictures if one is not None]
     views = [None if one is None else one.view for one in pictures]
     engines = engines_of(views)
@@ -87,7 +91,7 @@ def together(pictures: Sequence[Picture | None], gauges: Mapping[str, Gauge]) ->
         "engines": {one.name: _engine(one, gauges) for one in engines[:MOST_ENGINES]},
         "engines_unlisted": max(0, len(engines) - MOST_ENGINES),
         "groups": {one.name: one.model_dump(mode="json") for one in groups_of(views)},
-        "ways": _added_ways(told),
+        "ways": _added_ways(told, speeds or {}),
         "running": {one.key: one.model_dump(mode="json") for one in running[-MOST_LISTED:]},
         "totals": {
             "requests": sum(one.totals.requests for one in told),
@@ -148,16 +152,24 @@ def _ways(under_way: Mapping[Way, int], rates: Mapping[Way, float]) -> list[Move
     ]
 
 
-def _added_ways(pictures: Sequence[Picture]) -> Json:
+def _added_ways(pictures: Sequence[Picture], speeds: Mapping[Way, float]) -> Json:
+    """Engines tell of other routers' requests, too."""
     found: Json = {}
     for one in [way for picture in pictures for way in picture.ways]:
-        key = f"{one.from_} {one.to} {one.kind}"
-        known = found.setdefault(
-            key, {"from": one.from_, "to": one.to, "kind": one.kind, "moving": 0, "rate": 0.0}
-        )
+        known = _way(found, (one.from_, one.to, one.kind))
         known["moving"] += one.moving
         known["rate"] = round(known["rate"] + one.rate, 2)
+    fastest = sorted(speeds.items(), key=lambda item: (-item[1], item[0]))
+    for way, speed in fastest[:MOST_LISTED]:
+        _way(found, way)["bytes_per_second"] = speed
     return found
+
+
+def _way(found: Json, way: Way) -> Json:
+    from_, to, kind = way
+    nothing = {"from": from_, "to": to, "kind": kind, "moving": 0, "rate": 0.0}
+    known: Json = found.setdefault(" ".join(way), nothing | {"bytes_per_second": None})
+    return known
 
 
 def _totals(gateway: Gateway) -> Totals:

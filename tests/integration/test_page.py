@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 from playwright.async_api import Browser, BrowserContext, Page, expect
 
 from tests.browser import Seen, opened, running_browser
+from tests.integration.processes import BOTH_WAYS, Launcher
 from tests.unit.router.mock_engine import (
     DONE,
     PARAMS,
@@ -112,6 +114,35 @@ async def test_it_shows_the_fleet_chats_and_says_what_happened(
         assert "conversation_id" not in first
         await expect(page.locator("#turns-tables")).to_contain_text("new")
         assert is_well(seen, router)
+
+
+async def test_what_real_engines_moved_is_seen_in_bytes_and_told_of_each_request(
+    launcher: Launcher, context: BrowserContext
+) -> None:
+    with (
+        launcher.engine("prefill", extra=BOTH_WAYS) as prefiller,
+        launcher.engine("decode", extra=BOTH_WAYS) as decoder,
+        launcher.router([prefiller], [decoder], "--ui") as router,
+    ):
+        async with opened(context, f"{router.url}/ui") as found:
+            page, seen = found
+            await expect(page.locator("#fleet-picture .is-healthy")).to_have_count(2)
+            await page.get_by_text("Options").click()
+            await page.get_by_label("Most tokens").fill("40")
+            await chat(page, "Say something. " * 20)
+            fact = page.get_by_role("log").locator(".assistant .fact")
+            await expect(fact).to_have_text(re.compile(r"P1 in .*, \d+ blocks moved in [\d.]+ m?s"))
+            flow = page.locator("#fleet-picture .flow.prompt")
+            await expect(flow).to_have_text(re.compile(r"[\d.]+ [kM]B/s"))
+            await chat(page, "And something else. " * 20)
+            reused = re.compile(r"tokens reused from D1 \(\d+ blocks? moved in [\d.]+ m?s\)")
+            await expect(fact.last).to_have_text(reused)
+            await expect(page.locator("#requests-list .waterfall .transfer")).to_have_count(3)
+            await page.locator("#requests-list .row").first.click()
+            details = page.locator("#requests-list .details").first
+            await expect(details).to_contain_text(re.compile(r"D1 → P1: .* moved in .*[kM]B"))
+            await expect(details).to_contain_text(re.compile(r"P1 → D1: .* moved in .*[kM]B"))
+            assert seen.errors == []
 
 
 async def test_requests_open_by_keyboard_to_what_became_of_them(

@@ -62,6 +62,18 @@ def test_a_transfer_is_seen_on_the_leases_page_in_the_metrics_and_as_one_line_in
         assert engine_id == peer["engine_id"]
         assert what == ("READ" if mode == "pull" else "WRITE")
         assert metric(mover, r"vllm:nixl_bytes_transferred_sum\{.*") == int(num_bytes)
+        (rank,) = mover.get("/disagg/leases").json()["ranks"]
+        (moved,), (transfer,) = rank["moved"], rank["transfers"]
+        assert moved == {
+            "what": what,
+            "engine_id": engine_id,
+            "transfers": 1,
+            "bytes": int(num_bytes),
+        }
+        assert (transfer["blocks"], transfer["bytes"]) == (4, int(num_bytes))
+        assert 0 < transfer["seconds"] < 10
+        (rank,) = other.get("/disagg/leases").json()["ranks"]
+        assert (rank["moved"], rank["transfers"], rank["engine_id"]) == ([], [], engine_id)
         assert metric(mover, r"vllm:nixl_xfer_time_seconds_count\{.*") == 1
         assert metric(mover, "disagg_engine_kv_handshake_seconds_count") == 1
         assert not LINE.search(other.log.read_text())

@@ -47,6 +47,9 @@ function onEvent(name, content) {
     if (content.engines) chat.findModels();
   } else if (name === "ended") {
     show(parts.requests);
+  } else if (name === "moved") {
+    show(parts.requests);
+    chat.tellMoved(content);
   }
   if (content.requests) chat.note(content.requests);
 }

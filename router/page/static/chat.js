@@ -5,11 +5,13 @@ import { told } from "./state.js";
 
 const KEY = "disagg-router-key";
 const LATE = 6000;
+const MOST_FACTS = 16;
 
 export class Chat {
   constructor(state) {
     this.state = state;
     this.waiting = new Map(); // request id: the line that waits for its record
+    this.facts = new Map(); // key: the request and its line, of the latest
     this.messages = [];
     this.running = null;
     this.log = $("chat-log");
@@ -151,9 +153,23 @@ export class Chat {
       const line = this.waiting.get(request.id);
       if (!line) continue;
       this.waiting.delete(request.id);
-      setText(line, told(request, (name) => this.state.label(name)));
-      this.log.scrollTop = this.log.scrollHeight;
+      this.facts.set(request.key, [request, line]);
+      if (this.facts.size > MOST_FACTS) this.facts.delete(this.facts.keys().next().value);
+      this.tell(request, line);
     }
+  }
+
+  // Engines tell a little later what moved.
+  tellMoved(moved) {
+    for (const key of Object.keys(moved)) {
+      const fact = this.facts.get(key);
+      if (fact) this.tell(...fact);
+    }
+  }
+
+  tell(request, line) {
+    setText(line, told(request, (name) => this.state.label(name)));
+    this.log.scrollTop = this.log.scrollHeight;
   }
 
   busy(is) {

@@ -127,10 +127,13 @@ export class Fleet {
       const from = places.get(way.from), to = places.get(way.to);
       if (!from || !to || from === to) continue;
       const { path, x, y } = curve(from, to, way.kind === "turn" ? 14 : -6);
-      const thick = Math.min(7, 1.5 + Math.sqrt(way.rate) + way.moving * 0.5);
+      const speed = way.bytes_per_second;
+      const pace = speed ? Math.log10(1 + speed / 1e4) : Math.sqrt(way.rate);
+      const thick = Math.min(7, 1.5 + pace + way.moving * 0.5);
       made.push(draw("path", { d: path, "stroke-width": thick.toFixed(1),
         class: `arc ${way.kind}${way.moving ? " moving" : ""}` }));
-      const rate = way.rate ? `${way.rate < 10 ? way.rate.toFixed(1) : Math.round(way.rate)}/s` : "";
+      const times = way.rate ? `${way.rate < 10 ? way.rate.toFixed(1) : Math.round(way.rate)}/s` : "";
+      const rate = speed ? `${bytes(speed)}/s` : times;
       const text = [way.moving ? `${way.moving} under way` : "", rate].filter(Boolean).join(", ");
       made.push(draw("text", { x, y: y + (way.kind === "turn" ? 14 : -8), class: `flow ${way.kind}`, "text-anchor": "middle" }, text));
     }

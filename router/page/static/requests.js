@@ -1,6 +1,6 @@
 // Requests as waterfalls, newest first; each opens to its details.
-import { $, clockTime, draw, duration, make, plural, setText } from "./dom.js";
-import { told } from "./state.js";
+import { $, bytes, clockTime, draw, duration, make, plural, setText } from "./dom.js";
+import { moved, told } from "./state.js";
 
 const MOST_ROWS = 60;
 const GOOD = new Set(["ok", "running"]);
@@ -28,6 +28,8 @@ export class Requests {
     const ended = new Set(this.state.ended.map((one) => one.key));
     const all = [...running.filter((one) => !ended.has(one.key)), ...this.state.ended].slice(0, MOST_ROWS);
     $("requests-empty").hidden = all.length > 0;
+    const { untold } = this.state;
+    setText($("requests-untold"), untold ? `${untold} more ended than could be shown` : "");
     const scale = Math.max(...all.map((one) => lasts(one)), 1);
     const keys = new Set(all.map((one) => one.key));
     for (const [key, row] of this.rows) {
@@ -49,7 +51,7 @@ export class Requests {
       row = this.newRow(request.key);
       this.rows.set(request.key, row);
     }
-    const mark = `${request.stage} ${request.outcome} ${scale}`;
+    const mark = `${request.stage} ${request.outcome} ${scale} ${JSON.stringify(request.moved)}`;
     if (row.mark !== mark || request.outcome === "running") {
       row.mark = mark;
       this.fill(row, request, scale);
@@ -107,6 +109,7 @@ export class Requests {
       ["Tokens", words(request)],
       ["Last turn", request.conversation && request.conversation.replace("_", " ")
         + (request.reused_from ? `, pulled from ${engine(request.reused_from)}` : "")],
+      ["KV moved", request.moved ? whatMoved(request, label) : ""],
       ["Before the first leg", duration(queued)],
       ["Prefill", ms.prefill_done !== null ? duration(ms.prefill_done - (ms.prefill_started ?? 0)) : ""],
       ["Decoder's first byte", ms.first_byte !== null && ms.decode_started !== null
@@ -121,6 +124,12 @@ export class Requests {
   }
 }
 
+function whatMoved({ prefiller, decoder, reused_from: turn, moved: what }, label) {
+  const ways = [[what.turn, turn, prefiller], [what.prompt, prefiller, decoder]];
+  return ways.filter(([move]) => move)
+    .map(([move, from, to]) => `${label(from)} → ${label(to)}: ${moved(move)}, ${bytes(move.bytes)}`).join("\n");
+}
+
 function words({ prompt_tokens: prompt, completion_tokens: completion, cached_tokens: cached }) {
   if (prompt === null) return "not told: only with usage, as by stream_options.include_usage";
   const parts = [`${plural(prompt, "token")} in`];
@@ -131,6 +140,16 @@ function words({ prompt_tokens: prompt, completion_tokens: completion, cached_to
 
 function lasts({ ms, at }) {
   return ms.ended ?? Math.max(0, Date.now() - at * 1000);
+}
+
+// When engines say that KV came; their clocks are read with some milliseconds of doubt.
+function transfers({ ms, moved: what }, bar, end) {
+  const of = (move, latest, lane) => {
+    if (!move?.blocks) return null;
+    const to = Math.min(move.ended, latest ?? end);
+    return bar(Math.max(0, to - move.ms), to, lane, "transfer");
+  };
+  return [of(what?.turn, ms.prefill_done, 0), of(what?.prompt, ms.first_byte, 1)];
 }
 
 // The prefiller's lane above, the decoder's below.
@@ -147,6 +166,7 @@ function waterfall(request, scale) {
     bar(ms.prefill_started, ms.prefill_done ?? end, 0, "prefill"),
     bar(ms.decode_started, ms.first_byte ?? end, 1, "wait"),
     bar(ms.first_byte, end, 1, "tokens"),
+    ...transfers(request, bar, end),
   ];
   return draw("svg", { class: "waterfall", height: 16, width: "100%", role: "img",
     "aria-label": `first token after ${duration(ms.first_byte) || "nothing yet"}` }, ...parts);

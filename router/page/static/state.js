@@ -6,6 +6,7 @@ export class State {
   constructor() {
     this.picture = {};
     this.ended = []; // newest first
+    this.untold = 0; // that ended, and were too many to be told
     this.labels = new Map();
     this.counts = { prefill: 0, decode: 0, both: 0 };
   }
@@ -21,6 +22,9 @@ export class State {
       for (const [section, items] of Object.entries(content)) this.change(section, items);
     } else if (name === "ended") {
       this.ended = [...content.requests.reverse(), ...this.ended].slice(0, MOST_REQUESTS);
+      this.untold += content.untold;
+    } else if (name === "moved") {
+      for (const request of this.ended) request.moved = content[request.key] ?? request.moved;
     }
     for (const [engine, { role }] of Object.entries(this.picture.engines ?? {})) this.label(engine, role);
   }
@@ -72,6 +76,7 @@ export function told(request, label) {
     const took = ms.prefill_done - (ms.prefill_started ?? 0);
     parts.push(`${what} on ${label(request.prefiller)} in ${span(took)}`);
   }
+  if (request.moved?.prompt) parts.push(moved(request.moved.prompt));
   if (request.decoder) {
     const alone = request.prefiller ? "" : " alone";
     parts.push(`decoded on ${label(request.decoder)}${alone}`);
@@ -83,12 +88,19 @@ export function told(request, label) {
   }
   if (cached) {
     const whence = request.reused_from ? ` from ${label(request.reused_from)}` : " from caches";
-    parts.push(`${cached} of ${prompt} tokens reused${whence}`);
+    const turn = request.moved?.turn;
+    parts.push(`${cached} of ${prompt} tokens reused${whence}${turn ? ` (${moved(turn)})` : ""}`);
   }
   if (request.failures.length) parts.push(`${request.failures.length} failed on the way`);
   return parts.join(", ");
 }
 
+// What engines say that they moved; blocks that were there already are none.
+export function moved({ blocks, ms }) {
+  return blocks ? `${blocks} block${blocks === 1 ? "" : "s"} moved in ${span(ms)}` : "no block had to move";
+}
+
 function span(ms) {
+  if (ms < 10) return `${ms.toFixed(1)} ms`;
   return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`;
 }

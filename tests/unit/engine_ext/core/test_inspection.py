@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Iterator
+from hashlib import blake2b
 
 import pytest
 
@@ -12,6 +13,7 @@ from engine_ext.base.types import EngineIdentity, LeaseGrant, StepMetadata
 from engine_ext.core.worker import WorkerConnector
 from engine_ext.pages import leases
 from engine_ext.transfer.agent import TransferState
+from engine_ext.transfer.report import MOST_ENGINES, MOST_TRANSFERS, Report
 from engine_ext.wire import notifications as wire
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.listener import HandshakeServer
@@ -107,6 +109,68 @@ def test_a_read_that_counted_is_one_line_at_info(
     (line,) = [one.getMessage() for one in caplog.records if one.name.endswith(".report")]
     what = "request d-1: READ peer=engine-p blocks=7 bytes=57344 ms=500.0 proven_tokens=100"
     assert line == what
+
+
+def test_what_was_read_is_told_with_whose_it_was_and_nobodys_name(
+    harness: Harness, holder: HandshakeServer
+) -> None:
+    transfer = harness.reading(source(port=holder.port))
+    assert leases.rank(harness.loop.inspect(harness.now), KEY)["transfers"] == [], "it runs"
+    transfer.state = TransferState.DONE
+    harness.step()
+    read = wire.decode_notification(transfer.notification)
+    assert isinstance(read, wire.Read)
+    harness.now += 0.5
+    harness.hears(wire.ReadAck(read.sequence, valid=True))
+    shown = leases.rank(harness.loop.inspect(harness.now + 3), KEY)
+    assert shown["engine_id"] == "engine-d"
+    what = {"what": "READ", "engine_id": "engine-p"}
+    assert shown["moved"] == [what | {"transfers": 1, "bytes": 57344}]
+    (one,) = shown["transfers"]
+    assert one == what | {
+        "found_by": leases.found_by("d-1"),
+        "blocks": 7,
+        "bytes": 57344,
+        "seconds": pytest.approx(0.5),
+        "age_seconds": 3,
+    }
+
+
+def test_transfers_and_engines_are_remembered_up_to_a_number() -> None:
+    report = Report(lambda: 5.0)
+    for number in range(2 * MOST_ENGINES):
+        report.note(
+            "READ",
+            f"d-{number}",
+            f"p-{number}",
+            num_blocks=1,
+            num_bytes=2,
+            began=4.0,
+            num_proven=0,
+        )
+    assert len(report.moved()) == MOST_ENGINES
+    assert len(seen := report.transfers(6.0)) == MOST_TRANSFERS
+    assert (seen[-1].request_id, seen[-1].seconds, seen[-1].age) == ("d-511", 1, 1)
+
+
+ATTEMPT = ".0123456789" + "42"
+"""As the router adds it."""
+
+
+@pytest.mark.parametrize(
+    "client", ["mine", "mine-7", "mine-0a1b2c3d", "cmpl-1", "a.0123456789", "."]
+)
+@pytest.mark.parametrize("kind", ["chatcmpl-{}", "cmpl-{}-0", "cmpl-{}-13"])
+@pytest.mark.parametrize("suffix", ["", "-0a1b2c3d"])
+def test_a_transfer_is_found_by_the_clients_part_of_its_requests_name(
+    client: str, kind: str, suffix: str
+) -> None:
+    name = kind.format(client + ATTEMPT) + suffix
+    assert leases.found_by(name) == blake2b(client.encode(), digest_size=8).hexdigest()
+
+
+def test_what_engines_replace_in_a_name_makes_no_difference() -> None:
+    assert leases.found_by(f"cmpl-a:b{ATTEMPT}-0") == leases.found_by(f"cmpl-a-b{ATTEMPT}-0")
 
 
 def test_who_confirms_when_the_lease_has_ended_is_counted(harness: Harness) -> None:

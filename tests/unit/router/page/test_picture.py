@@ -37,10 +37,18 @@ def test_counts_of_processes_add_up() -> None:
         "kind": "prompt",
         "moving": 2,
         "rate": 1.0,
+        "bytes_per_second": None,
     }
     assert told["totals"] == {"requests": 4, "in_flight": 2, "by": {"ok": 4}}
     assert told["turns"] == {"outcomes": {"hit": 2}, "kept": {}, "entries": 11}
     assert told["workers"] == {"answered": 2, "known": 3}
+
+
+def test_bytes_are_told_of_ways_that_others_requests_took_too() -> None:
+    speeds = {("p", "d", "prompt"): 5.0, ("d", "p", "turn"): 7.0}
+    ways = together([one()], {}, speeds)["ways"]
+    assert ways["p d prompt"]["bytes_per_second"] == 5.0
+    assert (ways["d p turn"]["rate"], ways["d p turn"]["bytes_per_second"]) == (0, 7.0)
 
 
 def test_only_what_is_different_is_told() -> None:

@@ -14,6 +14,7 @@ import pytest
 from router.page import hub as hub_module
 from router.page import stream
 from router.page.hub import Hub
+from router.page.transfers import found_by
 from router.page.watchers import MOST_BYTES, MOST_QUEUED, MOST_WATCHERS, Watcher
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
@@ -104,6 +105,34 @@ async def test_failures_on_the_way_are_told_with_what_followed(
                 failures += request["failures"]
     name = router.engine(d).name
     assert failures == [f"decode at {name}: status_5xx; prefilled afresh"]
+
+
+async def test_what_an_engine_says_that_it_moved_is_told_of_its_request(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    router = await start_router(ui=True)
+    router.engine(d).learned.told = True
+    async with looking(router) as events:
+        await until(events, "snapshot")
+        await router.complete()
+        (request,) = (await until(events, "ended"))["requests"]
+        transfer = {
+            "what": "READ",
+            "found_by": found_by(request["id"]),
+            "engine_id": "p",
+            "blocks": 3,
+            "bytes": 300,
+            "seconds": 0.002,
+            "age_seconds": 0.0,
+        }
+        d.pages["/metrics"] = b"\n"
+        page = {"ranks": [{"transfers": [transfer | {"found_by": "x"}, transfer]}]}
+        d.pages["/disagg/leases"] = json.dumps(page).encode()
+        moved = (await until(events, "moved"))[request["key"]]
+        assert (moved["prompt"]["blocks"], moved["prompt"]["ms"], moved["turn"]) == (3, 2.0, None)
+        async with looking(router) as others:  # who comes later hears it with the request
+            (later,) = (await until(others, "snapshot"))["ended"]
+            assert later["moved"] == moved
 
 
 async def test_nothing_is_gathered_while_nobody_looks(
