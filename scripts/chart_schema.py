@@ -14,9 +14,9 @@ from router.settings import SECRETS, Settings
 
 SCHEMA = Path(__file__).parents[1] / "charts/disagg-router/values.schema.json"
 CHARTS_OWN = re.compile(
-    r"config|port|liveness_port|shutdown_(delay|timeout)|kubernetes_.*|admin_(port|token.*)"
+    r"config|port|liveness_port|shutdown_(delay|timeout)|kubernetes_.*|admin_(port|token.*)|ui(_.*)?"
 )
-"""What other values say: ports, the end of a pod, discovery, admin."""
+"""What other values say: ports, the end of a pod, discovery, admin, the page."""
 WITHOUT_REDIS = {"enum": ["memory", "off"]}
 """Of conversation-store; with Redis, redis.url says it."""
 KEPT = ("type", "enum", "pattern", "items", "minimum", "maximum", "exclusiveMinimum")

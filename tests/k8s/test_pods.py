@@ -155,6 +155,33 @@ def test_without_the_admin_api_its_secret_is_not_asked_for() -> None:
     assert not any(one["name"] == "secrets" for one in pod["volumes"])
 
 
+def test_the_page_is_served_with_the_token_from_a_secret(tmp_path: Path) -> None:
+    secret = ("--set", "ui.tokenSecret.name=page", "--set", "ui.tokenSecret.key=t")
+    manifests = render("default", "--set", "ui.enabled=true", *secret)
+    file, token = tmp_path / "config.yaml", tmp_path / "token"
+    given = only(manifests, "ConfigMap")["data"]["config.yaml"]
+    path = yaml.safe_load(given)["ui-token-file"]
+    directory, _, name = path.rpartition("/")
+    [(_, pod)] = pods(manifests)
+    [volume] = [one for one in pod["volumes"] if one["name"] == "secrets"]
+    assert volume["projected"]["sources"] == [
+        {"secret": {"name": "page", "items": [{"key": "t", "path": name}]}}
+    ]
+    mounts = {one["name"]: one["mountPath"] for one in pod["containers"][0]["volumeMounts"]}
+    assert mounts["secrets"] == directory
+    token.write_text("0123456789abcdef0123456789abcdef")
+    file.write_text(given.replace(path, str(token)))
+    settings = load({"config": file})
+    assert (settings.ui, settings.ui_secret()) == (True, token.read_text())
+
+
+def test_without_the_page_its_secret_is_not_asked_for(tmp_path: Path) -> None:
+    manifests = render("default", "--set", "ui.tokenSecret.name=page")
+    [(_, pod)] = pods(manifests)
+    assert not any(one["name"] == "secrets" for one in pod["volumes"])
+    assert "ui" not in yaml.safe_load(only(manifests, "ConfigMap")["data"]["config.yaml"])
+
+
 def test_large_numbers_stay_whole(tmp_path: Path) -> None:
     manifests = render("default", "--set", "settings.max-held-bodies=34359738368")
     file = tmp_path / "config.yaml"

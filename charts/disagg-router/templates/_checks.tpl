@@ -31,6 +31,9 @@ redis.url and settings.conversation-store are both set
 {{- if and .admin.enabled (not .admin.tokenSecret.name) }}
 admin.enabled needs admin.tokenSecret.name, the Secret that holds its bearer token
 {{- end }}
+{{- if and .ui.enabled (not .ui.tokenSecret.name) }}
+ui.enabled needs ui.tokenSecret.name, the Secret that holds the page's token
+{{- end }}
 {{- if and .httpRoute.enabled (not .httpRoute.parentRefs) }}
 httpRoute.enabled needs httpRoute.parentRefs, the Gateway: [{name: public, namespace: gateways}]
 {{- end }}

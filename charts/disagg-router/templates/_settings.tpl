@@ -33,6 +33,12 @@ under what other parts of the chart depend on.
 {{- $_ := set $owned "admin-port" .port }}
 {{- end }}
 {{- end }}
+{{- with .Values.ui }}
+{{- if .enabled }}
+{{- $_ := set $owned "ui" true }}
+{{- $_ := set $owned "ui-token-file" "/etc/disagg-router/secrets/ui-token" }}
+{{- end }}
+{{- end }}
 {{- mergeOverwrite $defaults .Values.settings $owned | toYaml -}}
 {{- end -}}
 
@@ -41,7 +47,8 @@ under what other parts of the chart depend on.
 {{- $files := concat
       (list (merge (dict "path" "redis-password") .Values.redis.passwordSecret)
             (merge (dict "path" "signing-key") .Values.redis.signingKeySecret)
-            (ternary (merge (dict "path" "admin-token") .Values.admin.tokenSecret) dict .Values.admin.enabled))
+            (ternary (merge (dict "path" "admin-token") .Values.admin.tokenSecret) dict .Values.admin.enabled)
+            (ternary (merge (dict "path" "ui-token") .Values.ui.tokenSecret) dict .Values.ui.enabled))
       .Values.router.secretFiles -}}
 {{- range $files }}
 {{- if .name }}
