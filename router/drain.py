@@ -6,6 +6,7 @@ Exit code 0: it is drained. 1: it is not, and the last line says why. 2: wrong u
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -18,15 +19,16 @@ import httpx
 
 from router.fleet.sources.file import address_of
 from router.parser import Parser
-from router.remote import reason_of, with_scheme
+from router.remote import EndlessError, Remote, Said, reason_of, with_scheme
 from router.settings import ADMIN_URL, variable_of
 
 PROGRAM = "disagg-router drain"
 DEFAULT_ADMIN = "http://127.0.0.1:8002"
 TOKEN, TOKEN_FILE = variable_of("admin_token"), variable_of("admin_token_file")
-# Seconds for one answer, and between two questions.
+# Seconds for one answer, and between two questions; bytes of an answer.
 PATIENCE = 10.0
 INTERVAL = 1.0
+LARGEST = 16 * 1024 * 1024
 # So often in a row a router may not answer while it is waited for.
 MISSES = 3
 MOST_NAMED = 20
@@ -105,15 +107,13 @@ class Admin:
     def __init__(self, url: str, token: str | None) -> None:
         self.url = url
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
-        self._client = httpx.Client(
-            base_url=url, headers=headers, timeout=PATIENCE, trust_env=False
-        )
+        self._remote = Remote(PATIENCE, LARGEST, headers)
         self._misses = 0
 
     def tell(self, name: str, what: str) -> dict[str, Any]:
         """The engine, as it is then. Raises DrainError."""
         answer = self._ask("POST", f"/admin/engines/{name}/{what}")
-        if answer.status_code == 404:
+        if answer.status == 404:
             raise DrainError(f"{self.url} knows no engine {name}{self._names()}")
         return self._engine(answer)
 
@@ -127,28 +127,28 @@ class Admin:
                 raise
             return {}
         self._misses = 0
-        return None if answer.status_code == 404 else self._engine(answer)
+        return None if answer.status == 404 else self._engine(answer)
 
     def close(self) -> None:
-        self._client.close()
+        self._remote.close()
 
-    def _ask(self, method: str, path: str) -> httpx.Response:
+    def _ask(self, method: str, path: str) -> Said:
         """Raises DrainError."""
         try:
-            return self._client.request(method, path)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            return self._remote.ask(method, f"{self.url}{path}")
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             raise DrainError(f"no answer of {self.url}: {reason_of(error)}") from None
+        except EndlessError as error:
+            raise DrainError(str(error)) from None
 
-    def _engine(self, answer: httpx.Response) -> dict[str, Any]:
+    def _engine(self, answer: Said) -> dict[str, Any]:
         """Raises DrainError."""
         content = _json(answer)
-        if answer.status_code == 200 and isinstance(content.get("drained"), bool):
+        if answer.status == 200 and isinstance(content.get("drained"), bool):
             return content
         error = content.get("error")
         told = error.get("message") if isinstance(error, dict) else "is this the admin API?"
-        raise DrainError(
-            f"{self.url} says {answer.status_code}: {' '.join(str(told)[:500].split())}"
-        )
+        raise DrainError(f"{self.url} says {answer.status}: {' '.join(str(told)[:500].split())}")
 
     def _names(self) -> str:
         """Raises DrainError."""
@@ -217,10 +217,10 @@ def _status(name: str, engines: Sequence[Mapping[str, Any]]) -> str:
     return f"{name} drains: {running} running, {holding} holding KV"
 
 
-def _json(answer: httpx.Response) -> dict[str, Any]:
+def _json(answer: Said) -> dict[str, Any]:
     try:
-        content = answer.json()
-    except ValueError:
+        content = json.loads(answer.content)
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -21,7 +21,7 @@ from router.bench.figures import Figures, table
 from router.bench.load import Load, Target
 from router.output import unwritable
 from router.parser import Parser
-from router.remote import EndlessError, reason_of, whole, with_scheme
+from router.remote import EndlessError, Remote, reason_of, with_scheme
 
 PROGRAM = "disagg-router bench"
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -100,23 +100,15 @@ def _first_model(url: str, target: Target) -> str:
     """Raises BenchError."""
     headers = {"authorization": target.credential} if target.credential else {}
     try:
-        with httpx.Client(headers=headers, timeout=PATIENCE, trust_env=False) as client:
-            served = json.loads(_fetch(client, f"{_base(url)}/v1/models"))["data"]
+        with Remote(PATIENCE, LARGEST, headers) as router:
+            served = json.loads(router.ask("GET", f"{_base(url)}/v1/models").content)["data"]
         return _name(str(served[0]["id"]))
     except (httpx.HTTPError, UnicodeError) as error:
         raise BenchError(f"no answer of {url}: {reason_of(error)}") from None
-    except (ValueError, LookupError, TypeError, RecursionError, argparse.ArgumentTypeError):
-        raise BenchError(f"{url} names no model: give one with --model") from None
-
-
-def _fetch(client: httpx.Client, url: str) -> bytes:
-    """Raises httpx.HTTPError, BenchError for what has no end."""
-    latest = time.monotonic() + PATIENCE
-    try:
-        with client.stream("GET", url) as answer:
-            return whole(answer, LARGEST, latest, time.monotonic)
     except EndlessError as error:
         raise BenchError(str(error)) from None
+    except (ValueError, LookupError, TypeError, RecursionError, argparse.ArgumentTypeError):
+        raise BenchError(f"{url} names no model: give one with --model") from None
 
 
 def _target(url: str, variables: Mapping[str, str]) -> Target | str:

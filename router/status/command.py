@@ -17,7 +17,7 @@ import httpx
 
 from router.output import unwritable
 from router.parser import Parser
-from router.remote import EndlessError, reason_of, whole, with_scheme
+from router.remote import EndlessError, Remote, reason_of, with_scheme
 from router.status.reading import NotMetricsError, Status, read
 from router.status.table import lines, no_paint, paint
 
@@ -51,8 +51,8 @@ def main(
     if not 0.1 <= options.interval <= 3600:
         parser.error("--interval: not a number of seconds from 0.1 to 3600")
     try:
-        with httpx.Client(timeout=PATIENCE, trust_env=False) as client:
-            look = partial(_look, client, f"{url}/metrics", clock)
+        with Remote(PATIENCE, LARGEST) as router:
+            look = partial(_look, router, f"{url}/metrics")
             if not options.watch:
                 return _show(look(), options.json)
             return _watch(look, options, clock, sleep)
@@ -100,24 +100,19 @@ def _watch(
         sleep(max(0.0, options.interval - (clock() - moment)))
 
 
-def _look(client: httpx.Client, url: str, clock: Callable[[], float]) -> Status:
+def _look(router: Remote, url: str) -> Status:
     """Raises StatusError."""
     try:
-        return read(_fetch(client, url, clock() + PATIENCE, clock))
+        said = router.ask("GET", url)
+        if said.status != 200:
+            raise StatusError(f"{url} answers {said.status}")
+        return read(said.content.decode("utf-8", "replace"))
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # a host may be no name
         raise StatusError(f"no answer of {url}: {reason_of(error)}") from None
     except EndlessError as error:
         raise StatusError(str(error)) from None
     except NotMetricsError as error:
         raise StatusError(f"{url}: {error}") from None
-
-
-def _fetch(client: httpx.Client, url: str, latest: float, clock: Callable[[], float]) -> str:
-    """Raises httpx.HTTPError, EndlessError, StatusError."""
-    with client.stream("GET", url) as answer:
-        if answer.status_code != 200:
-            raise StatusError(f"{url} answers {answer.status_code}")
-        return whole(answer, LARGEST, latest, clock).decode("utf-8", "replace")
 
 
 def _url(text: str) -> str | None:

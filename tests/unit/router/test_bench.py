@@ -13,13 +13,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count, pairwise
 from typing import ClassVar
 
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.bench.chats import Wish, chats
-from router.bench.command import BenchError, _fetch, main
+from router.bench.command import main
 from router.bench.figures import Figures, Sample, nearest_rank
 from router.bench.load import ChatError, Reading
 from tests.unit.router.conftest import StartRouter
@@ -225,18 +224,6 @@ def test_a_name_that_is_no_text_is_wrong_usage(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit, match="2"):
         main(["http://127.0.0.1:1", "--model", "\udcff"])
     assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_a_list_of_models_without_end_is_not_awaited() -> None:
-    def endless() -> Iterator[bytes]:
-        while True:
-            yield b" " * 65536
-
-    client = httpx.Client(
-        transport=httpx.MockTransport(lambda _: httpx.Response(200, content=endless()))
-    )
-    with pytest.raises(BenchError, match="too much"):
-        _fetch(client, "http://x/v1/models")
 
 
 def test_a_host_that_can_have_no_address_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

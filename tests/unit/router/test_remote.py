@@ -1,0 +1,125 @@
+"""What commands ask of a router, and what of it they wait for: never longer than they said."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import httpx
+import pytest
+
+from router import drain
+from router.bench import command as bench
+from router.remote import EndlessError, Remote
+from router.status import command as status
+
+PATIENCE = 0.4
+# Each drop comes well before a single read would be given up.
+DROP = PATIENCE / 8
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n"
+
+
+@contextlib.contextmanager
+def dripping(said: bytes, drop: bytes) -> Iterator[str]:
+    """A server that says so much at once, and then a drop, and a drop, as long as one listens."""
+    over = threading.Event()
+
+    def drip(client: socket.socket) -> None:
+        with client, contextlib.suppress(OSError):
+            client.recv(65536)
+            client.sendall(said)
+            while not over.wait(DROP):
+                client.sendall(drop)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while not over.is_set():
+                client, _ = listener.accept()
+                threads.append(threading.Thread(target=drip, args=(client,)))
+                threads[-1].start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threads = [threading.Thread(target=serve)]
+        threads[0].start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            over.set()
+            listener.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join(5)
+
+
+DRIPS = {
+    "nothing": (b"", b""),
+    "headers": (b"HTTP/1.1 200 OK\r\n", b"x-more: of it\r\n"),
+    "a header": (HEAD, b"x"),
+    "the body": (HEAD + b"\r\n", b"y"),
+}
+
+
+@pytest.mark.parametrize("what", DRIPS)
+def test_an_answer_in_drops_is_given_up_in_time(what: str) -> None:
+    with dripping(*DRIPS[what]) as url, Remote(PATIENCE, 10_000) as remote:
+        began = time.monotonic()
+        with pytest.raises(EndlessError, match=r"within 0\.4 s"):
+            remote.ask("GET", url)
+        assert time.monotonic() - began < PATIENCE + 2
+
+
+@pytest.mark.parametrize(
+    ("module", "main", "arguments"),
+    [
+        (status, status.main, ["{}"]),
+        (bench, bench.main, ["{}"]),
+        (drain, drain.main, ["http://127.0.0.1:1", "--admin", "{}"]),
+    ],
+    ids=["status", "bench", "drain"],
+)
+def test_a_command_says_so_in_a_line(
+    module: object,
+    main: Callable[[list[str]], int],
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE", PATIENCE)
+    began = time.monotonic()
+    with dripping(*DRIPS["headers"]) as url:
+        assert main([one.format(url) for one in arguments]) == 1
+    assert time.monotonic() - began < PATIENCE + 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no answer of" in line
+
+
+def test_an_answer_without_end_is_not_read_to_its_end() -> None:
+    async def endless(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=_spaces())
+
+    with (
+        Remote(60.0, 1_000_000, transport=httpx.MockTransport(endless)) as remote,
+        pytest.raises(EndlessError, match="too much"),
+    ):
+        remote.ask("GET", "http://x/v1/models")
+
+
+async def _spaces() -> AsyncIterator[bytes]:
+    while True:
+        yield b" " * 65536
+
+
+@pytest.mark.parametrize("what", [*DRIPS, "an error"])
+def test_an_answer_to_the_load_in_drops_has_failed_in_time(
+    what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chunked = b"HTTP/1.1 500 Oh\r\ntransfer-encoding: chunked\r\n\r\n"
+    drips = DRIPS | {"an error": (chunked, b"1\r\nx\r\n")}
+    began = time.monotonic()
+    with dripping(*drips[what]) as url:
+        arguments = [url, "--model", "m", "--requests", "1", "--timeout", str(PATIENCE), "--json"]
+        assert bench.main(arguments) == 1
+    assert time.monotonic() - began < PATIENCE + 2
+    assert '"failed": 1' in capsys.readouterr().out
