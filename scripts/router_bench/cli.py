@@ -24,7 +24,8 @@ Measures the router's CPU time per request beside a peer and beside no router at
 have the same core, mock engines and load the others; rounds take turns, and figures are medians.
 A peer lives in a virtual environment of its own: --peer-venv names one, which is made and filled by
 pip if it is not there (vllm-router: pip install vllm-router). The peer "checkout" is this router at
-another commit: --peer-venv names its work tree (git worktree add --detach DIR COMMIT).
+another commit: --peer-venv names its work tree (git worktree add --detach DIR COMMIT). Others are
+this checkout: "ui" with its page, "page" while somebody looks at it, "traces" with a collector.
 """
 
 

@@ -19,6 +19,7 @@ from scripts.bench.ports import free_ports
 START = 60.0
 """Seconds that a router may take until it answers /health."""
 TOY = Path(__file__).with_name("toy.py")
+WATCHED = Path(__file__).with_name("watched.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,12 @@ class Peer:
             "prefiller": f"http://127.0.0.1:{engines.prefiller}",
             "decoder": f"http://127.0.0.1:{engines.decoder}",
             "toy": TOY,
+            "watched": WATCHED,
         }
         return [part.format(**known) for part in self.command]
 
 
+PORTS = ("{prefiller_port}", "{decoder_port}")
 PEERS: Mapping[str, Peer] = {
     "vllm-router": Peer(
         ("vllm-router",),
@@ -66,6 +69,18 @@ PEERS: Mapping[str, Peer] = {
         ("fastapi", "httpx", "uvicorn"),
         ("{bin}/python", "{toy}", "{port}", "{prefiller}", "{decoder}"),
     ),
+    # This checkout, with --ui and nobody who looks.
+    "ui": Peer(
+        (),
+        (
+            *("{python}", "-m", "router.cli", "--port", "{port}", "--ui"),
+            *("--prefiller-hosts", "127.0.0.1", "--prefiller-ports", "{prefiller_port}"),
+            *("--decoder-hosts", "127.0.0.1", "--decoder-ports", "{decoder_port}"),
+        ),
+    ),
+    # This checkout, looked at, or with a collector of traces.
+    "page": Peer((), ("{python}", "{watched}", "page", "{port}", *PORTS)),
+    "traces": Peer((), ("{python}", "{watched}", "traces", "{port}", *PORTS)),
     # This project at another commit, in a work tree that --peer-venv names.
     "checkout": Peer(
         (),
