@@ -29,8 +29,8 @@ ANSWER_SECONDS = 10.0
 """That an engine has to answer in, which it does between two steps."""
 
 _NAME = re.compile(
-    # Kind, the client's part, our router's attempt, which prompt, the engine's own part.
-    r"(?:(?:chat)?cmpl-)?(.+?)(?:\.[0-9a-f]{10}\d+)?(?:-\d+)?(?:-[0-9a-f]{8})?"
+    # Which choice, kind, the client's part, our router's attempt, which prompt, the engine's.
+    r"(?:(?:\d+_)?(?:chat)?cmpl-)?(.+?)(?:\.[0-9a-f]{10}\d+)?(?:-\d+)?(?:-[0-9a-f]{8})?"
 )
 _FOREIGN = re.compile(r"[^A-Za-z0-9._-]")
 """What engines may replace in a client's id."""

@@ -11,6 +11,7 @@ from engine_ext.reference.server.logprobs import (
     chat_logprobs,
     completion_logprobs,
 )
+from engine_ext.reference.server.tool_calls import Calls, calls_in
 from engine_ext.reference.tokenizer import Tokenizer
 
 
@@ -106,6 +107,11 @@ class ChatDialect(Dialect):
     chunk_object = "chat.completion.chunk"
     answer_object = "chat.completion"
 
+    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+        super().__init__(job, tokenizer)
+        self._forced = forced = job.options.forced
+        self._calls = [] if forced is None else [Calls(forced) for _ in range(job.num_choices)]
+
     def opening(self) -> Iterator[dict[str, Any]]:
         prompt = self._prompt_token_ids(0)
         extra = {} if prompt is None else {"prompt_token_ids": prompt}
@@ -117,30 +123,43 @@ class ChatDialect(Dialect):
     def chunk_choice(self, choice: int, output: RequestOutput, *, first: bool) -> dict[str, Any]:
         entry = {
             "index": choice,
-            "delta": {"content": output.text},
+            "delta": self._delta(choice, output.text),
             "logprobs": self._logprobs(output),
-            "finish_reason": output.finish_reason,
+            "finish_reason": self._finish_reason(output),
             "token_ids": self._token_ids(output),
         }
         return (
             entry if output.finish_reason is None else {**entry, "stop_reason": output.stop_reason}
         )
 
+    def _delta(self, choice: int, text: str) -> dict[str, Any]:
+        if self._forced is None:
+            return {"content": text}
+        calls = self._calls[choice].take(text)
+        return {"tool_calls": calls} if calls else {}
+
+    def _finish_reason(self, output: RequestOutput) -> str | None:
+        """As OpenAI has it: a call of a tool that was named is no reason."""
+        if self._forced is None or self._forced.name is not None or output.finish_reason != "stop":
+            return output.finish_reason
+        return "tool_calls"
+
     def answer_choice(self, choice: int, output: RequestOutput) -> dict[str, Any]:
+        forced = self._forced
         return {
             "index": choice,
             "message": {
                 "role": self.job.options.role,
-                "content": output.text,
+                "content": output.text if forced is None else "",
                 "refusal": None,
                 "annotations": None,
                 "audio": None,
                 "function_call": None,
-                "tool_calls": [],
+                "tool_calls": [] if forced is None else calls_in(output.text, forced),
                 "reasoning": None,
             },
             "logprobs": self._logprobs(output),
-            "finish_reason": output.finish_reason,
+            "finish_reason": self._finish_reason(output),
             "stop_reason": output.stop_reason,
             "token_ids": self._token_ids(output),
         }

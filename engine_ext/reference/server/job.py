@@ -7,6 +7,7 @@ from typing import Any
 from engine_ext.reference.messages import GenerateRequest, SamplingParams
 from engine_ext.reference.server import request_id
 from engine_ext.reference.server.prompts import Prompt
+from engine_ext.reference.server.tool_calls import Forced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,8 @@ class AnswerOptions:
     tokens_as_ids: bool = False
     """Logprobs name tokens `token_id:<id>`."""
     role: str = "assistant"
+    forced: Forced | None = None
+    """The answer is calls of tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from engine_ext.reference.server.requests import (
 )
 from engine_ext.reference.server.served_model import ServedModel
 from engine_ext.reference.server.structure import grammar_of
+from engine_ext.reference.server.tool_calls import Forced, forced_by
 
 COMPLETION_TOKENS = 16
 """`max_tokens` of a completion that says nothing; a chat goes on to the end of the context."""
@@ -82,6 +83,7 @@ def prepare_chat(model: ServedModel, body: bytes, id_header: str | None) -> Job:
     text = conversation.render(request, model.chat_template) if given is None else given
     token_ids = encode(text, model, add_special_tokens=request.add_special_tokens)
     max_tokens = room(len(token_ids), asked, model)
+    forced = forced_by(request)
     job_id = f"chatcmpl-{request_id.base_id(id_header, request.request_id)}"
     return Job(
         id=job_id,
@@ -89,11 +91,11 @@ def prepare_chat(model: ServedModel, body: bytes, id_header: str | None) -> Job:
         model=model.name,
         prompts=(Prompt(token_ids),),
         engine_ids=(request_id.engine_id(job_id),),
-        sampling=_sampling(request, model, max_tokens, max_tokens, logprobs),
+        sampling=_sampling(request, model, max_tokens, max_tokens, logprobs, forced),
         n=request.n,
         kv_transfer_params=kv_transfer_params,
         cache_hit_threshold=request.cache_hit_threshold,
-        options=_options(request, logprobs, conversation.answering_role(request)),
+        options=_options(request, logprobs, conversation.answering_role(request), forced),
     )
 
 
@@ -122,7 +124,10 @@ def _given_token_ids(
 
 
 def _options(
-    request: GenerationBody, logprobs: int | None, role: str = "assistant"
+    request: GenerationBody,
+    logprobs: int | None,
+    role: str = "assistant",
+    forced: Forced | None = None,
 ) -> AnswerOptions:
     streaming = request.stream_options or StreamOptions()
     return AnswerOptions(
@@ -133,6 +138,7 @@ def _options(
         tokens_as_ids=request.return_tokens_as_token_ids,
         logprobs=logprobs,
         role=role,
+        forced=forced,
     )
 
 
@@ -142,6 +148,7 @@ def _sampling(
     max_tokens: int,
     least_room: int,
     logprobs: int | None,
+    forced: Forced | None = None,
 ) -> SamplingParams:
     """`least_room`: of the prompts, what the longest one leaves for an answer."""
     if request.min_tokens > least_room:
@@ -167,7 +174,7 @@ def _sampling(
         ignore_eos=request.ignore_eos,
         logprobs=logprobs,
         skip_special_tokens=request.skip_special_tokens,
-        grammar=grammar_of(request, model),
+        grammar=grammar_of(request, model, forced),
     )
 
 

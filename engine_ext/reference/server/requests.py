@@ -39,7 +39,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "repetition_penalty": (1,),
     "suffix": ("",),
-    "tool_choice": ("auto", "none"),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
@@ -111,6 +110,8 @@ class Conversation(_Body):
 
 class ChatBody(GenerationBody, Conversation):
     max_completion_tokens: int | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
 

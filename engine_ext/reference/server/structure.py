@@ -9,6 +9,7 @@ from engine_ext.reference.grammar import Grammar
 from engine_ext.reference.server.errors import BadRequestError
 from engine_ext.reference.server.requests import GenerationBody
 from engine_ext.reference.server.served_model import ServedModel
+from engine_ext.reference.server.tool_calls import Forced
 
 ANY_OBJECT = {"type": "object"}
 
@@ -19,9 +20,14 @@ class Form(NamedTuple):
     param: str
 
 
-def grammar_of(request: GenerationBody, model: ServedModel) -> Grammar | None:
-    """None where the answer is free. Raises BadRequestError for a form that makes no sense."""
+def grammar_of(
+    request: GenerationBody, model: ServedModel, forced: Forced | None = None
+) -> Grammar | None:
+    """None where the answer is free. Raises BadRequestError for a form that makes no sense.
+    `forced`: calls, whatever other form is wanted."""
     form = _of_response_format(request.response_format)
+    if forced is not None:
+        form = Form("json_schema", _written(forced.schema), "tool_choice")
     if form is None:
         form = _of_structured_outputs(request.structured_outputs)
     if form is None:

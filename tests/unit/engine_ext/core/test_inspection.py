@@ -160,7 +160,7 @@ ATTEMPT = ".0123456789" + "42"
 @pytest.mark.parametrize(
     "client", ["mine", "mine-7", "mine-0a1b2c3d", "cmpl-1", "a.0123456789", "."]
 )
-@pytest.mark.parametrize("kind", ["chatcmpl-{}", "cmpl-{}-0", "cmpl-{}-13"])
+@pytest.mark.parametrize("kind", ["chatcmpl-{}", "0_chatcmpl-{}", "cmpl-{}-0", "12_cmpl-{}-13"])
 @pytest.mark.parametrize("suffix", ["", "-0a1b2c3d"])
 def test_a_transfer_is_found_by_the_clients_part_of_its_requests_name(
     client: str, kind: str, suffix: str

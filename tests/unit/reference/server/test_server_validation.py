@@ -87,6 +87,13 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True, "echo": True}, "echo"),
     ({"suffix": "x"}, "suffix"),
 ]
+
+
+def _tools(parameters: Any) -> list[Any]:
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
+TOOLS = _tools({"type": "object"})
 WRONG_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
@@ -106,6 +113,15 @@ WRONG_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"tools": "x"}, "tools"),
     ({"tools": [1]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice"),
+    ({"tool_choice": ["f"], "tools": TOOLS}, "tool_choice"),
+    ({"tool_choice": {"function": {"name": ""}}, "tools": TOOLS}, "tool_choice"),
+    ({"tool_choice": {"function": {"name": "g"}}, "tools": TOOLS}, "tool_choice"),
+    ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice"),
+    ({"tool_choice": "required", "tools": [{"type": "custom"}]}, "tool_choice"),
+    ({"tool_choice": "required", "tools": _tools(7)}, "tools"),
+    ({"tool_choice": "required", "tools": _tools({"$defs": 7})}, "tools"),
+    ({"tool_choice": "required", "tools": _tools({"type": "nothing"})}, "tool_choice"),
     ({"chat_template": "{{ x }}"}, "chat_template"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ({"max_completion_tokens": 0}, "max_tokens"),

@@ -1,0 +1,148 @@
+"""Calls that a client insists on: what a random model writes is one, whole or in pieces."""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_ext.reference.build import build_engine
+from engine_ext.reference.engine import Engine
+from engine_ext.reference.engine_config import EngineConfig
+from engine_ext.reference.server.tool_calls import Calls, Forced, calls_in
+from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
+from tests.unit.reference.server.fake_engine import events_of, in_process, served_model
+
+CHAT = "/v1/chat/completions"
+PLACE = {"type": "object", "properties": {"lake": {"type": "boolean"}}, "required": ["lake"]}
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"where": {"$ref": "#/$defs/place"}, "days": {"enum": [1, 2, 3]}},
+    "required": ["where", "days"],
+    "additionalProperties": False,
+    "$defs": {"place": {**PLACE, "additionalProperties": False}},
+}
+TIME: dict[str, Any] = {
+    "type": "object",
+    "properties": {"zone": {"enum": ["ütc", 'a"}b']}},
+    "required": ["zone"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"weather": WEATHER, "time": TIME}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+NAMED = {"type": "function", "function": {"name": "time"}}
+BODY: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "What is the weather like?"}],
+    "max_tokens": 600,
+    "temperature": 1.0,
+    "tools": TOOLS,
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), TinyModel(layers=2))
+
+
+@pytest.fixture
+async def engine(directory: Path) -> AsyncIterator[Engine]:
+    engine = build_engine(EngineConfig(model=directory, num_blocks=129, num_threads=1))
+    yield engine
+    engine.check_integrity()
+    engine.shutdown()
+
+
+@pytest.fixture
+async def client(directory: Path, engine: Engine) -> AsyncIterator[httpx.AsyncClient]:
+    model = replace(served_model(directory), max_model_len=2048)
+    async with in_process(model, engine) as client:
+        yield client
+
+
+async def choice_of(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    response = await client.post(CHAT, json=BODY | fields)
+    assert response.status_code == 200, response.text
+    choice: dict[str, Any] = response.json()["choices"][0]
+    return choice
+
+
+def check(calls: list[dict[str, Any]]) -> None:
+    assert len({call["id"] for call in calls}) == len(calls)
+    for call in calls:
+        assert call["type"] == "function"
+        function = call["function"]
+        jsonschema.validate(json.loads(function["arguments"]), SCHEMAS[function["name"]])
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_required_is_one_call_or_more_of_the_tools_given(
+    seed: int, client: httpx.AsyncClient
+) -> None:
+    choice = await choice_of(client, tool_choice="required", parallel_tool_calls=False, seed=seed)
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "")
+    assert len(choice["message"]["tool_calls"]) == 1
+    check(choice["message"]["tool_calls"])
+
+
+async def test_a_named_tool_is_called_whatever_other_form_is_wanted(
+    client: httpx.AsyncClient,
+) -> None:
+    choice = await choice_of(
+        client, tool_choice=NAMED, response_format={"type": "json_object"}, seed=1
+    )
+    assert choice["finish_reason"] == "stop"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "time"
+    check([call])
+
+
+@pytest.mark.parametrize("tool_choice", ["required", NAMED], ids=["required", "named"])
+async def test_a_streamed_call_is_the_whole_one_in_pieces(
+    tool_choice: Any, client: httpx.AsyncClient
+) -> None:
+    fields = {"tool_choice": tool_choice, "parallel_tool_calls": False, "seed": 2}
+    whole = await choice_of(client, **fields)
+    response = await client.post(CHAT, json=BODY | fields | {"stream": True})
+    choices = [event["choices"][0] for event in events_of(response)]
+    assert choices[-1]["finish_reason"] == whole["finish_reason"]
+    assert not any(one["delta"].get("content") for one in choices)
+    said = [call for one in choices for call in one["delta"].get("tool_calls", [])]
+    assert said[0]["function"]["name"] == whole["message"]["tool_calls"][0]["function"]["name"]
+    arguments = "".join(call["function"]["arguments"] for call in said)
+    assert arguments == whole["message"]["tool_calls"][0]["function"]["arguments"]
+    assert {call["index"] for call in said} == {0}
+
+
+async def test_what_was_cut_off_is_no_call(client: httpx.AsyncClient) -> None:
+    choice = await choice_of(client, tool_choice="required", max_tokens=1)
+    assert (choice["finish_reason"], choice["message"]["tool_calls"]) == ("length", [])
+    auto = await choice_of(client, tool_choice="auto", max_tokens=3)
+    assert auto["message"]["tool_calls"] == []
+
+
+ARGUMENTS = st.dictionaries(st.text(max_size=4), st.text(max_size=6) | st.integers(), max_size=3)
+
+
+@given(st.lists(ARGUMENTS, min_size=1, max_size=4), st.integers(1, 9), st.booleans())
+def test_however_it_is_cut_the_calls_are_the_same(
+    arguments: list[dict[str, Any]], step: int, is_cut: bool
+) -> None:
+    forced = Forced({})
+    text = json.dumps([{"name": "f", "parameters": one} for one in arguments])
+    text = text[:-3] if is_cut else text
+    calls = Calls(forced)
+    said = [call for at in range(0, len(text), step) for call in calls.take(text[at : at + step])]
+    assert [json.loads(one["function"]["arguments"]) for one in said] == (
+        arguments[:-1] if is_cut else arguments
+    )
+    assert [one["index"] for one in said] == list(range(len(said)))
+    assert [one["function"] for one in calls_in(text, forced)] == [one["function"] for one in said]
