@@ -1,4 +1,7 @@
-"""The command: what is started, in which order, and how it ends."""
+"""The command: what is started, in which order, and how it ends.
+
+Exit code 0: it was stopped. 1: it could not go on. 2: wrong usage, or not installed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from typing import NoReturn
 from router.children import Child, ChildEndedError, Family
 from router.demo import words
 from router.demo.engines import ENGINES, Engines, reference_engine, threads_of, vllm_engine
-from router.demo.errors import DemoError
+from router.demo.errors import AbsentError, DemoError
 from router.demo.model import TINY, Model, choose
 from router.demo.options import Options
 from router.demo.waiting import check_port, free_ports, wait_until_ready
@@ -37,7 +40,7 @@ def main(argv: Sequence[str], engines: Engines = ENGINES) -> int:
         return 0
     except (DemoError, ChildEndedError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, AbsentError) else 1
     except OSError as error:
         return unwritable(PROGRAM, error)
     finally:

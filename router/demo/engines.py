@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from router.demo.errors import DemoError
+from router.demo.errors import AbsentError
 from router.demo.model import Model
 from router.demo.options import Options
 
@@ -62,12 +62,12 @@ class Engines:
     find_vllm: Callable[[], str | None] = find_vllm
 
     def check(self, options: Options) -> None:
-        """Raises DemoError where what the engines need is not installed."""
+        """Raises AbsentError where what the engines need is not installed."""
         if options.vllm and self.find_vllm() is None:
-            raise DemoError(VLLM_ABSENT)
+            raise AbsentError(VLLM_ABSENT)
         missing = [name for name in self.needed if find_spec(name) is None]
         if missing and not (options.vllm and isinstance(options.model, Path)):
-            raise DemoError(
+            raise AbsentError(
                 f"{', '.join(missing)} not installed; the demo needs more than the router: "
                 "pip install 'disagg-router[demo]'"
             )
@@ -107,7 +107,7 @@ def vllm_engine(
     """Raises DemoError."""
     python = engines.find_vllm()
     if python is None:
-        raise DemoError(VLLM_ABSENT)
+        raise AbsentError(VLLM_ABSENT)
     config = {**KV_CONFIG, "kv_connector_module_path": "engine_ext.vllm"}
     variables = {**_side_channel(side_channel), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     scheduler = "DisaggAsyncScheduler"

@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class DemoError(Exception):
     """The demo cannot go on; the message says why."""
+
+
+class AbsentError(DemoError):
+    """Something is not installed; the message says how to get it."""

@@ -21,7 +21,7 @@ import pytest
 
 from router.cli import main
 from router.demo.command import main as command_main
-from router.demo.engines import Engines, dtype_of, find_vllm, vllm_engine
+from router.demo.engines import NEEDED, Engines, dtype_of, find_vllm, vllm_engine
 from router.demo.model import Model, cache_directory
 from router.demo.options import Options
 from tests.conftest import find_free_ports
@@ -192,12 +192,40 @@ def test_on_a_gpu_vllm_engines_share_its_memory(tmp_path: Path) -> None:
 def test_what_is_not_installed_is_one_line_and_starts_nothing(
     capsys: pytest.CaptureFixture[str], flags: list[str], engines: Engines, message: str
 ) -> None:
-    assert command_main(flags, engines) == 1
+    assert command_main(flags, engines) == 2
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
     assert line.startswith("disagg-router demo: error: ")
     assert message in line
     assert captured.out == ""
+
+
+# Takes the place of an environment into which only the router was installed.
+ROUTER_ONLY = """
+import sys
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, *rest):
+        return None if name.partition(".")[0] in HIDDEN else self.finder.find_spec(name, *rest)
+
+HIDDEN = set(sys.argv.pop(1).split(","))
+sys.meta_path[:] = [Without(one) for one in sys.meta_path]
+from router.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--model", "tiny"], ["--prefillers", "2"]])
+def test_where_only_the_router_is_installed_the_extra_is_named(flags: list[str]) -> None:
+    hidden = ",".join((*NEEDED, "llguidance", "gguf", "vllm"))
+    command = [sys.executable, "-c", ROUTER_ONLY, hidden, "demo", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    (line,) = done.stderr.splitlines()
+    assert f"error: {', '.join(NEEDED)} not installed; " in line
+    assert line.endswith("pip install 'disagg-router[demo]'")
+    assert (done.returncode, done.stdout) == (2, "")
 
 
 def test_vllm_is_looked_for_where_it_is_installed_to(tmp_path: Path) -> None:
