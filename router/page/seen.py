@@ -7,7 +7,7 @@ from typing import NamedTuple
 from pydantic import BaseModel
 
 from router.telemetry.record import Record
-from router.telemetry.usage import tokens_of
+from router.telemetry.usage import tokens_of, tokens_so_far
 
 LONGEST_ERROR = 500
 
@@ -54,8 +54,8 @@ class Origin(NamedTuple):
 
 def seen(record: Record, origin: Origin) -> Seen:
     """Of a request that has ended, or runs."""
-    prompt, completion, cached = tokens_of(record)
     has_ended = record.ended is not None
+    prompt, completion, cached = tokens_of(record) if has_ended else tokens_so_far(record)
     return Seen(
         key=f"{origin.name}-{id(record):x}-{record.started:.6f}",
         id=record.request_id,

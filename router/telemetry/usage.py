@@ -42,11 +42,16 @@ def tokens_of(record: Record) -> Tokens:
     """By what the decoder says, else the prefiller. Of a record that has ended: it is read once."""
     tokens = record.tokens
     if tokens is None:
-        tokens = tokens_in(record.usage) if record.usage else UNKNOWN
-        if tokens.prompt is None and record.prefill_usage:
-            asked = tokens_in(record.prefill_usage)
-            tokens = Tokens(asked.prompt, tokens.completion, asked.cached)
-        record.tokens = tokens
+        tokens = record.tokens = tokens_so_far(record)
+    return tokens
+
+
+def tokens_so_far(record: Record) -> Tokens:
+    """Of a record that may run: nothing of it is kept, for there is more to come."""
+    tokens = tokens_in(record.usage) if record.usage else UNKNOWN
+    if tokens.prompt is None and record.prefill_usage:
+        asked = tokens_in(record.prefill_usage)
+        tokens = Tokens(asked.prompt, tokens.completion, asked.cached)
     return tokens
 
 

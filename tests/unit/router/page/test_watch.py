@@ -5,6 +5,7 @@ from __future__ import annotations
 from router.page.seen import Origin, seen
 from router.page.watch import MOST_FRESH, MOST_RUNNING, WINDOW, Look, Rates, Watch, moving, ways_of
 from router.telemetry.record import Record
+from router.telemetry.usage import tokens_of
 
 
 def record(**fields: object) -> Record:
@@ -28,6 +29,14 @@ def test_what_is_held_has_bounds_and_what_did_not_fit_is_counted() -> None:
     assert list(fresh) == many[-MOST_FRESH:]
     assert missed == len(many) - MOST_FRESH
     assert look.take(1.0) == ([], 0)
+
+
+def test_to_look_at_a_request_that_runs_takes_none_of_its_tokens() -> None:
+    running = record(prefill_usage=b'"prompt_tokens":46')
+    assert seen(running, Origin("w", 0.0)).prompt_tokens == 46
+    running.usage, running.ended = b'"prompt_tokens":46,"completion_tokens":5', 101.0
+    assert tokens_of(running) == (46, 5, None), "the access line and metrics have all of them"
+    assert seen(running, Origin("w", 0.0)).completion_tokens == 5
 
 
 def test_one_that_looks_takes_nothing_from_another() -> None:
