@@ -21,7 +21,7 @@ import pytest
 
 from router.cli import main
 from router.demo.command import main as command_main
-from router.demo.engines import NEEDED, Engines, dtype_of, find_vllm, vllm_engine
+from router.demo.engines import NEEDED, Engines, find_vllm, reference_engine, vllm_engine
 from router.demo.model import Model, cache_directory
 from router.demo.options import Options
 from tests.conftest import find_free_ports
@@ -240,16 +240,13 @@ def test_vllm_is_looked_for_where_it_is_installed_to(tmp_path: Path) -> None:
     assert find_vllm({"DISAGG_VLLM_VENV": str(place)}) == str(place / "bin" / "python")
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [("fpu avx512_bf16", "bfloat16"), ("amx_bf16", "bfloat16"), ("avx2 bf16_not", "float32")],
-)
-def test_weights_are_bfloat16_where_the_cpu_knows_that(
-    tmp_path: Path, flags: str, expected: str
-) -> None:
-    (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
-    assert dtype_of(OPTIONS, tmp_path / "cpuinfo") == expected
-    assert dtype_of(OPTIONS, tmp_path / "none") == "float32"
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_reused_decides_no_answer_of_the_chat_model(device: str, tmp_path: Path) -> None:
+    """Its weights are wide enough that no two words tie for the first question."""
+    options = replace(OPTIONS, device=device, vllm=False)
+    model = Model(tmp_path, "chat", talks=True)
+    command = reference_engine(Engines(), options, model, 1, 8100, 5600).command
+    assert command[command.index("--dtype") + 1] == "float32"
 
 
 @pytest.mark.parametrize(
