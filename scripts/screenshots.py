@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import sys
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -20,6 +21,7 @@ from tests.browser import running_browser
 
 QUESTIONS = ("What is the capital of France?", "And what river is it on?")
 PATIENCE_MS = 60_000
+MOVED_MS = 3_000
 
 
 class Shot(NamedTuple):
@@ -48,6 +50,9 @@ async def take(browser: Browser, url: str, shot: Shot, directory: Path) -> Path:
     await page.goto(f"{url}/ui")
     for number, question in enumerate(QUESTIONS, 1):
         await _ask(page, question, number)
+    with contextlib.suppress(Error):  # stock engines do not say what moved
+        moved = page.locator(".assistant .fact").last.filter(has_text="move")
+        await moved.wait_for(timeout=MOVED_MS)
     await page.locator("#requests-list .outcome-ok .row").first.click()
     await page.evaluate("window.scrollTo(0, 0)")
     path = directory / f"{shot.name}.png"

@@ -145,6 +145,34 @@ async def test_what_real_engines_moved_is_seen_in_bytes_and_told_of_each_request
             assert seen.errors == []
 
 
+NOBODY = {
+    "version": "1",
+    "settings": [],
+    "ended": [],
+    "conversations": {"store": "memory"},
+    "ttl": 1,
+    **{name: {} for name in ("engines", "groups", "ways", "running")},
+    "totals": {"requests": 0, "in_flight": 0, "by": {}},
+    "turns": {"outcomes": {}, "kept": {}, "entries": 0},
+    "workers": {"answered": 1, "known": 1},
+}
+
+
+async def test_how_many_requests_were_left_out_is_said(
+    p: MockEngine, d: MockEngine, context: BrowserContext
+) -> None:
+    told = [("snapshot", NOBODY), ("ended", {"requests": [], "untold": 7})]
+    body = "".join(f"event: {name}\ndata: {json.dumps(content)}\n\n" for name, content in told)
+    async with serving_router(p, d, "--ui") as router:
+        page = await context.new_page()
+        await page.route(
+            "**/ui/events",
+            lambda route: route.fulfill(content_type="text/event-stream", body=body),
+        )
+        await page.goto(f"{router.url}/ui")
+        await expect(page.locator("#requests-untold")).to_contain_text("7 more ended than")
+
+
 async def test_requests_open_by_keyboard_to_what_became_of_them(
     p: MockEngine, d: MockEngine, context: BrowserContext
 ) -> None:

@@ -161,9 +161,9 @@ export class Chat {
 
   // Engines tell a little later what moved.
   tellMoved(moved) {
-    for (const key of Object.keys(moved)) {
-      const fact = this.facts.get(key);
-      if (fact) this.tell(...fact);
+    for (const [key, what] of Object.entries(moved)) {
+      const [request, line] = this.facts.get(key) ?? [];
+      if (request) this.tell(Object.assign(request, { moved: what }), line);
     }
   }
 
