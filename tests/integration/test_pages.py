@@ -1,7 +1,12 @@
 """What the reference engine tells routers and people, and what it may be told, besides requests."""
 
+import json
 import re
+import time
+from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import pytest
 
 from tests.integration.legs import coordinates_in, decode, prefill
@@ -77,3 +82,50 @@ def test_a_transfer_is_seen_on_the_leases_page_in_the_metrics_and_as_one_line_in
         assert metric(mover, r"vllm:nixl_xfer_time_seconds_count\{.*") == 1
         assert metric(mover, "disagg_engine_kv_handshake_seconds_count") == 1
         assert not LINE.search(other.log.read_text())
+
+
+def told(answer: httpx.Response, seconds: float) -> Iterator[tuple[str, Any]]:
+    """Events of a router's page as they come, for so long; it says something at least as often."""
+    name, latest = "", time.monotonic() + seconds
+    for line in answer.iter_lines():
+        assert time.monotonic() < latest
+        if line.startswith("event: "):
+            name = line[7:]
+        elif line.startswith("data: "):
+            yield name, json.loads(line[6:])
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_routers_page_is_told_what_moved_for_whom_and_how_fast(
+    launcher: Launcher, mode: str
+) -> None:
+    connector = CONNECTORS[mode]
+    with (
+        launcher.engine("prefill", connector=connector) as prefiller,
+        launcher.engine("decode", connector=connector) as decoder,
+        launcher.router([prefiller], [decoder], "--ui") as router,
+        httpx.stream("GET", f"{router.url}/ui/events", timeout=15) as page,
+    ):
+        events = told(page, 30)
+        assert next(name for name, _ in events) == "snapshot"
+        body = {"model": "tiny", "prompt": text_of(100, 3), "max_tokens": 4}
+        answer = router.post("/v1/completions", body, request_id="mine:a/b")
+        assert answer.status_code == 200, answer.text
+        key = ""
+        moves: dict[str, Any] = {}
+        speeds: list[dict[str, Any]] = []
+        while not (key and key in moves and speeds):
+            name, content = next(events)
+            if name == "ended":
+                ((key, asked),) = [(one["key"], one["id"]) for one in content["requests"]]
+                assert asked == "mine:a/b"
+            elif name == "moved":
+                moves |= content
+            elif name == "change":
+                ways = content.get("ways", {}).values()
+                speeds += [way for way in ways if way and way["bytes_per_second"]]
+        move = moves[key]["prompt"]
+        assert (move["blocks"], moves[key]["turn"]) == (4, None)
+        mover = decoder if mode == "pull" else prefiller
+        assert metric(mover, r"vllm:nixl_bytes_transferred_sum\{.*") == move["bytes"]
+        assert (speeds[0]["from"], speeds[0]["kind"]) == (f"127.0.0.1:{prefiller.port}", "prompt")
