@@ -200,6 +200,10 @@ def test_an_engine_shows_its_leases_and_peers_and_nobodys_name(
     (rank,) = decoder.get("/disagg/leases").json()["ranks"]
     peers = {peer["engine_id"]: peer for peer in rank["peers"]}
     assert not peers[params["remote_engine_id"]]["in_use"]
+    latest = rank["transfers"][-1]
+    assert (latest["what"], latest["engine_id"]) == ("READ", params["remote_engine_id"])
+    assert latest["blocks"] > 0
+    assert params["remote_engine_id"] in [moved["engine_id"] for moved in rank["moved"]]
     assert alone.get("/disagg/leases").json() == {"ranks": []}
 
 
