@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -47,6 +48,8 @@ class Engine:
     learned: Learned = field(default_factory=Learned)
     models: frozenset[str] | None = None
     """None: not known, so it is taken to serve every one."""
+    contexts: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of prompt and answer together, of those models of which it has told."""
     lost_at: float = 0.0
     """Unix time when it was last found unhealthy: what it held before may be gone."""
     group: str = ""

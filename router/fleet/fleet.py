@@ -22,6 +22,7 @@ logger = logging.getLogger("disagg_router.fleet")
 Later = Callable[[float, Callable[[], None]], object]
 # Seconds: the longest that an engine's "Retry-After" is believed.
 LONGEST_COOLING = 30.0
+NO_CONTEXTS: Mapping[str, int] = {}
 
 
 class Fleet:
@@ -184,11 +185,17 @@ class Fleet:
         """
         self._enter(engine, Health.UNHEALTHY, reason)
 
-    def serves(self, engine: Engine, models: frozenset[str]) -> None:
+    def serves(
+        self,
+        engine: Engine,
+        models: frozenset[str],
+        contexts: Mapping[str, int] = NO_CONTEXTS,
+    ) -> None:
         """What the engine says of itself; what its source said stays."""
-        if not engine.spec.models and engine.models != models:
-            engine.models = models
-            self._refresh_soon()
+        if engine.spec.models or (engine.models == models and engine.contexts == contexts):
+            return
+        engine.models, engine.contexts = models, contexts
+        self._refresh_soon()
 
     def is_warm(self, engine: Engine) -> None:
         """It may be asked like any other."""

@@ -177,8 +177,9 @@ class Prober:
             return False
         models = models_in(json_of(told))
         if models:
-            names = [model["id"] for model in models[:MOST_MODELS]]
-            self._fleet.serves(engine, frozenset(names))
+            models = models[:MOST_MODELS]
+            names = frozenset([model["id"] for model in models])
+            self._fleet.serves(engine, names, contexts_in(models))
         return True
 
     def _supervise(self) -> None:
@@ -240,6 +241,12 @@ def json_of(told: Whole) -> object:
         return orjson.loads(told.body) if _is_success(told) else None
     except orjson.JSONDecodeError:
         return None
+
+
+def contexts_in(models: list[Model]) -> dict[str, int]:
+    """How long a prompt and its answer may be together, of those models that tell (as vLLM's)."""
+    told = [(model["id"], model.get("max_model_len")) for model in models]
+    return {name: tokens for name, tokens in told if type(tokens) is int and tokens > 0}
 
 
 def models_in(content: object) -> list[Model] | None:

@@ -7,7 +7,7 @@ are those of its groups: KV moves only between engines of one pool.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from router.fleet.engine import Engine, Health
 from router.fleet.spec import Role
@@ -35,6 +35,8 @@ class Snapshot:
     """For a request that names no model."""
     unnamed: Sequence[Pool]
     """Of the engines whose models nobody knows: they may serve what no other does."""
+    contexts: Mapping[str, int] = field(default_factory=dict)
+    """Of a model: the longest context that one of its decoders has, if all have told."""
 
     def pools(self, model: object) -> Sequence[Pool]:
         """Empty where nobody serves it, or nobody may be asked."""
@@ -81,7 +83,18 @@ def picture(
         {model: _pools([*named, *unnamed], members, weights) for model, named in serving.items()},
         _pools(wanted, members, weights),
         _pools(unnamed, members, weights),
+        {} if unnamed else _contexts(serving),
     )
+
+
+def _contexts(serving: Mapping[str, Sequence[Engine]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for model, engines in serving.items():
+        told = [e.contexts.get(model) for e in engines if e.role.plays(Role.DECODE)]
+        known = [tokens for tokens in told if tokens is not None]
+        if known and len(known) == len(told):
+            found[model] = max(known)
+    return found
 
 
 def _pools(

@@ -11,7 +11,6 @@ from router.upstream.pool import Whole
 
 TIMEOUT = 5.0
 ANSWER_LIMIT = 1024 * 1024
-COMPLETIONS = "/v1/completions"
 
 
 async def tell(request: Request, engine: Engine, path: str, body: Body, why: str) -> Whole:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import orjson
 
 from router.flows.errors import BadRequestError
+from router.flows.fields import MAX_COMPLETION_TOKENS
 from router.flows.prefilled import Params
 from router.flows.request import KV_PARAMS, THRESHOLD, Body
 
@@ -26,7 +27,6 @@ PREFILL_PARAMS = {
 }
 # Of the last turn's decoder, whose params then say where its blocks are (bidirectional mode).
 PULL_TURN = {"do_remote_decode": True, "do_remote_prefill": False}
-MAX_COMPLETION_TOKENS = "max_completion_tokens"
 OWN = frozenset(
     (
         "stream",

@@ -35,6 +35,7 @@ async def serve(exchange: Exchange, gateway: Gateway) -> None:
     try:
         gateway.budget.note_request(request.record.started)
         request.read(gateway.limits, gateway.conversations)
+        request.check(gateway.fleet.snapshot.contexts)
         if gateway.limits.stream_heartbeat and request.body.get("stream"):
             request.exchange = Beating(request, gateway.limits)
         bodies = Bodies(request.body)

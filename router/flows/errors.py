@@ -5,6 +5,7 @@ RequestError
 │   └── MalformedRequestError    not even HTTP
 ├── HeadTooLargeError
 ├── BodyTooLargeError
+├── UnsupportedTypeError     the body is not what is taken there
 ├── RequestTimeoutError      the client did not send its request in time
 ├── NoEngineError            no engine of a role may be asked
 ├── UnknownModelError        no engine serves the model
@@ -35,7 +36,11 @@ class RequestError(Exception):
 
 
 class BadRequestError(RequestError):
-    pass
+    """`param`: the field that is wrong, if it is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class MalformedRequestError(BadRequestError):
@@ -47,6 +52,10 @@ class HeadTooLargeError(RequestError):
 
 
 class BodyTooLargeError(RequestError):
+    pass
+
+
+class UnsupportedTypeError(RequestError):
     pass
 
 
@@ -125,6 +134,7 @@ SHAPES: dict[type[BaseException], Shape] = {
     BadRequestError: Shape(400, "BadRequestError"),
     HeadTooLargeError: Shape(431, "RequestHeaderFieldsTooLargeError"),
     BodyTooLargeError: Shape(413, "RequestEntityTooLargeError"),
+    UnsupportedTypeError: Shape(415, "UnsupportedMediaTypeError"),
     RequestTimeoutError: Shape(408, "RequestTimeoutError"),
     NoEngineError: Shape(503, "ServiceUnavailableError"),
     UnknownModelError: Shape(404, "NotFoundError"),

@@ -25,7 +25,7 @@ from router.flows.gateway import Gateway
 from router.flows.plan import Plan
 from router.flows.prefilled import Params, Prefilled
 from router.flows.push import Push
-from router.flows.request import Request
+from router.flows.request import Body, Request
 from router.flows.screen import (
     cached_share,
     ends_at_once,
@@ -35,6 +35,7 @@ from router.flows.screen import (
     tells_something,
 )
 from router.flows.trial import try_threshold
+from router.flows.words import in_own_terms
 from router.upstream.answer import Answer
 from router.upstream.deadlines import now
 from router.upstream.errors import BrokenAnswerError, UpstreamError
@@ -103,7 +104,7 @@ class Legs:
             if answer.error is not None:
                 raise answer.error
             if answer.status != 200:
-                await self._refuse(engine, answer)
+                await self._refuse(engine, answer, request.body)
             raw = answer.whole(limits.max_answer_size)
             if raw is None:
                 raw = await answer.read(limits.max_answer_size)
@@ -222,11 +223,14 @@ class Legs:
         if engine.breaker.trial is self:
             self._gateway.fleet.left(engine)
 
-    async def _refuse(self, engine: Engine, answer: Answer) -> NoReturn:
-        """4xx is for the client as it is; anything else is the engine's failure."""
+    async def _refuse(self, engine: Engine, answer: Answer, asked: Body | None = None) -> NoReturn:
+        """4xx is for the client as it is; anything else is the engine's failure. `asked`: what the
+        client did, where the engine was asked for one token of it."""
         if answer.status >= 500:
             raise _error_of(engine, answer, await _last_words(answer))
         body = await answer.read(self._gateway.limits.max_answer_size)
+        if asked is not None and answer.status == 400:
+            body = in_own_terms(body, asked)
         if answer.status >= 400 and engine.breaker.succeeded():  # it had every right to refuse
             self._gateway.fleet.answered(engine)
         raise _error_of(engine, answer, body)

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from router.conversations.entry import Entry
 from router.fleet.engine import Engine
 from router.fleet.spec import Role
-from router.flows.aside import COMPLETIONS, smallest, tell
+from router.flows.aside import smallest, tell
 from router.flows.gateway import Gateway
 from router.flows.prefilled import Params, Prefilled
-from router.flows.request import KV_PARAMS, Body, Request
+from router.flows.request import COMPLETIONS, KV_PARAMS, Body, Request
 from router.upstream.answer import Answer
 from router.upstream.deadlines import now
 from router.upstream.errors import UpstreamError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count
 from random import getrandbits
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,10 @@ import orjson
 from msgspec import Struct, field
 
 from router.conversations.conversations import Conversations, Turn
+from router.flows.content import check_json
 from router.flows.errors import BadRequestError
 from router.flows.exchange import Exchange
+from router.flows.fields import wrong_field
 from router.flows.headers import CONVERSATION_STREAM
 from router.flows.limits import Limits
 from router.policies.chunks import BYTES_PER_TOKEN
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from router.flows.admission import Seat
 
 Body = dict[str, Any]
+COMPLETIONS = "/v1/completions"
 KV_PARAMS = "kv_transfer_params"
 EXTRA_ARGS = "vllm_xargs"
 THRESHOLD = "cache_hit_threshold"
@@ -73,7 +77,8 @@ class Request(Struct, eq=False):
     """Its place at engines, where these have limits."""
 
     def read(self, limits: Limits, conversations: Conversations | None) -> None:
-        """Raises BadRequestError."""
+        """Raises BadRequestError, UnsupportedTypeError."""
+        check_json(self.exchange.headers)
         raw = self.exchange.body
         body, self.tokens = parse_body(raw), len(raw) // BYTES_PER_TOKEN
         model = body.get("model")
@@ -107,6 +112,17 @@ class Request(Struct, eq=False):
     @property
     def model(self) -> object:
         return self.body.get("model")
+
+    def check(self, contexts: Mapping[str, int]) -> None:
+        """What a prefiller would not see, and a decoder refuse. Raises BadRequestError."""
+        body = self.body
+        if self.alone:
+            return  # one engine sees it all
+        model = body.get("model")
+        context = contexts.get(model) if type(model) is str else None
+        wrong = wrong_field(body, self.exchange.endpoint != COMPLETIONS, context)
+        if wrong is not None:
+            raise BadRequestError(wrong.message, wrong.field)
 
     def leg_id(self) -> str:
         """A new one for each attempt, with the client's own in front for engines' logs."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from router.conversations.said import Json, parsed
 from router.fleet.engine import Engine
-from router.flows.aside import COMPLETIONS, smallest, tell
-from router.flows.request import THRESHOLD, Request
+from router.flows.aside import smallest, tell
+from router.flows.request import COMPLETIONS, THRESHOLD, Request
 from router.upstream.errors import UpstreamError
 
 REJECTION = "cache_threshold"

@@ -131,6 +131,8 @@ class MockEngine:
     requests: list[Received] = field(default_factory=list)
     identity: dict[str, Any] | bytes | None = None
     models: list[str] = field(default_factory=lambda: ["m", "other"])
+    contexts: dict[str, int] = field(default_factory=dict)
+    """Tokens, of those models of which it tells."""
     healthy: bool = True
     is_mute: bool = False
     """It accepts, and answers nothing that it is asked from now on."""
@@ -195,7 +197,10 @@ class MockEngine:
             self.probes += 1
             await peer.answer(b"", 200 if self.healthy else 503)
         elif request.path == "/v1/models":
-            data = [{"id": name, "object": "model"} for name in self.models]
+            data = [
+                {"id": name, "object": "model", "max_model_len": self.contexts.get(name)}
+                for name in self.models
+            ]
             await peer.answer({"object": "list", "data": data})
         elif request.path == "/disagg/identity":
             await peer.answer(self.identity or {}, 404 if self.identity is None else 200)
