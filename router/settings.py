@@ -64,6 +64,7 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 GROUP = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 HEAVIEST = 1e6
 TOKEN = re.compile(r"[\x21-\x7e]{1,4096}")
+ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}://[A-Za-z0-9._\[\]:-]{1,259}")
 SELECTOR = re.compile(r"[A-Za-z0-9!(][A-Za-z0-9_./,=!() -]{0,1023}")
 NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?")
@@ -266,7 +267,15 @@ def _name(value: object) -> object:
     return value
 
 
+def _web_origin(value: object) -> object:
+    """In the one spelling that browsers send."""
+    if not isinstance(value, str) or not (value == "*" or ORIGIN.fullmatch(value)):
+        raise ValueError("not an origin, as in https://chat.example or http://localhost:3000")
+    return value.lower()
+
+
 Host = Annotated[str, BeforeValidator(_host)]
+Origin = Annotated[str, BeforeValidator(_web_origin)]
 Name = Annotated[str, BeforeValidator(_name)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(_items)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -710,6 +719,13 @@ class Settings(BaseSettings):
     )
     ui_token_file: Path | None = _setting(None, "Page", "File with it, read at start.", "FILE")
 
+    cors_origins: Annotated[tuple[Origin, ...], BeforeValidator(_items)] = _setting(
+        (),
+        "Security",
+        "Origins of web pages that may ask and read the answers, as in https://chat.example; * for "
+        "every one. Pages of other origins read nothing.",
+        "ORIGIN",
+    )
     trust_client_kv_params: bool = _setting(
         False,
         "Security",

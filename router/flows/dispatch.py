@@ -7,6 +7,7 @@ import logging
 
 from router.flows import errors, headers
 from router.flows.bodies import Bodies
+from router.flows.cors import Readable, allowing
 from router.flows.deliver import DONE
 from router.flows.exchange import Exchange
 from router.flows.gateway import Gateway
@@ -75,6 +76,9 @@ async def refuse(exchange: Exchange, gateway: Gateway, error: Exception) -> None
 
 def _open_books(exchange: Exchange, gateway: Gateway) -> Request:
     latest = exchange.arrived + gateway.limits.request_timeout
+    if gateway.limits.cors_origins:
+        lines = allowing(exchange.headers, gateway.limits.cors_origins)
+        exchange = Readable(exchange, lines) if lines else exchange
     if gateway.tracer is None:
         request_id, shared_headers = headers.read(exchange.headers)
         record = Record(exchange.endpoint, exchange.arrived, request_id)

@@ -53,7 +53,16 @@ NOT_TO_ENGINE = HOP_BY_HOP | {
     b"expect",
     b"host",
 }
-NOT_TO_CLIENT = HOP_BY_HOP | {REQUEST_ID, b"content-length", b"date", b"server"}
+NOT_TO_CLIENT = HOP_BY_HOP | {
+    REQUEST_ID,
+    b"content-length",
+    b"date",
+    b"server",
+    # Which pages may read an answer is for the router to say: engines allow all.
+    b"access-control-allow-origin",
+    b"access-control-allow-credentials",
+    b"access-control-expose-headers",
+}
 
 
 def sound(headers: Iterable[Header]) -> list[Header]:

@@ -17,6 +17,7 @@ class Limits:
     client_read_timeout: float
     conversation_stream: str
     conversation_unproven: str
+    cors_origins: tuple[str, ...]
     decode_first_byte_timeout: float
     decode_first_threshold: float
     decode_first_turns: float

@@ -1,0 +1,78 @@
+"""Which web pages may read what is answered to them: pure, and off unless the setting names some.
+
+Credentials are a header that a page sets itself, never a cookie; so no answer allows cookies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable, Sequence
+
+from router.flows.exchange import Exchange, Header, Relayed
+
+ANY = "*"
+METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
+EXPOSED = b"x-request-id, retry-after"
+# Seconds that a browser may remember what it was told.
+MAX_AGE = b"600"
+NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2048}")
+PREFLIGHT = b"access-control-request-method"
+WANTED = b"access-control-request-headers"
+
+
+def allowing(headers: Iterable[Header], origins: Sequence[str]) -> list[Header]:
+    """What lets the page that asks read the answer; nothing where it may not."""
+    if not origins:
+        return []
+    vary: list[Header] = [] if ANY in origins else [(b"vary", b"origin")]
+    origin = next((value for name, value in headers if name == b"origin"), None)
+    if origin is None or not (ANY in origins or origin.decode("latin-1") in origins):
+        return vary
+    allowed = b"*" if ANY in origins else origin
+    return [
+        (b"access-control-allow-origin", allowed),
+        (b"access-control-expose-headers", EXPOSED),
+        *vary,
+    ]
+
+
+def preflight(headers: Sequence[Header], origins: Sequence[str]) -> list[Header]:
+    """What a browser is told that asks whether a page may ask; nothing where it may not."""
+    given = dict(headers)
+    found = allowing(headers, origins)
+    if PREFLIGHT not in given or len(found) < 2:
+        return found
+    found += [(b"access-control-allow-methods", METHODS), (b"access-control-max-age", MAX_AGE)]
+    wanted = given.get(WANTED, b"")
+    if NAMES.fullmatch(wanted):
+        found.append((b"access-control-allow-headers", wanted))
+    return found
+
+
+class Readable:
+    """An Exchange whose answers say that a page may read them."""
+
+    def __init__(self, front: Exchange, lines: Sequence[Header]) -> None:
+        self.loop: asyncio.AbstractEventLoop = front.loop
+        self.endpoint, self.arrived = front.endpoint, front.arrived
+        self.headers, self.body = front.headers, front.body
+        self._front, self._lines = front, lines
+
+    @property
+    def started(self) -> bool:
+        return self._front.started
+
+    async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        await self._front.respond(status, [*headers, *self._lines], body)
+
+    async def relay(
+        self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
+    ) -> None:
+        await self._front.relay(status, [*headers, *self._lines], answer, idle, latest)
+
+    async def finish(self, tail: bytes) -> None:
+        await self._front.finish(tail)
+
+    def abort(self) -> None:
+        self._front.abort()
