@@ -14,7 +14,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from router.api import failures, index, models, openai, operations
+from router.api import adapters, failures, index, models, openai, operations, passed
 from router.api.manners import Manners
 from router.conversations.breaker import Breaker
 from router.conversations.conversations import Conversations
@@ -97,7 +97,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     app.state.exposition = metrics.exposition
     app.state.sealed_store = store if isinstance(store, SealedStore) else None
     app.add_middleware(Manners, known=app, origins=settings.cors_origins)
-    for room in (index, openai, models, operations):
+    for room in (index, openai, passed, adapters, models, operations):
         app.include_router(room.router)
     app.state.page = _page(app, settings, gateway, roster)
     failures.install(app)

@@ -726,6 +726,12 @@ class Settings(BaseSettings):
         "every one. Pages of other origins read nothing.",
         "ORIGIN",
     )
+    lora_updates: bool = _setting(
+        False,
+        "Security",
+        "Let clients load and unload LoRA adapters at all engines. An engine loads what it is told "
+        "from wherever it is told.",
+    )
     trust_client_kv_params: bool = _setting(
         False,
         "Security",

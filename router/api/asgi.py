@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.flows import headers
 from router.flows.admission import Held
-from router.flows.dispatch import refuse, serve
+from router.flows.dispatch import Reading, refuse, serve
 from router.flows.errors import (
     BadRequestError,
     BodyTooLargeError,
@@ -43,8 +43,9 @@ def _say_once() -> None:
 class Served(Response):
     """A response that runs a flow. It reads the request's body itself."""
 
-    def __init__(self, gateway: Gateway, endpoint: str) -> None:
+    def __init__(self, gateway: Gateway, endpoint: str, reading: Reading | None = None) -> None:
         super().__init__()
+        self._reading = reading
         self._gateway = gateway
         self._endpoint = endpoint
 
@@ -66,7 +67,7 @@ class Served(Response):
             await refuse(exchange, self._gateway, refused)
         else:
             try:
-                await _serve_until_gone(exchange, self._gateway, receive)
+                await _serve_until_gone(exchange, self._gateway, receive, self._reading)
             finally:
                 self._gateway.held.size -= len(exchange.body)
 
@@ -101,8 +102,10 @@ async def _read_body(scope: Scope, receive: Receive, limit: int, held: Held) -> 
         raise
 
 
-async def _serve_until_gone(exchange: AsgiExchange, gateway: Gateway, receive: Receive) -> None:
-    serving = asyncio.create_task(serve(exchange, gateway))
+async def _serve_until_gone(
+    exchange: AsgiExchange, gateway: Gateway, receive: Receive, reading: Reading | None
+) -> None:
+    serving = asyncio.create_task(serve(exchange, gateway, reading))
     listening = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((serving, listening), return_when=asyncio.FIRST_COMPLETED)

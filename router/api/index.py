@@ -94,7 +94,8 @@ def _table(found: list[Operation]) -> str:
 
 def _linked(one: Operation) -> str:
     path = escape(one.path)
-    return f'<a href="{path}"><code>{path}</code></a>' if one.method == "GET" else _code(one.path)
+    is_link = one.method == "GET" and "{" not in path
+    return f'<a href="{path}"><code>{path}</code></a>' if is_link else _code(one.path)
 
 
 def _section(one: Operation) -> str:

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from router.fleet.engine import Engine
 from router.fleet.probes import ANSWER_LIMIT, Model, json_of, models_in
 from router.fleet.spec import LEGS, Role
-from router.flows.errors import NoEngineError
+from router.flows.errors import NoEngineError, UnknownModelError
 from router.flows.gateway import Gateway
 from router.upstream.deadlines import now
 from router.upstream.errors import UpstreamError
@@ -29,6 +29,25 @@ class Told(NamedTuple):
 
 @router.get("/v1/models", summary="The models that requests are served with")
 async def models(request: Request) -> Response:
+    found = await _models(request)
+    if isinstance(found, Response):
+        return found
+    return JSONResponse({"object": "list", "data": found})
+
+
+@router.get("/v1/models/{name:path}", summary="One of them")
+async def one_model(name: str, request: Request) -> Response:
+    found = await _models(request)
+    if isinstance(found, Response):
+        return found
+    for model in found:
+        if model["id"] == name:
+            return JSONResponse(model)
+    raise UnknownModelError(name)
+
+
+async def _models(request: Request) -> Sequence[Model] | Response:
+    """Or an engine's own refusal."""
     gateway: Gateway = request.app.state.gateway
     key = request.headers.get("authorization")
     engines = [engine for engine in gateway.fleet.engines if engine.is_wanted]
@@ -41,7 +60,7 @@ async def models(request: Request) -> Response:
     ]
     if lists:
         alone = gateway.limits.without_prefiller == "decode"
-        return JSONResponse({"object": "list", "data": served(lists, alone)})
+        return served(lists, alone)
     for _, answer in answers:
         if 400 <= answer.status < 500:
             kind = dict(answer.headers).get(b"content-type", b"application/json")
@@ -49,7 +68,7 @@ async def models(request: Request) -> Response:
     raise NoEngineError("no engine answers")
 
 
-def served(lists: Iterable[tuple[Engine, Sequence[Model]]], alone: bool) -> list[Model]:
+def served(lists: Iterable[tuple[Engine, Sequence[Model]]], alone: bool) -> Sequence[Model]:
     """Those for which one group has a decoder and a prefiller, or a decoder that does it `alone`
     because the group has no prefiller to ask."""
     found: dict[str, Model] = {}

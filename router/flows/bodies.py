@@ -108,6 +108,20 @@ class Bodies:
         return b"".join((start, b",".join(fields), b"}"))
 
 
+class AsSent(Bodies):
+    """A body that is not written anew."""
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+
+    def decode(
+        self, params: Params | None, threshold: float | None = None, whole: bool = False
+    ) -> bytes:
+        return self._raw
+
+
 def _field(name: str, value: Mapping[str, object]) -> bytes:
     return b'"%s":' % name.encode("ascii") + write(value)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from router.flows import errors, headers
-from router.flows.bodies import Bodies
+from router.flows.bodies import AsSent, Bodies
 from router.flows.cors import Readable, allowing
 from router.flows.deliver import DONE
 from router.flows.exchange import Exchange
@@ -24,22 +25,27 @@ from router.upstream.deadlines import now
 from router.upstream.errors import ReaderStalledError
 
 logger = logging.getLogger("disagg_router.flows")
+Reading = Callable[[Request, Gateway], None]
 CLIENT_LEFT = 499  # never sent: nginx's status for the books
 
 
-async def serve(exchange: Exchange, gateway: Gateway) -> None:
-    """Answers the exchange, whatever happens, unless its client has left."""
+async def serve(exchange: Exchange, gateway: Gateway, reading: Reading | None = None) -> None:
+    """Answers the exchange, whatever happens, unless its client has left. `reading`: of an endpoint
+    that is not generation."""
     request = _open_books(exchange, gateway)
     task = asyncio.current_task(exchange.loop)
     assert task is not None
     gateway.running.add(task)
     try:
         gateway.budget.note_request(request.record.started)
-        request.read(gateway.limits, gateway.conversations)
-        request.check(gateway.fleet.snapshot.contexts)
+        if reading is None:
+            request.read(gateway.limits, gateway.conversations)
+            request.check(gateway.fleet.snapshot.contexts)
+        else:
+            reading(request, gateway)
         if gateway.limits.stream_heartbeat and request.body.get("stream"):
             request.exchange = Beating(request, gateway.limits)
-        bodies = Bodies(request.body)
+        bodies = AsSent(request.exchange.body) if request.form else Bodies(request.body)
         if gateway.admission is None and (request.turn is None or request.alone):
             plan = make_plan(request, gateway.route(request), None, gateway.limits)
         else:

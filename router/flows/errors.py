@@ -5,6 +5,7 @@ RequestError
 │   └── MalformedRequestError    not even HTTP
 ├── HeadTooLargeError
 ├── BodyTooLargeError
+├── ForbiddenError           a setting forbids it
 ├── UnsupportedTypeError     the body is not what is taken there
 ├── RequestTimeoutError      the client did not send its request in time
 ├── NoEngineError            no engine of a role may be asked
@@ -56,6 +57,10 @@ class BodyTooLargeError(RequestError):
 
 
 class UnsupportedTypeError(RequestError):
+    pass
+
+
+class ForbiddenError(RequestError):
     pass
 
 
@@ -134,6 +139,7 @@ SHAPES: dict[type[BaseException], Shape] = {
     BadRequestError: Shape(400, "BadRequestError"),
     HeadTooLargeError: Shape(431, "RequestHeaderFieldsTooLargeError"),
     BodyTooLargeError: Shape(413, "RequestEntityTooLargeError"),
+    ForbiddenError: Shape(403, "PermissionDeniedError"),
     UnsupportedTypeError: Shape(415, "UnsupportedMediaTypeError"),
     RequestTimeoutError: Shape(408, "RequestTimeoutError"),
     NoEngineError: Shape(503, "ServiceUnavailableError"),

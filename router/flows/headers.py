@@ -115,18 +115,22 @@ def _without_hops(headers: Sequence[Header]) -> list[Header]:
     return [header for header in headers if header[0] not in dropped]
 
 
-def message(path: str, host: str, request_id: str, shared: bytes, content: bytes) -> bytes:
-    """A whole request to an engine."""
+def message(
+    path: str, host: str, request_id: str, shared: bytes, content: bytes, form: bytes = b""
+) -> bytes:
+    """A whole request to an engine. `form`: the type of a body that is no JSON."""
+    if form:
+        shared = b"content-type: %b\r\n%b" % (form, shared)
     own = b"%d\r\nx-request-id: %b\r\n" % (len(content), request_id.encode("ascii"))
-    return b"".join((_opening(path, host), own, shared, b"\r\n", content))
+    return b"".join((_opening(path, host, not form), own, shared, b"\r\n", content))
 
 
 @lru_cache(maxsize=1024)
-def _opening(path: str, host: str) -> bytes:
+def _opening(path: str, host: str, is_json: bool) -> bytes:
     lines = (
         f"POST {path} HTTP/1.1",
         f"host: {host}",
-        "content-type: application/json",
+        *(("content-type: application/json",) if is_json else ()),
         "content-length: ",
     )
     return "\r\n".join(lines).encode("ascii")

@@ -207,7 +207,8 @@ class Legs:
         request = self._request
         leg_id = request.leg_id() if push is None else push.leg_id
         lines = pinned + request.shared_headers
-        return headers.message(request.record.endpoint, engine.name, leg_id, lines, body)
+        endpoint = request.record.endpoint
+        return headers.message(endpoint, engine.name, leg_id, lines, body, request.form)
 
     def _begin(self, engine: Engine, tokens: int) -> None:
         engine.in_flight += 1

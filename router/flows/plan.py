@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from router.fleet.engine import Engine
 from router.flows.limits import Limits
-from router.flows.request import THRESHOLD, Request
+from router.flows.request import PASSED, THRESHOLD, Request
 from router.flows.reuse import Reuse
 from router.policies.chunks import tokens_of
 from router.policies.route import Route
@@ -50,6 +50,10 @@ class Plan(Struct, frozen=True):
 
 
 def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limits) -> Plan:
+    if request.alone == PASSED:
+        if not route.decoders:  # a model that prefillers alone have
+            route = replace(route, decoders=route.prefillers, prefillers=())
+        return Plan(PASSED, ALONE, route, PASSED)
     if request.alone:
         return Plan("decode_only", ALONE, route, request.alone)
     if route.prefillers and route.decoders and route.prefillers[0] is route.decoders[0]:

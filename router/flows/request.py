@@ -44,6 +44,8 @@ LOOKED_AT = CONSUMED | {
 LONGEST_NAME = 256
 MODES = ("auto", "exact")
 CLIENT_PARAMS = "client_params"
+# An endpoint that one engine answers: see router.flows.passed.
+PASSED = "passed"
 # Ids of legs are this process's own: two clients may send the same X-Request-Id, and in push mode
 # legs of the same id are one request.
 _process, _legs = f"{getrandbits(40):010x}", count()
@@ -70,6 +72,8 @@ class Request(Struct, eq=False):
     threshold: float = 0.0
     exact: bool = False
     event_stream: bool = False
+    form: bytes = b""
+    """Content-Type of a body that is no JSON, and goes to an engine as it is."""
     tokens: int = 0
     """Of the prompt, as roughly as its bytes tell: a measure of load."""
     number: int = field(default_factory=_next_number)

@@ -1,0 +1,121 @@
+"""LoRA adapters, loaded and unloaded at every engine at once: prefillers and decoders must agree.
+
+Off unless the setting says so: an engine loads what it is told from wherever it is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import NamedTuple
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from router.fleet.engine import Engine
+from router.flows import headers
+from router.flows.content import check_json
+from router.flows.errors import (
+    BadRequestError,
+    BodyTooLargeError,
+    EngineError,
+    ForbiddenError,
+    NoEngineError,
+)
+from router.flows.gateway import Gateway
+from router.flows.request import Body, parse_body
+from router.upstream.deadlines import now
+from router.upstream.errors import UpstreamError
+from router.upstream.pool import Whole
+
+router = APIRouter(tags=["Passed to an engine"])
+logger = logging.getLogger("disagg_router.api")
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+# Seconds: an adapter may have to be fetched.
+PATIENCE = 300.0
+LARGEST = 64 * 1024
+ANSWER_LIMIT = 1024 * 1024
+CONTENT_TYPE = b"content-type"
+OFF = "adapters are not loaded through this router: it was started without --lora-updates"
+
+
+class Told(NamedTuple):
+    """`answer` is None where there was none."""
+
+    engine: Engine
+    answer: Whole | None
+
+    @property
+    def is_done(self) -> bool:
+        return self.answer is not None and 200 <= self.answer.status < 300
+
+
+@router.post(LOAD, summary="Load a LoRA adapter at every engine", response_class=Response)
+async def load(request: Request) -> Response:
+    return await _everywhere(request, LOAD)
+
+
+@router.post(UNLOAD, summary="Unload a LoRA adapter everywhere", response_class=Response)
+async def unload(request: Request) -> Response:
+    return await _everywhere(request, UNLOAD)
+
+
+async def _everywhere(request: Request, path: str) -> Response:
+    """One answer for all: the first failure, else what the first engine said."""
+    gateway: Gateway = request.app.state.gateway
+    if not gateway.settings.lora_updates:
+        raise ForbiddenError(OFF)
+    given = headers.sound(request.scope["headers"])
+    check_json(given)
+    raw = await _body(request)
+    body, engines = parse_body(raw), gateway.fleet.engines
+    if not isinstance(body.get("lora_name"), str):
+        raise BadRequestError("lora_name must be a string", "lora_name")
+    model = body.get("model")
+    chosen = [e for e in engines if e.is_wanted and _has(e, model)]
+    if not chosen:
+        raise NoEngineError("no engine is healthy")
+    request_id, shared = headers.read(given)
+    told = await asyncio.gather(*(_ask(e, path, request_id, shared, raw) for e in chosen))
+    done = [one for one in told if one.is_done]
+    _note(gateway, done, body, path)
+    logger.info(
+        "%s %s: done at %d of %d engines", path, body.get("lora_name"), len(done), len(told)
+    )
+    worst = next((one for one in told if not one.is_done), told[0])
+    if worst.answer is None:
+        raise EngineError(f"{worst.engine.role} engine {worst.engine.name} did not answer")
+    passed = {n.decode(): v.decode("latin-1") for n, v in worst.answer.headers if n == CONTENT_TYPE}
+    return Response(worst.answer.body, worst.answer.status, passed)
+
+
+async def _body(request: Request) -> bytes:
+    raw = bytearray()
+    async for piece in request.stream():
+        raw += piece
+        if len(raw) > LARGEST:
+            raise BodyTooLargeError(f"the body is larger than {LARGEST} bytes")
+    return bytes(raw)
+
+
+def _has(engine: Engine, model: object) -> bool:
+    return not isinstance(model, str) or engine.models is None or model in engine.models
+
+
+async def _ask(engine: Engine, path: str, request_id: str, shared: bytes, raw: bytes) -> Told:
+    message = headers.message(path, engine.name, request_id, shared, raw)
+    try:
+        return Told(engine, await engine.pool.ask_whole(message, now() + PATIENCE, ANSWER_LIMIT))
+    except UpstreamError as error:
+        logger.warning("%s at %s: %s", path, engine.name, error)
+        return Told(engine, None)
+
+
+def _note(gateway: Gateway, done: list[Told], body: Body, path: str) -> None:
+    """So that the adapter is known at once, and not when engines are asked the next time."""
+    name = str(body["lora_name"])
+    for one in done:
+        engine = one.engine
+        if engine.models is not None:
+            models = engine.models | {name} if path == LOAD else engine.models - {name}
+            gateway.fleet.serves(engine, models, engine.contexts)

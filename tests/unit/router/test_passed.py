@@ -1,0 +1,213 @@
+"""Endpoints of which the router knows no more than which engine to ask."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from router.flows.passed import model_in
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
+from tests.unit.router.mock_engine import MockEngine, Peer, Received, running_engine
+
+PATHS = (
+    "/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score", "/tokenize",
+    "/detokenize", "/pooling", "/classify",
+)  # fmt: skip
+LONG = b"w" * 300
+AUDIO = "/v1/audio/transcriptions"
+
+
+async def odd(_: Received, peer: Peer) -> None:
+    await peer.answer(b'{"data" : [1]}', headers={"x-of-engine": "yes"})
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_request_goes_to_a_decoder_and_its_answer_back(
+    router: Router, p: MockEngine, d: MockEngine, path: str
+) -> None:
+    d.scripts = [odd]
+    asked = {"model": "m", "input": ["a", "b"], "kv_transfer_params": {"remote_host": "evil"}}
+    answer = await router.client.post(path, json=asked)
+    assert (answer.status_code, answer.content) == (200, b'{"data" : [1]}')
+    assert answer.headers["x-of-engine"] == "yes"
+    assert not p.requests
+    assert (d.last.path, d.last.json) == (path, {"model": "m", "input": ["a", "b"]})
+    labels = {"endpoint": path, "flow": "passed", "status": "200", "outcome": "ok"}
+    assert router.metric("requests_total", **labels) == 1
+    assert router.metric("decode_only_total", reason="passed") == 1
+
+
+async def test_what_an_engine_does_not_have_is_its_own_404(router: Router, d: MockEngine) -> None:
+    async def unknown(_: Received, peer: Peer) -> None:
+        await peer.answer(b'{"detail":"Not Found"}', 404)
+
+    d.scripts = [unknown]
+    answer = await router.client.post("/v1/rerank", json={"model": "m"})
+    assert (answer.status_code, answer.content) == (404, b'{"detail":"Not Found"}')
+
+
+async def test_a_model_that_prefillers_alone_have_is_asked_of_them(
+    start_router: StartRouter, p: MockEngine
+) -> None:
+    p.models = ["m", "embedder"]
+    router = await start_router()
+    await router.knows_its_engines()
+    p.scripts = [odd]
+    answer = await router.client.post("/v1/embeddings", json={"model": "embedder", "input": "a"})
+    assert answer.status_code == 200
+    assert p.last.path == "/v1/embeddings"
+
+
+async def test_a_dead_decoder_is_no_hindrance(front: str, p: MockEngine, d: MockEngine) -> None:
+    async with (
+        running_engine(d.usual) as dying,
+        running_router(settings_for(p=[p], d=[dying, d], health_interval=30), front) as router,
+    ):
+        await eventually(lambda: all(e.is_asked for e in router.gateway.fleet.engines))
+        await dying.stop()
+        d.scripts = [odd] * 4
+        for _ in range(4):
+            answer = await router.client.post("/tokenize", json={"model": "m", "prompt": "a"})
+            assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("body", [b"[1]", b"{", b""])
+async def test_what_is_no_json_object_reaches_nobody(
+    router: Router, d: MockEngine, body: bytes
+) -> None:
+    answer = await router.client.post("/v1/embeddings", content=body)
+    assert answer.status_code == 400
+    assert not d.requests
+
+
+async def test_a_client_that_leaves_ends_the_leg(router: Router, d: MockEngine) -> None:
+    left = []
+
+    async def waits(_: Received, peer: Peer) -> None:
+        await peer.wait_left()
+        left.append(True)
+
+    d.scripts = [waits]
+    async with router.socket() as client:
+        await client.send(post(b'{"model": "m"}', "/v1/embeddings"))
+        await eventually(lambda: d.requests)
+    await eventually(lambda: left)
+
+
+async def test_a_form_goes_as_it_is(router: Router, p: MockEngine, d: MockEngine) -> None:
+    d.scripts = [odd]
+    files = {"file": ("speech.wav", b"\x00RIFF\r\n\r\n--x\xff" * 1000, "audio/wav")}
+    answer = await router.client.post(AUDIO, files=files, data={"model": "m", "language": "de"})
+    assert answer.status_code == 200
+    assert not p.requests
+    sent = answer.request
+    assert d.last.body == sent.read()
+    assert d.last.header("content-type") == sent.headers["content-type"]
+    labels = {"endpoint": AUDIO, "flow": "passed", "status": "200", "outcome": "ok"}
+    assert router.metric("requests_total", **labels) == 1
+
+
+async def test_a_forms_model_is_known_or_not_found(router: Router, d: MockEngine) -> None:
+    files = {"file": ("a.wav", b"x")}
+    answer = await router.client.post(AUDIO, files=files, data={"model": "nobody's"})
+    assert answer.status_code == 404
+    assert "nobody's" in answer.json()["error"]["message"]
+    assert not d.requests
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [("application/json", 415), ("multipart/form-data", 400), ("text/plain; boundary=x", 415)],
+)
+async def test_what_is_no_form_is_refused(router: Router, kind: str, status: int) -> None:
+    answer = await router.client.post(AUDIO, content=b"{}", headers={"content-type": kind})
+    assert answer.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("form", "model"),
+    [
+        (b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nwhisper\r\n--b--', "whisper"),
+        (b'--b\r\ncontent-disposition: form-data; name=model\r\n\r\nw\r\n--b--', "w"),
+        (b'--b\r\nX: y\r\nContent-Disposition:form-data;name="model"; x=1\r\n\r\nw\r\n--b--', "w"),
+        (b'--b\r\nContent-Disposition: form-data; name="model_x"\r\n\r\nw\r\n--b--', None),
+        (b'--b\r\nContent-Disposition: form-data; filename="model"\r\n\r\nw\r\n--b--', None),
+        (b'--c\r\nContent-Disposition: form-data; name="model"\r\n\r\nw\r\n--c--', None),
+        (b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\n%b\r\n--b' % LONG, None),
+        (b"", None),
+        (b"--b" * 10_000, None),
+    ],
+)  # fmt: skip
+def test_a_model_is_found_where_it_is_a_field(form: bytes, model: str | None) -> None:
+    assert model_in(form, b"b") == model
+
+
+# LoRA adapters.
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+ADAPTER = {"lora_name": "pirate", "lora_path": "/adapters/pirate"}
+
+
+async def test_an_adapter_is_loaded_everywhere_and_served_at_once(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start_router(lora_updates=True)
+    await router.knows_its_engines()
+    answer = await router.client.post(LOAD, json=ADAPTER)
+    assert answer.status_code == 200
+    for engine in (p, d):
+        assert (engine.last.path, engine.last.json) == (LOAD, ADAPTER)
+    snapshot = router.gateway.fleet
+    await eventually(lambda: "pirate" in snapshot.snapshot.by_model)
+    assert (await router.client.post(UNLOAD, json={"lora_name": "pirate"})).status_code == 200
+    await eventually(lambda: "pirate" not in snapshot.snapshot.by_model)
+
+
+async def test_the_first_failure_is_told(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async def refuse(_: Received, peer: Peer) -> None:
+        await peer.answer({"error": {"message": "no such adapter"}}, 404)
+
+    router = await start_router(lora_updates=True)
+    d.scripts = [refuse]
+    answer = await router.client.post(LOAD, json=ADAPTER)
+    assert answer.status_code == 404
+    assert answer.json() == {"error": {"message": "no such adapter"}}
+    assert len(p.requests) == 1
+
+
+async def test_adapters_are_left_alone_unless_the_operator_wants_it(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    answer = await router.client.post(LOAD, json=ADAPTER)
+    assert answer.status_code == 403
+    assert "--lora-updates" in answer.json()["error"]["message"]
+    assert not p.requests
+    assert not d.requests
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [({}, 400), ({"lora_name": 7}, 400), ({"lora_name": "a" * 70_000}, 413)],
+)
+async def test_an_absurd_adapter_reaches_nobody(
+    start_router: StartRouter, d: MockEngine, body: dict[str, object], status: int
+) -> None:
+    router = await start_router(lora_updates=True)
+    answer = await router.client.post(LOAD, content=json.dumps(body))
+    assert answer.status_code == status
+    assert not d.requests
+
+
+# One model.
+
+
+async def test_one_model_can_be_asked_for(router: Router) -> None:
+    await router.knows_its_engines()
+    assert (await router.client.get("/v1/models/m")).json()["id"] == "m"
+    answer = await router.client.get("/v1/models/org/none")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["param"] == "model"
