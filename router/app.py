@@ -14,7 +14,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from router.api import adapters, failures, index, models, openai, operations, passed
+from router.api import adapters, dialects, failures, index, models, openai, operations, passed
 from router.api.manners import Manners
 from router.conversations.breaker import Breaker
 from router.conversations.conversations import Conversations
@@ -22,7 +22,8 @@ from router.conversations.identity import Identity
 from router.conversations.memory_store import MemoryStore
 from router.conversations.seal import Seal
 from router.conversations.sealed_store import SealedStore
-from router.conversations.store import Store
+from router.conversations.store import Shelf
+from router.dialects.kept import Responses
 from router.fleet.breaker import CLOSED, HALF_OPEN, OPEN
 from router.fleet.census import census
 from router.fleet.engine import Engine, Health
@@ -94,10 +95,13 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         redoc_url=None,
     )
     app.state.gateway, app.state.prober, app.state.roster = gateway, prober, roster
+    app.state.responses = Responses(
+        _shelf(settings, store), settings.tenant_header, settings.responses_ttl
+    )
     app.state.exposition = metrics.exposition
     app.state.sealed_store = store if isinstance(store, SealedStore) else None
     app.add_middleware(Manners, known=app, origins=settings.cors_origins)
-    for room in (index, openai, passed, adapters, models, operations):
+    for room in (index, openai, dialects, passed, adapters, models, operations):
         app.include_router(room.router)
     app.state.page = _page(app, settings, gateway, roster)
     failures.install(app)
@@ -113,14 +117,14 @@ def _page(app: FastAPI, settings: Settings, gateway: Gateway, roster: Roster) ->
     return hub
 
 
-def _conversations(settings: Settings, store: Store | None) -> Conversations | None:
+def _conversations(settings: Settings, store: Shelf | None) -> Conversations | None:
     if store is None:
         return None
     identity = Identity(settings.conversation_ids, settings.tenant_header)
     return Conversations(store, identity, settings.conversation_ttl)
 
 
-def _store(settings: Settings, metrics: Metrics) -> Store | None:
+def _store(settings: Settings, metrics: Metrics) -> Shelf | None:
     """Raises SettingsError."""
     if settings.conversation_store == "off":
         return None
@@ -151,7 +155,14 @@ def with_store_keys(settings: Settings) -> Settings:
     return settings.with_store_keys(keys)
 
 
-def _redis(settings: Settings) -> Store:
+def _shelf(settings: Settings, store: Shelf | None) -> Shelf | None:
+    """For responses: a memory of their own, so that they do not push out turns."""
+    if settings.conversation_store != "memory":
+        return store
+    return MemoryStore(settings.conversation_max_entries, settings.conversation_max_bytes)
+
+
+def _redis(settings: Settings) -> Shelf:
     from router.conversations.redis_store import RedisStore  # slow to import, and seldom needed
 
     try:

@@ -624,6 +624,13 @@ class Settings(BaseSettings):
         "How long a turn can be reused: less than the decoders' decoder_kv_blocks_ttl (480).",
         "SECONDS",
     )
+    responses_ttl: Seconds = _setting(
+        3600,
+        "Conversations",
+        "How long a response of /v1/responses can be gone on with (previous_response_id), where "
+        "conversations are kept.",
+        "SECONDS",
+    )
     conversation_max_entries: Annotated[int, Field(ge=1)] = _setting(
         100_000, "Conversations", "Most turns in the memory store; the oldest give way.", "N"
     )

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from functools import cache
+from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -26,13 +27,17 @@ from router.flows.errors import (
     RequestTimeoutError,
     bodies_too_large,
 )
-from router.flows.exchange import Header, Relayed
+from router.flows.exchange import Exchange, Header, Relayed
 from router.flows.gateway import Gateway
 from router.upstream.answer import HIGH_WATER
 from router.upstream.deadlines import now
 from router.upstream.errors import ReaderStalledError
 
 logger = logging.getLogger("disagg_router.api")
+
+
+# In a scope's extensions: our own front asks.
+FROM_US = "disagg_router"
 
 
 @cache
@@ -50,14 +55,24 @@ class Served(Response):
         self._endpoint = endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        _say_once()
+        if FROM_US not in scope.get("extensions", ()):
+            _say_once()
         exchange = AsgiExchange(scope, send, self._endpoint)
-        limits = self._gateway.limits
+        await self._serve(exchange, exchange, self._reading, scope, receive)
+
+    async def _serve(
+        self,
+        front: AsgiExchange,
+        exchange: Exchange,
+        reading: Reading | None,
+        scope: Scope,
+        receive: Receive,
+    ) -> None:
+        """`exchange` is the front itself, or what stands before it."""
+        limits, held = self._gateway.limits, self._gateway.held
         try:
             async with asyncio.timeout(limits.client_read_timeout):
-                exchange.body = await _read_body(
-                    scope, receive, limits.max_body_size, self._gateway.held
-                )
+                front.body = await _read_body(scope, receive, limits.max_body_size, held)
         except ClientDisconnect:
             return
         except TimeoutError:
@@ -67,9 +82,10 @@ class Served(Response):
             await refuse(exchange, self._gateway, refused)
         else:
             try:
-                await _serve_until_gone(exchange, self._gateway, receive, self._reading)
+                flow = serve(exchange, self._gateway, reading)
+                await _serve_until_gone(front, flow, receive)
             finally:
-                self._gateway.held.size -= len(exchange.body)
+                held.size -= len(front.body)
 
 
 async def _read_body(scope: Scope, receive: Receive, limit: int, held: Held) -> bytes:
@@ -103,9 +119,9 @@ async def _read_body(scope: Scope, receive: Receive, limit: int, held: Held) -> 
 
 
 async def _serve_until_gone(
-    exchange: AsgiExchange, gateway: Gateway, receive: Receive, reading: Reading | None
+    exchange: AsgiExchange, flow: Coroutine[Any, Any, None], receive: Receive
 ) -> None:
-    serving = asyncio.create_task(serve(exchange, gateway, reading))
+    serving = asyncio.create_task(flow)
     listening = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((serving, listening), return_when=asyncio.FIRST_COMPLETED)

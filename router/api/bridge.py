@@ -14,6 +14,7 @@ from urllib.parse import unquote
 import httptools
 from starlette.types import ASGIApp, Message, Scope
 
+from router.api.asgi import FROM_US
 from router.api.inbound import Incoming
 from router.api.outbound import Outbound
 from router.flows.errors import JSON, body_of
@@ -39,6 +40,7 @@ def scope_of(incoming: Incoming, transport: asyncio.BaseTransport, state: dict[s
         "server": _address(transport.get_extra_info("sockname")),
         "client": _address(transport.get_extra_info("peername")),
         "state": state.copy(),
+        "extensions": {FROM_US: {}},
     }
 
 

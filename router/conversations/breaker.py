@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from prometheus_client import Counter
 
-from router.conversations.store import Store, StoreError
+from router.conversations.store import Shelf, StoreError
 
 T = TypeVar("T")
 logger = logging.getLogger("disagg_router.conversations")
@@ -23,7 +23,7 @@ class Breaker:
 
     def __init__(
         self,
-        store: Store,
+        store: Shelf,
         errors: Counter,
         pause: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
@@ -36,6 +36,9 @@ class Breaker:
 
     async def take(self, key: str) -> bytes | None:
         return await self._guarded("take", lambda: self._store.take(key))
+
+    async def read(self, key: str) -> bytes | None:
+        return await self._guarded("read", lambda: self._store.read(key))
 
     async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
         return await self._guarded("put", lambda: self._store.put(key, value, seconds))

@@ -38,6 +38,10 @@ class MemoryStore:
             return None
         return kept.value
 
+    async def read(self, key: str) -> bytes | None:
+        kept = self._kept.get(key)
+        return None if kept is None or kept.expires_at <= self._clock() else kept.value
+
     async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
         older = self._remove(key)
         lost = [] if older is None else [older.value]

@@ -34,6 +34,10 @@ class RedisStore:
         value = await self._in_time(self._take(NAMESPACE + key))
         return value if isinstance(value, bytes) else None
 
+    async def read(self, key: str) -> bytes | None:
+        value = await self._in_time(self._read(NAMESPACE + key))
+        return value if isinstance(value, bytes) else None
+
     async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
         milliseconds = max(1, int(seconds * 1000))
         older = await self._in_time(self._put(NAMESPACE + key, value, milliseconds))
@@ -53,6 +57,14 @@ class RedisStore:
             if not str(error).startswith(WRONG_TYPE):
                 raise
             await self._client.delete(name)
+            return NOT_OURS
+
+    async def _read(self, name: str) -> object:
+        try:
+            return await self._client.get(name)
+        except ResponseError as error:
+            if not str(error).startswith(WRONG_TYPE):
+                raise
             return NOT_OURS
 
     async def _put(self, name: str, value: bytes, milliseconds: int) -> object:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from prometheus_client import Counter
 
 from router.conversations.seal import MAC_BYTES, Seal
-from router.conversations.store import Store, UnverifiedError
+from router.conversations.store import Shelf, UnverifiedError
 from router.telemetry.throttle import Throttle
 
 LARGEST = 16 * 1024 * 1024
@@ -30,7 +30,7 @@ class SealedStore:
 
     def __init__(
         self,
-        store: Store,
+        store: Shelf,
         seal: Seal,
         errors: Counter,
         life: float,
@@ -57,6 +57,16 @@ class SealedStore:
         if value is None:
             raise UnverifiedError("not signed with our keys, or taken before")
         self._note_taken(sealed[:MAC_BYTES])
+        return value
+
+    async def read(self, key: str) -> bytes | None:
+        """Raises UnverifiedError, too."""
+        sealed = await self._store.read(key)
+        if sealed is None:
+            return None
+        value = self._open("read", key, sealed)
+        if value is None:
+            raise UnverifiedError("not signed with our keys")
         return value
 
     async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:

@@ -28,3 +28,10 @@ class Store(Protocol):
 
     async def close(self) -> None:
         """Gives connections back. Nothing is asked afterwards."""
+
+
+class Shelf(Store, Protocol):
+    """A Store whose values may be read again and again, too."""
+
+    async def read(self, key: str) -> bytes | None:
+        """The value, which stays."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from router.flows import errors, headers
 from router.flows.bodies import AsSent, Bodies
@@ -25,7 +25,7 @@ from router.upstream.deadlines import now
 from router.upstream.errors import ReaderStalledError
 
 logger = logging.getLogger("disagg_router.flows")
-Reading = Callable[[Request, Gateway], None]
+Reading = Callable[[Request, Gateway], Awaitable[None]]
 CLIENT_LEFT = 499  # never sent: nginx's status for the books
 
 
@@ -42,7 +42,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: Reading | None = 
             request.read(gateway.limits, gateway.conversations)
             request.check(gateway.fleet.snapshot.contexts)
         else:
-            reading(request, gateway)
+            await reading(request, gateway)
         if gateway.limits.stream_heartbeat and request.body.get("stream"):
             request.exchange = Beating(request, gateway.limits)
         bodies = AsSent(request.exchange.body) if request.form else Bodies(request.body)

@@ -6,6 +6,8 @@ RequestError
 ├── HeadTooLargeError
 ├── BodyTooLargeError
 ├── ForbiddenError           a setting forbids it
+├── NotFoundError            it is not here, or another's
+├── StoreFailedError         what was kept cannot be read now
 ├── UnsupportedTypeError     the body is not what is taken there
 ├── RequestTimeoutError      the client did not send its request in time
 ├── NoEngineError            no engine of a role may be asked
@@ -61,6 +63,14 @@ class UnsupportedTypeError(RequestError):
 
 
 class ForbiddenError(RequestError):
+    pass
+
+
+class NotFoundError(RequestError):
+    pass
+
+
+class StoreFailedError(RequestError):
     pass
 
 
@@ -139,6 +149,8 @@ SHAPES: dict[type[BaseException], Shape] = {
     BadRequestError: Shape(400, "BadRequestError"),
     HeadTooLargeError: Shape(431, "RequestHeaderFieldsTooLargeError"),
     BodyTooLargeError: Shape(413, "RequestEntityTooLargeError"),
+    NotFoundError: Shape(404, "NotFoundError"),
+    StoreFailedError: Shape(503, "ServiceUnavailableError"),
     ForbiddenError: Shape(403, "PermissionDeniedError"),
     UnsupportedTypeError: Shape(415, "UnsupportedMediaTypeError"),
     RequestTimeoutError: Shape(408, "RequestTimeoutError"),

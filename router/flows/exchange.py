@@ -35,9 +35,10 @@ class Exchange(Protocol):
     loop: asyncio.AbstractEventLoop
     endpoint: str
     headers: Sequence[Header]
-    body: bytes
     arrived: float
 
+    @property
+    def body(self) -> bytes: ...
     @property
     def started(self) -> bool: ...
 

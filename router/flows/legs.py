@@ -207,7 +207,7 @@ class Legs:
         request = self._request
         leg_id = request.leg_id() if push is None else push.leg_id
         lines = pinned + request.shared_headers
-        endpoint = request.record.endpoint
+        endpoint = request.path or request.record.endpoint
         return headers.message(endpoint, engine.name, leg_id, lines, body, request.form)
 
     def _begin(self, engine: Engine, tokens: int) -> None:

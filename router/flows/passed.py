@@ -33,13 +33,13 @@ MOST_FIELDS = 64
 LONGEST_HEAD = 1024
 
 
-def read_json(request: Request, gateway: Gateway) -> None:
+async def read_json(request: Request, gateway: Gateway) -> None:
     """Raises BadRequestError, UnsupportedTypeError."""
     request.read(gateway.limits, None)
     request.alone, request.threshold = PASSED, 0.0
 
 
-def read_form(request: Request, _: Gateway) -> None:
+async def read_form(request: Request, _: Gateway) -> None:
     """Raises BadRequestError, UnsupportedTypeError."""
     exchange = request.exchange
     check_form(exchange.headers)

@@ -72,6 +72,8 @@ class Request(Struct, eq=False):
     threshold: float = 0.0
     exact: bool = False
     event_stream: bool = False
+    path: str = ""
+    """What engines are asked, if it is not the client's own endpoint."""
     form: bytes = b""
     """Content-Type of a body that is no JSON, and goes to an engine as it is."""
     tokens: int = 0
@@ -83,8 +85,11 @@ class Request(Struct, eq=False):
     def read(self, limits: Limits, conversations: Conversations | None) -> None:
         """Raises BadRequestError, UnsupportedTypeError."""
         check_json(self.exchange.headers)
-        raw = self.exchange.body
-        body, self.tokens = parse_body(raw), len(raw) // BYTES_PER_TOKEN
+        self.take(parse_body(self.exchange.body), limits, conversations)
+
+    def take(self, body: Body, limits: Limits, conversations: Conversations | None) -> None:
+        """What was read, or what came of that. Raises BadRequestError."""
+        self.tokens = len(self.exchange.body) // BYTES_PER_TOKEN
         model = body.get("model")
         if type(model) is str and len(model) <= LONGEST_NAME:  # records may be held for a while
             self.record.model = model

@@ -144,3 +144,14 @@ async def test_a_thousand_forgeries_are_one_line_and_show_no_key(
     assert "--conversation-store-key" in record.getMessage()
     assert NEW.decode() not in caplog.text
     assert desk.unverified("take") == 1000
+
+
+async def test_what_is_read_stays_and_is_believed_no_more_than_what_is_taken() -> None:
+    desk = Desk()
+    await desk.store.put("k", b"value", 10)
+    assert [await desk.store.read("k") for _ in range(3)] == [b"value"] * 3
+    await desk.shared.put("k", desk.sealed("another", b"value"), 10)
+    with pytest.raises(UnverifiedError):
+        await desk.store.read("k")
+    assert desk.unverified("read") == 1
+    assert await desk.store.read("nothing") is None

@@ -14,7 +14,7 @@ from router.conversations.breaker import Breaker
 from router.conversations.memory_store import MemoryStore
 from router.conversations.redis_store import NAMESPACE, RedisStore
 from router.conversations.redis_url import connect
-from router.conversations.store import Store, StoreError
+from router.conversations.store import Shelf, StoreError
 from tests.redis_server import RedisServer, running_redis
 
 
@@ -33,28 +33,46 @@ def redis() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(params=["memory", "redis"])
-async def store(request: pytest.FixtureRequest, redis: RedisServer) -> AsyncIterator[Store]:
-    made: Store = MemoryStore(100, 10_000)
+async def store(request: pytest.FixtureRequest, redis: RedisServer) -> AsyncIterator[Shelf]:
+    made: Shelf = MemoryStore(100, 10_000)
     if request.param == "redis":
         made = RedisStore(redis.url, redis.password, 20.0)
     yield made
     await made.close()
 
 
-async def test_what_is_put_is_taken_once(store: Store) -> None:
+async def test_what_is_put_is_taken_once(store: Shelf) -> None:
     await store.put("once", b"\x00 anything \xff", 10)
     assert await store.take("once") == b"\x00 anything \xff"
     assert await store.take("once") is None
 
 
-async def test_the_latest_put_counts(store: Store) -> None:
+async def test_what_is_read_stays(store: Shelf) -> None:
+    await store.put("read", b"x", 10)
+    assert [await store.read("read") for _ in range(3)] == [b"x"] * 3
+    assert await store.take("read") == b"x"
+    assert await store.read("read") is None
+
+
+async def test_what_lies_in_redis_and_is_no_value_is_read_as_none_of_ours(
+    redis: RedisServer,
+) -> None:
+    store = RedisStore(redis.url, redis.password, 20.0)
+    client = connect(redis.url, redis.password, 2.0).main
+    await client.rpush(NAMESPACE + "list", "a")
+    assert await store.read("list") == b""
+    await client.aclose()
+    await store.close()
+
+
+async def test_the_latest_put_counts(store: Shelf) -> None:
     assert await store.put("twice", b"old", 10) == []
     assert await store.put("twice", b"new", 10) == [b"old"]
     assert await store.take("twice") == b"new"
     assert await store.take("twice") is None
 
 
-async def test_of_fifty_takers_one_gets_it(store: Store) -> None:
+async def test_of_fifty_takers_one_gets_it(store: Shelf) -> None:
     await store.put("contended", b"x", 10)
     taken = await asyncio.gather(*(store.take("contended") for _ in range(50)))
     assert [value for value in taken if value is not None] == [b"x"]
@@ -83,6 +101,7 @@ async def test_memory_forgets_what_is_too_old() -> None:
     store = MemoryStore(10, 1000, clock)
     await store.put("a", b"x", 5)
     clock.now += 5
+    assert await store.read("a") is None
     assert await store.take("a") is None
 
 
@@ -127,6 +146,9 @@ class Failing:
         if self.broken:
             raise StoreError("no connection")
         return b"x"
+
+    async def read(self, key: str) -> bytes | None:
+        return await self.take(key)
 
     async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
         await self.take(key)

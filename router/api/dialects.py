@@ -1,0 +1,98 @@
+"""Responses and Messages, as FastAPI knows them: translated to chats for the same flows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from router.api.asgi import AsgiExchange, Served
+from router.dialects import messages, responses
+from router.dialects.kept import Responses, UnknownResponseError
+from router.dialects.translated import (
+    CountSpeaker,
+    MessagesSpeaker,
+    ResponsesSpeaker,
+    Speaker,
+    Translated,
+    authorized,
+)
+from router.flows import headers
+from router.flows.errors import NotFoundError
+from router.flows.exchange import Header
+from router.flows.gateway import Gateway
+
+router = APIRouter()
+OPENAI: list[Any] = ["OpenAI"]
+ANTHROPIC: list[Any] = ["Anthropic"]
+
+
+class Spoken(Served):
+    """Runs a flow behind a translation."""
+
+    def __init__(self, gateway: Gateway, endpoint: str, speaker: type[Speaker] | Responses) -> None:
+        super().__init__(gateway, endpoint)
+        self._speaker_of = speaker
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = AsgiExchange(scope, send, self._endpoint)
+        of = self._speaker_of
+        if isinstance(of, Responses):
+            speaker: Speaker = ResponsesSpeaker(of, exchange.headers)
+        else:
+            exchange.headers = authorized(exchange.headers)
+            speaker = of()
+        most = self._gateway.limits.max_answer_size
+        translated = Translated(exchange, speaker, most)
+        await self._serve(exchange, translated, translated.read, scope, receive)
+
+
+@router.post(responses.PATH, summary="A response", tags=OPENAI, response_class=Response)
+async def create_response(request: Request) -> Response:
+    return Spoken(request.app.state.gateway, responses.PATH, request.app.state.responses)
+
+
+@router.get(f"{responses.PATH}/{{name}}", summary="A response that is kept", tags=OPENAI)
+async def get_response(name: str, request: Request) -> Response:
+    kept: Responses = request.app.state.responses
+    try:
+        found = await kept.find(kept.tenant(_headers(request)), name)
+    except UnknownResponseError as error:
+        raise _not_found(name) from error
+    return JSONResponse(found.response)
+
+
+@router.delete(f"{responses.PATH}/{{name}}", summary="Forgets a response", tags=OPENAI)
+async def delete_response(name: str, request: Request) -> Response:
+    kept: Responses = request.app.state.responses
+    try:
+        await kept.forget(kept.tenant(_headers(request)), name)
+    except UnknownResponseError as error:
+        raise _not_found(name) from error
+    return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+
+@router.post(messages.PATH, summary="A message", tags=ANTHROPIC, response_class=Response)
+async def create_message(request: Request) -> Response:
+    return Spoken(request.app.state.gateway, messages.PATH, MessagesSpeaker)
+
+
+@router.post(
+    messages.COUNT_PATH,
+    summary="How many tokens a message has",
+    tags=ANTHROPIC,
+    response_class=Response,
+)
+async def count_tokens(request: Request) -> Response:
+    return Spoken(request.app.state.gateway, messages.COUNT_PATH, CountSpeaker)
+
+
+def _headers(request: Request) -> Sequence[Header]:
+    return headers.sound(request.scope["headers"])
+
+
+def _not_found(name: str) -> NotFoundError:
+    return NotFoundError(f"Response with id '{name[:128]}' not found.")

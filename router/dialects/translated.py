@@ -1,0 +1,340 @@
+"""An Exchange that speaks another dialect with its client, and a chat's with the flows.
+
+Its bodies, whole or streamed, are translated as they pass. The last events wait until what the next
+turn needs is kept, so that a client that has read them may go on at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import orjson
+
+from router.conversations.said import Json, events_in, parsed
+from router.dialects import messages, responses
+from router.dialects.fields import text
+from router.dialects.kept import KeptResponse, Responses
+from router.dialects.story import Step, Story
+from router.flows.bodies import write
+from router.flows.content import check_json
+from router.flows.errors import error_body, type_of_status
+from router.flows.exchange import Exchange, Header, Relayed
+from router.flows.gateway import Gateway
+from router.flows.request import PASSED, Request, parse_body
+from router.upstream.answer import Sink
+from router.upstream.errors import AnswerTooLargeError, BrokenAnswerError
+
+CHAT, TOKENIZE = "/v1/chat/completions", "/tokenize"
+EVENT_STREAM = b"text/event-stream"
+KEY = b"x-api-key"
+STRANGE = "an engine answered with something that cannot be told here"
+
+
+Translate = Callable[[bytes], bytes]
+
+
+class Speaker(ABC):
+    """One request in a dialect, and its answer."""
+
+    def __init__(self) -> None:
+        self.story = Story()
+        self.streams = False
+
+    @abstractmethod
+    async def read(self, request: Request, gateway: Gateway, asked: Json) -> None:
+        """Raises RequestError."""
+
+    @abstractmethod
+    def whole(self, content: Json) -> Json:
+        """Of a whole answer."""
+
+    @abstractmethod
+    def failed(self, status: int, error: Json) -> Json: ...
+
+    @abstractmethod
+    def tell(self, steps: Iterable[Step]) -> Iterator[bytes]: ...
+
+    @abstractmethod
+    def end(self) -> Iterator[bytes]: ...
+
+    async def keep(self) -> None:
+        """The story has ended."""
+        return
+
+
+class MessagesSpeaker(Speaker):
+    def __init__(self) -> None:
+        super().__init__()
+        self._name, self._model = f"msg_{secrets.token_hex(12)}", ""
+        self._events = messages.Events(self.story, self._name, "")
+
+    async def read(self, request: Request, gateway: Gateway, asked: Json) -> None:
+        chat = messages.chat_of(asked)
+        self.streams = bool(asked.get("stream"))
+        self._model = str(asked.get("model", ""))
+        self._events = messages.Events(self.story, self._name, self._model)
+        _take(request, gateway, chat)
+
+    def whole(self, content: Json) -> Json:
+        return messages.message_of(self.story, self._name, self._model)
+
+    def failed(self, status: int, error: Json) -> Json:
+        return messages.error_of(status, error)
+
+    def tell(self, steps: Iterable[Step]) -> Iterator[bytes]:
+        return self._events.tell(steps)
+
+    def end(self) -> Iterator[bytes]:
+        return self._events.end()
+
+
+class CountSpeaker(MessagesSpeaker):
+    """How many tokens a message would have: an engine's /tokenize knows."""
+
+    async def read(self, request: Request, gateway: Gateway, asked: Json) -> None:
+        request.take(messages.chat_to_count(asked), gateway.limits, None)
+        request.path, request.alone, request.threshold = TOKENIZE, PASSED, 0.0
+
+    def whole(self, content: Json) -> Json:
+        self.story.error = None
+        return {"input_tokens": content.get("count")}
+
+
+class ResponsesSpeaker(Speaker):
+    def __init__(self, kept: Responses, headers: Sequence[Header]) -> None:
+        super().__init__()
+        self._kept, self._tenant = kept, kept.tenant(headers)
+        self._name = f"resp_{secrets.token_hex(16)}"
+        self._telling = responses.Telling(self.story, {}, self._name, 0)
+        self._history: list[Json] = []
+        self._root = self._name
+        self._is_kept = False
+
+    async def read(self, request: Request, gateway: Gateway, asked: Json) -> None:
+        before: list[Json] = []
+        previous = asked.get("previous_response_id")
+        if previous is not None:
+            name = text(previous, "previous_response_id")
+            found = await self._kept.find(self._tenant, name)
+            before, self._root = found.messages, found.root
+        chat, self._history = responses.chat_of(asked, before)
+        self.streams = bool(asked.get("stream"))
+        self._is_kept = asked.get("store") is not False
+        echoed = {name: value for name, value in asked.items() if name != "input"}
+        write({"a": {"a": {"a": echoed}}})  # it can be said back
+        self._telling = responses.Telling(self.story, echoed, self._name, int(time.time()))
+        if previous is not None:  # it is a conversation, then
+            chat.setdefault("conversation_id", self._root)
+        _take(request, gateway, chat)
+
+    def whole(self, content: Json) -> Json:
+        return self._telling.response()
+
+    def failed(self, status: int, error: Json) -> Json:
+        message = str(error.get("message", "")).replace(
+            responses.MAX_COMPLETION, responses.MAX_OUTPUT
+        )
+        param = error.get("param")
+        if param == responses.MAX_COMPLETION:
+            param = responses.MAX_OUTPUT
+        return {"error": {**error, "message": message, "param": param}}
+
+    def tell(self, steps: Iterable[Step]) -> Iterator[bytes]:
+        return self._telling.tell(steps)
+
+    def end(self) -> Iterator[bytes]:
+        return self._telling.end()
+
+    async def keep(self) -> None:
+        if self._is_kept and self.story.error is None:
+            messages = [*self._history, responses.said_in(self.story)]
+            kept = KeptResponse(self._root, messages, self._telling.response())
+            await self._kept.keep(self._tenant, self._name, kept)
+
+
+def _take(request: Request, gateway: Gateway, chat: Json) -> None:
+    request.path = CHAT
+    request.take(chat, gateway.limits, gateway.conversations)
+    request.check(gateway.fleet.snapshot.contexts)
+
+
+def authorized(headers: Sequence[Header]) -> Sequence[Header]:
+    """Anthropic's clients send their key by another name than the one that engines know."""
+    names = {name for name, _ in headers}
+    if KEY not in names:
+        return headers
+    rest = [header for header in headers if header[0] != KEY]
+    if b"authorization" in names:
+        return rest
+    key = next(value for name, value in headers if name == KEY)
+    return [*rest, (b"authorization", b"Bearer " + key)]
+
+
+class Translated:
+    """`most`: bytes of an answer that is no stream."""
+
+    def __init__(self, front: Exchange, speaker: Speaker, most: int) -> None:
+        self.loop: asyncio.AbstractEventLoop = front.loop
+        self.endpoint, self.arrived = front.endpoint, front.arrived
+        self.headers = front.headers
+        self._front, self._speaker, self._most = front, speaker, most
+        self._is_ended = False
+
+    @property
+    def started(self) -> bool:
+        return self._front.started
+
+    @property
+    def body(self) -> bytes:
+        return self._front.body
+
+    async def read(self, request: Request, gateway: Gateway) -> None:
+        """Raises RequestError."""
+        check_json(self.headers)
+        await self._speaker.read(request, gateway, parse_body(self.body))
+
+    async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        kind = next((value for name, value in headers if name == b"content-type"), b"")
+        speaker = self._speaker
+        if status < 400 and kind.startswith(EVENT_STREAM):
+            told = self._translated(body)
+            await speaker.keep()
+            await self._front.respond(status, headers, told + self._last())
+            return
+        content = parsed(body)
+        if status >= 400:
+            await self._refuse(
+                status, headers, content or {"message": body[:1000].decode("utf-8", "replace")}
+            )
+        elif content is None:
+            raise BrokenAnswerError(STRANGE)
+        else:
+            await self._tell(status, headers, content)
+
+    async def relay(
+        self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
+    ) -> None:
+        if not answer.is_event_stream:
+            whole = Whole(self._most)
+            await answer.relay(whole, idle, latest)
+            await self.respond(status, headers, whole.body())
+            return
+        passing = Passing(answer, self._translated)
+        await self._front.relay(status, headers, passing, idle, latest)
+        if passing.is_over:
+            await self._end(b"")
+
+    async def finish(self, tail: bytes) -> None:
+        await self._end(self._translated(tail))
+
+    def abort(self) -> None:
+        self._front.abort()
+
+    async def _tell(self, status: int, headers: Sequence[Header], content: Json) -> None:
+        speaker = self._speaker
+        steps = [*speaker.story.hear(content), *speaker.story.end()]
+        if speaker.streams:
+            told = b"".join(speaker.tell(steps))
+            await speaker.keep()
+            given = _with_type(headers, EVENT_STREAM + b"; charset=utf-8")
+            await self._front.respond(status, given, told + b"".join(speaker.end()))
+            return
+        try:
+            whole = orjson.dumps(speaker.whole(content))
+        except orjson.JSONEncodeError as error:
+            raise BrokenAnswerError(STRANGE) from error
+        if speaker.story.error is not None:
+            raise BrokenAnswerError(STRANGE)
+        await speaker.keep()
+        await self._front.respond(status, _with_type(headers, b"application/json"), whole)
+
+    async def _refuse(self, status: int, headers: Sequence[Header], content: Json) -> None:
+        error = content.get("error", content)
+        if not isinstance(error, dict):
+            error = {"message": str(error)[:1000]}
+        if "message" not in error:  # FastAPI's
+            error = orjson.loads(
+                error_body(status, type_of_status(status), str(error.get("detail", ""))[:1000])
+            )["error"]
+        told = orjson.dumps(self._speaker.failed(status, error))
+        await self._front.respond(status, _with_type(headers, b"application/json"), told)
+
+    def _translated(self, block: bytes) -> bytes:
+        """Of whole events. A comment stays one."""
+        if block.startswith(b":") and b"\ndata:" not in block:
+            return block
+        speaker = self._speaker
+        told: list[bytes] = []
+        for content in events_in(block):
+            told += speaker.tell(speaker.story.hear(content))
+        return b"".join(told)
+
+    def _last(self) -> bytes:
+        speaker = self._speaker
+        closing = b"".join(speaker.tell(speaker.story.end()))
+        return closing + b"".join(speaker.end())
+
+    async def _end(self, told: bytes) -> None:
+        if self._is_ended:
+            return
+        self._is_ended = True
+        last = self._last()
+        await self._speaker.keep()
+        await self._front.finish(told + last)
+
+
+class Passing:
+    """A Relayed whose blocks are translated, and whose end is not told: something comes after."""
+
+    is_event_stream = True
+    length: int | None = None
+
+    def __init__(self, answer: Relayed, translate: Translate) -> None:
+        self._answer, self._translate = answer, translate
+        self._sink: Sink | None = None
+        self.is_over = False
+
+    async def relay(self, sink: Sink, idle: float, latest: float) -> None:
+        self._sink = sink
+        await self._answer.relay(self, idle, latest)
+
+    def write(self, block: bytes, last: bool) -> None:
+        assert self._sink is not None
+        self.is_over = self.is_over or last
+        if block and (told := self._translate(block)):
+            self._sink.write(told, False)
+
+    def pause(self) -> None:
+        self._answer.pause()
+
+    def resume(self) -> None:
+        self._answer.resume()
+
+
+class Whole:
+    """A Sink that keeps what comes."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._size = 0
+        self._pieces: list[bytes] = []
+
+    def write(self, block: bytes, last: bool) -> None:
+        self._size += len(block)
+        if self._size <= self._most:
+            self._pieces.append(block)
+
+    def body(self) -> bytes:
+        """Raises AnswerTooLargeError."""
+        if self._size > self._most:
+            raise AnswerTooLargeError(f"an answer of more than {self._most} bytes")
+        return b"".join(self._pieces)
+
+
+def _with_type(headers: Sequence[Header], kind: bytes) -> list[Header]:
+    rest = [header for header in headers if header[0] != b"content-type"]
+    return [(b"content-type", kind), *rest]
