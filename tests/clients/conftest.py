@@ -1,0 +1,136 @@
+"""A router before a pair of reference engines, as processes of the project's own environment; and
+one before engines that say what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.integration.processes import Server, metric, serving, wait_for
+from tests.unit.router.dialects.chats import thinks_and_calls
+from tests.unit.router.mock_engine import MockEngine, running_engine, usual_prefill
+
+# Of the project's environment; not resolved, or it would be another one.
+PYTHON = Path(os.environ.get("DISAGG_ROUTER_PYTHON", ".venv/bin/python")).absolute()
+MODEL = "tiny"
+# litellm asks the internet for prices otherwise.
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+WRITE_MODEL = (
+    "import pathlib, sys; from engine_ext.reference.tiny_model import write_tiny_model; "
+    "write_tiny_model(pathlib.Path(sys.argv[1]))"
+)
+
+
+@dataclass(frozen=True)
+class Stack:
+    router: Server
+    prefiller: Server
+    decoder: Server
+
+    @property
+    def openai(self) -> str:
+        return f"{self.router.url}/v1"
+
+    def count(self, endpoint: str, flow: str = "pull", outcome: str = "ok") -> float:
+        """Requests that ended so, by the router's own books."""
+        wanted = (f'endpoint="{endpoint}"', f'flow="{flow}"', f'outcome="{outcome}"')
+        return sum(
+            value
+            for name, value in self.router.metrics().items()
+            if name.startswith("disagg_router_requests_total{") and all(w in name for w in wanted)
+        )
+
+    def left(self) -> float:
+        """Clients that left before their answer's end."""
+        name = "disagg_router_client_disconnects_total"
+        return sum(v for n, v in self.router.metrics().items() if n.startswith(name))
+
+    def wait_for_one_to_leave(self, before: float) -> None:
+        """The router has noticed, and no engine works for it any more."""
+        wait_for(lambda: self.left() > before, "the router has noticed")
+        wait_for(lambda: not self._running(), "its engines are idle")
+
+    def _running(self) -> float:
+        name = "disagg_engine_requests_running.*"
+        return metric(self.prefiller, name) + metric(self.decoder, name)
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@contextmanager
+def engine(name: str, model: Path, folder: Path) -> Iterator[Server]:
+    port, side_channel = free_ports(2)
+    transfer = {
+        "kv_connector": "DisaggConnector",
+        "kv_role": "kv_both",
+        "engine_id": f"{name}-{port}",
+    }
+    command = ["engine_ext.reference.cli", "--model", str(model), "--port", str(port)]
+    command += ["--num-threads", "1", "--served-model-name", MODEL]
+    command += ["--kv-transfer-config", json.dumps(transfer)]
+    variables = {
+        "UCX_NET_DEVICES": "all",
+        "NIXL_LOG_LEVEL": "ERROR",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
+    }
+    with serving(name, command, port, folder, "/health", variables, PYTHON) as server:
+        yield server
+
+
+@contextmanager
+def router(prefiller: int, decoder: int, folder: Path) -> Iterator[Server]:
+    (port,) = free_ports(1)
+    command = ["router.cli", "--port", str(port), "--health-timeout", "5"]
+    command += ["--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(prefiller)]
+    command += ["--decoder-hosts", "127.0.0.1", "--decoder-ports", str(decoder)]
+    with serving("router", command, port, folder, "/ready", None, PYTHON) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder, model = tmp_path_factory.mktemp("logs"), tmp_path_factory.mktemp("model")
+    subprocess.run([PYTHON, "-c", WRITE_MODEL, str(model)], check=True, timeout=120)
+    with (
+        engine("prefill", model, folder) as prefiller,
+        engine("decode", model, folder) as decoder,
+        router(prefiller.port, decoder.port, folder) as server,
+    ):
+        yield Stack(server, prefiller, decoder)
+
+
+@dataclass(frozen=True)
+class Acted:
+    """A router whose decoder thinks, says "Well", and calls two tools."""
+
+    router: Server
+    decoder: MockEngine
+
+
+@pytest.fixture
+async def acted(tmp_path: Path) -> AsyncIterator[Acted]:
+    async with AsyncExitStack() as open_ones:
+        prefiller = await open_ones.enter_async_context(running_engine(usual_prefill))
+        decoder = await open_ones.enter_async_context(running_engine(thinks_and_calls))
+        starting = router(prefiller.port, decoder.port, tmp_path)
+        server = await asyncio.to_thread(starting.__enter__)
+        try:
+            yield Acted(server, decoder)
+        finally:
+            await asyncio.to_thread(starting.__exit__, None, None, None)

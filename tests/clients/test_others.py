@@ -1,0 +1,83 @@
+"""Libraries that speak to many providers, and OpenAI's client for Node."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import litellm
+import pytest
+from langchain_openai import ChatOpenAI
+
+from tests.clients.conftest import MODEL, Acted, Stack
+
+HI = [{"role": "user", "content": "Say something."}]
+NODE = Path(__file__).parent / "node" / "check.mjs"
+PLACE = Path(os.environ.get("DISAGG_CLIENTS", "/nowhere"))
+
+
+async def test_litellm_chats(stack: Stack) -> None:
+    asked = {"model": f"openai/{MODEL}", "messages": HI, "max_tokens": 8, "temperature": 0}
+    there = {"api_base": stack.openai, "api_key": "k"}
+    whole = await litellm.acompletion(**asked, **there)
+    stream = await litellm.acompletion(**asked, **there, stream=True)
+    said = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert "".join(said) == whole.choices[0].message.content
+
+
+async def test_litellm_speaks_messages(stack: Stack) -> None:
+    answer = await litellm.acompletion(
+        model=f"anthropic/{MODEL}",
+        messages=HI,
+        max_tokens=8,
+        api_base=stack.router.url,
+        api_key="k",
+    )
+    assert answer.choices[0].message.content
+    assert answer.usage.completion_tokens <= 8
+
+
+async def test_litellm_tells_errors_apart(stack: Stack) -> None:
+    with pytest.raises(litellm.NotFoundError):
+        await litellm.acompletion(
+            model="openai/none", messages=HI, api_base=stack.openai, api_key="k"
+        )
+
+
+@pytest.mark.parametrize("responses", [False, True])
+async def test_langchain_chats(stack: Stack, responses: bool) -> None:
+    model = ChatOpenAI(
+        base_url=stack.openai, api_key="k", model=MODEL, max_tokens=16, temperature=0,
+        use_responses_api=responses,
+    )  # fmt: skip
+    whole = await model.ainvoke("Say something.")
+    said = [chunk async for chunk in model.astream("Say something.")]
+    assert whole.text
+    assert "".join(chunk.text for chunk in said) == whole.text
+
+
+@pytest.mark.parametrize("responses", [False, True])
+async def test_langchain_calls_tools(acted: Acted, responses: bool) -> None:
+    def f(x: int) -> int:
+        """A tool."""
+        return x
+
+    model = ChatOpenAI(
+        base_url=f"{acted.router.url}/v1", api_key="k", model="m", use_responses_api=responses
+    ).bind_tools([f])
+    answer = await model.ainvoke("hi")
+    assert [(call["name"], call["args"]) for call in answer.tool_calls] == [
+        ("f", {"x": 1}),
+        ("g", {}),
+    ]
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="there is no Node here")
+def test_node(stack: Stack) -> None:
+    script = shutil.copy(NODE, PLACE / "check.mjs")  # beside node_modules
+    command = ["node", script, stack.openai, MODEL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "all is well" in done.stdout
