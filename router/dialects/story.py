@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
+import orjson
+
 from router.conversations.said import Json
 
 # Characters that one answer may have, or it is not for us to keep together.
@@ -98,7 +100,7 @@ class Story:
             yield from self._take(piece)
         logprobs = choice.get("logprobs")
         if isinstance(logprobs, dict) and isinstance(logprobs.get("content"), list):
-            self.logprobs += logprobs["content"]
+            self._keep_logprobs(logprobs["content"])
         if isinstance(finish := choice.get("finish_reason"), str):
             self.finish, self.stop = finish, choice.get("stop_reason")
 
@@ -113,6 +115,15 @@ class Story:
     @property
     def has_calls(self) -> bool:
         return any(block.kind is Kind.CALL for block in self.blocks)
+
+    def _keep_logprobs(self, given: list[object]) -> None:
+        """Unless they cannot be said again: nested beyond 250 levels."""
+        try:
+            self._size += len(orjson.dumps(given))
+        except orjson.JSONEncodeError:
+            return
+        if self._size <= MOST:
+            self.logprobs += given
 
     def _take(self, piece: Piece) -> Iterator[Step]:
         self._size += len(piece.text)

@@ -25,6 +25,7 @@ from router.flows.errors import error_body, type_of_status
 from router.flows.exchange import Exchange, Header, Relayed
 from router.flows.gateway import Gateway
 from router.flows.request import PASSED, Request, parse_body
+from router.policies.chunks import tokens_of
 from router.upstream.answer import Sink
 from router.upstream.errors import AnswerTooLargeError, BrokenAnswerError
 
@@ -159,6 +160,7 @@ class ResponsesSpeaker(Speaker):
 def _take(request: Request, gateway: Gateway, chat: Json) -> None:
     request.path = CHAT
     request.take(chat, gateway.limits, gateway.conversations)
+    request.tokens = max(request.tokens, tokens_of(chat))  # of what was said before, too
     request.check(gateway.fleet.snapshot.contexts)
 
 

@@ -7,17 +7,22 @@ body is what it says, and one that says nothing is taken for JSON only where no 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from operator import itemgetter
 
 from router.flows.errors import UnsupportedTypeError
 from router.flows.exchange import Header
 
 JSON, MULTIPART = b"application/json", b"multipart/form-data"
+USUAL = (b"content-type", JSON)
+NAME = itemgetter(0)
 IDENTITY = (b"", b"identity")
 
 
-def check_json(headers: Iterable[Header]) -> None:
+def check_json(headers: Sequence[Header]) -> None:
     """Raises UnsupportedTypeError."""
+    if USUAL in headers and b"content-encoding" not in map(NAME, headers):
+        return
     given = dict(headers)
     kind = given.get(b"content-type")
     if kind != JSON and not (_is_json(kind) if kind else b"origin" not in given):
@@ -27,7 +32,7 @@ def check_json(headers: Iterable[Header]) -> None:
         _check_encoding(given[b"content-encoding"])
 
 
-def check_form(headers: Iterable[Header]) -> None:
+def check_form(headers: Sequence[Header]) -> None:
     """A form with files, of a client that is no foreign page. Raises UnsupportedTypeError."""
     given = dict(headers)
     kind = given.get(b"content-type", b"")

@@ -16,8 +16,9 @@ from typing import NamedTuple
 MAX_TOKENS, MIN_TOKENS = "max_tokens", "min_tokens"
 MAX_COMPLETION_TOKENS = "max_completion_tokens"
 STREAM, STREAM_OPTIONS = "stream", "stream_options"
-RARE = frozenset((MAX_COMPLETION_TOKENS, MIN_TOKENS, STREAM_OPTIONS))
-CHECKED = RARE | {MAX_TOKENS, STREAM}
+RARE = frozenset((MAX_COMPLETION_TOKENS, MIN_TOKENS))
+CHECKED = RARE | {MAX_TOKENS, STREAM, STREAM_OPTIONS}
+USAGE = {"include_usage": True}
 OPTIONS = ("include_usage", "continuous_usage_stats")
 BOOLEANS = frozenset(["0", "1", "true", "false", "on", "off", "t", "f", "y", "n", "yes", "no"])
 INTEGER = "Input should be a valid integer"
@@ -45,8 +46,12 @@ def _is_usual(body: Mapping[str, object], context: int | None) -> bool:
     if not RARE.isdisjoint(body):
         return False
     most, stream = body.get(MAX_TOKENS), body.get(STREAM)
-    is_fit = type(most) is int and 0 < most <= (context or most)
-    return (is_fit or most is None) and (stream is None or type(stream) is bool)
+    if most is not None and not (type(most) is int and 0 < most <= (context or most)):
+        return False
+    options = body.get(STREAM_OPTIONS)
+    if options is None:
+        return stream is None or type(stream) is bool
+    return stream is True and options == USAGE
 
 
 def _wrong_value(body: Mapping[str, object], is_chat: bool, context: int | None) -> Wrong | None:

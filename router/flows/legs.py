@@ -25,7 +25,7 @@ from router.flows.gateway import Gateway
 from router.flows.plan import Plan
 from router.flows.prefilled import Params, Prefilled
 from router.flows.push import Push
-from router.flows.request import Body, Request
+from router.flows.request import PASSED, Body, Request
 from router.flows.screen import (
     cached_share,
     ends_at_once,
@@ -227,6 +227,9 @@ class Legs:
     async def _refuse(self, engine: Engine, answer: Answer, asked: Body | None = None) -> NoReturn:
         """4xx is for the client as it is; anything else is the engine's failure. `asked`: what the
         client did, where the engine was asked for one token of it."""
+        if self._request.alone == PASSED:  # what it does not do speaks not against it
+            body = await answer.read(self._gateway.limits.max_answer_size)
+            raise RejectedError(answer.status, answer.headers, body)
         if answer.status >= 500:
             raise _error_of(engine, answer, await _last_words(answer))
         body = await answer.read(self._gateway.limits.max_answer_size)

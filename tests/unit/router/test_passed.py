@@ -48,6 +48,23 @@ async def test_what_an_engine_does_not_have_is_its_own_404(router: Router, d: Mo
     assert (answer.status_code, answer.content) == (404, b'{"detail":"Not Found"}')
 
 
+@pytest.mark.parametrize("status", [400, 422, 500, 501, 503, 204])
+async def test_what_an_engine_cannot_do_is_its_own_word_and_speaks_not_against_it(
+    start_router: StartRouter, d: MockEngine, status: int
+) -> None:
+    async def cannot(_: Received, peer: Peer) -> None:
+        await peer.answer(b"" if status == 204 else b"cannot", status)
+
+    router = await start_router(health_interval=30)
+    d.scripts = [cannot] * 12
+    for _ in range(12):
+        answer = await router.client.post("/v1/embeddings", json={"model": "m", "input": "a"})
+        assert answer.status_code == status
+    assert len(d.requests) == 12
+    assert router.engine(d).is_asked
+    assert (await router.complete()).status_code == 200
+
+
 async def test_a_model_that_prefillers_alone_have_is_asked_of_them(
     start_router: StartRouter, p: MockEngine
 ) -> None:
