@@ -101,8 +101,9 @@ class CountSpeaker(MessagesSpeaker):
         request.path, request.alone, request.threshold = TOKENIZE, PASSED, 0.0
 
     def whole(self, content: Json) -> Json:
-        self.story.error = None
-        return {"input_tokens": content.get("count")}
+        if type(count := content.get("count")) is int:
+            self.story.error = None
+        return {"input_tokens": count}
 
 
 class ResponsesSpeaker(Speaker):
@@ -200,22 +201,19 @@ class Translated:
         await self._speaker.read(request, gateway, parse_body(self.body))
 
     async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        if status != 200:  # told of a failure: here nothing may fail any more
+            await self._refuse(max(status, 502) if status < 400 else status, headers, body)
+            return
         kind = next((value for name, value in headers if name == b"content-type"), b"")
-        speaker = self._speaker
-        if status < 400 and kind.startswith(EVENT_STREAM):
-            told = self._translated(body)
-            await speaker.keep()
-            await self._front.respond(status, headers, told + self._last())
+        if kind.startswith(EVENT_STREAM):
+            told = self._translated(body) + self._last()
+            await self._speaker.keep()
+            await self._front.respond(status, headers, told)
             return
         content = parsed(body)
-        if status >= 400:
-            await self._refuse(
-                status, headers, content or {"message": body[:1000].decode("utf-8", "replace")}
-            )
-        elif content is None:
+        if content is None:
             raise BrokenAnswerError(STRANGE)
-        else:
-            await self._tell(status, headers, content)
+        await self._tell(status, headers, content)
 
     async def relay(
         self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
@@ -254,15 +252,15 @@ class Translated:
         await speaker.keep()
         await self._front.respond(status, _with_type(headers, b"application/json"), whole)
 
-    async def _refuse(self, status: int, headers: Sequence[Header], content: Json) -> None:
+    async def _refuse(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        content = parsed(body) or {}
         error = content.get("error", content)
-        if not isinstance(error, dict):
-            error = {"message": str(error)[:1000]}
-        if "message" not in error:  # FastAPI's
-            error = orjson.loads(
-                error_body(status, type_of_status(status), str(error.get("detail", ""))[:1000])
-            )["error"]
-        told = orjson.dumps(self._speaker.failed(status, error))
+        if not isinstance(error, dict) or not isinstance(error.get("message"), str):
+            error = _own_error(status, error, body)
+        try:
+            told = orjson.dumps(self._speaker.failed(status, error))
+        except orjson.JSONEncodeError:
+            told = orjson.dumps(self._speaker.failed(status, _own_error(status, STRANGE, b"")))
         await self._front.respond(status, _with_type(headers, b"application/json"), told)
 
     def _translated(self, block: bytes) -> bytes:
@@ -335,6 +333,15 @@ class Whole:
         if self._size > self._most:
             raise AnswerTooLargeError(f"an answer of more than {self._most} bytes")
         return b"".join(self._pieces)
+
+
+def _own_error(status: int, error: object, body: bytes) -> Json:
+    """OpenAI's object, of what is none: FastAPI's has a detail."""
+    said = error.get("detail") if isinstance(error, dict) else error
+    message = said if isinstance(said, str) and said else body.decode("utf-8", "replace")
+    made = error_body(status, type_of_status(status), message[:1000] or STRANGE)
+    own: Json = orjson.loads(made)["error"]
+    return own
 
 
 def _with_type(headers: Sequence[Header], kind: bytes) -> list[Header]:

@@ -79,6 +79,7 @@ def engine(name: str, model: Path, folder: Path) -> Iterator[Server]:
         "kv_connector": "DisaggConnector",
         "kv_role": "kv_both",
         "engine_id": f"{name}-{port}",
+        "kv_connector_extra_config": {"bidirectional_kv_xfer": True},
     }
     command = ["engine_ext.reference.cli", "--model", str(model), "--port", str(port)]
     command += ["--num-threads", "1", "--served-model-name", MODEL]

@@ -197,6 +197,19 @@ async def test_a_response_goes_on_with_another(client: Any) -> None:
         await client.responses.create(model=MODEL, input="x", previous_response_id=first.id)
 
 
+async def test_a_conversation_of_responses_reuses_kv(client: Any, stack: Stack) -> None:
+    def reused() -> float:
+        return metric(stack.router, "disagg_router_conversation_tokens_offered.*")
+
+    before, name = reused(), None
+    for said in ("One. " * 30, "Two. " * 10, "Three."):
+        answer = await client.responses.create(
+            model=MODEL, input=said, previous_response_id=name, max_output_tokens=16, temperature=0
+        )
+        name = answer.id
+    assert reused() > before
+
+
 async def test_a_structured_response(client: Any) -> None:
     answer = await client.responses.create(
         model=MODEL, input="x", max_output_tokens=60, temperature=0,

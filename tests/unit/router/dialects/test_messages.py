@@ -292,6 +292,25 @@ async def test_an_engines_refusal_is_told_in_this_dialect(router: Router, d: Moc
     assert answer.json()["error"] == {"type": "invalid_request_error", "message": "no such thing"}
 
 
+@pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(200, b"<html>"), (200, b"[]"), (200, b"{}"), (204, b""), (301, b""), (404, b"<html>"),
+     (429, b'{"error": 7}'), (400, b'{"error": {"message": 7}}'), (422, b'{"detail": [{}]}')],
+)  # fmt: skip
+async def test_whatever_an_engine_answers_is_told_in_this_dialect(
+    router: Router, d: MockEngine, path: str, status: int, body: bytes
+) -> None:
+    async def strange(_: Received, peer: Peer) -> None:
+        await peer.answer(body, status)
+
+    d.scripts = [strange] * 4
+    answer = await router.client.post(path, json=ASKED)
+    assert answer.status_code == (status if status >= 400 else 502)
+    told = answer.json()
+    assert (told["type"], type(told["error"]["message"])) == ("error", str)
+
+
 async def test_a_stream_that_breaks_ends_with_an_error_event(router: Router, d: MockEngine) -> None:
     async def breaks(_: Received, peer: Peer) -> None:
         await peer.send(STREAM_HEAD + framed(b"".join(HELLO[:2])))

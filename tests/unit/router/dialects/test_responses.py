@@ -15,9 +15,10 @@ from router.conversations.store import StoreError
 from router.dialects.kept import KeptResponse, Responses, UnknownResponseError
 from router.dialects.responses import chat_of
 from router.flows.errors import BadRequestError, StoreFailedError
+from tests.redis_server import running_redis
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.dialects.chats import HELLO, events_of, thinks_and_calls, whole
-from tests.unit.router.harness import Router
+from tests.unit.router.harness import Router, eventually, running_router, settings_for
 from tests.unit.router.mock_engine import STREAM_HEAD, MockEngine, Peer, Received
 from tests.unit.router.mock_engine import chunk as framed
 
@@ -258,6 +259,33 @@ async def test_calls_are_gone_on_with(router: Router, d: MockEngine) -> None:
         "Well",
         ["call_a", "call_b"],
     )
+
+
+async def test_another_router_goes_on_with_it(front: str, p: MockEngine, d: MockEngine) -> None:
+    with running_redis() as redis:
+        shared = {
+            "conversation_store": redis.url,
+            "conversation_store_password": redis.password,
+            "conversation_store_key": "the same key at both routers",
+            "conversation_store_timeout": 20.0,
+        }
+        given = settings_for(p=[p], d=[d], **shared)
+        async with running_router(given, front) as one, running_router(given, front) as other:
+            await eventually(lambda: not one.gateway.fleet.missing())
+            await eventually(lambda: not other.gateway.fleet.missing())
+            first = (await one.client.post(PATH, json=ASKED)).json()
+            more = {"model": "m", "input": "more", "previous_response_id": first["id"]}
+            assert (await other.client.post(PATH, json=more)).status_code == 200
+            assert len(d.last.json["messages"]) == 3
+            assert (await other.client.get(f"{PATH}/{first['id']}")).json() == first
+
+
+async def test_a_page_may_read_it(start_router: StartRouter) -> None:
+    router = await start_router(cors_origins="https://chat.example")
+    headers = {"origin": "https://chat.example"}
+    for fields in ({}, {"stream": True}, {"input": 7}):
+        answer = await router.client.post(PATH, json=ASKED | fields, headers=headers)
+        assert answer.headers.get_list("access-control-allow-origin") == [headers["origin"]]
 
 
 async def test_a_response_belongs_to_who_asked_for_it(router: Router) -> None:
