@@ -1,0 +1,59 @@
+"""What the router refuses before a prefiller works, vLLM refuses too."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.vllm.servers import ENVIRONMENT, Fleet
+
+# Tokens that the prompt of tests.vllm.inside.fields leaves of its context.
+LEFT = 95
+
+
+class Row(NamedTuple):
+    is_chat: bool
+    fields: dict[str, Any]
+    ours: str
+    vllms: str
+
+
+@pytest.fixture(scope="module")
+def rows(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    results: Path = tmp_path_factory.mktemp("fields") / "results.json"
+    command = [str(fleet.python), "-m", "tests.vllm.inside.fields", str(results)]
+    subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT}, timeout=200)
+    return [Row(*row) for row in json.loads(results.read_text())]
+
+
+def test_the_router_refuses_nothing_that_vllm_takes(rows: list[Row]) -> None:
+    assert len(rows) > 2000
+    assert [row for row in rows if row.ours and not row.vllms] == []
+
+
+def test_its_words_are_vllms(rows: list[Row]) -> None:
+    """Where one thing is wrong."""
+    alone = [row for row in rows if len(row.fields) == 1 and row.ours and not _is_odd(row)]
+    assert len(alone) > 20
+    # Of types: pydantic's, behind the field's name.
+    said = [row.ours.rpartition(f"{next(iter(row.fields))}: ")[2] for row in alone]
+    assert [row for words, row in zip(said, alone, strict=True) if words not in row.vllms] == []
+
+
+def test_what_it_leaves_to_vllm_hangs_on_the_prompt_or_might_be_a_number(rows: list[Row]) -> None:
+    missed = [row for row in rows if row.vllms and not row.ours]
+    assert missed
+    assert [row for row in missed if not (_is_odd(row) or _exceeds(row.fields))] == []
+
+
+def _is_odd(row: Row) -> bool:
+    return any(isinstance(value, str) or value == 1e300 for value in row.fields.values())
+
+
+def _exceeds(fields: dict[str, Any]) -> bool:
+    """More tokens at least than fit beside the prompt, or than a completion has by default."""
+    least = fields.get("min_tokens")
+    return isinstance(least, int | float) and (least > LEFT or "max_tokens" not in fields)
