@@ -10,12 +10,16 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
 from router.api import adapters, dialects, failures, index, models, openai, operations, passed
+from router.api.guard import Guard
 from router.api.manners import Manners
+from router.callers.door import Door
+from router.callers.keyring import Keyring
+from router.callers.keys import Keys
 from router.conversations.breaker import Breaker
 from router.conversations.conversations import Conversations
 from router.conversations.identity import Identity
@@ -43,6 +47,9 @@ from router.telemetry.traces import tracer_of
 from router.upstream.deadlines import Deadlines
 from router.upstream.pool import EnginePool, PoolLimits
 
+if TYPE_CHECKING:
+    from router.callers.shared_ledger import SharedLedger
+
 logger = logging.getLogger("disagg_router")
 # Seconds that requests wait at start for sources of engines that have to be asked.
 FIRST_WORDS = 3.0
@@ -66,7 +73,11 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     prober = Prober(fleet, settings.health_interval, settings.health_timeout)
     store = _store(settings, metrics)
     tracer = tracer_of(os.environ)
-    gateway = Gateway(settings, fleet, metrics, _conversations(settings, store), tracer)
+    door = _door(settings, metrics)
+    if door is not None:
+        keys = door.keyring.file
+        metrics.file_trouble.read = lambda: [(("api_keys",), bool(keys.trouble))]
+    gateway = Gateway(settings, fleet, metrics, _conversations(settings, store), tracer, door)
     metrics.in_flight.set_function(lambda: len(gateway.running))
     metrics.held_bodies.set_function(lambda: gateway.held.size)
 
@@ -74,6 +85,8 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
         loop = asyncio.get_running_loop()
         watching = [loop.create_task(roster.run()), loop.create_task(prober.run())]
+        if door is not None:
+            watching.append(loop.create_task(door.keyring.file.run()))
         try:
             await roster.heard(FIRST_WORDS)
             if settings.warm_up != "off":
@@ -100,10 +113,13 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     )
     app.state.exposition = metrics.exposition
     app.state.sealed_store = store if isinstance(store, SealedStore) else None
-    app.add_middleware(Manners, known=app, origins=settings.cors_origins)
     for room in (index, openai, dialects, passed, adapters, models, operations):
         app.include_router(room.router)
     app.state.page = _page(app, settings, gateway, roster)
+    guard = {"page_port": settings.ui_port, "has_metrics": settings.metrics_port is None}
+    app.add_middleware(Guard, gateway=gateway, **guard)  # type: ignore[arg-type] # its own
+    # Outermost: a page hears of a refusal, too.
+    app.add_middleware(Manners, known=app, origins=settings.cors_origins)
     failures.install(app)
     return app
 
@@ -122,6 +138,50 @@ def _conversations(settings: Settings, store: Shelf | None) -> Conversations | N
         return None
     identity = Identity(settings.conversation_ids, settings.tenant_header)
     return Conversations(store, identity, settings.conversation_ttl)
+
+
+def _door(settings: Settings, metrics: Metrics) -> Door | None:
+    """Raises SettingsError."""
+    path = settings.api_keys_file
+    if path is None:
+        return None
+    shared = None if settings.limits_store == "memory" else _shared_ledger(settings, metrics)
+    is_divided = settings.workers > 1 and shared is None
+    try:
+        keyring = Keyring(path, _require_no_limits if is_divided else lambda keys: None)
+    except ValueError as error:
+        raise SettingsError([f"--api-keys-file {path}: {error}"]) from None
+    return Door(keyring, settings.tenant_header, settings.request_timeout, shared)
+
+
+def _require_no_limits(keys: Keys) -> None:
+    """The kernel gives a client's connections to whichever worker: a share of a limit at each would
+    refuse who has one connection, and the whole of it at each would be no limit. Raises
+    ValueError."""
+    for key in keys.values():
+        if key.has_limits:
+            raise ValueError(
+                f"key {key.name} has limits, which several workers cannot count together: set "
+                "--key-limits-store to a Redis URL"
+            )
+
+
+def _shared_ledger(settings: Settings, metrics: Metrics) -> SharedLedger:
+    """Raises SettingsError."""
+    from router.callers.shared_ledger import SharedLedger  # slow to import, and seldom needed
+
+    def failed(operation: str, result: str) -> None:
+        metrics.key_limit_errors.labels(operation, result).inc()
+
+    try:
+        return SharedLedger(
+            settings.limits_store,
+            settings.limits_password(),
+            settings.conversation_store_timeout,
+            failed,
+        )
+    except ValueError as error:
+        raise SettingsError([f"--key-limits-store: {error}"]) from error
 
 
 def _store(settings: Settings, metrics: Metrics) -> Shelf | None:
@@ -186,7 +246,9 @@ def _fleet(settings: Settings, deadlines: Deadlines) -> Fleet:
     def make_pool(spec: EngineSpec) -> EnginePool:
         return EnginePool(spec.address.host, spec.address.port, limits, deadlines)
 
-    return Fleet((), make_pool, settings.health_failures)
+    secret = settings.engine_secret()
+    credential = "" if secret is None else f"Bearer {secret}"
+    return Fleet((), make_pool, settings.health_failures, credential=credential)
 
 
 def _read_gauges(metrics: Metrics, fleet: Fleet, roster: Roster) -> None:

@@ -1,4 +1,4 @@
-"""disagg-router: `serve` (the default), `drain`, `status`, `bench` and `demo`."""
+"""disagg-router: `serve` (the default), `drain`, `status`, `bench`, `key` and `demo`."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ Commands:
   drain    let an engine finish what it has, before it is stopped (disagg-router drain --help)
   status   show the engines, groups and load that a router sees (disagg-router status --help)
   bench    put a bounded load on a router and measure it (disagg-router bench --help)
+  key      make an API key for a client of the router (disagg-router key --help)
   demo     start engines and a router on this machine, to try it (disagg-router demo --help)
 
 Every option below can also be a variable (DISAGG_ROUTER_PORT for --port) or a line of a YAML
@@ -62,6 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from router.bench.command import main as bench
 
         return bench(arguments[1:])
+    if arguments[:1] == ["key"]:
+        from router.callers.command import main as key
+
+        return key(arguments[1:])
     if arguments[:1] == ["serve"]:
         arguments = arguments[1:]
     return _serve(vars(parser().parse_args(arguments)))
@@ -73,6 +78,7 @@ def parser() -> Parser:
         prog=PROGRAM,
         usage=f"{PROGRAM} [serve] [options]\n       {PROGRAM} drain URL [options]\n"
         f"       {PROGRAM} status | bench [URL] [options]\n"
+        f"       {PROGRAM} key NAME [options]\n"
         f"       {PROGRAM} demo [options]",
         description=DESCRIPTION,
         epilog=EXAMPLE,
@@ -128,7 +134,8 @@ def _serve(flags: dict[str, Any]) -> int:
         logging.getLogger("disagg_router").warning("%s is no setting, and ignored", variable)
     try:
         check(settings)
-        settings.admin_secret(), settings.ui_secret()  # before anything listens
+        # Before anything listens.
+        settings.admin_secret(), settings.ui_secret(), settings.engine_secret()
         if settings.workers > 1:
             return supervisor.run(settings, partial(load, flags))
         serve.run(settings, partial(load, flags))

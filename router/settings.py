@@ -10,7 +10,7 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -44,6 +44,8 @@ SECRETS = frozenset(
         "conversation_store",
         "conversation_store_password",
         "conversation_store_key",
+        "key_limits_store",
+        "engine_api_key",
         "admin_token",
         "ui_token",
     )
@@ -51,6 +53,12 @@ SECRETS = frozenset(
 # What the command `drain` reads, and no router does.
 ADMIN_URL = "DISAGG_ROUTER_ADMIN_URL"
 SHORTEST_KEY = 16
+# The second of each means nothing without the first.
+TLS_NEEDS = (
+    ("tls_certfile", "tls_keyfile"),
+    ("tls_certfile", "tls_client_ca"),
+    ("engine_certfile", "engine_keyfile"),
+)
 SHORTEST_HEARTBEAT = 0.1
 IDS = (
     "conversation_id",
@@ -189,6 +197,25 @@ def _store(value: object) -> object:
     return value
 
 
+def _limits_store(value: object) -> object:
+    if value == "off":
+        raise ValueError("limits are counted somewhere: memory, or a Redis URL")
+    return _store(value)
+
+
+def _credential(value: object) -> object:
+    """What is wrong with it is told without it."""
+    if isinstance(value, str):
+        check_credential(value)
+    return value
+
+
+def check_credential(text: str) -> None:
+    """Raises ValueError."""
+    if not TOKEN.fullmatch(text):
+        raise ValueError("not a key: ASCII without spaces")
+
+
 def _keys(value: object) -> object:
     """Text that holds keys, one a line. What is wrong with it is told without them."""
     if isinstance(value, str):
@@ -290,6 +317,7 @@ Seconds = Annotated[float, Field(gt=0, le=LONGEST)]
 Count = Annotated[int, Field(ge=0)]
 Weight = Annotated[str, BeforeValidator(_weight)]
 Weights = Annotated[tuple[Weight, ...], BeforeValidator(_weights)]
+Scheme = Literal["http", "https"]
 Delay = Annotated[float, Field(ge=0, le=LONGEST)]
 Policy = Literal["round_robin", "least_loaded", "power_of_two", "session", "prefix"]
 Lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
@@ -367,6 +395,13 @@ class Settings(BaseSettings):
         "FILE",
     )
 
+    kubernetes_scheme: Annotated[Scheme, Lower] = _setting(
+        "http",
+        "Discovery",
+        "How pods are spoken to that do not say it (annotation disagg-router.io/scheme).",
+        "{http,https}",
+    )
+
     warm_up: Literal["off", "lazy", "eager"] = _setting(
         "lazy",
         "Discovery",
@@ -425,6 +460,15 @@ class Settings(BaseSettings):
         "Port where /health and /metrics are also answered, by a thread that is never too busy for "
         "it: the one for liveness probes; 0 takes a free one.",
         "PORT",
+    )
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = _setting(
+        None,
+        "Server",
+        "Port of its own for /metrics, which then is nowhere else; 0 takes a free one.",
+        "PORT",
+    )
+    metrics_host: Host = _setting(
+        "127.0.0.1", "Server", "Address that it listens on; it asks nobody who he is.", "HOST"
     )
     shutdown_delay: Delay = _setting(
         1.0,
@@ -725,6 +769,74 @@ class Settings(BaseSettings):
         "TOKEN",
     )
     ui_token_file: Path | None = _setting(None, "Page", "File with it, read at start.", "FILE")
+    ui_port: Annotated[int, Field(ge=0, le=65535)] | None = _setting(
+        None,
+        "Page",
+        "Port of its own for the page, which then is not on the clients' port; 0 takes a free one.",
+        "PORT",
+    )
+    ui_host: Host = _setting("127.0.0.1", "Page", "Address that it listens on.", "HOST")
+
+    api_keys_file: Path | None = _setting(
+        None,
+        "Keys",
+        "YAML file of the keys that clients must show, as digests, with their owners and limits "
+        "(disagg-router key makes one); watched. Without it everybody may come in.",
+        "FILE",
+    )
+    key_limits_store: Annotated[str, BeforeValidator(_limits_store)] | None = _setting(
+        None,
+        "Keys",
+        "Where keys' limits are counted: memory (this process), or a Redis URL for several "
+        "routers. If not set: the conversation store, if that is Redis.",
+        "STORE",
+    )
+    engine_api_key: Annotated[SecretStr, BeforeValidator(_credential)] | None = _setting(
+        None,
+        "Keys",
+        "The engines' own API key, which they are shown instead of what the client shows. A "
+        "variable is safer than a flag.",
+        "KEY",
+    )
+    engine_api_key_file: Path | None = _setting(
+        None, "Keys", "File with it, read at start.", "FILE"
+    )
+
+    tls_certfile: Path | None = _setting(
+        None,
+        "TLS",
+        "Certificate chain (PEM): clients are served over TLS. Watched, with its key.",
+        "FILE",
+    )
+    tls_keyfile: Path | None = _setting(
+        None, "TLS", "Its private key; not needed where the chain's file has it.", "FILE"
+    )
+    tls_client_ca: Path | None = _setting(
+        None,
+        "TLS",
+        "Certificates of who signs clients': none other is let in. Read at start.",
+        "FILE",
+    )
+    engine_ca_file: Path | None = _setting(
+        None,
+        "TLS",
+        "Certificates of who signs engines' whose address begins with https://; the system's if "
+        "not set. Read at start.",
+        "FILE",
+    )
+    engine_certfile: Path | None = _setting(
+        None, "TLS", "Certificate chain (PEM) that such engines are shown. Watched.", "FILE"
+    )
+    engine_keyfile: Path | None = _setting(
+        None, "TLS", "Its private key; not needed where the chain's file has it.", "FILE"
+    )
+    engine_tls_name: Host | None = _setting(
+        None,
+        "TLS",
+        "The name that these engines' certificates have, where it is not the host that they are "
+        "reached by, as with pods' addresses.",
+        "NAME",
+    )
 
     cors_origins: Annotated[tuple[Origin, ...], BeforeValidator(_items)] = _setting(
         (),
@@ -785,6 +897,13 @@ class Settings(BaseSettings):
             problems.append("--admin-token and its -file are both set")
         if self.ui_token and self.ui_token_file:
             problems.append("--ui-token and its -file are both set")
+        if self.engine_api_key and self.engine_api_key_file:
+            problems.append("--engine-api-key and its -file are both set")
+        for certificate, needs in TLS_NEEDS:
+            if getattr(self, needs) and not getattr(self, certificate):
+                problems.append(f"{flag_of(needs)} needs {flag_of(certificate)}")
+        if self.ui_port is not None and not self.ui:
+            problems.append("--ui-port needs --ui")
         has_token = self.admin_token or self.admin_token_file
         if self.admin_port is not None and not has_token and not is_loopback(self.admin_host):
             problems.append(
@@ -831,6 +950,24 @@ class Settings(BaseSettings):
     def ui_secret(self) -> str | None:
         """Raises SettingsError when its file cannot be read, or has no token."""
         return _token_of(self.ui_token, "ui_token_file", self.ui_token_file)
+
+    def engine_secret(self) -> str | None:
+        """Raises SettingsError when its file cannot be read, or has no key."""
+        name = "engine_api_key_file"
+        return _token_of(self.engine_api_key, name, self.engine_api_key_file, check_credential)
+
+    @property
+    def limits_store(self) -> str:
+        """memory, or a Redis URL."""
+        if self.key_limits_store is not None:
+            return self.key_limits_store
+        is_shared = self.conversation_store not in ("memory", "off")
+        return self.conversation_store if is_shared else "memory"
+
+    def limits_password(self) -> str | None:
+        """Raises SettingsError when its file cannot be read."""
+        is_own = self.limits_store != self.conversation_store
+        return None if is_own else self.store_password()
 
     def with_store_keys(self, keys: list[bytes]) -> Settings:
         """The same with these, so that no process reads them, or makes them, by itself."""
@@ -896,7 +1033,12 @@ def _pair(hosts: tuple[str, ...], ports: tuple[int, ...]) -> tuple[Address, ...]
     return tuple(map(Address, hosts, spread))
 
 
-def _token_of(token: SecretStr | None, name: str, path: Path | None) -> str | None:
+def _token_of(
+    token: SecretStr | None,
+    name: str,
+    path: Path | None,
+    check: Callable[[str], None] = check_token,
+) -> str | None:
     """Raises SettingsError."""
     if token is not None:
         return token.get_secret_value()
@@ -904,7 +1046,7 @@ def _token_of(token: SecretStr | None, name: str, path: Path | None) -> str | No
         return None
     text = _secret_in(name, path)
     try:
-        check_token(text)
+        check(text)
     except ValueError as error:
         raise SettingsError([f"{flag_of(name)} {path}: {error}"]) from None
     return text

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from router.admin.state import RELOADABLE, TUNABLE, State, Tunables, changed
+from router.callers.keyring import Keyring
 from router.fleet.overlay import SOURCE, Overlay
 from router.fleet.sources.file import address_of, listed_in
 from router.fleet.sources.source import SourceError
@@ -159,6 +160,7 @@ class Control:
         """Raises SettingsError, too; then everything stays as it is."""
         async with self._lock:
             settings = await self._read()
+            await asyncio.to_thread(_check_api_keys, self._started)
             token, keys = settings.admin_secret(), _keys_of(settings)
             self._check(token, keys)
             tunables = Tunables.of(settings)
@@ -169,7 +171,8 @@ class Control:
                 self.state = replace(self.state, store_keys=text)
             if token != self.token:
                 self.token, applied = token, [*applied, "admin_token"]
-            self.state = replace(self.state, tunables=tunables)
+            reloads = self.state.reloads + 1
+            self.state = replace(self.state, tunables=tunables, reloads=reloads)
             logs.set_level(tunables.log_level)
             await self._processes.tell(self.state)
         late = [n for n in changed(self._started, settings) if n not in RELOADABLE]
@@ -274,6 +277,17 @@ def _keys_of(settings: Settings) -> tuple[bytes, ...]:
     if settings.conversation_store in ("memory", "off"):
         return ()
     return tuple(settings.store_keys())
+
+
+def _check_api_keys(settings: Settings) -> None:
+    """Processes watch the file by themselves; who reloads is to hear at once that it is broken.
+    Raises SettingsError."""
+    path = settings.api_keys_file
+    if path is not None:
+        try:
+            Keyring.check_file(path)
+        except ValueError as error:
+            raise SettingsError([f"--api-keys-file {path}: {error}"]) from None
 
 
 def _told(reloaded: Reloaded) -> Reloaded:

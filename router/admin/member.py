@@ -24,6 +24,7 @@ class Member:
         self._store: SealedStore | None = app.state.sealed_store
         self._tunables = Tunables.of(settings)
         self._keys: tuple[str, ...] | None = None
+        self._reloads = 0
 
     def adopt(self, state: State) -> View:
         """What it sees from then on. A second time it changes nothing."""
@@ -32,6 +33,10 @@ class Member:
         self._roster.impose(state.overlay)
         if state.store_keys != self._keys:
             self._change_keys(state.store_keys)
+        if state.reloads != self._reloads:
+            self._reloads = state.reloads
+            if self._gateway.door is not None:
+                self._gateway.door.keyring.file.look_soon()
         return view_of(self._gateway.fleet, self._roster)
 
     def _tune(self, tunables: Tunables) -> None:

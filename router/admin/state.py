@@ -45,11 +45,13 @@ RELOADABLE = frozenset((*TUNABLE, *KEYS, *TOKEN))
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """`store_keys` None: those that the process has had from the start."""
+    """`store_keys` None: those that the process has had from the start. `reloads`: how often files
+    were to be looked at again, at once."""
 
     tunables: Tunables
     overlay: Overlay = field(default_factory=Overlay)
     store_keys: tuple[str, ...] | None = None
+    reloads: int = 0
 
 
 _ADAPTER = TypeAdapter(State)

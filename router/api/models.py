@@ -9,6 +9,8 @@ from typing import NamedTuple
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from router.api.guard import CALLER
+from router.callers.keys import Key
 from router.fleet.engine import Engine
 from router.fleet.probes import ANSWER_LIMIT, Model, json_of, models_in
 from router.fleet.spec import LEGS, Role
@@ -49,9 +51,10 @@ async def one_model(name: str, request: Request) -> Response:
 async def _models(request: Request) -> Sequence[Model] | Response:
     """Or an engine's own refusal."""
     gateway: Gateway = request.app.state.gateway
-    key = request.headers.get("authorization")
+    shown = "" if gateway.hides_credentials else request.headers.get("authorization", "")
+    caller: Key | None = request.scope.get(CALLER)
     engines = [engine for engine in gateway.fleet.engines if engine.is_wanted]
-    asked = await asyncio.gather(*(_ask(engine, key) for engine in engines))
+    asked = await asyncio.gather(*(_ask(engine, shown) for engine in engines))
     answers = [told for told in asked if told is not None]
     lists = [
         (told.engine, found)
@@ -60,8 +63,11 @@ async def _models(request: Request) -> Sequence[Model] | Response:
     ]
     if lists:
         alone = gateway.limits.without_prefiller == "decode"
-        return served(lists, alone)
-    for _, answer in answers:
+        served_now = served(lists, alone)
+        if caller is None:
+            return served_now
+        return [model for model in served_now if caller.may_ask(model["id"])]
+    for _, answer in () if gateway.hides_credentials else answers:
         if 400 <= answer.status < 500:
             kind = dict(answer.headers).get(b"content-type", b"application/json")
             return Response(answer.body, answer.status, media_type=kind.decode("latin-1"))
@@ -86,9 +92,9 @@ def served(lists: Iterable[tuple[Engine, Sequence[Model]]], alone: bool) -> Sequ
     return [model for name, model in found.items() if name in complete]
 
 
-async def _ask(engine: Engine, key: str | None) -> Told | None:
+async def _ask(engine: Engine, shown: str) -> Told | None:
     try:
-        told = await engine.get("/v1/models", now() + TIMEOUT, ANSWER_LIMIT, key or "")
+        told = await engine.get("/v1/models", now() + TIMEOUT, ANSWER_LIMIT, shown)
         return Told(engine, told)
     except UpstreamError:
         return None

@@ -56,6 +56,8 @@ class Engine:
     """Its KV moves only within: as its source says, or else as it says itself."""
     compatibility: str = ""
     """What it said last (see Learned), whether it lives or not: the dead move no other's group."""
+    credential: str = ""
+    """An Authorization header's value for what the router itself asks."""
     name: str = field(init=False)
     role: Role = field(init=False)
 
@@ -71,10 +73,10 @@ class Engine:
         self.spec, self.role, self.group = spec, spec.role, spec.group
 
     async def get(self, path: str, deadline: float, limit: int, credential: str = "") -> Whole:
-        """What it answers to GET, of at most `limit` bytes. `credential`: an Authorization header's
-        value. Raises UpstreamError."""
+        """What it answers to GET, of at most `limit` bytes. `credential`: its caller's, where the
+        router has none of its own. Raises UpstreamError."""
         lines = [f"GET {path} HTTP/1.1", f"host: {self.name}"]
-        if credential:
+        if credential := self.credential or credential:
             lines.append(f"authorization: {credential}")
         message = "\r\n".join([*lines, "", ""]).encode("latin-1")
         return await self.pool.ask_whole(message, deadline, limit)

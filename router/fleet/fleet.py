@@ -39,7 +39,9 @@ class Fleet:
         breaker_rules: BreakerRules | None = None,
         clock: Callable[[], float] = time.time,
         later: Later | None = None,
+        credential: str = "",
     ) -> None:
+        self._credential = credential
         self._make_pool = make_pool
         self._tolerated_failures = tolerated_failures
         self._rules = breaker_rules or BreakerRules()
@@ -111,6 +113,7 @@ class Fleet:
     def add(self, spec: EngineSpec, intent: Intent = Intent.SERVING) -> Engine:
         """Its name must be new."""
         engine = Engine(spec, self._make_pool(spec), Breaker(self._rules), intent=intent)
+        engine.credential = self._credential
         assert engine.name not in self._engines, engine.name
         self._engines[engine.name] = engine
         self._refresh()

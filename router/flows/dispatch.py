@@ -6,7 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from router.flows import errors, headers
+from router.callers import credential
+from router.flows import entrance, errors, headers
 from router.flows.bodies import AsSent, Bodies
 from router.flows.cors import Readable, allowing
 from router.flows.deliver import DONE
@@ -38,11 +39,15 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: Reading | None = 
     gateway.running.add(task)
     try:
         gateway.budget.note_request(request.record.started)
+        door = gateway.door
+        key = None if door is None else entrance.identified(request.exchange, door, gateway.metrics)
         if reading is None:
             request.read(gateway.limits, gateway.conversations)
             request.check(gateway.fleet.snapshot.contexts)
         else:
             await reading(request, gateway)
+        if key is not None and door is not None:
+            await entrance.let_in(request, key, door, gateway.metrics)
         if gateway.limits.stream_heartbeat and request.body.get("stream"):
             request.exchange = Beating(request, gateway.limits)
         bodies = AsSent(request.exchange.body) if request.form else Bodies(request.body)
@@ -60,6 +65,9 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: Reading | None = 
         await _refuse(request, gateway, errors.ShuttingDownError("the router is shutting down"))
     except Exception as error:
         rejected = _rejected_in(error)
+        if rejected is not None and rejected.status == 401 and gateway.hides_credentials:
+            gateway.throttle.warn("an engine refuses the router's credential", str(error))
+            rejected, error = None, errors.CredentialError("an engine refused the router")
         if rejected is None:
             await _refuse(request, gateway, error)
         else:
@@ -70,6 +78,8 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: Reading | None = 
             request.seat.leave()
         if isinstance(request.exchange, Beating):
             request.exchange.close()
+        if request.stay is not None and gateway.door is not None:
+            entrance.leave(request, gateway.door)
         _close_books(request.record, gateway)
 
 
@@ -85,17 +95,22 @@ def _open_books(exchange: Exchange, gateway: Gateway) -> Request:
     if gateway.limits.cors_origins:
         lines = allowing(exchange.headers, gateway.limits.cors_origins)
         exchange = Readable(exchange, lines) if lines else exchange
+    given = exchange.headers
+    if gateway.hides_credentials:
+        given = credential.without(given)
     if gateway.tracer is None:
-        request_id, shared_headers = headers.read(exchange.headers)
+        request_id, shared_headers = headers.read(given)
         record = Record(exchange.endpoint, exchange.arrived, request_id)
     else:
-        request_id, shared_headers = headers.read(without(exchange.headers))
+        request_id, shared_headers = headers.read(without(given))
         record = Record(exchange.endpoint, exchange.arrived, request_id)
         trace = gateway.tracer.begin(exchange.headers, exchange.endpoint, now())
         if trace.is_sampled:
             record.trace = trace
         else:  # nobody will see its legs apart
             shared_headers = trace.lines(trace.span_id) + shared_headers
+    if gateway.engine_line:
+        shared_headers += gateway.engine_line
     if gateway.watch is not None:
         gateway.watch.opened(record)
     return Request(exchange, record, shared_headers, latest)

@@ -10,8 +10,12 @@ RequestError
 ├── StoreFailedError         what was kept cannot be read now
 ├── UnsupportedTypeError     the body is not what is taken there
 ├── RequestTimeoutError      the client did not send its request in time
+├── UnauthorizedError        no key of ours is shown
+├── RateLimitError           the key's own limits
 ├── NoEngineError            no engine of a role may be asked
 ├── UnknownModelError        no engine serves the model
+├── ForbiddenModelError      not for this key
+├── CredentialError          an engine refused what the router itself showed it
 ├── EngineError              an engine answered 5xx
 │   ├── EngineUnavailableError   503
 │   └── EngineOverloadedError    503 or 429, and when to come back
@@ -25,6 +29,7 @@ Together with router.upstream.errors these are all failures that a flow can meet
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import orjson
@@ -36,6 +41,9 @@ from router.upstream.answer import Headers
 class RequestError(Exception):
     retry_after: int | None = None
     """Seconds, for the client."""
+    code: str | None = None
+    """OpenAI's word for it; where there is none, the status is told."""
+    headers: Headers = []  # noqa: RUF012 # nobody changes it
 
 
 class BadRequestError(RequestError):
@@ -89,6 +97,42 @@ class UnknownModelError(RequestError):
 
     def __init__(self, model: object) -> None:
         super().__init__(f"The model `{model}` does not exist.")
+
+
+class UnauthorizedError(RequestError):
+    """In OpenAI's words. What was shown is told to nobody."""
+
+    code = "invalid_api_key"
+    headers: Headers = [(b"www-authenticate", b"Bearer")]  # noqa: RUF012 # nobody changes it
+
+    def __init__(self, is_missing: bool) -> None:
+        super().__init__(NO_KEY if is_missing else WRONG_KEY)
+
+
+class RateLimitError(RequestError):
+    """In OpenAI's words; `kind` is what there is too much of."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, kind: str, seconds: float, headers: Headers) -> None:
+        super().__init__(message)
+        self.kind, self.retry_after = kind, math.ceil(seconds)
+        self.headers = [*headers, (b"retry-after-ms", b"%d" % math.ceil(seconds * 1000))]
+
+
+class ForbiddenModelError(RequestError):
+    """In OpenAI's words, which are the same for a model that does not exist."""
+
+    code, param = "model_not_found", "model"
+
+    def __init__(self, model: object) -> None:
+        super().__init__(
+            f"The model `{model}` does not exist or you do not have access to it."[:1024]
+        )
+
+
+class CredentialError(RequestError):
+    """Nothing that the client could mend."""
 
 
 class EngineError(RequestError):
@@ -156,6 +200,10 @@ SHAPES: dict[type[BaseException], Shape] = {
     RequestTimeoutError: Shape(408, "RequestTimeoutError"),
     NoEngineError: Shape(503, "ServiceUnavailableError"),
     UnknownModelError: Shape(404, "NotFoundError"),
+    UnauthorizedError: Shape(401, "invalid_request_error"),
+    RateLimitError: Shape(429, "rate_limit_error"),
+    ForbiddenModelError: Shape(404, "invalid_request_error"),
+    CredentialError: Shape(502, "BadGatewayError"),
     EngineUnavailableError: Shape(503, "ServiceUnavailableError"),
     EngineOverloadedError: Shape(503, "ServiceUnavailableError"),
     EngineError: Shape(502, "BadGatewayError"),
@@ -174,6 +222,11 @@ SHAPES: dict[type[BaseException], Shape] = {
     upstream.UpstreamError: Shape(502, "BadGatewayError"),
     Exception: Shape(500, "InternalServerError"),
 }
+NO_KEY = (
+    "You didn't provide an API key. You need to provide your API key in an Authorization header "
+    "using Bearer auth (i.e. Authorization: Bearer YOUR_KEY)."
+)
+WRONG_KEY = "Incorrect API key provided."
 JSON: Headers = [(b"content-type", b"application/json")]
 TYPES = {
     401: "AuthenticationError",
@@ -197,21 +250,28 @@ def message_of(error: Exception) -> str:
     return "internal error"
 
 
-def error_body(status: int, kind: str, message: str, param: str | None = None) -> bytes:
+def error_body(
+    status: int, kind: str, message: str, param: str | None = None, code: str | None = None
+) -> bytes:
     return orjson.dumps(
-        {"error": {"message": message, "type": kind, "param": param, "code": status}}
+        {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
     )
 
 
 def body_of(error: Exception) -> bytes:
     shape = shape_of(error)
     param = getattr(error, "param", None)
-    return error_body(shape.status, shape.type, message_of(error), param)
+    code = error.code if isinstance(error, RequestError) else None
+    kind = error.kind if isinstance(error, RateLimitError) else shape.type
+    return error_body(shape.status, kind, message_of(error), param, code)
 
 
 def headers_of(error: Exception) -> Headers:
-    seconds = error.retry_after if isinstance(error, RequestError) else None
-    return JSON if seconds is None else [*JSON, (b"retry-after", b"%d" % seconds)]
+    if not isinstance(error, RequestError):
+        return JSON
+    seconds = error.retry_after
+    wait = [] if seconds is None else [(b"retry-after", b"%d" % seconds)]
+    return [*JSON, *wait, *error.headers]
 
 
 def event_of(error: Exception) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
+from router.callers.door import Door
 from router.conversations.conversations import Conversations
 from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet
@@ -57,13 +58,23 @@ class Gateway:
         metrics: Metrics,
         conversations: Conversations | None = None,
         tracer: Tracer | None = None,
+        door: Door | None = None,
     ) -> None:
+        """Raises SettingsError for an engine's key that cannot be read."""
         self.settings = settings
         self.watch: Watch | None = None
         self.limits = Limits.of(settings)
         self.fleet = fleet
         self.metrics = metrics
         self.conversations = conversations
+        self.door = door
+        if door is not None:
+            door.spawn = self.spawn
+        secret = settings.engine_secret()
+        # What engines are shown; and whether what clients show is for the router alone.
+        shown = b"" if secret is None else secret.encode()
+        self.engine_line = b"authorization: Bearer %b\r\n" % shown if shown else b""
+        self.hides_credentials = door is not None or secret is not None
         self.load_bound = LoadBound(settings.affinity_load_factor, settings.affinity_load_floor)
         self.budget = RetryBudget()
         self.admission = Admission(settings, fleet, metrics) if has_limits(settings) else None
@@ -163,6 +174,8 @@ class Gateway:
             await asyncio.gather(*late, return_exceptions=True)
         if self.conversations is not None:
             await self.conversations.close()
+        if self.door is not None:
+            await self.door.close()
         self.books.flush()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close, PATIENCE)

@@ -18,6 +18,7 @@ from functools import lru_cache
 from operator import itemgetter
 from random import getrandbits
 
+from router.callers.credential import CREDENTIALS
 from router.flows.exchange import Header
 
 REQUEST_ID = b"x-request-id"
@@ -53,16 +54,21 @@ NOT_TO_ENGINE = HOP_BY_HOP | {
     b"expect",
     b"host",
 }
-NOT_TO_CLIENT = HOP_BY_HOP | {
-    REQUEST_ID,
-    b"content-length",
-    b"date",
-    b"server",
-    # Which pages may read an answer is for the router to say: engines allow all.
-    b"access-control-allow-origin",
-    b"access-control-allow-credentials",
-    b"access-control-expose-headers",
-}
+# An engine that answers with what it was shown shows it to no client.
+NOT_TO_CLIENT = (
+    HOP_BY_HOP
+    | CREDENTIALS
+    | {
+        REQUEST_ID,
+        b"content-length",
+        b"date",
+        b"server",
+        # Which pages may read an answer is for the router to say: engines allow all.
+        b"access-control-allow-origin",
+        b"access-control-allow-credentials",
+        b"access-control-expose-headers",
+    }
+)
 
 
 def sound(headers: Iterable[Header]) -> list[Header]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from msgspec import Struct, field
 
+from router.callers.door import Stay
 from router.conversations.conversations import Conversations, Turn
 from router.flows.content import check_json
 from router.flows.errors import BadRequestError
@@ -81,6 +82,8 @@ class Request(Struct, eq=False):
     number: int = field(default_factory=_next_number)
     seat: Seat | None = None
     """Its place at engines, where these have limits."""
+    stay: Stay | None = None
+    """What it took of its caller's limits, where the caller has some."""
 
     def read(self, limits: Limits, conversations: Conversations | None) -> None:
         """Raises BadRequestError, UnsupportedTypeError."""

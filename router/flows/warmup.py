@@ -240,7 +240,7 @@ class Warmer:
         moment = now()
         exchange = Unheard(asyncio.get_running_loop(), moment)
         record = Record(ENDPOINT, moment, f"warm-up-{self._random.getrandbits(64):016x}")
-        made = Request(exchange, record, b"", moment + PATIENCE)
+        made = Request(exchange, record, self._gateway.engine_line, moment + PATIENCE)
         made.body, made.tokens = body, TOKENS
         return made
 

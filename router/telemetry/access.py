@@ -19,21 +19,24 @@ MESSAGE = "request"
 
 
 class Form(NamedTuple):
-    """How the usual line is written: all of it but the tokens, and each number of tokens."""
+    """How the usual line is written: its beginning, each number of tokens, and who asked."""
 
     line: str
     tokens: str
+    key: str
 
 
 TEXT = Form(
     f"{MESSAGE} request_id=%s endpoint=%s status=%d outcome=%s flow=%s prefiller=%s decoder=%s "
     "prefill_ms=%d first_byte_ms=%d total_ms=%d",
     " %s_tokens=%d",
+    " key=%s",
 )
 JSON = Form(
     f'"message":"{MESSAGE}","request_id":"%s","endpoint":"%s","status":%d,"outcome":"%s",'
     '"flow":"%s","prefiller":"%s","decoder":"%s","prefill_ms":%d,"first_byte_ms":%d,"total_ms":%d',
     ',"%s_tokens":%d',
+    ',"key":"%s"',
 )
 
 
@@ -71,6 +74,8 @@ class AccessLine(Struct, frozen=True):
             "outcome": record.outcome,
             "flow": record.flow,
         }
+        if record.key:
+            known["key"] = record.key
         if record.conversation:
             known["conversation"] = record.conversation
         if record.prefiller:
@@ -108,7 +113,7 @@ def _usual(r: Record, form: Form) -> str | None:
     start, prefilled, began, ended = r.started, r.prefill_done, r.first_byte, r.ended
     if prefilled is None or began is None or ended is None or not _is_usual(r):
         return None
-    return form.line % (
+    usual = form.line % (
         r.request_id,
         r.endpoint,
         r.status,
@@ -119,7 +124,10 @@ def _usual(r: Record, form: Form) -> str | None:
         int((prefilled - start) * 1000 + 0.5),
         int((began - start) * 1000 + 0.5),
         int((ended - start) * 1000 + 0.5),
-    ) + _counted(tokens_of(r), form.tokens)
+    )
+    if r.key:
+        usual += form.key % r.key
+    return usual + _counted(tokens_of(r), form.tokens)
 
 
 def _is_usual(r: Record) -> bool:

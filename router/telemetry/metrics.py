@@ -266,6 +266,41 @@ class Metrics:
             "outcome",
             act="failed: engines keep blocks until their leases end, so prefillers may fill up.",
         )
+        self.unauthorized = made.tally(
+            "unauthorized",
+            "Requests that showed no API key, or one that is not in the file.",
+            "reason",
+            act="incorrect, and many: somebody has an old key, or tries some. The access lines "
+            "have their requests.",
+        )
+        self.rate_limited = made.counter(
+            "rate_limited",
+            "Requests that were refused by a limit of their API key.",
+            "key",
+            "limit",
+            act="Its owner asks for more than the file grants: talk, or raise the limit.",
+        )
+        self.key_limit_errors = made.counter(
+            "key_limit_errors",
+            "Operations on the Redis that counts keys' limits that failed, or were skipped after "
+            "a failure.",
+            "operation",
+            "result",
+            act="Each router counts alone meanwhile, so a key may use its limits at each: look "
+            "at Redis.",
+        )
+        self.file_trouble = made.readings(
+            "file_trouble",
+            "1 while a watched file says what cannot be used, and the last good state stays.",
+            "file",
+            act="1: the log says what is wrong with it. tls: the certificate in use will run out.",
+        )
+        self.certificate_expires = made.readings(
+            "certificate_expires_timestamp_seconds",
+            "When the certificate in use ends.",
+            "side",
+            act="Soon: whatever renews it has not; the files are looked at every second.",
+        )
         self.by_model = ByModel(made)
         self._histograms = (
             self.request_seconds,

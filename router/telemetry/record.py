@@ -53,6 +53,8 @@ class Record(Struct, eq=False):
     failures: tuple[str, ...] = ()
     """Legs that failed, and what followed, one line each. Few requests have any."""
     model: str = ""
+    key: str = ""
+    """The name of the router's API key that was shown, where there are such keys."""
     group: str = ""
     streamed: bool = False
     retries: int = 0

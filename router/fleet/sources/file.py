@@ -4,18 +4,14 @@
       - {url: http://p1:8100, role: prefill, models: [m], group: blue, weight: 1}
       - {url: http://d1:8200, role: decode, draining: true}
 
-The file is read whole each time and compared with what it said before: that is cheap, and true
-whatever was renamed, linked or mounted over it. One that cannot be used changes nothing.
+One that cannot be used changes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import os
-import stat
 import textwrap
-import time
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -27,17 +23,13 @@ import yaml
 from router.fleet.sources.source import Report, SourceError
 from router.fleet.spec import DEFAULT_GROUP, EngineSpec, Intent, Listed, Role
 from router.settings import GROUP, HEAVIEST, HOST_NAME, Address, canonical
+from router.watched import INTERVAL, PATIENCE, UnreadableError, content_of, settled
 
 try:
     from yaml import CSafeLoader as SafeLoader
 except ImportError:  # PyYAML without libyaml: the same, slower
     from yaml import SafeLoader  # type: ignore[assignment]
 
-INTERVAL = 1.0
-# Seconds in which a file that is written in place may have got further.
-CALM = 0.05
-MOST_LOOKS = 20
-PATIENCE = 5.0
 # About ten thousand engines.
 MOST_BYTES = 1024 * 1024
 # As deep as the list of an engine's models, which is as deep as it goes.
@@ -99,25 +91,18 @@ class FileSource:
 
 def read(path: Path, before: Read | None) -> Read:
     """What the file says; `before` itself, if it says the same. Raises SourceError."""
-    content = _content(path)
-    if before is not None and content == before.content:
-        return before
-    if before is not None:
-        content = _settled(path, content)
+    try:
+        content = _content(path)
+        if before is not None and content == before.content:
+            return before
+        if before is not None:
+            content = settled(lambda: _content(path), content)
+    except UnreadableError as error:
+        raise SourceError(str(error)) from None
     try:
         return Read(content, parse(content), "")
     except SourceError as error:
         return Read(content, None, str(error))
-
-
-def _settled(path: Path, content: bytes) -> bytes:
-    """Once nobody seems to write it any more. Raises SourceError."""
-    for _ in range(MOST_LOOKS):
-        time.sleep(CALM)
-        before, content = content, _content(path)
-        if content == before:
-            return content
-    raise SourceError("is being written all the time")
 
 
 def parse(content: bytes) -> tuple[Listed, ...]:
@@ -144,19 +129,8 @@ def listed_in(entry: object) -> Listed:
 
 
 def _content(path: Path) -> bytes:
-    """Raises SourceError. Never waits for a pipe, nor reads on without end."""
-    try:
-        with open(
-            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
-        ) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise SourceError("is no regular file")
-            content = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise SourceError(error.strerror or str(error)) from None
-    if len(content) > MOST_BYTES:
-        raise SourceError(f"is larger than {MOST_BYTES // 1024 // 1024} MiB")
-    return content
+    """Raises UnreadableError."""
+    return content_of(path, MOST_BYTES)
 
 
 def _entries(content: bytes) -> list[object]:

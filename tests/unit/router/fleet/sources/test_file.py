@@ -206,9 +206,7 @@ async def test_a_file_that_is_being_written_is_read_when_it_is_whole(
     whole = "engines:\n" + "- {url: http://a:1, role: both}\n- {url: http://b:1, role: both}\n"
     async with watched(path) as (_, ask):
         path.write_text(whole[:41])
-        monkeypatch.setattr(
-            "router.fleet.sources.file.time.sleep", lambda _: path.write_text(whole)
-        )
+        monkeypatch.setattr("router.watched.time.sleep", lambda _: path.write_text(whole))
         report = await ask()
         assert report.listed is not None
         assert {listed.address.host for listed in report.listed} == {"a", "b"}

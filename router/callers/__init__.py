@@ -1,0 +1,1 @@
+"""Who asks, by the router's own API keys, and how much each may ask."""

@@ -1,0 +1,580 @@
+"""Who may come in: the router's own API keys, what they show to whom, and their limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from router.app import build
+from router.callers.keys import digest_of
+from router.settings import SettingsError
+from router.telemetry.access import AccessLine
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.conversations.engines import decoding, prefilling
+from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
+from tests.unit.router.mock_engine import (
+    DONE,
+    STREAM_HEAD,
+    USUAL,
+    MockEngine,
+    Peer,
+    Received,
+    chunk,
+    event,
+    usual_decode,
+)
+
+KEY, OTHER = "sk-disagg-one", "sk-disagg-other"
+BEARER = {"authorization": f"Bearer {KEY}"}
+BODY = {"model": "m", "prompt": "hello", "max_tokens": 7}
+
+WriteKeys = Callable[..., Path]
+
+
+def entry(name: str, key: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "sha256": digest_of(key.encode()).hex(), **more}
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> WriteKeys:
+    def write(*entries: dict[str, Any]) -> Path:
+        path = tmp_path / "keys.yaml"
+        fresh = tmp_path / "fresh"
+        fresh.write_text(json.dumps({"keys": list(entries)}))
+        fresh.replace(path)
+        return path
+
+    return write
+
+
+async def ask(router: Router, key: str | None = KEY, **fields: Any) -> httpx.Response:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    return await router.client.post("/v1/completions", json=BODY | fields, headers=headers)
+
+
+def check_unauthorized(answer: httpx.Response) -> None:
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert answer.headers["content-type"] == "application/json"
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+
+
+# Who may come in.
+
+
+async def test_who_shows_a_key_is_let_in_and_nobody_else(
+    start_router: StartRouter, keys: WriteKeys, p: MockEngine
+) -> None:
+    router = await start_router(api_keys_file=keys(entry("one", KEY)))
+    assert (await ask(router)).status_code == 200
+    asked = len(p.requests)
+    for wrong in (None, OTHER, "x", KEY + "x", KEY[:-1], KEY.upper(), "a" * 5000):
+        answer = await ask(router, wrong)
+        check_unauthorized(answer)
+        if wrong:
+            assert answer.json()["error"]["message"].startswith("Incorrect API key provided")
+            assert wrong not in answer.text
+    assert "didn't provide an API key" in (await ask(router, None)).text
+    assert len(p.requests) == asked
+
+
+async def test_anthropics_header_does_too(start_router: StartRouter, keys: WriteKeys) -> None:
+    router = await start_router(api_keys_file=keys(entry("one", KEY)))
+    answer = await router.client.post("/v1/completions", json=BODY, headers={"x-api-key": KEY})
+    assert answer.status_code == 200
+    check_unauthorized(
+        await router.client.post("/v1/completions", json=BODY, headers={"x-api-key": OTHER})
+    )
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        f"authorization: Bearer {OTHER}\r\nauthorization: Bearer {KEY}\r\n",
+        f"authorization: Bearer {KEY}\r\nauthorization: Bearer {KEY}\r\n",
+        f"authorization: Bearer {OTHER}\r\nx-api-key: {KEY}\r\n",
+        f"authorization: Bearer {KEY}, Bearer {OTHER}\r\n",
+        f"authorization: Basic {KEY}\r\n",
+        f"proxy-authorization: Bearer {KEY}\r\n",
+        f"cookie: authorization=Bearer {KEY}\r\n",
+        f"Authorization : Bearer {KEY}\r\n",
+        "authorization: Bearer \x00\r\n",
+        "authorization: Bearer \u00e9\u00ff\r\n",
+        "authorization: Bearer\r\n",
+    ],
+)
+async def test_what_is_not_clearly_a_key_is_none(
+    start_router: StartRouter, keys: WriteKeys, p: MockEngine, lines: str
+) -> None:
+    router = await start_router(api_keys_file=keys(entry("one", KEY)))
+    async with router.socket() as client:
+        body = json.dumps(BODY).encode()
+        await client.send(post(body, headers=lines.encode("latin-1")))
+        head = await client.head()
+    assert head.split(b" ", 2)[1] in (b"400", b"401")
+    assert not p.requests
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/completions",
+        "/v1/completions?api-version=1",
+        "/v1/completions/",
+        "/v1/chat/completions",
+        "/v1/models",
+        "/v1/models?x=1",
+        "/v1/embeddings",
+        "//v1/completions",
+        "/V1/completions",
+        "/v1/%63ompletions",
+        "/health/../v1/models",
+        "/ui-not",
+        "/anything",
+    ],
+)
+async def test_every_page_that_is_not_listed_as_open_wants_a_key(
+    start_router: StartRouter, keys: WriteKeys, p: MockEngine, path: str
+) -> None:
+    router = await start_router(api_keys_file=keys(entry("one", KEY)))
+    body = json.dumps(BODY).encode()
+    for method in (b"POST", b"GET"):
+        async with router.socket() as client:
+            await client.send(post(body, path).replace(b"POST", method, 1))
+            head = await client.head()
+            assert head.split(b" ", 2)[1] == b"401", (method, head)
+    assert not p.requests
+
+
+async def test_what_machines_ask_stays_open(start_router: StartRouter, keys: WriteKeys) -> None:
+    router = await start_router(api_keys_file=keys(entry("one", KEY)), ui=True)
+    for path in ("/health", "/ready", "/metrics", "/version", "/", "/ui/"):
+        assert (await router.client.get(path)).status_code == 200, path
+    assert (await router.client.options("/v1/models")).status_code != 401
+
+
+async def test_without_a_file_everybody_may_come_in_and_engines_see_what_clients_show(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    assert (await ask(router, "whatever")).status_code == 200
+    assert p.last.header("authorization") == d.last.header("authorization") == "Bearer whatever"
+    answer = await ask(router)
+    assert not any(name.startswith("x-ratelimit") for name in answer.headers)
+
+
+async def test_a_stranger_is_counted_and_its_key_is_nowhere(
+    start_router: StartRouter, keys: WriteKeys, caplog: pytest.LogCaptureFixture
+) -> None:
+    router = await start_router(api_keys_file=keys(entry("one", KEY)))
+    await ask(router, OTHER)
+    await ask(router, None)
+    await router.client.get("/v1/models")
+    await ask(router)
+    router.gateway.books.flush()
+    assert router.metric("unauthorized_total", reason="incorrect") == 1
+    assert router.metric("unauthorized_total", reason="missing") == 2
+    metrics = (await router.client.get("/metrics")).text
+    for secret in (KEY, OTHER, digest_of(KEY.encode()).hex()):
+        assert secret not in caplog.text
+        assert secret not in metrics
+
+
+async def test_the_access_line_says_whose_request_it_was(
+    start_router: StartRouter, keys: WriteKeys
+) -> None:
+    router = await start_router(api_keys_file=keys(entry("one", KEY)))
+    lines: list[str] = []
+
+    router.gateway.books._readers = [
+        lambda ended: lines.extend(AccessLine(r, 0).json() for r in ended)
+    ]
+    await ask(router)
+    router.gateway.books.flush()
+    (line,) = lines
+    assert json.loads("{" + line + "}")["key"] == "one"
+
+
+# What is shown to whom.
+
+
+async def test_engines_never_see_what_clients_show(
+    start_router: StartRouter, keys: WriteKeys, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start_router(api_keys_file=keys(entry("one", KEY)))
+    headers = BEARER | {"x-api-key": KEY, "x-other": "passes"}
+    assert (await router.client.post("/v1/completions", json=BODY, headers=headers)).is_success
+    for engine in (p, d):
+        assert KEY not in str(engine.last.headers)
+        assert engine.last.header("authorization") is None
+        assert engine.last.header("x-other") == "passes"
+
+
+async def test_engines_are_shown_their_own_key_by_whatever_the_router_asks_them(
+    start_router: StartRouter, keys: WriteKeys, p: MockEngine, d: MockEngine
+) -> None:
+    seen: list[tuple[str, str | None]] = []
+    for engine in (p, d):
+        engine._answer = _noting(engine, seen)  # type: ignore[method-assign]
+    router = await start_router(
+        api_keys_file=keys(entry("one", KEY)), engine_api_key="of-the-engines", warm_up="eager"
+    )
+    # A client that asks for its hop headers to be dropped does not get rid of ours.
+    headers = BEARER | {"connection": "authorization, keep-alive"}
+    assert (await router.client.post("/v1/completions", json=BODY, headers=headers)).is_success
+    assert (await router.client.get("/v1/models", headers=BEARER)).is_success
+    paths = {path for path, _ in seen}
+    assert {"/health", "/v1/models", "/v1/completions", "/disagg/identity"} <= paths
+    assert {shown for _, shown in seen} == {"Bearer of-the-engines"}
+
+
+def _noting(engine: MockEngine, seen: list[tuple[str, str | None]]) -> Any:
+    answer = engine._answer
+
+    async def note(request: Received, peer: Peer) -> None:
+        seen.append((request.path, request.header("authorization")))
+        await answer(request, peer)
+
+    return note
+
+
+async def test_the_engines_key_takes_the_place_of_the_clients_without_keys_of_ours_too(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, tmp_path: Path
+) -> None:
+    file = tmp_path / "key"
+    file.write_text("of-the-engines\n")
+    router = await start_router(engine_api_key_file=file)
+    assert (await ask(router, OTHER)).status_code == 200
+    assert p.last.header("authorization") == d.last.header("authorization")
+    assert d.last.header("authorization") == "Bearer of-the-engines"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_engine_that_tells_what_it_was_shown_tells_no_client(
+    start_router: StartRouter, d: MockEngine, is_streamed: bool
+) -> None:
+    async def tells(request: Received, peer: Peer) -> None:
+        shown = request.header("authorization") or ""
+        assert shown == "Bearer of-the-engines"
+        headers = {"authorization": shown, "x-api-key": shown, "proxy-authenticate": shown}
+        await peer.answer(USUAL, headers=headers)
+
+    router = await start_router(engine_api_key="of-the-engines")
+    d.scripts.append(tells)
+    answer = await ask(router, stream=is_streamed)
+    assert answer.status_code == 200
+    assert "of-the-engines" not in str(answer.headers) + answer.text
+
+
+async def test_an_engine_that_refuses_the_routers_key_is_no_fault_of_the_clients(
+    start_router: StartRouter, p: MockEngine
+) -> None:
+    async def refuses(_: Received, peer: Peer) -> None:
+        await peer.answer({"error": "Unauthorized"}, 401)
+
+    router = await start_router(engine_api_key="an-old-one")
+    p.scripts.append(refuses)
+    answer = await ask(router)
+    assert answer.status_code == 502
+    assert answer.json()["error"]["message"] == "an engine refused the router"
+    assert "an-old-one" not in answer.text
+
+
+# Tenants.
+
+
+@pytest.mark.parametrize("tenant_header", ["authorization", "x-tenant"])
+async def test_a_conversation_is_its_keys_tenants_whatever_the_client_says(
+    start_router: StartRouter, keys: WriteKeys, p: MockEngine, d: MockEngine, tenant_header: str
+) -> None:
+    """Two keys of one tenant share it, another one's does not; nor does a header say it."""
+    p.usual, d.usual = prefilling(), decoding()
+    router = await start_router(
+        tenant_header=tenant_header,
+        api_keys_file=keys(
+            entry("one", KEY, tenant="t"), entry("two", "second", tenant="t"), entry("three", OTHER)
+        ),
+    )
+
+    async def is_offered(key: str, tenant: str, messages: list[Any]) -> bool:
+        body = {"model": "m", "messages": messages, "conversation_id": "c"}
+        headers = {"authorization": f"Bearer {key}", "x-tenant": tenant}
+        answer = await router.client.post("/v1/chat/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        return p.last.json["kv_transfer_params"]["remote_block_ids"] is not None
+
+    asked = [{"role": "user", "content": "how are you?"}]
+    said = {"role": "assistant", "content": "fine"}
+    again = [*asked, said, {"role": "user", "content": "and now?"}]
+    assert not await is_offered(KEY, "a", asked)
+    assert not await is_offered(OTHER, "key of t", again)
+    assert await is_offered("second", "b", again)
+
+
+# Models.
+
+
+async def test_a_key_is_served_those_models_that_it_may_ask_for(
+    start_router: StartRouter, keys: WriteKeys, p: MockEngine
+) -> None:
+    router = await start_router(api_keys_file=keys(entry("one", KEY, models=["other"])))
+    listed = (await router.client.get("/v1/models", headers=BEARER)).json()
+    assert [model["id"] for model in listed["data"]] == ["other"]
+    assert (await ask(router, model="other")).status_code == 200
+    for model in ("m", None, 5, ["other"], "Other"):
+        answer = await ask(router, model=model)
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "model_not_found"
+    assert len(p.requests) == 1
+
+
+# The file changes.
+
+
+async def test_the_file_is_read_again_and_a_broken_one_changes_nothing(
+    start_router: StartRouter, keys: WriteKeys, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = keys(entry("one", KEY))
+    router = await start_router(api_keys_file=path)
+    door = router.gateway.door
+    assert door is not None
+
+    async def look() -> None:
+        door.keyring.file.look_soon()
+
+    keys(entry("two", OTHER))
+    await look()
+    await eventually(lambda: door.keyring.find(OTHER.encode()))
+    check_unauthorized(await ask(router, KEY))
+    for broken in ("keys: [", "", "keys:\n- {name: a}"):
+        path.write_text(broken)
+        await look()
+        await eventually(lambda: door.keyring.file.trouble)
+        assert (await ask(router, OTHER)).status_code == 200
+        assert router.metric("file_trouble", file="api_keys") == 1
+        keys(entry("two", OTHER))
+        await look()
+        await eventually(lambda: not door.keyring.file.trouble)
+        assert router.metric("file_trouble", file="api_keys") == 0
+    path.unlink()
+    await look()
+    await eventually(lambda: door.keyring.file.trouble)
+    assert (await ask(router, OTHER)).status_code == 200
+    assert "API keys stay as they are" in caplog.text
+
+
+# Limits.
+
+
+async def test_requests_per_minute_are_told_and_kept(
+    start_router: StartRouter, keys: WriteKeys, p: MockEngine
+) -> None:
+    router = await start_router(
+        api_keys_file=keys(entry("one", KEY, requests_per_minute=2), entry("two", OTHER))
+    )
+    left = []
+    for is_streamed in (False, True):
+        answer = await ask(router, stream=is_streamed)
+        assert answer.status_code == 200
+        assert answer.headers["x-ratelimit-limit-requests"] == "2"
+        assert answer.headers["x-ratelimit-reset-requests"].endswith("s")
+        assert "x-ratelimit-limit-tokens" not in answer.headers
+        left.append(answer.headers["x-ratelimit-remaining-requests"])
+    assert left == ["1", "0"]
+    asked = len(p.requests)
+    answer = await ask(router)
+    assert answer.status_code == 429
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+    assert "Please try again in" in error["message"]
+    assert 1 <= int(answer.headers["retry-after"]) <= 30
+    assert 1 <= int(answer.headers["retry-after-ms"]) <= 30_000
+    assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+    assert len(p.requests) == asked
+    assert router.metric("rate_limited_total", key="one", limit="requests") == 1
+    assert (await ask(router, OTHER)).status_code == 200
+
+
+def telling(prompt: int, completion: int) -> Any:
+    async def answer(request: Received, peer: Peer) -> None:
+        usage = {"prompt_tokens": prompt, "completion_tokens": completion}
+        await peer.answer(USUAL | {"usage": usage})
+
+    return answer
+
+
+def debt(router: Router) -> float:
+    """Tokens that were taken of a limit of 6000 in a minute."""
+    assert router.gateway.door is not None
+    door = router.gateway.door
+    account = door._ledger._accounts["one"]
+    return (account.tokens_full_at - door._clock()) * 100
+
+
+async def test_tokens_are_charged_as_the_engine_tells_them(
+    start_router: StartRouter, keys: WriteKeys, d: MockEngine
+) -> None:
+    router = await start_router(api_keys_file=keys(entry("one", KEY, tokens_per_minute=6000)))
+    d.scripts.append(telling(1000, 2000))
+    answer = await ask(router, max_tokens=100)
+    assert answer.headers["x-ratelimit-limit-tokens"] == "6000"
+    assert 5800 <= int(answer.headers["x-ratelimit-remaining-tokens"]) <= 5900
+    await eventually(lambda: 2800 < debt(router) <= 3000)
+    d.scripts.append(telling(10_000, 20_000))
+    assert (await ask(router)).status_code == 200
+    await eventually(lambda: debt(router) > 30_000)
+    answer = await ask(router)
+    assert answer.status_code == 429
+    assert answer.json()["error"]["type"] == "tokens"
+    assert int(answer.headers["retry-after"]) > 200
+
+
+async def test_what_comes_to_nothing_costs_no_tokens(
+    start_router: StartRouter, keys: WriteKeys, p: MockEngine
+) -> None:
+    async def refuses(_: Received, peer: Peer) -> None:
+        await peer.answer({"error": {"message": "no"}}, 400)
+
+    router = await start_router(api_keys_file=keys(entry("one", KEY, tokens_per_minute=6000)))
+    for _ in range(5):
+        p.scripts.append(refuses)
+        assert (await ask(router, max_tokens=5000)).status_code == 400
+    assert (await ask(router, model="none such", max_tokens=5000)).status_code == 404
+    assert (await ask(router, max_tokens=5000)).status_code == 200
+
+
+async def test_a_stream_that_tells_no_usage_is_charged_by_what_passed(
+    start_router: StartRouter, keys: WriteKeys, d: MockEngine
+) -> None:
+    async def long(_: Received, peer: Peer) -> None:
+        await peer.stream(*[event("x")] * 500, DONE)
+
+    router = await start_router(api_keys_file=keys(entry("one", KEY, tokens_per_minute=6000)))
+    d.scripts.append(long)
+    answer = await ask(router, stream=True)
+    assert answer.text.count("data: {") == 500
+    await eventually(lambda: 480 < debt(router) < 530)
+
+
+async def test_concurrency_is_given_back_however_a_request_ends(
+    start_router: StartRouter, keys: WriteKeys, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start_router(api_keys_file=keys(entry("one", KEY, concurrency=1)))
+    door = router.gateway.door
+    assert door is not None
+    entered, go_on = asyncio.Event(), asyncio.Event()
+
+    async def waits(request: Received, peer: Peer) -> None:
+        entered.set()
+        await go_on.wait()
+        await usual_decode(request, peer)
+
+    d.scripts.append(waits)
+    first = asyncio.create_task(ask(router))
+    await entered.wait()
+    answer = await ask(router)
+    assert answer.status_code == 429
+    assert answer.json()["error"]["type"] == "concurrency"
+    assert answer.headers["retry-after"] == "1"
+    go_on.set()
+    assert (await first).status_code == 200
+    await eventually(lambda: not door.running("one"))
+
+    # A client that leaves.
+    async def mute(_: Received, peer: Peer) -> None:
+        entered.set()
+        await peer.wait_left()
+
+    entered.clear()
+    p.scripts.append(mute)
+    async with router.socket() as client:
+        shown = f"authorization: Bearer {KEY}\r\n".encode()
+        await client.send(post(json.dumps(BODY).encode(), headers=shown))
+        await entered.wait()
+        assert door.running("one") == 1
+    await eventually(lambda: not door.running("one"))
+
+    # An engine that breaks off a stream.
+    async def breaks(_: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD + chunk(event("x")))
+        peer.reset()
+
+    d.scripts.append(breaks)
+    await ask(router, stream=True)
+    await eventually(lambda: not door.running("one"))
+    assert (await ask(router)).status_code == 200
+    assert (await ask(router, prompt=None, model=["?"])).status_code != 429
+    await eventually(lambda: not door.running("one"))
+
+
+async def test_limits_are_told_beside_heartbeats_too(
+    start_router: StartRouter, keys: WriteKeys
+) -> None:
+    path = keys(entry("one", KEY, requests_per_minute=10, tokens_per_minute=6000))
+    router = await start_router(api_keys_file=path, stream_heartbeat=5.0)
+    answer = await ask(router, stream=True)
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert answer.headers["x-ratelimit-remaining-requests"] == "9"
+
+
+@pytest.mark.parametrize("wanted", [10**30, -5, True, "7", 1.5, None, [7]])
+async def test_absurd_lengths_are_charged_as_far_as_they_make_sense(
+    start_router: StartRouter, keys: WriteKeys, wanted: object
+) -> None:
+    router = await start_router(api_keys_file=keys(entry("one", KEY, tokens_per_minute=6000)))
+    answer = await ask(router, max_tokens=wanted, n=wanted)
+    assert answer.status_code == 200
+    assert int(answer.headers["x-ratelimit-remaining-tokens"]) >= 0
+
+
+async def test_an_engines_own_limits_are_not_told_beside_the_keys(
+    start_router: StartRouter, keys: WriteKeys, d: MockEngine
+) -> None:
+    async def limited(_: Received, peer: Peer) -> None:
+        await peer.answer(USUAL, headers={"x-ratelimit-limit-requests": "77"})
+
+    router = await start_router(api_keys_file=keys(entry("one", KEY, requests_per_minute=9)))
+    d.scripts.append(limited)
+    assert (await ask(router)).headers.get_list("x-ratelimit-limit-requests") == ["9"]
+
+
+# Settings.
+
+
+async def test_several_workers_count_no_limits_without_a_store_they_share(
+    keys: WriteKeys, p: MockEngine, d: MockEngine
+) -> None:
+    path = keys(entry("one", KEY, concurrency=1))
+    given: dict[str, Any] = {"workers": 2, "conversation_store": "off", "api_keys_file": path}
+    with pytest.raises(SettingsError, match="--key-limits-store"):
+        build(settings_for(p=[p], d=[d], **given))
+    build(settings_for(p=[p], d=[d], **given, key_limits_store="redis://127.0.0.1:1"))
+    keys(entry("one", KEY))
+    build(settings_for(p=[p], d=[d], **given))
+
+
+async def test_a_file_that_is_broken_at_start_is_one_line(
+    tmp_path: Path, p: MockEngine, d: MockEngine
+) -> None:
+    for content, why in ((None, "No such file"), ("keys: 5", "has no list of keys")):
+        path = tmp_path / "keys.yaml"
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(SettingsError, match=why) as caught:
+            build(settings_for(p=[p], d=[d], api_keys_file=path))
+        assert str(caught.value).startswith(f"--api-keys-file {path}: ")
+        assert "\n" not in str(caught.value)
+
+
+async def test_without_keys_nothing_is_looked_at(p: MockEngine, d: MockEngine) -> None:
+    async with running_router(settings_for(p=[p], d=[d]), "protocol") as router:
+        assert router.gateway.door is None
+        assert not router.gateway.hides_credentials
+        assert router.gateway.engine_line == b""
