@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -40,12 +41,15 @@ from router.flows.gateway import Gateway
 from router.flows.warmup import EAGER, Warmer
 from router.page.hub import Hub
 from router.page.site import site
-from router.settings import Settings, SettingsError
+from router.settings import BrokenFileError, Settings, SettingsError
 from router.telemetry.metrics import Metrics
 from router.telemetry.tally import Reading
 from router.telemetry.traces import tracer_of
+from router.tls import Secured
+from router.upstream.connect import Tls
 from router.upstream.deadlines import Deadlines
 from router.upstream.pool import EnginePool, PoolLimits
+from router.watched import Watched
 
 if TYPE_CHECKING:
     from router.callers.shared_ledger import SharedLedger
@@ -64,7 +68,12 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     `shared` is a folder of all processes of a router of several. Raises SettingsError.
     """
     deadlines, metrics = Deadlines(), Metrics()
-    fleet = _fleet(settings, deadlines)
+    watched: dict[str, Watched] = {}
+    secured = functools.cache(settings.engine_tls)  # the system's authorities take a while to read
+    has_own = settings.engine_ca_file or settings.engine_certfile
+    if has_own and (pair := secured().file) is not None:  # what is wrong there is told at start
+        watched["engine_tls"] = pair
+    fleet = _fleet(settings, deadlines, secured)
     fleet.new_are_cold = settings.warm_up == EAGER
     fleet.weigh(settings.weights)
     roster = Roster(fleet, sources_of(settings, shared), settings.request_timeout)
@@ -75,8 +84,8 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     tracer = tracer_of(os.environ)
     door = _door(settings, metrics)
     if door is not None:
-        keys = door.keyring.file
-        metrics.file_trouble.read = lambda: [(("api_keys",), bool(keys.trouble))]
+        watched["api_keys"] = door.keyring.file
+    metrics.file_trouble.read = lambda: [((n,), bool(f.trouble)) for n, f in watched.items()]
     gateway = Gateway(settings, fleet, metrics, _conversations(settings, store), tracer, door)
     metrics.in_flight.set_function(lambda: len(gateway.running))
     metrics.held_bodies.set_function(lambda: gateway.held.size)
@@ -85,8 +94,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
         loop = asyncio.get_running_loop()
         watching = [loop.create_task(roster.run()), loop.create_task(prober.run())]
-        if door is not None:
-            watching.append(loop.create_task(door.keyring.file.run()))
+        watching += [loop.create_task(file.run()) for file in watched.values()]
         try:
             await roster.heard(FIRST_WORDS)
             if settings.warm_up != "off":
@@ -112,6 +120,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         _shelf(settings, store), settings.tenant_header, settings.responses_ttl
     )
     app.state.exposition = metrics.exposition
+    app.state.watched = watched
     app.state.sealed_store = store if isinstance(store, SealedStore) else None
     for room in (index, openai, dialects, passed, adapters, models, operations):
         app.include_router(room.router)
@@ -145,13 +154,28 @@ def _door(settings: Settings, metrics: Metrics) -> Door | None:
     path = settings.api_keys_file
     if path is None:
         return None
+    keyring = _keyring(settings, path)
     shared = None if settings.limits_store == "memory" else _shared_ledger(settings, metrics)
-    is_divided = settings.workers > 1 and shared is None
-    try:
-        keyring = Keyring(path, _require_no_limits if is_divided else lambda keys: None)
-    except ValueError as error:
-        raise SettingsError([f"--api-keys-file {path}: {error}"]) from None
     return Door(keyring, settings.tenant_header, settings.request_timeout, shared)
+
+
+def _keyring(settings: Settings, path: Path) -> Keyring:
+    """Raises SettingsError."""
+    is_divided = settings.workers > 1 and settings.limits_store == "memory"
+    try:
+        return Keyring(path, _require_no_limits if is_divided else lambda keys: None)
+    except ValueError as error:
+        raise BrokenFileError([f"--api-keys-file {path}: {error}"]) from None
+
+
+def check_files(settings: Settings) -> None:
+    """Those that are watched: at start, one that cannot be used is a mistake in the settings like
+    any other. Raises SettingsError."""
+    settings.served_tls()
+    if settings.engine_ca_file or settings.engine_certfile:
+        settings.engine_tls()
+    if settings.api_keys_file is not None:
+        _keyring(settings, settings.api_keys_file)
 
 
 def _require_no_limits(keys: Keys) -> None:
@@ -235,7 +259,8 @@ def _redis(settings: Settings) -> Shelf:
         raise SettingsError([f"--conversation-store: {error}"]) from error
 
 
-def _fleet(settings: Settings, deadlines: Deadlines) -> Fleet:
+def _fleet(settings: Settings, deadlines: Deadlines, secured: Callable[[], Secured]) -> Fleet:
+    """`secured` is asked for where an engine wants it."""
     limits = PoolLimits(
         connect_timeout=settings.connect_timeout,
         idle_connections=settings.engine_idle_connections,
@@ -243,8 +268,11 @@ def _fleet(settings: Settings, deadlines: Deadlines) -> Fleet:
         header_limit=settings.max_header_size,
     )
 
+    name = settings.engine_tls_name or ""
+
     def make_pool(spec: EngineSpec) -> EnginePool:
-        return EnginePool(spec.address.host, spec.address.port, limits, deadlines)
+        tls = Tls(secured().context, name) if spec.tls else None
+        return EnginePool(spec.address.host, spec.address.port, limits, deadlines, tls)
 
     secret = settings.engine_secret()
     credential = "" if secret is None else f"Bearer {secret}"

@@ -120,6 +120,7 @@ def _options(name: str) -> dict[str, Any]:
 
 def _serve(flags: dict[str, Any]) -> int:
     from router import serve, supervisor  # not needed for --help, and slow to import
+    from router.app import check_files
     from router.fleet.sources.configured import check
     from router.telemetry import logs
 
@@ -136,6 +137,7 @@ def _serve(flags: dict[str, Any]) -> int:
         check(settings)
         # Before anything listens.
         settings.admin_secret(), settings.ui_secret(), settings.engine_secret()
+        check_files(settings)
         if settings.workers > 1:
             return supervisor.run(settings, partial(load, flags))
         serve.run(settings, partial(load, flags))

@@ -185,7 +185,14 @@ async def _serve(
     gc.collect()
     gc.freeze()  # what lives from here on dies young; the rest need not be looked at again
     gc.set_threshold(*RARELY)
-    server = Server(uvicorn_config(settings, app))
+    config = uvicorn_config(settings, app)
+    secured = settings.served_tls()
+    if secured is not None:
+        config.load()
+        config.ssl = secured.context
+        if secured.file is not None:
+            app.state.watched["tls"] = secured.file
+    server = Server(config)
     shutdown = Shutdown(server, app.state.gateway, settings)
     loop = asyncio.get_running_loop()
     for number in signals:
@@ -256,9 +263,11 @@ def announce(settings: Settings, listener: socket.socket) -> None:
     engines = f"{len(settings.prefillers)} prefill and {len(settings.decoders)} decode engines"
     has_flags = bool(settings.prefillers or settings.decoders)
     known = [*([engines] if has_flags else []), *described(settings)]
-    logger.info("disagg-router on http://%s with %s", address, ", and those of ".join(known))
+    scheme = "http" if settings.tls_certfile is None else "https"
+    told = ", and those of ".join(known)
+    logger.info("disagg-router on %s://%s with %s", scheme, address, told)
     if settings.ui:
-        logger.info("page on http://%s/ui", address)
+        logger.info("page on %s://%s/ui", scheme, address)
         has_token = settings.ui_token or settings.ui_token_file
         if not has_token and not is_loopback(settings.host):
             logger.warning(

@@ -33,6 +33,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from router.tls import Pair, Secured, asking, serving
+
 PREFIX = "DISAGG_ROUTER_"
 # A Kubernetes Service called disagg-router puts DISAGG_ROUTER_PORT=tcp://10.0.0.1:8000 into every
 # pod of its namespace.
@@ -53,6 +55,8 @@ SECRETS = frozenset(
 # What the command `drain` reads, and no router does.
 ADMIN_URL = "DISAGG_ROUTER_ADMIN_URL"
 SHORTEST_KEY = 16
+# Before an engine's host, or the name of some.
+TLS = "https://"
 # The second of each means nothing without the first.
 TLS_NEEDS = (
     ("tls_certfile", "tls_keyfile"),
@@ -85,6 +89,10 @@ class SettingsError(Exception):
     def __init__(self, problems: list[str]) -> None:
         super().__init__("; ".join(problems))
         self.problems = problems
+
+
+class BrokenFileError(SettingsError):
+    """A file that is watched while a router runs, and cannot be used now: it may be soon."""
 
 
 class Address(NamedTuple):
@@ -122,6 +130,13 @@ def _host(value: object) -> object:
     return host
 
 
+def _engine_host(value: object) -> object:
+    """It may say that the engine is reached over TLS."""
+    if isinstance(value, str) and value.startswith(TLS):
+        return f"{TLS}{_host(value.removeprefix(TLS))}"
+    return _host(value)
+
+
 def _is_ipv6(text: str) -> bool:
     try:
         _ipv6(text)
@@ -151,9 +166,10 @@ def is_port(text: str) -> bool:
 def _dns_name(value: object) -> object:
     if not isinstance(value, str):
         return value
-    name, _, port = value.rpartition(":")
-    if value.startswith("_"):
-        if HOST_NAME.fullmatch(value):
+    plain = value.removeprefix(TLS)
+    name, _, port = plain.rpartition(":")
+    if plain.startswith("_"):
+        if HOST_NAME.fullmatch(plain):
             return value
     elif HOST_NAME.fullmatch(name) and is_port(port):
         if not _is_ipv4(name):
@@ -307,7 +323,8 @@ Name = Annotated[str, BeforeValidator(_name)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(_items)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
-Hosts = Annotated[tuple[Host, ...], BeforeValidator(_items)]
+EngineHost = Annotated[str, BeforeValidator(_engine_host)]
+Hosts = Annotated[tuple[EngineHost, ...], BeforeValidator(_items)]
 Ports = Annotated[tuple[Port, ...], BeforeValidator(_items)]
 DnsName = Annotated[str, BeforeValidator(_dns_name)]
 DnsNames = Annotated[tuple[DnsName, ...], BeforeValidator(_items)]
@@ -345,7 +362,10 @@ class Settings(BaseSettings):
     )
 
     prefiller_hosts: Hosts = _setting(
-        (), "Engines", "Hosts of the prefill engines: names, IPv4 or IPv6 addresses.", "HOST"
+        (),
+        "Engines",
+        "Hosts of the prefill engines: names, IPv4 or IPv6 addresses; https:// before one for TLS.",
+        "HOST",
     )
     prefiller_ports: Ports = _setting(
         (), "Engines", "Their HTTP ports: one for each host, or one for all.", "PORT"
@@ -365,7 +385,7 @@ class Settings(BaseSettings):
         (),
         "Discovery",
         "Names of which every address is a prefill engine: name:port (A, AAAA), or "
-        "_http._tcp.name (SRV). Asked again as their TTLs say.",
+        "_http._tcp.name (SRV); https:// before it for TLS. Asked again as their TTLs say.",
         "NAME",
     )
     decoder_dns: DnsNames = _setting((), "Discovery", "The same for decode engines.", "NAME")
@@ -989,6 +1009,35 @@ class Settings(BaseSettings):
     def decoders(self) -> tuple[Address, ...]:
         return _pair(self.decoder_hosts, self.decoder_ports)
 
+    @property
+    def over_tls(self) -> frozenset[Address]:
+        """Those of these that are reached over TLS."""
+        pairs = (
+            *zip(self.prefiller_hosts, self.prefillers, strict=True),
+            *zip(self.decoder_hosts, self.decoders, strict=True),
+        )
+        return frozenset(address for host, address in pairs if host.startswith(TLS))
+
+    def served_tls(self) -> Secured | None:
+        """What clients are shown; None: they are served without TLS. Raises SettingsError."""
+        if self.tls_certfile is None:
+            return None
+        try:
+            return serving(Pair(self.tls_certfile, self.tls_keyfile), self.tls_client_ca)
+        except ValueError as error:
+            raise BrokenFileError([f"--tls-certfile: {error}"]) from None
+
+    def engine_tls(self) -> Secured:
+        """Raises SettingsError."""
+        pair = None
+        if self.engine_certfile is not None:
+            pair = Pair(self.engine_certfile, self.engine_keyfile)
+        try:
+            return asking(self.engine_ca_file, pair)
+        except ValueError as error:
+            what = "--engine-ca-file" if pair is None else "--engine-ca-file, --engine-certfile"
+            raise BrokenFileError([f"{what}: {error}"]) from None
+
 
 class VariableSource(EnvSettingsSource):
     """The environment, without what Kubernetes puts there for a Service of our name."""
@@ -1030,7 +1079,7 @@ def _pairing(settings: Settings, role: str) -> Iterator[str]:
 
 def _pair(hosts: tuple[str, ...], ports: tuple[int, ...]) -> tuple[Address, ...]:
     spread = ports * len(hosts) if len(ports) == 1 else ports
-    return tuple(map(Address, hosts, spread))
+    return tuple(map(Address, (host.removeprefix(TLS) for host in hosts), spread))
 
 
 def _token_of(

@@ -28,7 +28,7 @@ from router import serve
 from router.admin.hosting import ControlThread
 from router.app import with_store_keys
 from router.children import die_with
-from router.settings import Settings, SettingsError
+from router.settings import BrokenFileError, Settings, SettingsError
 from router.telemetry import logs
 from router.telemetry.family import family_exposition
 from router.telemetry.traces import say_if_missing
@@ -169,6 +169,9 @@ def work(
     logs.configure(settings.log_level, settings.log_format)
     try:
         serve.work(settings, listener, directory, number)
+    except BrokenFileError as error:  # the others go on with what it said before
+        logger.error("%s", error)
+        sys.exit(os.EX_TEMPFAIL)
     except SettingsError as error:
         logger.error("%s", error)
         sys.exit(2)

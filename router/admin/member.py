@@ -12,6 +12,7 @@ from router.fleet.views import View, view_of
 from router.flows.gateway import Gateway
 from router.settings import Settings
 from router.telemetry import logs
+from router.watched import Watched
 
 
 class Member:
@@ -22,6 +23,7 @@ class Member:
         self._gateway: Gateway = app.state.gateway
         self._roster: Roster = app.state.roster
         self._store: SealedStore | None = app.state.sealed_store
+        self._watched: dict[str, Watched] = app.state.watched
         self._tunables = Tunables.of(settings)
         self._keys: tuple[str, ...] | None = None
         self._reloads = 0
@@ -35,8 +37,8 @@ class Member:
             self._change_keys(state.store_keys)
         if state.reloads != self._reloads:
             self._reloads = state.reloads
-            if self._gateway.door is not None:
-                self._gateway.door.keyring.file.look_soon()
+            for file in self._watched.values():
+                file.look_soon()
         return view_of(self._gateway.fleet, self._roster)
 
     def _tune(self, tunables: Tunables) -> None:

@@ -148,6 +148,9 @@ class Fleet:
         if (engine.spec.role, engine.spec.group) != (spec.role, spec.group):
             self.on_lost(engine)
             engine.learned = Learned()
+        if engine.spec.tls != spec.tls:
+            engine.pool.close()  # of what is idle; legs that run end where they began
+            engine.pool = self._make_pool(spec)
         engine.become(spec)
         self._refresh()
 

@@ -82,6 +82,7 @@ def _one(address: Address, said: Sequence[tuple[str, Listed]], conflicts: list[s
         settled("models", frozenset()),
         settled("group", DEFAULT_GROUP),
         settled("weight", 1.0),
+        settled("tls", False),
     )
     return Listed(spec, Intent.DRAINING if drains else Intent.SERVING)
 

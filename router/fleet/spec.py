@@ -34,17 +34,22 @@ LEGS = (PREFILL, DECODE)
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """`models` empty: those that the engine names itself. KV moves only within a `group`, and a
-    group gets requests by its engines' `weight`."""
+    group gets requests by its engines' `weight`. `tls`: it is spoken to over that."""
 
     role: Role
     address: Address
     models: frozenset[str] = frozenset()
     group: str = DEFAULT_GROUP
     weight: float = 1.0
+    tls: bool = False
 
     @property
     def name(self) -> str:
         return str(self.address)
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self.tls else 'http'}://{self.address}"
 
 
 @dataclass(frozen=True, slots=True)

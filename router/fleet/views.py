@@ -111,7 +111,7 @@ def _engine(engine: Engine, roster: Roster) -> EngineView:
     spec = engine.spec
     return EngineView(
         name=engine.name,
-        url=f"http://{engine.name}",
+        url=spec.url,
         role=engine.role,
         group=engine.group,
         models=None if engine.models is None else sorted(engine.models),

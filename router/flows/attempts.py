@@ -41,6 +41,8 @@ RULES = {
     # Nothing was sent: P's blocks are surely unread.
     "connect_refused": Rule(Next.ELSEWHERE, Next.ELSEWHERE, True, is_free=True),
     "connect_timeout": Rule(Next.ELSEWHERE, Next.ELSEWHERE, True, is_free=True),
+    # It may be one that is configured wrongly, which probes find too; others may be right.
+    "tls": Rule(Next.ELSEWHERE, Next.ELSEWHERE, True, is_free=True),
     # Another leg found it dead while this one waited for its connection.
     "connect": Rule(Next.ELSEWHERE, Next.ELSEWHERE, False, is_free=True),
     "dns": Rule(Next.ELSEWHERE, Next.ELSEWHERE, False, is_free=True),

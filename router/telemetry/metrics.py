@@ -293,13 +293,8 @@ class Metrics:
             "file_trouble",
             "1 while a watched file says what cannot be used, and the last good state stays.",
             "file",
-            act="1: the log says what is wrong with it. tls: the certificate in use will run out.",
-        )
-        self.certificate_expires = made.readings(
-            "certificate_expires_timestamp_seconds",
-            "When the certificate in use ends.",
-            "side",
-            act="Soon: whatever renews it has not; the files are looked at every second.",
+            act="1: the log says what is wrong with it. The certificate that is still in use will "
+            "end some day.",
         )
         self.by_model = ByModel(made)
         self._histograms = (

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import ssl
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from router.upstream.deadlines import now
 from router.upstream.errors import (
@@ -20,6 +21,7 @@ from router.upstream.errors import (
     ConnectTimeoutError,
     LocalError,
     SilenceError,
+    TlsError,
     UnresolvedError,
     UpstreamError,
 )
@@ -56,17 +58,33 @@ KNOWN_OPTIONS = tuple(
     for level, name, value in OPTIONS
     if hasattr(socket, name)  # which ones there are depends on the platform
 )
+# Once it is connected: a peer that speaks no TLS, or hangs up in the middle of it. Their numbers
+# mean something else than those of a plain OSError.
+HANDSHAKE = (ssl.SSLError, ConnectionResetError, ConnectionAbortedError)
 # Seconds that a loop's timer may be early by; who is told of a deadline finds it over.
 EARLY = 0.001
 P = TypeVar("P", bound=asyncio.Protocol)
 
 
-class Attempt:
-    """`deadline` is the request's, a time of `now`; a connect has `patience` seconds."""
+class Tls(NamedTuple):
+    """`name`: what the engine's certificate is for; empty: the host."""
 
-    def __init__(self, host: str, port: int, deadline: float, patience: float) -> None:
+    context: ssl.SSLContext
+    name: str = ""
+
+
+class Attempt:
+    """`deadline` is the request's, a time of `now`; a connect has `patience` seconds, its handshake
+    included where it has `tls`."""
+
+    def __init__(
+        self, host: str, port: int, deadline: float, patience: float, tls: Tls | None = None
+    ) -> None:
         self._host = host
         self._port = port
+        self._secured: dict[str, Any] = {}
+        if tls is not None:
+            self._secured = {"ssl": tls.context, "server_hostname": tls.name or host}
         latest = now() + patience
         self._is_deadline_first = deadline <= latest
         self._limit = asyncio.timeout_at(min(deadline, latest) + EARLY)
@@ -108,7 +126,7 @@ class Attempt:
         failures: list[OSError] = []
         for host in hosts:
             try:
-                return await loop.create_connection(factory, host, self._port)
+                return await loop.create_connection(factory, host, self._port, **self._secured)
             except OSError as error:
                 failures.append(error)
         raise min(failures, key=lambda error: error.errno in LOCAL)
@@ -118,6 +136,8 @@ class Attempt:
             return self._failure
         if self._limit.expired():
             return self._blame_for_delay()
+        if self._secured and isinstance(error, HANDSHAKE):
+            return TlsError(self._said(error))
         if isinstance(error, socket.gaierror | UnicodeError):
             return UnresolvedError(self._said(error))
         if error.errno in LOCAL:

@@ -3,6 +3,7 @@
 UpstreamError
 ├── ConnectError                 the engine cannot be reached; nothing was sent
 │   ├── ConnectRefusedError      refused or unreachable
+│   ├── TlsError                 no handshake, or not with who it should be
 │   └── ConnectTimeoutError      no connection in time
 ├── LocalError                   a limit of ours; nothing was sent, and the engine is not to blame
 │   └── UnresolvedError          no address for its name
@@ -35,6 +36,11 @@ class ConnectError(UpstreamError):
 
 class ConnectRefusedError(ConnectError):
     kind = "connect_refused"
+
+
+class TlsError(ConnectError):
+    kind = "tls"
+    phrase = "cannot be reached over TLS"
 
 
 class ConnectTimeoutError(ConnectError):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from router.upstream.answer import Answer, Headers
-from router.upstream.connect import Attempt
+from router.upstream.connect import Attempt, Tls
 from router.upstream.connection import EngineConnection
 from router.upstream.deadlines import Deadlines, now
 from router.upstream.errors import StaleConnectionError, UpstreamError
@@ -41,8 +41,16 @@ class Whole(NamedTuple):
 class EnginePool:
     """`heard` counts the reads that brought bytes of the engine, whatever they were."""
 
-    def __init__(self, host: str, port: int, limits: PoolLimits, deadlines: Deadlines) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        limits: PoolLimits,
+        deadlines: Deadlines,
+        tls: Tls | None = None,
+    ) -> None:
         self.heard = 0
+        self._tls = tls
         self._host = host
         self._port = port
         self._limits = limits
@@ -136,7 +144,8 @@ class EnginePool:
 
     async def _connect(self, deadline: float) -> EngineConnection:
         loop = asyncio.get_running_loop()
-        attempt = Attempt(self._host, self._port, deadline, self._limits.connect_timeout)
+        patience = self._limits.connect_timeout
+        attempt = Attempt(self._host, self._port, deadline, patience, self._tls)
         self._attempts.add(attempt)
         try:
             connection = await attempt.run(

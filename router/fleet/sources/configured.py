@@ -88,7 +88,8 @@ def _kubernetes(settings: Settings) -> Iterator[Source]:
     for role, selector in selectors.items():
         if selector is not None:
             api = PodApi(settings.kubernetes_config, settings.kubernetes_namespace, selector)
-            yield KubernetesSource(role, settings.kubernetes_port, api)
+            scheme = settings.kubernetes_scheme
+            yield KubernetesSource(role, settings.kubernetes_port, api, scheme=scheme)
 
 
 def _missing(flags: str, extra: str, error: ImportError) -> SettingsError:

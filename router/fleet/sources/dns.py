@@ -27,7 +27,7 @@ from router.fleet.sources.aside import aside
 from router.fleet.sources.backoff import Backoff
 from router.fleet.sources.source import Report, line_of
 from router.fleet.spec import EngineSpec, Listed, Role
-from router.settings import Address, canonical
+from router.settings import TLS, Address, canonical
 
 MakeResolver = Callable[[], dns.asyncresolver.Resolver]
 # Seconds for all questions of one look together.
@@ -68,7 +68,8 @@ class DnsSource:
         self.name = f"dns:{role}:{name}"
         self.first = Report()
         self._role = role
-        self._asked = name
+        self._asked = name.removeprefix(TLS)
+        self._tls = name.startswith(TLS)
         self._make_resolver = make_resolver
         self._doubt = doubt
         self._backoff = Backoff(chance)
@@ -96,7 +97,9 @@ class DnsSource:
             return Report(None, text), self._doubt
         self._has_engines = bool(found.addresses)
         # In an order that stays: resolvers shuffle.
-        listed = tuple(Listed(EngineSpec(self._role, at)) for at in sorted(found.addresses))
+        listed = tuple(
+            Listed(EngineSpec(self._role, at, tls=self._tls)) for at in sorted(found.addresses)
+        )
         return Report(listed), min(max(found.ttl, SHORTEST), LONGEST)
 
     async def _look_up(self) -> Found:

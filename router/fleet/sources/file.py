@@ -2,7 +2,7 @@
 
     engines:
       - {url: http://p1:8100, role: prefill, models: [m], group: blue, weight: 1}
-      - {url: http://d1:8200, role: decode, draining: true}
+      - {url: https://d1:8200, role: decode, draining: true}
 
 One that cannot be used changes nothing.
 """
@@ -22,7 +22,7 @@ import yaml
 
 from router.fleet.sources.source import Report, SourceError
 from router.fleet.spec import DEFAULT_GROUP, EngineSpec, Intent, Listed, Role
-from router.settings import GROUP, HEAVIEST, HOST_NAME, Address, canonical
+from router.settings import GROUP, HEAVIEST, HOST_NAME, TLS, Address, canonical
 from router.watched import INTERVAL, PATIENCE, UnreadableError, content_of, settled
 
 try:
@@ -30,6 +30,7 @@ try:
 except ImportError:  # PyYAML without libyaml: the same, slower
     from yaml import SafeLoader  # type: ignore[assignment]
 
+PORTS = {"http": 80, "https": 443}
 # About ten thousand engines.
 MOST_BYTES = 1024 * 1024
 # As deep as the list of an engine's models, which is as deep as it goes.
@@ -167,7 +168,8 @@ def _listed(entry: Entry) -> Listed:
     if not (math.isfinite(entry.weight) and 0 <= entry.weight <= HEAVIEST):
         raise ValueError(f"weight: not a number from 0 to {HEAVIEST:g}")
     address, models = address_of(entry.url), frozenset(entry.models)
-    spec = EngineSpec(entry.role, address, models, entry.group, entry.weight)
+    tls = entry.url.startswith(TLS)
+    spec = EngineSpec(entry.role, address, models, entry.group, entry.weight, tls)
     return Listed(spec, Intent.DRAINING if entry.draining else Intent.SERVING)
 
 
@@ -176,11 +178,12 @@ def address_of(url: str) -> Address:
     wrong = ValueError(f"url: {_line(repr(url))} is not as in http://host:8100")
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname or "", 80 if parts.port is None else parts.port
+        usual = PORTS.get(parts.scheme, 0)
+        host, port = parts.hostname or "", usual if parts.port is None else parts.port
     except ValueError:
         raise wrong from None
     rest = parts.path.strip("/"), parts.query, parts.fragment, "@" in parts.netloc
-    if parts.scheme != "http" or any(rest) or not url.isascii() or not url.isprintable():
+    if parts.scheme not in PORTS or any(rest) or not url.isascii() or not url.isprintable():
         raise wrong
     is_host = ":" in host if "[" in parts.netloc else HOST_NAME.fullmatch(host)
     if not is_host or not 0 < port < 65536 or "?" in url or "#" in url:

@@ -46,11 +46,13 @@ class KubernetesSource:
         api: Pods,
         steady: float = STEADY,
         chance: Callable[[], float] = random.random,
+        scheme: str = "http",
     ) -> None:
         self.name = f"kubernetes:{role}"
         self.first = Report()
         self._role = role
         self._port = port
+        self._scheme = scheme
         self._api = api
         self._steady = steady
         self._backoff = Backoff(chance)
@@ -74,7 +76,7 @@ class KubernetesSource:
     async def _follow(self) -> AsyncGenerator[Report, None]:
         """Until all has to be listed again. Raises SourceError."""
         pods, version = await self._api.list_all()
-        self._seen = {pod.metadata.name: seen(pod, self._role, self._port) for pod in pods}
+        self._seen = {pod.metadata.name: self._look(pod) for pod in pods}
         yield self._report()
         for _ in range(ROUNDS):
             began = time.monotonic()
@@ -95,10 +97,13 @@ class KubernetesSource:
             return False
         name, none = change.pod.metadata.name, Seen(None)
         before = self._seen.pop(name, none)
-        after = none if change.is_deleted else seen(change.pod, self._role, self._port)
+        after = none if change.is_deleted else self._look(change.pod)
         if after != none:
             self._seen[name] = after
         return after != before
+
+    def _look(self, pod: Pod) -> Seen:
+        return seen(pod, self._role, self._port, self._scheme)
 
     def _report(self) -> Report:
         troubles = sorted(one.trouble for one in self._seen.values() if one.trouble)

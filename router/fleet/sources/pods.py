@@ -69,13 +69,13 @@ class Seen(NamedTuple):
     trouble: str = ""
 
 
-def seen(pod: Pod, role: Role, port: str) -> Seen:
-    """`role` and `port` are those of pods that do not say otherwise."""
+def seen(pod: Pod, role: Role, port: str, scheme: str = "http") -> Seen:
+    """`role`, `port` and `scheme` are those of pods that do not say otherwise."""
     intent = _intent(pod)
     if intent is None:
         return Seen(None)
     try:
-        return Seen(Listed(_spec(pod, role, port), intent))
+        return Seen(Listed(_spec(pod, role, port, scheme), intent))
     except (SourceError, ValueError) as error:
         return Seen(None, f"pod {pod.metadata.name[:253]}: {error}")
 
@@ -92,12 +92,20 @@ def _intent(pod: Pod) -> Intent | None:
     return Intent.SERVING if is_ready else None
 
 
-def _spec(pod: Pod, role: Role, port: str) -> EngineSpec:
+def _spec(pod: Pod, role: Role, port: str, scheme: str) -> EngineSpec:
     """Raises SourceError, ValueError."""
     address = Address(canonical(pod.status.pod_ip or ""), _port(pod, _says(pod, "port") or port))
     models = frozenset((_says(pod, "models") or "").replace(",", " ").split())
     group = _says(pod, "group") or DEFAULT_GROUP
-    return EngineSpec(_role(pod, role), address, models, group, _weight(pod))
+    tls = _is_tls(_says(pod, "scheme") or scheme)
+    return EngineSpec(_role(pod, role), address, models, group, _weight(pod), tls)
+
+
+def _is_tls(scheme: str) -> bool:
+    """Raises SourceError: what is misspelt is not spoken to in plain."""
+    if scheme not in ("http", "https"):
+        raise SourceError(f"{OURS}scheme is {scheme[:64]!r}, not http or https")
+    return scheme == "https"
 
 
 def _says(pod: Pod, what: str) -> str | None:

@@ -18,7 +18,8 @@ class StaticSource:
         roles = dict.fromkeys(prefillers, Role.PREFILL)
         for address in decoders:
             roles[address] = Role.BOTH if address in roles else Role.DECODE
-        listed = (Listed(EngineSpec(role, address)) for address, role in roles.items())
+        tls = frozenset(_known(settings.over_tls))
+        listed = (Listed(EngineSpec(role, at, tls=at in tls)) for at, role in roles.items())
         self.first = Report(tuple(listed))
 
     async def watch(self) -> AsyncGenerator[Report, None]:

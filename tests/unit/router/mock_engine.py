@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -145,6 +146,7 @@ class MockEngine:
     """Other GETs that came."""
     connections: int = 0
     port: int = 0
+    tls: ssl.SSLContext | None = None
     _server: asyncio.Server | None = None
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -155,7 +157,9 @@ class MockEngine:
         return self.requests[-1]
 
     async def start(self, port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, limit=2**20)
+        self._server = await asyncio.start_server(
+            self._serve, "127.0.0.1", port, limit=2**20, ssl=self.tls
+        )
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
@@ -228,8 +232,10 @@ async def _receive(reader: asyncio.StreamReader, connection: int) -> Received | 
 
 
 @contextlib.asynccontextmanager
-async def running_engine(usual: Script) -> AsyncIterator[MockEngine]:
-    engine = MockEngine(usual)
+async def running_engine(
+    usual: Script, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[MockEngine]:
+    engine = MockEngine(usual, tls=tls)
     await engine.start()
     try:
         yield engine

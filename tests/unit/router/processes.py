@@ -63,7 +63,7 @@ async def serving_router(
     p: MockEngine, d: MockEngine, *arguments: str
 ) -> AsyncIterator[RouterProcess]:
     async with router_process(p, d, "--port=0", "--health-interval=0.1", *arguments) as router:
-        router.url = (await router.until(r"disagg-router on (http://\S+)")).group(1)
+        router.url = (await router.until(r"disagg-router on (https?://\S+)")).group(1)
         for _ in "pd":
             await router.until("is healthy")
         yield router

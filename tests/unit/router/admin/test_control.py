@@ -96,7 +96,7 @@ async def test_an_engine_may_come_draining_and_be_resumed() -> None:
     "entry",
     [
         None, [], 1, "x", {}, NEW | {"x": 1}, {"url": "http://n:1"}, NEW | {"url": "n:1"},
-        NEW | {"url": "https://n:1"}, NEW | {"url": "http://n:1/v1"}, NEW | {"url": "http://u@n:1"},
+        NEW | {"url": "ftp://n:1"}, NEW | {"url": "http://n:1/v1"}, NEW | {"url": "http://u@n:1"},
         NEW | {"role": "x"}, NEW | {"weight": -1}, NEW | {"weight": 1e7}, NEW | {"weight": "1"},
         NEW | {"group": ""}, NEW | {"group": "a b"}, NEW | {"group": "a\n"},
         NEW | {"models": "m"}, NEW | {"models": [""]}, NEW | {"draining": "yes"},

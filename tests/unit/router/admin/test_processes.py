@@ -492,7 +492,7 @@ async def test_a_drain_that_takes_too_long_is_given_up_and_goes_on(
         [""],
         ["x"],
         ["host:0"],
-        ["https://host:1"],
+        ["ftp://host:1"],
         ["http://host:1/path"],
         ["host:1", "--timeout=0"],
         ["host:1", "--timeout=nan"],

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 from router.fleet.engine import Engine
 from router.fleet.spec import Role
+from router.upstream.connect import Tls
 from router.upstream.errors import EngineLostError
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (
@@ -135,6 +137,20 @@ async def unresolved(asked: Asked) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
+async def speaking_no_tls(asked: Asked) -> AsyncIterator[None]:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await reader.read(1)
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        asked.engine.pool.close()
+        asked.engine.pool._port = server.sockets[0].getsockname()[1]
+        asked.engine.pool._tls = Tls(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        yield
+
+
+@contextlib.asynccontextmanager
 async def lost(asked: Asked) -> AsyncIterator[None]:
     async def is_lost(request: Received, peer: Peer) -> None:
         asked.engine.pool.fail_legs(LOST)
@@ -155,6 +171,7 @@ FAULTS: dict[str, Fault] = {
     "connect_timeout": not_accepting,
     "connect": lost_in_connect,
     "dns": unresolved,
+    "tls": speaking_no_tls,
     "stale": scripted(reset),
     "disconnected": scripted(reset, is_fresh=True),
     "engine_lost": lost,

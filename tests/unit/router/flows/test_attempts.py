@@ -35,7 +35,7 @@ from tests.unit.router.test_answers import answering, raw, reset
 from tests.unit.router.test_stalled import endless
 from tests.unit.router.upstream.test_connect import no_descriptor_left
 
-NOTHING_SENT = {"connect_refused", "connect_timeout", "connect", "dns"}
+NOTHING_SENT = {"connect_refused", "connect_timeout", "connect", "dns", "tls"}
 OUR_OWN = {"local", "answer_too_large", "reader_stalled"}
 UNPROVEN = {"connect", "dns", "engine_lost", "overloaded", "stale"}
 ASKED_NOBODY = NOTHING_SENT | {"stale"}

@@ -54,7 +54,7 @@ async def next_turn(router: Router, status: int = 200, **fields: Any) -> None:
     await router.settled()
 
 
-NEVER_READ = ("connect_refused", "connect_timeout", "connect", "dns")
+NEVER_READ = ("connect_refused", "connect_timeout", "connect", "dns", "tls")
 PERHAPS_READ = ("disconnected", "engine_lost", "timeout", "broken_answer", "status_5xx")
 
 

@@ -92,7 +92,8 @@ def test_anything_else_is_refused_in_one_line(content: bytes, complaint: str) ->
 @pytest.mark.parametrize(
     "url",
     [
-        "https://h:1",
+        "ftp://h:1",
+        "HTTPS//h:1",
         "h:1",
         "//h:1",
         "http://h:1/v1",

@@ -1,0 +1,450 @@
+"""TLS towards clients and towards engines: who is believed, and what happens as files change."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from router.app import build
+from router.fleet.engine import Health
+from router.settings import Settings, SettingsError, load
+from router.tls import Pair, asking, serving
+from tests.certificates import Authority, Signed
+from tests.unit.router.harness import Router, eventually, running_router
+from tests.unit.router.mock_engine import (
+    MockEngine,
+    running_engine,
+    usual_decode,
+    usual_prefill,
+)
+from tests.unit.router.processes import RouterProcess, router_process, serving_router
+
+SAID = 'disagg_router_file_trouble{file="tls"} 1.0'
+BODY = {"model": "m", "prompt": "hello", "max_tokens": 7}
+
+
+@pytest.fixture(scope="module")
+def ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("stranger"), "stranger")
+
+
+@pytest.fixture(scope="module")
+def first(ca: Authority) -> Signed:
+    return ca.sign("first")
+
+
+@pytest.fixture(scope="module")
+def second(ca: Authority) -> Signed:
+    return ca.sign("second")
+
+
+# Towards clients: a process of its own.
+
+
+def name_shown(port: int, context: ssl.SSLContext) -> str:
+    """Whose certificate a new handshake is shown."""
+    with (
+        socket.create_connection(("127.0.0.1", port), 5) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as over,
+    ):
+        shown: Any = over.getpeercert()
+        return str(dict(part[0] for part in shown["subject"])["commonName"])
+
+
+async def until_shown(router: RouterProcess, context: ssl.SSLContext, name: str) -> None:
+    port = int(router.url.rpartition(":")[2])
+    async with asyncio.timeout(20):
+        while await asyncio.to_thread(name_shown, port, context) != name:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("options", [[], ["--workers=2", "--conversation-store=off"]])
+async def test_clients_are_served_over_tls_and_a_new_certificate_is_taken_while_they_are(
+    p: MockEngine,
+    d: MockEngine,
+    ca: Authority,
+    first: Signed,
+    second: Signed,
+    tmp_path: Path,
+    options: list[str],
+) -> None:
+    used = first.put(tmp_path)
+    given = [f"--tls-certfile={used.certificate}", f"--tls-keyfile={used.key}", *options]
+    trusting = ca.trusting()
+    async with (
+        serving_router(p, d, *given, "--liveness-port=0") as router,
+        httpx.AsyncClient(base_url=router.url, verify=trusting) as client,
+    ):
+        assert router.url.startswith("https://")
+        assert (await client.post("/v1/completions", json=BODY)).json()["id"] == "cmpl-1"
+        streamed = await client.post("/v1/completions", json=BODY | {"stream": True})
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        liveness = next(line for line in router.lines if "liveness on" in line).split()[-1]
+        async with httpx.AsyncClient() as plain:
+            assert (await plain.get(f"{liveness}/health")).status_code == 200
+            with pytest.raises(httpx.HTTPError):
+                await plain.get(router.url.replace("https", "http") + "/health")
+        await until_shown(router, trusting, "first")
+        async with asyncio.timeout(20):
+            while options and "workers 2.0" not in (await client.get("/metrics")).text:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+        # Half of a new pair, or nonsense, changes nothing, and is said.
+        used.certificate.write_bytes(second.certificate.read_bytes())
+        await router.until("the certificate stays as it is")
+        await until_shown(router, trusting, "first")
+        async with asyncio.timeout(10):
+            while SAID not in (await client.get("/metrics")).text:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        used.key.write_bytes(second.key.read_bytes())
+        await until_shown(router, trusting, "second")
+
+        # Who is connected goes on, and nobody is cut off.
+        assert (await client.post("/v1/completions", json=BODY)).is_success
+        used.certificate.unlink()
+        await router.until("the certificate stays as it is")
+        await until_shown(router, trusting, "second")
+        first.put(tmp_path)
+        await until_shown(router, trusting, "first")
+        router.process.send_signal(signal.SIGTERM)
+        assert await router.ended() == 0
+
+
+async def test_a_worker_that_dies_while_a_file_is_broken_ends_no_other(
+    p: MockEngine, d: MockEngine, ca: Authority, first: Signed, tmp_path: Path
+) -> None:
+    used = first.put(tmp_path)
+    given = [f"--tls-certfile={used.certificate}", f"--tls-keyfile={used.key}"]
+    given += ["--workers=2", "--conversation-store=off"]
+    async with (
+        serving_router(p, d, *given) as router,
+        httpx.AsyncClient(base_url=router.url, verify=ca.trusting()) as client,
+    ):
+        async with asyncio.timeout(20):
+            while "workers 2.0" not in (await client.get("/metrics")).text:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        used.key.write_text("nonsense")
+        line = next(line for line in router.lines if "worker 1 is process" in line)
+        os.kill(int(line.split()[-1]), signal.SIGKILL)
+        await router.until(r"ERROR --tls-certfile")
+        await router.until(r"ended with status 75")
+        assert router.process.returncode is None
+        first.put(tmp_path)
+        await router.until(r"is healthy")
+
+
+async def test_nothing_older_than_tls_1_2_is_spoken(
+    p: MockEngine, d: MockEngine, ca: Authority, first: Signed
+) -> None:
+    given = [f"--tls-certfile={first.certificate}", f"--tls-keyfile={first.key}"]
+    async with serving_router(p, d, *given) as router:
+        port = int(router.url.rpartition(":")[2])
+        old, modern = ca.trusting(), ca.trusting()
+        old.set_ciphers("DEFAULT:@SECLEVEL=0")
+        with pytest.warns(DeprecationWarning, match="TLSv1"):
+            old.minimum_version = ssl.TLSVersion.TLSv1
+        with pytest.warns(DeprecationWarning, match="TLSv1"):
+            old.maximum_version = ssl.TLSVersion.TLSv1_1
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await asyncio.to_thread(name_shown, port, old)
+        modern.maximum_version = ssl.TLSVersion.TLSv1_2
+        assert await asyncio.to_thread(name_shown, port, modern) == "first"
+
+
+async def test_with_an_authority_for_clients_nobody_else_comes_in(
+    p: MockEngine, d: MockEngine, ca: Authority, stranger: Authority, first: Signed
+) -> None:
+    given = [f"--tls-certfile={first.certificate}", f"--tls-keyfile={first.key}"]
+    given.append(f"--tls-client-ca={ca.certificate}")
+    async with serving_router(p, d, *given) as router:
+        client, wrong = ca.sign("client", "DNS:client"), stranger.sign("client", "DNS:client")
+        for own, is_in in ((client, True), (wrong, False), (None, False)):
+            async with httpx.AsyncClient(base_url=router.url, verify=ca.trusting(own)) as asks:
+                if is_in:
+                    assert (await asks.post("/v1/completions", json=BODY)).is_success
+                else:
+                    with pytest.raises(httpx.HTTPError):
+                        await asks.get("/health")
+
+
+def broken(kind: str, first: Signed, second: Signed, at: Path) -> list[str]:
+    key = at / "key.pem"
+    match kind:
+        case "missing":
+            return [f"--tls-certfile={at / 'none.pem'}"]
+        case "no fit":
+            return [f"--tls-certfile={first.certificate}", f"--tls-keyfile={second.key}"]
+        case "no key":
+            return [f"--tls-certfile={first.certificate}"]
+        case "nonsense":
+            key.write_text("nonsense")
+            return [f"--tls-certfile={key}"]
+        case "encrypted":
+            key.write_text(
+                "-----BEGIN ENCRYPTED PRIVATE KEY-----\nMIGj\n-----END ENCRYPTED PRIVATE KEY-----"
+            )
+            return [f"--tls-certfile={first.certificate}", f"--tls-keyfile={key}"]
+        case "directory":
+            return [f"--tls-certfile={at}"]
+        case "client ca":
+            key.write_text("nonsense")
+            return [
+                f"--tls-certfile={first.certificate}",
+                f"--tls-keyfile={first.key}",
+                f"--tls-client-ca={key}",
+            ]
+        case "engine ca":
+            return [f"--engine-ca-file={at / 'none.pem'}"]
+        case "engine pair":
+            return [f"--engine-certfile={first.certificate}", f"--engine-keyfile={second.key}"]
+    return ["--tls-keyfile=x"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["missing", "no fit", "no key", "nonsense", "encrypted", "directory", "client ca", "engine ca",
+     "engine pair", "key alone"],
+)  # fmt: skip
+async def test_files_of_ours_that_are_broken_at_start_are_one_line(
+    kind: str, first: Signed, second: Signed, tmp_path: Path
+) -> None:
+    given = broken(kind, first, second, tmp_path)
+    flags = {n[2:].replace("-", "_"): v for n, _, v in (flag.partition("=") for flag in given)}
+    engines = {f"{role}_{what}": v for role in ("prefiller", "decoder")
+               for what, v in (("hosts", "127.0.0.1"), ("ports", "1"))}  # fmt: skip
+
+    def start() -> None:
+        settings = load(engines | flags)
+        settings.served_tls()
+        build(settings)
+
+    with pytest.raises(SettingsError) as caught:
+        start()
+    (problem,) = caught.value.problems
+    assert problem.startswith(given[-1].partition("=")[0]) or "--" in problem
+    assert "\n" not in problem
+
+
+async def test_and_exit_code_2(p: MockEngine, d: MockEngine, tmp_path: Path) -> None:
+    async with router_process(p, d, "--port=0", f"--tls-certfile={tmp_path / 'x'}") as router:
+        assert await router.ended() == 2
+        assert len(router.lines) == 1
+        assert "No such file" in router.lines[0]
+
+
+# Towards engines.
+
+
+@contextlib.asynccontextmanager
+async def before_tls(
+    context: ssl.SSLContext, **changes: Any
+) -> AsyncIterator[tuple[Router, MockEngine, MockEngine]]:
+    """A router and its engines, which speak TLS with this context."""
+    async with (
+        running_engine(usual_prefill, context) as p,
+        running_engine(usual_decode, context) as d,
+    ):
+        settings = Settings(
+            prefiller_hosts=("https://127.0.0.1",),
+            prefiller_ports=(p.port,),
+            decoder_hosts=("https://127.0.0.1",),
+            decoder_ports=(d.port,),
+            health_interval=0.05,
+            **changes,
+        )
+        async with running_router(settings, "protocol") as router:
+            yield router, p, d
+
+
+async def is_ready(router: Router) -> bool:
+    await eventually(
+        lambda: all(e.health is not Health.UNKNOWN for e in router.gateway.fleet.engines)
+    )
+    return (await router.client.get("/ready")).status_code == 200
+
+
+async def test_engines_are_spoken_to_over_tls_probes_too(ca: Authority, first: Signed) -> None:
+    async with before_tls(ca.serving(first), engine_ca_file=ca.certificate) as (router, p, d):
+        await eventually(lambda: not router.gateway.fleet.missing())
+        for fields in ({}, {"stream": True}, {"prompt": "x" * 300_000}):
+            answer = await router.complete(**fields)
+            assert answer.status_code == 200, answer.text
+        assert len(p.requests) == len(d.requests) == 3
+        assert p.probes
+        assert p.connections < 6, "connections are kept, over TLS too"
+
+
+@pytest.mark.parametrize("wrong", ["authority", "system's", "name", "expired", "no tls"])
+async def test_an_engine_that_is_not_who_it_should_be_gets_nothing(
+    ca: Authority, stranger: Authority, first: Signed, wrong: str
+) -> None:
+    trusted: dict[str, Any] = {"engine_ca_file": ca.certificate}
+    own = first
+    match wrong:
+        case "authority":
+            own = stranger.sign("forged")
+        case "system's":
+            trusted = {}
+        case "name":
+            own = ca.sign("other", "DNS:other.example")
+        case "expired":
+            own = ca.sign("expired", days=-1)
+    context: Any = None if wrong == "no tls" else ca.serving(own)
+    async with before_tls(context, **trusted) as (router, p, d):
+        assert not await is_ready(router)
+        reasons = (await router.client.get("/ready")).json()["reasons"]
+        why = "no connection" if wrong == "no tls" else "TlsError"  # it waits for more, as we do
+        assert why in reasons["prefill"], reasons
+        answer = await router.complete()
+        assert answer.status_code == 503
+        assert not p.requests
+        assert not d.requests
+
+
+async def test_a_certificate_may_be_for_a_name_that_all_engines_have(
+    ca: Authority,
+) -> None:
+    own = ca.sign("engines", "DNS:engines.example")
+    given = {"engine_ca_file": ca.certificate, "engine_tls_name": "engines.example"}
+    async with before_tls(ca.serving(own), **given) as (router, *_):
+        assert await is_ready(router)
+        assert (await router.complete()).status_code == 200
+
+
+async def test_engines_may_ask_for_the_routers_certificate(
+    ca: Authority, first: Signed, tmp_path: Path
+) -> None:
+    own = ca.sign("router", "DNS:router").put(tmp_path)
+    context = ca.serving(first, wants_clients=True)
+    given = {
+        "engine_ca_file": ca.certificate,
+        "engine_certfile": own.certificate,
+        "engine_keyfile": own.key,
+    }
+    async with before_tls(context, **given) as (router, *_):
+        assert await is_ready(router)
+        assert (await router.complete()).status_code == 200
+        assert set(router.app.state.watched) == {"engine_tls"}
+    del given["engine_certfile"], given["engine_keyfile"]
+    async with before_tls(context, **given) as (router, p, _):
+        assert not await is_ready(router)
+        assert not p.requests
+
+
+async def test_a_tls_failure_is_the_engines_and_another_is_asked(
+    ca: Authority, stranger: Authority, first: Signed
+) -> None:
+    bad = ca.serving(stranger.sign("forged"))
+    good = ca.serving(first)
+    async with (
+        running_engine(usual_prefill, bad) as p1,
+        running_engine(usual_prefill, good) as p2,
+        running_engine(usual_decode, good) as d,
+    ):
+        settings = Settings(
+            prefiller_hosts=("https://127.0.0.1",) * 2,
+            prefiller_ports=(p1.port, p2.port),
+            decoder_hosts=("https://127.0.0.1",),
+            decoder_ports=(d.port,),
+            engine_ca_file=ca.certificate,
+            health_interval=0.05,
+        )
+        async with running_router(settings, "protocol") as router:
+            await eventually(lambda: not router.gateway.fleet.missing())
+            for _ in range(4):
+                assert (await router.complete()).status_code == 200
+            assert not p1.requests
+            forged = router.engine(p1)
+            await eventually(lambda: forged.health is Health.UNHEALTHY)
+            assert "certificate verify failed" in forged.reason.lower()
+
+
+async def test_an_engine_of_a_file_may_change_to_tls_and_back(
+    ca: Authority, first: Signed, tmp_path: Path
+) -> None:
+    def write(scheme: str, p: int, d: int) -> Path:
+        path, fresh = tmp_path / "engines.yaml", tmp_path / "fresh"
+        entries = [
+            {"url": f"{scheme}://127.0.0.1:{port}", "role": role}
+            for port, role in ((p, "prefill"), (d, "decode"))
+        ]
+        fresh.write_text(json.dumps({"engines": entries}))
+        fresh.replace(path)
+        return path
+
+    async with (
+        running_engine(usual_prefill, ca.serving(first)) as p,
+        running_engine(usual_decode, ca.serving(first)) as d,
+    ):
+        settings = Settings(
+            engines_file=write("http", p.port, d.port),
+            engine_ca_file=ca.certificate,
+            health_interval=0.05,
+            health_timeout=0.5,
+        )
+        async with running_router(settings, "protocol") as router:
+            assert not await is_ready(router)
+            write("https", p.port, d.port)
+            await eventually(lambda: not router.gateway.fleet.missing(), 10)
+            assert (await router.complete()).status_code == 200
+            assert {e.spec.url[:8] for e in router.gateway.fleet.engines} == {"https://"}
+
+
+# The contexts.
+
+
+def test_engines_are_checked_unless_somebody_changes_the_code(ca: Authority) -> None:
+    for context in (asking(None, None).context, asking(ca.certificate, None).context):
+        assert context.verify_mode is ssl.CERT_REQUIRED
+        assert context.check_hostname
+        assert context.minimum_version is ssl.TLSVersion.TLSv1_2
+
+
+def test_clients_are_asked_for_nothing_unless_there_is_an_authority(
+    ca: Authority, first: Signed
+) -> None:
+    pair = Pair(first.certificate, first.key)
+    assert serving(pair, None).context.verify_mode is ssl.CERT_NONE
+    assert serving(pair, ca.certificate).context.verify_mode is ssl.CERT_REQUIRED
+
+
+@pytest.mark.parametrize(
+    ("hosts", "over"),
+    [
+        (("https://p1", "p2"), {"p1"}),
+        (("https://[::1]",), {"::1"}),
+        (("p1", "10.0.0.1"), set()),
+    ],
+)
+def test_hosts_say_whether_they_are_reached_over_tls(
+    hosts: tuple[str, ...], over: set[str]
+) -> None:
+    settings = load({"prefiller_hosts": hosts, "prefiller_ports": 1, "decoder_hosts": "d",
+                     "decoder_ports": 2})  # fmt: skip
+    assert {address.host for address in settings.over_tls} == over
+    assert all("/" not in address.host for address in settings.prefillers)
+
+
+@pytest.mark.parametrize(
+    "host", ["http://p1", "https://", "https://p1/", "https://p1:1", "ftp://x"]
+)
+def test_a_host_with_anything_else_is_refused(host: str) -> None:
+    with pytest.raises(SettingsError, match="not a host"):
+        load({"prefiller_hosts": host, "prefiller_ports": 1, "decoder_hosts": "d",
+              "decoder_ports": 2})  # fmt: skip
