@@ -125,8 +125,10 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     for room in (index, openai, dialects, passed, adapters, models, operations):
         app.include_router(room.router)
     app.state.page = _page(app, settings, gateway, roster)
-    guard = {"page_port": settings.ui_port, "has_metrics": settings.metrics_port is None}
-    app.add_middleware(Guard, gateway=gateway, **guard)  # type: ignore[arg-type] # its own
+    # A port that is asked for and not bound, under another server, hides the page.
+    app.state.page_port = settings.ui_port
+    has_metrics = settings.metrics_port is None
+    app.add_middleware(Guard, gateway=gateway, state=app.state, has_metrics=has_metrics)
     # Outermost: a page hears of a refusal, too.
     app.add_middleware(Manners, known=app, origins=settings.cors_origins)
     failures.install(app)

@@ -19,6 +19,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import uvicorn
 import uvloop
@@ -106,42 +107,42 @@ class Shutdown:
 def run(settings: Settings, read_again: Callable[[], Settings]) -> None:
     """Serves until a signal. Raises BindError, or SettingsError for a store that makes no sense."""
     say_if_missing(os.environ)
-    with bind(settings) as listener, admin_listener(settings) as admin:
-        uvloop.run(_serve_alone(settings, read_again, listener, admin))
+    with bind_all(settings) as listeners, admin_listener(settings) as admin:
+        uvloop.run(_serve_alone(settings, read_again, listeners, admin))
 
 
-def work(settings: Settings, listener: socket.socket, directory: Path, number: int) -> None:
+def work(settings: Settings, listeners: Listeners, directory: Path, number: int) -> None:
     """Serves as one of several processes, until SIGTERM. Raises SettingsError.
 
     All tell their metrics in `directory`, and each answers with those of all; one that is started
     again finds there what sources listed last.
     """
-    uvloop.run(_serve_in_family(settings, listener, directory, number))
+    uvloop.run(_serve_in_family(settings, listeners, directory, number))
 
 
 async def _serve_alone(
     settings: Settings,
     read_again: Callable[[], Settings],
-    listener: socket.socket,
+    listeners: Listeners,
     admin: socket.socket | None,
 ) -> None:
     app = build(settings)
     control = Control(settings, Alone(Member(settings, app)), read_again)
     with watched(settings, app.state.exposition):
-        announce(settings, listener)
+        announce(settings, listeners)
         async with at_work(control, admin):
-            await _serve(settings, listener, app, SIGNALS, control)
+            await _serve(settings, listeners, app, SIGNALS, control)
 
 
 async def _serve_in_family(
-    settings: Settings, listener: socket.socket, directory: Path, number: int
+    settings: Settings, listeners: Listeners, directory: Path, number: int
 ) -> None:
     app = build(settings, directory)
     own, app.state.exposition = app.state.exposition, partial(family_exposition, directory)
     member = Member(settings, app)
     with telling(directory / f"{number}.sock", own):
         async with listening(directory / ADDRESS, member), _seen(app, settings, directory, number):
-            await _serve(settings, listener, app, (signal.SIGTERM,))
+            await _serve(settings, listeners, app, (signal.SIGTERM,))
 
 
 @contextlib.asynccontextmanager
@@ -160,23 +161,29 @@ async def _seen(
 
 @contextlib.contextmanager
 def watched(settings: Settings, exposition: Callable[[], bytes]) -> Iterator[None]:
-    """Answers liveness probes on their own port, if they have one. Raises BindError."""
-    if settings.liveness_port is None:
-        yield
-        return
-    try:
-        server = LivenessServer(settings.host, settings.liveness_port, exposition)
-    except OSError as error:
-        where = Address(settings.host, settings.liveness_port)
-        raise BindError(f"cannot listen on {where}: {error.strerror or error}") from error
-    logger.info("liveness on http://%s", Address(settings.host, server.server_address[1]))
-    with answering(server):
+    """Answers liveness probes and scrapes on their own ports, if they have some; metrics are where
+    they have their own, and nowhere else. Raises BindError."""
+    wanted = [
+        ("liveness", settings.host, settings.liveness_port, settings.metrics_port is None),
+        ("metrics", settings.metrics_host, settings.metrics_port, True),
+    ]
+    with contextlib.ExitStack() as stack:
+        for what, host, port, has_metrics in wanted:
+            if port is None:
+                continue
+            try:
+                server = LivenessServer(host, port, exposition if has_metrics else None)
+            except OSError as error:
+                where = Address(host, port)
+                raise BindError(f"cannot listen on {where}: {error.strerror or error}") from error
+            stack.enter_context(answering(server))
+            logger.info("%s on http://%s", what, Address(host, server.server_address[1]))
         yield
 
 
 async def _serve(
     settings: Settings,
-    listener: socket.socket,
+    listeners: Listeners,
     app: FastAPI,
     signals: Iterable[signal.Signals],
     control: Control | None = None,
@@ -200,7 +207,9 @@ async def _serve(
     if control is not None:
         hangup = Hangup(control.reload_soon, shutdown.on_signal)
         loop.add_signal_handler(signal.SIGHUP, hangup.on_signal)
-    await server.serve(sockets=[listener])
+    if listeners.page is not None:
+        app.state.page_port = port_of(listeners.page)
+    await server.serve(sockets=listeners.all)
 
 
 def uvicorn_config(settings: Settings, app: object) -> uvicorn.Config:
@@ -217,6 +226,42 @@ def uvicorn_config(settings: Settings, app: object) -> uvicorn.Config:
         timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type] # float is fine
         timeout_graceful_shutdown=int(settings.shutdown_timeout) + BACKSTOP,
     )
+
+
+class Listeners(NamedTuple):
+    """Sockets of one process. `page`: where the page alone is, if it has a port of its own."""
+
+    clients: socket.socket
+    page: socket.socket | None
+
+    @property
+    def all(self) -> list[socket.socket]:
+        return [self.clients] if self.page is None else [self.clients, self.page]
+
+    def close(self) -> None:
+        for listener in self.all:
+            listener.close()
+
+
+@contextlib.contextmanager
+def bind_all(
+    settings: Settings, like: Listeners | None = None, shared: bool = False
+) -> Iterator[Listeners]:
+    """`like`: those of another process, which these share their ports with. Raises BindError."""
+    with contextlib.ExitStack() as stack:
+        port = None if like is None else port_of(like.clients)
+        clients = stack.enter_context(bind(settings, port, shared))
+        page = None
+        if settings.ui_port is not None:
+            beside = None if like is None else like.page
+            port = settings.ui_port if beside is None else port_of(beside)
+            page = stack.enter_context(bind_at(settings.ui_host, port, shared))
+        yield Listeners(clients, page)
+
+
+def port_of(listener: socket.socket) -> int:
+    port: int = listener.getsockname()[1]
+    return port
 
 
 def bind(settings: Settings, port: int | None = None, shared: bool = False) -> socket.socket:
@@ -258,8 +303,8 @@ def admin_listener(settings: Settings) -> Iterator[socket.socket | None]:
         yield listener
 
 
-def announce(settings: Settings, listener: socket.socket) -> None:
-    address = Address(settings.host, listener.getsockname()[1])
+def announce(settings: Settings, listeners: Listeners) -> None:
+    address = Address(settings.host, port_of(listeners.clients))
     engines = f"{len(settings.prefillers)} prefill and {len(settings.decoders)} decode engines"
     has_flags = bool(settings.prefillers or settings.decoders)
     known = [*([engines] if has_flags else []), *described(settings)]
@@ -267,9 +312,13 @@ def announce(settings: Settings, listener: socket.socket) -> None:
     told = ", and those of ".join(known)
     logger.info("disagg-router on %s://%s with %s", scheme, address, told)
     if settings.ui:
+        host = settings.host
+        if listeners.page is not None:
+            host = settings.ui_host
+            address = Address(host, port_of(listeners.page))
         logger.info("page on %s://%s/ui", scheme, address)
         has_token = settings.ui_token or settings.ui_token_file
-        if not has_token and not is_loopback(settings.host):
+        if not has_token and not is_loopback(host):
             logger.warning(
                 "--ui without --ui-token-file: whoever reaches %s sees engines, requests and "
                 "settings there",

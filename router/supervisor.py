@@ -43,7 +43,7 @@ GRACE = 3.0
 @dataclass(slots=True)
 class Worker:
     number: int
-    listener: socket.socket
+    listeners: serve.Listeners
     process: SpawnProcess
     started: float
 
@@ -53,7 +53,7 @@ def run(settings: Settings, read_again: Callable[[], Settings]) -> int:
     say_if_missing(os.environ)
     loaded, settings = settings, with_store_keys(settings)
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(made) for made in _bind_all(settings)]
+        listeners = _bind_all(settings, stack)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="disagg-router-")))
         stack.enter_context(serve.watched(settings, partial(family_exposition, directory)))
         admin = stack.enter_context(serve.admin_listener(settings))
@@ -66,7 +66,7 @@ class Supervisor:
     def __init__(
         self,
         settings: Settings,
-        listeners: list[socket.socket],
+        listeners: list[serve.Listeners],
         directory: Path,
         reload: Callable[[], None],
     ) -> None:
@@ -83,7 +83,7 @@ class Supervisor:
             signal.signal(number, self._on_signal)
         hangup = serve.Hangup(self._reload, self._end_with)
         signal.signal(signal.SIGHUP, lambda *_: hangup.on_signal())
-        serve.announce(self._settings, self._workers[0].listener)
+        serve.announce(self._settings, self._workers[0].listeners)
         try:
             code = self._until_signalled()
             return code or self._end()
@@ -119,7 +119,7 @@ class Supervisor:
         if time.monotonic() - dead.started < SOON:
             self._hear(SOON)
         if not self._signals:
-            self._workers[dead.number] = self._start(dead.number, dead.listener)
+            self._workers[dead.number] = self._start(dead.number, dead.listeners)
 
     def _end(self) -> int:
         """Passes the first signal on, and lets nobody outlive the deadline."""
@@ -128,7 +128,7 @@ class Supervisor:
             worker.process.terminate()
         self._hear(settings.shutdown_delay)
         for worker in self._workers:
-            worker.listener.close()
+            worker.listeners.close()
         latest = time.monotonic() + settings.shutdown_timeout + serve.BACKSTOP + GRACE
         while alive := [worker for worker in self._workers if worker.process.is_alive()]:
             left = latest - time.monotonic()
@@ -148,27 +148,27 @@ class Supervisor:
         if wait([self._ears], seconds):
             self._ears.recv(64)
 
-    def _start(self, number: int, listener: socket.socket) -> Worker:
+    def _start(self, number: int, listeners: serve.Listeners) -> Worker:
         process = multiprocessing.get_context("spawn").Process(
             target=work,
-            args=(self._settings, listener, self._directory, number, os.getpid()),
+            args=(self._settings, listeners, self._directory, number, os.getpid()),
             name=f"worker-{number}",
             daemon=True,
         )
         with _deaf_to_the_terminal():
             process.start()
         logger.info("worker %d is process %d", number, process.pid)
-        return Worker(number, listener, process, time.monotonic())
+        return Worker(number, listeners, process, time.monotonic())
 
 
 def work(
-    settings: Settings, listener: socket.socket, directory: Path, number: int, parent: int
+    settings: Settings, listeners: serve.Listeners, directory: Path, number: int, parent: int
 ) -> None:
     """A worker's life."""
     die_with(parent)()
     logs.configure(settings.log_level, settings.log_format)
     try:
-        serve.work(settings, listener, directory, number)
+        serve.work(settings, listeners, directory, number)
     except BrokenFileError as error:  # the others go on with what it said before
         logger.error("%s", error)
         sys.exit(os.EX_TEMPFAIL)
@@ -190,11 +190,12 @@ def _deaf_to_the_terminal() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _bind_all(settings: Settings) -> list[socket.socket]:
+def _bind_all(settings: Settings, stack: contextlib.ExitStack) -> list[serve.Listeners]:
     """Raises BindError. Sockets of ours may share a port, but not with those of others."""
     if settings.port:
         serve.bind(settings).close()
-    first = serve.bind(settings, shared=True)
-    port = first.getsockname()[1]
-    rest = [serve.bind(settings, port, shared=True) for _ in range(settings.workers - 1)]
-    return [first, *rest]
+    if settings.ui_port:
+        serve.bind_at(settings.ui_host, settings.ui_port).close()
+    first = stack.enter_context(serve.bind_all(settings, shared=True))
+    more = range(settings.workers - 1)
+    return [first, *(stack.enter_context(serve.bind_all(settings, first, True)) for _ in more)]

@@ -6,6 +6,7 @@ that flows serve ask for it a second time: on most fronts they do not pass by he
 
 from __future__ import annotations
 
+from starlette.datastructures import State
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -22,14 +23,13 @@ METRICS = "/metrics"
 
 
 class Guard:
-    """`page_port` is where the page alone is, None: on every port. `has_metrics`: on these."""
+    """`state`, the application's, says as `page_port` where the page alone is, None: on every port.
+    `has_metrics`: on these ports."""
 
-    def __init__(
-        self, app: ASGIApp, gateway: Gateway, page_port: int | None, has_metrics: bool
-    ) -> None:
+    def __init__(self, app: ASGIApp, gateway: Gateway, state: State, has_metrics: bool) -> None:
         self._app = app
         self._gateway = gateway
-        self.page_port = page_port
+        self._state = state
         self._has_metrics = has_metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,7 +60,8 @@ class Guard:
     def _is_elsewhere(self, scope: Scope, path: str, is_page: bool) -> bool:
         if path == METRICS:
             return not self._has_metrics
-        if not is_page or self.page_port is None:
+        port: int | None = self._state.page_port
+        if not is_page or port is None:
             return False
         server = scope.get("server")
-        return not server or server[1] != self.page_port
+        return not server or server[1] != port

@@ -22,8 +22,8 @@ PATIENCE = 5.0
 class LivenessServer(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, exposition: Exposition) -> None:
-        """Raises OSError when it cannot listen."""
+    def __init__(self, host: str, port: int, exposition: Exposition | None) -> None:
+        """Without metrics where there is no `exposition`. Raises OSError when it cannot listen."""
         if ":" in host:
             self.address_family = AF_INET6
         self.exposition = exposition
@@ -37,10 +37,12 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/health":
             self._answer(200, "application/json", b'{"status":"ok"}')
-        elif self.path == "/metrics":
+        elif self.path == "/metrics" and self.server.exposition is not None:
             self._answer(200, CONTENT_TYPE, self.server.exposition())
-        else:
+        elif self.server.exposition is not None:
             self._answer(404, "text/plain", b"/health and /metrics are here\n")
+        else:
+            self._answer(404, "text/plain", b"/health is here\n")
 
     def do_HEAD(self) -> None:
         self.do_GET()
