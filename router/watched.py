@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import stat
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+logger = logging.getLogger("disagg_router")
 INTERVAL = 1.0
 # Seconds in which a file that is written in place may have got further.
 CALM = 0.05
@@ -112,12 +114,18 @@ class Watched:
             content = reading.result()
         except UnreadableError as error:
             return str(error)
+        except Exception as error:  # a fault of ours is no reason never to look again
+            logger.exception("%s could not be read", self._paths[0])
+            return f"{type(error).__name__}: {error}"
         if content != self._content:
             self._content, self._refusal = content, ""
             try:
                 self._take(content)
             except ValueError as error:
                 self._refusal = str(error)
+            except Exception as error:
+                logger.exception("%s could not be taken over", self._paths[0])
+                self._refusal = f"{type(error).__name__}: {error}"
         return self._refusal
 
     _is_refused = False

@@ -14,9 +14,10 @@ from router.settings import SECRETS, Settings
 
 SCHEMA = Path(__file__).parents[1] / "charts/disagg-router/values.schema.json"
 CHARTS_OWN = re.compile(
-    r"config|port|liveness_port|shutdown_(delay|timeout)|kubernetes_.*|admin_(port|token.*)|ui(_.*)?"
+    r"config|port|liveness_port|shutdown_(delay|timeout)|kubernetes_(?!scheme).*"
+    r"|admin_(port|token.*)|ui(_.*)?|api_keys_file|tls_(certfile|keyfile)|metrics_(port|host)"
 )
-"""What other values say: ports, the end of a pod, discovery, admin, the page."""
+"""What other values say: ports, the end of a pod, discovery, keys, TLS, admin, the page."""
 WITHOUT_REDIS = {"enum": ["memory", "off"]}
 """Of conversation-store; with Redis, redis.url says it."""
 KEPT = ("type", "enum", "pattern", "items", "minimum", "maximum", "exclusiveMinimum")

@@ -30,6 +30,7 @@ Together with router.upstream.errors these are all failures that a flow can meet
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import orjson
@@ -114,7 +115,13 @@ class RateLimitError(RequestError):
 
     code = "rate_limit_exceeded"
 
-    def __init__(self, message: str, kind: str, seconds: float, headers: Headers) -> None:
+    def __init__(
+        self,
+        message: str,
+        kind: str = "requests",
+        seconds: float = 1.0,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
         super().__init__(message)
         self.kind, self.retry_after = kind, math.ceil(seconds)
         self.headers = [*headers, (b"retry-after-ms", b"%d" % math.ceil(seconds * 1000))]

@@ -237,3 +237,27 @@ def test_the_notes_have_a_line_of_curl() -> None:
 
 def test_golden_files_are_of_the_sets_that_are_rendered() -> None:
     assert {path.stem for path in Path(GOLDEN).iterdir()} == set(SETS)
+
+
+def test_keys_and_certificates_are_files_that_follow_their_secrets() -> None:
+    given = "keys.fileSecret.name=k,keys.engineKeySecret.name=e,tls.secret=t"
+    manifests = render("default", "--set", given)
+    config = yaml.safe_load(only(manifests, "ConfigMap")["data"]["config.yaml"])
+    at = "/etc/disagg-router/secrets"
+    assert config["api-keys-file"] == f"{at}/api-keys"
+    assert config["engine-api-key-file"] == f"{at}/engine-key"
+    assert (config["tls-certfile"], config["tls-keyfile"]) == (f"{at}/tls.crt", f"{at}/tls.key")
+    pod = only(manifests, "Deployment")["spec"]["template"]["spec"]
+    [volume] = [one for one in pod["volumes"] if one["name"] == "secrets"]
+    files = {
+        source["secret"]["items"][0]["path"]: source["secret"]["name"]
+        for source in volume["projected"]["sources"]
+    }
+    assert files == {"api-keys": "k", "engine-key": "e", "tls.crt": "t", "tls.key": "t"}
+    [container] = pod["containers"]
+    # A file under a subPath would never follow its Secret.
+    assert not any("subPath" in mount for mount in container["volumeMounts"])
+    assert container["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+    assert "scheme" not in container["livenessProbe"]["httpGet"]
+    [port] = only(manifests, "Service")["spec"]["ports"]
+    assert port["appProtocol"] == "https"

@@ -28,6 +28,18 @@ under what other parts of the chart depend on.
 {{- $_ := set $owned "conversation-store-key-file" "/etc/disagg-router/secrets/signing-key" }}
 {{- end }}
 {{- end }}
+{{- with .Values.keys }}
+{{- if .fileSecret.name }}
+{{- $_ := set $owned "api-keys-file" "/etc/disagg-router/secrets/api-keys" }}
+{{- end }}
+{{- if .engineKeySecret.name }}
+{{- $_ := set $owned "engine-api-key-file" "/etc/disagg-router/secrets/engine-key" }}
+{{- end }}
+{{- end }}
+{{- if .Values.tls.secret }}
+{{- $_ := set $owned "tls-certfile" "/etc/disagg-router/secrets/tls.crt" }}
+{{- $_ := set $owned "tls-keyfile" "/etc/disagg-router/secrets/tls.key" }}
+{{- end }}
 {{- with .Values.admin }}
 {{- if .enabled }}
 {{- $_ := set $owned "admin-port" .port }}
@@ -47,6 +59,10 @@ under what other parts of the chart depend on.
 {{- $files := concat
       (list (merge (dict "path" "redis-password") .Values.redis.passwordSecret)
             (merge (dict "path" "signing-key") .Values.redis.signingKeySecret)
+            (merge (dict "path" "api-keys") .Values.keys.fileSecret)
+            (merge (dict "path" "engine-key") .Values.keys.engineKeySecret)
+            (dict "name" .Values.tls.secret "key" "tls.crt" "path" "tls.crt")
+            (dict "name" .Values.tls.secret "key" "tls.key" "path" "tls.key")
             (ternary (merge (dict "path" "admin-token") .Values.admin.tokenSecret) dict .Values.admin.enabled)
             (ternary (merge (dict "path" "ui-token") .Values.ui.tokenSecret) dict .Values.ui.enabled))
       .Values.router.secretFiles -}}

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import ssl
@@ -21,16 +22,22 @@ from router.fleet.engine import Health
 from router.settings import Settings, SettingsError, load
 from router.tls import Pair, asking, serving
 from tests.certificates import Authority, Signed
-from tests.unit.router.harness import Router, eventually, running_router
+from tests.unit.router.harness import Router, eventually, post, running_router
 from tests.unit.router.mock_engine import (
+    STREAM_HEAD,
     MockEngine,
+    Peer,
+    Received,
+    chunk,
     running_engine,
     usual_decode,
     usual_prefill,
 )
 from tests.unit.router.processes import RouterProcess, router_process, serving_router
+from tests.unit.router.test_hostile import peak_of, port_of
 
 SAID = 'disagg_router_file_trouble{file="tls"} 1.0'
+RUNNING = re.compile(r"^disagg_router_requests_in_flight [1-9]", re.MULTILINE)
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 7}
 
 
@@ -404,6 +411,68 @@ async def test_an_engine_of_a_file_may_change_to_tls_and_back(
             await eventually(lambda: not router.gateway.fleet.missing(), 10)
             assert (await router.complete()).status_code == 200
             assert {e.spec.url[:8] for e in router.gateway.fleet.engines} == {"https://"}
+
+
+@pytest.mark.parametrize("side", ["client", "engine"])
+async def test_streams_that_nobody_reads_are_held_back_over_tls_too(
+    ca: Authority, first: Signed, p: MockEngine, d: MockEngine, side: str
+) -> None:
+    """What TLS buffers by itself is bounded: 32 readers that stall cost less than 64 MiB."""
+
+    async def endless(_: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD)
+        block = chunk(b"data: " + b"x" * 65_000 + b"\n\n")
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            while True:
+                await peer.send(block)
+
+    async with contextlib.AsyncExitStack() as stack:
+        given = ["--stream-idle-timeout=2", f"--engine-ca-file={ca.certificate}"]
+        if side == "client":
+            given += [f"--tls-certfile={first.certificate}", f"--tls-keyfile={first.key}"]
+            d.usual = endless
+        else:
+            secured = running_engine(endless, ca.serving(first))
+            decoder = await stack.enter_async_context(secured)
+            given += ["--decoder-hosts=https://127.0.0.1", f"--decoder-ports={decoder.port}"]
+            given += ["--without-prefiller=refuse"]
+        router = await stack.enter_async_context(serving_router(p, d, *given))
+        tls = ca.trusting() if side == "client" else None
+        before = peak_of(router)
+        request = post(b'{"prompt":"x","stream":true}')
+        for _ in range(32):
+            opened = asyncio.open_connection("127.0.0.1", port_of(router), ssl=tls, limit=4096)
+            _, writer = await opened
+            stack.callback(writer.close)
+            writer.write(request)
+        async with httpx.AsyncClient(base_url=router.url, verify=tls or False) as client:
+            async with asyncio.timeout(30):
+                while RUNNING.search((await client.get("/metrics")).text):  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+            assert peak_of(router) - before < 64 * 1024 * 1024
+
+
+async def test_a_client_that_leaves_is_noticed_over_tls(
+    ca: Authority, first: Signed, p: MockEngine, d: MockEngine
+) -> None:
+    entered, left = asyncio.Event(), asyncio.Event()
+
+    async def mute(_: Received, peer: Peer) -> None:
+        entered.set()
+        await peer.wait_left()
+        left.set()
+
+    d.scripts.append(mute)
+    given = [f"--tls-certfile={first.certificate}", f"--tls-keyfile={first.key}"]
+    async with serving_router(p, d, *given) as router:
+        _, writer = await asyncio.open_connection(
+            "127.0.0.1", port_of(router), ssl=ca.trusting(), server_hostname="127.0.0.1"
+        )
+        writer.write(post(b'{"prompt":"x"}'))
+        async with asyncio.timeout(10):
+            await entered.wait()
+            writer.transport.abort()
+            await left.wait()
 
 
 # The contexts.

@@ -191,3 +191,26 @@ async def test_a_redis_that_was_never_there_is_no_reason_not_to_serve(
     path = keys(entry("one", KEY, concurrency=2))
     router = await start_router(api_keys_file=path, key_limits_store="redis://127.0.0.1:1")
     assert (await ask(router)).status_code == 200
+
+
+async def test_a_client_that_leaves_while_redis_is_silent_leaves_nothing_behind(
+    start_router: StartRouter, keys: WriteKeys
+) -> None:
+    path = keys(entry("one", KEY, concurrency=1, tokens_per_minute=6000))
+    with running_redis() as own:
+        given = options(own) | {"conversation_store_timeout": 3.0}
+        router = await start_router(api_keys_file=path, **given)
+        door = router.gateway.door
+        assert door is not None
+        assert (await ask(router)).status_code == 200
+        await eventually(lambda: not door.running("one"))
+        own.freeze()
+        leaves = asyncio.create_task(ask(router))
+        await eventually(lambda: door.running("one"))
+        leaves.cancel()
+        await asyncio.gather(leaves, return_exceptions=True)
+        await eventually(lambda: not router.gateway.running)
+        own.thaw()
+        await eventually(lambda: not door.running("one"))
+        await eventually(lambda: own.cli("zcard", "disagg-router:limits:{one}:running") == "0\n")
+        assert (await ask(router)).status_code == 200
