@@ -854,7 +854,7 @@ class Settings(BaseSettings):
         None,
         "TLS",
         "The name that these engines' certificates have, where it is not the host that they are "
-        "reached by, as with pods' addresses.",
+        "reached by: pods and DNS names are reached by their addresses.",
         "NAME",
     )
 

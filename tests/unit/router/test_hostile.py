@@ -29,6 +29,7 @@ from tests.unit.router.processes import RouterProcess, serving_router
 from tests.unit.router.test_fuzz import Answers, talk
 
 MIB = 1024 * 1024
+LINE = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 PROMPT = b'{"prompt":"x"}'
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 SPELLINGS = {
@@ -51,6 +52,8 @@ WRONG_TODAY: dict[str, str] = {
     "host: none": "RFC 9112, 3.2: 400 where there is none in HTTP/1.1, or more than one",
     "host: two": "the same",
     "host: the same twice": "the same",
+    "stranger: body": "asked for its key only when all of the body is here",
+    "stranger: expects": "the same: 100 Continue to who may not come in",
     "bomb: many requests for nothing": "64 KiB of requests read ahead become 50 MiB of scopes",
 }
 
@@ -168,6 +171,27 @@ async def test_a_request_that_does_not_come_is_refused_once(front: Router, spell
     assert len(statuses) <= 1, statuses
 
 
+# Strangers.
+
+
+@pytest.mark.parametrize("case", mark_wrong(["stranger: body", "stranger: expects"]))
+async def test_a_stranger_is_refused_before_he_sends_a_body(
+    p: MockEngine, d: MockEngine, tmp_path: Path, case: str
+) -> None:
+    settings = settings_for(p=[p], d=[d], api_keys_file=no_keys(tmp_path))
+    expect = b"expect: 100-continue\r\n" if case.endswith("expects") else b""
+    async with running_router(settings, "protocol") as router, router.socket() as client:
+        await client.send(LINE + expect + b"content-length: 1000000\r\n\r\n")
+        async with asyncio.timeout(2):
+            assert b" 401 " in (await client.head()).split(b"\r\n")[0]
+
+
+def no_keys(at: Path) -> Path:
+    path = at / "keys.yaml"
+    path.write_text("keys: []")
+    return path
+
+
 # Who is slow.
 
 
@@ -204,7 +228,6 @@ async def test_who_trickles_is_cut_in_time_however_busy_he_looks(front: Router, 
 
 # Bombs: more of everything than there may be.
 
-LINE = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 BOMBS = {
     "a long value": LINE + b"a: " + b"b" * 10 * MIB,
     "a long name": LINE + b"a" * 10 * MIB,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from tests.unit.router.mock_engine import (
     event,
     usual_decode,
 )
+from tests.unit.router.processes import serving_router
 
 KEY, OTHER = "sk-disagg-one", "sk-disagg-other"
 BEARER = {"authorization": f"Bearer {KEY}"}
@@ -578,3 +580,28 @@ async def test_without_keys_nothing_is_looked_at(p: MockEngine, d: MockEngine) -
         assert router.gateway.door is None
         assert not router.gateway.hides_credentials
         assert router.gateway.engine_line == b""
+
+
+async def test_who_reloads_hears_at_once_that_the_file_is_broken(
+    p: MockEngine, d: MockEngine, keys: WriteKeys
+) -> None:
+    path = keys(entry("one", KEY))
+    given = [f"--api-keys-file={path}", "--admin-port=0"]
+    async with (
+        serving_router(p, d, *given) as router,
+        httpx.AsyncClient(base_url=router.url, headers=BEARER) as client,
+    ):
+        line = next(line for line in router.lines if "admin API on" in line)
+        admin = line.split()[-1]
+        path.write_text("keys: [")
+        told = await client.post(f"{admin}/admin/reload")
+        assert told.status_code == 400
+        assert "--api-keys-file" in told.json()["error"]["message"]
+        router.process.send_signal(signal.SIGHUP)
+        await router.until("settings stay as they are: --api-keys-file")
+        assert (await client.get("/v1/models")).status_code == 200
+        keys(entry("two", OTHER))
+        assert (await client.post(f"{admin}/admin/reload")).status_code == 200
+        async with asyncio.timeout(10):
+            while (await client.get("/v1/models")).status_code != 401:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)

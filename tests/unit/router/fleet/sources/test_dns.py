@@ -214,3 +214,14 @@ async def test_a_watch_goes_on_and_asks_a_resolver_made_anew(zone: Zone) -> None
                 reports.append(await asyncio.wait_for(anext(words), 5))
     assert [report.trouble for report in reports] == ["", "OSError: no /etc/resolv.conf", ""]
     assert reports[0] == reports[2]
+
+
+@pytest.mark.parametrize("name", [NAME, SERVICE])
+async def test_a_name_may_be_of_engines_over_tls(zone: Zone, name: str) -> None:
+    zone.has("decode.svc", "A", "10.0.0.1")
+    zone.has("_http._tcp.decode.svc", "SRV", "0 50 8200 decode.svc.")
+    for asked, tls in ((name, False), (f"https://{name}", True)):
+        report, _ = await source(zone, asked)._look()
+        assert report.listed is not None
+        assert [listed.spec.tls for listed in report.listed] == [tls]
+        assert addresses(report) == {"10.0.0.1:8200"}

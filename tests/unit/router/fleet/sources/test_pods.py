@@ -117,3 +117,27 @@ def test_of_two_pods_at_one_address_the_one_that_serves_is_it() -> None:
     old, new = Listed(at, Intent.DRAINING), Listed(at)
     assert distinct([old, new]) == distinct([new, old]) == (new,)
     assert distinct([old, old]) == (old,)
+
+
+@pytest.mark.parametrize(
+    ("labels", "scheme", "tls"),
+    [
+        ({}, "http", False),
+        ({}, "https", True),
+        ({"disagg-router.io/scheme": "https"}, "http", True),
+        ({"disagg-router.io/scheme": "http"}, "https", False),
+    ],
+)
+def test_pods_are_spoken_to_as_they_say_or_as_all_are(
+    labels: dict[str, str], scheme: str, tls: bool
+) -> None:
+    made = msgspec.json.decode(msgspec.json.encode(pod("d", labels=labels)), type=Pod)
+    found = seen(made, Role.DECODE, "8000", scheme)
+    assert found.listed is not None
+    assert found.listed.spec.tls is tls
+
+
+def test_a_scheme_that_is_misspelt_is_trouble_and_not_plain_http() -> None:
+    found = look(pod("d", labels={"disagg-router.io/scheme": "htps"}))
+    assert found.listed is None
+    assert "scheme is 'htps'" in found.trouble
