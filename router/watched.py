@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import stat
@@ -55,6 +56,11 @@ def settled(read: Callable[[], T], content: T) -> T:
     raise UnreadableError("is being written all the time")
 
 
+def _digest(content: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    """Enough to compare with: what is in a private key's file is not kept."""
+    return tuple(hashlib.sha256(one).digest() for one in content)
+
+
 class Watched:
     """Something that is made of files, and made anew when they say something else.
 
@@ -81,10 +87,11 @@ class Watched:
         self._hurry = asyncio.Event()
         self._reading: asyncio.Task[tuple[bytes, ...]] | None = None
         try:
-            self._content = self._read()
+            content = self._read()
         except UnreadableError as error:
             raise ValueError(str(error)) from None
-        take(self._content)
+        self._known = _digest(content)
+        take(content)
 
     async def run(self) -> None:
         """Ends only when it is cancelled."""
@@ -117,8 +124,9 @@ class Watched:
         except Exception as error:  # a fault of ours is no reason never to look again
             logger.exception("%s could not be read", self._paths[0])
             return f"{type(error).__name__}: {error}"
-        if content != self._content:
-            self._content, self._refusal = content, ""
+        known = _digest(content)
+        if known != self._known:
+            self._known, self._refusal = known, ""
             try:
                 self._take(content)
             except ValueError as error:
@@ -132,7 +140,7 @@ class Watched:
 
     def _read_settled(self) -> tuple[bytes, ...]:
         content = self._read()
-        return content if content == self._content else settled(self._read, content)
+        return content if _digest(content) == self._known else settled(self._read, content)
 
     def _read(self) -> tuple[bytes, ...]:
         """Raises UnreadableError, which names the file where there are several."""

@@ -55,16 +55,17 @@ ERROR: dict[str, Any] = {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
                 "param": {"type": ["string", "null"]},
-                "code": {"type": "integer"},
+                "code": {"type": ["integer", "string"]},
             },
         }
     },
 }
 FAILURES = {
     400: "The body is not a JSON object, or an engine refused it",
+    401: "No API key of the router's is shown, where there are such keys",
     408: "The request was not received in time",
     413: "The body is too large",
-    429: "Too many of this tenant's requests wait already",
+    429: "A limit of the API key, or too many of this tenant's requests wait already",
     502: "An engine failed, or sent a broken answer",
     503: "No engine of a role is healthy or has room, or an engine cannot be reached",
     504: "An engine did not answer in time",

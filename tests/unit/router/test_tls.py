@@ -19,6 +19,7 @@ import pytest
 
 from router.app import build
 from router.fleet.engine import Health
+from router.serve import HANDSHAKE
 from router.settings import Settings, SettingsError, load
 from router.tls import Pair, asking, serving
 from tests.certificates import Authority, Signed
@@ -154,6 +155,38 @@ async def test_a_worker_that_dies_while_a_file_is_broken_ends_no_other(
         assert router.process.returncode is None
         first.put(tmp_path)
         await router.until(r"is healthy")
+
+
+async def test_a_handshake_that_is_not_finished_ends_soon(
+    p: MockEngine, d: MockEngine, first: Signed
+) -> None:
+    given = [f"--tls-certfile={first.certificate}", f"--tls-keyfile={first.key}"]
+    async with serving_router(p, d, *given) as router:
+
+        async def wait(begun: bytes) -> None:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port_of(router))
+            writer.write(begun)
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
+
+        async with asyncio.timeout(HANDSHAKE + 5):
+            await asyncio.gather(wait(b""), wait(b"\x16\x03\x01"))
+
+
+async def test_who_says_no_good_bye_keeps_no_router_from_ending(
+    p: MockEngine, d: MockEngine, ca: Authority, first: Signed
+) -> None:
+    given = [f"--tls-certfile={first.certificate}", f"--tls-keyfile={first.key}"]
+    async with serving_router(p, d, *given, "--shutdown-delay=0") as router:
+        context = ca.trusting()
+        with socket.create_connection(("127.0.0.1", port_of(router)), 5) as plain:
+            over = await asyncio.to_thread(context.wrap_socket, plain, server_hostname="127.0.0.1")
+            started = asyncio.get_running_loop().time()
+            router.process.send_signal(signal.SIGTERM)
+            assert await router.ended() == 0
+            assert asyncio.get_running_loop().time() - started < 8
+            over.close()
 
 
 async def test_nothing_older_than_tls_1_2_is_spoken(
