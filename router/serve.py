@@ -126,7 +126,7 @@ class TlsLoop(uvloop.Loop):
     """Bounds what TLS does while a connection is none of ours yet, and when it is none any more:
     uvicorn leaves that at a minute, and at half of one for who does not say good-bye."""
 
-    async def create_server(self, *args: Any, **kwargs: Any) -> asyncio.AbstractServer:
+    async def create_server(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("ssl") is not None:
             kwargs |= {"ssl_handshake_timeout": HANDSHAKE, "ssl_shutdown_timeout": GOODBYE}
         return await super().create_server(*args, **kwargs)
