@@ -36,7 +36,8 @@ from router.upstream.errors import ReaderStalledError
 logger = logging.getLogger("disagg_router.api")
 
 
-# In a scope's extensions: our own front asks.
+# In a scope's extensions: our own front asks, which bounds bodies itself, and what it refuses to
+# receive it raises where the body is asked for.
 FROM_US = "disagg_router"
 
 
@@ -70,6 +71,8 @@ class Served(Response):
     ) -> None:
         """`exchange` is the front itself, or what stands before it."""
         limits, held = self._gateway.limits, self._gateway.held
+        if FROM_US in scope.get("extensions", ()):
+            held = Held(0)  # our own front counts it already
         try:
             async with asyncio.timeout(limits.client_read_timeout):
                 front.body = await _read_body(scope, receive, limits.max_body_size, held)

@@ -1,7 +1,8 @@
 """Whatever flows do not serve: the application behind, asked through ASGI.
 
 https://asgi.readthedocs.io/en/latest/specs/www.html. The body was received whole, within the bounds
-of all bodies, before the application is asked.
+of all bodies, before the application is asked. Of a request that is refused instead, whoever asks
+for its body meets the refusal: so it is told in the words of the endpoint that was asked.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Message, Scope
 from router.api.asgi import FROM_US
 from router.api.inbound import Incoming
 from router.api.outbound import Outbound
-from router.flows.errors import JSON, body_of
+from router.flows.errors import JSON, RequestError, body_of, headers_of, shape_of
 from router.flows.exchange import Header
 
 logger = logging.getLogger("disagg_router.api")
@@ -44,16 +45,19 @@ def scope_of(incoming: Incoming, transport: asyncio.BaseTransport, state: dict[s
     }
 
 
-async def answer(app: ASGIApp, scope: Scope, outbound: Outbound) -> None:
+async def answer(
+    app: ASGIApp, scope: Scope, outbound: Outbound, refusal: RequestError | None = None
+) -> None:
     """Runs the application until it has answered. Never raises: what it does wrong is logged, and
     its client is told as well as what it already got allows."""
-    bridge = Bridge(outbound, scope["method"] == "HEAD")
+    bridge = Bridge(outbound, scope["method"] == "HEAD", refusal)
     try:
         await app(scope, bridge.receive, bridge.send)
     except Exception as error:
-        logger.exception("%s %s failed", scope["method"], scope["path"])
+        if error is not refusal:
+            logger.exception("%s %s failed", scope["method"], scope["path"])
         if not bridge.is_open:
-            await outbound.respond(500, JSON, body_of(error))
+            await outbound.respond(shape_of(error).status, headers_of(error), body_of(error))
     else:
         if not bridge.is_open:
             logger.error("%s %s was not answered", scope["method"], scope["path"])
@@ -65,8 +69,11 @@ async def answer(app: ASGIApp, scope: Scope, outbound: Outbound) -> None:
 class Bridge:
     """`is_open`: an answer has begun."""
 
-    def __init__(self, outbound: Outbound, is_head: bool) -> None:
+    def __init__(
+        self, outbound: Outbound, is_head: bool, refusal: RequestError | None = None
+    ) -> None:
         self.is_open = False
+        self._refusal = refusal
         self._outbound = outbound
         self._is_head = is_head
         self._is_read = False
@@ -80,6 +87,8 @@ class Bridge:
         if self._is_read:
             await self._outbound.over()
             return {"type": "http.disconnect"}
+        if self._refusal is not None:
+            raise self._refusal
         self._is_read = True
         return {"type": "http.request", "body": self._outbound.body, "more_body": False}
 

@@ -10,6 +10,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from router.api.asgi import AsgiExchange, Served
+from router.api.guard import CALLER
+from router.callers.keys import Key
 from router.dialects import messages, responses
 from router.dialects.kept import Responses, UnknownResponseError
 from router.dialects.translated import (
@@ -41,7 +43,8 @@ class Spoken(Served):
         exchange = AsgiExchange(scope, send, self._endpoint)
         of = self._speaker_of
         if isinstance(of, Responses):
-            speaker: Speaker = ResponsesSpeaker(of, exchange.headers)
+            whose = _owned(self._gateway, scope, exchange.headers)
+            speaker: Speaker = ResponsesSpeaker(of, whose)
         else:
             exchange.headers = authorized(exchange.headers)
             speaker = of()
@@ -91,7 +94,15 @@ async def count_tokens(request: Request) -> Response:
 
 
 def _headers(request: Request) -> Sequence[Header]:
-    return headers.sound(request.scope["headers"])
+    given = headers.sound(request.scope["headers"])
+    return _owned(request.app.state.gateway, request.scope, given)
+
+
+def _owned(gateway: Gateway, scope: Scope, given: Sequence[Header]) -> Sequence[Header]:
+    """Where callers have keys of ours, what is kept is the key's owner's, whoever a client says
+    that it is."""
+    key: Key | None = scope.get(CALLER)
+    return given if key is None or gateway.door is None else gateway.door.known(given, key)
 
 
 def _not_found(name: str) -> NotFoundError:

@@ -9,6 +9,7 @@ whatever comes after it is thrown away, and its answer closes the connection.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 import httptools
@@ -34,6 +35,9 @@ class Bounds(Protocol):
 
     limits: Limits
     held: Held
+
+    def refusal_of(self, headers: Sequence[Header]) -> RequestError | None:
+        """Why who asks may not come in, as far as the head tells."""
 
 
 class Incoming(Struct, eq=False):
@@ -213,6 +217,11 @@ class Inbound:
         if current is None or current.is_weighed:
             return
         current.is_weighed = True
+        if current.endpoint is not None:
+            refusal = self._bounds.refusal_of(current.headers)
+            if refusal is not None:
+                self.refuse(refusal)
+                return
         size = int(current.header(b"content-length") or b"0")
         if size > self._bounds.limits.max_body_size:
             self.refuse(self._body_too_large())

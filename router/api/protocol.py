@@ -191,14 +191,11 @@ class RouterProtocol(asyncio.Protocol):
 
     def _answer(self, request: Incoming) -> None:
         self._held = request.size
-        outbound, endpoint = self._outbound(request, request.body), request.endpoint
-        if endpoint is not None:
-            self._run(outbound, serve(outbound, self.gateway))
+        outbound = self._outbound(request, request.body)
+        if request.endpoint is None:
+            self._bridge(request, outbound)
         else:
-            scope = bridge.scope_of(request, self.transport, self._app_state)
-            task = self._run(outbound, bridge.answer(self._app, scope, outbound))
-            self._server.tasks.add(task)
-            task.add_done_callback(self._server.tasks.discard)
+            self._run(serve(outbound, self.gateway))
 
     def _refuse(self, request: Incoming, error: RequestError) -> None:
         """Closes: nobody knows what follows."""
@@ -207,11 +204,21 @@ class RouterProtocol(asyncio.Protocol):
         request.keep_alive = False
         outbound = self._outbound(request, b"")
         if request.endpoint is not None:
-            self._run(outbound, refuse(outbound, self.gateway, error))
+            self._run(refuse(outbound, self.gateway, error))
+        elif request.method:
+            self._bridge(request, outbound, error)
         else:
             body, status = body_of(error), shape_of(error).status
             outbound.open(status, headers_of(error), len(body))
             outbound.write(body, last=True)
+
+    def _bridge(
+        self, request: Incoming, outbound: Outbound, refusal: RequestError | None = None
+    ) -> None:
+        scope = bridge.scope_of(request, self.transport, self._app_state)
+        task = self._run(bridge.answer(self._app, scope, outbound, refusal))
+        self._server.tasks.add(task)
+        task.add_done_callback(self._server.tasks.discard)
 
     def _outbound(self, request: Incoming, body: bytes) -> Outbound:
         self._answering = outbound = Outbound(
@@ -227,7 +234,7 @@ class RouterProtocol(asyncio.Protocol):
         )
         return outbound
 
-    def _run(self, outbound: Outbound, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         self._task = task = self._loop.create_task(work)
         return task
 

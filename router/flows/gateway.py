@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
-from router.callers.door import Door
+from router.callers.door import MISSING, Door
 from router.conversations.conversations import Conversations
 from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet
@@ -18,7 +18,7 @@ from router.fleet.snapshot import Pool, Snapshot
 from router.fleet.spec import Role
 from router.flows.admission import Admission, Held, has_limits
 from router.flows.attempts import RetryBudget
-from router.flows.errors import EngineError, NoEngineError, UnknownModelError
+from router.flows.errors import EngineError, NoEngineError, UnauthorizedError, UnknownModelError
 from router.flows.limits import Limits
 from router.flows.request import Request
 from router.policies.affinity import LoadBound
@@ -114,6 +114,14 @@ class Gateway:
             self.admission.tune(settings)
         elif has_limits(settings):
             self.admission = Admission(settings, self.fleet, self.metrics)
+
+    def refusal_of(self, headers: Sequence[tuple[bytes, bytes]]) -> UnauthorizedError | None:
+        """Of a request whose body is still to come: a stranger's is not waited for."""
+        key = None if self.door is None else self.door.who(headers)
+        if not isinstance(key, str):
+            return None
+        self.metrics.unauthorized.add((key,))
+        return UnauthorizedError(key == MISSING)
 
     def route(
         self, request: Request, home: Engine | None = None, but: Container[str] = ()

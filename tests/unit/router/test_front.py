@@ -56,7 +56,8 @@ async def test_a_late_request_is_answered_once(start_router: StartRouter, path: 
     async with router.socket() as client:
         await client.send(post(BODY, path)[:-3])
         head, _ = await client.answer()
-        assert status_of(head) == 408
+        # The application knows no POST to that page, and looks at no body to say so.
+        assert status_of(head) == (405 if path == "/v1/models" else 408)
         assert await client.until_closed() == b""
 
 

@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -40,31 +39,6 @@ SPELLINGS = {
     "unknown": b"/nowhere",
 }
 """Of paths: another spelling may be served by another front."""
-
-# What today's front does wrong: each is expected to fail, and to be taken off this list by who
-# mends it, for one that begins to pass is a failure, too.
-WRONG_TODAY: dict[str, str] = {
-    # Refused by the application, the connection stays open for a body that nobody wants: the next
-    # request on it is taken for that, and its end is refused once more.
-    **{f"a body too large | {one}": "refused, and then 408 as well" for one in SPELLINGS},
-    **{f"413 | {one}": "refused, and then 408 as well" for one in SPELLINGS},
-    **{f"408 | {one}": "refused twice" for one in SPELLINGS},
-    "host: none": "RFC 9112, 3.2: 400 where there is none in HTTP/1.1, or more than one",
-    "host: two": "the same",
-    "host: the same twice": "the same",
-    "stranger: body": "asked for its key only when all of the body is here",
-    "stranger: expects": "the same: 100 Continue to who may not come in",
-    "bomb: many requests for nothing": "64 KiB of requests read ahead become 50 MiB of scopes",
-}
-
-
-def mark_wrong(names: list[str]) -> list[Any]:
-    return [
-        pytest.param(n, marks=pytest.mark.xfail(strict=True, reason=WRONG_TODAY[n]))
-        if n in WRONG_TODAY
-        else n
-        for n in names
-    ]
 
 
 @pytest.fixture
@@ -114,7 +88,7 @@ def hidden_in(name: str, path: bytes) -> bytes:
 CASES = [f"{name} | {spelling}" for name in (*SMUGGLED, *MORE) for spelling in SPELLINGS]
 
 
-@pytest.mark.parametrize("case", mark_wrong(CASES))
+@pytest.mark.parametrize("case", CASES)
 async def test_no_request_is_hidden_in_another_however_it_is_spelled(
     front: Router, p: MockEngine, d: MockEngine, case: str
 ) -> None:
@@ -139,7 +113,7 @@ HOSTS = {
 }
 
 
-@pytest.mark.parametrize("case", mark_wrong([f"host: {kind}" for kind in HOSTS]))
+@pytest.mark.parametrize("case", [f"host: {kind}" for kind in HOSTS])
 async def test_who_is_asked_is_said_once(front: Router, p: MockEngine, case: str) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\n" + HOSTS[case.removeprefix("host: ")]
     request = head + b"content-length: %d\r\n\r\n" % len(PROMPT) + PROMPT
@@ -147,9 +121,7 @@ async def test_who_is_asked_is_said_once(front: Router, p: MockEngine, case: str
     assert not p.requests
 
 
-@pytest.mark.parametrize(
-    "spelling", mark_wrong([f"413 | {name}" for name in ("plain", *SPELLINGS)])
-)
+@pytest.mark.parametrize("spelling", [f"413 | {name}" for name in ("plain", *SPELLINGS)])
 async def test_after_a_refusal_before_a_bodys_end_nothing_more_is_read(
     front: Router, p: MockEngine, spelling: str
 ) -> None:
@@ -161,9 +133,7 @@ async def test_after_a_refusal_before_a_bodys_end_nothing_more_is_read(
     assert not p.requests
 
 
-@pytest.mark.parametrize(
-    "spelling", mark_wrong([f"408 | {name}" for name in ("plain", *SPELLINGS)])
-)
+@pytest.mark.parametrize("spelling", [f"408 | {name}" for name in ("plain", *SPELLINGS)])
 async def test_a_request_that_does_not_come_is_refused_once(front: Router, spelling: str) -> None:
     path = SPELLINGS.get(spelling.removeprefix("408 | "), b"/v1/completions")
     head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{" % path
@@ -174,7 +144,7 @@ async def test_a_request_that_does_not_come_is_refused_once(front: Router, spell
 # Strangers.
 
 
-@pytest.mark.parametrize("case", mark_wrong(["stranger: body", "stranger: expects"]))
+@pytest.mark.parametrize("case", ["stranger: body", "stranger: expects"])
 async def test_a_stranger_is_refused_before_he_sends_a_body(
     p: MockEngine, d: MockEngine, tmp_path: Path, case: str
 ) -> None:
@@ -263,7 +233,7 @@ def throw(port: int, data: bytes) -> list[int]:
     return answers.statuses
 
 
-@pytest.mark.parametrize("name", mark_wrong([f"bomb: {name}" for name in BOMBS]))
+@pytest.mark.parametrize("name", [f"bomb: {name}" for name in BOMBS])
 async def test_a_bomb_is_refused_or_taken_a_little_at_a_time(
     bombed: RouterProcess, name: str
 ) -> None:
@@ -447,7 +417,7 @@ async def large(_: Received, peer: Peer) -> None:
         await peer.answer(b'{"x":"' + b"y" * 12 * MIB + b'"}')
 
 
-@pytest.mark.parametrize("case", mark_wrong(["unread: keep-alive", "unread: close"]))
+@pytest.mark.parametrize("case", ["unread: keep-alive", "unread: close"])
 async def test_a_whole_answer_that_nobody_reads_is_not_held_for_ever(
     p: MockEngine, d: MockEngine, case: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from router.flows.errors import (
     HeadTooLargeError,
     MalformedRequestError,
     RequestTimeoutError,
+    UnauthorizedError,
 )
 
 BODY = b'{"prompt":"a"}'
@@ -28,6 +30,10 @@ class Bounded:
         default_factory=lambda: SimpleNamespace(max_header_size=1000, max_body_size=100)
     )
     held: Held = field(default_factory=lambda: Held(150))
+    refusal: UnauthorizedError | None = None
+
+    def refusal_of(self, headers: Sequence[tuple[bytes, bytes]]) -> UnauthorizedError | None:
+        return self.refusal
 
 
 def post(
@@ -206,3 +212,12 @@ def test_a_client_may_wait_for_a_word() -> None:
     (request,) = inbound.requests
     assert request.expects_continue
     assert not request.is_complete
+
+
+def test_a_strangers_body_is_not_waited_for() -> None:
+    bounded = Bounded(refusal=UnauthorizedError(is_missing=True))
+    inbound = Inbound(bounded)
+    inbound.feed(post()[:-5])
+    (request,) = inbound.requests
+    assert isinstance(request.refusal, UnauthorizedError)
+    assert bounded.held.size == 0
