@@ -10,7 +10,7 @@ from typing import Any
 
 from scripts.bench.errors import BenchError
 from scripts.bench.machine import describe
-from scripts.router_bench import compare
+from scripts.router_bench import compare, saturate
 from scripts.router_bench.cases import IDLE_STREAMS, Case, cases
 from scripts.router_bench.contestants import PEERS, prepare
 from scripts.router_bench.report import Report
@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.compare:
             return compare.main(*options.compare)
+        if options.saturate:
+            saturate.require_wrk()
         return _measure(options)
     except BenchError as error:
         sys.stderr.write(f"{PROGRAM}: error: {error}\n")
@@ -62,6 +64,9 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 async def _run_all(session: Session, report: Report, options: argparse.Namespace) -> None:
+    if options.saturate:
+        await _saturate(session, report, options)
+        return
     known = cases()
     for name in options.only or [*known, IDLE]:
         made: list[Run] = []
@@ -73,6 +78,20 @@ async def _run_all(session: Session, report: Report, options: argparse.Namespace
             runs = measure(session, case, options.rounds, options.share)
         async for run in runs:
             report.note(run)
+            made.append(run)
+        report.add(case, Runs(case.name, made))
+
+
+async def _saturate(session: Session, report: Report, options: argparse.Namespace) -> None:
+    for name, case in saturate.saturated().items():
+        if name not in (options.only or saturate.FULL):
+            continue
+        made: list[Run] = []
+        seconds = saturate.SECONDS * options.share
+        async for run in saturate.measure_full(session, case, options.rounds, seconds):
+            report.note(run)
+            if run.cpu < saturate.BUSY * run.elapsed:
+                report.say(f"  its core was {run.cpu / run.elapsed:.0%} busy: not saturated")
             made.append(run)
         report.add(case, Runs(case.name, made))
 
@@ -97,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", choices=names, metavar="CASE", help=", ".join(names))
     add("--rounds", type=_positive, default=5, help="runs of each contestant and case (5)")
     add("--share", type=float, default=1.0, help="of the usual number of requests (1)")
+    add("--saturate", action="store_true", help="with the routers' core full, asked by wrk")
     add("--json", type=Path, metavar="FILE", help="also write every run there")
     add("--logs", type=Path, metavar="DIR", help="keep the routers' output there")
     add("--strict", action="store_true", help="exit 3 when a case is above its goal")

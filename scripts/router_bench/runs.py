@@ -46,12 +46,12 @@ class Runs:
         return [run for run in self.made if run.contestant == contestant]
 
     def ratio(self, ours: str, peer: str) -> float:
-        """The median over rounds of what we cost as a share of the peer.
+        """The median over rounds of what a request costs us as a share of the peer.
 
         Raises NotInterleavedError.
         """
         pairs = take_turns(self.of(ours), self.of(peer))
-        return statistics.median(one.cpu / other.cpu for one, other in pairs)
+        return statistics.median(one.cpu_us / other.cpu_us for one, other in pairs)
 
     def to_json(self) -> list[dict[str, Any]]:
         return [asdict(run) for run in self.made]

@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,6 +64,16 @@ class Session:
             before = _cpu_of(contestant)
             outcome = await drive(clients, total)
             cpu = _cpu_of(contestant) - before
+        self.place += 1
+        return self._run(case, contestant, outcome, cpu)
+
+    async def watched(
+        self, case: Case, contestant: Contestant, asking: Callable[[], Awaitable[Outcome]]
+    ) -> Run:
+        """What the contestant costs while somebody else asks it."""
+        before = _cpu_of(contestant)
+        outcome = await asking()
+        cpu = _cpu_of(contestant) - before
         self.place += 1
         return self._run(case, contestant, outcome, cpu)
 

@@ -13,16 +13,56 @@ import orjson
 import pytest
 
 from scripts.bench.errors import BenchError, NotInterleavedError
-from scripts.router_bench import compare
+from scripts.router_bench import compare, saturate
 from scripts.router_bench.accounting import usage
 from scripts.router_bench.cases import cases
+from scripts.router_bench.contestants import Engines
 from scripts.router_bench.runs import Run, Runs, percentiles, take_turns
+from scripts.router_bench.session import Contestant, Session
 
 RUN = Run("s", 0, "unary", "ours", 100, 1, 1.0, 0.02, 0, (0.001, 0.002), (0.001, 0.002))
 
 
 def runs(*contestants: str) -> list[Run]:
     return [replace(RUN, place=place, contestant=name) for place, name in enumerate(contestants)]
+
+
+def test_a_ratio_is_of_what_one_request_costs() -> None:
+    """Where cores are full all use as much, and answer more or fewer."""
+    ours, peer = runs("ours", "peer")
+    assert Runs("unary", [replace(ours, requests=400), peer]).ratio("ours", "peer") == 0.25
+
+
+SAID = "  {made} requests in 2.00s, 1MB read\n{trouble}Requests/sec: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("trouble", "is_fine"),
+    [
+        ("", True),
+        ("  Socket errors: connect 0, read 0, write 0, timeout 3\n", True),
+        ("  Socket errors: connect 0, read 7, write 0, timeout 0\n", False),
+        ("  Non-2xx or 3xx responses: 5\n", False),
+    ],
+)
+async def test_what_wrk_says_is_what_was_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str, is_fine: bool
+) -> None:
+    said = SAID.format(made=800, trouble=trouble)
+    wrk = tmp_path / "wrk"
+    wrk.write_text(f"#!/bin/sh\ncat <<'E'\n{said}E\n")
+    wrk.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    session = Session(Engines(1, 2), [Contestant("ours", 80, os.getpid()), Contestant("direct")])
+    case = saturate.saturated()["unary"]
+    if is_fine:
+        made = [run async for run in saturate.measure_full(session, case, 2, 2)]
+        assert [(run.contestant, run.requests, run.elapsed) for run in made] == [
+            ("ours", 800, 2.0)
+        ] * 2
+    else:
+        with pytest.raises(BenchError, match="does not answer as it should"):
+            [run async for run in saturate.measure_full(session, case, 1, 2)]
 
 
 def test_the_ratio_is_the_median_over_pairs_that_followed_each_other() -> None:
