@@ -6,6 +6,8 @@ text of a model can be taken for: quotes inside of JSON strings are escaped.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from router.telemetry.record import Record, Tokens
@@ -14,18 +16,20 @@ NAME = b'"usage":'
 # How far from an answer's end it is looked for, and how long it may be.
 NEAR = 8192
 LONGEST = 512
-MOST = 10**15
 UNKNOWN = Tokens(None, None, None)
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, lt=10**15)]
+
+
 class _Details(msgspec.Struct, gc=False):
-    cached_tokens: int | None = None
+    cached_tokens: Count | None = None
 
 
 class _Usage(msgspec.Struct, gc=False):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    cached_tokens: int | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+    cached_tokens: Count | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -56,19 +60,22 @@ def tokens_so_far(record: Record) -> Tokens:
 
 
 def tokens_in(usage: bytes) -> Tokens:
-    """Of one usage, as it was told: what is no number of tokens is not known."""
+    """Of one usage, as it was told; nothing is known of one that makes no sense."""
     start = usage.find(b"{")
     end = usage.find(b"}", start) + 1
-    while end and usage.count(b"{", start, end) != usage.count(b"}", start, end):
-        end = usage.find(b"}", end) + 1
+    if usage.find(b"{", start + 1, end) >= 0:
+        end = _end_of(usage, start, end)
     try:
         told = _decode(usage[start:end])
     except (msgspec.DecodeError, UnicodeDecodeError):
         return UNKNOWN
     details = told.prompt_tokens_details
     cached = told.cached_tokens if details is None else details.cached_tokens
-    return Tokens(_sane(told.prompt_tokens), _sane(told.completion_tokens), _sane(cached))
+    return Tokens(told.prompt_tokens, told.completion_tokens, cached)
 
 
-def _sane(count: int | None) -> int | None:
-    return count if count is None or 0 <= count < MOST else None
+def _end_of(usage: bytes, start: int, end: int) -> int:
+    """Of an object that holds others, but no text that could have a brace in it."""
+    while end and usage.count(b"{", start, end) != usage.count(b"}", start, end):
+        end = usage.find(b"}", end) + 1
+    return end

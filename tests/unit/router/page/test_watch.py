@@ -32,9 +32,9 @@ def test_what_is_held_has_bounds_and_what_did_not_fit_is_counted() -> None:
 
 
 def test_to_look_at_a_request_that_runs_takes_none_of_its_tokens() -> None:
-    running = record(prefill_usage=b'"prompt_tokens":46')
+    running = record(prefill_usage=b'{"prompt_tokens":46}')
     assert seen(running, Origin("w", 0.0)).prompt_tokens == 46
-    running.usage, running.ended = b'"prompt_tokens":46,"completion_tokens":5', 101.0
+    running.usage, running.ended = b'{"prompt_tokens":46,"completion_tokens":5}', 101.0
     assert tokens_of(running) == (46, 5, None), "the access line and metrics have all of them"
     assert seen(running, Origin("w", 0.0)).completion_tokens == 5
 
