@@ -94,7 +94,12 @@ async def engine(name: Name, control: TheControl) -> EngineView:
     return await control.engine(name)
 
 
-@router.delete("/engines/{name}", status_code=204, summary="Takes away what was added here")
+@router.delete(
+    "/engines/{name}",
+    status_code=204,
+    response_model=None,
+    summary="Takes away what was added here",
+)
 async def remove(name: Name, control: TheControl) -> None:
     await control.remove(name)
 
@@ -120,7 +125,7 @@ async def weigh(group: GroupName, request: Request, control: TheControl) -> Grou
     return await control.weigh(group, weight)
 
 
-@router.delete("/groups/{group}", status_code=204, summary="Takes that back")
+@router.delete("/groups/{group}", status_code=204, response_model=None, summary="Takes that back")
 async def unweigh(group: GroupName, control: TheControl) -> None:
     await control.unweigh(group)
 

@@ -136,6 +136,7 @@ class Legs:
                 self.let_go()
             engine.holding += 1
             self.holder = engine
+            record.offered = prefilled.params.raw
         return prefilled
 
     def let_go(self, is_read: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,6 +17,9 @@ from router.telemetry.usage import tokens_of
 
 logger = logging.getLogger("disagg_router.access")
 MESSAGE = "request"
+# In kv_transfer_params, of one group of layers or several.
+BLOCKS = re.compile(rb'"remote_block_ids":\s*(\[[][\d,\s]*\])')
+DIGITS = re.compile(rb"\d+")
 
 
 class Form(NamedTuple):
@@ -151,7 +155,7 @@ def _short(r: Record) -> str:
         parts.append(f"{prompt} tokens in" + (f", {completion} out" if completion else ""))
     if r.first_byte is not None and r.ended is not None:
         parts.append(f"first after {_seconds(r, r.first_byte)}, all after {_seconds(r, r.ended)}")
-    parts += filter(None, (_way(r), _reused(prompt, cached, r.conversation)))
+    parts += filter(None, (_way(r), _moved(r), _reused(prompt, cached, r.conversation)))
     if r.outcome != "ok":
         parts.append(f"{r.outcome}{' at ' + r.stage if r.stage != 'done' else ''}")
     if r.error:
@@ -163,6 +167,13 @@ def _way(r: Record) -> str:
     if r.prefiller and r.decoder:
         return f"prefill {r.prefiller} -> decode {r.decoder}"
     return f"{r.decoder or r.prefiller} alone" if r.decoder or r.prefiller else ""
+
+
+def _moved(r: Record) -> str:
+    """What the decoder was told to read; blocks that it had already, it leaves."""
+    found = BLOCKS.search(r.offered) if r.prefiller and r.decoder else None
+    count = len(DIGITS.findall(found[1])) if found else 0
+    return f"{count} block{'s' if count > 1 else ''} moved" if count else ""
 
 
 def _reused(prompt: int | None, cached: int | None, conversation: str) -> str:

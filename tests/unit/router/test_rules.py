@@ -307,6 +307,25 @@ def test_the_format_is_that_of_who_reads_it(
     assert isinstance(formatter_for(log_format, is_terminal), formatter)
 
 
+@pytest.mark.parametrize(
+    ("offered", "said"),
+    [
+        (b'{"remote_block_ids":[[7,8,9]],"remote_port":5600}', "; 3 blocks moved; "),
+        (b'{"remote_block_ids": [[1], [22]]}', "; 2 blocks moved; "),
+        (b'{"remote_block_ids":[4]}', "; 1 block moved; "),
+        (b'{"remote_block_ids":[]}', ""),
+        (b'{"remote_block_ids":"many"}', ""),
+        (b"", ""),
+    ],
+)
+def test_a_short_line_says_what_was_moved(offered: bytes, said: str) -> None:
+    record = Record("/v1/completions", 0.0, "id", "pull", "done", "ok", 200, usage=USAGE)
+    record.prefiller, record.decoder, record.offered = "p:1", "d:1", offered
+    line = AccessLine(record, 0.0).short()
+    assert said in line
+    assert said or "moved" not in line
+
+
 def test_a_failure_is_told_in_one_short_line() -> None:
     record = Record("/v1/completions", 10.0, "id", outcome="failed", status=502, ended=10.0)
     record.error, record.stage = "EngineError: it\nsaid no", "prefill"
