@@ -12,6 +12,7 @@ from typing import NamedTuple
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from router.callers import credential
 from router.fleet.engine import Engine
 from router.flows import headers
 from router.flows.content import check_json
@@ -66,6 +67,8 @@ async def _everywhere(request: Request, path: str) -> Response:
     if not gateway.settings.lora_updates:
         raise ForbiddenError(OFF)
     given = headers.sound(request.scope["headers"])
+    if gateway.hides_credentials:
+        given = credential.without(given)
     check_json(given)
     raw = await _body(request)
     body, engines = parse_body(raw), gateway.fleet.engines
@@ -76,6 +79,7 @@ async def _everywhere(request: Request, path: str) -> Response:
     if not chosen:
         raise NoEngineError("no engine is healthy")
     request_id, shared = headers.read(given)
+    shared += gateway.engine_line
     told = await asyncio.gather(*(_ask(e, path, request_id, shared, raw) for e in chosen))
     done = [one for one in told if one.is_done]
     _note(gateway, done, body, path)

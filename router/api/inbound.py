@@ -36,7 +36,7 @@ class Bounds(Protocol):
     limits: Limits
     held: Held
 
-    def refusal_of(self, headers: Sequence[Header]) -> RequestError | None:
+    def refusal_of(self, headers: Sequence[Header], endpoint: str | None) -> RequestError | None:
         """Why who asks may not come in, as far as the head tells."""
 
 
@@ -95,6 +95,11 @@ class Inbound:
         """What comes next is no request at all. It is answered only where nothing else is: who has
         asked one thing takes the next answer on this connection for that of the next thing."""
         return bool(self.requests) and not self.requests[0].method
+
+    @property
+    def is_waiting(self) -> bool:
+        """A request is all here."""
+        return bool(self.requests) and self.requests[0].is_complete
 
     def feed(self, data: bytes) -> None:
         self._overhead += len(data)
@@ -217,11 +222,10 @@ class Inbound:
         if current is None or current.is_weighed:
             return
         current.is_weighed = True
-        if current.endpoint is not None:
-            refusal = self._bounds.refusal_of(current.headers)
-            if refusal is not None:
-                self.refuse(refusal)
-                return
+        refusal = self._bounds.refusal_of(current.headers, current.endpoint)
+        if refusal is not None:
+            self.refuse(refusal)
+            return
         size = int(current.header(b"content-length") or b"0")
         if size > self._bounds.limits.max_body_size:
             self.refuse(self._body_too_large())

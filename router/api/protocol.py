@@ -135,6 +135,8 @@ class RouterProtocol(asyncio.Protocol):
             self._answer_next()
         elif inbound.requests:
             self._limit_ahead(len(data))
+        if self._unread_until != NEVER:
+            return  # the clock runs for what the client has not read, whatever it asks meanwhile
         if inbound.is_receiving:
             if not self._is_timed:
                 self._is_timed = True
@@ -293,16 +295,21 @@ class RouterProtocol(asyncio.Protocol):
 
     def _go_on(self) -> None:
         """An answer is out: on to the next request."""
-        self._unread, self._unread_until, self._ahead = 0, NEVER, 0
-        if not self._is_reading:
-            self._resume_reading()
+        self._unread, self._unread_until = 0, NEVER
         inbound = self._inbound
         if inbound.requests:
             self._answer_next()
+        elif self._is_asked_to_end:
+            self._close()  # the head of the answer may have left before
         elif not inbound.is_receiving:
             self._watch(self._keep_alive)
+        if self._is_closing:
+            return
         if inbound.is_receiving:
             self._watch(self.gateway.limits.client_read_timeout)
+        if not inbound.is_waiting:  # or more would come with each answer than is answered
+            self._ahead = 0
+            self._resume_reading()
 
     # Expiring: a request must be received in time, and its answer read.
 

@@ -13,7 +13,17 @@ from router.flows.exchange import Exchange, Header, Relayed
 
 ANY = "*"
 METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
-EXPOSED = b"x-request-id, retry-after"
+EXPOSED = b", ".join(
+    (
+        b"x-request-id",
+        b"retry-after",
+        *(
+            b"x-ratelimit-%b-%b" % (what, of)
+            for of in (b"requests", b"tokens")
+            for what in (b"limit", b"remaining", b"reset")
+        ),
+    )
+)
 # Seconds that a browser may remember what it was told.
 MAX_AGE = b"600"
 NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2048}")

@@ -115,12 +115,16 @@ class Gateway:
         elif has_limits(settings):
             self.admission = Admission(settings, self.fleet, self.metrics)
 
-    def refusal_of(self, headers: Sequence[tuple[bytes, bytes]]) -> UnauthorizedError | None:
-        """Of a request whose body is still to come: a stranger's is not waited for."""
+    def refusal_of(
+        self, headers: Sequence[tuple[bytes, bytes]], endpoint: str | None
+    ) -> UnauthorizedError | None:
+        """Of a request whose body is still to come: a stranger's is not waited for. What is for the
+        application may be open to all without a body, and is counted there where it is not."""
         key = None if self.door is None else self.door.who(headers)
         if not isinstance(key, str):
             return None
-        self.metrics.unauthorized.add((key,))
+        if endpoint is not None:
+            self.metrics.unauthorized.add((key,))
         return UnauthorizedError(key == MISSING)
 
     def route(

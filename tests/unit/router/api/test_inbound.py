@@ -32,7 +32,9 @@ class Bounded:
     held: Held = field(default_factory=lambda: Held(150))
     refusal: UnauthorizedError | None = None
 
-    def refusal_of(self, headers: Sequence[tuple[bytes, bytes]]) -> UnauthorizedError | None:
+    def refusal_of(
+        self, headers: Sequence[tuple[bytes, bytes]], endpoint: str | None
+    ) -> UnauthorizedError | None:
         return self.refusal
 
 

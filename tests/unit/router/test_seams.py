@@ -1,0 +1,207 @@
+"""Where parts meet that are each tested alone: the front door with keys, streams and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import yaml
+from fastapi.responses import Response, StreamingResponse
+
+from router.callers.keys import digest_of
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
+from tests.unit.router.mock_engine import (
+    DONE,
+    STREAM_HEAD,
+    MockEngine,
+    Peer,
+    Received,
+    chunk,
+    event,
+    usual_prefill,
+)
+from tests.unit.router.processes import serving_router
+
+KEY, OTHER, THIRD = "sk-disagg-one", "sk-disagg-other", "sk-disagg-third"
+GET = b"GET /version HTTP/1.1\r\nhost: a\r\n\r\n"
+WHOLE = post(b'{"prompt": "x"}')
+STREAM = post(b'{"prompt": "x", "stream": true}')
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.yaml"
+    listed = [("one", KEY, "a"), ("other", OTHER, "a"), ("third", THIRD, "b")]
+    entries = [
+        {
+            "name": name,
+            "sha256": digest_of(key.encode()).hex(),
+            "tenant": tenant,
+            "requests_per_minute": 1000,
+            "tokens_per_minute": 100000,
+            "concurrency": 2,
+        }
+        for name, key, tenant in listed
+    ]
+    path.write_text(yaml.safe_dump({"keys": entries}))
+    return path
+
+
+# Keys.
+
+
+async def test_a_callers_key_is_not_told_to_engines_that_load_an_adapter(
+    start_router: StartRouter, keys: Path, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start_router(
+        api_keys_file=keys, engine_api_key="of-the-engines", lora_updates=True
+    )
+
+    async def loads(request: Received, peer: Peer) -> None:
+        await peer.answer(b"done")
+
+    p.usual = d.usual = loads
+    asked = {"lora_name": "pirate", "lora_path": "/adapters/pirate"}
+    for shown in ({"authorization": f"Bearer {KEY}"}, {"x-api-key": KEY}):
+        path = "/v1/load_lora_adapter"
+        assert (await router.client.post(path, json=asked, headers=shown)).is_success
+        for engine in (p, d):
+            assert KEY not in str(engine.last.headers)
+            assert engine.last.header("authorization") == "Bearer of-the-engines"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/tokenize", "/v1/nothing"])
+@pytest.mark.parametrize("expects", [b"", b"expect: 100-continue\r\n"])
+async def test_a_strangers_body_is_waited_for_nowhere(
+    p: MockEngine, d: MockEngine, keys: Path, path: str, expects: bytes
+) -> None:
+    async with running_router(settings_for(p=[p], d=[d], api_keys_file=keys), "protocol") as router:
+        async with router.socket() as client:
+            asked = post(b"x" * 1000, path, expects)
+            await client.send(asked[:-900])
+            head, _ = await client.answer()
+            assert b" 401 " in head.split(b"\r\n")[0]
+        assert router.metric("unauthorized_total", reason="missing") == 1
+
+
+async def test_what_is_open_to_all_is_open_to_who_is_slow(
+    p: MockEngine, d: MockEngine, keys: Path
+) -> None:
+    async with running_router(settings_for(p=[p], d=[d], api_keys_file=keys), "protocol") as router:
+        async with router.socket() as client:
+            await client.send(GET.replace(b"\r\n\r\n", b"\r\ncontent-length: 10\r\n\r\nx"))
+            head, _ = await client.answer()
+            assert b" 200 " in head.split(b"\r\n")[0]
+        assert router.metric("unauthorized_total", reason="missing") == 0
+
+
+async def test_a_page_may_read_what_its_keys_limits_say(
+    start_router: StartRouter, keys: Path
+) -> None:
+    router = await start_router(api_keys_file=keys, cors_origins=("https://a.example",))
+    headers = {"origin": "https://a.example", "authorization": f"Bearer {KEY}"}
+    answer = await router.client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    readable = set(answer.headers["access-control-expose-headers"].split(", "))
+    told = {name for name in answer.headers if name.startswith("x-ratelimit-")}
+    assert len(told) == 6
+    assert told <= readable
+
+
+# A connection.
+
+
+async def test_a_pipeline_is_read_no_further_while_requests_of_it_wait(
+    hot: Router, p: MockEngine
+) -> None:
+    """However many answers there are: with each, as much as one read brings would be added."""
+    sent, gate = 0, asyncio.Event()
+
+    async def waits(request: Received, peer: Peer) -> None:
+        await gate.wait()
+        await usual_prefill(request, peer)
+
+    p.usual = waits
+    async with hot.socket() as client:
+        await client.send(WHOLE)
+        await eventually(lambda: p.requests)
+
+        async def feed() -> None:
+            nonlocal sent
+            while True:
+                await client.send(WHOLE * 100)
+                sent += 100
+
+        feeding = asyncio.create_task(feed())
+        before = -1
+        while before != sent:
+            before = sent
+            await asyncio.sleep(0.2)
+        held = hot.gateway.held.size
+        gate.set()
+        for _ in range(50):
+            await client.answer()
+        assert hot.gateway.held.size <= held + 15
+        feeding.cancel()
+
+
+async def test_a_stream_that_outlives_the_order_to_end_ends_its_connection(
+    p: MockEngine, d: MockEngine
+) -> None:
+    may_end = asyncio.Event()
+
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD + chunk(event("a")))
+        await may_end.wait()
+        await peer.send(chunk(DONE) + b"0\r\n\r\n")
+
+    d.scripts = [script]
+    async with serving_router(p, d, "--shutdown-delay=0", "--keep-alive-timeout=60") as router:
+        port = int(router.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(STREAM)
+        await reader.readuntil(b'"a"')
+        router.process.terminate()
+        await router.until("shutting down")
+        await eventually(lambda: _refuses(port))
+        may_end.set()
+        async with asyncio.timeout(5):
+            assert (await reader.read()).endswith(b"0\r\n\r\n")
+            assert await router.ended() == 0
+        writer.close()
+
+
+def _refuses(port: int) -> bool:
+    with contextlib.closing(socket.socket()) as one:
+        return one.connect_ex(("127.0.0.1", port)) != 0
+
+
+async def test_who_does_not_read_gains_no_time_by_asking_more(start_router: StartRouter) -> None:
+    router = await start_router(stream_idle_timeout=0.3)
+    if router.front != "protocol":
+        return
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += 1
+            yield b"x" * 100_000
+            await asyncio.sleep(0)
+
+    def streams() -> Response:
+        return StreamingResponse(endless())
+
+    router.app.add_api_route("/streams", streams, methods=["GET"])
+    async with router.socket() as client:
+        await client.send(GET.replace(b"/version", b"/streams"))
+        before = -1
+        while not sent or before != sent:
+            before = sent
+            await asyncio.sleep(0.05)
+        await client.send(GET)
+        await eventually(lambda: router.metric("client_connections") == 0)
