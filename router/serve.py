@@ -104,6 +104,9 @@ class Shutdown:
         if self._gateway.running:
             logger.warning("ending %d requests that still run", len(self._gateway.running))
             self._gateway.interrupt()
+        for connection in tuple(self._server.server_state.connections):
+            if isinstance(connection, RouterProtocol):
+                connection.end()
 
 
 def run(settings: Settings, read_again: Callable[[], Settings]) -> None:

@@ -17,12 +17,12 @@ from starlette.types import ASGIApp, Message, Scope
 
 from router.api.asgi import FROM_US
 from router.api.inbound import Incoming
-from router.api.outbound import Outbound
+from router.api.outbound import NO_CONTENT, Outbound
 from router.flows.errors import JSON, RequestError, body_of, headers_of, shape_of
 from router.flows.exchange import Header
 
 logger = logging.getLogger("disagg_router.api")
-NO_BODY = frozenset((204, 304))
+NO_BODY = frozenset((NO_CONTENT, 304))
 
 
 def scope_of(incoming: Incoming, transport: asyncio.BaseTransport, state: dict[str, Any]) -> Scope:
@@ -121,6 +121,8 @@ class Bridge:
         dropped = {b"connection", b"transfer-encoding"}
         if self._is_head or self._status in NO_BODY:
             self._has_body = False
+            if self._status == NO_CONTENT:
+                dropped.add(b"content-length")
             kept = [header for header in headers if header[0] not in dropped]
             outbound.open_bare(self._status, kept)
             return

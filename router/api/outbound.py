@@ -11,6 +11,8 @@ from msgspec import Struct
 from router.api import wire
 from router.flows.exchange import Header, Relayed
 
+NO_CONTENT = 204  # has no length either (RFC 9110, 8.6)
+
 
 class Line(Protocol):
     """The connection that the answer leaves by."""
@@ -52,8 +54,8 @@ class Outbound(Struct, eq=False):
             return
         self.started = True
         line = self.line
-        head = wire.head(status, headers, wire.length(len(body)), *line.common(self))
-        line.send(head + body)
+        framing = wire.length(len(body)) if body or status != NO_CONTENT else b""
+        line.send(wire.head(status, headers, framing, *line.common(self)) + body)
         self._end()
 
     async def relay(

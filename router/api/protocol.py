@@ -26,8 +26,10 @@ from router.api.outbound import Outbound
 from router.flows.dispatch import refuse, serve
 from router.flows.errors import (
     CrowdedError,
+    MalformedRequestError,
     RequestError,
     RequestTimeoutError,
+    ShuttingDownError,
     body_of,
     headers_of,
     shape_of,
@@ -40,6 +42,10 @@ READ_AHEAD = 64 * 1024
 # Connections beyond the most, which are told so if they ask for something soon, and may ask for
 # health; those beyond these are cut.
 CROWD = 128
+# Of requests that are refused before their end. The application may do what one asks without a look
+# at its body, so it hears only of those that ask for nothing to be done, and of POSTs: to whatever
+# it has for these, the body is what counts.
+REFUSED_THERE = frozenset((b"POST", b"GET", b"HEAD", b"OPTIONS"))
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -169,6 +175,12 @@ class RouterProtocol(asyncio.Protocol):
         if self._answering is None and not self._inbound.requests:
             self.transport.close()
 
+    def end(self) -> None:
+        """What has not come by now is not waited for: it may be asked of another router."""
+        if self._answering is None and self._inbound.is_receiving:
+            self._inbound.refuse(ShuttingDownError("the router is shutting down"))
+            self._answer_next()
+
     # Whose turn it is.
 
     def _answer_next(self) -> None:
@@ -207,7 +219,7 @@ class RouterProtocol(asyncio.Protocol):
         outbound = self._outbound(request, b"")
         if request.endpoint is not None:
             self._run(refuse(outbound, self.gateway, error))
-        elif request.method:
+        elif request.method in REFUSED_THERE and not isinstance(error, MalformedRequestError):
             self._bridge(request, outbound, error)
         else:
             body, status = body_of(error), shape_of(error).status

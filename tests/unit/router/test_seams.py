@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 from fastapi.responses import Response, StreamingResponse
@@ -173,6 +174,64 @@ async def test_a_stream_that_outlives_the_order_to_end_ends_its_connection(
             assert (await reader.read()).endswith(b"0\r\n\r\n")
             assert await router.ended() == 0
         writer.close()
+
+
+async def test_a_request_that_does_not_come_holds_up_no_end(p: MockEngine, d: MockEngine) -> None:
+    flags = ("--shutdown-delay=0", "--shutdown-timeout=1", "--client-read-timeout=60")
+    async with serving_router(p, d, *flags) as router:
+        port = int(router.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(STREAM[:-3])
+        await writer.drain()
+        await eventually(lambda: _has_come(router.url), 10)
+        router.process.terminate()
+        async with asyncio.timeout(5):
+            assert b" 503 " in (await reader.read()).partition(b"\r\n")[0]
+            writer.close()
+            assert await router.ended() == 0
+
+
+def _has_come(url: str) -> bool:
+    """Ours, beside the one that asks."""
+    return b"client_connections 2" in bytes(httpx.get(f"{url}/metrics").content)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"DELETE /acts HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"DELETE /acts HTTP/1.1\r\nhost: a\r\ncontent-length: 999999999\r\n\r\n{",
+        b"POST /acts HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+async def test_what_is_refused_does_nothing(hot: Router, sent: bytes) -> None:
+    acted: list[str] = []
+
+    def acts() -> Response:
+        acted.append("acted")
+        return Response(b"done")
+
+    hot.app.add_api_route("/acts", acts, methods=["DELETE", "POST"])
+    async with hot.socket() as client:
+        await client.send(sent)
+        head, _ = await client.answer()
+        assert head.split(b" ")[1] in (b"400", b"413")
+        assert await client.until_closed() == b""
+    assert not acted
+
+
+async def test_an_answer_of_nothing_has_no_length(hot: Router, d: MockEngine) -> None:
+    async def nothing(request: Received, peer: Peer) -> None:
+        await peer.send(b"HTTP/1.1 204 No Content\r\n\r\n")
+
+    d.usual = nothing
+    async with hot.socket() as client:
+        get = b"GET /version HTTP/1.1\r\nhost: a\r\n\r\n"
+        await client.send(post(b'{"model":"m","input":"a"}', "/v1/embeddings") + get)
+        head = await client.head()
+        assert head.split(b" ")[1] == b"204"
+        assert b"content-length" not in head.lower()
+        assert b'"version"' in (await client.answer())[1]
 
 
 def _refuses(port: int) -> bool:
