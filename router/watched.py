@@ -136,8 +136,6 @@ class Watched:
                 self._refusal = f"{type(error).__name__}: {error}"
         return self._refusal
 
-    _is_refused = False
-
     def _read_settled(self) -> tuple[bytes, ...]:
         content = self._read()
         return content if _digest(content) == self._known else settled(self._read, content)

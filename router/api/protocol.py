@@ -111,7 +111,7 @@ class RouterProtocol(asyncio.Protocol):
         self._crowded = over > 0
         if over > CROWD:
             self.gateway.metrics.refusals.add(("connections",))
-            self._abort()
+            self.abort()
             return
         self._watch(LINGER if self._crowded else limits.client_read_timeout)
 
@@ -298,9 +298,6 @@ class RouterProtocol(asyncio.Protocol):
         else:
             self._go_on()
 
-    def abort(self) -> None:
-        self._abort()
-
     def _let_go(self) -> None:
         self.gateway.held.size -= self._held
         self._held = 0
@@ -330,7 +327,7 @@ class RouterProtocol(asyncio.Protocol):
         if self.transport.get_write_buffer_size() and (outbound is None or not outbound.endpoint):
             self._look_at_reader()
         elif self._is_closing or self.transport.is_closing():
-            self._abort()
+            self.abort()
         elif not inbound.is_receiving:
             if outbound is None:
                 self.transport.close()
@@ -358,7 +355,7 @@ class RouterProtocol(asyncio.Protocol):
         """It is given up when it has read nothing all the while, or takes too long altogether."""
         before, after = self._unread, self.transport.get_write_buffer_size()
         if 0 < before <= after or now() >= self._unread_until:
-            self._abort()
+            self.abort()
         else:
             self._watch_reader()
 
@@ -387,7 +384,7 @@ class RouterProtocol(asyncio.Protocol):
             if self.transport.get_write_buffer_size():
                 self._watch_reader()
 
-    def _abort(self) -> None:
+    def abort(self) -> None:
         self._is_closing = self._inbound.is_deaf = True
         self.transport.abort()
 

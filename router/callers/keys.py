@@ -20,15 +20,10 @@ from typing import Annotated
 import msgspec
 import yaml
 
-try:
-    from yaml import CSafeLoader as SafeLoader
-except ImportError:  # PyYAML without libyaml: the same, slower
-    from yaml import SafeLoader  # type: ignore[assignment]
+from router.listing import entries_of
 
 # About ten thousand keys.
 MOST_BYTES = 2 * 1024 * 1024
-# As deep as the list of a key's models.
-DEEPEST = 4
 # Tools know a key by how it begins, among them those that look for keys in places where none
 # should be.
 PREFIX = "sk-disagg-"
@@ -114,30 +109,9 @@ def _entry(entry: object) -> Key:
 def _entries(content: bytes) -> list[object]:
     """Raises ValueError."""
     try:
-        _check_shape(content)
-        found = yaml.load(content, SafeLoader)
+        return entries_of(content, "keys")
     except (yaml.YAMLError, RecursionError, OverflowError) as error:
         raise ValueError(_where(error)) from None
-    match found:
-        case {"keys": list() as entries, **others} if not others:
-            return entries
-        case {"keys": _, **others} if others:
-            raise ValueError(f"{_line(repr(next(iter(others))))} is not known beside keys")
-        case _:
-            raise ValueError("has no list of keys: begin it with a line of 'keys:'")
-
-
-def _check_shape(content: bytes) -> None:
-    """A few lines of YAML can mean billions of values, or be nested without end; none of that is
-    needed here. Raises ValueError, yaml.YAMLError."""
-    depth = 0
-    for event in yaml.parse(content, SafeLoader):
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise ValueError("anchors and aliases are not taken")
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEEPEST:
-            raise ValueError("is nested too deep for a list of keys")
 
 
 def _where(error: Exception) -> str:
@@ -149,7 +123,7 @@ def _where(error: Exception) -> str:
 
 def _quoted(text: str) -> str:
     """A name like `no`, and one of digits alone, would be something else in YAML."""
-    return text if yaml.load(text, SafeLoader) == text else f'"{text}"'
+    return text if yaml.safe_load(text) == text else f'"{text}"'
 
 
 def _line(what: object) -> str:

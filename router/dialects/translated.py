@@ -6,7 +6,6 @@ turn needs is kept, so that a client that has read them may go on at once.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -22,7 +21,7 @@ from router.dialects.story import Step, Story
 from router.flows.bodies import write
 from router.flows.content import check_json
 from router.flows.errors import error_body, type_of_status
-from router.flows.exchange import Exchange, Header, Relayed
+from router.flows.exchange import Before, Exchange, Header, Relayed
 from router.flows.gateway import Gateway
 from router.flows.request import PASSED, Request, parse_body
 from router.policies.chunks import tokens_of
@@ -177,23 +176,13 @@ def authorized(headers: Sequence[Header]) -> Sequence[Header]:
     return [*rest, (b"authorization", b"Bearer " + key)]
 
 
-class Translated:
+class Translated(Before):
     """`most`: bytes of an answer that is no stream."""
 
     def __init__(self, front: Exchange, speaker: Speaker, most: int) -> None:
-        self.loop: asyncio.AbstractEventLoop = front.loop
-        self.endpoint, self.arrived = front.endpoint, front.arrived
-        self.headers = front.headers
-        self._front, self._speaker, self._most = front, speaker, most
+        super().__init__(front)
+        self._speaker, self._most = speaker, most
         self._is_ended = False
-
-    @property
-    def started(self) -> bool:
-        return self._front.started
-
-    @property
-    def body(self) -> bytes:
-        return self._front.body
 
     async def read(self, request: Request, gateway: Gateway) -> None:
         """Raises RequestError."""
@@ -230,9 +219,6 @@ class Translated:
 
     async def finish(self, tail: bytes) -> None:
         await self._end(self._translated(tail))
-
-    def abort(self) -> None:
-        self._front.abort()
 
     async def _tell(self, status: int, headers: Sequence[Header], content: Json) -> None:
         speaker = self._speaker

@@ -5,11 +5,10 @@ Credentials are a header that a page sets itself, never a cookie; so no answer a
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterable, Sequence
 
-from router.flows.exchange import Exchange, Header, Relayed
+from router.flows.exchange import Before, Exchange, Header
 
 ANY = "*"
 METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
@@ -60,29 +59,12 @@ def preflight(headers: Sequence[Header], origins: Sequence[str]) -> list[Header]
     return found
 
 
-class Readable:
+class Readable(Before):
     """An Exchange whose answers say that a page may read them."""
 
     def __init__(self, front: Exchange, lines: Sequence[Header]) -> None:
-        self.loop: asyncio.AbstractEventLoop = front.loop
-        self.endpoint, self.arrived = front.endpoint, front.arrived
-        self.headers, self.body = front.headers, front.body
-        self._front, self._lines = front, lines
+        super().__init__(front)
+        self._lines = lines
 
-    @property
-    def started(self) -> bool:
-        return self._front.started
-
-    async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
-        await self._front.respond(status, [*headers, *self._lines], body)
-
-    async def relay(
-        self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
-    ) -> None:
-        await self._front.relay(status, [*headers, *self._lines], answer, idle, latest)
-
-    async def finish(self, tail: bytes) -> None:
-        await self._front.finish(tail)
-
-    def abort(self) -> None:
-        self._front.abort()
+    def _told(self, headers: Sequence[Header]) -> list[Header]:
+        return [*headers, *self._lines]

@@ -58,3 +58,39 @@ class Exchange(Protocol):
 
     def abort(self) -> None:
         """Cuts an answer that `relay` left open, so that no client can take it for complete."""
+
+
+class Before:
+    """An Exchange before another one, for those that change some of what passes."""
+
+    def __init__(self, front: Exchange) -> None:
+        self.loop: asyncio.AbstractEventLoop = front.loop
+        self.endpoint, self.arrived = front.endpoint, front.arrived
+        self.headers: Sequence[Header] = front.headers
+        self._front = front
+
+    @property
+    def body(self) -> bytes:
+        return self._front.body
+
+    @property
+    def started(self) -> bool:
+        return self._front.started
+
+    async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        await self._front.respond(status, self._told(headers), body)
+
+    async def relay(
+        self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
+    ) -> None:
+        await self._front.relay(status, self._told(headers), answer, idle, latest)
+
+    async def finish(self, tail: bytes) -> None:
+        await self._front.finish(tail)
+
+    def abort(self) -> None:
+        self._front.abort()
+
+    def _told(self, headers: Sequence[Header]) -> Sequence[Header]:
+        """What the client is told of an answer's headers."""
+        return headers

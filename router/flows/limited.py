@@ -5,41 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.callers.door import Stay
-from router.flows.exchange import Exchange, Header, Relayed
+from router.flows.exchange import Before, Exchange, Header, Relayed
 from router.upstream.answer import Sink
 
 EVENT = b"data: {"
 LIMIT = b"x-ratelimit-"
 
 
-class Limited:
+class Limited(Before):
     """An Exchange before another one. `lines` are whole headers."""
 
     def __init__(self, front: Exchange, stay: Stay, lines: Sequence[Header]) -> None:
-        self.loop, self.endpoint, self.arrived = front.loop, front.endpoint, front.arrived
-        self.headers, self.body = front.headers, front.body
-        self._front = front
+        super().__init__(front)
         self._stay = stay
         self._lines = lines
-
-    @property
-    def started(self) -> bool:
-        return self._front.started
-
-    async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
-        await self._front.respond(status, self._told(headers), body)
 
     async def relay(
         self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
     ) -> None:
         counted = Counted(answer, self._stay) if answer.is_event_stream else answer
-        await self._front.relay(status, self._told(headers), counted, idle, latest)
-
-    async def finish(self, tail: bytes) -> None:
-        await self._front.finish(tail)
-
-    def abort(self) -> None:
-        self._front.abort()
+        await super().relay(status, headers, counted, idle, latest)
 
     def _told(self, headers: Sequence[Header]) -> list[Header]:
         """An engine's limits are the router's business."""

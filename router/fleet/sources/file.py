@@ -22,19 +22,13 @@ import yaml
 
 from router.fleet.sources.source import Report, SourceError
 from router.fleet.spec import DEFAULT_GROUP, EngineSpec, Intent, Listed, Role
+from router.listing import NoListError, entries_of
 from router.settings import GROUP, HEAVIEST, HOST_NAME, TLS, Address, canonical
 from router.watched import INTERVAL, PATIENCE, UnreadableError, content_of, settled
-
-try:
-    from yaml import CSafeLoader as SafeLoader
-except ImportError:  # PyYAML without libyaml: the same, slower
-    from yaml import SafeLoader  # type: ignore[assignment]
 
 PORTS = {"http": 80, "https": 443}
 # About ten thousand engines.
 MOST_BYTES = 1024 * 1024
-# As deep as the list of an engine's models, which is as deep as it goes.
-DEEPEST = 4
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Group = Annotated[str, msgspec.Meta(pattern=rf"\A{GROUP.pattern}\Z")]
@@ -137,30 +131,11 @@ def _content(path: Path) -> bytes:
 def _entries(content: bytes) -> list[object]:
     """Raises SourceError."""
     try:
-        _check_shape(content)
-        found = yaml.load(content, SafeLoader)
+        return entries_of(content, "engines")
+    except NoListError as error:
+        raise SourceError(str(error)) from None
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
         raise SourceError(_line(error)) from None
-    match found:
-        case {"engines": list() as entries, **others} if not others:
-            return entries
-        case {"engines": _, **others} if others:
-            raise SourceError(f"{_line(repr(next(iter(others))))} is not known beside engines")
-        case _:
-            raise SourceError("has no list of engines: begin it with a line of 'engines:'")
-
-
-def _check_shape(content: bytes) -> None:
-    """A few lines of YAML can mean billions of values, or be nested without end; none of that is
-    needed here. Raises ValueError, yaml.YAMLError."""
-    depth = 0
-    for event in yaml.parse(content, SafeLoader):
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise ValueError("anchors and aliases are not taken")
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEEPEST:
-            raise ValueError("is nested too deep for a list of engines")
 
 
 def _listed(entry: Entry) -> Listed:

@@ -130,6 +130,10 @@ class RawClient:
             return await self.reader.read()
 
 
+def status_of(head: bytes) -> int:
+    return int(head.split(b" ", 2)[1])
+
+
 def post(body: bytes, path: str = "/v1/completions", headers: bytes = b"") -> bytes:
     """A plain request; `headers` are whole lines."""
     length = b"content-length: %d\r\n" % len(body)

@@ -9,7 +9,7 @@ import pytest
 from fastapi.responses import Response, StreamingResponse
 
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.harness import Router, eventually, post
+from tests.unit.router.harness import Router, eventually, post, status_of
 from tests.unit.router.mock_engine import MockEngine, Peer, Received, usual_prefill
 
 BODY = b'{"prompt":"a"}'
@@ -18,10 +18,6 @@ SPELLINGS = [
     "/v1/completions/",
     "http://router/v1/completions",
 ]
-
-
-def status_of(head: bytes) -> int:
-    return int(head.split(b" ", 2)[1])
 
 
 @pytest.mark.parametrize("path", SPELLINGS)

@@ -9,12 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.harness import (
-    RawClient,
-    Router,
-    eventually,
-    post,
-)
+from tests.unit.router.harness import RawClient, Router, eventually, post, status_of
 from tests.unit.router.mock_engine import (
     DONE,
     STREAM_HEAD,
@@ -28,10 +23,6 @@ from tests.unit.router.mock_engine import (
 )
 
 BODY = b'{"prompt": "x"}'
-
-
-def status_of(head: bytes) -> int:
-    return int(head.split(b" ", 2)[1])
 
 
 def check_error(head: bytes, body: bytes, status: int) -> None:
