@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from engine_ext.base import begun
+from engine_ext.base.begun import Begun
 from engine_ext.base.config import TransferMode
 from engine_ext.base.proof import Keys, PrefixProof
 from engine_ext.base.types import BlockIds, CacheGeometry, EngineIdentity, EngineRequest
@@ -25,15 +27,20 @@ class Answers:
         self._mode = mode
         self._unix_time = unix_time
 
-    def of_prefill(self, request: EngineRequest, keys: Keys, block_ids: BlockIds) -> dict[str, Any]:
-        """The proof is of the prompt: what D decodes itself it does not load."""
+    def of_prefill(
+        self, request: EngineRequest, keys: Keys, block_ids: BlockIds, hands_over: bool = False
+    ) -> dict[str, Any]:
+        """The proof is of what stood in our blocks, as a rule the prompt: what D decodes itself it
+        does not load."""
         where = self._where(request, block_ids)
+        begins = {begun.KEY: _begun(request)} if hands_over else {}
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             **where,
             "remote_blocks_expiry_time": None,
-            "prefix_proof": _proof(request.prompt_token_ids, keys, where),
+            "prefix_proof": _proof(request.token_ids, keys, where),
+            **begins,
         }
 
     def of_turn(
@@ -67,6 +74,11 @@ class Answers:
             "transfer_mode": self._mode,
             "remote_block_size": self._block_size,
         }
+
+
+def _begun(request: EngineRequest) -> dict[str, Any]:
+    prompt = tuple(request.prompt_token_ids)
+    return Begun(prompt, tuple(request.token_ids[len(prompt) :])).to_wire()
 
 
 def _proof(tokens: Sequence[int], keys: Keys, where: dict[str, Any]) -> dict[str, Any]:

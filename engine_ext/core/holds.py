@@ -33,6 +33,8 @@ class ForReader:
 
     transfer_id: str | None
     """The router's name for it, in push mode."""
+    hands_over: bool
+    """It goes on from what we have sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,8 @@ class Holds:
     def num_held(self) -> int:
         return len(self._held)
 
-    def expect_reader(self, request_id: str, transfer_id: str | None) -> None:
-        self._expected[request_id] = ForReader(transfer_id)
+    def expect_reader(self, request_id: str, transfer_id: str | None, hands_over: bool) -> None:
+        self._expected[request_id] = ForReader(transfer_id, hands_over)
         self._orders.expects.append(request_id)
 
     def expect_next_turn(self, request_id: str, is_firm: bool) -> None:
@@ -114,8 +116,8 @@ class Holds:
         expected = self._expected.get(request.request_id)
         keys = request.content_keys if has_kv and expected is not None else None
         match expected:
-            case ForReader(transfer_id) if keys is not None:
-                return self._lease(request, keys, block_ids, transfer_id)
+            case ForReader() as reader if keys is not None:
+                return self._lease(request, keys, block_ids, reader)
             case ForReader(transfer_id):
                 self._orders.cancels.append(LeaseCancel(request.request_id, transfer_id))
             case ForNextTurn(is_firm) if keys is not None:
@@ -123,7 +125,7 @@ class Holds:
         return NOT_KEPT
 
     def _lease(
-        self, request: EngineRequest, keys: Keys, block_ids: BlockIds, transfer_id: str | None
+        self, request: EngineRequest, keys: Keys, block_ids: BlockIds, reader: ForReader
     ) -> FinishDecision:
         self._held.add(request.request_id)
         self._orders.grants.append(LeaseGrant(request.request_id, self._config.lease_duration))
@@ -131,9 +133,10 @@ class Holds:
             num_tokens = request.num_computed_tokens
             content = digest(request.prompt_token_ids, keys, num_tokens)
             self._orders.offers.append(
-                PushOffer(request.request_id, block_ids, num_tokens, content, transfer_id)
+                PushOffer(request.request_id, block_ids, num_tokens, content, reader.transfer_id)
             )
-        return FinishDecision(True, self._answers.of_prefill(request, keys, block_ids))
+        answer = self._answers.of_prefill(request, keys, block_ids, reader.hands_over)
+        return FinishDecision(True, answer)
 
     def _retain(
         self, request: EngineRequest, keys: Keys, block_ids: BlockIds, is_firm: bool

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from engine_ext.base import begun
 from engine_ext.base.access import EVERYWHERE, Networks
 from engine_ext.base.config import TransferMode
 from engine_ext.base.proof import MAX_TOKENS, NoProof, PrefixProof
@@ -52,6 +53,8 @@ class TransferParams:
     """In push mode, instead of `source`: who will write, for a DECODE role."""
     transfer_id: str | None = None
     """Push mode, either role: the router's name for the transfer."""
+    hands_over: bool = False
+    """A prefill tells, with its answer, the ids of its prompt and of what it has sampled."""
     retain: bool = False
     may_be_read_by_stock: bool = False
     """Who prefilled for us, and may read this turn, proves no prefix, so it may be a stock engine:
@@ -87,7 +90,7 @@ def _parse(raw: Any, mode: TransferMode) -> TransferParams:
         raise _InvalidError("do_remote_decode and do_remote_prefill are both set")
     retain = _flag(raw, "retain")
     if decode:
-        return _prefill(raw)
+        return replace(_prefill(raw), hands_over=_flag(raw, begun.ASK))
     if not prefill:
         return TransferParams(Role.NONE, retain=retain)
     target = _target(raw) if mode == "push" else None

@@ -91,7 +91,7 @@ class SchedulerConnector:
         if params.problem is not None:
             logger.warning("request %s: %s", request.request_id, params.problem)
         if params.role is Role.PREFILL:
-            self._holds.expect_reader(request.request_id, params.transfer_id)
+            self._holds.expect_reader(request.request_id, params.transfer_id, params.hands_over)
         elif params.retain and self._config.bidirectional:
             self._holds.expect_next_turn(request.request_id, params.may_be_read_by_stock)
         if params.source is not None:
