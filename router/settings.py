@@ -590,6 +590,14 @@ class Settings(BaseSettings):
         "up.",
         "{auto,pull,push}",
     )
+    first_token: Annotated[Literal["auto", "decoder"], Lower] = _setting(
+        "auto",
+        "Choice",
+        "auto: the token that a prefiller samples is the answer's first, where both engines offer "
+        "that: the decoder renders nothing and goes on with the second (docs/mid-answer.md). "
+        "decoder: it samples the first again.",
+        "{auto,decoder}",
+    )
     prefill_policy: Annotated[Policy, Lower] = _setting(
         "prefix",
         "Choice",

@@ -53,6 +53,11 @@ class Learned:
     laid out, the connector's version. Empty where it does not say, or its ranks differ."""
     pushes: bool = False
     """It has said so."""
+    hands_over: bool = False
+    begins: bool = False
+    """It goes on from what another has sampled. Both: it has said so."""
+    renders: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of what two engines must share for that: by the name of it."""
     ranks: Mapping[int, Coordinates] = field(default_factory=dict)
     """For push: by data-parallel rank."""
     _bare_streams: int = 0
@@ -101,6 +106,9 @@ class Learned:
             # Ours alone name what they prove; others' pages may know no turns by that name.
             self.offers_no_turns = "prefix_proof" in capabilities and "turns" not in capabilities
             self.proves_prefix = self.proves_prefix or "prefix_proof" in capabilities
+            self.hands_over = "hand_over" in capabilities
+            self.begins = "begun" in capabilities
+            self.renders = _texts_in(identity.get("renders"))
         modes, ranks = identity.get("transfer_modes"), identity.get("ranks")
         if isinstance(modes, list):
             self._note_modes(mode for mode in modes if isinstance(mode, str))
@@ -136,6 +144,12 @@ def coordinates_in(params: object) -> Coordinates | None:
         case [str() as engine_id, str() as host, int() as port], int() as tp, int() as pp:
             return Coordinates(engine_id, host, port, tp, pp)
     return None
+
+
+def _texts_in(given: object) -> dict[str, str]:
+    if not isinstance(given, Mapping):
+        return {}
+    return {name: text for name, text in given.items() if isinstance(text, str)}
 
 
 def _compatibility_of(ranks: list[object]) -> str:

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import orjson
 
 from router.flows.errors import BadRequestError
-from router.flows.fields import MAX_COMPLETION_TOKENS
+from router.flows.fields import MAX_COMPLETION_TOKENS, MIN_TOKENS
+from router.flows.handover import wants_logprobs
 from router.flows.prefilled import Params
 from router.flows.request import KV_PARAMS, THRESHOLD, Body
 
@@ -43,6 +44,9 @@ OWN = frozenset(
 # One token, not streamed, once: the prefiller computes the prompt and keeps its blocks.
 ONE_TOKEN = b'"max_tokens":1,"stream":false'
 ONE_COMPLETION_TOKEN = b'"max_completion_tokens":1'
+# The token that it samples is the answer's first: so it is what the client would get.
+ONE_AT_LEAST = b'"min_tokens":1'
+AS_IDS = b'"return_tokens_as_token_ids":true'
 KEEP_BLOCKS = b'"kv_transfer_params":' + orjson.dumps(PREFILL_PARAMS)
 NO_THRESHOLD = b'"cache_hit_threshold":0'
 
@@ -50,7 +54,7 @@ NO_THRESHOLD = b'"cache_hit_threshold":0'
 class Bodies:
     """The bodies that one request becomes. Raises BadRequestError for what cannot be written."""
 
-    __slots__ = ("_own", "_start")
+    __slots__ = ("_own", "_start", "_wants_logprobs")
 
     def __init__(self, body: Body) -> None:
         own = {name: body[name] for name in body if name in OWN}
@@ -59,6 +63,7 @@ class Bodies:
             for name in own:
                 del body[name]
         self._own = own
+        self._wants_logprobs = wants_logprobs(body)
         # Up to where a leg's own fields begin.
         self._start = write(body)[:-1] + (b"," if body else b"")
 
@@ -67,21 +72,35 @@ class Bodies:
         last_turn: Body | None = None,
         transfer_id: str = "",
         no_threshold: bool = False,
+        hands_over: bool = False,
     ) -> bytes:
         """`last_turn` are a decoder's params: the prefiller pulls from there what it need not
-        compute."""
+        compute. `hands_over`: a decoder is to go on from the token that it samples."""
         fields = [ONE_TOKEN]
+        if hands_over:
+            fields += self._as_the_client()
         if MAX_COMPLETION_TOKENS in self._own:
             fields.append(ONE_COMPLETION_TOKEN)
         if no_threshold or THRESHOLD in self._own:
             fields.append(NO_THRESHOLD)
-        if last_turn is None and not transfer_id:
+        if last_turn is None and not transfer_id and not hands_over:
             fields.append(KEEP_BLOCKS)
         else:
             params = PREFILL_PARAMS if last_turn is None else {**last_turn, **PULL_TURN}
-            named = {"transfer_id": transfer_id} if transfer_id else {}
+            named: Body = {"transfer_id": transfer_id} if transfer_id else {}
+            if hands_over:
+                named["hand_over"] = True
             fields.append(_field(KV_PARAMS, {**params, **named}))
         return self._with(fields)
+
+    def _as_the_client(self) -> list[bytes]:
+        """What of the client's wishes concerns the first token."""
+        fields = []
+        if self._own.get(MIN_TOKENS):
+            fields.append(ONE_AT_LEAST)
+        if self._wants_logprobs:
+            fields.append(AS_IDS)
+        return fields
 
     def decode(
         self, params: Params | None, threshold: float | None = None, whole: bool = False

@@ -26,10 +26,12 @@ from router.fleet.engine import Engine
 from router.flows import headers, reemit
 from router.flows.exchange import Header
 from router.flows.gateway import Gateway
+from router.flows.prefilled import Prefilled
 from router.flows.release import give_up_turn
 from router.flows.request import KV_PARAMS, Request
 from router.telemetry.usage import NEAR, usage_in
 from router.upstream.answer import LAST_BLOCKS, Answer
+from router.upstream.deadlines import now
 from router.upstream.errors import BrokenAnswerError
 
 logger = logging.getLogger("disagg_router.flows")
@@ -39,6 +41,7 @@ COPY_LIMIT = 4 * 1024 * 1024
 DONE = "done"
 Keeping = Coroutine[Any, Any, None]
 EVENT_STREAM: list[Header] = [(b"content-type", b"text/event-stream; charset=utf-8")]
+JSON: list[Header] = [(b"content-type", b"application/json")]
 
 
 async def deliver(request: Request, gateway: Gateway, answer: Answer) -> None:
@@ -61,6 +64,27 @@ async def deliver(request: Request, gateway: Gateway, answer: Answer) -> None:
             raise
         finally:
             request.record.usage = usage_in(answer.tail)
+    note_done(request)
+
+
+async def deliver_prefilled(request: Request, gateway: Gateway, prefilled: Prefilled) -> None:
+    """A prefiller's answer, where the one token that it was asked for is all of it."""
+    record, body = request.record, request.body
+    content = parsed(prefilled.raw)
+    if content is None or not reemit.is_answer(content):
+        raise BrokenAnswerError("an answer without choices")
+    content.pop(KV_PARAMS, None)
+    record.stage, record.status, record.first_byte = "stream", 200, now()
+    record.usage = usage_in(prefilled.raw)
+    if request.turn is not None:
+        gateway.metrics.conversation_kept.add(("not_kept",))
+    if body.get("stream"):
+        request.event_stream = record.streamed = True
+        raw, kind = reemit.events(content, body), EVENT_STREAM
+    else:
+        raw, kind = _written(content), JSON
+    passed = headers.to_client(kind, record.request_id)
+    await request.exchange.respond(200, passed, raw)
     note_done(request)
 
 

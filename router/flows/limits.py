@@ -21,6 +21,7 @@ class Limits:
     decode_first_byte_timeout: float
     decode_first_threshold: float
     decode_first_turns: float
+    first_token: str
     max_answer_size: int
     max_body_size: int
     max_connections: int

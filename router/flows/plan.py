@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from router.fleet.engine import Engine
+from router.flows.handover import asks_one_token, may_be_handed, read_alike
 from router.flows.limits import Limits
 from router.flows.request import PASSED, THRESHOLD, Request
 from router.flows.reuse import Reuse
@@ -24,6 +25,8 @@ SHORT = 4096
 # Why a decoder alone answers a prompt of which it lacks little.
 SHORT_PROMPT = "short"
 SAME_ENGINE = "same_engine"
+# Why a prefiller alone answers.
+ONE_TOKEN = "one_token"
 
 
 class Mode(StrEnum):
@@ -62,6 +65,9 @@ def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limit
         if not others:
             return Plan("decode_only", ALONE, route, SAME_ENGINE, reuse=reuse)
         route = replace(route, prefillers=others)
+    if _is_one_token(request, route, limits):
+        route = replace(route, decoders=route.prefillers, prefillers=())
+        return Plan("prefill_only", ALONE, route, ONE_TOKEN)
     if limits.min_remote_prefill_tokens and _is_short(request, route, reuse, limits):
         name = "decode_only" if request.turn is None else "turn"
         return Plan(name, ALONE, route, SHORT_PROMPT, reuse=reuse)
@@ -77,6 +83,20 @@ def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limit
     if threshold and not (route.decoders and may_reject(request, route.decoders[0])):
         return Plan(flow, mode, route, was_skipped=True, reuse=reuse)
     return Plan(flow, mode, route, threshold=threshold, reuse=reuse)
+
+
+def _is_one_token(request: Request, route: Route, limits: Limits) -> bool:
+    """The prefiller samples it in any case, and says it as a decoder would."""
+    if limits.first_token != "auto" or not route.prefillers or not route.decoders:
+        return False
+    prefiller = route.prefillers[0]
+    return (
+        prefiller.learned.hands_over
+        and request.turn is None
+        and asks_one_token(request.body)
+        and may_be_handed(request.body)
+        and read_alike(prefiller, route.decoders[0])
+    )
 
 
 def _is_short(request: Request, route: Route, reuse: Reuse | None, limits: Limits) -> bool:

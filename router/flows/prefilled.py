@@ -6,12 +6,14 @@ with the prompt (a list of blocks, a hash for each), and nobody here needs most 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import orjson
 
 from router.conversations.said import cached_tokens_of, prompt_tokens_of
+from router.flows.handover import BEGUN, sampled_in, wants_logprobs
 from router.upstream.errors import BrokenAnswerError
 
 Body = dict[str, Any]
@@ -20,9 +22,11 @@ PROOF = b'"prefix_proof"'
 
 
 class Params(msgspec.Struct, frozen=True):
-    """kv_transfer_params: `raw` is a JSON object, and not an empty one."""
+    """kv_transfer_params: `raw` is a JSON object, and not an empty one. `begins`: a decoder that
+    can is to go on from the tokens that they tell."""
 
     raw: bytes
+    begins: bool = False
 
     @property
     def content(self) -> Body:
@@ -46,17 +50,34 @@ class Params(msgspec.Struct, frozen=True):
 
     def retaining(self) -> Params:
         """The decoder is to keep its answer's KV; stock vLLM ignores the key."""
-        return Params(self.raw[:-1] + b',"retain":true}')
+        return Params(self.raw[:-1] + b',"retain":true}', self.begins)
 
     def not_retaining(self) -> Params:
         """Nobody will ask for it. Our decoders keep it where nothing is said, for other proxies."""
-        return Params(self.raw[:-1] + b',"retain":false}')
+        return Params(self.raw[:-1] + b',"retain":false}', self.begins)
+
+    @property
+    def tells_tokens(self) -> bool:
+        return BEGUN.search(self.raw) is not None
+
+    def beginning(self, logprobs: list[tuple[int, float]] | None) -> Params:
+        """`logprobs`: of the one token that was sampled, where the client asked for them."""
+        if logprobs is None:
+            return Params(self.raw, True)
+        told = b'"begun":{"logprobs":%s,' % orjson.dumps([logprobs])
+        return Params(BEGUN.sub(lambda _: told, self.raw, count=1), True)
+
+    def not_beginning(self) -> Params:
+        """For a decoder that cannot, or that reads ids in another way."""
+        content = {name: value for name, value in self.content.items() if name != "begun"}
+        return Params(orjson.dumps(content))
 
 
 RETAIN = Params(b'{"retain":true}')
 
 
 class _Answer(msgspec.Struct, gc=False):
+    choices: msgspec.Raw = ABSENT
     kv_transfer_params: msgspec.Raw = ABSENT
     usage: msgspec.Raw = ABSENT
 
@@ -67,7 +88,7 @@ _decode = msgspec.json.Decoder(_Answer).decode
 class Prefilled:
     """A prefiller's answer: its params, if it gave any."""
 
-    __slots__ = ("_usage", "params")
+    __slots__ = ("_choices", "_usage", "is_all", "params", "raw")
 
     def __init__(self, answer: bytes) -> None:
         """Raises BrokenAnswerError for what is no JSON object."""
@@ -79,7 +100,23 @@ class Prefilled:
             raise BrokenAnswerError(f"not a JSON object: {error}") from error
         is_some = given.startswith(b"{") and given[1:-1].strip(b" \t\r\n")
         self.params = Params(given) if is_some else None
-        self._usage = content.usage
+        self._usage, self._choices = content.usage, content.choices
+        self.raw = answer
+        self.is_all = False
+
+    def begin(self, asked: Mapping[str, object]) -> str:
+        """Makes of what it has sampled the answer's beginning, or all of it (`is_all`), where it
+        can be. Says which, for the books. `asked`: by the client."""
+        params, sampled = self.params, sampled_in(bytes(self._choices))
+        if params is None or not params.tells_tokens:
+            return "not_told"
+        if sampled is None or not sampled.is_begun(asked):
+            self.params = params.not_beginning()
+            return "not_told"
+        wants = wants_logprobs(asked)
+        self.is_all = sampled.is_all(asked) and not wants
+        self.params = params.beginning(sampled.logprobs if wants else None)
+        return "ended" if self.is_all else "went_on"
 
     @property
     def usage(self) -> bytes:

@@ -70,6 +70,8 @@ async def late(request: Request, gateway: Gateway, answer: Answer) -> None:
 async def release(request: Request, gateway: Gateway, name: str, params: Params) -> None:
     """Tells the prefiller of that `name`, itself or through a decoder, that nobody will read. Never
     raises."""
+    if params.tells_tokens:  # of which nobody here is to begin anything
+        params = params.not_beginning()
     prefiller = gateway.fleet.named(name)
     if prefiller is not None and params.is_proven:
         status = await _tell(request, gateway, prefiller, PAGE, {KV_PARAMS: params.fragment})

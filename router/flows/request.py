@@ -16,6 +16,7 @@ from router.flows.content import check_json
 from router.flows.errors import BadRequestError
 from router.flows.exchange import Exchange
 from router.flows.fields import wrong_field
+from router.flows.handover import is_number
 from router.flows.headers import CONVERSATION_STREAM
 from router.flows.limits import Limits
 from router.policies.chunks import BYTES_PER_TOKEN
@@ -206,9 +207,9 @@ def why_alone(body: Body) -> str:
     if _count(body.get("prompt")) + _count(body.get("prompt_embeds")) > 1:
         return "prompt_list"
     # Of 0, too: then the logprob of each prompt token itself is answered.
-    if body.get("prompt_logprobs") not in (None, False):
+    if is_number(body.get("prompt_logprobs")):
         return "prompt_logprobs"
-    if body.get("echo") and body.get("logprobs") not in (None, False):
+    if body.get("echo") and is_number(body.get("logprobs")):
         return "echo"
     return ""
 

@@ -19,8 +19,10 @@ from router.fleet.spec import DECODE, PREFILL, Role
 from router.flows import release
 from router.flows.attempts import RULES, Next, next_of
 from router.flows.bodies import Bodies
+from router.flows.deliver import deliver_prefilled
 from router.flows.errors import EngineOverloadedError, NoEngineError, UnknownModelError
 from router.flows.gateway import Gateway
+from router.flows.handover import difference, may_be_handed, read_alike
 from router.flows.legs import (
     AFRESH,
     ANSWERED,
@@ -141,6 +143,10 @@ class Run:
             prefilled = await self._prefill()
             if prefilled is None:
                 return await self._alone("no_prefiller")
+            if prefilled.is_all:
+                self._legs.let_go()
+                release.give_up(self._request, self._gateway, prefilled.params, None)
+                return await deliver_prefilled(self._request, self._gateway, prefilled)
             params = self._keeping(prefilled.params)
             try:
                 came = await self._decode(params)
@@ -169,7 +175,8 @@ class Run:
                 return None
             # A decoder's blocks are read once: what asks for them is sent on a sound connection.
             offered = None if self._plan.reuse is None else self._offer_at(engine)
-            body = self._bodies.prefill(offered, "", self._rejected)
+            hands_over = engine.learned.hands_over and self._hands_over(engine)
+            body = self._bodies.prefill(offered, "", self._rejected, hands_over)
             try:
                 fresh = self._fresh or offered is not None
                 prefilled = await self._legs.prefill(engine, body, fresh)
@@ -179,6 +186,9 @@ class Run:
                 if self._plan.reuse is not None:
                     self._note_read()
                 self._mate = engine
+                if hands_over:
+                    outcome = prefilled.begin(self._request.body)
+                    self._gateway.metrics.handed_over.add((outcome,))
                 return prefilled
 
     async def _decode(self, params: Params | None, threshold: float = 0.0) -> Came:
@@ -195,7 +205,7 @@ class Run:
                 return ITSELF
             if threshold and not may_reject(self._request, engine):
                 return UNASKED
-            body = self._decode_body(params, threshold)
+            body = self._decode_body(self._readable(params, engine), threshold)
             try:
                 return await self._legs.decode(engine, body, self._fresh, threshold)
             except LEG_ERRORS as error:
@@ -319,6 +329,34 @@ class Run:
         required = threshold or (0 if self._rejected else None)
         whole = self._request.exact and self._plan.reuse is not None
         return self._bodies.decode(params, required, whole)
+
+    def _hands_over(self, prefiller: Engine) -> bool:
+        """Whether a decoder is to go on from the token that this prefiller samples."""
+        gateway, request = self._gateway, self._request
+        order = self._plan.route.decoders
+        decoder = self._first(order, prefiller) or self._another(DECODE, prefiller)
+        if gateway.limits.first_token != "auto" or decoder in (None, prefiller):
+            return False
+        if not decoder.learned.begins or not may_be_handed(request.body):
+            return False
+        if not read_alike(prefiller, decoder):
+            gateway.metrics.handed_over.add(("differ",))
+            what = difference(prefiller, decoder)
+            gateway.throttle.warn(
+                f"prefiller {prefiller.name} and this decoder differ in {what}: it computes "
+                "the first token again",
+                decoder.name,
+            )
+            return False
+        return True
+
+    def _readable(self, params: Params | None, decoder: Engine) -> Params | None:
+        """What is handed over, to whom it was not meant for: in its place another is asked."""
+        if params is None or not params.begins or self._mate is None:
+            return params
+        if decoder.learned.begins and read_alike(decoder, self._mate):
+            return params
+        return params.not_beginning()
 
     def _keeping(self, params: Params | None) -> Params | None:
         """Asks the decoder to keep a turn's KV, unless it could not be found again."""

@@ -253,6 +253,14 @@ class Metrics:
             act="The shared store is slow, gone or has another key: turns are computed "
             "anew meanwhile.",
         )
+        self.handed_over = made.tally(
+            "handed_over",
+            "First tokens that a prefiller sampled and could hand over, by what came of it.",
+            "outcome",
+            act="differ: the engines of a pair do not render alike, the log says in what. "
+            "not_told: a prefiller that offers it did not. Either way the decoder samples it "
+            "again.",
+        )
         self.decode_first = made.tally(
             "decode_first",
             "Requests for a decoder first, by what came of it.",

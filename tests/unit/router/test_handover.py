@@ -1,0 +1,307 @@
+"""A prefiller's own token is the answer's first: who is asked for what, and when not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from router.flows.handover import Sampled, may_be_handed, sampled_in
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router, eventually
+from tests.unit.router.mock_engine import (
+    PARAMS,
+    MockEngine,
+    Peer,
+    Received,
+    Script,
+    running_engine,
+    usual_decode,
+)
+
+RENDERS = {"model": "1", "tokenizer": "2", "chat_template": "3"}
+PREFILLS = {"capabilities": ["prefix_proof", "turns", "release", "hand_over"], "renders": RENDERS}
+DECODES = {"capabilities": ["prefix_proof", "turns", "release", "begun"], "renders": RENDERS}
+BEGUN = {"prompt_token_ids": "AQAAAgAA", "output_token_ids": "BwAA"}
+PROVEN = PARAMS | {"prefix_proof": {"version": 1}}
+HANDED = PROVEN | {"begun": BEGUN}
+CHOICE = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": None}
+ANSWER = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
+
+Start = Callable[..., Awaitable[Router]]
+
+
+def prefilled(choice: dict[str, Any] = CHOICE, params: dict[str, Any] = HANDED) -> Script:
+    async def script(request: Received, peer: Peer) -> None:
+        usage = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+        content = ANSWER | {"choices": [choice], "usage": usage, "kv_transfer_params": params}
+        await peer.answer(content)
+
+    return script
+
+
+@pytest.fixture
+async def start(start_router: StartRouter, p: MockEngine, d: MockEngine) -> Start:
+    p.identity, d.identity = p.identity or PREFILLS, d.identity or DECODES
+    p.usual = prefilled()
+
+    async def started(**changes: Any) -> Router:
+        router = await start_router(**changes)
+        engines = router.gateway.fleet.engines
+        await eventually(lambda: all(engine.learned.asked for engine in engines))
+        return router
+
+    return started
+
+
+def generations(engine: MockEngine) -> list[Received]:
+    return [one for one in engine.requests if one.path.startswith("/v1/")]
+
+
+def given(engine: MockEngine) -> list[dict[str, Any]]:
+    """kv_transfer_params, without what the router says itself of the next turn."""
+    params = [one.json["kv_transfer_params"] for one in generations(engine)]
+    return [{name: one[name] for name in one if name != "retain"} for one in params]
+
+
+async def test_the_decoder_goes_on_from_the_prefillers_token(
+    start: Start, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start()
+    answer = await router.complete(min_tokens=3, seed=5)
+    assert answer.status_code == 200
+    asked = p.last.json
+    assert asked["kv_transfer_params"]["hand_over"] is True
+    assert asked["kv_transfer_params"]["do_remote_decode"] is True
+    assert (asked["max_tokens"], asked["min_tokens"], asked["seed"]) == (1, 1, 5)
+    assert given(d)[-1] == HANDED
+    assert (d.last.json["max_tokens"], d.last.json["min_tokens"]) == (7, 3)
+    assert router.metric("handed_over_total", outcome="went_on") == 1
+
+
+async def test_clients_begin_nothing(start: Start, p: MockEngine, d: MockEngine) -> None:
+    router = await start()
+    theirs = {"begun": {"prompt_token_ids": "AAAA"}, "hand_over": True, "spoken": 1}
+    await router.complete(kv_transfer_params=theirs, vllm_xargs={"kv_transfer_params": theirs})
+    assert given(d)[-1] == HANDED
+    assert "AAAA" not in json.dumps(p.last.json)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("reason", ["stop", "length"])
+async def test_what_is_all_of_the_answer_needs_no_decoder(
+    start: Start, p: MockEngine, d: MockEngine, streamed: bool, reason: str
+) -> None:
+    choice = CHOICE | {"text": "", "finish_reason": reason, "stop_reason": 9}
+    p.usual = prefilled(choice)
+    router = await start(conversation_store="memory")
+    # Of a turn, so that it is a plan for two; 1 is the whole of a "length".
+    most = 7 if reason == "stop" else 1
+    answer = await router.complete(
+        stream=streamed, max_tokens=most, conversation_id="c", stream_options=None
+    )
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].split(";")[0] == (
+        "text/event-stream" if streamed else "application/json"
+    )
+    assert "kv_transfer_params" not in answer.text
+    if streamed:
+        first, *_, last = answer.text.strip().split("\n\n")
+        assert json.loads(first.removeprefix("data: "))["choices"] == [choice]
+        assert last == "data: [DONE]"
+    else:
+        assert answer.json()["choices"] == [choice]
+        assert answer.json()["usage"]["prompt_tokens"] == 2
+    assert generations(d) == []
+    await eventually(lambda: p.last.path == "/disagg/release")
+    assert p.last.json["kv_transfer_params"] == PROVEN
+    assert router.metric("handed_over_total", outcome="ended") == 1
+    assert router.metric("engine_holding", role="prefill", engine=router.engine(p).name) == 0
+
+
+async def test_one_token_is_a_prefillers_alone(start: Start, p: MockEngine, d: MockEngine) -> None:
+    router = await start()
+    answer = await router.stream(max_tokens=1, logprobs=2)
+    assert answer.status_code == 200
+    assert generations(d) == []
+    (asked,) = generations(p)
+    assert asked.json["stream"] is True
+    assert asked.json["logprobs"] == 2
+    assert "kv_transfer_params" not in asked.json
+    assert router.metric("decode_only_total", reason="one_token") == 1
+
+
+async def test_logprobs_are_handed_over(start: Start, p: MockEngine, d: MockEngine) -> None:
+    told = {
+        "tokens": ["token_id:7"],
+        "token_logprobs": [-0.5],
+        "top_logprobs": [{"token_id:7": -0.5, "token_id:3": -1.5}],
+        "text_offset": [0],
+    }
+    p.usual = prefilled(CHOICE | {"logprobs": told})
+    router = await start()
+    await router.complete(logprobs=2)
+    assert p.last.json["return_tokens_as_token_ids"] is True
+    assert "return_tokens_as_token_ids" not in d.last.json
+    handed = given(d)[-1]["begun"]
+    assert handed == BEGUN | {"logprobs": [[[7, -0.5], [7, -0.5], [3, -1.5]]]}
+
+
+async def test_what_ends_with_logprobs_is_said_by_the_decoder(
+    start: Start, p: MockEngine, d: MockEngine
+) -> None:
+    """A prefiller was asked for ids in the place of texts."""
+    told = {"tokens": ["token_id:7"], "token_logprobs": [-0.5], "top_logprobs": None}
+    p.usual = prefilled(CHOICE | {"logprobs": told, "finish_reason": "stop"})
+    router = await start()
+    await router.complete(logprobs=0)
+    assert given(d)[-1]["begun"]["logprobs"] == [[[7, -0.5]]]
+
+
+@pytest.mark.parametrize(
+    "told", [None, {}, {"tokens": ["x"], "token_logprobs": [-1.0]}, {"content": []}, {"content": 3}]
+)
+async def test_logprobs_that_are_not_told_hand_over_nothing(
+    start: Start, p: MockEngine, d: MockEngine, told: Any
+) -> None:
+    p.usual = prefilled(CHOICE | {"logprobs": told})
+    router = await start()
+    assert (await router.complete(logprobs=2)).status_code == 200
+    assert given(d)[-1] == PROVEN
+    assert router.metric("handed_over_total", outcome="not_told") == 1
+
+
+async def test_engines_that_render_unlike_hand_over_nothing(
+    start: Start, p: MockEngine, d: MockEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    d.identity = DECODES | {"renders": RENDERS | {"chat_template": "4"}}
+    router = await start()
+    await router.complete()
+    await router.complete(max_tokens=1)
+    assert "hand_over" not in p.last.json["kv_transfer_params"]
+    assert given(d)[-1] == HANDED  # as it came: nobody asked for it
+    assert "differ in chat_template" in caplog.text
+    assert router.metric("handed_over_total", outcome="differ") == 2
+    assert len(generations(d)) == 2
+
+
+@pytest.mark.parametrize(
+    ("of_p", "of_d"),
+    [
+        ({"capabilities": ["release"], "renders": RENDERS}, DECODES),
+        (PREFILLS, {"capabilities": ["release"], "renders": RENDERS}),
+        ({"capabilities": PREFILLS["capabilities"]}, {"capabilities": DECODES["capabilities"]}),
+        ({"capabilities": PREFILLS["capabilities"], "renders": [1]}, DECODES),
+    ],
+)
+async def test_both_engines_have_to_offer_it(
+    start: Start, p: MockEngine, d: MockEngine, of_p: Any, of_d: Any
+) -> None:
+    p.identity, d.identity = of_p, of_d
+    router = await start()
+    assert (await router.complete()).status_code == 200
+    assert "hand_over" not in p.last.json["kv_transfer_params"]
+
+
+async def test_it_can_be_left_to_the_decoder(start: Start, p: MockEngine, d: MockEngine) -> None:
+    router = await start(first_token="decoder")
+    await router.complete()
+    await router.complete(max_tokens=1)
+    assert "hand_over" not in p.last.json["kv_transfer_params"]
+    assert len(generations(d)) == 2
+
+
+async def test_a_prefiller_that_tells_nothing(start: Start, p: MockEngine, d: MockEngine) -> None:
+    p.usual = prefilled(params=PROVEN)
+    router = await start()
+    assert (await router.complete()).status_code == 200
+    assert given(d)[-1] == PROVEN
+    assert router.metric("handed_over_total", outcome="not_told") == 1
+
+
+@pytest.mark.parametrize(
+    "choices", [[], [CHOICE, CHOICE], {}, None, [CHOICE | {"finish_reason": "x"}]]
+)
+async def test_an_absurd_answer_hands_over_nothing(
+    start: Start, p: MockEngine, d: MockEngine, choices: Any
+) -> None:
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.answer(ANSWER | {"choices": choices, "kv_transfer_params": HANDED})
+
+    p.usual = script
+    router = await start()
+    assert (await router.complete()).status_code == 200
+    assert given(d)[-1] == PROVEN
+
+
+async def test_another_decoder_that_reads_alike_goes_on(
+    start: Start, p: MockEngine, d: MockEngine
+) -> None:
+    async def refuse(request: Received, peer: Peer) -> None:
+        await peer.answer({"error": {"message": "no"}}, 500)
+
+    async with running_engine(usual_decode) as other:
+        other.identity = DECODES
+        router = await start(ds=[d, other])
+        d.scripts = [refuse]
+        answers = [await router.complete() for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert all(params == HANDED for params in given(d) + given(other))
+
+
+async def test_another_decoder_that_does_not_is_asked_as_of_old(
+    start: Start, p: MockEngine, d: MockEngine
+) -> None:
+    async with running_engine(usual_decode) as other:
+        other.identity = DECODES | {"renders": RENDERS | {"tokenizer": "9"}}
+        router = await start(ds=[d, other], health_interval=60)
+        await d.stop()  # which refuses: P's blocks are surely unread
+        answers = [await router.complete() for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [200, 200]
+        handed = [one.json["kv_transfer_params"].get("hand_over") for one in generations(p)]
+        # The first or the second of them is planned for the one that is gone.
+        assert handed in ([True, None], [None, True])
+        assert sorted(given(other), key=str) == sorted([PROVEN, HANDED], key=str)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": "x"},
+        {"structured_outputs": {"json": {}}},
+        {"guided_regex": "a"},
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function"}},
+        {"return_tokens_as_token_ids": False},
+        {"echo": True},
+        {"min_tokens": "3"},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text"}, 3]}]},
+    ],
+)
+def test_what_is_not_handed_over(body: dict[str, Any]) -> None:
+    assert not may_be_handed(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"response_format": {"type": "text"}, "tool_choice": "auto", "tools": [{}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+        {"messages": ["absurd", {"content": None}], "min_tokens": 3, "echo": False},
+    ],
+)
+def test_what_is_handed_over(body: dict[str, Any]) -> None:
+    assert may_be_handed(body)
+
+
+def test_logprobs_of_a_chat() -> None:
+    tops = [{"token": "token_id:7", "logprob": -0.5}, {"token": "token_id:3", "logprob": -2}]
+    entry = {"token": "token_id:7", "logprob": -0.5, "bytes": None, "top_logprobs": tops}
+    choices = [{"finish_reason": "length", "message": {}, "logprobs": {"content": [entry]}}]
+    sampled = sampled_in(json.dumps(choices).encode())
+    assert sampled == Sampled("length", [(7, -0.5), (7, -0.5), (3, -2.0)])
