@@ -332,6 +332,7 @@ Selector = Annotated[str, BeforeValidator(_selector)]
 Namespace = Annotated[str, BeforeValidator(_namespace)]
 Seconds = Annotated[float, Field(gt=0, le=LONGEST)]
 Count = Annotated[int, Field(ge=0)]
+Resumes = Annotated[int, Field(ge=0, le=16)]
 Weight = Annotated[str, BeforeValidator(_weight)]
 Weights = Annotated[tuple[Weight, ...], BeforeValidator(_weights)]
 Scheme = Literal["http", "https"]
@@ -597,6 +598,20 @@ class Settings(BaseSettings):
         "that: the decoder renders nothing and goes on with the second (docs/mid-answer.md). "
         "decoder: it samples the first again.",
         "{auto,decoder}",
+    )
+    max_resumes: Resumes = _setting(
+        2,
+        "Choice",
+        "How often another decoder goes on with a stream whose decoder has failed after the client "
+        "had some of it, where the engines offer that; 0 is never.",
+        "N",
+    )
+    max_resume_memory: ByteSize = _setting(
+        ByteSize(256 * 1024 * 1024),
+        "Choice",
+        "Bytes for the token ids of all streams that another decoder could go on with, four for "
+        "each token; a stream for which there is no room is not resumed. 0: no limit.",
+        "SIZE",
     )
     prefill_policy: Annotated[Policy, Lower] = _setting(
         "prefix",

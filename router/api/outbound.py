@@ -61,7 +61,8 @@ class Outbound(Struct, eq=False):
     async def relay(
         self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
     ) -> None:
-        self.open(status, headers, None if answer.is_event_stream else answer.length)
+        if not self.started:  # else this goes on with what another answer has begun
+            self.open(status, headers, None if answer.is_event_stream else answer.length)
         self.answer = answer
         if self.is_paused:
             answer.pause()

@@ -55,7 +55,9 @@ class Learned:
     """It has said so."""
     hands_over: bool = False
     begins: bool = False
-    """It goes on from what another has sampled. Both: it has said so."""
+    """It goes on from what another has sampled."""
+    tells_ids: bool = False
+    """Of a stream, the ids of the tokens that it says. All three: it has said so."""
     renders: Mapping[str, str] = field(default_factory=dict)
     """Hashes of what two engines must share for that: by the name of it."""
     ranks: Mapping[int, Coordinates] = field(default_factory=dict)
@@ -108,6 +110,7 @@ class Learned:
             self.proves_prefix = self.proves_prefix or "prefix_proof" in capabilities
             self.hands_over = "hand_over" in capabilities
             self.begins = "begun" in capabilities
+            self.tells_ids = "tell_token_ids" in capabilities
             self.renders = _texts_in(identity.get("renders"))
         modes, ranks = identity.get("transfer_modes"), identity.get("ranks")
         if isinstance(modes, list):

@@ -21,12 +21,14 @@ class Next(StrEnum):
     """AGAIN: the same engine, on a connection of its own. ELSEWHERE: another engine is asked for
     the same. AFRESH: a decoder may have read the prefiller's blocks, so another one is asked after
     another prefill leg (whose prompt is in that prefiller's cache); without prefill, ELSEWHERE.
-    GIVE_UP: the client is told. END: the stream ends with an error event."""
+    GIVE_UP: the client is told. RESUME: the client has some of the answer, and another decoder goes
+    on with it. END: the stream ends with an error event."""
 
     AGAIN = "again"
     ELSEWHERE = "elsewhere"
     AFRESH = "afresh"
     GIVE_UP = "give_up"
+    RESUME = "resume"
     END = "end"
 
 
@@ -64,12 +66,15 @@ RULES = {
 }
 
 
-def next_of(kind: str, leg: Role, has_seen: bool) -> Next:
-    """After a failure of this kind. `has_seen`: the client has some of the answer."""
-    if has_seen:
+def next_of(kind: str, leg: Role, has_seen: bool, can_go_on: bool = False) -> Next:
+    """After a failure of this kind. `has_seen`: the client has some of the answer; `can_go_on`:
+    another decoder can be told which."""
+    if has_seen and not can_go_on:
         return Next.END
     rule = RULES[kind]
-    return rule.prefill if leg is Role.PREFILL else rule.decode
+    if leg is Role.PREFILL:
+        return rule.prefill
+    return Next.RESUME if has_seen and rule.decode is not Next.GIVE_UP else rule.decode
 
 
 class RetryBudget:

@@ -14,7 +14,8 @@ import orjson
 from router.flows.errors import BadRequestError
 from router.flows.fields import MAX_COMPLETION_TOKENS, MIN_TOKENS
 from router.flows.handover import wants_logprobs
-from router.flows.prefilled import Params
+from router.flows.journal import Journal
+from router.flows.prefilled import Params, with_field
 from router.flows.request import KV_PARAMS, THRESHOLD, Body
 
 # What a prefiller needs to keep its blocks for a decoder (vLLM's NixlConnector).
@@ -73,9 +74,13 @@ class Bodies:
         transfer_id: str = "",
         no_threshold: bool = False,
         hands_over: bool = False,
+        journal: Journal | None = None,
     ) -> bytes:
         """`last_turn` are a decoder's params: the prefiller pulls from there what it need not
-        compute. `hands_over`: a decoder is to go on from the token that it samples."""
+        compute. `hands_over`: a decoder is to go on from the token that it samples. `journal`: of
+        what was said, which it computes like the prompt."""
+        if journal is not None:
+            return self._with(self._going_on(journal))
         fields = [ONE_TOKEN]
         if hands_over:
             fields += self._as_the_client()
@@ -92,6 +97,18 @@ class Bodies:
                 named["hand_over"] = True
             fields.append(_field(KV_PARAMS, {**params, **named}))
         return self._with(fields)
+
+    def _going_on(self, journal: Journal) -> list[bytes]:
+        """What was said counts; one token more is sampled, and not used."""
+        most = journal.said + 1
+        fields = [b'"max_tokens":%d,"stream":false' % most]
+        if MAX_COMPLETION_TOKENS in self._own:
+            fields.append(b'"max_completion_tokens":%d' % most)
+        if THRESHOLD in self._own:
+            fields.append(NO_THRESHOLD)
+        params = Params(orjson.dumps(PREFILL_PARAMS))
+        told = with_field(params, b'"begun":' + journal.begun(is_spoken=False))
+        return [*fields, b'"kv_transfer_params":' + told.raw]
 
     def _as_the_client(self) -> list[bytes]:
         """What of the client's wishes concerns the first token."""

@@ -24,8 +24,10 @@ from router.conversations.conversations import Turn
 from router.conversations.said import Json, Said, events_in, parsed, said_by, said_in
 from router.fleet.engine import Engine
 from router.flows import headers, reemit
+from router.flows.errors import EngineUnavailableError
 from router.flows.exchange import Header
 from router.flows.gateway import Gateway
+from router.flows.journal import Journal
 from router.flows.prefilled import Prefilled
 from router.flows.release import give_up_turn
 from router.flows.request import KV_PARAMS, Request
@@ -56,6 +58,10 @@ async def deliver(request: Request, gateway: Gateway, answer: Answer) -> None:
     else:
         request.event_stream = request.record.streamed = answer.is_event_stream
         idle = limits.stream_idle_timeout
+        journal = request.journal if answer.is_event_stream else None
+        if journal is not None:
+            journal.begin(None)
+            answer.tap = journal
         try:
             await exchange.relay(answer.status, passed, answer, idle, request.latest)
         except asyncio.CancelledError:
@@ -64,6 +70,9 @@ async def deliver(request: Request, gateway: Gateway, answer: Answer) -> None:
             raise
         finally:
             request.record.usage = usage_in(answer.tail)
+        if journal is not None:
+            require_end(journal)
+            await exchange.finish(journal.last)
     note_done(request)
 
 
@@ -128,7 +137,13 @@ async def _relay_turn(
 ) -> None:
     request.event_stream = request.record.streamed = True
     passed = headers.to_client(answer.headers, request.record.request_id)
+    journal = request.journal
     tail = answer.tap = Tail()
+    if journal is not None:
+        if isinstance(journal.inner, Tail):  # of what another decoder has begun
+            tail = journal.inner
+        journal.begin(tail)
+        answer.tap = journal
     exchange, idle = request.exchange, gateway.limits.stream_idle_timeout
     try:
         await exchange.relay(answer.status, passed, answer, idle, request.latest)
@@ -140,6 +155,8 @@ async def _relay_turn(
         raise
     finally:
         request.record.usage = usage_in(tail.end)
+    if journal is not None:
+        require_end(journal)
     _note_stream(gateway, engine, tail.params is not None)
     if tail.params is None and answer.is_read:
         note_done(request)  # its client has the last event, and may leave now
@@ -172,8 +189,16 @@ async def _keep(
 
 
 def note_first_byte(request: Request, answer: Answer) -> None:
-    record = request.record
+    record, journal = request.record, request.journal
     record.stage, record.status, record.first_byte = "stream", answer.status, answer.first_body_at
+    if journal is not None:  # another may have begun
+        journal.first_byte = record.first_byte = journal.first_byte or answer.first_body_at
+
+
+def require_end(journal: Journal) -> None:
+    """Raises EngineUnavailableError for a stream that its engine has ended, not the answer."""
+    if journal.is_cut:
+        raise EngineUnavailableError("the decode engine ended a stream before its end")
 
 
 def note_done(request: Request) -> None:

@@ -78,6 +78,8 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: Reading | None = 
             request.seat.leave()
         if isinstance(request.exchange, Beating):
             request.exchange.close()
+        if request.journal is not None:
+            request.journal.close()
         if request.stay is not None and gateway.door is not None:
             entrance.leave(request, gateway.door)
         _close_books(request.record, gateway)

@@ -50,7 +50,8 @@ class Exchange(Protocol):
     ) -> None:
         """Sends a head and then the answer's body as it comes, ended when that ends.
 
-        Raises UpstreamError when the engine fails midway: the client's answer is then open.
+        Raises UpstreamError when the engine fails midway: the client's answer is then open, and
+        another `relay` goes on with it.
         """
 
     async def finish(self, tail: bytes) -> None:

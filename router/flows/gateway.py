@@ -79,6 +79,7 @@ class Gateway:
         self.budget = RetryBudget()
         self.admission = Admission(settings, fleet, metrics) if has_limits(settings) else None
         self.held = Held(settings.max_held_bodies)
+        self.journals = Held(settings.max_resume_memory)
         readers: list[Reader] = [metrics.by_model.take]
         if settings.access_log:
             readers.append(write_lines)
@@ -110,6 +111,7 @@ class Gateway:
             max_connections=settings.max_connections,
         )
         self.held.limit = settings.max_held_bodies
+        self.journals.limit = settings.max_resume_memory
         if self.admission is not None:
             self.admission.tune(settings)
         elif has_limits(settings):

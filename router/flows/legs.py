@@ -50,16 +50,18 @@ LAST_WORDS_SIZE = 256 * 1024
 
 class Came(Enum):
     """What became of a decode leg that did not fail for good. UNASKED: it was to be asked first,
-    and may not know that it can reject. ITSELF: the one prefiller that is left to decode has it."""
+    and may not know that it can reject. ITSELF: the one prefiller that is left to decode has it.
+    CUT: the client has some of the answer, and another is to go on."""
 
     ANSWERED = auto()
+    CUT = auto()
     UNASKED = auto()
     REJECTED = auto()
     AFRESH = auto()
     ITSELF = auto()
 
 
-ANSWERED, UNASKED, REJECTED, AFRESH, ITSELF = Came
+ANSWERED, CUT, UNASKED, REJECTED, AFRESH, ITSELF = Came
 
 
 class Legs:

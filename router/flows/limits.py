@@ -26,6 +26,7 @@ class Limits:
     max_body_size: int
     max_connections: int
     max_header_size: int
+    max_resumes: int
     min_remote_prefill_tokens: int
     prefill_timeout: float
     request_timeout: float

@@ -6,6 +6,7 @@ with the prompt (a list of blocks, a hash for each), and nobody here needs most 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from router.upstream.errors import BrokenAnswerError
 Body = dict[str, Any]
 ABSENT = msgspec.Raw(b"null")
 PROOF = b'"prefix_proof"'
+PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*"([A-Za-z0-9+/]*)"')
 
 
 class Params(msgspec.Struct, frozen=True):
@@ -50,11 +52,11 @@ class Params(msgspec.Struct, frozen=True):
 
     def retaining(self) -> Params:
         """The decoder is to keep its answer's KV; stock vLLM ignores the key."""
-        return Params(self.raw[:-1] + b',"retain":true}', self.begins)
+        return with_field(self, b'"retain":true')
 
     def not_retaining(self) -> Params:
         """Nobody will ask for it. Our decoders keep it where nothing is said, for other proxies."""
-        return Params(self.raw[:-1] + b',"retain":false}', self.begins)
+        return with_field(self, b'"retain":false')
 
     @property
     def tells_tokens(self) -> bool:
@@ -71,6 +73,12 @@ class Params(msgspec.Struct, frozen=True):
         """For a decoder that cannot, or that reads ids in another way."""
         content = {name: value for name, value in self.content.items() if name != "begun"}
         return Params(orjson.dumps(content))
+
+
+def with_field(params: Params | None, field: bytes) -> Params:
+    if params is None:
+        return Params(b"{%s}" % field)
+    return Params(b"%s,%s}" % (params.raw[:-1], field), params.begins)
 
 
 RETAIN = Params(b'{"retain":true}')

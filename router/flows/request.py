@@ -24,6 +24,7 @@ from router.telemetry.record import Record
 
 if TYPE_CHECKING:
     from router.flows.admission import Seat
+    from router.flows.journal import Journal
 
 Body = dict[str, Any]
 COMPLETIONS = "/v1/completions"
@@ -85,6 +86,8 @@ class Request(Struct, eq=False):
     """Its place at engines, where these have limits."""
     stay: Stay | None = None
     """What it took of its caller's limits, where the caller has some."""
+    journal: Journal | None = None
+    """Of a stream with which another decoder could go on."""
 
     def read(self, limits: Limits, conversations: Conversations | None) -> None:
         """Raises BadRequestError, UnsupportedTypeError."""

@@ -23,9 +23,11 @@ from router.flows.deliver import deliver_prefilled
 from router.flows.errors import EngineOverloadedError, NoEngineError, UnknownModelError
 from router.flows.gateway import Gateway
 from router.flows.handover import difference, may_be_handed, read_alike
+from router.flows.journal import Journal
 from router.flows.legs import (
     AFRESH,
     ANSWERED,
+    CUT,
     ITSELF,
     LEG_ERRORS,
     REJECTED,
@@ -34,7 +36,7 @@ from router.flows.legs import (
     LegError,
 )
 from router.flows.plan import ALONE, PULL, SAME_ENGINE, Plan, may_reject
-from router.flows.prefilled import RETAIN, Params, Prefilled
+from router.flows.prefilled import RETAIN, Params, Prefilled, with_field
 from router.flows.push import PUSHES, Push, push_of
 from router.flows.request import Body, Request
 from router.flows.reuse import USED_UP, Offer
@@ -62,6 +64,7 @@ FOLLOWS = {
     Next.ELSEWHERE: "another was asked",
     Next.AFRESH: "prefilled afresh",
     Next.GIVE_UP: "given up",
+    Next.RESUME: "another goes on",
     Next.END: "given up",
 }
 
@@ -133,7 +136,8 @@ class Run:
 
     async def _alone(self, why: str) -> None:
         self._gateway.metrics.decode_only.labels(why).inc()
-        await self._decode(self._keeping(None))
+        if await self._decode(self._keeping(None)) is CUT:
+            return await self._pull()
         self._count(DECODER_ALONE)
 
     async def _pull(self) -> None:
@@ -165,18 +169,19 @@ class Run:
 
     async def _prefill(self) -> Prefilled | None:
         """None: there is no prefiller, and a decoder may do without."""
-        self._mate = None
+        self._mate, journal = None, self._going_on
         while True:
             engine = self._first(self._plan.route.prefillers) or self._another(PREFILL)
             if engine is None:
                 if self._has_moved():
                     continue
-                self._require_short()
+                if journal is None:
+                    self._require_short()
                 return None
             # A decoder's blocks are read once: what asks for them is sent on a sound connection.
             offered = None if self._plan.reuse is None else self._offer_at(engine)
             hands_over = engine.learned.hands_over and self._hands_over(engine)
-            body = self._bodies.prefill(offered, "", self._rejected, hands_over)
+            body = self._bodies.prefill(offered, "", self._rejected, hands_over, journal)
             try:
                 fresh = self._fresh or offered is not None
                 prefilled = await self._legs.prefill(engine, body, fresh)
@@ -205,11 +210,13 @@ class Run:
                 return ITSELF
             if threshold and not may_reject(self._request, engine):
                 return UNASKED
-            body = self._decode_body(self._readable(params, engine), threshold)
+            body = self._decode_body(self._told(params, engine), threshold)
             try:
                 return await self._legs.decode(engine, body, self._fresh, threshold)
             except LEG_ERRORS as error:
                 what = self._after(error, engine, DECODE)
+                if what is Next.RESUME:
+                    return CUT
                 is_afresh = mate is not None and (what is Next.AFRESH or not self._is_held())
                 if is_afresh and self._another(DECODE, mate) not in (None, mate):
                     return AFRESH
@@ -219,6 +226,8 @@ class Run:
     async def _push(self) -> None:
         limits, route = self._gateway.limits, self._plan.route
         while True:
+            if self._going_on is not None:
+                return await self._pull()
             prefiller = self._first(route.prefillers) or self._another(PREFILL)
             decoder = self._first(route.decoders, prefiller) or self._another(DECODE, prefiller)
             if prefiller is None or decoder in (None, prefiller):
@@ -268,7 +277,7 @@ class Run:
         return prefilled
 
     async def _decode_of(self, push: Push, engine: Engine) -> Came:
-        body = self._decode_body(self._keeping(push.params), 0.0)
+        body = self._decode_body(self._told(self._keeping(push.params), engine), 0.0)
         return await self._legs.decode(engine, body, self._fresh, push=push)
 
     @property
@@ -293,6 +302,9 @@ class Run:
         known = (*order, *self._gateway.others(self._request, route, role))
         fit = [one for one in known if one.is_wanted and one.role.plays(role)]
         able = [one for one in fit if one not in self._failed]
+        journal = self._going_on
+        if journal is not None:
+            able = [one for one in able if _can_go_on(one, role, journal)]
         if mate is not None:
             able = [o for o in able if _may_read(o, mate)] or [o for o in able if o is mate]
         seat, asked = self._request.seat, [one for one in able if one.is_asked]
@@ -333,9 +345,11 @@ class Run:
     def _hands_over(self, prefiller: Engine) -> bool:
         """Whether a decoder is to go on from the token that this prefiller samples."""
         gateway, request = self._gateway, self._request
+        if gateway.limits.first_token != "auto" or self._going_on is not None:
+            return False
         order = self._plan.route.decoders
         decoder = self._first(order, prefiller) or self._another(DECODE, prefiller)
-        if gateway.limits.first_token != "auto" or decoder in (None, prefiller):
+        if decoder is None or decoder is prefiller:
             return False
         if not decoder.learned.begins or not may_be_handed(request.body):
             return False
@@ -350,13 +364,42 @@ class Run:
             return False
         return True
 
-    def _readable(self, params: Params | None, decoder: Engine) -> Params | None:
-        """What is handed over, to whom it was not meant for: in its place another is asked."""
-        if params is None or not params.begins or self._mate is None:
-            return params
-        if decoder.learned.begins and read_alike(decoder, self._mate):
-            return params
-        return params.not_beginning()
+    @property
+    def _going_on(self) -> Journal | None:
+        """Where another decoder is to go on with what the client has."""
+        journal = self._request.journal
+        return journal if journal is not None and journal.moves else None
+
+    def _told(self, params: Params | None, decoder: Engine) -> Params | None:
+        """What this decoder is told of the answer's beginning, and asked to tell."""
+        mate, journal = self._mate, self._going_on
+        if journal is not None:
+            params = with_field(params, b'"begun":' + journal.begun(is_spoken=True))
+        elif params is not None and params.begins and mate is not None:
+            is_meant = decoder.learned.begins and read_alike(decoder, mate)
+            params = params if is_meant else params.not_beginning()
+        if decoder.learned.tells_ids and self._is_kept(decoder):
+            return self._journal(decoder, params).asking(params)
+        if journal is None and self._request.journal is not None:
+            self._request.journal.close()
+            self._request.journal = None
+        return params
+
+    def _is_kept(self, decoder: Engine) -> bool:
+        """Whether it is written down what the client has of the answer."""
+        request = self._request
+        if self._going_on is not None:
+            return True
+        may_move = self._gateway.limits.max_resumes > 0 and not request.alone
+        is_stream = request.body.get("stream") is True and not request.exact
+        return may_move and is_stream and decoder.learned.begins and may_be_handed(request.body)
+
+    def _journal(self, decoder: Engine, params: Params | None) -> Journal:
+        request = self._request
+        if request.journal is None:
+            request.journal = Journal(self._gateway.journals, decoder.learned.renders)
+        request.journal.know_prompt(params)
+        return request.journal
 
     def _keeping(self, params: Params | None) -> Params | None:
         """Asks the decoder to keep a turn's KV, unless it could not be found again."""
@@ -382,7 +425,7 @@ class Run:
         gateway.note_failure(engine, role, error)
         if not is_late:
             _blame(gateway, engine, error, rule.blames_engine and not is_of_turn)
-        what = next_of(error.kind, role, request.exchange.started)
+        what = next_of(error.kind, role, request.exchange.started, self._may_go_on())
         self._failure = error
         if is_of_turn:
             self._is_spent = True
@@ -392,12 +435,39 @@ class Run:
             self._failed.append(engine)
         is_over = what in (Next.END, Next.GIVE_UP) or is_late or len(self._failed) >= MOST_FAILED
         if is_over or not (rule.is_free or gateway.budget.take(moment)):
+            if request.exchange.started:
+                gateway.metrics.resumes.add((error.kind, self._why_not()))
             _note(request.record, engine, role, error.kind, Next.GIVE_UP)
             raise error
+        if what is Next.RESUME:
+            self._note_move(error.kind)
         _note(request.record, engine, role, error.kind, what)
         request.record.retries += 1
         gateway.metrics.retries.labels(role, error.kind).inc()
         return what
+
+    def _may_go_on(self) -> bool:
+        """Of a client that has some of the answer."""
+        journal = self._request.journal
+        most = self._gateway.limits.max_resumes
+        return journal is not None and journal.can_go_on and journal.moves < most
+
+    def _note_move(self, kind: str) -> None:
+        journal = self._request.journal
+        assert journal is not None
+        journal.moves += 1
+        self._gateway.metrics.resumes.add((kind, "gone_on"))
+
+    def _why_not(self) -> str:
+        """For the books, of a stream with which nobody goes on."""
+        journal = self._request.journal
+        if journal is None:
+            return "not_offered"
+        if journal.is_full:
+            return "no_room"
+        if not journal.can_go_on:
+            return "not_told"
+        return "given_up"
 
     # A turn.
 
@@ -430,6 +500,13 @@ class Run:
         entry, self._unread = self._unread, None
         if entry is not None:
             release.give_up_turn(self._request, self._gateway, entry)
+
+
+def _can_go_on(engine: Engine, role: Role, journal: Journal) -> bool:
+    """With what another has begun to say."""
+    learned = engine.learned
+    tells = role is PREFILL or learned.tells_ids
+    return learned.begins and tells and dict(learned.renders) == dict(journal.renders)
 
 
 async def _end(leg: asyncio.Task[Any], patience: float) -> None:

@@ -253,6 +253,15 @@ class Metrics:
             act="The shared store is slow, gone or has another key: turns are computed "
             "anew meanwhile.",
         )
+        self.resumes = made.tally(
+            "resumes",
+            "Streams whose decoder failed after the client had some of them, by its failure and "
+            "what came of it.",
+            "kind",
+            "outcome",
+            act="gone_on: the client noticed nothing, yet a decoder failed. Others ended with an "
+            "error event: docs/mid-answer.md says when nobody can go on.",
+        )
         self.handed_over = made.tally(
             "handed_over",
             "First tokens that a prefiller sampled and could hand over, by what came of it.",

@@ -59,6 +59,14 @@ def test_after_the_first_byte_a_stream_can_only_end(kind: str, leg: Role) -> Non
 
 
 @pytest.mark.parametrize("kind", RULES)
+def test_unless_another_decoder_can_be_told_what_was_said(kind: str) -> None:
+    what = next_of(kind, Role.DECODE, has_seen=True, can_go_on=True)
+    assert what is (Next.GIVE_UP if kind in OUR_OWN else Next.RESUME)
+    assert next_of(kind, Role.PREFILL, has_seen=True, can_go_on=True) is RULES[kind].prefill
+    assert next_of(kind, Role.DECODE, has_seen=False, can_go_on=True) is RULES[kind].decode
+
+
+@pytest.mark.parametrize("kind", RULES)
 def test_before_it_what_follows_is_what_is_known_of_the_blocks(kind: str) -> None:
     prefill, decode = (next_of(kind, leg, has_seen=False) for leg in LEGS)
     if kind in OUR_OWN:

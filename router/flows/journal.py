@@ -1,0 +1,187 @@
+"""What the client has of a stream, token by token, so that another decoder can go on where one has
+died, frozen, or was stopped.
+
+A decoder that offers it, and is asked (`tell_token_ids`), puts a comment before what an event says:
+
+    : token_ids BwAACAAA
+    data: {"id": ...}
+
+which names the tokens that the event says, in the form of `begun` (three bytes each, in base64, so
+that pieces can be put together as they come). No client sees it. An event with a finish reason
+waits for the stream's end: what an engine says there may not be true, if it is being stopped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Protocol
+
+from router.flows.prefilled import PROMPT_IDS, Params, with_field
+from router.upstream.answer import Tap
+
+# What is not known of the prompt yet has to be told, too.
+OUTPUT, ALL = b'"output"', b'"all"'
+COMMENT = re.compile(rb"^: (prompt_)?token_ids ([A-Za-z0-9+/]*)\r?\n", re.MULTILINE)
+MARK = b"token_ids "
+FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
+ABORT = re.compile(rb'"finish_reason"\s*:\s*"abort"')
+REASON = re.compile(rb'"stop_reason"\s*:\s*"')
+ERROR = re.compile(rb'^data: ?\{\s*"error"\s*:', re.MULTILINE)
+ID = re.compile(rb'^data: ?\{\s*"id"\s*:\s*("[^"\\]*")', re.MULTILINE)
+CREATED = re.compile(rb'"created"\s*:\s*\d+')
+END = b"\n\n"
+# Base64 of a token's three bytes.
+WIDTH = 4
+
+
+class Room(Protocol):
+    """Bytes that all journals hold together."""
+
+    size: int
+
+    def has_room(self, more: int) -> bool: ...
+
+
+class Journal:
+    """A Tap before that of a turn, if there is one. It must be closed.
+
+    `is_cut`: the engine has ended the stream before the answer's end. `moves`: how often another
+    engine was to go on. `last` is what the reader of the stream says at its end, as of every Tap.
+    """
+
+    __slots__ = ("_created", "_held", "_id", "_is_full", "_output", "_prompt",
+                 "_renamings", "_room", "first_byte", "inner", "is_cut", "last", "moves",
+                 "renders")  # fmt: skip
+
+    def __init__(self, room: Room, renders: Mapping[str, str]) -> None:
+        self.renders = renders
+        self.is_cut = False
+        self.moves = 0
+        self.last = b""
+        self.first_byte: float | None = None
+        # Ids, in base64.
+        self._prompt, self._output = b"", bytearray()
+        self._room, self._is_full = room, False
+        self.inner: Tap | None = None
+        self._held = b""
+        # As the first decoder has said them, and what others say in their place.
+        self._id = self._created = b""
+        self._renamings: list[tuple[bytes, bytes]] | None = None
+
+    @property
+    def said(self) -> int:
+        """Tokens that the client has."""
+        return len(self._output) // WIDTH
+
+    @property
+    def is_full(self) -> bool:
+        """It has not kept all."""
+        return self._is_full
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another engine could be told all that it needs, and there is something left."""
+        return bool(self._prompt and self._output) and not self._is_full and not self.last
+
+    def begun(self, is_spoken: bool) -> bytes:
+        """For a prefiller: all that was said, as if it had said it. For a decoder: and the client
+        has it."""
+        spoken = b',"spoken":%d' % self.said if is_spoken else b""
+        ids = b'{"prompt_token_ids":"%s","output_token_ids":"%s"' % (self._prompt, self._output)
+        return ids + spoken + b"}"
+
+    def know_prompt(self, params: Params | None) -> None:
+        found = None if params is None else PROMPT_IDS.search(params.raw)
+        if found is not None:
+            self._keep_prompt(found[1])
+
+    def asking(self, params: Params | None) -> Params:
+        """A decoder's params, which is to tell what it says."""
+        return with_field(params, b'"tell_token_ids":' + (OUTPUT if self._prompt else ALL))
+
+    def begin(self, inner: Tap | None) -> None:
+        """Another answer passes from here on."""
+        self.inner = inner
+        self._held, self.last, self.is_cut, self._renamings = b"", b"", False, None
+
+    def close(self) -> None:
+        self._room.size -= len(self._prompt) + len(self._output)
+        self._prompt, self._output, self._is_full = b"", bytearray(), True
+
+    def passing(self, block: bytes, last: bool) -> bytes:
+        if self.is_cut:
+            return b""
+        block, self.is_cut = self._without_end(self._held + block, last)
+        if block.find(MARK) >= 0:
+            block = COMMENT.sub(self._note, block)
+        if block:
+            block = self._renamed(block)
+        if self.is_cut:
+            return block
+        if self.inner is not None:
+            return self.inner.passing(block, last)
+        if last:
+            self.last, block = block, b""
+        return block
+
+    def _without_end(self, block: bytes, last: bool) -> tuple[bytes, bool]:
+        """What may pass, nothing from an error on and a finish only with all that follows; and
+        whether the stream was cut there."""
+        wrong = ERROR.search(block)
+        if wrong is not None:
+            self._held = b""
+            return block[: _start_of_event(block, wrong.start())], True
+        finish = FINISH.search(block)
+        start = len(block) if finish is None else _start_of_event(block, finish.start())
+        if last and finish is not None and not _is_abort(block[start:]):
+            self._held = b""
+            return block, False
+        self._held = block[start:]
+        return block[:start], last
+
+    def _note(self, found: re.Match[bytes]) -> bytes:
+        if found[1]:
+            self._keep_prompt(found[2])
+        elif self._has_room(found[2]):
+            self._output += found[2]
+        return b""
+
+    def _keep_prompt(self, ids: bytes) -> None:
+        if not self._prompt and self._has_room(ids):
+            self._prompt = ids
+
+    def _has_room(self, ids: bytes) -> bool:
+        """Takes it, too. What was not kept once is never whole again."""
+        self._is_full = self._is_full or not self._room.has_room(len(ids))
+        if not self._is_full:
+            self._room.size += len(ids)
+        return not self._is_full
+
+    def _renamed(self, block: bytes) -> bytes:
+        """All events of a stream have one id, and were begun at one time."""
+        if self._renamings is None:
+            self._renamings = self._renamings_of(block)
+        for theirs, ours in self._renamings or ():
+            block = block.replace(theirs, ours)
+        return block
+
+    def _renamings_of(self, block: bytes) -> list[tuple[bytes, bytes]] | None:
+        """None where no event has come yet."""
+        name, created = ID.search(block), CREATED.search(block)
+        if name is None or created is None:
+            return None
+        if not self._id:
+            self._id, self._created = name[1], created[0]
+            return []
+        return [(name[1], self._id), (created[0], self._created)]
+
+
+def _start_of_event(block: bytes, inside: int) -> int:
+    end = block.rfind(END, 0, inside)
+    return 0 if end < 0 else end + len(END)
+
+
+def _is_abort(events: bytes) -> bool:
+    """Without a reason of its own: a rejection has one."""
+    return ABORT.search(events) is not None and REASON.search(events) is None

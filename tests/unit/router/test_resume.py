@@ -1,0 +1,386 @@
+"""A decoder dies, freezes or is stopped in mid-stream, and another one goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from router.flows.admission import Held
+from router.flows.journal import Journal
+from router.flows.prefilled import Params
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router, eventually
+from tests.unit.router.mock_engine import (
+    DONE,
+    PARAMS,
+    STREAM_HEAD,
+    MockEngine,
+    Peer,
+    Received,
+    Script,
+    chunk,
+    running_engine,
+    usual_decode,
+)
+
+RENDERS = {"model": "1", "tokenizer": "2", "chat_template": "3"}
+CAPABILITIES = ["prefix_proof", "turns", "release", "hand_over", "begun", "tell_token_ids"]
+OURS = {"capabilities": CAPABILITIES, "renders": RENDERS}
+PROVEN = PARAMS | {"prefix_proof": {"version": 1}}
+PROMPT = [1, 2, 70_000]
+# The whole answer: one token a word.
+WORDS = ["one ", "two ", "three ", "four ", "five"]
+LAST = "stop"
+
+Start = Callable[..., Awaitable[Router]]
+
+
+def packed(ids: list[int]) -> str:
+    return base64.b64encode(b"".join(one.to_bytes(3, "little") for one in ids)).decode()
+
+
+def unpacked(text: str) -> list[int]:
+    raw = base64.b64decode(text)
+    return [int.from_bytes(raw[at : at + 3], "little") for at in range(0, len(raw), 3)]
+
+
+def said(request: Received, number: int, finish: str | None = None) -> bytes:
+    """The event that says the word of that number, which is its token, too."""
+    content = {
+        "id": f"cmpl-{request.header('x-request-id')}",
+        "object": "text_completion",
+        "created": 100 + request.connection,
+        "model": "m",
+        "choices": [
+            {
+                "index": 0,
+                "text": WORDS[number],
+                "finish_reason": finish,
+                "stop_reason": None,
+            }
+        ],
+    }
+    asked = request.json.get("kv_transfer_params", {}).get("tell_token_ids")
+    told = f": token_ids {packed([number])}\n" if asked else ""
+    if asked == "all" and number == 0:
+        told = f": prompt_token_ids {packed(PROMPT)}\n" + told
+    return f"{told}data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
+
+
+async def from_the_beginning_to(last: int, request: Received, peer: Peer) -> None:
+    """Where the request says it begins, up to that word."""
+    begun = request.json.get("kv_transfer_params", {}).get("begun", {})
+    first = begun.get("spoken", 0)
+    ids = unpacked(begun.get("output_token_ids", ""))
+    assert ids == list(range(len(ids)))
+    assert not ids or unpacked(begun["prompt_token_ids"]) == PROMPT
+    await peer.send(STREAM_HEAD)
+    for number in range(first, last):
+        finish = LAST if number == len(WORDS) - 1 else None
+        await peer.send(chunk(said(request, number, finish)))
+
+
+async def to_the_end(request: Received, peer: Peer) -> None:
+    if not request.json.get("stream"):
+        return await usual_decode(request, peer)
+    await from_the_beginning_to(len(WORDS), request, peer)
+    await peer.send(chunk(DONE) + b"0\r\n\r\n")
+
+
+def dies_after(number: int, how: str = "reset") -> Script:
+    async def script(request: Received, peer: Peer) -> None:
+        await from_the_beginning_to(number, request, peer)
+        if how == "half":  # an event's first bytes, which no client may see
+            await peer.send(chunk(said(request, number)[:-9]))
+        if how == "error":
+            await peer.send(chunk(b'data: {"error": {"message": "no KV"}}\n\n' + DONE))
+        if how == "abort":
+            await peer.send(chunk(said(request, number, "abort") + DONE))
+        if how == "finish":  # its end was on its way
+            await peer.send(chunk(said(request, number, LAST)))
+        if how in ("error", "abort", "ends"):
+            await peer.send(b"0\r\n\r\n")
+        elif how == "frozen":
+            await peer.wait_left()
+        else:
+            peer.reset()
+
+    return script
+
+
+async def computes(request: Received, peer: Peer) -> None:
+    params = request.json["kv_transfer_params"]
+    begun = {"prompt_token_ids": packed(PROMPT), "output_token_ids": packed([0])}
+    handed = {"begun": begun} if params.get("hand_over") else {}
+    choice = {"index": 0, "text": WORDS[0], "finish_reason": "length"}
+    content = {"object": "text_completion", "choices": [choice]}
+    await peer.answer(content | {"kv_transfer_params": PROVEN | handed})
+
+
+@pytest.fixture
+async def d2() -> AsyncIterator[MockEngine]:
+    async with running_engine(to_the_end) as engine:
+        engine.identity = OURS
+        yield engine
+
+
+@pytest.fixture
+async def start(start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine) -> Start:
+    p.identity, d.identity, d2.identity = p.identity or OURS, d.identity or OURS, OURS
+    p.usual, d.usual = computes, to_the_end
+
+    async def started(**changes: Any) -> Router:
+        given: dict[str, Any] = {"ds": [d, d2]}
+        router = await start_router(**(given | changes))
+        engines = router.gateway.fleet.engines
+        await eventually(lambda: all(engine.learned.asked for engine in engines))
+        return router
+
+    return started
+
+
+def texts_of(answer: str) -> list[str]:
+    events = [event.removeprefix("data: ") for event in answer.strip().split("\n\n")]
+    assert events[-1] == "[DONE]", answer
+    contents = [json.loads(event) for event in events[:-1]]
+    assert len({content["id"] for content in contents}) == 1, answer
+    assert len({content["created"] for content in contents}) == 1, answer
+    finishes = [content["choices"][0]["finish_reason"] for content in contents]
+    assert finishes == [None] * (len(contents) - 1) + [LAST], answer
+    return [content["choices"][0]["text"] for content in contents]
+
+
+def legs(*engines: MockEngine) -> list[Received]:
+    return [one for engine in engines for one in engine.requests if one.path.startswith("/v1/")]
+
+
+HOWS = ["reset", "half", "error", "abort", "ends", "frozen"]
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("number", [1, 3])
+async def test_another_decoder_goes_on(
+    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, number: int, how: str
+) -> None:
+    router = await start(stream_idle_timeout=0.5 if how == "frozen" else 60)
+    d.scripts = d2.scripts = [dies_after(number, how)]  # whoever is asked first
+    answer = await router.stream(seed=3)
+    assert answer.status_code == 200
+    assert texts_of(answer.text) == WORDS
+    assert "token_ids" not in answer.text
+    _, again = legs(p)
+    assert again.json["max_tokens"] == number + 1
+    assert again.json["seed"] == 3
+    begun = {
+        "prompt_token_ids": packed(PROMPT),
+        "output_token_ids": packed(list(range(number))),
+    }
+    assert again.json["kv_transfer_params"]["begun"] == begun
+    assert again.json["kv_transfer_params"]["do_remote_decode"] is True
+    second = next(one for one in legs(d, d2) if "spoken" in one.json["kv_transfer_params"]["begun"])
+    assert second.json["kv_transfer_params"]["begun"] == begun | {"spoken": number}
+    assert second.json["kv_transfer_params"]["remote_host"] == PARAMS["remote_host"]
+    assert second.json["max_tokens"] == 7
+    kind = {"frozen": "timeout", "reset": "broken_answer", "half": "broken_answer"}.get(how)
+    assert router.metric("resumes_total", kind=kind or "status_5xx", outcome="gone_on") == 1
+    assert router.metric("requests_total", **_ended(router)) == 1
+    assert router.gateway.journals.size == 0
+
+
+def _ended(router: Router) -> dict[str, str]:
+    return {"endpoint": "/v1/completions", "flow": "pull", "status": "200", "outcome": "ok"}
+
+
+@pytest.mark.parametrize("flow", ["alone", "push", "first", "turn"])
+async def test_in_every_plan(
+    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, flow: str
+) -> None:
+    plans: dict[str, dict[str, Any]] = {
+        "alone": {"min_remote_prefill_tokens": 1000},
+        "push": {"transfer_mode": "push"},
+        "first": {"decode_first_threshold": 0.5},
+        "turn": {"conversation_store": "memory"},
+    }
+    fields = {"conversation_id": "c"} if flow == "turn" else {}
+    if flow == "push":
+        rank = {"remote_engine_id": "e", "remote_host": "h", "remote_port": 1}
+        p.identity = d.identity = OURS | {"transfer_modes": ["push"], "ranks": [rank]}
+    router = await start(**plans[flow])
+    d.scripts = d2.scripts = [dies_after(2)]
+    assert texts_of((await router.stream(**fields)).text) == WORDS
+    begun = [one.json["kv_transfer_params"].get("begun", {}) for one in legs(d, d2)]
+    assert [one.get("spoken") for one in begun if "spoken" in one] == [2]
+
+
+async def test_no_prefiller_is_needed(
+    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+) -> None:
+    router = await start(health_interval=60)
+
+    async def last_words(request: Received, peer: Peer) -> None:
+        await p.stop()
+        await dies_after(2)(request, peer)
+
+    d.scripts = d2.scripts = [last_words]
+    assert texts_of((await router.stream()).text) == WORDS
+    (second,) = [one for one in legs(d, d2) if '"spoken"' in one.body.decode()]
+    assert "remote_host" not in second.json["kv_transfer_params"]
+
+
+async def test_again_and_again_but_not_for_ever(
+    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+) -> None:
+    async with running_engine(to_the_end) as d3, running_engine(to_the_end) as d4:
+        d3.identity = d4.identity = OURS
+        router = await start(ds=[d, d2, d3, d4])
+        deaths = [dies_after(1), dies_after(3), dies_after(4)]
+        d.scripts = d2.scripts = d3.scripts = d4.scripts = deaths[:2]
+        assert texts_of((await router.stream()).text) == WORDS
+        d.scripts = d2.scripts = d3.scripts = d4.scripts = deaths
+        answer = await router.stream()
+        *_, error = answer.text.strip().split("\n\n")
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == 502
+        assert answer.text.count('"text"') == 4
+        outcomes = {"kind": "broken_answer"}
+        assert router.metric("resumes_total", outcome="gone_on", **outcomes) == 4
+        assert router.metric("resumes_total", outcome="given_up", **outcomes) == 1
+        assert router.gateway.journals.size == 0
+
+
+async def test_an_end_that_was_on_its_way_comes_once(
+    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+) -> None:
+    router = await start()
+    d.scripts = d2.scripts = [dies_after(4, "finish")]
+    assert texts_of((await router.stream()).text) == WORDS
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_resumes": 0},
+        {"max_resume_memory": 10},
+        {"of_others": CAPABILITIES[:-1]},
+        {"of_others": CAPABILITIES[:-2]},
+        {"renders": RENDERS | {"model": "9"}},
+    ],
+)
+async def test_where_nobody_can_go_on_the_stream_ends_with_an_error(
+    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, changes: dict[str, Any]
+) -> None:
+    told = OURS | {"capabilities": changes.get("of_others", CAPABILITIES)}
+    limits = {name: value for name, value in changes.items() if name.startswith("max")}
+    async with running_engine(to_the_end) as other:
+        other.identity = told | {"renders": changes.get("renders", RENDERS)}
+        d.identity = told
+        router = await start(ds=[d, other], **limits)
+        d.scripts = other.scripts = [dies_after(2)]
+        answer = await router.stream()
+        error = json.loads(answer.text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]
+        assert error["code"] == 502
+        assert answer.text.count('"text"') == 2
+        assert router.gateway.journals.size == 0
+
+
+@pytest.mark.parametrize(
+    "fields", [{"n": 2}, {"response_format": {"type": "json_object"}}, {"stream": False}]
+)
+async def test_of_some_requests_nothing_is_asked(
+    start: Start, d: MockEngine, d2: MockEngine, fields: dict[str, Any]
+) -> None:
+    router = await start()
+    answer = await router.complete(**({"stream": True} | fields))
+    assert answer.status_code == 200
+    assert all(b"tell_token_ids" not in one.body for one in legs(d, d2))
+
+
+async def test_a_client_that_leaves_leaves_nothing(
+    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+) -> None:
+    router = await start()
+    d.scripts = d2.scripts = [dies_after(2, "frozen")]
+    body = json.dumps({"model": "m", "prompt": "x", "stream": True}).encode()
+    async with router.socket() as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        await client.send(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        await eventually(lambda: router.gateway.journals.size > 0)
+    await eventually(lambda: router.gateway.journals.size == 0)
+    assert (await router.stream()).status_code == 200
+
+
+async def test_many_at_once_are_each_their_own(
+    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+) -> None:
+    router = await start()
+    d.scripts = d2.scripts = [dies_after(1 + i % 4) for i in range(10)]
+    answers = await asyncio.gather(*(router.stream() for _ in range(30)))
+    assert all(texts_of(answer.text) == WORDS for answer in answers)
+    assert router.gateway.journals.size == 0
+
+
+# The journal by itself.
+
+
+def event(text: bytes, ids: str = "") -> bytes:
+    comment = f": token_ids {ids}\n".encode() if ids else b""
+    return comment + b'data: {"id":"a","created":1,"t":"%s"}\n\n' % text
+
+
+FINISH = b'data: {"id":"a","created":1,"finish_reason":"stop"}\n\n'
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+def test_however_it_is_cut_into_blocks(size: int) -> None:
+    """Blocks are whole events, some at once."""
+    journal = Journal(Held(0), {})
+    events = [event(b"x", "AQAA"), event(b"y", "AgAAAwAA"), event(b"z"), FINISH + DONE]
+    journal.begin(None)
+    passed = b""
+    for at in range(0, 4, size):
+        passed += journal.passing(b"".join(events[at : at + size]), at + size >= 4)
+    assert passed + journal.last == event(b"x") + event(b"y") + event(b"z") + FINISH + DONE
+    assert journal.said == 3
+    assert not journal.is_cut
+
+
+def test_a_finish_waits_for_the_end() -> None:
+    journal = Journal(Held(0), {})
+    journal.begin(None)
+    assert journal.passing(event(b"x", "AQAA") + FINISH, False) == event(b"x")
+    assert journal.passing(DONE, False) == b""
+    assert journal.passing(b"", True) == b""
+    assert journal.last == FINISH + DONE
+    assert not journal.can_go_on
+
+
+def test_what_looks_like_a_comment_inside_a_text_is_text() -> None:
+    journal = Journal(Held(0), {})
+    journal.begin(None)
+    block = event(rb"\n: token_ids AQAA\n\"finish_reason\":\"stop\"", "AQAA")
+    assert journal.passing(block, False) == event(
+        rb"\n: token_ids AQAA\n\"finish_reason\":\"stop\""
+    )
+    assert journal.said == 1
+
+
+def test_there_is_room_for_so_many() -> None:
+    room = Held(16)
+    one, other = Journal(room, {}), Journal(room, {})
+    for journal in (one, other):
+        journal.know_prompt(Params(b'{"begun":{"prompt_token_ids": "AQAA"}}'))
+        journal.begin(None)
+        journal.passing(event(b"x", "AQAA"), False)
+        assert journal.can_go_on
+    one.passing(event(b"x", "AQAA"), False)
+    assert one.is_full
+    assert not one.can_go_on
+    other.close()
+    one.passing(event(b"x", "AQAA"), False)
+    assert not one.can_go_on  # it lacks one in the middle
+    one.close()
+    assert room.size == 0
