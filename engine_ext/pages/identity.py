@@ -6,7 +6,7 @@ handshake that they use: what the page says is what they are told.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -48,6 +48,9 @@ class Engine:
     dp_size: int = 1
     versions: Mapping[str, str]
     """Of the host."""
+    renders: Mapping[str, str] = field(default_factory=dict)
+    """Short hashes of what two engines must share to read token ids and to render messages alike:
+    `model`, `tokenizer`, `chat_template`."""
     access: Access = OPEN
     """To the side channels: the page asks them as another engine would."""
 
@@ -75,6 +78,7 @@ def identity(engine: Engine) -> dict[str, Any]:
             **engine.versions,
         },
         "capabilities": list(engine.capabilities),
+        **({"renders": dict(engine.renders)} if engine.renders else {}),
         "transfer_modes": list(engine.transfer_modes),
         "tp_size": engine.tp_size,
         "pp_size": engine.pp_size,

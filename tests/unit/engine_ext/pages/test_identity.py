@@ -61,6 +61,12 @@ def test_turns_are_a_capability_where_they_are_switched_on() -> None:
     assert "turns" in capabilities_of(ConnectorConfig(engine_id="e", bidirectional=True))
 
 
+def test_what_an_engine_renders_with_is_told_where_it_is_known() -> None:
+    renders = {"model": "a", "tokenizer": "b", "chat_template": "c"}
+    assert identity(Engine(name="x", versions={}, renders=renders))["renders"] == renders
+    assert "renders" not in identity(Engine(name="x", versions={}))
+
+
 def test_a_release_is_read_from_a_prefill_engines_own_answer() -> None:
     params = {"remote_engine_id": "e", "remote_request_id": "r", "remote_block_ids": [[1]]}
     assert parse({"kv_transfer_params": params}) == Release("e", "r")
