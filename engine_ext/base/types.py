@@ -158,6 +158,8 @@ class PushTarget:
     """What the router told both engines, or P's own id where the router asked P first."""
     pp_size: int = 1
     transfer_id: str | None = None
+    num_tokens: int | None = None
+    """That P holds, where it has answered already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ class ForReader:
     """The router's name for it, in push mode."""
     hands_over: bool
     """It goes on from what we have sampled."""
+    num_tokens: int
+    """Of the request as it came: its prompt, and what had been generated elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +66,12 @@ class Holds:
     def num_held(self) -> int:
         return len(self._held)
 
-    def expect_reader(self, request_id: str, transfer_id: str | None, hands_over: bool) -> None:
-        self._expected[request_id] = ForReader(transfer_id, hands_over)
-        self._orders.expects.append(request_id)
+    def expect_reader(
+        self, request: EngineRequest, transfer_id: str | None, hands_over: bool
+    ) -> None:
+        num_tokens = len(request.token_ids)
+        self._expected[request.request_id] = ForReader(transfer_id, hands_over, num_tokens)
+        self._orders.expects.append(request.request_id)
 
     def expect_next_turn(self, request_id: str, is_firm: bool) -> None:
         self._expected[request_id] = ForNextTurn(is_firm)
@@ -131,7 +136,7 @@ class Holds:
         self._orders.grants.append(LeaseGrant(request.request_id, self._config.lease_duration))
         if self._config.transfer_mode == "push":
             num_tokens = request.num_computed_tokens
-            content = digest(request.prompt_token_ids, keys, num_tokens)
+            content = digest(request.token_ids, keys, min(num_tokens, reader.num_tokens))
             self._orders.offers.append(
                 PushOffer(request.request_id, block_ids, num_tokens, content, reader.transfer_id)
             )

@@ -1,4 +1,7 @@
-"""How many of a prompt's leading tokens can be loaded from a remote: pure arithmetic."""
+"""How many of a request's leading tokens can be loaded from a remote: pure arithmetic.
+
+Of its prompt, and of what was generated elsewhere where it begins in mid-answer.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -21,13 +24,13 @@ class Loadable:
     def most_tokens(self, request: EngineRequest) -> int:
         """0 for a request whose KV depends on what nobody can tell.
 
-        A host that has the whole prompt computes its last token again. Where a group has a window,
+        A host that has all of them computes the last one again. Where a group has a window,
         vLLM's block manager has by then given up the block in which that token's window begins, if
         it begins at the end of one; so the last token is left to compute."""
         if request.content_keys is None:
             return 0
         has_windows = any(window is not None for window in self._windows)
-        return request.num_prompt_tokens - has_windows
+        return len(request.token_ids) - has_windows
 
     def tokens(
         self,
@@ -37,8 +40,8 @@ class Loadable:
         proof: PrefixProof | NoProof,
         unix_time: float,
     ) -> int:
-        """Tokens from position 0 whose KV the remote's blocks hold, and which are this prompt's, or
-        may be, where there is no proof and the remote may be a stock engine."""
+        """Tokens from position 0 whose KV the remote's blocks hold, and which are this request's,
+        or may be, where there is no proof and the remote may be a stock engine."""
         if role is Role.PREFILL and not self._may_pull_turn(source, proof, unix_time):
             return 0
         most = min(self._held_tokens(source), self.most_tokens(request))
@@ -52,10 +55,10 @@ class Loadable:
         keys = request.content_keys
         if isinstance(proof, NoProof) or keys is None:
             return 0
-        proven = proof.proven_tokens(request.prompt_token_ids, keys)
+        proven = proof.proven_tokens(request.token_ids, keys)
         if proven < most:
             logger.info(
-                "request %s: %d of %d remote tokens are this prompt's",
+                "request %s: %d of %d remote tokens are this request's",
                 request.request_id,
                 proven,
                 most,

@@ -58,7 +58,7 @@ class Load:
     """Whom we read from, or who writes to us."""
     role: Role
     num_tokens: int
-    """Leading prompt tokens whose KV can be had, proven or trusted."""
+    """Leading tokens whose KV can be had, proven or trusted."""
     is_proven: bool = False
     """Of what is read: the remote has told which content it holds."""
     state: LoadState = LoadState.OFFERED
@@ -196,7 +196,7 @@ class Loads:
             )
             return
         # Without keys no token is offered, so nothing is registered.
-        content = digest(request.prompt_token_ids, request.content_keys or ())
+        content = digest(request.token_ids, request.content_keys or (), origin.num_tokens)
         self._orders.registrations.append(
             PushRegistration(name, origin, *where, content, recomputes)
         )

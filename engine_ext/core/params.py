@@ -133,13 +133,12 @@ def _prefill(raw: dict[Any, Any]) -> TransferParams:
 
 def _source(raw: dict[Any, Any]) -> RemoteSource:
     _refuse_other_parallelism(raw)
-    num_tokens = raw.get("remote_num_tokens")
     return RemoteSource(
         address=_address(raw),
         request_id=_field(raw, "remote_request_id", _notifiable),
         tp_size=_field(raw, "tp_size", _integer(1, 1024), default=1),
         block_ids=_field(raw, "remote_block_ids", _block_ids),
-        num_tokens=None if num_tokens is None else _field(raw, "remote_num_tokens", _integer(0)),
+        num_tokens=_num_tokens(raw),
         block_size=_block_size(raw),
         expires_at=_unix_time(raw.get("retained_until")),
     )
@@ -165,7 +164,15 @@ def _target(raw: dict[Any, Any]) -> PushTarget:
         pp_size=_field(raw, "pp_size", _integer(1, 1024), default=1),
         remote_request_id=_field(raw, "remote_request_id", _notifiable),
         transfer_id=_optional_identifier(raw, "transfer_id"),
+        num_tokens=_num_tokens(raw),
     )
+
+
+def _num_tokens(raw: dict[Any, Any]) -> int | None:
+    """None where nobody has told: a push that begins before P has answered."""
+    if raw.get("remote_num_tokens") is None:
+        return None
+    return _field(raw, "remote_num_tokens", _integer(0))
 
 
 def _refuse_other_parallelism(raw: dict[Any, Any]) -> None:

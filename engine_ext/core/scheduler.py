@@ -91,13 +91,14 @@ class SchedulerConnector:
         if params.problem is not None:
             logger.warning("request %s: %s", request.request_id, params.problem)
         if params.role is Role.PREFILL:
-            self._holds.expect_reader(request.request_id, params.transfer_id, params.hands_over)
+            self._holds.expect_reader(request, params.transfer_id, params.hands_over)
         elif params.retain and self._config.bidirectional:
             self._holds.expect_next_turn(request.request_id, params.may_be_read_by_stock)
         if params.source is not None:
             self._offer(request, params, params.source)
         elif params.target is not None:
-            num_tokens = self._loadable.most_tokens(request)
+            most, told = self._loadable.most_tokens(request), params.target.num_tokens
+            num_tokens = most if told is None else min(most, told)
             self._loads.await_push(request.request_id, params.target, num_tokens)
 
     def _offer(self, request: EngineRequest, params: TransferParams, source: RemoteSource) -> None:

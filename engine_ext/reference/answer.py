@@ -1,11 +1,13 @@
 """The visible side of a sequence: its text so far, and whether the newest token ends it."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
 from engine_ext.reference.detokenizer import Detokenizer
-from engine_ext.reference.sequence import LENGTH, Finish, Sequence, stopped
+from engine_ext.reference.finish import LENGTH, Finish, stopped
+from engine_ext.reference.messages import SamplingParams
 from engine_ext.reference.stop_strings import StopStrings
 
 
@@ -22,44 +24,61 @@ class Accepted(NamedTuple):
 
 
 class Answer:
-    def __init__(self, seq: Sequence, tokenizer: Tokenizer, rules: StopRules) -> None:
-        self._seq = seq
+    """`hands_over`: where it ends because it was to have no more tokens, another engine goes on,
+    and says what is held back here."""
+
+    def __init__(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        tokenizer: Tokenizer,
+        rules: StopRules,
+        *,
+        hands_over: bool = False,
+    ) -> None:
+        self._sampling = sampling
         self._rules = rules
+        self._hands_over = hands_over
+        self._num_output_tokens = 0
+        self._room = rules.max_model_len - len(prompt_token_ids)
         self._detokenizer = Detokenizer(
-            tokenizer,
-            seq.prompt_token_ids,
-            skip_special_tokens=seq.sampling.skip_special_tokens,
+            tokenizer, prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
         )
         self._stops = StopStrings(
-            seq.sampling.stop, include_in_output=seq.sampling.include_stop_str_in_output
+            sampling.stop, include_in_output=sampling.include_stop_str_in_output
         )
 
     def accept(self, token_id: int) -> Accepted:
-        """`token_id` is already the last of the sequence's tokens."""
+        """The sequence's next token."""
+        self._num_output_tokens += 1
         finish = self._stop_token(token_id)
-        visible = finish is None or self._seq.sampling.include_stop_str_in_output
+        visible = finish is None or self._sampling.include_stop_str_in_output
         text, matched = self._scan(self._detokenizer.push(token_id) if visible else "")
         if matched is not None and finish is None:
             return Accepted(text, stopped(matched))
         finish = finish or self._length()
-        return Accepted(text + self._flush() if finish else text, finish)
+        return Accepted(text + self._flush() if self._is_over(finish) else text, finish)
 
     def _scan(self, piece: str) -> tuple[str, str | None]:
-        if self._seq.num_output_tokens <= self._seq.sampling.min_tokens:
+        if self._num_output_tokens <= self._sampling.min_tokens:
             return piece, None
         return self._stops.scan(piece)
 
     def _flush(self) -> str:
         return self._stops.flush() + self._detokenizer.flush()
 
+    def _is_over(self, finish: Finish | None) -> bool:
+        """For whoever goes on with it, too."""
+        if finish is LENGTH and self._hands_over:
+            return self._num_output_tokens >= self._room
+        return finish is not None
+
     def _stop_token(self, token_id: int) -> Finish | None:
-        sampling = self._seq.sampling
+        sampling = self._sampling
         if token_id in self._rules.eos_token_ids and not sampling.ignore_eos:
             return stopped()
         return stopped(token_id) if token_id in sampling.stop_token_ids else None
 
     def _length(self) -> Finish | None:
-        full = self._seq.num_tokens >= self._rules.max_model_len
-        return (
-            LENGTH if full or self._seq.num_output_tokens >= self._seq.sampling.max_tokens else None
-        )
+        most = min(self._room, self._sampling.max_tokens)
+        return LENGTH if self._num_output_tokens >= most else None

@@ -30,9 +30,8 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: Path, tokenizer: Tokenizer) -> "ChatTemplate | None":
-        """`chat_template.jinja`, else what `tokenizer_config.json` has; None for a base model."""
-        path = directory / "chat_template.jinja"
-        source = path.read_text() if path.is_file() else _configured(tokenizer.config)
+        """None for a base model. Raises ValueError for a template that is no valid Jinja."""
+        source = chat_template_source(directory, tokenizer)
         return None if source is None else cls(source, tokenizer.special_tokens)
 
     def render(
@@ -63,6 +62,12 @@ class ChatTemplate:
         except Exception as error:
             raise ValueError(f"the chat template fails on these messages: {error!r}") from error
         return _cut_after(rendered, messages[-1]) if continue_final_message else rendered
+
+
+def chat_template_source(directory: Path, tokenizer: Tokenizer) -> str | None:
+    """`chat_template.jinja`, else what `tokenizer_config.json` has; None for a base model."""
+    path = directory / "chat_template.jinja"
+    return path.read_text() if path.is_file() else _configured(tokenizer.config)
 
 
 def _configured(config: Mapping[str, Any]) -> str | None:

@@ -8,19 +8,28 @@ and last `update_connector_output`.
 import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from engine_ext.base.types import EMPTY_STEP, StepMetadata, TransferResults
 from engine_ext.reference.answer import Answer, StopRules
+from engine_ext.reference.beginning import Beginning
 from engine_ext.reference.block_manager import BlockManager
 from engine_ext.reference.counters import Counters
+from engine_ext.reference.finish import Finish, failed
 from engine_ext.reference.kv_connector import KVConnector
-from engine_ext.reference.messages import EngineStats, GenerateRequest, RequestOutput
+from engine_ext.reference.messages import (
+    EngineStats,
+    GenerateRequest,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
 from engine_ext.reference.runner import ModelRunner
-from engine_ext.reference.sampler import SampledToken
+from engine_ext.reference.sampler import SampledToken, pass_over
 from engine_ext.reference.scheduler import Scheduler
-from engine_ext.reference.sequence import Finish, Sequence, failed
+from engine_ext.reference.sequence import Sequence
 from engine_ext.reference.step import Step
 
 logger = logging.getLogger(__name__)
@@ -58,23 +67,40 @@ class EngineCore:
         self._vocab_size = vocab_size
         self._rules = rules
         self._answers: dict[str, Answer] = {}
+        self._unsaid: dict[str, tuple[Sequence, Beginning]] = {}
+        """Begun elsewhere, and not admitted yet, which may be refused."""
 
-    def add(self, request: GenerateRequest) -> RequestOutput | None:
-        """Admits the request to the queue; an output where that ended it at once."""
+    def add(self, request: GenerateRequest, begun: Beginning | None = None) -> RequestOutput | None:
+        """Admits the request to the queue; an output where that ended it at once, or where it has
+        begun elsewhere with tokens that are not spoken yet."""
         if self._queues.knows(request.request_id):
             return self._refuse(request, f"request id {request.request_id} is in use")
-        seq = Sequence(request)
-        error = self._refusal(request)
+        seq = Sequence(request, begun)
+        error = self._refusal(seq, begun)
         if error is not None:
             # The connector hears of it: a remote may hold blocks for this request.
-            self._scheduler.add(seq)
-            if seq.finish is None:
-                self._scheduler.finish(seq, failed(error))
+            self._end_unheard(seq, failed(error))
             return self._refuse(request, error)
-        self._answers[seq.request_id] = Answer(seq, self._tokenizer, self._rules)
+        self._answers[seq.request_id] = begun.answer if begun else self._answer(seq)
         self._counters.prompt_tokens += seq.num_prompt_tokens
+        if begun is not None and begun.finish is not None:
+            self._end_unheard(seq, begun.finish)
+            return self._opening(seq, begun)
         self._scheduler.add(seq)
-        return self._last_output(seq) if seq.finish else None
+        if seq.finish is not None:
+            return self._last_output(seq)
+        return None if begun is None else self._go_on(seq, begun)
+
+    def decline(self, request_id: str, params: dict[str, Any]) -> None:
+        """A request with these `kv_transfer_params` was refused before it came here: a remote may
+        hold blocks for it."""
+        refused = GenerateRequest(
+            request_id=request_id,
+            prompt_token_ids=(),
+            sampling=SamplingParams(),
+            kv_transfer_params=params,
+        )
+        self._end_unheard(Sequence(refused), failed("refused"))
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """None where no such request lives."""
@@ -106,6 +132,7 @@ class EngineCore:
     def step(self) -> StepResult:
         step = self._scheduler.schedule()
         outputs = [self._last_output(seq) for seq in step.ended]
+        outputs += self._say_admitted()
         meta = self._load(step, outputs)
         tokens = self._compute(step, meta, outputs) if step.chunks else {}
         results = self._transfer_results()
@@ -138,15 +165,51 @@ class EngineCore:
         """Raises IntegrityError."""
         self._scheduler.check_integrity()
 
-    def _refusal(self, request: GenerateRequest) -> str | None:
-        prompt, limit = request.prompt_token_ids, self._rules.max_model_len
+    def _answer(self, seq: Sequence) -> Answer:
+        return Answer(
+            seq.prompt_token_ids,
+            seq.sampling,
+            self._tokenizer,
+            self._rules,
+            hands_over=seq.hands_over,
+        )
+
+    def _end_unheard(self, seq: Sequence, finish: Finish) -> None:
+        """Before it was anything to anybody but the connector."""
+        self._scheduler.add(seq)
+        if seq.finish is None:
+            self._scheduler.finish(seq, finish)
+
+    def _go_on(self, seq: Sequence, begun: Beginning) -> RequestOutput | None:
+        pass_over(seq, len(begun.token_ids))
+        if not begun.unspoken:
+            return None
+        if not self._scheduler.may_refuse(seq):
+            return self._opening(seq, begun)
+        self._unsaid[seq.request_id] = seq, begun
+        return None
+
+    def _say_admitted(self) -> list[RequestOutput]:
+        """Whoever has blocks is refused no more."""
+        admitted = [each for each in self._unsaid.values() if each[0].block_ids]
+        for seq, _ in admitted:
+            del self._unsaid[seq.request_id]
+        return [self._opening(seq, begun) for seq, begun in admitted]
+
+    def _opening(self, seq: Sequence, begun: Beginning) -> RequestOutput:
+        return self._output(seq, begun.text, begun.unspoken, begun.logprobs)
+
+    def _refusal(self, seq: Sequence, begun: Beginning | None) -> str | None:
+        prompt, limit = seq.prompt_token_ids, self._rules.max_model_len
         if not prompt:
             return "the prompt is empty"
         if len(prompt) >= limit:
             return f"the prompt has {len(prompt)} tokens, this engine takes up to {limit - 1}"
-        if not all(0 <= token < self._vocab_size for token in prompt):
+        if not all(0 <= token < self._vocab_size for token in seq.token_ids):
             return f"the prompt holds a token id outside the vocabulary of {self._vocab_size}"
-        if request.sampling.max_tokens < 1:
+        if seq.num_tokens >= limit and not (begun and begun.finish):
+            return f"prompt and answer have {seq.num_tokens} tokens, this engine takes {limit}"
+        if seq.sampling.max_tokens < 1:
             return "max_tokens must be at least 1"
         return None
 
@@ -216,6 +279,8 @@ class EngineCore:
             self._scheduler.distrust(seq)
             return self._fail([seq], "the model's output is not finite")[0]
         seq.token_ids.append(sampled.token_id)
+        if seq.hands_over and sampled.logprob:
+            seq.output_logprobs.append(sampled.logprob)
         self._counters.generation_tokens += 1
         error = seq.constraint.accept(sampled.token_id) if seq.constraint else None
         if error is not None:
@@ -227,7 +292,8 @@ class EngineCore:
             return self._fail([seq], "detokenizing failed")[0]
         if finish is not None:
             self._scheduler.finish(seq, finish)
-        return self._output(seq, text, sampled)
+        logprobs = (sampled.logprob,) if sampled.logprob else ()
+        return self._output(seq, text, (sampled.token_id,), logprobs)
 
     def _fail(self, sequences: Seq[Sequence], error: str) -> list[RequestOutput]:
         for seq in sequences:
@@ -235,17 +301,23 @@ class EngineCore:
         return [self._last_output(seq) for seq in sequences]
 
     def _last_output(self, seq: Sequence) -> RequestOutput:
-        return self._output(seq, "", None)
+        return self._output(seq, "", (), ())
 
-    def _output(self, seq: Sequence, text: str, sampled: SampledToken | None) -> RequestOutput:
+    def _output(
+        self,
+        seq: Sequence,
+        text: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...],
+    ) -> RequestOutput:
         finish = seq.finish
         if finish is not None:
             self._forget(seq, finish)
         return RequestOutput(
             request_id=seq.request_id,
             text=text,
-            token_ids=(sampled.token_id,) if sampled else (),
-            logprobs=(sampled.logprob,) if sampled and sampled.logprob else (),
+            token_ids=token_ids,
+            logprobs=logprobs,
             finish_reason=finish.reason if finish else None,
             stop_reason=finish.stop_reason if finish else None,
             kv_transfer_params=seq.kv_transfer_answer,
@@ -255,6 +327,7 @@ class EngineCore:
 
     def _forget(self, seq: Sequence, finish: Finish) -> None:
         del self._answers[seq.request_id]
+        self._unsaid.pop(seq.request_id, None)
         self._counters.finished[finish.reason] += 1
 
     def _has_pending_work(self) -> bool:

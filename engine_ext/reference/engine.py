@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 import time
+import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 
 from engine_ext.base.inspection import Inspection
 from engine_ext.base.types import ConnectorStats, Region
+from engine_ext.reference.beginning import Beginning
 from engine_ext.reference.core import EngineCore, StepResult
 from engine_ext.reference.inbox import Abort, Call, Command, Inbox, Submit
 from engine_ext.reference.kv_connector import KVConnector
@@ -68,14 +70,17 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, request: GenerateRequest, begun: Beginning | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The last output carries `finish_reason`; errors come that way too, nothing is raised.
 
         Closing the iterator, or cancelling its consumer, aborts the request; and where that comes
         before the last output was taken and done with, what was to be kept for others is not.
+        `begun`: the answer goes on from there.
         """
         stream = OutputStream(asyncio.get_running_loop())
-        if not self._inbox.put(Submit(request, stream)):
+        if not self._inbox.put(Submit(request, stream, begun)):
             yield _error(request.request_id, _GONE)
             return
         answered = False
@@ -92,6 +97,12 @@ class Engine:
         """Its consumer gets a last output with finish_reason `abort`. One that has ended gives up
         what it keeps for a remote. Unknown ids are ignored."""
         self._inbox.put(Abort(request_id))
+
+    def decline(self, params: dict[str, Any]) -> None:
+        """A request with these `kv_transfer_params` was refused: a remote may hold blocks for it.
+        Returns at once."""
+        name = f"declined-{uuid.uuid4().hex}"
+        self._inbox.put(Call(partial(self._core.decline, name, params), Future()))
 
     def stats(self) -> EngineStats:
         """As of the last step."""
@@ -214,20 +225,21 @@ class Engine:
 
     def _execute(self, command: Command) -> list[Delivery]:
         match command:
-            case Submit(request, stream):
-                return self._submit(request, stream)
+            case Submit(request, stream, begun):
+                return self._submit(request, stream, begun)
             case Abort(request_id, stream):
                 return self._abort(request_id, stream)
             case Call(function, result):
                 _answer(function, result)
                 return []
 
-    def _submit(self, request: GenerateRequest, stream: OutputStream) -> list[Delivery]:
-        ended = self._core.add(request)
-        if ended is not None:
-            return [(stream, ended)]
-        self._streams[request.request_id] = stream
-        return []
+    def _submit(
+        self, request: GenerateRequest, stream: OutputStream, begun: Beginning | None
+    ) -> list[Delivery]:
+        said = self._core.add(request, begun)
+        if said is None or said.finish_reason is None:
+            self._streams[request.request_id] = stream
+        return [] if said is None else [(stream, said)]
 
     def _abort(self, request_id: str, stream: OutputStream | None) -> list[Delivery]:
         if stream is not None and self._streams.get(request_id, stream) is not stream:

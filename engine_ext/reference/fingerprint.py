@@ -6,11 +6,14 @@ size, its header (names, shapes, offsets) and a sample of its bytes.
 """
 
 import hashlib
+import json
 import struct
 from pathlib import Path
 from typing import BinaryIO
 
+from engine_ext.reference.chat_template import chat_template_source
 from engine_ext.reference.model_config import ModelConfig
+from engine_ext.reference.tokenizer import Tokenizer
 
 SAMPLES = 64
 SAMPLE_BYTES = 4096
@@ -27,6 +30,25 @@ def model_factors(directory: Path, config: ModelConfig) -> dict[str, str]:
         "rope": f"{config.rope_theta:g} {config.rope_scaling}",
         "weights": _weights_digest(directory),
     }
+
+
+def renders(directory: Path) -> dict[str, str]:
+    """What two engines must share to read token ids, and to render messages, alike."""
+    tokenizer = Tokenizer.load(directory)
+    named = json.dumps([tokenizer.special_tokens, bool(tokenizer.config.get("add_bos_token"))])
+    template = chat_template_source(directory, tokenizer)
+    return {
+        "model": _weights_digest(directory),
+        "tokenizer": _short(named.encode(), (directory / "tokenizer.json").read_bytes()),
+        "chat_template": "none" if template is None else _short(named.encode(), template.encode()),
+    }
+
+
+def _short(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:16]
 
 
 def _weights_digest(directory: Path) -> str:

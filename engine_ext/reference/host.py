@@ -17,7 +17,7 @@ from engine_ext.reference.build import build_engine, max_model_len
 from engine_ext.reference.chat_template import ChatTemplate
 from engine_ext.reference.engine import Engine
 from engine_ext.reference.engine_config import EngineConfig
-from engine_ext.reference.fingerprint import model_factors
+from engine_ext.reference.fingerprint import model_factors, renders
 from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.model_config import ModelConfig, read_model_config
 from engine_ext.reference.server.app import build_app
@@ -33,8 +33,9 @@ STEP_SECONDS = 10.0
 """What the engine's current step may take once it is told to stop: it cannot be interrupted."""
 
 
-CAPABILITIES = ("cache_hit_threshold", "streamed_kv_transfer_params")
+CAPABILITIES = ("cache_hit_threshold", "streamed_kv_transfer_params", "begun")
 """What this engine can do besides what the connector can."""
+WITH_CONNECTOR = ("hand_over",)
 
 
 class HostError(Exception):
@@ -99,6 +100,7 @@ def _served_model(settings: Settings, model_config: ModelConfig) -> ServedModel:
         vocab_size=model_config.vocab_size,
         tokenizer=tokenizer,
         chat_template=ChatTemplate.load(directory, tokenizer),
+        eos_token_ids=model_config.eos_token_ids,
         grammars=GrammarCompiler(
             tokenizer.backend.to_str(),
             vocab_size=model_config.vocab_size,
@@ -111,11 +113,13 @@ def _served_model(settings: Settings, model_config: ModelConfig) -> ServedModel:
 
 def _itself(settings: Settings) -> identity.Engine:
     connector, at = settings.connector, settings.side_channel
+    own = () if connector is None else WITH_CONNECTOR
     return identity.Engine(
         name="disagg-engine",
         side_channels=() if connector is None else (identity.SideChannel(0, at.host, at.port),),
         transfer_modes=() if connector is None else (connector.transfer_mode,),
-        capabilities=(*CAPABILITIES, *identity.capabilities_of(connector)),
+        capabilities=(*CAPABILITIES, *own, *identity.capabilities_of(connector)),
+        renders=renders(settings.engine.model),
         versions={"torch": identity.installed_version("torch")},
         access=OPEN if connector is None else connector.access,
     )

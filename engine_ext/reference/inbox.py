@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from engine_ext.reference.beginning import Beginning
 from engine_ext.reference.messages import GenerateRequest
 from engine_ext.reference.output_stream import OutputStream
 
@@ -15,6 +16,7 @@ from engine_ext.reference.output_stream import OutputStream
 class Submit:
     request: GenerateRequest
     stream: OutputStream
+    begun: Beginning | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,12 @@ class Sampler:
         return masked
 
 
+def pass_over(seq: Sequence, num_tokens: int) -> None:
+    """Its own generator stands where it would stand if they had been drawn here: once for each."""
+    if seq.generator is not None and seq.sampling.temperature >= _GREEDY_BELOW:
+        torch.rand(num_tokens, generator=seq.generator, dtype=torch.float64)
+
+
 def _mask_forms(masked: Tensor, logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
     """No token that a sequence's grammar forbids. Where an answer is complete before it may stop
     (`min_tokens`), its grammar has the last word."""

@@ -13,22 +13,18 @@ import enum
 import logging
 from collections import deque
 
+from engine_ext.base import begun
 from engine_ext.base.types import NO_RESULTS, FinishDecision, TransferResults
 from engine_ext.core.admission import FIELD, Verdict, judge, prefills
+from engine_ext.reference.beginning import handed_over
 from engine_ext.reference.block_manager import BlockManager
 from engine_ext.reference.counters import Counters
 from engine_ext.reference.engine_config import EngineConfig
+from engine_ext.reference.finish import ABORTED, Finish, failed, refused
 from engine_ext.reference.kv_connector import SchedulerHalf
 from engine_ext.reference.prefill_shares import shares
 from engine_ext.reference.queues import Queues
-from engine_ext.reference.sequence import (
-    ABORTED,
-    REMOTE_CACHED,
-    Finish,
-    Sequence,
-    failed,
-    refused,
-)
+from engine_ext.reference.sequence import REMOTE_CACHED, Sequence
 from engine_ext.reference.step import Step
 
 logger = logging.getLogger(__name__)
@@ -237,12 +233,17 @@ class Scheduler:
             return _Admission.LATER
         return self._park(seq, prefix, external, step)
 
+    def may_refuse(self, seq: Sequence) -> bool:
+        """By its threshold, when it is to be admitted."""
+        return self._threshold(seq) > 0 and not prefills(seq.kv_transfer_params)
+
     def _judge(self, seq: Sequence, local: int, external: int) -> Verdict:
-        threshold = seq.cache_hit_threshold
-        if threshold is None:
-            threshold = self._config.global_cache_hit_threshold
         is_prefill = prefills(seq.kv_transfer_params)
-        return judge(threshold, local, external, seq.num_tokens, prefills=is_prefill)
+        return judge(self._threshold(seq), local, external, seq.num_tokens, prefills=is_prefill)
+
+    def _threshold(self, seq: Sequence) -> float:
+        own = seq.cache_hit_threshold
+        return self._config.global_cache_hit_threshold if own is None else own
 
     def _refuse(self, seq: Sequence, verdict: Verdict, step: Step) -> _Admission:
         self.finish(seq, refused(verdict.stop_reason))
@@ -293,8 +294,9 @@ class Scheduler:
     def _note_prefix_hit(self, seq: Sequence, num_tokens: int) -> None:
         seq.num_computed_tokens = num_tokens
         if seq.num_prefix_hit_tokens is None:
-            seq.num_prefix_hit_tokens = seq.num_cached_tokens = num_tokens
-            self._counters.prompt_tokens_cached += num_tokens
+            of_prompt = min(num_tokens, seq.num_prompt_tokens)
+            seq.num_prefix_hit_tokens = seq.num_cached_tokens = of_prompt
+            self._counters.prompt_tokens_cached += of_prompt
 
     def _preempt(self, seq: Sequence, step: Step) -> None:
         self._send_back(seq)
@@ -311,8 +313,10 @@ class Scheduler:
         loaded = seq.num_computed_tokens + seq.num_external_tokens
         # The last token always runs here: its logits did not travel.
         seq.num_computed_tokens = min(loaded, seq.num_tokens - 1)
-        seq.num_cached_tokens = loaded
-        self._counters.prompt_tokens_fetched += seq.num_external_tokens
+        of_prompt = min(loaded, seq.num_prompt_tokens)
+        before = loaded - seq.num_external_tokens
+        seq.num_cached_tokens = of_prompt
+        self._counters.prompt_tokens_fetched += max(0, of_prompt - before)
         self._blocks.commit(seq)
         self.queues.loaded.append(seq)
 
@@ -340,6 +344,9 @@ class Scheduler:
         params = decision.kv_transfer_params
         if params is not None and params.get("do_remote_prefill"):
             params = params | {REMOTE_CACHED: seq.num_cached_tokens}
+        if params is not None and begun.KEY in params:
+            told = handed_over(params[begun.KEY], seq.num_spoken_tokens, seq.output_logprobs)
+            params = params | {begun.KEY: told}
         seq.kv_transfer_answer = params
         return decision.delay_free
 

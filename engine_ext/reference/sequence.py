@@ -1,43 +1,15 @@
 """One request inside the engine: its tokens, its blocks and how far its KV is computed."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from engine_ext.base.proof import Keys
-from engine_ext.base.types import BlockIds, FinishStatus
-from engine_ext.core import admission
-from engine_ext.reference.messages import FinishReason, GenerateRequest, SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Why a request ended, for its caller and for the connector."""
-
-    reason: FinishReason
-    status: FinishStatus
-    stop_reason: str | int | None = None
-    error: str | None = None
-
-
-ABORTED = Finish("abort", FinishStatus.ABORTED)
-LENGTH = Finish("length", FinishStatus.LENGTH_CAPPED)
-
-
-def stopped(stop_reason: str | int | None = None) -> Finish:
-    return Finish("stop", FinishStatus.STOPPED, stop_reason)
-
-
-def failed(error: str) -> Finish:
-    return Finish("error", FinishStatus.ERROR, error=error)
-
-
-def refused(stop_reason: str) -> Finish:
-    """Too little of its KV is at hand: the connector takes it for aborted."""
-    return Finish(admission.FINISH_REASON, FinishStatus.ABORTED, stop_reason)
-
+from engine_ext.base.types import BlockIds
+from engine_ext.reference.beginning import Beginning, hands_over
+from engine_ext.reference.finish import Finish
+from engine_ext.reference.messages import GenerateRequest, SamplingParams, TokenLogprob
 
 REMOTE_CACHED = "remote_prefill_cached_tokens"
 
@@ -46,7 +18,7 @@ class Sequence:
     """Satisfies `engine_ext.base.types.EngineRequest`. Where it stands is told by the scheduler's
     containers, never by a flag here."""
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, begun: Beginning | None = None) -> None:
         self.request_id = request.request_id
         self.kv_transfer_params: Any = request.kv_transfer_params
         self.sampling: SamplingParams = request.sampling
@@ -56,8 +28,17 @@ class Sequence:
         """This engine has neither media nor adapters nor salts."""
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.generator = _generator(request.sampling.seed)
+        self.constraint = None
+        self.num_spoken_tokens = 0
+        """Of the answer, what the client had before the request came."""
+        self.hands_over = hands_over(request.kv_transfer_params)
+        self.output_logprobs: list[TokenLogprob] = []
+        """From `num_spoken_tokens` on, of an answer that is handed over."""
         grammar = request.sampling.grammar
-        self.constraint = None if grammar is None else grammar.start()
+        if begun is not None:
+            self._take(begun)
+        elif grammar is not None:
+            self.constraint = grammar.start()
         self.num_computed_tokens = 0
         self.num_external_tokens = 0
         """Tokens a remote load brings, or brought, into the blocks."""
@@ -106,6 +87,13 @@ class Sequence:
         if type(told) is not int or told < 0:
             return self.num_prefix_hit_tokens or 0
         return min(told, self.num_cached_tokens)
+
+    def _take(self, begun: Beginning) -> None:
+        self.token_ids += begun.token_ids
+        self.num_spoken_tokens = begun.num_spoken
+        self.constraint = begun.constraint
+        if self.hands_over:
+            self.output_logprobs += begun.logprobs
 
     def blocks_by_group(self) -> BlockIds:
         return (tuple(self.block_ids),)

@@ -43,7 +43,7 @@ async def streamed(dialect: Dialect, outputs: Outputs) -> AsyncGenerator[bytes, 
     asked for one, else the one that finishes the last choice. Stock vLLM 0.32 never streams them.
     """
     tally = Tally(dialect.job)
-    begun = False
+    begun = dialect.job.num_spoken > 0
     async with aclosing(outputs):
         async for choice, output in outputs:
             if not (output.token_ids or output.text or output.finish_reason):

@@ -31,6 +31,7 @@ from engine_ext.reference.server.job import Job
 from engine_ext.reference.server.metrics import exposition, registry_of
 from engine_ext.reference.server.preparation import prepare_chat, prepare_completion
 from engine_ext.reference.server.served_model import ServedModel
+from engine_ext.reference.server.transfer import remote_params
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,11 @@ class Endpoints:
         content = await self._body(request)
         self._check_health()
         id_header = request.headers.get("x-request-id")
-        job = await asyncio.to_thread(prepare, self._model, content, id_header)
+        try:
+            job = await asyncio.to_thread(prepare, self._model, content, id_header)
+        except ApiError:
+            await self._decline(content)
+            raise
         dialect = dialect_of(job, self._model.tokenizer)
         outputs = generation.run(self._engine, job)
         try:
@@ -162,6 +167,12 @@ class Endpoints:
             for each in job.engine_requests():
                 self._engine.abort(each.request_id)
             return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    async def _decline(self, content: bytes) -> None:
+        """Nobody reads what a remote keeps for a request that was refused."""
+        params = await asyncio.to_thread(remote_params, content)
+        if params is not None:
+            self._engine.decline(params)
 
     async def _body(self, request: Request) -> bytes:
         limits = self._limits

@@ -11,7 +11,7 @@ from engine_ext.reference.server.logprobs import (
     chat_logprobs,
     completion_logprobs,
 )
-from engine_ext.reference.server.tool_calls import Calls, calls_in
+from engine_ext.reference.server.tool_calls import Calls, Forced, calls_in
 from engine_ext.reference.tokenizer import Tokenizer
 
 
@@ -70,7 +70,8 @@ class CompletionDialect(Dialect):
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         super().__init__(job, tokenizer)
-        self._offsets = [0] * job.num_choices
+        spoken = job.begun.token_ids[: job.num_spoken] if job.begun else ()
+        self._offsets = [sum(len(self.names(token)) for token in spoken)] * job.num_choices
         """Where the next token of each choice begins: a token counts as it is spelled here."""
 
     def opening(self) -> Iterator[dict[str, Any]]:
@@ -111,6 +112,9 @@ class ChatDialect(Dialect):
         super().__init__(job, tokenizer)
         self._forced = forced = job.options.forced
         self._calls = [] if forced is None else [Calls(forced) for _ in range(job.num_choices)]
+        self._spoken = job.begun.spoken_text if job.begun else ""
+        for calls in self._calls if job.num_spoken else ():
+            calls.take(self._spoken)
 
     def opening(self) -> Iterator[dict[str, Any]]:
         prompt = self._prompt_token_ids(0)
@@ -155,7 +159,7 @@ class ChatDialect(Dialect):
                 "annotations": None,
                 "audio": None,
                 "function_call": None,
-                "tool_calls": [] if forced is None else calls_in(output.text, forced),
+                "tool_calls": [] if forced is None else self._whole_calls(output.text, forced),
                 "reasoning": None,
             },
             "logprobs": self._logprobs(output),
@@ -163,6 +167,10 @@ class ChatDialect(Dialect):
             "stop_reason": output.stop_reason,
             "token_ids": self._token_ids(output),
         }
+
+    def _whole_calls(self, text: str, forced: Forced) -> list[dict[str, Any]]:
+        """No message holds half a call: what the client has of one is told again."""
+        return calls_in(self._spoken + text, forced)
 
     def answer_fields(self) -> dict[str, Any]:
         return {"prompt_logprobs": None, "prompt_token_ids": self._prompt_token_ids(0)}

@@ -1,10 +1,11 @@
 """What the server needs of an engine."""
 
 from collections.abc import AsyncGenerator
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine_ext.base.inspection import Inspection
 from engine_ext.base.types import ConnectorStats
+from engine_ext.reference.beginning import Beginning
 from engine_ext.reference.messages import EngineStats, GenerateRequest, RequestOutput
 
 
@@ -13,11 +14,18 @@ class EngineLike(Protocol):
     def is_healthy(self) -> bool:
         """False for good once the engine can make no more tokens."""
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
-        """What the request adds, piece by piece; the last piece has a finish reason.
+    def generate(
+        self, request: GenerateRequest, begun: Beginning | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """What the request adds, piece by piece; the last piece has a finish reason. Where it has
+        `begun` elsewhere, what is not spoken yet is the first piece.
 
         Closing or cancelling the iterator aborts the request.
         """
+
+    def decline(self, params: dict[str, Any]) -> None:
+        """A request with these `kv_transfer_params` was refused: a remote may hold blocks for it.
+        Returns at once."""
 
     def abort(self, request_id: str) -> None:
         """Its answer reaches nobody: what it keeps for a remote, if it has ended, is given up."""

@@ -17,7 +17,7 @@ async def run(engine: EngineLike, job: Job) -> Outputs:
 
     Raises EngineFailureError or UnavailableError, which end the other choices too.
     """
-    streams = [engine.generate(request) for request in job.engine_requests()]
+    streams = [engine.generate(request, job.begun) for request in job.engine_requests()]
     merged = _enumerated(streams[0]) if len(streams) == 1 else _merged(streams)
     async with aclosing(merged):
         async for choice, output in merged:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from engine_ext.reference.beginning import Beginning
 from engine_ext.reference.messages import GenerateRequest, SamplingParams
 from engine_ext.reference.server import request_id
 from engine_ext.reference.server.prompts import Prompt
@@ -40,6 +41,13 @@ class Job:
     kv_transfer_params: dict[str, Any] | None = None
     cache_hit_threshold: float | None = None
     options: AnswerOptions = field(default_factory=AnswerOptions)
+    begun: Beginning | None = None
+    """Of a job with one choice: its answer goes on from there."""
+
+    @property
+    def num_spoken(self) -> int:
+        """Tokens of the answer that the client has."""
+        return self.begun.num_spoken if self.begun else 0
 
     @property
     def num_choices(self) -> int:

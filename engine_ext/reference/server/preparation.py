@@ -1,8 +1,8 @@
 """From the bytes of a request to a job. Blocking: templates and tokenizers take their time."""
 
 import time
-from typing import Any
 
+from engine_ext.base.begun import Begun
 from engine_ext.reference.messages import SamplingParams
 from engine_ext.reference.server import conversation, request_id
 from engine_ext.reference.server.errors import BadRequestError
@@ -25,6 +25,7 @@ from engine_ext.reference.server.requests import (
 from engine_ext.reference.server.served_model import ServedModel
 from engine_ext.reference.server.structure import grammar_of
 from engine_ext.reference.server.tool_calls import Forced, forced_by
+from engine_ext.reference.server.transfer import BEGUN, Transfer, read_transfer
 
 COMPLETION_TOKENS = 16
 """`max_tokens` of a completion that says nothing; a chat goes on to the end of the context."""
@@ -43,11 +44,12 @@ def prepare_completion(model: ServedModel, body: bytes, id_header: str | None) -
         raise BadRequestError(
             "logprobs of the prompt are not supported: echo without logprobs", "echo"
         )
-    texts = read_prompts(request.prompt)
-    if len(texts) * request.n > MAX_SEQUENCES:
-        raise BadRequestError(f"prompts times n must be at most {MAX_SEQUENCES}", "n")
-    prompts = tuple(_completion_prompt(text, request, model) for text in texts)
+    transfer = read_transfer(request, model)
+    prompts = _completion_prompts(request, transfer, model)
     rooms = [room(len(prompt.token_ids), asked, model) for prompt in prompts]
+    rooms = [transfer.at_least_one(found, model) for found in rooms]
+    # The engine ends each of them at the end of the context, too.
+    sampling = _sampling(request, model, max(rooms), min(rooms), request.logprobs)
     job_id = f"cmpl-{request_id.base_id(id_header, request.request_id)}"
     return Job(
         id=job_id,
@@ -55,13 +57,35 @@ def prepare_completion(model: ServedModel, body: bytes, id_header: str | None) -
         model=model.name,
         prompts=prompts,
         engine_ids=engine_ids(job_id, len(prompts)),
-        # The engine ends each of them at the end of the context, too.
-        sampling=_sampling(request, model, max(rooms), min(rooms), request.logprobs),
+        sampling=sampling,
         n=request.n,
-        kv_transfer_params=request.kv_transfer_params,
+        kv_transfer_params=transfer.params,
         cache_hit_threshold=request.cache_hit_threshold,
         options=_options(request, request.logprobs),
+        begun=transfer.begin(sampling, model),
     )
+
+
+def _completion_prompts(
+    request: CompletionBody, transfer: Transfer, model: ServedModel
+) -> tuple[Prompt, ...]:
+    if transfer.begun is not None:
+        return (_begun_completion(request, transfer.begun, model),)
+    texts = read_prompts(request.prompt)
+    if len(texts) * request.n > MAX_SEQUENCES:
+        raise BadRequestError(f"prompts times n must be at most {MAX_SEQUENCES}", "n")
+    return tuple(_completion_prompt(text, request, model) for text in texts)
+
+
+def _begun_completion(request: CompletionBody, begun: Begun, model: ServedModel) -> Prompt:
+    """What was asked for is read only to be repeated: it is the given ids that are gone on from."""
+    asked = request.prompt
+    if isinstance(asked, list) and len(asked) > 1 and not isinstance(asked[0], int):
+        raise BadRequestError(f"{BEGUN} is of one prompt, and here are {len(asked)}", "prompt")
+    if not request.echo or begun.spoken:
+        return Prompt(begun.prompt_token_ids)
+    text = model.tokenizer.decode(list(begun.prompt_token_ids))
+    return Prompt(begun.prompt_token_ids, asked if isinstance(asked, str) else text)
 
 
 def _completion_prompt(text: str | TokenIds, request: CompletionBody, model: ServedModel) -> Prompt:
@@ -79,11 +103,11 @@ def prepare_chat(model: ServedModel, body: bytes, id_header: str | None) -> Job:
         raise BadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     logprobs = request.top_logprobs if request.logprobs else None
     asked = _asked_of_chat(request, model)
-    kv_transfer_params, given = _given_token_ids(request.kv_transfer_params)
-    text = conversation.render(request, model.chat_template) if given is None else given
-    token_ids = encode(text, model, add_special_tokens=request.add_special_tokens)
-    max_tokens = room(len(token_ids), asked, model)
+    transfer = read_transfer(request, model)
+    token_ids = _chat_prompt(request, transfer, model)
+    max_tokens = transfer.at_least_one(room(len(token_ids), asked, model), model)
     forced = forced_by(request)
+    sampling = _sampling(request, model, max_tokens, max_tokens, logprobs, forced)
     job_id = f"chatcmpl-{request_id.base_id(id_header, request.request_id)}"
     return Job(
         id=job_id,
@@ -91,12 +115,21 @@ def prepare_chat(model: ServedModel, body: bytes, id_header: str | None) -> Job:
         model=model.name,
         prompts=(Prompt(token_ids),),
         engine_ids=(request_id.engine_id(job_id),),
-        sampling=_sampling(request, model, max_tokens, max_tokens, logprobs, forced),
+        sampling=sampling,
         n=request.n,
-        kv_transfer_params=kv_transfer_params,
+        kv_transfer_params=transfer.params,
         cache_hit_threshold=request.cache_hit_threshold,
         options=_options(request, logprobs, conversation.answering_role(request), forced),
+        begun=transfer.begin(sampling, model),
     )
+
+
+def _chat_prompt(request: ChatBody, transfer: Transfer, model: ServedModel) -> TokenIds:
+    if transfer.begun is not None:
+        return transfer.begun.prompt_token_ids
+    given = transfer.prompt_token_ids
+    text = conversation.render(request, model.chat_template) if given is None else given
+    return encode(text, model, add_special_tokens=request.add_special_tokens)
 
 
 def _asked_of_chat(request: ChatBody, model: ServedModel) -> int | None:
@@ -105,22 +138,6 @@ def _asked_of_chat(request: ChatBody, model: ServedModel) -> int | None:
         return request.max_tokens
     check_asked(request.max_completion_tokens, model, "max_completion_tokens")
     return request.max_completion_tokens
-
-
-def _given_token_ids(
-    params: dict[str, Any] | None,
-) -> tuple[dict[str, Any] | None, TokenIds | None]:
-    """vLLM lets a router hand over the ids the prefill engine made: no second tokenization."""
-    if params is None or params.get("prompt_token_ids") is None:
-        return params, None
-    rest = dict(params)
-    ids = rest.pop("prompt_token_ids")
-    if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
-        raise BadRequestError(
-            "kv_transfer_params.prompt_token_ids must be a non-empty list of token ids",
-            "kv_transfer_params",
-        )
-    return rest, tuple(ids)
 
 
 def _options(

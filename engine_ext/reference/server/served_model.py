@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine_ext.reference.answer import StopRules
 from engine_ext.reference.chat_template import ChatTemplate
 from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.server.errors import NotFoundError
@@ -53,6 +54,7 @@ class ServedModel:
     """Token ids below this are the model's; the tokenizer may know fewer."""
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None = None
+    eos_token_ids: frozenset[int] = frozenset()
     grammars: GrammarCompiler | None = None
     """None: no answers in a given form."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -62,6 +64,10 @@ class ServedModel:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def rules(self) -> StopRules:
+        return StopRules(self.eos_token_ids, self.max_model_len)
 
     def check_name(self, name: str | None) -> None:
         """Raises NotFoundError. A request that names no model means this one."""

@@ -22,7 +22,8 @@ class Tally:
     kv_transfer_params: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        self.choices = [ChoiceTally() for _ in range(self.job.num_choices)]
+        spoken = self.job.num_spoken
+        self.choices = [ChoiceTally(spoken, begun=spoken > 0) for _ in range(self.job.num_choices)]
 
     def add(self, choice: int, output: RequestOutput) -> None:
         tally = self.choices[choice]

@@ -13,6 +13,7 @@ import uvicorn
 
 from engine_ext.base.inspection import Inspection
 from engine_ext.base.types import ConnectorStats
+from engine_ext.reference.beginning import Beginning
 from engine_ext.reference.chat_template import ChatTemplate
 from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.messages import (
@@ -103,10 +104,13 @@ class FakeEngine:
         self.open_until = 0
         self.released: list[tuple[str, str]] = []
         self.aborted: list[str] = []
+        self.declined: list[dict[str, Any]] = []
         self.counted = ConnectorStats(blocks_received=12, leases_active=2)
         self.inspection: Inspection | None = None
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, request: GenerateRequest, begun: Beginning | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         self.requests.append(request)
         self.started.set()
         try:
@@ -118,6 +122,9 @@ class FakeEngine:
             self.finished.append(request.request_id)
         finally:
             self.closed.append(request.request_id)
+
+    def decline(self, params: dict[str, Any]) -> None:
+        self.declined.append(params)
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -144,6 +151,7 @@ def served_model(directory: Path) -> ServedModel:
         vocab_size=259,
         tokenizer=tokenizer,
         chat_template=ChatTemplate.load(directory, tokenizer),
+        eos_token_ids=frozenset({256, 258}),
         grammars=GrammarCompiler(
             tokenizer.backend.to_str(), vocab_size=259, eos_token_ids={256, 258}
         ),

@@ -1,0 +1,98 @@
+"""What a request's `kv_transfer_params` say to the server, and not to the connector: token ids that
+another engine has made of the prompt, and what it has answered to it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine_ext.base import begun as wire
+from engine_ext.base.begun import Begun, BegunError, begun_in
+from engine_ext.core.admission import prefills
+from engine_ext.reference.beginning import Beginning, BeginningError, begin, hands_over
+from engine_ext.reference.messages import SamplingParams
+from engine_ext.reference.server.body import json_object
+from engine_ext.reference.server.errors import BadRequestError
+from engine_ext.reference.server.prompts import TokenIds, check_token_ids
+from engine_ext.reference.server.requests import GenerationBody
+from engine_ext.reference.server.served_model import ServedModel
+
+PARAM = "kv_transfer_params"
+BEGUN = f"{PARAM}.{wire.KEY}"
+PROMPT = "prompt_token_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    params: dict[str, Any] | None
+    """For the connector."""
+    begun: Begun | None = None
+    prompt_token_ids: TokenIds | None = None
+    """vLLM's way to spare a decode engine the tokenization."""
+
+    def at_least_one(self, max_tokens: int, model: ServedModel) -> int:
+        """A prefill samples a token, however many `max_tokens` it was given: they are the router's,
+        who asks for one."""
+        if self.begun is None or not prefills(self.params):
+            return max_tokens
+        left = model.max_model_len - len(self.begun.prompt_token_ids)
+        return min(left, max(max_tokens, len(self.begun.output_token_ids) + 1))
+
+    def begin(self, sampling: SamplingParams, model: ServedModel) -> Beginning | None:
+        """Raises BadRequestError for tokens that the answer cannot have."""
+        if self.begun is None:
+            return None
+        tokenizer = model.tokenizer.backend
+        is_handed_on = hands_over(self.params)
+        try:
+            return begin(self.begun, sampling, tokenizer, model.rules, hands_over=is_handed_on)
+        except BeginningError as error:
+            raise BadRequestError(f"{BEGUN}: {error}", PARAM) from None
+
+
+def read_transfer(request: GenerationBody, model: ServedModel) -> Transfer:
+    """Raises BadRequestError."""
+    params = request.kv_transfer_params
+    if params is None:
+        return Transfer(None)
+    rest = {name: value for name, value in params.items() if name not in (PROMPT, wire.KEY)}
+    try:
+        begun = begun_in(params)
+    except BegunError as error:
+        raise BadRequestError(f"{PARAM}: {error}", PARAM) from None
+    if begun is not None:
+        _check(begun, request, model)
+        return Transfer(rest, begun)
+    return Transfer(rest, prompt_token_ids=_listed(params.get(PROMPT)))
+
+
+def remote_params(body: bytes) -> dict[str, Any] | None:
+    """Of a request that was refused, where another engine may keep blocks for it."""
+    try:
+        params = json_object(body).get(PARAM)
+    except BadRequestError:
+        return None
+    if not isinstance(params, dict):
+        return None
+    names_one = params.get("do_remote_prefill") or params.get("remote_block_ids")
+    return params if names_one else None
+
+
+def _check(begun: Begun, request: GenerationBody, model: ServedModel) -> None:
+    if request.n > 1:
+        raise BadRequestError(f"{BEGUN} is of one answer, and n is {request.n}", "n")
+    check_token_ids(begun.prompt_token_ids, model, PARAM)
+    check_token_ids(begun.output_token_ids, model, PARAM)
+    count = len(begun.prompt_token_ids) + len(begun.output_token_ids)
+    if count > model.max_model_len:
+        raise BadRequestError(
+            f"{BEGUN} holds {count} tokens, and this model's maximum context length is "
+            f"{model.max_model_len} tokens.",
+            PARAM,
+        )
+
+
+def _listed(ids: Any) -> TokenIds | None:
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
+        raise BadRequestError(f"{PARAM}.{PROMPT} must be a non-empty list of token ids", PARAM)
+    return tuple(ids)
