@@ -19,6 +19,7 @@ from engine_ext.base.types import (
     StepMetadata,
     TransferResults,
 )
+from engine_ext.reference.beginning import Beginning
 from engine_ext.reference.build import ConnectorFactory, EngineParts, build_model
 from engine_ext.reference.engine_config import EngineConfig
 from engine_ext.reference.messages import GenerateRequest, RequestOutput, SamplingParams
@@ -87,6 +88,11 @@ class Driver:
         for one in requests:
             self.outputs.setdefault(one.request_id, [])
             self._keep(self.core.add(one))
+
+    def go_on(self, one: GenerateRequest, begun: Beginning) -> None:
+        """Adds a request that began elsewhere."""
+        self.outputs.setdefault(one.request_id, [])
+        self._keep(self.core.add(one, begun))
 
     def abort(self, request_id: str) -> None:
         self._keep(self.core.abort(request_id))
