@@ -6,6 +6,15 @@ engine that is given `begun` renders nothing and goes on as if it had made those
 
     "begun": {"prompt_token_ids": "...", "output_token_ids": "...", "spoken": 0, "logprobs": [...]}
 
+Who is to go on with an answer has to know it. A decode engine that is asked, by `"tell_token_ids":
+"output"`, puts a comment before each event of its stream, which names the tokens that it says; by
+`"all"`, one with those of the prompt before the first. In the same event, so that a reader has both
+or none:
+
+    : prompt_token_ids AQAAAgAA
+    : token_ids BwAA
+    data: {"id": ...}
+
 Ids travel as base64 of three bytes each, the lowest first: four characters where a JSON list takes
 five to eight, and read in one go.
 """
@@ -20,6 +29,8 @@ from typing import Any
 
 KEY = "begun"
 ASK = "hand_over"
+TELL = "tell_token_ids"
+OUTPUT, ALL = "output", "all"
 MAX_ID = (1 << 24) - 1
 MAX_TOKENS = 1 << 24
 MAX_LOGPROBS = 1 << 16
@@ -76,6 +87,12 @@ def begun_in(params: object) -> Begun | None:
     if type(spoken) is not int or not 0 <= spoken <= len(output):
         raise BegunError(f"{KEY}.spoken is not a number of output tokens")
     return Begun(prompt, output, spoken, _logprobs(raw.get("logprobs"), output[spoken:]))
+
+
+def told(token_ids: Sequence[int], prompt_token_ids: Sequence[int] = ()) -> str:
+    """What stands before the `data:` of an event that says `token_ids`."""
+    prompt = f": prompt_token_ids {packed(prompt_token_ids)}\n" if prompt_token_ids else ""
+    return f"{prompt}: token_ids {packed(token_ids)}\n" if token_ids else prompt
 
 
 def packed(token_ids: Sequence[int]) -> str:

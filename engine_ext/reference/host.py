@@ -33,7 +33,7 @@ STEP_SECONDS = 10.0
 """What the engine's current step may take once it is told to stop: it cannot be interrupted."""
 
 
-CAPABILITIES = ("cache_hit_threshold", "streamed_kv_transfer_params", "begun")
+CAPABILITIES = ("cache_hit_threshold", "streamed_kv_transfer_params", "begun", "tell_token_ids")
 """What this engine can do besides what the connector can."""
 WITH_CONNECTOR = ("hand_over",)
 

@@ -107,7 +107,7 @@ class Bodies:
         if THRESHOLD in self._own:
             fields.append(NO_THRESHOLD)
         params = Params(orjson.dumps(PREFILL_PARAMS))
-        told = with_field(params, b'"begun":' + journal.begun(is_spoken=False))
+        told = with_field(params, b'"begun":' + journal.begun())
         return [*fields, b'"kv_transfer_params":' + told.raw]
 
     def _as_the_client(self) -> list[bytes]:

@@ -68,6 +68,10 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: Reading | None = 
         if rejected is not None and rejected.status == 401 and gateway.hides_credentials:
             gateway.throttle.warn("an engine refuses the router's credential", str(error))
             rejected, error = None, errors.CredentialError("an engine refused the router")
+        if rejected is not None and request.exchange.started:
+            gateway.throttle.warn("an engine refuses to go on with a stream", str(rejected.body))
+            gateway.metrics.resumes.add((f"status_{rejected.status}", "refused"))
+            rejected, error = None, errors.EngineError("no engine went on with this answer")
         if rejected is None:
             await _refuse(request, gateway, error)
         else:

@@ -84,12 +84,10 @@ class Journal:
         """Whether another engine could be told all that it needs, and there is something left."""
         return bool(self._prompt and self._output) and not self._is_full and not self.last
 
-    def begun(self, is_spoken: bool) -> bytes:
-        """For a prefiller: all that was said, as if it had said it. For a decoder: and the client
-        has it."""
-        spoken = b',"spoken":%d' % self.said if is_spoken else b""
-        ids = b'{"prompt_token_ids":"%s","output_token_ids":"%s"' % (self._prompt, self._output)
-        return ids + spoken + b"}"
+    def begun(self) -> bytes:
+        """For who is to go on: what the client has, as if it had said that itself."""
+        ids = b'"prompt_token_ids":"%s","output_token_ids":"%s"' % (self._prompt, self._output)
+        return b'{%s,"spoken":%d}' % (ids, self.said)
 
     def know_prompt(self, params: Params | None) -> None:
         found = None if params is None else PROMPT_IDS.search(params.raw)

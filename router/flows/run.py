@@ -374,7 +374,7 @@ class Run:
         """What this decoder is told of the answer's beginning, and asked to tell."""
         mate, journal = self._mate, self._going_on
         if journal is not None:
-            params = with_field(params, b'"begun":' + journal.begun(is_spoken=True))
+            params = with_field(params, b'"begun":' + journal.begun())
         elif params is not None and params.begins and mate is not None:
             is_meant = decoder.learned.begins and read_alike(decoder, mate)
             params = params if is_meant else params.not_beginning()

@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from engine_ext.base.begun import ALL, told
 from engine_ext.reference.messages import RequestOutput
 from engine_ext.reference.output_stream import merge
 from engine_ext.reference.server.dialect import Dialect
@@ -50,9 +51,20 @@ async def streamed(dialect: Dialect, outputs: Outputs) -> AsyncGenerator[bytes, 
                 continue
             opening = [] if begun else [event(chunk) for chunk in dialect.opening()]
             begun = True
-            yield b"".join([*opening, event(_chunk(dialect, tally, choice, output))])
+            told = _told(dialect, tally, output)
+            yield b"".join([*opening, told, event(_chunk(dialect, tally, choice, output))])
     _check_complete(tally)
     yield b"".join(_closing(dialect, tally))
+
+
+def _told(dialect: Dialect, tally: Tally, output: RequestOutput) -> bytes:
+    """Of the only choice: where there are more, nobody could go on."""
+    job = dialect.job
+    if job.options.tell is None or job.num_choices > 1:
+        return b""
+    is_first = job.options.tell == ALL and not tally.choices[0].told
+    tally.choices[0].told = True
+    return told(output.token_ids, job.prompts[0].token_ids if is_first else ()).encode()
 
 
 def _chunk(dialect: Dialect, tally: Tally, choice: int, output: RequestOutput) -> dict[str, Any]:

@@ -25,6 +25,8 @@ class AnswerOptions:
     role: str = "assistant"
     forced: Forced | None = None
     """The answer is calls of tools."""
+    tell: str | None = None
+    """A stream names the ids of the tokens that it says, in comments: of the output, or of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ def prepare_completion(model: ServedModel, body: bytes, id_header: str | None) -
         n=request.n,
         kv_transfer_params=transfer.params,
         cache_hit_threshold=request.cache_hit_threshold,
-        options=_options(request, request.logprobs),
+        options=_options(request, transfer, request.logprobs),
         begun=transfer.begin(sampling, model),
     )
 
@@ -119,7 +119,7 @@ def prepare_chat(model: ServedModel, body: bytes, id_header: str | None) -> Job:
         n=request.n,
         kv_transfer_params=transfer.params,
         cache_hit_threshold=request.cache_hit_threshold,
-        options=_options(request, logprobs, conversation.answering_role(request), forced),
+        options=_options(request, transfer, logprobs, conversation.answering_role(request), forced),
         begun=transfer.begin(sampling, model),
     )
 
@@ -142,6 +142,7 @@ def _asked_of_chat(request: ChatBody, model: ServedModel) -> int | None:
 
 def _options(
     request: GenerationBody,
+    transfer: Transfer,
     logprobs: int | None,
     role: str = "assistant",
     forced: Forced | None = None,
@@ -156,6 +157,7 @@ def _options(
         logprobs=logprobs,
         role=role,
         forced=forced,
+        tell=transfer.tell,
     )
 
 

@@ -18,6 +18,7 @@ from engine_ext.reference.server.served_model import ServedModel
 PARAM = "kv_transfer_params"
 BEGUN = f"{PARAM}.{wire.KEY}"
 PROMPT = "prompt_token_ids"
+OURS = frozenset((PROMPT, wire.KEY, wire.TELL))
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Transfer:
     params: dict[str, Any] | None
     """For the connector."""
     begun: Begun | None = None
+    tell: str | None = None
     prompt_token_ids: TokenIds | None = None
     """vLLM's way to spare a decode engine the tokenization."""
 
@@ -53,15 +55,19 @@ def read_transfer(request: GenerationBody, model: ServedModel) -> Transfer:
     params = request.kv_transfer_params
     if params is None:
         return Transfer(None)
-    rest = {name: value for name, value in params.items() if name not in (PROMPT, wire.KEY)}
+    rest = {name: value for name, value in params.items() if name not in OURS}
+    tell = params.get(wire.TELL)
+    if tell not in (None, wire.OUTPUT, wire.ALL):
+        problem = f"{PARAM}.{wire.TELL} must be {wire.OUTPUT} or {wire.ALL}"
+        raise BadRequestError(problem, PARAM)
     try:
         begun = begun_in(params)
     except BegunError as error:
         raise BadRequestError(f"{PARAM}: {error}", PARAM) from None
     if begun is not None:
         _check(begun, request, model)
-        return Transfer(rest, begun)
-    return Transfer(rest, prompt_token_ids=_listed(params.get(PROMPT)))
+        return Transfer(rest, begun, tell)
+    return Transfer(rest, tell=tell, prompt_token_ids=_listed(params.get(PROMPT)))
 
 
 def remote_params(body: bytes) -> dict[str, Any] | None:

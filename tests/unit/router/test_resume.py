@@ -179,11 +179,12 @@ async def test_another_decoder_goes_on(
     begun = {
         "prompt_token_ids": packed(PROMPT),
         "output_token_ids": packed(list(range(number))),
+        "spoken": number,
     }
     assert again.json["kv_transfer_params"]["begun"] == begun
     assert again.json["kv_transfer_params"]["do_remote_decode"] is True
     second = next(one for one in legs(d, d2) if "spoken" in one.json["kv_transfer_params"]["begun"])
-    assert second.json["kv_transfer_params"]["begun"] == begun | {"spoken": number}
+    assert second.json["kv_transfer_params"]["begun"] == begun
     assert second.json["kv_transfer_params"]["remote_host"] == PARAMS["remote_host"]
     assert second.json["max_tokens"] == 7
     kind = {"frozen": "timeout", "reset": "broken_answer", "half": "broken_answer"}.get(how)
@@ -250,6 +251,26 @@ async def test_again_and_again_but_not_for_ever(
         assert router.metric("resumes_total", outcome="gone_on", **outcomes) == 4
         assert router.metric("resumes_total", outcome="given_up", **outcomes) == 1
         assert router.gateway.journals.size == 0
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_who_is_to_go_on_may_refuse(
+    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, role: str
+) -> None:
+    async def refuses(request: Received, peer: Peer) -> None:
+        await peer.answer({"error": {"message": "begun: no"}}, 400)
+
+    router = await start()
+    d.scripts = d2.scripts = [dies_after(2)]
+    if role == "prefill":
+        p.scripts = [computes, refuses]
+    else:
+        d.scripts.append(refuses)
+    answer = await router.stream()
+    error = json.loads(answer.text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]
+    assert error["code"] == 502
+    assert answer.text.count('"text"') == 2
+    assert router.metric("resumes_total", kind="status_400", outcome="refused") == 1
 
 
 async def test_an_end_that_was_on_its_way_comes_once(
