@@ -23,7 +23,10 @@ def whole(content: object, status: str = "200 OK", more: str = "") -> bytes:
 
 def event(content: bytes) -> bytes:
     """One server-sent event in a chunk of its own."""
-    block = b"data: " + content + b"\n\n"
+    return chunked(b"data: " + content + b"\n\n")
+
+
+def chunked(block: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(block), block)
 
 

@@ -4,10 +4,14 @@
 The first word of the prompt is the request's nonce: the prefiller puts it into its
 kv_transfer_params, and the decoder says it in every chunk, or whose KV it was given instead.
 
+Like our own engines it names the tokens that it says, one in each chunk, and goes on with what
+another has begun (docs/mid-answer.md).
+
 POST /chaos/FAULT switches a fault; it answers when requests came since the last switch.
 """
 
 import asyncio
+import base64
 import json
 import random
 import socket
@@ -19,7 +23,14 @@ from typing import Any
 
 import httptools
 
-from scripts.bench.mock_http import MODELS, STREAM_HEAD, MockConnection, event, whole
+from scripts.bench.mock_http import (
+    MODELS,
+    STREAM_HEAD,
+    MockConnection,
+    chunked,
+    event,
+    whole,
+)
 from scripts.chaos_bench.faults import Fault
 
 CHAT = b"/v1/chat/completions"
@@ -38,6 +49,15 @@ PARAMS: dict[str, Any] = {
     "remote_port": 5600,
     "tp_size": 1,
 }
+
+
+def packed(ids: list[int]) -> str:
+    """Three bytes each, the lowest first, in base64."""
+    return base64.b64encode(b"".join(one.to_bytes(3, "little") for one in ids)).decode()
+
+
+IDENTITY = {"capabilities": ["begun", "tell_token_ids"], "renders": {"model": "m"}}
+PROMPT = packed([1])
 NOISE = (
     b"\x16\x03\x01 this is not HTTP\r\n\r\n",
     b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n<nonsense",
@@ -105,7 +125,11 @@ class Connection(MockConnection):
             self._end(self._page())
 
     def _page(self) -> bytes:
-        pages: dict[bytes, object] = {b"/health": {}, b"/v1/models": MODELS}
+        pages: dict[bytes, object] = {
+            b"/health": {},
+            b"/v1/models": MODELS,
+            b"/disagg/identity": IDENTITY,
+        }
         if self._path not in pages:
             return whole({"detail": "Not Found"}, "404 Not Found")
         return whole(pages[self._path])
@@ -151,16 +175,21 @@ class Connection(MockConnection):
         await asyncio.sleep(delay)
         chunks, interval = text_of(nonce, asked["max_tokens"]), asked["seed"] / 1e6
         if asked.get("stream"):
-            await self._stream(chunks, interval)
+            spoken = params.get("begun", {}).get("spoken", 0)
+            await self._stream(chunks, interval, spoken, "tell_token_ids" in params)
         else:
             await asyncio.sleep(interval * len(chunks))
             self._end(whole(_answer("".join(chunks))))
 
-    async def _stream(self, chunks: list[str], interval: float) -> None:
+    async def _stream(self, chunks: list[str], interval: float, spoken: int, tells: bool) -> None:
         self._transport.write(STREAM_HEAD)
-        for chunk in chunks:
+        for number in range(spoken, len(chunks)):
             await asyncio.sleep(interval)
-            self._transport.write(event(json.dumps(_chunk(chunk)).encode()))
+            finish = "stop" if number == len(chunks) - 1 else None
+            said = json.dumps(_chunk(chunks[number], finish))
+            comment = f": prompt_token_ids {PROMPT}\n" if tells and number == 0 else ""
+            comment += f": token_ids {packed([number])}\n" if tells else ""
+            self._transport.write(chunked(f"{comment}data: {said}\n\n".encode()))
         self._end(event(b"[DONE]") + b"0\r\n\r\n")
 
     def _end(self, data: bytes) -> None:
@@ -190,8 +219,8 @@ def _answer(text: str) -> dict[str, Any]:
     return {**_of("chat.completion", choice), "usage": usage}
 
 
-def _chunk(text: str) -> dict[str, Any]:
-    choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+def _chunk(text: str, finish: str | None) -> dict[str, Any]:
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
     return _of("chat.completion.chunk", choice)
 
 

@@ -273,6 +273,20 @@ async def test_who_is_to_go_on_may_refuse(
     assert router.metric("resumes_total", kind="status_400", outcome="refused") == 1
 
 
+async def test_streams_of_a_decoder_that_is_taken_away_move(
+    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+) -> None:
+    """As its drain's deadline does."""
+    router = await start()
+    d.scripts = d2.scripts = [dies_after(2, "frozen")]
+    asking = asyncio.create_task(router.stream())
+    await eventually(lambda: router.gateway.journals.size > 4 * len(PROMPT) + 4)
+    first = next(one for one in (d, d2) if legs(one))
+    router.gateway.fleet.remove(router.engine(first).name)
+    assert texts_of((await asking).text) == WORDS
+    assert router.metric("resumes_total", kind="engine_lost", outcome="gone_on") == 1
+
+
 async def test_an_end_that_was_on_its_way_comes_once(
     start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
