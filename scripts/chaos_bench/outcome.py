@@ -89,7 +89,7 @@ def misses(run: Run, aim: Aim | None) -> list[str]:
         found.append("no right answer")
     if aim is None:
         return found
-    bad = {kind: n for kind, n in run.errors.items() if kind not in aim.forgiven | {WRONG}}
+    bad = {kind: n for kind, n in run.errors.items() if kind != WRONG}
     found += [f"{number} {kind}" for kind, number in bad.items()]
     if aim.longest is not None and run.longest > aim.longest:
         found.append(f"a client waited {run.longest:.1f} s")

@@ -27,9 +27,8 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """`forgiven` are kinds of errors; `longest` is a wait, `silence` one within an answer."""
+    """No error; `longest` is a wait, `silence` one within an answer."""
 
-    forgiven: frozenset[str] = frozenset()
     longest: float | None = None
     silence: float | None = None
 
