@@ -1,0 +1,403 @@
+"""Answers that begin in the middle, as clients see them: two streams are as good as one."""
+
+import base64
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine_ext.base.begun import Begun, packed
+from engine_ext.reference.build import build_engine
+from engine_ext.reference.engine import Engine
+from engine_ext.reference.engine_config import EngineConfig
+from engine_ext.reference.server.served_model import ServedModel
+from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
+from tests.unit.reference.server.fake_engine import (
+    FakeEngine,
+    RunningServer,
+    events_of,
+    in_process,
+    saying,
+    served_model,
+)
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PATHS = (COMPLETIONS, CHAT)
+BODY: dict[str, Any] = {
+    "prompt": "Once upon a time",
+    "messages": [{"role": "user", "content": "Once upon a time"}],
+    "max_tokens": 24,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+STREAMED: dict[str, Any] = {
+    "stream": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}
+CLOSED = {"type": "object", "additionalProperties": False}
+TIME = {**CLOSED, "properties": {"zone": {"enum": ["ütc", 'a"}b']}}, "required": ["zone"]}
+LAKE = {**CLOSED, "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": schema}}
+    for name, schema in (("time", TIME), ("lake", LAKE))
+]
+NAMED = {"type": "function", "function": {"name": "time"}}
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "logprobs": {"logprobs": 2},
+    "ids for names": {"logprobs": 1, "return_tokens_as_token_ids": True},
+    "seeded": {"temperature": 1.0, "seed": 3, "max_tokens": 40},
+    "regex": {
+        "structured_outputs": {"regex": "(ab|é){3,9}"},
+        "temperature": 1.0,
+        "seed": 1,
+        "ignore_eos": False,
+    },
+}
+CALLS: dict[str, dict[str, Any]] = {
+    "one tool": {"tool_choice": NAMED},
+    "any tools": {"tool_choice": "required"},
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), TinyModel(layers=2))
+
+
+@pytest.fixture
+def roomy(directory: Path) -> ServedModel:
+    return replace(served_model(directory), max_model_len=2048)
+
+
+@pytest.fixture
+async def client(directory: Path, roomy: ServedModel) -> AsyncIterator[httpx.AsyncClient]:
+    """It has none of the KV: nothing is kept between requests."""
+    config = EngineConfig(
+        model=directory, num_blocks=129, num_threads=1, enable_prefix_caching=False
+    )
+    engine: Engine = build_engine(config)
+    async with in_process(roomy, engine) as client:
+        yield client
+    engine.check_integrity()
+    engine.shutdown()
+
+
+@dataclass
+class Told:
+    """What a client makes of chunks, of one stream or of several."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    calls: list[list[Any]] = field(default_factory=list)
+    roles: int = 0
+    prompts: int = 0
+    finishes: list[tuple[Any, Any]] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
+    ends: list[int] = field(default_factory=list)
+    """How many tokens were told after each chunk."""
+
+    def hear(self, chunks: Sequence[dict[str, Any]]) -> "Told":
+        for chunk in chunks:
+            self.usage = chunk.get("usage") or self.usage
+            self.prompts += "prompt_token_ids" in chunk
+            for choice in chunk["choices"]:
+                self._hear(choice)
+            self.ends.append(len(self.tokens))
+        return self
+
+    def _hear(self, choice: dict[str, Any]) -> None:
+        delta = choice.get("delta", {})
+        self.roles += "role" in delta
+        self.prompts += bool(choice.get("prompt_token_ids"))
+        self.text += delta.get("content") or choice.get("text") or ""
+        self.tokens += choice.get("token_ids") or ()
+        self.logprobs += entries_of(choice.get("logprobs"))
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                self.calls.append([call["function"]["name"], ""])
+            self.calls[call["index"]][1] += call["function"]["arguments"]
+        if choice["finish_reason"] is not None:
+            self.finishes.append((choice["finish_reason"], choice.get("stop_reason")))
+
+
+def entries_of(logprobs: dict[str, Any] | None) -> list[Any]:
+    """In either dialect, an entry per token."""
+    if logprobs is None:
+        return []
+    if "content" in logprobs:
+        return list(logprobs["content"])
+    columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    return list(zip(*(logprobs[name] for name in columns), strict=True))
+
+
+def in_dialect(path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    count = fields.get("logprobs")
+    if path == CHAT and count is not None:
+        return {**fields, "logprobs": True, "top_logprobs": count}
+    return fields
+
+
+def rounded(value: Any) -> Any:
+    """Other batch shapes, other noise."""
+    return json.loads(json.dumps(value), parse_float=lambda text: round(float(text), 2))
+
+
+async def stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[Any]:
+    response = await client.post(path, json={**body, **STREAMED})
+    assert response.status_code == 200, response.text
+    return events_of(response)
+
+
+def prompt_in(chunks: Sequence[dict[str, Any]]) -> list[int]:
+    first = chunks[0]
+    prompt: list[int] = first.get("prompt_token_ids") or first["choices"][0]["prompt_token_ids"]
+    return prompt
+
+
+def logprobs_in(path: str, told: Told, start: int, end: int) -> list[list[list[float]]]:
+    """The wire's, out of an answer in which tokens are called by their ids."""
+
+    def token_id(name: str) -> int:
+        return int(name.removeprefix("token_id:"))
+
+    entries = told.logprobs[start:end]
+    if path == CHAT:
+        return [
+            [[token_id(one["token"]), one["logprob"]] for one in (entry, *entry["top_logprobs"])]
+            for entry in entries
+        ]
+    return [
+        [[token_id(name), value], *([token_id(n), p] for n, p in top.items())]
+        for name, value, top, _ in entries
+    ]
+
+
+def begun_with(tokens: Sequence[int], prompt: Sequence[int], spoken: int, **more: Any) -> Any:
+    wire = Begun(tuple(prompt), tuple(tokens), spoken).to_wire()
+    return {"kv_transfer_params": {"begun": {**wire, **more}}}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("form", FORMS)
+async def test_two_streams_are_one(path: str, form: str, client: httpx.AsyncClient) -> None:
+    body = in_dialect(path, BODY | FORMS[form])
+    chunks = await stream(client, path, body)
+    alone = Told().hear(chunks)
+    named = {**body, "return_tokens_as_token_ids": True}
+    known = Told().hear(await stream(client, path, named)) if "logprobs" in body else alone
+    prompt = prompt_in(chunks)
+    seams = sorted({end for end in alone.ends if 0 < end <= len(alone.tokens)})
+    assert len(seams) > len(alone.tokens) / 2, "chunks of a token each, nearly all"
+    for seam in seams:
+        logprobs = logprobs_in(path, known, 0, seam) if "logprobs" in body else None
+        given = begun_with(alone.tokens[:seam], prompt, 0, logprobs=logprobs)
+        whole = Told().hear(await stream(client, path, body | given))
+        first = chunks[: alone.ends.index(seam) + 1]
+        rest = await stream(client, path, body | begun_with(alone.tokens[:seam], prompt, seam))
+        both = Told().hear(first).hear(rest)
+        for told in (whole, both):
+            assert told.text == alone.text
+            assert told.tokens == alone.tokens
+            assert rounded(told.logprobs) == rounded(alone.logprobs)
+            assert (told.roles, told.prompts) == (alone.roles, alone.prompts)
+            assert told.usage == alone.usage
+        assert whole.finishes == alone.finishes
+        # Where the last token was told, its finish was, too.
+        assert both.finishes == alone.finishes * (2 if seam == len(alone.tokens) else 1)
+        assert set(both.finishes) == set(alone.finishes)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("form", FORMS)
+async def test_an_answer_that_is_not_streamed_is_whole(
+    path: str, form: str, client: httpx.AsyncClient
+) -> None:
+    body = in_dialect(path, BODY | FORMS[form])
+    alone = (await client.post(path, json=body)).json()
+    (choice,) = alone["choices"]
+    named = (await client.post(path, json={**body, "return_tokens_as_token_ids": True})).json()
+    known = Told(logprobs=entries_of(named["choices"][0]["logprobs"]))
+    prompt = alone.get("prompt_token_ids") or choice["prompt_token_ids"]
+    for count in range(0, len(choice["token_ids"]) + 1, 3):
+        logprobs = logprobs_in(path, known, 0, count) if "logprobs" in body else None
+        given = begun_with(choice["token_ids"][:count], prompt, 0, logprobs=logprobs)
+        answer = (await client.post(path, json=body | given)).json()
+        names = {"id": alone["id"], "created": alone["created"]}
+        assert rounded(answer | names) == rounded(alone)
+
+
+@pytest.mark.parametrize("form", CALLS)
+async def test_calls_go_on_where_they_were(form: str, client: httpx.AsyncClient) -> None:
+    fields = {"tools": TOOLS, "temperature": 1.0, "seed": 5, "max_tokens": 120, "ignore_eos": False}
+    body = BODY | fields | CALLS[form]
+    chunks = await stream(client, CHAT, body)
+    alone = Told().hear(chunks)
+    assert alone.calls
+    prompt = prompt_in(chunks)
+    seams = sorted({end for end in alone.ends if 0 < end < len(alone.tokens)})
+    assert len(seams) > len(alone.tokens) / 2
+    whole = (await client.post(CHAT, json=body)).json()["choices"][0]
+    for seam in seams[:: 1 + len(seams) // 16]:
+        first = Told().hear(chunks[: alone.ends.index(seam) + 1])
+        given = begun_with(alone.tokens[:seam], prompt, seam)
+        told = first.hear(await stream(client, CHAT, body | given))
+        assert told.calls == alone.calls
+        assert (told.tokens, told.finishes) == (alone.tokens, alone.finishes)
+        for spoken in (0, seam):
+            given = begun_with(alone.tokens[:seam], prompt, spoken)
+            (choice,) = (await client.post(CHAT, json=body | given)).json()["choices"]
+            calls = [call["function"] for call in choice["message"]["tool_calls"]]
+            assert calls == [call["function"] for call in whole["message"]["tool_calls"]]
+            assert choice["finish_reason"] == whole["finish_reason"]
+
+
+async def test_one_wrong_token_is_seen(client: httpx.AsyncClient) -> None:
+    chunks = await stream(client, CHAT, BODY)
+    alone = Told().hear(chunks)
+    wrong = [(alone.tokens[0] + 1) % 256, *alone.tokens[1:8]]
+    given = begun_with(wrong, prompt_in(chunks), 8)
+    told = Told().hear(await stream(client, CHAT, BODY | given))
+    assert told.tokens != alone.tokens[8:]
+
+
+@pytest.mark.parametrize("stream_it", [False, True])
+async def test_nothing_is_rendered_or_tokenized(
+    stream_it: bool, client: httpx.AsyncClient, roomy: ServedModel
+) -> None:
+    """Neither the messages nor the prompt of the body are looked at."""
+    prompt = roomy.tokenizer.encode("Once")
+    for path, asked in ((CHAT, {"messages": ["no message at all"]}), (COMPLETIONS, {"prompt": {}})):
+        body = BODY | asked | begun_with([65], prompt, 0) | {"max_tokens": 3, "stream": stream_it}
+        response = await client.post(path, json=body)
+        assert response.status_code == 200, response.text
+        refused = await client.post(path, json=BODY | asked)
+        assert refused.status_code == 400
+
+
+@pytest.mark.parametrize("asked", ["Once upon a time", [79, 110, 99, 101], None])
+async def test_an_echo_is_said_once(asked: Any, client: httpx.AsyncClient) -> None:
+    body = BODY | {"echo": True, "prompt": asked}
+    prompt = list(asked.encode() if isinstance(asked, str) else b"Once")
+    said = []
+    for spoken in (0, 1):
+        given = begun_with([65, 66], prompt, spoken)
+        (choice,) = (await client.post(COMPLETIONS, json=body | given)).json()["choices"]
+        said.append(choice["text"])
+    assert said[0].startswith(bytes(prompt).decode() + "AB")
+    assert said[0] == bytes(prompt).decode() + "A" + said[1]
+
+
+async def test_a_prefill_samples_a_token_however_many_it_is_given(
+    client: httpx.AsyncClient,
+) -> None:
+    """A router's prefill asks for one token; what is given are five."""
+    alone = (await client.post(COMPLETIONS, json=BODY)).json()["choices"][0]
+    given = begun_with(alone["token_ids"][:5], alone["prompt_token_ids"], 5)
+    given["kv_transfer_params"]["do_remote_decode"] = True
+    for asked in (1, 5, 6):
+        body = BODY | given | {"max_tokens": asked}
+        (choice,) = (await client.post(COMPLETIONS, json=body)).json()["choices"]
+        assert choice["token_ids"] == alone["token_ids"][5:6]
+        assert choice["finish_reason"] == "length"
+
+
+def ids(*tokens: int) -> str:
+    return packed(tokens)
+
+
+PROMPT = {"prompt_token_ids": ids(65, 66)}
+WRONG: dict[str, Any] = {
+    "no object": "begun",
+    "a list": [PROMPT],
+    "nothing": {},
+    "no prompt": {"output_token_ids": ids(65)},
+    "an empty prompt": {"prompt_token_ids": ""},
+    "a list of ids": {"prompt_token_ids": [65, 66]},
+    "no base64": {"prompt_token_ids": "é"},
+    "cut": {"prompt_token_ids": ids(65)[:-1]},
+    "half an id": {"prompt_token_ids": base64.b64encode(b"1234").decode()},
+    "spoken before": {**PROMPT, "spoken": -1},
+    "spoken beyond": {**PROMPT, "output_token_ids": ids(65), "spoken": 2},
+    "spoken truly": {**PROMPT, "output_token_ids": ids(65), "spoken": True},
+    "a prompt of other tokens": {"prompt_token_ids": ids(65, 259)},
+    "an answer of other tokens": {**PROMPT, "output_token_ids": ids(1 << 23)},
+    "a prompt too long": {"prompt_token_ids": ids(*[65] * 257)},
+    "a prompt without room": {"prompt_token_ids": ids(*[65] * 256)},
+    "an answer too long": {**PROMPT, "output_token_ids": ids(*[65] * 255)},
+    "logprobs of none": {**PROMPT, "output_token_ids": ids(65), "logprobs": []},
+    "logprobs of another": {**PROMPT, "output_token_ids": ids(65), "logprobs": [[[66, -1.0]]]},
+    "logprobs that are none": {**PROMPT, "output_token_ids": ids(65), "logprobs": [[[65, 1.0]]]},
+}
+REMOTE = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_request_id": "r"}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", WRONG)
+async def test_what_makes_no_sense_is_refused_and_the_remote_hears_of_it(
+    name: str, path: str, server: RunningServer
+) -> None:
+    params = {**REMOTE, "begun": WRONG[name]}
+    response = await server.post(path, **BODY, kv_transfer_params=params)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert "\n" not in error["message"]
+    assert any(word in error["message"].lower() for word in ("begun", "token"))
+    assert len(error["message"]) < 300
+    assert server.engine.declined == [params]
+    assert server.engine.requests == []
+
+
+ASKED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "two answers": (CHAT, {"n": 2}, "n"),
+    "two answers to a prompt": (COMPLETIONS, {"n": 2}, "n"),
+    "two prompts": (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt"),
+    "two prompts in ids": (COMPLETIONS, {"prompt": [[1], [2]]}, "prompt"),
+    "logprobs": (CHAT, {"logprobs": True}, "kv_transfer_params"),
+    "logprobs of a completion": (COMPLETIONS, {"logprobs": 0}, "kv_transfer_params"),
+    "another form": (
+        CHAT,
+        {"structured_outputs": {"regex": "[0-9]+"}},
+        "kv_transfer_params",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+async def test_what_cannot_go_on_is_refused_by_name(name: str, server: RunningServer) -> None:
+    path, fields, param = ASKED[name]
+    params = {**REMOTE, "begun": {**PROMPT, "output_token_ids": ids(65)}}
+    response = await server.post(path, **(BODY | fields), kv_transfer_params=params)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert server.engine.declined == [params]
+
+
+async def test_whoever_names_no_remote_is_refused_without_its_hearing(
+    server: RunningServer,
+) -> None:
+    for params in ({"begun": {}}, {"do_remote_decode": True, "begun": {}}):
+        response = await server.post(CHAT, **BODY, kv_transfer_params=params)
+        assert response.status_code == 400
+    assert (await server.post(CHAT, messages=[], kv_transfer_params=7)).status_code == 400
+    assert server.engine.declined == []
+
+
+async def test_any_refusal_lets_the_remote_know(server: RunningServer) -> None:
+    await server.post(CHAT, **(BODY | {"temperature": -1}), kv_transfer_params=REMOTE)
+    assert server.engine.declined == [REMOTE]
+
+
+async def test_the_engine_is_not_given_what_only_the_server_reads(model: ServedModel) -> None:
+    engine = FakeEngine(saying("Hé", "l", "lo"))
+    async with in_process(model, engine) as client:
+        params = {**REMOTE, "begun": PROMPT, "prompt_token_ids": [1, 2, 3]}
+        await client.post(CHAT, json=BODY | {"kv_transfer_params": params})
+    assert [request.kv_transfer_params for request in engine.requests] == [REMOTE]
+    assert engine.requests[0].prompt_token_ids == (65, 66)
