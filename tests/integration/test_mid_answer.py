@@ -1,207 +1,271 @@
-"""Answers that begin in the middle: a prefiller's own first token, and decoders that die, freeze or
-leave while clients read. The oracle is one engine that nobody disturbed."""
+"""An answer that begins on one engine and goes on on another: KV crosses over real NIXL."""
 
-import json
-import random
-import signal
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from tests.integration.oracle import Answer, body_of, complete, differences, text_of
+from engine_ext.base.begun import Begun, begun_in
+from tests.integration.legs import PREFILL, coordinates_in, prefill_body
+from tests.integration.oracle import (
+    Answer,
+    body_of,
+    complete,
+    differences,
+    text_of,
+    tokens_of,
+)
 from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wait_for
 
-LONG = 120
-PROMPTS = [text_of(length, 7000 + length) for length in (40, 64, 200, 333, 700, 41, 90, 128)]
-CHAT = [{"role": "user", "content": "Say something long and strange, é ü 漢字."}]
-SOON = ("--health-interval", "0.5", "--health-timeout", "2", "--prefill-timeout", "20")
+PUSH = "DisaggPushConnector"
+COMPUTED = "disagg_engine_prompt_tokens_computed_total"
+FETCHED = "disagg_engine_prompt_tokens_fetched_total"
+RECEIVED = "disagg_engine_kv_blocks_received_total"
+LEASES = "disagg_engine_kv_leases_active"
+EXPIRED = "disagg_engine_kv_leases_expired_total"
+LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 200, 500, 1500)
 
 
 @pytest.fixture(scope="module")
-def p(launcher: Launcher) -> Iterator[Server]:
-    with launcher.engine("prefill", extra=BOTH_WAYS) as server:
+def decoder(launcher: Launcher) -> Iterator[Server]:
+    """What it does not load, it computes."""
+    with launcher.engine(
+        "decode", "--no-enable-prefix-caching", extra=BOTH_WAYS, policy="recompute"
+    ) as server:
         yield server
 
 
-@pytest.fixture(scope="module")
-def d(launcher: Launcher) -> Iterator[Server]:
-    with launcher.engine("decode", extra=BOTH_WAYS) as server:
-        yield server
+def post(server: Server, prompt: Any, params: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    request_id = fields.pop("request_id", None)
+    body = body_of(prompt, fields) | {"kv_transfer_params": params}
+    response = server.post("/v1/completions", body, request_id=request_id)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
 
 
-@pytest.fixture(scope="module")
-def right(alone: Server) -> list[Answer]:
-    return [complete(alone, prompt, LONG) for prompt in PROMPTS]
+def start(server: Server, prompt: Any, begun: Begun | None = None, **fields: Any) -> dict[str, Any]:
+    """P's leg: its `kv_transfer_params`, with what it hands over."""
+    given = {} if begun is None else {"begun": begun.to_wire()}
+    params = {**PREFILL, "hand_over": True, **given}
+    fields = {"max_tokens": 1, **fields}
+    answered: dict[str, Any] = post(server, prompt, params, **fields)["kv_transfer_params"]
+    return answered
 
 
-def streamed(server: Server, prompt: str, max_tokens: int = LONG) -> Answer:
-    fields = {"max_tokens": max_tokens, "stream": True}
-    answer = server.post("/v1/completions", body_of(prompt, fields))
-    assert answer.status_code == 200, answer.text
-    assert "token_ids " not in answer.text
-    return Answer.in_events(answer.text)
+def go_on(server: Server, params: dict[str, Any], **fields: Any) -> Answer:
+    """D's leg, which is not told the prompt in any other way."""
+    return Answer.in_body(post(server, "", {"retain": False, **params}, **fields))
 
 
-def all_streamed(server: Server, while_they_run: Callable[[], None]) -> list[Answer]:
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        answers = [pool.submit(streamed, server, prompt) for prompt in PROMPTS]
-        while_they_run()
-        return [answer.result(timeout=100) for answer in answers]
-
-
-def running(server: Server) -> float:
-    return metric(server, "disagg_engine_requests_running")
-
-
-def resumed(router: Server) -> float:
-    return metric(router, r'disagg_router_resumes_total\{.*outcome="gone_on".*\}')
-
-
-def test_the_first_token_is_the_prefillers(
-    launcher: Launcher, p: Server, d: Server, right: list[Answer]
-) -> None:
-    computed = "disagg_engine_prompt_tokens_computed_total"
-    with launcher.router([p], [d]) as router:
-        before = metric(d, computed)
-        assert differences(right, [complete(router, one, LONG) for one in PROMPTS]) == []
-        assert differences(right, [streamed(router, one) for one in PROMPTS]) == []
-        assert metric(d, computed) == before
-        went_on = r'disagg_router_handed_over_total\{outcome="went_on"\}'
-        assert metric(router, went_on) == 2 * len(PROMPTS)
-        wait_for(lambda: metric(p, "disagg_engine_blocks_delayed") == 0, "P's blocks are freed")
-        assert metric(p, "disagg_engine_kv_leases_expired_total") == 0
-
-
-FIELDS: list[dict[str, Any]] = [
-    {"stop": ["e"]},
-    {"stop": ["a", "b", "c", "d"], "include_stop_str_in_output": True},
-    {"logprobs": True, "top_logprobs": 3},
-    {"seed": 5, "temperature": 1.0},
-    {"seed": 6, "temperature": 0.7, "top_p": 0.9, "logprobs": True},
-    {"max_tokens": 1},
-    {"max_tokens": 1, "logprobs": True, "top_logprobs": 1},
-    {"max_completion_tokens": 2, "min_tokens": 2},
-    {"return_token_ids": True},
-    {"response_format": {"type": "json_object"}, "max_tokens": 40},
-    {"n": 2, "seed": 1},
-]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_every_kind_of_chat_is_answered_as_by_one_engine(
-    launcher: Launcher, p: Server, d: Server, alone: Server, stream: bool
-) -> None:
-    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-    with launcher.router([p], [d]) as router:
-        for fields in FIELDS:
-            body = {"model": "tiny", "messages": CHAT, "temperature": 0, "max_tokens": 30}
-            body |= fields | options
-            got, expected = (
-                server.post("/v1/chat/completions", body).text for server in (router, alone)
-            )
-            assert _comparable(got) == _comparable(expected), fields
-
-
-def _comparable(text: str) -> object:
-    """Without what differs from request to request, and however a stream was cut into events."""
-    if not text.startswith("data: "):
-        answer = json.loads(text)
-        return [_said(choice["message"], choice) for choice in answer["choices"]], _used(answer)
-    *events, end = text.strip().split("\n\n")
-    assert end == "data: [DONE]"
-    chunks = [json.loads(one.removeprefix("data: ")) for one in events]
-    said: dict[int, list[Any]] = {}
-    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
-        said.setdefault(choice["index"], []).append(_said(choice["delta"], choice))
-    together = [
-        [_together(parts) for parts in zip(*said[index], strict=True)] for index in sorted(said)
-    ]
-    return together, _used(chunks[-1])
-
-
-def _said(message: dict[str, Any], choice: dict[str, Any]) -> tuple[Any, ...]:
-    logprobs = (choice["logprobs"] or {}).get("content") or []
-    rounded = [[(top["token"], round(top["logprob"], 3)) for top in _all(one)] for one in logprobs]
-    return (
-        message.get("role") or "",
-        message.get("content") or "",
-        rounded,
-        choice.get("token_ids") or [],
-        choice["finish_reason"] or "",
-        str(choice.get("stop_reason") or ""),
+def given(prompt: str | list[int], answer: Answer, count: int, spoken: int = 0) -> Begun:
+    ids = tuple(prompt.encode() if isinstance(prompt, str) else prompt)
+    logprobs = tuple(
+        ((token, value), (token, value))
+        for token, value in zip(answer.tokens[spoken:count], answer.logprobs[spoken:], strict=False)
     )
+    return Begun(ids, answer.tokens[:count], spoken, logprobs)
 
 
-def _all(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    return [entry, *entry["top_logprobs"]]
+def is_free(server: Server) -> bool:
+    return metric(server, LEASES) == 0 == metric(server, "disagg_engine_blocks_delayed")
 
 
-def _together(parts: tuple[Any, ...]) -> Any:
-    return "".join(parts) if isinstance(parts[0], str) else [one for part in parts for one in part]
-
-
-def _used(answer: dict[str, Any]) -> tuple[int, int]:
-    usage = answer["usage"]
-    return usage["prompt_tokens"], usage["completion_tokens"]
-
-
-@pytest.mark.parametrize("how", ["killed", "frozen", "stopped"])
-def test_streams_go_on_elsewhere(
-    launcher: Launcher, p: Server, d: Server, right: list[Answer], how: str
+def test_the_prefillers_first_token_is_the_answers(
+    prefiller: Server, decoder: Server, alone: Server
 ) -> None:
-    with ExitStack() as stack:
-        options = ("--shutdown-timeout", "0")
-        victim = stack.enter_context(launcher.engine("victim", *options, extra=BOTH_WAYS))
-        router = stack.enter_context(
-            launcher.router([p], [d, victim], *SOON, "--decode-policy", "round_robin")
-        )
-
-        def disturb() -> None:
-            wait_for(lambda: running(victim) > 2, "some are at the victim")
-            if how == "killed":
-                victim.kill()
-            elif how == "frozen":
-                stack.enter_context(victim.frozen())
-            else:
-                victim.process.send_signal(signal.SIGTERM)
-
-        assert differences(right, all_streamed(router, disturb)) == []
-        assert resumed(router) > 0
-        wait_for(lambda: metric(d, "disagg_engine_requests_running") == 0, "all is over")
+    prompts = [text_of(length, 4000 + length) for length in LENGTHS]
+    right = [complete(alone, prompt) for prompt in prompts]
+    computed, fetched = metric(decoder, COMPUTED), metric(decoder, FETCHED)
+    got = [go_on(decoder, start(prefiller, prompt)) for prompt in prompts]
+    assert differences(right, got) == []
+    # All of the prompt's KV is P's, and the first token's is the only one that D has to compute.
+    assert metric(decoder, COMPUTED) == computed
+    assert metric(decoder, FETCHED) - fetched == sum(LENGTHS)
+    wait_for(lambda: is_free(prefiller), "P's blocks are freed after the read")
+    assert metric(prefiller, EXPIRED) == 0
 
 
-def test_killed_at_random_again_and_again(
-    launcher: Launcher, p: Server, right: list[Answer]
+def test_a_seed_goes_on_where_it_was(prefiller: Server, decoder: Server, alone: Server) -> None:
+    prompt = text_of(150, 4700)
+    fields: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 12, "max_tokens": 20}
+    right = complete(alone, prompt, **fields)
+    params = start(prefiller, prompt, **(fields | {"max_tokens": 1}))
+    assert differences([right], [go_on(decoder, params, **fields)]) == []
+
+
+@pytest.mark.parametrize("count", [1, 7, 33, 64])
+def test_a_running_answer_moves(
+    count: int, prefiller: Server, decoder: Server, alone: Server
 ) -> None:
-    """Of the decoders one is killed, and another comes in its place."""
-    dice = random.Random(16)
-    with ExitStack() as stack:
-        ports = launcher.free_ports(6)
-        places = [(ports[at], ports[at + 1]) for at in (0, 2, 4)]
-
-        def start(place: tuple[int, int]) -> Server:
-            engine = launcher.engine("decode", extra=BOTH_WAYS, ports=place)
-            return stack.enter_context(engine)
-
-        decoders = [start(place) for place in places]
-        router = stack.enter_context(
-            launcher.router([p], decoders, *SOON, "--decode-policy", "round_robin")
-        )
-        for _ in range(3):
-            killed: list[int] = []
-
-            def kill(killed: list[int] = killed) -> None:
-                at_work = wait_for(lambda: _at_work(decoders), "some answer")
-                killed.append(dice.choice(at_work))
-                decoders[killed[0]].kill()
-
-            assert differences(right, all_streamed(router, kill)) == []
-            decoders[killed[0]] = start(places[killed[0]])
-        assert resumed(router) > 2
+    """The prefiller computes prompt and answer so far, samples, and hands all of it over."""
+    prompt = text_of(140, 4100 + count)
+    right = complete(alone, prompt, max_tokens=80)
+    params = start(prefiller, "", given(prompt, right, count, spoken=count))
+    moved = begun_in(params)
+    assert moved is not None
+    assert moved.output_token_ids == right.tokens[: count + 1]
+    assert (moved.spoken, params["remote_num_tokens"]) == (count, 140 + count)
+    blocks = metric(decoder, RECEIVED)
+    rest = go_on(decoder, params, max_tokens=80)
+    expected = Answer(right.tokens[count:], right.logprobs[count:], "")
+    assert differences([expected], [rest]) == []
+    assert metric(decoder, RECEIVED) - blocks == -(-(140 + count) // 32)
+    wait_for(lambda: is_free(prefiller), "P's blocks are freed after the read")
 
 
-def _at_work(servers: list[Server]) -> list[int]:
-    return [number for number, server in enumerate(servers) if running(server) > 0]
+def test_one_wrong_token_changes_the_answer(
+    prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    prompt = text_of(100, 4200)
+    right = complete(alone, prompt)
+    wrong = Begun(tuple(prompt.encode()), ((right.tokens[0] + 1) % 256, *right.tokens[1:4]), 4)
+    rest = go_on(decoder, {"begun": wrong.to_wire()})
+    assert rest.tokens != right.tokens[4:]
+
+
+def test_only_what_is_proven_is_loaded(prefiller: Server, decoder: Server, alone: Server) -> None:
+    """P's blocks are of another prompt from token 64 on."""
+    prompt = text_of(200, 4300)
+    other = prompt[:64] + "#" + prompt[65:]
+    right = complete(alone, other)
+    params = start(prefiller, prompt) | {"begun": given(other, right, 3).to_wire()}
+    fetched = metric(decoder, FETCHED)
+    assert differences([right], [go_on(decoder, params)]) == []
+    assert metric(decoder, FETCHED) - fetched == 64
+    wait_for(lambda: is_free(prefiller), "P's blocks are freed")
+
+
+ENDS: dict[str, dict[str, Any]] = {
+    "max_tokens": {"max_tokens": 1},
+    "a stop token": {},
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_where_the_first_token_ends_the_answer_the_prefillers_blocks_are_given_back_at_once(
+    name: str, prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    prompt = text_of(100, 4400)
+    first = complete(alone, prompt, max_tokens=1).tokens
+    fields = ENDS[name] or {"stop_token_ids": list(first)}
+    params = start(prefiller, prompt)
+    released = metric(prefiller, "disagg_engine_kv_leases_released_total")
+    answer = post(decoder, "", {"retain": False, **params}, **fields)
+    choice = answer["choices"][0]
+    assert tuple(choice["token_ids"]) == first
+    assert choice["finish_reason"] == ("length" if name == "max_tokens" else "stop")
+    assert answer["usage"]["completion_tokens"] == 1
+    wait_for(lambda: is_free(prefiller), "nobody reads them", seconds=5)
+    assert metric(prefiller, "disagg_engine_kv_leases_released_total") == released + 1
+
+
+def test_what_is_refused_gives_the_prefillers_blocks_back_at_once(
+    prefiller: Server, decoder: Server
+) -> None:
+    for wrong in ({"n": 2}, {"temperature": -1}, None):
+        params = start(prefiller, text_of(100, 4500))
+        if wrong is None:
+            params["begun"]["output_token_ids"] = "AAA"
+        body = body_of("", wrong or {}) | {"kv_transfer_params": params}
+        response = decoder.post("/v1/completions", body)
+        assert response.status_code == 400, response.text
+        wait_for(lambda: is_free(prefiller), "nobody reads them", seconds=5)
+    assert metric(prefiller, EXPIRED) == 0
+
+
+def test_without_the_prefiller_prompt_and_answer_are_computed(
+    launcher: Launcher, decoder: Server, alone: Server
+) -> None:
+    prompt = text_of(120, 4600)
+    right = complete(alone, prompt)
+    with launcher.engine("doomed") as doomed:
+        params = start(doomed, prompt)
+        doomed.kill()
+        computed = metric(decoder, COMPUTED)
+        assert differences([right], [go_on(decoder, params)]) == []
+    assert metric(decoder, COMPUTED) - computed == 120
+
+
+def test_a_conversation_goes_on_behind_an_answer_that_was_handed_over(
+    prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    prompt = tokens_of(100, 4800)
+    previous: dict[str, Any] = {}
+    for turn in range(3):
+        params = {**previous, **PREFILL, "hand_over": True}
+        computed = metric(prefiller, COMPUTED)
+        handed = post(prefiller, prompt, params, max_tokens=1)["kv_transfer_params"]
+        if turn:
+            assert metric(prefiller, COMPUTED) - computed < 40, "the last turn's KV is D's"
+        said = post(decoder, "", {**handed, "retain": True}, max_tokens=40)
+        answer, previous = Answer.in_body(said), said["kv_transfer_params"]
+        assert differences([complete(alone, prompt, max_tokens=40)], [answer]) == []
+        prompt = [*prompt, *answer.tokens, *tokens_of(20, 4900 + turn)]
+
+
+def test_too_little_at_hand_is_refused_without_a_word(decoder: Server, alone: Server) -> None:
+    prompt = text_of(100, 4950)
+    begun = given(prompt, complete(alone, prompt), 4)
+    answer = post(decoder, "", {"begun": begun.to_wire()}, cache_hit_threshold=0.5)
+    choice = answer["choices"][0]
+    assert choice["finish_reason"] == "cache_threshold"
+    assert (choice["text"], choice["token_ids"]) == ("", [])
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_engines_say_that_they_can(decoder: Server, alone: Server) -> None:
+    pages = [server.get("/disagg/identity").json() for server in (decoder, alone)]
+    for page in pages:
+        assert {"begun", "hand_over"} <= set(page["capabilities"])
+        assert set(page["renders"]) == {"model", "tokenizer", "chat_template"}
+    assert pages[0]["renders"] == pages[1]["renders"]
+
+
+@pytest.fixture(scope="module")
+def pusher(launcher: Launcher) -> Iterator[Server]:
+    with launcher.engine("pusher", connector=PUSH) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def pushed(launcher: Launcher) -> Iterator[Server]:
+    with launcher.engine("pushed", "--no-enable-prefix-caching", connector=PUSH) as server:
+        yield server
+
+
+def test_a_first_token_is_handed_over_where_kv_is_pushed(
+    pusher: Server, pushed: Server, alone: Server
+) -> None:
+    prompts = [text_of(length, 5000 + length) for length in (1, 32, 33, 200)]
+    right = [complete(alone, prompt) for prompt in prompts]
+    assert differences(right, [go_on(pushed, start(pusher, p)) for p in prompts]) == []
+    assert metric(pushed, COMPUTED) == 0
+    assert metric(pushed, FETCHED) == 266
+    assert metric(pushed, "disagg_engine_kv_pushes_missed_total") == 0
+    wait_for(lambda: is_free(pusher), "P's blocks are freed")
+
+
+def test_a_running_answer_moves_with_both_legs_at_once_where_kv_is_pushed(
+    pusher: Server, pushed: Server, alone: Server
+) -> None:
+    """Both are given the same tokens: what P computes is all that D waits for."""
+    prompt = text_of(90, 5100)
+    right = complete(alone, prompt, max_tokens=60)
+    begun = given(prompt, right, 40, spoken=40)
+    name = str(uuid.uuid4())
+    where = coordinates_in(start(pusher, "hello"))
+    params = {"do_remote_prefill": True, "remote_request_id": name, **where}
+    fetched = metric(pushed, FETCHED)
+    p_body = prefill_body("") | {"kv_transfer_params": {**PREFILL, "begun": begun.to_wire()}}
+    with ThreadPoolExecutor(1) as pool:
+        p_leg = pool.submit(pusher.post, "/v1/completions", p_body, request_id=name)
+        params |= {"begun": begun.to_wire(), "retain": False}
+        said = post(pushed, "", params, max_tokens=60, request_id=name)
+        assert p_leg.result(timeout=30).status_code == 200
+    expected = Answer(right.tokens[40:], right.logprobs[40:], "")
+    assert differences([expected], [Answer.in_body(said)]) == []
+    assert metric(pushed, FETCHED) - fetched == 90
+    assert metric(pushed, "disagg_engine_kv_pushes_missed_total") == 0

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine_ext.reference.fingerprint import model_factors
+from engine_ext.reference.fingerprint import model_factors, renders
 from engine_ext.reference.model_config import read_model_config
 from engine_ext.reference.tiny_model import write_tiny_model
 
@@ -37,3 +37,27 @@ def test_another_dtype_differs_by_name(model: Path) -> None:
     other = model_factors(model, replace(config, dtype=torch.bfloat16))
     assert other["dtype"] == "bfloat16"
     assert model_factors(model, config)["dtype"] == "float32"
+
+
+def test_what_two_engines_render_with_is_told_apart(model: Path, tmp_path: Path) -> None:
+    before = renders(model)
+    assert renders(write_tiny_model(tmp_path / "copy")) == before
+    assert all(len(value) == 16 for value in before.values())
+
+    def changed() -> set[str]:
+        return {name for name, value in renders(model).items() if value != before[name]}
+
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    assert changed() == {"chat_template"}
+    path = model / "tokenizer.json"
+    path.write_text(path.read_text() + " ")
+    assert changed() == {"chat_template", "tokenizer"}
+    weights = load_file(model / "model.safetensors")
+    save_file({name: tensor * 1.5 for name, tensor in weights.items()}, model / "model.safetensors")
+    assert changed() == {"chat_template", "tokenizer", "model"}
+
+
+def test_a_base_model_has_no_template_to_differ_in(model: Path) -> None:
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        (model / name).unlink(missing_ok=True)
+    assert renders(model)["chat_template"] == "none"

@@ -1,0 +1,207 @@
+"""Answers that begin in the middle: a prefiller's own first token, and decoders that die, freeze or
+leave while clients read. The oracle is one engine that nobody disturbed."""
+
+import json
+import random
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.integration.oracle import Answer, body_of, complete, differences, text_of
+from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wait_for
+
+LONG = 120
+PROMPTS = [text_of(length, 7000 + length) for length in (40, 64, 200, 333, 700, 41, 90, 128)]
+CHAT = [{"role": "user", "content": "Say something long and strange, é ü 漢字."}]
+SOON = ("--health-interval", "0.5", "--health-timeout", "2", "--prefill-timeout", "20")
+
+
+@pytest.fixture(scope="module")
+def p(launcher: Launcher) -> Iterator[Server]:
+    with launcher.engine("prefill", extra=BOTH_WAYS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def d(launcher: Launcher) -> Iterator[Server]:
+    with launcher.engine("decode", extra=BOTH_WAYS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def right(alone: Server) -> list[Answer]:
+    return [complete(alone, prompt, LONG) for prompt in PROMPTS]
+
+
+def streamed(server: Server, prompt: str, max_tokens: int = LONG) -> Answer:
+    fields = {"max_tokens": max_tokens, "stream": True}
+    answer = server.post("/v1/completions", body_of(prompt, fields))
+    assert answer.status_code == 200, answer.text
+    assert "token_ids " not in answer.text
+    return Answer.in_events(answer.text)
+
+
+def all_streamed(server: Server, while_they_run: Callable[[], None]) -> list[Answer]:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = [pool.submit(streamed, server, prompt) for prompt in PROMPTS]
+        while_they_run()
+        return [answer.result(timeout=100) for answer in answers]
+
+
+def running(server: Server) -> float:
+    return metric(server, "disagg_engine_requests_running")
+
+
+def resumed(router: Server) -> float:
+    return metric(router, r'disagg_router_resumes_total\{.*outcome="gone_on".*\}')
+
+
+def test_the_first_token_is_the_prefillers(
+    launcher: Launcher, p: Server, d: Server, right: list[Answer]
+) -> None:
+    computed = "disagg_engine_prompt_tokens_computed_total"
+    with launcher.router([p], [d]) as router:
+        before = metric(d, computed)
+        assert differences(right, [complete(router, one, LONG) for one in PROMPTS]) == []
+        assert differences(right, [streamed(router, one) for one in PROMPTS]) == []
+        assert metric(d, computed) == before
+        went_on = r'disagg_router_handed_over_total\{outcome="went_on"\}'
+        assert metric(router, went_on) == 2 * len(PROMPTS)
+        wait_for(lambda: metric(p, "disagg_engine_blocks_delayed") == 0, "P's blocks are freed")
+        assert metric(p, "disagg_engine_kv_leases_expired_total") == 0
+
+
+FIELDS: list[dict[str, Any]] = [
+    {"stop": ["e"]},
+    {"stop": ["a", "b", "c", "d"], "include_stop_str_in_output": True},
+    {"logprobs": True, "top_logprobs": 3},
+    {"seed": 5, "temperature": 1.0},
+    {"seed": 6, "temperature": 0.7, "top_p": 0.9, "logprobs": True},
+    {"max_tokens": 1},
+    {"max_tokens": 1, "logprobs": True, "top_logprobs": 1},
+    {"max_completion_tokens": 2, "min_tokens": 2},
+    {"return_token_ids": True},
+    {"response_format": {"type": "json_object"}, "max_tokens": 40},
+    {"n": 2, "seed": 1},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_kind_of_chat_is_answered_as_by_one_engine(
+    launcher: Launcher, p: Server, d: Server, alone: Server, stream: bool
+) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    with launcher.router([p], [d]) as router:
+        for fields in FIELDS:
+            body = {"model": "tiny", "messages": CHAT, "temperature": 0, "max_tokens": 30}
+            body |= fields | options
+            got, expected = (
+                server.post("/v1/chat/completions", body).text for server in (router, alone)
+            )
+            assert _comparable(got) == _comparable(expected), fields
+
+
+def _comparable(text: str) -> object:
+    """Without what differs from request to request, and however a stream was cut into events."""
+    if not text.startswith("data: "):
+        answer = json.loads(text)
+        return [_said(choice["message"], choice) for choice in answer["choices"]], _used(answer)
+    *events, end = text.strip().split("\n\n")
+    assert end == "data: [DONE]"
+    chunks = [json.loads(one.removeprefix("data: ")) for one in events]
+    said: dict[int, list[Any]] = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        said.setdefault(choice["index"], []).append(_said(choice["delta"], choice))
+    together = [
+        [_together(parts) for parts in zip(*said[index], strict=True)] for index in sorted(said)
+    ]
+    return together, _used(chunks[-1])
+
+
+def _said(message: dict[str, Any], choice: dict[str, Any]) -> tuple[Any, ...]:
+    logprobs = (choice["logprobs"] or {}).get("content") or []
+    rounded = [[(top["token"], round(top["logprob"], 3)) for top in _all(one)] for one in logprobs]
+    return (
+        message.get("role") or "",
+        message.get("content") or "",
+        rounded,
+        choice.get("token_ids") or [],
+        choice["finish_reason"] or "",
+        str(choice.get("stop_reason") or ""),
+    )
+
+
+def _all(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    return [entry, *entry["top_logprobs"]]
+
+
+def _together(parts: tuple[Any, ...]) -> Any:
+    return "".join(parts) if isinstance(parts[0], str) else [one for part in parts for one in part]
+
+
+def _used(answer: dict[str, Any]) -> tuple[int, int]:
+    usage = answer["usage"]
+    return usage["prompt_tokens"], usage["completion_tokens"]
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen", "stopped"])
+def test_streams_go_on_elsewhere(
+    launcher: Launcher, p: Server, d: Server, right: list[Answer], how: str
+) -> None:
+    with ExitStack() as stack:
+        options = ("--shutdown-timeout", "0")
+        victim = stack.enter_context(launcher.engine("victim", *options, extra=BOTH_WAYS))
+        router = stack.enter_context(
+            launcher.router([p], [d, victim], *SOON, "--decode-policy", "round_robin")
+        )
+
+        def disturb() -> None:
+            wait_for(lambda: running(victim) > 2, "some are at the victim")
+            if how == "killed":
+                victim.kill()
+            elif how == "frozen":
+                stack.enter_context(victim.frozen())
+            else:
+                victim.process.send_signal(signal.SIGTERM)
+
+        assert differences(right, all_streamed(router, disturb)) == []
+        assert resumed(router) > 0
+        wait_for(lambda: metric(d, "disagg_engine_requests_running") == 0, "all is over")
+
+
+def test_killed_at_random_again_and_again(
+    launcher: Launcher, p: Server, right: list[Answer]
+) -> None:
+    """Of the decoders one is killed, and another comes in its place."""
+    dice = random.Random(16)
+    with ExitStack() as stack:
+        ports = launcher.free_ports(6)
+        places = [(ports[at], ports[at + 1]) for at in (0, 2, 4)]
+
+        def start(place: tuple[int, int]) -> Server:
+            engine = launcher.engine("decode", extra=BOTH_WAYS, ports=place)
+            return stack.enter_context(engine)
+
+        decoders = [start(place) for place in places]
+        router = stack.enter_context(
+            launcher.router([p], decoders, *SOON, "--decode-policy", "round_robin")
+        )
+        for _ in range(3):
+            killed: list[int] = []
+
+            def kill(killed: list[int] = killed) -> None:
+                at_work = wait_for(lambda: _at_work(decoders), "some answer")
+                killed.append(dice.choice(at_work))
+                decoders[killed[0]].kill()
+
+            assert differences(right, all_streamed(router, kill)) == []
+            decoders[killed[0]] = start(places[killed[0]])
+        assert resumed(router) > 2
+
+
+def _at_work(servers: list[Server]) -> list[int]:
+    return [number for number, server in enumerate(servers) if running(server) > 0]
