@@ -136,7 +136,9 @@ class Holds:
         self._orders.grants.append(LeaseGrant(request.request_id, self._config.lease_duration))
         if self._config.transfer_mode == "push":
             num_tokens = request.num_computed_tokens
-            content = digest(request.token_ids, keys, min(num_tokens, reader.num_tokens))
+            # Who registers knows the request as it came, or all that is handed over to it.
+            known = num_tokens if reader.hands_over else min(num_tokens, reader.num_tokens)
+            content = digest(request.token_ids, keys, known)
             self._orders.offers.append(
                 PushOffer(request.request_id, block_ids, num_tokens, content, reader.transfer_id)
             )

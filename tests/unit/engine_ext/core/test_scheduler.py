@@ -313,6 +313,76 @@ def test_two_requests_of_the_same_tokens_share_kv_only_where_all_else_is_the_sam
     assert (offer.digest == registration.digest) == (held == wanted)
 
 
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("sampled", [1, 4])
+@pytest.mark.parametrize("given", [0, 3])
+def test_who_goes_on_loads_all_that_the_prefiller_has_of_prompt_and_answer(
+    mode: TransferMode, given: int, sampled: int
+) -> None:
+    """The last token's KV is nobody's: it was sampled, and has not run."""
+    prefiller, decoder = make("p", transfer_mode=mode), make("d", transfer_mode=mode)
+    answer = tuple(range(900, 900 + given + sampled))
+    held = 40 + len(answer) - 1
+    leg = Request("p-1", {"do_remote_decode": True, "hand_over": True}, 40, 0, answer[:given])
+    prefiller.on_new_request(leg)
+    leg.num_computed_tokens, leg.answer = held, answer
+    params = prefiller.request_finished(leg, ((1, 2, 3),), FinishStatus.LENGTH_CAPPED)[1]
+    assert params is not None
+    assert params["remote_num_tokens"] == held
+    request = Request("d-1", params, 40, 0, answer)
+    decoder.on_new_request(request)
+    assert decoder.get_num_new_matched_tokens(request, 0) == (held, True)
+    decoder.update_state_after_alloc(request, ((1, 2, 3),), held)
+    if mode == "push":
+        (offer,) = prefiller.build_connector_meta().offers
+        (registration,) = decoder.build_connector_meta().registrations
+        assert (offer.num_tokens, registration.last_token) == (held, held)
+        assert offer.digest == registration.digest
+
+
+@pytest.mark.parametrize("place", [0, 39, 41, 43])
+def test_what_differs_in_the_prompt_or_in_the_answer_is_not_loaded(place: int) -> None:
+    decoder = make("d")
+    prefiller = make("p")
+    answer = (900, 901, 902, 903)
+    leg = Request("p-1", {"do_remote_decode": True, "hand_over": True}, 40, 0, answer)
+    prefiller.on_new_request(leg)
+    leg.num_computed_tokens, leg.answer = 44, (*answer, 904)
+    params = prefiller.request_finished(leg, ((1, 2, 3),), FinishStatus.LENGTH_CAPPED)[1]
+    tokens = [*range(40), *answer, 904]
+    tokens[place] = 7777
+
+    class Other(Request):
+        @property
+        def token_ids(self) -> Sequence[int]:
+            return tokens
+
+    request = Other("d-1", params)
+    decoder.on_new_request(request)
+    assert decoder.get_num_new_matched_tokens(request, 0).num_tokens == place // 16 * 16
+
+
+@pytest.mark.parametrize("sampled", [1, 4])
+@pytest.mark.parametrize("given", [0, 3])
+def test_a_push_that_begins_on_both_sides_at_once_is_of_what_both_were_given(
+    given: int, sampled: int
+) -> None:
+    prefiller, decoder = make("p", transfer_mode="push"), make("d", transfer_mode="push")
+    answer = tuple(range(900, 900 + given + sampled))
+    leg = Request("p-1", {"do_remote_decode": True}, 40, 0, answer[:given])
+    prefiller.on_new_request(leg)
+    leg.num_computed_tokens, leg.answer = 40 + len(answer) - 1, answer
+    assert prefiller.request_finished(leg, ((1, 2, 3),), FinishStatus.LENGTH_CAPPED)[0]
+    untold = {key: value for key, value in answer_of_p().items() if key != "remote_num_tokens"}
+    request = Request("d-1", untold, 40, 0, answer[:given])
+    decoder.on_new_request(request)
+    assert decoder.get_num_new_matched_tokens(request, 0) == (40 + given, True)
+    decoder.update_state_after_alloc(request, ((1, 2, 3),), 40 + given)
+    (offer,) = prefiller.build_connector_meta().offers
+    (registration,) = decoder.build_connector_meta().registrations
+    assert offer.digest == registration.digest
+
+
 def test_an_image_behind_what_is_asked_for_changes_nothing_before_it(
     scheduler: SchedulerConnector,
 ) -> None:

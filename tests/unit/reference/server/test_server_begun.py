@@ -382,7 +382,8 @@ async def test_what_cannot_go_on_is_refused_by_name(name: str, server: RunningSe
 async def test_whoever_names_no_remote_is_refused_without_its_hearing(
     server: RunningServer,
 ) -> None:
-    for params in ({"begun": {}}, {"do_remote_decode": True, "begun": {}}):
+    nameless: list[dict[str, Any]] = [{"begun": {}}, {"do_remote_decode": True, "begun": {}}]
+    for params in nameless:
         response = await server.post(CHAT, **BODY, kv_transfer_params=params)
         assert response.status_code == 400
     assert (await server.post(CHAT, messages=[], kv_transfer_params=7)).status_code == 400
