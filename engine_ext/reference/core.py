@@ -205,7 +205,7 @@ class EngineCore:
             return "the prompt is empty"
         if len(prompt) >= limit:
             return f"the prompt has {len(prompt)} tokens, this engine takes up to {limit - 1}"
-        if not all(0 <= token < self._vocab_size for token in seq.token_ids):
+        if not 0 <= min(seq.token_ids) <= max(seq.token_ids) < self._vocab_size:
             return f"the prompt holds a token id outside the vocabulary of {self._vocab_size}"
         if seq.num_tokens >= limit and not (begun and begun.finish):
             return f"prompt and answer have {seq.num_tokens} tokens, this engine takes {limit}"

@@ -60,6 +60,7 @@ def encode(prompt: str | TokenIds, model: ServedModel, *, add_special_tokens: bo
 def check_token_ids(ids: TokenIds | list[int], model: ServedModel, param: str) -> None:
     if not ids:
         return
-    wrong = min(ids) if min(ids) < 0 else max(ids)
+    lowest, highest = min(ids), max(ids)
+    wrong = lowest if lowest < 0 else highest
     if not 0 <= wrong < model.vocab_size:
         raise BadRequestError(f"Token id {wrong} is out of vocabulary", param)
