@@ -75,6 +75,8 @@ class Answer:
 
     def _stop_token(self, token_id: int) -> Finish | None:
         sampling = self._sampling
+        if self._num_output_tokens <= sampling.min_tokens and sampling.grammar is None:
+            return None  # Never sampled so early; given, it ends nothing.
         if token_id in self._rules.eos_token_ids and not sampling.ignore_eos:
             return stopped()
         return stopped(token_id) if token_id in sampling.stop_token_ids else None

@@ -219,6 +219,17 @@ def test_what_ends_the_answer_among_the_given_tokens_ends_it_without_a_step(
     assert driver.core.stats().requests_finished == {reason: 1}
 
 
+@pytest.mark.parametrize("early", [IM_END_ID, 65])
+def test_what_may_not_end_the_answer_yet_does_not(
+    early: int, driver: Driver, tokenizer: Tokenizer
+) -> None:
+    sampling = greedy(8, min_tokens=4, stop_token_ids=(65,))
+    alone = Undisturbed(PROMPT, sampling, ())
+    begun = begin(Begun(PROMPT, (66, early)), sampling, tokenizer, RULES)
+    assert begun.finish is None
+    assert len(merge(go_on(driver, alone, begun)).token_ids) >= 4
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_an_answers_form_is_kept_on(seed: int, driver: Driver, tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(
