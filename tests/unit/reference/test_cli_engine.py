@@ -298,3 +298,12 @@ def test_an_engine_does_not_spin_on_cores_that_others_need() -> None:
     _wait_without_spinning(left)
     assert left == {"OMP_WAIT_POLICY": "passive"}
     assert given == {"OMP_WAIT_POLICY": "active"}, "the operator's word is the last"
+
+
+def test_an_engine_without_connector_goes_on_and_hands_nothing_over(model: Path) -> None:
+    options = ["--model", str(model), "--num-blocks", "9"]
+    host = build_host(read_settings(options, {}))
+    host.engine.shutdown()
+    assert "begun" in host.itself.capabilities
+    assert "hand_over" not in host.itself.capabilities
+    assert set(host.itself.renders) == {"model", "tokenizer", "chat_template"}

@@ -9,12 +9,17 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from engine_ext.base.begun import Begun, packed
 from engine_ext.reference.build import build_engine
 from engine_ext.reference.engine import Engine
 from engine_ext.reference.engine_config import EngineConfig
+from engine_ext.reference.server.errors import BadRequestError
+from engine_ext.reference.server.preparation import prepare_chat, prepare_completion
 from engine_ext.reference.server.served_model import ServedModel
+from engine_ext.reference.server.transfer import remote_params
 from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
 from tests.unit.reference.server.fake_engine import (
     FakeEngine,
@@ -197,8 +202,8 @@ async def test_two_streams_are_one(path: str, form: str, client: httpx.AsyncClie
     assert len(seams) > len(alone.tokens) / 2, "chunks of a token each, nearly all"
     for seam in seams:
         logprobs = logprobs_in(path, known, 0, seam) if "logprobs" in body else None
-        given = begun_with(alone.tokens[:seam], prompt, 0, logprobs=logprobs)
-        whole = Told().hear(await stream(client, path, body | given))
+        params = begun_with(alone.tokens[:seam], prompt, 0, logprobs=logprobs)
+        whole = Told().hear(await stream(client, path, body | params))
         first = chunks[: alone.ends.index(seam) + 1]
         rest = await stream(client, path, body | begun_with(alone.tokens[:seam], prompt, seam))
         both = Told().hear(first).hear(rest)
@@ -227,8 +232,8 @@ async def test_an_answer_that_is_not_streamed_is_whole(
     prompt = alone.get("prompt_token_ids") or choice["prompt_token_ids"]
     for count in range(0, len(choice["token_ids"]) + 1, 3):
         logprobs = logprobs_in(path, known, 0, count) if "logprobs" in body else None
-        given = begun_with(choice["token_ids"][:count], prompt, 0, logprobs=logprobs)
-        answer = (await client.post(path, json=body | given)).json()
+        params = begun_with(choice["token_ids"][:count], prompt, 0, logprobs=logprobs)
+        answer = (await client.post(path, json=body | params)).json()
         names = {"id": alone["id"], "created": alone["created"]}
         assert rounded(answer | names) == rounded(alone)
 
@@ -246,13 +251,13 @@ async def test_calls_go_on_where_they_were(form: str, client: httpx.AsyncClient)
     whole = (await client.post(CHAT, json=body)).json()["choices"][0]
     for seam in seams[:: 1 + len(seams) // 16]:
         first = Told().hear(chunks[: alone.ends.index(seam) + 1])
-        given = begun_with(alone.tokens[:seam], prompt, seam)
-        told = first.hear(await stream(client, CHAT, body | given))
+        params = begun_with(alone.tokens[:seam], prompt, seam)
+        told = first.hear(await stream(client, CHAT, body | params))
         assert told.calls == alone.calls
         assert (told.tokens, told.finishes) == (alone.tokens, alone.finishes)
         for spoken in (0, seam):
-            given = begun_with(alone.tokens[:seam], prompt, spoken)
-            (choice,) = (await client.post(CHAT, json=body | given)).json()["choices"]
+            params = begun_with(alone.tokens[:seam], prompt, spoken)
+            (choice,) = (await client.post(CHAT, json=body | params)).json()["choices"]
             calls = [call["function"] for call in choice["message"]["tool_calls"]]
             assert calls == [call["function"] for call in whole["message"]["tool_calls"]]
             assert choice["finish_reason"] == whole["finish_reason"]
@@ -262,8 +267,8 @@ async def test_one_wrong_token_is_seen(client: httpx.AsyncClient) -> None:
     chunks = await stream(client, CHAT, BODY)
     alone = Told().hear(chunks)
     wrong = [(alone.tokens[0] + 1) % 256, *alone.tokens[1:8]]
-    given = begun_with(wrong, prompt_in(chunks), 8)
-    told = Told().hear(await stream(client, CHAT, BODY | given))
+    params = begun_with(wrong, prompt_in(chunks), 8)
+    told = Told().hear(await stream(client, CHAT, BODY | params))
     assert told.tokens != alone.tokens[8:]
 
 
@@ -287,8 +292,8 @@ async def test_an_echo_is_said_once(asked: Any, client: httpx.AsyncClient) -> No
     prompt = list(asked.encode() if isinstance(asked, str) else b"Once")
     said = []
     for spoken in (0, 1):
-        given = begun_with([65, 66], prompt, spoken)
-        (choice,) = (await client.post(COMPLETIONS, json=body | given)).json()["choices"]
+        params = begun_with([65, 66], prompt, spoken)
+        (choice,) = (await client.post(COMPLETIONS, json=body | params)).json()["choices"]
         said.append(choice["text"])
     assert said[0].startswith(bytes(prompt).decode() + "AB")
     assert said[0] == bytes(prompt).decode() + "A" + said[1]
@@ -299,10 +304,10 @@ async def test_a_prefill_samples_a_token_however_many_it_is_given(
 ) -> None:
     """A router's prefill asks for one token; what is given are five."""
     alone = (await client.post(COMPLETIONS, json=BODY)).json()["choices"][0]
-    given = begun_with(alone["token_ids"][:5], alone["prompt_token_ids"], 5)
-    given["kv_transfer_params"]["do_remote_decode"] = True
+    params = begun_with(alone["token_ids"][:5], alone["prompt_token_ids"], 5)
+    params["kv_transfer_params"]["do_remote_decode"] = True
     for asked in (1, 5, 6):
-        body = BODY | given | {"max_tokens": asked}
+        body = BODY | params | {"max_tokens": asked}
         (choice,) = (await client.post(COMPLETIONS, json=body)).json()["choices"]
         assert choice["token_ids"] == alone["token_ids"][5:6]
         assert choice["finish_reason"] == "length"
@@ -352,6 +357,44 @@ async def test_what_makes_no_sense_is_refused_and_the_remote_hears_of_it(
     assert len(error["message"]) < 300
     assert server.engine.declined == [params]
     assert server.engine.requests == []
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+)
+some_ids = st.lists(st.integers(0, 300), max_size=20).map(packed)
+pairs = st.lists(st.tuples(st.integers(-1, 300), st.floats(-9, 0.5)), max_size=3)
+begun_or_not = st.fixed_dictionaries(
+    {"prompt_token_ids": some_ids | anything, "output_token_ids": some_ids | anything},
+    optional={
+        "spoken": st.integers(-1, 20) | anything,
+        "logprobs": st.lists(pairs, max_size=4) | anything,
+        "more": anything,
+    },
+)
+
+
+@given(params=anything | st.fixed_dictionaries({"begun": begun_or_not}), is_chat=st.booleans())
+@settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_whatever_is_given_is_taken_or_refused(
+    params: Any, is_chat: bool, model: ServedModel
+) -> None:
+    """Nothing else is raised, and whatever is taken can be gone on with."""
+    fields = in_dialect(CHAT if is_chat else COMPLETIONS, BODY | {"logprobs": 1})
+    body = json.dumps({**fields, "kv_transfer_params": params}).encode()
+    try:
+        job = (prepare_chat if is_chat else prepare_completion)(model, body, None)
+    except BadRequestError:
+        remote_params(body)
+        return
+    if job.begun is not None:
+        assert all(0 <= token < model.vocab_size for token in job.begun.token_ids)
+        assert len(job.begun.logprobs) == len(job.begun.unspoken)
+        assert job.begun.finish or job.begun.answer.accept(65)
 
 
 ASKED: dict[str, tuple[str, dict[str, Any], str]] = {
