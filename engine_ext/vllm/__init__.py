@@ -6,8 +6,6 @@
 
 from typing import Any
 
-from engine_ext.vllm.versions import require_supported_version
-
 CONNECTORS = ("DisaggConnector", "DisaggPushConnector")
 
 
@@ -16,6 +14,8 @@ def __getattr__(name: str) -> Any:
     might fail, in less than clear words. Raises RuntimeError there."""
     if name not in CONNECTORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from engine_ext.vllm.versions import require_supported_version
+
     require_supported_version()
     from engine_ext.vllm import connector
 

@@ -47,6 +47,7 @@ from engine_ext.vllm.guard import guarded, nothing
 from engine_ext.vllm.log import speak_as_vllm
 from engine_ext.vllm.news import NewsListener, NewsSender
 from engine_ext.vllm.owed import Owed
+from engine_ext.vllm.prefill_stats import BegunPrefillStats
 from engine_ext.vllm.request import RequestView
 from engine_ext.vllm.stats import (
     Differences,
@@ -164,6 +165,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         if num_external_tokens > 0:
             self._owed.load(str(request.request_id))
+            BegunPrefillStats.note_loading(request, num_external_tokens)
         block_ids = _by_group(blocks.get_block_ids())
         self.scheduler.update_state_after_alloc(self._view(request), block_ids, num_external_tokens)
 

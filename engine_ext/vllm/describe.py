@@ -19,6 +19,7 @@ from engine_ext.base.access import OPEN
 from engine_ext.base.config import CONNECTORS, ConnectorConfig
 from engine_ext.base.types import SHARED, CacheGeometry, EngineIdentity, Region
 from engine_ext.pages import identity
+from engine_ext.vllm.compat import begun_answer, begun_worker
 
 SCHEDULERS = "engine_ext.vllm.scheduler"
 """The module of our scheduler classes."""
@@ -204,12 +205,26 @@ def _config_of_ours(vllm_config: VllmConfig) -> ConnectorConfig | None:
     return connector_config(vllm_config)
 
 
-def _capabilities(vllm_config: VllmConfig, config: ConnectorConfig | None) -> tuple[str, ...]:
+def begins(vllm_config: VllmConfig) -> bool:
+    """Whether answers can begin in the middle: our scheduler class counts what was given, and our
+    plugin says it, in this process, and shows it to the workers, in theirs."""
+    return _schedules(vllm_config) and begun_answer.is_installed() and begun_worker.is_installed()
+
+
+def _schedules(vllm_config: VllmConfig) -> bool:
+    """It is our scheduler class."""
     named = vllm_config.scheduler_config.scheduler_cls
     name = named if isinstance(named, str) else getattr(named, "__module__", "")
-    is_ours = name.startswith(SCHEDULERS)
-    threshold = ("cache_hit_threshold",) if is_ours else ()
-    return (*threshold, "streamed_kv_transfer_params", *identity.capabilities_of(config))
+    return name.startswith(SCHEDULERS)
+
+
+def _capabilities(vllm_config: VllmConfig, config: ConnectorConfig | None) -> tuple[str, ...]:
+    threshold = ("cache_hit_threshold",) if _schedules(vllm_config) else ()
+    begun = ("begun",) if begins(vllm_config) else ()
+    hands_over = () if config is None else ("hand_over",)
+    ours = identity.capabilities_of(config)
+    named = (*threshold, *begun, *hands_over, "streamed_kv_transfer_params", *ours)
+    return tuple(dict.fromkeys(named))
 
 
 def regions(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig) -> list[Region]:

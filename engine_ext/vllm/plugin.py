@@ -2,8 +2,8 @@
 
 It adds what the HTTP server of vLLM 0.32 cannot say by itself: the request field
 `cache_hit_threshold`, the finish reason `cache_threshold`, `kv_transfer_params` in streams, in a
-chunk of their own before `[DONE]`, and the pages `/disagg/identity`, `/disagg/release` and
-`/disagg/leases`.
+chunk of their own before `[DONE]`, answers that begin in the middle, and the pages
+`/disagg/identity`, `/disagg/release` and `/disagg/leases`.
 """
 
 import logging
@@ -21,10 +21,20 @@ def register() -> None:
         logger.warning("%s: no streamed kv_transfer_params, no cache_hit_threshold", error)
         return
     from engine_ext.vllm import log, pages
-    from engine_ext.vllm.compat import finish_reason, request_field, streams
+    from engine_ext.vllm.compat import (
+        begun_answer,
+        begun_prompt,
+        begun_worker,
+        finish_reason,
+        request_field,
+        streams,
+    )
 
     log.speak_as_vllm()
     finish_reason.install()
     request_field.install()
     streams.install()
+    begun_worker.install()
+    begun_answer.install()
+    begun_prompt.install()
     pages.install()

@@ -1,7 +1,7 @@
 """A scheduler class for `--scheduler-cls engine_ext.vllm.scheduler.DisaggScheduler`.
 
-What vLLM's own lacks: a load-failure policy per request, `cache_hit_threshold`, and rest while
-nothing but remote readers is waited for.
+What vLLM's own lacks: a load-failure policy per request, `cache_hit_threshold`, answers that begin
+in the middle, and rest while nothing but remote readers is waited for.
 """
 
 import logging
@@ -20,6 +20,8 @@ from vllm.v1.request import Request, RequestStatus
 from engine_ext.core.admission import FIELD, Verdict, judge, parse_threshold, prefills
 from engine_ext.vllm.compat import finish_reason
 from engine_ext.vllm.connector import DisaggConnector
+from engine_ext.vllm.given import token_ids_in
+from engine_ext.vllm.prefill_stats import BegunPrefillStats
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +80,29 @@ class DisaggMixin:
         if self._wake is not None:
             self._wake()
 
+    def add_request(self, request: Request) -> None:
+        self._begin(request)
+        super().add_request(request)  # type: ignore[misc] # vLLM's
+
+    def _begin(self, request: Request) -> None:
+        """What was given counts as generated from here on, as of a request that was preempted."""
+        given = token_ids_in(request.sampling_params)
+        if not given or request.resumable or request.num_output_tokens:
+            return
+        fits = len(given) < request.max_tokens
+        in_context = request.num_tokens + len(given) < self.max_model_len  # type: ignore[attr-defined] # vLLM's
+        if not (fits and in_context) and not request.abort_immediately:
+            # Our HTTP server does not let this through: it has ended the answer.
+            logger.warning("request %s: more is given than it may have", request.request_id)
+            return
+        request.append_output_token_ids(given)
+        request.prefill_stats = BegunPrefillStats()
+
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._news.clear()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc] # vLLM's
+        for new in output.scheduled_new_reqs:
+            BegunPrefillStats.note_scheduled(self.requests[new.req_id], new.num_computed_tokens)  # type: ignore[attr-defined] # vLLM's
         for request, _ in self._refused:
             self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)  # type: ignore[attr-defined] # vLLM's
         return output
@@ -141,12 +163,32 @@ class DisaggMixin:
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """vLLM asks this of every request whose turn has come, wherever it waited and whatever for,
         before anything is allocated; those that may not go on are passed over in this step."""
+        waited_for = request.status
         if not super()._handle_blocked_waiting_request(request):  # type: ignore[misc] # vLLM's
+            return False
+        had_no_grammar = waited_for is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        if had_no_grammar and not self._try_to_follow(request):
+            self.grammar_compile_error_reqs.add(request.request_id)  # type: ignore[attr-defined] # vLLM's
             return False
         verdict = self._try_to_judge(request)
         if verdict is None or not verdict.is_refused:
             return True
         self._refused.append((request, verdict))
+        return False
+
+    def _try_to_follow(self, request: Request) -> bool:
+        """The grammar of guided decoding goes on from what was given. False: it does not allow
+        that, and the request ends."""
+        manager = self.structured_output_manager  # type: ignore[attr-defined] # vLLM's
+        given = list(request.output_token_ids)
+        try:
+            if manager.accept_tokens(request, given):
+                return True
+        except Exception:
+            logger.exception("request %s: its grammar", request.request_id)
+        logger.error(
+            "request %s: its grammar does not allow what it began with", request.request_id
+        )
         return False
 
     def _try_to_judge(self, request: Request) -> Verdict | None:

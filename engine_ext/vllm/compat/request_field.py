@@ -1,4 +1,5 @@
-"""`cache_hit_threshold`, top level of a request's body, on its way to the scheduler."""
+"""`cache_hit_threshold`, top level of a request's body, and what a begun request was given, on
+their way to the scheduler."""
 
 import functools
 from typing import Any
@@ -6,7 +7,10 @@ from typing import Any
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
+from engine_ext.base.begun import KEY
 from engine_ext.core.admission import FIELD, parse_threshold
+from engine_ext.vllm import given
+from engine_ext.vllm.compat.begun_prompt import carried_by
 
 MARK = "_disagg_field"
 
@@ -28,7 +32,20 @@ def _carrying(original: Any) -> Any:
         threshold = parse_threshold((self.model_extra or {}).get(FIELD))
         if threshold is not None:
             params.extra_args = {**(params.extra_args or {}), FIELD: threshold}
+        _give(self, params)
         return params
 
     setattr(to_sampling_params, MARK, True)
     return to_sampling_params
+
+
+def _give(request: Any, params: Any) -> None:
+    """`vllm_xargs` come this way too: what is said there is not from us."""
+    extra = {key: value for key, value in (params.extra_args or {}).items() if key != given.FIELD}
+    begun = carried_by(request)
+    if begun is not None:
+        rest = {key: each for key, each in request.kv_transfer_params.items() if key != KEY}
+        extra["kv_transfer_params"] = rest or None
+        if begun.output_token_ids:
+            extra[given.FIELD] = given.carried(begun)
+    params.extra_args = extra or None

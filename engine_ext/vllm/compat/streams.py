@@ -1,7 +1,8 @@
 """What vLLM 0.32's streams leave out: `kv_transfer_params`, and a refusal without any text.
 
 Both generators get their results from an async iterator, which is watched on its way in; what it
-brought and the chunks did not say is said in one chunk before `[DONE]`.
+brought and the chunks did not say is said in one chunk before `[DONE]`. What a begun answer's
+client has already goes in like all results, and the chunks that come of it are kept back.
 """
 
 import functools
@@ -16,8 +17,10 @@ from vllm.entrypoints.openai.chat_completion import serving as chat
 from vllm.entrypoints.openai.completion import serving as completion
 
 from engine_ext.core.admission import FINISH_REASON
+from engine_ext.vllm.compat.begun_answer import Spoken
 
 DONE = "data: [DONE]"
+ERROR = 'data: {"error"'
 MARK = "_disagg_stream"
 CHAT = "chat.completion.chunk"
 TEXT = "text_completion"
@@ -30,14 +33,26 @@ class Seen:
     kv_transfer_params: dict[str, Any] | None = None
     refused: list[tuple[int, Any]] = field(default_factory=list)
     """(choice, stop reason)."""
+    is_silent: bool = False
+    """The generator is at work on what the client has. It asks for the next result when it has
+    said all that comes of one."""
 
     def __bool__(self) -> bool:
         return self.kv_transfer_params is not None or bool(self.refused)
 
     async def watch(self, results: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for item in results:
-            self._look_at(item[1] if isinstance(item, tuple) else item)
+            result = item[1] if isinstance(item, tuple) else item
+            self._look_at(result)
+            self.is_silent = isinstance(result, Spoken)
             yield item
+            self.is_silent = False
+            if isinstance(result, Spoken) and result.rest is not None:
+                self._look_at(result.rest)
+                yield (item[0], result.rest) if isinstance(item, tuple) else result.rest
+
+    def keeps_back(self, chunk: str) -> bool:
+        return self.is_silent and not chunk.startswith((DONE, ERROR))
 
     def chunk(self, request_id: str, model: str, kind: str) -> str:
         choices = [_choice(kind, index, reason) for index, reason in self.refused]
@@ -86,7 +101,8 @@ def _saying_more(original: Any, kind: str) -> Any:
             async for chunk in chunks:
                 if seen and chunk.startswith(DONE):
                     yield seen.chunk(_request_id(args, kwargs), request.model, kind)
-                yield chunk
+                if not seen.keeps_back(chunk):
+                    yield chunk
 
     setattr(generator, MARK, True)
     return generator

@@ -1,0 +1,122 @@
+"""A request that begins in mid-answer is rendered and tokenized nowhere: its prompt is the one that
+it was given, and what cannot begin here is refused before anything of it reaches the engine.
+
+vLLM 0.32 takes a chat's prompt as ids from `kv_transfer_params["prompt_token_ids"]`, and a
+completion's from `prompt`; both go through its own checks from there.
+"""
+
+import functools
+from typing import Any
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.chat_utils import has_non_text_content
+
+from engine_ext.base.begun import KEY, Begun, BegunError, begun_in
+from engine_ext.vllm import describe
+from engine_ext.vllm.fit import Asked, refusal
+
+MARK = "_disagg_begun"
+UNFIT = (
+    "use_beam_search",
+    "echo",
+    "suffix",
+    "prompt_embeds",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "truncate_prompt_tokens",
+    "return_prompt_text",
+    "thinking_token_budget",
+)
+"""Fields that need the prompt's text, its log-probabilities or several answers at once, or that
+keep a count of the answer that we do not set."""
+NOT_OFFERED = (
+    f"this engine does not offer {KEY}: it wants our --scheduler-cls, and the plugin disagg"
+)
+
+
+def install() -> None:
+    """Idempotent."""
+    for serving, name in (
+        (OpenAIServingChat, "render_chat_request"),
+        (OpenAIServingCompletion, "render_completion_request"),
+    ):
+        original = vars(serving)[name]
+        if not hasattr(original, MARK):
+            setattr(serving, name, _beginning(original))
+
+
+def _beginning(original: Any) -> Any:
+    @functools.wraps(original)
+    async def render(self: Any, request: Any) -> Any:
+        if (request.kv_transfer_params or {}).get(KEY) is not None:
+            _begin(self, request)
+        return await original(self, request)
+
+    setattr(render, MARK, True)
+    return render
+
+
+def _begin(serving: Any, request: Any) -> None:
+    """Decoded once: what is decoded takes the place of what came. Raises VLLMValidationError, which
+    vLLM answers 400 to."""
+    try:
+        begun = _read(serving, request)
+    except BegunError as error:
+        raise VLLMValidationError(str(error), parameter=f"kv_transfer_params.{KEY}") from None
+    prompt = list(begun.prompt_token_ids)
+    request.kv_transfer_params = {**request.kv_transfer_params, KEY: begun}
+    if isinstance(request, ChatCompletionRequest):
+        request.kv_transfer_params["prompt_token_ids"] = prompt
+    else:
+        request.prompt = prompt
+
+
+def _read(serving: Any, request: Any) -> Begun:
+    """Raises BegunError."""
+    if not describe.begins(serving.engine_client.vllm_config):
+        raise BegunError(NOT_OFFERED)
+    begun = begun_in(request.kv_transfer_params)
+    assert begun is not None
+    problem = refusal(begun, _asked(serving, request))
+    if problem is not None:
+        raise BegunError(problem)
+    return begun
+
+
+def carried_by(request: Any) -> Begun | None:
+    """What `_begin` has left on a request."""
+    begun = (request.kv_transfer_params or {}).get(KEY)
+    return begun if isinstance(begun, Begun) else None
+
+
+def _asked(serving: Any, request: Any) -> Asked:
+    config = serving.model_config
+    return Asked(
+        vocab_size=config.get_vocab_size(),
+        max_model_len=config.max_model_len,
+        is_streamed=bool(request.stream),
+        num_logprobs=_num_logprobs(request),
+        unfit=_unfit(request),
+    )
+
+
+def _num_logprobs(request: Any) -> int | None:
+    if isinstance(request, ChatCompletionRequest):
+        return (request.top_logprobs or 0) if request.logprobs else None
+    asked: int | None = request.logprobs
+    return asked
+
+
+def _unfit(request: Any) -> list[str]:
+    found = [name for name in UNFIT if getattr(request, name, None) not in (None, False)]
+    if (request.n or 1) != 1:
+        found.append("n")
+    prompt = getattr(request, "prompt", None)
+    if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
+        found.append("several prompts")
+    if has_non_text_content(getattr(request, "messages", None)):
+        found.append("images or sounds")
+    return found

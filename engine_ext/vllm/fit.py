@@ -1,0 +1,50 @@
+"""Whether a request can begin in mid-answer here. Knows no vLLM."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine_ext.base.begun import KEY, Begun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """By the rest of the request, and of this engine."""
+
+    vocab_size: int
+    max_model_len: int
+    is_streamed: bool
+    num_logprobs: int | None = None
+    """Of the likeliest tokens, beside the token's own; None where none are asked for."""
+    unfit: Sequence[str] = ()
+    """Fields that were set and need a prompt that was rendered here, or several answers."""
+
+
+def refusal(begun: Begun, asked: Asked) -> str | None:
+    """One line that says why not; None where it can."""
+    if asked.unfit:
+        return f"{KEY} does not go with {', '.join(asked.unfit)}"
+    given = (("prompt", begun.prompt_token_ids), ("output", begun.output_token_ids))
+    for name, token_ids in given:
+        if token_ids and max(token_ids) >= asked.vocab_size:
+            return (
+                f"{KEY}.{name}_token_ids holds {max(token_ids)}, and this model has "
+                f"{asked.vocab_size} tokens"
+            )
+    num_tokens = len(begun.prompt_token_ids) + max(1, len(begun.output_token_ids))
+    if num_tokens > asked.max_model_len:
+        return f"{KEY} has {num_tokens} tokens, and this model's context {asked.max_model_len}"
+    if begun.spoken and not asked.is_streamed:
+        return f"{KEY}.spoken is for streams: what is not streamed is said whole"
+    return _missing_logprobs(begun, asked.num_logprobs)
+
+
+def _missing_logprobs(begun: Begun, wanted: int | None) -> str | None:
+    if wanted is None or not begun.unspoken:
+        return None
+    if not begun.logprobs:
+        return f"log-probabilities are asked for, and {KEY}.logprobs is missing"
+    fewest = min(len({token for token, _ in entry}) for entry in begun.logprobs)
+    if wanted < 0 or fewest < wanted:
+        what = "those of all tokens" if wanted < 0 else f"{wanted} a token"
+        return f"{what} are asked for, and {KEY}.logprobs holds {fewest}"
+    return None

@@ -1,0 +1,52 @@
+"""What a request that begins in mid-answer was given, on its way from vLLM's HTTP server by way of
+its engine to the workers: among its sampling params, where all three look.
+
+The prompt's ids travel as every prompt's do. Knows no vLLM.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine_ext.base.begun import MAX_ID, Begun, Logprob
+
+FIELD = "disagg_begun"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    token_ids: list[int]
+    """Of the answer."""
+    spoken: int
+    logprobs: list[list[Logprob]]
+    """Of the tokens that are not spoken yet, or nothing."""
+
+
+def carried(begun: Begun) -> dict[str, Any]:
+    return {
+        "token_ids": list(begun.output_token_ids),
+        "spoken": begun.spoken,
+        "logprobs": [list(each) for each in begun.logprobs],
+    }
+
+
+def given_in(sampling_params: Any) -> Given | None:
+    """In the HTTP server, where `carried` has put it; None where nothing of the answer is given."""
+    told = _told(sampling_params)
+    if not told or not token_ids_in(sampling_params):
+        return None
+    return Given(told["token_ids"], told["spoken"], told["logprobs"])
+
+
+def token_ids_in(sampling_params: Any) -> list[int]:
+    """Total, whatever is there: in the engine and its workers an exception would end them."""
+    told = _told(sampling_params)
+    found = told.get("token_ids") if isinstance(told, Mapping) else None
+    if not isinstance(found, list) or not found or {*map(type, found)} != {int}:
+        return []
+    return found if min(found) >= 0 and max(found) <= MAX_ID else []
+
+
+def _told(sampling_params: Any) -> Any:
+    extra = getattr(sampling_params, "extra_args", None)
+    return extra.get(FIELD) if isinstance(extra, Mapping) else None

@@ -1,0 +1,107 @@
+"""What a begun request carries, and whether it can begin: the parts that know no vLLM."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from engine_ext.base.begun import MAX_ID, Begun
+from engine_ext.vllm.fit import Asked, refusal
+from engine_ext.vllm.given import FIELD, Given, carried, given_in, token_ids_in
+
+
+@dataclass
+class Params:
+    """As vLLM's SamplingParams."""
+
+    extra_args: Any
+
+
+def test_what_was_given_is_found_where_it_was_put() -> None:
+    begun = Begun((1, 2), (3, 4), spoken=1, logprobs=(((4, -0.5), (7, -1.5)),))
+    params = Params({FIELD: carried(begun), "other": 1})
+    assert token_ids_in(params) == [3, 4]
+    assert given_in(params) == Given([3, 4], 1, [[(4, -0.5), (7, -1.5)]])
+
+
+def test_a_prompt_alone_gives_nothing_of_an_answer() -> None:
+    assert given_in(Params({FIELD: carried(Begun((1, 2)))})) is None
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        None,
+        {},
+        7,
+        {FIELD: None},
+        {FIELD: [1]},
+        {FIELD: {"token_ids": None}},
+        {FIELD: {"token_ids": "abc"}},
+        {FIELD: {"token_ids": [1, "2"]}},
+        {FIELD: {"token_ids": [True]}},
+        {FIELD: {"token_ids": [1.0]}},
+        {FIELD: {"token_ids": [-1]}},
+        {FIELD: {"token_ids": [MAX_ID + 1]}},
+        {FIELD: {"token_ids": [[1]]}},
+    ],
+)
+def test_what_makes_no_sense_is_nothing_and_raises_nothing(extra: Any) -> None:
+    assert token_ids_in(Params(extra)) == []
+    assert given_in(Params(extra)) is None
+    assert token_ids_in(None) == []
+
+
+FITS = Asked(vocab_size=100, max_model_len=10, is_streamed=True)
+
+
+def test_a_request_can_begin_up_to_the_contexts_end() -> None:
+    assert refusal(Begun((1,) * 9, (2,)), FITS) is None
+    assert refusal(Begun((99,)), FITS) is None
+
+
+@pytest.mark.parametrize(
+    ("begun", "words"),
+    [
+        (Begun((1,) * 10), "11 tokens"),
+        (Begun((1,) * 9, (2, 2)), "11 tokens"),
+        (Begun((100,)), "prompt_token_ids holds 100"),
+        (Begun((1,), (100,)), "output_token_ids holds 100"),
+    ],
+)
+def test_what_the_model_cannot_read_is_refused_by_name(begun: Begun, words: str) -> None:
+    assert words in str(refusal(begun, FITS))
+
+
+def test_fields_that_need_a_rendered_prompt_are_named() -> None:
+    asked = Asked(vocab_size=9, max_model_len=9, is_streamed=True, unfit=("echo", "n"))
+    assert refusal(Begun((1,)), asked) == "begun does not go with echo, n"
+
+
+def test_only_a_stream_leaves_out_what_the_client_has() -> None:
+    asked = Asked(vocab_size=9, max_model_len=9, is_streamed=False)
+    assert "spoken" in str(refusal(Begun((1,), (2,), spoken=1), asked))
+    assert refusal(Begun((1,), (2,)), asked) is None
+
+
+ENTRY = ((2, -0.5), (3, -1.0))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "begun", "is_refused"),
+    [
+        (None, Begun((1,), (2,)), False),
+        (0, Begun((1,), (2,)), True),
+        (0, Begun((1,), (2,), spoken=1), False),
+        (0, Begun((1,)), False),
+        (2, Begun((1,), (2,), logprobs=(ENTRY,)), False),
+        (3, Begun((1,), (2,), logprobs=(ENTRY,)), True),
+        (2, Begun((1,), (2,), logprobs=(((2, -0.5), (2, -0.5)),)), True),
+        (-1, Begun((1,), (2,), logprobs=(ENTRY,)), True),
+    ],
+)
+def test_log_probabilities_that_are_asked_for_must_be_given(
+    wanted: int | None, begun: Begun, is_refused: bool
+) -> None:
+    asked = Asked(vocab_size=9, max_model_len=9, is_streamed=True, num_logprobs=wanted)
+    assert (refusal(begun, asked) is not None) is is_refused

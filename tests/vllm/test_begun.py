@@ -1,0 +1,282 @@
+"""Answers that begin in the middle, inside unmodified vLLM: right as one vLLM alone."""
+
+from typing import Any
+
+import pytest
+
+from engine_ext.base.begun import KEY, MAX_ID, Begun, begun_in
+from engine_ext.reference.tiny_model import ENDOFTEXT_ID
+from tests.integration.legs import PREFILL, take_turn
+from tests.integration.oracle import tokens_of
+from tests.integration.processes import Server, metric
+from tests.vllm.begun_answers import (
+    HAND_OVER,
+    PATHS,
+    Said,
+    ask,
+    begin,
+    body_of,
+    differ,
+    hand_over,
+    pairs,
+    prompt_ids,
+    streamed,
+    taken_over,
+)
+from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
+
+KINDS = ("chat", "completion")
+
+
+def begun_with(prompt: Any, said: Said, spoken: int = 0) -> Begun:
+    """As if `said` had been said elsewhere."""
+    scores = tuple(pairs(score) for score in said.scores[spoken:])
+    return Begun(tuple(prompt), said.tokens, spoken, scores)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prefillers_own_token_is_the_answers_first(
+    prefiller: Server, decoder: Server, alone: Server, kind: str, stream: bool
+) -> None:
+    body = body_of(kind, tokens_of(300, 12_000 + stream))
+    fetched, computed = metric(decoder, FETCHED), metric(decoder, COMPUTED)
+    with nothing_left(prefiller, decoder):
+        params, first = hand_over(prefiller, kind, body)
+        body = streamed(body) if stream else body
+        whole = ask(decoder, kind, {**body, "kv_transfer_params": taken_over(params, first)})
+    right = ask(alone, kind, body)
+    assert differ(right, whole) == []
+    assert whole.roles == right.roles
+    assert metric(decoder, FETCHED) - fetched == right.usage["prompt_tokens"]
+    assert metric(decoder, COMPUTED) == computed
+
+
+@pytest.mark.parametrize("given", [1, 5, 11])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_with_none_of_the_kv_goes_on_and_says_what_is_new(
+    decoder: Server, alone: Server, kind: str, given: int
+) -> None:
+    body = streamed(body_of(kind, tokens_of(100, 12_010 + given)))
+    right, said = ask(alone, kind, body), ask(alone, kind, {**body, "max_tokens": given})
+    prompt = prompt_ids(alone, kind, body)
+    for spoken in (0, given):
+        got = ask(decoder, kind, begin(body, begun_with(prompt, said, spoken)))
+        assert differ(right.behind(said) if spoken else right, got) == []
+        assert got.roles == (0 if spoken else right.roles)
+
+
+@pytest.mark.parametrize("given", [1, 2, 3, 4, 5])
+def test_a_character_and_a_stop_string_may_lie_across_the_seam(
+    decoder: Server, alone: Server, given: int
+) -> None:
+    bytes_of_e_acute = [0xC3, 0xA9]
+    fields: dict[str, Any] = {"allowed_token_ids": bytes_of_e_acute, "presence_penalty": 2}
+    body = streamed(body_of("completion", tokens_of(40, 12_030), **fields))
+    right = ask(alone, "completion", body)
+    said = ask(alone, "completion", {**body, "max_tokens": given})
+    begun = begun_with(body["prompt"], said, given)
+    assert "é" in right.text
+    assert differ(right.behind(said), ask(decoder, "completion", begin(body, begun))) == []
+    stop = next(right.text[at : at + 3] for at in range(9) if "é" in right.text[at : at + 3])
+    stopped = {**body, "stop": [stop]}
+    right = ask(alone, "completion", stopped)
+    assert right.stop_reason == stop
+    begun = begun_with(body["prompt"], said)
+    assert differ(right, ask(decoder, "completion", begin(stopped, begun))) == []
+
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "penalties": {"presence_penalty": 1.9, "frequency_penalty": 1.5, "repetition_penalty": 1.4},
+    "seeded": {"temperature": 1.0, "seed": 7},
+    "seeded, narrowed": {"temperature": 0.8, "seed": 8, "top_p": 0.9, "top_k": 40},
+    "least tokens": {"min_tokens": 9, "ignore_eos": False, "logit_bias": {"257": 100}},
+    "guided": {"structured_outputs": {"regex": "[a-z]{4}-[0-9]{4}-[a-z]{40}"}},
+}
+
+
+@pytest.mark.parametrize("how", SAMPLING)
+def test_sampling_goes_on_where_it_was(
+    prefiller: Server, decoder: Server, alone: Server, how: str
+) -> None:
+    body = body_of("completion", tokens_of(120, 12_040), **SAMPLING[how])
+    right = ask(alone, "completion", body)
+    said = ask(alone, "completion", {**body, "max_tokens": 6, "min_tokens": 0})
+    begun = begun_with(body["prompt"], said)
+    assert differ(right, ask(decoder, "completion", begin(body, begun))) == []
+    params, first = hand_over(prefiller, "completion", {**body, "min_tokens": 0})
+    given = taken_over(params, first)
+    assert differ(right, ask(decoder, "completion", {**body, "kv_transfer_params": given})) == []
+
+
+ENDS: dict[str, dict[str, Any]] = {
+    "end of sequence": {"ignore_eos": False},
+    "stop token": {"stop_token_ids": [ENDOFTEXT_ID]},
+    "max_tokens": {"max_tokens": 4},
+    "stop string": {},
+}
+
+
+@pytest.mark.parametrize("spoken", [0, 4])
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_has_ended_is_not_continued_and_the_prefiller_hears_of_it(
+    prefiller: Server, decoder: Server, alone: Server, kind: str, how: str, spoken: int
+) -> None:
+    body = streamed(body_of(kind, tokens_of(200, 12_050)))
+    params, _ = hand_over(prefiller, kind, {**body, "stream": False, "stream_options": None})
+    three = ask(alone, kind, {**body, "max_tokens": 3})
+    body |= ENDS[how]
+    if how == "stop string":
+        four = ask(alone, kind, {**body, "max_tokens": 4})
+        body["stop"] = [four.text[-2:]]
+        right = ask(alone, kind, body)
+    elif how == "max_tokens":
+        right = ask(alone, kind, body)
+    else:
+        tokens = (*three.tokens, ENDOFTEXT_ID)
+        scores = (*three.scores, (f"token_id:{ENDOFTEXT_ID}", -1.0, dict(three.scores[0][2])))
+        stopped = ENDOFTEXT_ID if how == "stop token" else None
+        usage = dict(three.usage, completion_tokens=4, total_tokens=three.usage["total_tokens"] + 1)
+        right = Said(three.text, tokens, scores, "stop", stopped, usage, three.roles)
+    begun = begun_with(begun_in(params).prompt_token_ids, right, min(spoken, len(right.tokens)))  # type: ignore[union-attr]
+    computed = metric(decoder, COMPUTED)
+    with nothing_left(decoder):
+        got = ask(decoder, kind, begin(body, begun, params))
+    assert (got.finish_reason, got.stop_reason) == (right.finish_reason, right.stop_reason)
+    assert got.usage == right.usage
+    if spoken:
+        assert (got.text, got.tokens, got.scores, got.roles) == ("", (), (), 0)
+    else:
+        assert (got.text, got.tokens, got.roles) == (right.text, right.tokens, right.roles)
+    assert metric(decoder, COMPUTED) == computed
+    with nothing_left(prefiller):
+        pass
+
+
+def test_given_tokens_behind_an_end_are_no_part_of_the_answer(
+    decoder: Server, alone: Server
+) -> None:
+    body = body_of("completion", tokens_of(60, 12_060), max_tokens=5)
+    right = ask(alone, "completion", body)
+    more = ask(alone, "completion", {**body, "max_tokens": 9})
+    got = ask(decoder, "completion", begin(body, begun_with(body["prompt"], more)))
+    assert differ(right, got) == []
+
+
+def test_a_prefiller_goes_on_with_an_answer_and_hands_it_over_again(
+    prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    """Also where the KV that it was to load is gone: it computes prompt and answer."""
+    prompt = tokens_of(150, 12_070)
+    turn = take_turn(prefiller, decoder, prompt)
+    body = body_of("completion", [*prompt, *turn.answer.tokens, *tokens_of(30, 12_071)])
+    right = ask(alone, "completion", body)
+    said = ask(alone, "completion", {**body, "max_tokens": 6})
+    for source in ({}, {**(turn.params or {}), "remote_port": 1}):
+        begun = begun_with(body["prompt"], said)
+        asked = begin({**body, "max_tokens": 7}, begun, {**source, **HAND_OVER})
+        answer = prefiller.post(PATHS["completion"], asked)
+        assert answer.status_code == 200, answer.text
+        params = answer.json()["kv_transfer_params"]
+        assert params["remote_num_tokens"] == len(body["prompt"]) + 6
+        assert begun_in(params) == Begun(tuple(body["prompt"]), right.tokens[:7])
+        seven = ask(alone, "completion", {**body, "max_tokens": 7})
+        taken = {**body, "kv_transfer_params": taken_over(params, seven)}
+        with nothing_left(prefiller):
+            assert differ(right, ask(decoder, "completion", taken)) == []
+
+
+def test_more_than_the_prompt_may_be_in_the_cache(decoder: Server) -> None:
+    """vLLM asserts that it is not."""
+    body = body_of("completion", tokens_of(70, 12_080), max_tokens=60, logprobs=None)
+    begun = Begun(tuple(body["prompt"]), tuple(tokens_of(50, 12_081)))
+    first, second = (ask(decoder, "completion", begin(body, begun)) for _ in range(2))
+    assert differ(first, second) == []
+    assert second.tokens[:50] == begun.output_token_ids
+
+
+def test_a_token_that_was_not_the_answers_is_seen(decoder: Server, alone: Server) -> None:
+    body = body_of("completion", tokens_of(80, 12_090))
+    right = ask(alone, "completion", body)
+    wrong = (*right.tokens[:3], right.tokens[3] ^ 1)
+    scores = begun_with(body["prompt"], right).logprobs[:3]
+    begun = Begun(tuple(body["prompt"]), wrong, 0, (*scores, ((wrong[3], -1.0), *scores[0])))
+    got = ask(decoder, "completion", begin(body, begun))
+    assert got.tokens[:4] == wrong
+    assert got.tokens[4:] != right.tokens[4:]
+
+
+MALFORMED: dict[str, Any] = {
+    "no object": 7,
+    "no ids": {},
+    "no base64": {"prompt_token_ids": "%%%%"},
+    "a list": {"prompt_token_ids": [1, 2]},
+    "cut": {"prompt_token_ids": "AAA="},
+    "outside the vocabulary": Begun((1, 2), (MAX_ID,)).to_wire(),
+    "a prompt outside the vocabulary": Begun((5000,), (1,)).to_wire(),
+    "too long": Begun((1,) * 2048, (1,)).to_wire(),
+    "spoken what is not there": {**Begun((1,), (2,)).to_wire(), "spoken": 2},
+    "spoken, not streamed": Begun((1,), (2,), 1).to_wire(),
+    "no log-probabilities": Begun((1,), (2,)).to_wire(),
+    "odd log-probabilities": {**Begun((1,), (2,)).to_wire(), "logprobs": [[[2, "x"]]]},
+}
+UNFIT: dict[str, dict[str, Any]] = {
+    "n": {"n": 2, "temperature": 1},
+    "echo": {"echo": True},
+    "prompt_logprobs": {"prompt_logprobs": 1},
+    "several prompts": {"prompt": [[1], [2]]},
+    "use_beam_search": {"use_beam_search": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_makes_no_sense_is_refused_and_the_engine_lives(
+    decoder: Server, alone: Server, kind: str
+) -> None:
+    body = body_of(kind, tokens_of(50, 12_100))
+    for name, begun in MALFORMED.items():
+        answer = decoder.post(PATHS[kind], {**body, "kv_transfer_params": {KEY: begun}})
+        assert answer.status_code == 400, f"{name}: {answer.text}"
+        assert KEY in answer.json()["error"]["message"], name
+    assert differ(ask(alone, kind, body), ask(decoder, kind, body)) == []
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_fields_that_it_does_not_go_with_are_named(decoder: Server, name: str) -> None:
+    body = body_of("completion", tokens_of(50, 12_100), logprobs=None) | UNFIT[name]
+    answer = decoder.post(PATHS["completion"], begin(body, Begun((1,), (2,))))
+    assert answer.status_code == 400, answer.text
+    assert name in answer.json()["error"]["message"]
+
+
+def test_forged_sampling_params_and_other_grammars_cost_their_request(
+    decoder: Server, alone: Server
+) -> None:
+    body = body_of("completion", tokens_of(50, 12_110), logprobs=None)
+    forged = {**body, "vllm_xargs": {"disagg_begun": [1, 2, 3]}}
+    right = ask(alone, "completion", body)
+    assert differ(right, ask(decoder, "completion", forged)) == []
+    guided = {**body, "structured_outputs": {"regex": "[0-9]{40}"}}
+    other = decoder.post(PATHS["completion"], begin(guided, Begun((1, 2), (3,))))
+    assert other.status_code == 500, other.text
+    assert differ(right, ask(decoder, "completion", body)) == []
+
+
+def test_an_engine_without_our_scheduler_says_that_it_cannot(alone: Server) -> None:
+    body = body_of("completion", tokens_of(50, 12_120), logprobs=None)
+    answer = alone.post(PATHS["completion"], begin(body, Begun((1,), (2,))))
+    assert answer.status_code == 400
+    assert "does not offer" in answer.json()["error"]["message"]
+    assert "begun" not in alone.get("/disagg/identity").json()["capabilities"]
+
+
+def test_engines_say_that_they_can_and_what_they_render_with(
+    prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    pages = [each.get("/disagg/identity").json() for each in (prefiller, decoder, alone)]
+    for page in pages[:2]:
+        assert {"hand_over", "begun"} <= set(page["capabilities"])
+    assert pages[0]["renders"] == pages[1]["renders"] == pages[2]["renders"]
+    assert set(pages[0]["renders"]) == {"model", "tokenizer", "chat_template"}
+    assert PREFILL
