@@ -8,6 +8,7 @@ switch off every plugin that is not; so the hook that calls those plugins is wra
 import asyncio
 import functools
 import json
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
@@ -21,11 +22,14 @@ from vllm.v1.engine.core import EngineCore
 from engine_ext.pages import identity, leases, release
 from engine_ext.vllm import describe
 from engine_ext.vllm.connector import DisaggConnector, inspect_worker
+from engine_ext.vllm.renders import renders
 
 MARK = "_disagg_pages"
 RELEASE = "disagg_release"
 LEASES = "disagg_leases"
 """Methods of vLLM's engine process that its HTTP server calls."""
+RENDERS = "disagg_renders"
+"""Found out once."""
 KEY = leases.new_key()
 """Of this process; the engine's is used."""
 
@@ -52,10 +56,18 @@ def _attaching(original: Any) -> Any:
 
 async def tell_identity(request: Request) -> JSONResponse:
     try:
-        engine = describe.engine(request.app.state.vllm_config)
-        return JSONResponse(await run_in_threadpool(identity.identity, engine))
+        return JSONResponse(await run_in_threadpool(_identity, request.app.state))
     except (identity.IdentityError, ValueError) as error:
         return _error(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def _identity(state: Any) -> dict[str, Any]:
+    """Blocks. Raises as `identity` does."""
+    known = getattr(state, RENDERS, None)
+    if known is None:
+        known = renders(state)
+        setattr(state, RENDERS, known)
+    return identity.identity(replace(describe.engine(state.vllm_config), renders=known))
 
 
 async def release_kv(request: Request) -> JSONResponse:

@@ -75,14 +75,16 @@ def begin(body: dict[str, Any], begun: Begun, params: Any = None) -> dict[str, A
 
 def prompt_ids(server: Server, kind: str, body: dict[str, Any]) -> tuple[int, ...]:
     """As an engine renders it."""
-    answer = server.post(PATHS[kind], {**body, "max_tokens": 1, "stream": False}).json()
+    whole = {key: value for key, value in body.items() if not key.startswith("stream")}
+    answer = server.post(PATHS[kind], {**whole, "max_tokens": 1}).json()
     holder = answer if kind == "chat" else answer["choices"][0]
     return tuple(holder["prompt_token_ids"])
 
 
 def hand_over(server: Server, kind: str, body: dict[str, Any]) -> tuple[dict[str, Any], Said]:
     """The P leg, asked for what it has sampled: its params, and what it said."""
-    asked = {**body, "max_tokens": 1, "kv_transfer_params": HAND_OVER}
+    whole = {key: value for key, value in body.items() if not key.startswith("stream")}
+    asked = {**whole, "max_tokens": 1, "kv_transfer_params": HAND_OVER}
     response = server.post(PATHS[kind], asked)
     assert response.status_code == 200, response.text
     answer = response.json()

@@ -160,12 +160,14 @@ def _scores(state: Any, logprobs: Sequence[Sequence[Logprob]]) -> LogprobsLists 
     for. Rows need not be of one length: they are read one by one."""
     if state.logprobs_processor.num_logprobs is None:
         return None
+    # The token's own may be named again among the likeliest, and vLLM takes as many as are asked.
+    rows = [dict(row) for row in logprobs]
     return LogprobsLists(
-        [np.array([token for token, _ in row]) for row in logprobs],
-        [np.array([value for _, value in row]) for row in logprobs],
-        [np.array(_rank(row)) for row in logprobs],
+        [np.array([*row]) for row in rows],
+        [np.array([*row.values()]) for row in rows],
+        [np.array(_rank([*row.values()])) for row in rows],
     )
 
 
-def _rank(row: Sequence[Logprob]) -> int:
-    return 1 + len({token for token, value in row if value > row[0][1]})
+def _rank(values: Sequence[float]) -> int:
+    return 1 + sum(value > values[0] for value in values)

@@ -27,6 +27,7 @@ from engine_ext.core.support import refuse_unsupported_memory
 from engine_ext.vllm import describe
 from engine_ext.vllm.compat import finish_reason
 from engine_ext.vllm.connector import DisaggConnector
+from engine_ext.vllm.given import FIELD as GIVEN
 from engine_ext.vllm.guard import is_guarded
 from engine_ext.vllm.owed import Owed
 from tests.unit.engine_ext.core.fakes import told
@@ -232,6 +233,53 @@ def a_request_behind_blocked_ones_is_judged(model: Path) -> None:
     ends(engine)
 
 
+def what_was_given_counts_as_generated(scheduler: str, model: Path) -> None:
+    """Loaded from P as far as that has it, and preempted on the way."""
+    engine = Engine(model, scheduler_cls=scheduler)
+    given = {"token_ids": [5, 6, 7]}
+    request = engine.add("b", 40, params_of("decode", model), 8, **{GIVEN: given})
+    assert list(request.all_token_ids[40:]) == given["token_ids"]
+    engine.step_until(lambda: request.num_output_tokens == 4)
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert engine.run("b").reason == "length"
+    assert list(request.output_token_ids[:3]) == given["token_ids"]
+    assert request.num_output_tokens == 8
+    assert [len(meta.pulls) for meta in engine.ranks[0].applied if meta.pulls] == [1]
+    ends(engine)
+
+
+def more_than_a_begun_requests_prompt_is_in_the_cache(model: Path) -> None:
+    """vLLM asserts that this cannot be."""
+    engine = Engine(model, scheduler_cls=OURS)
+    for name in ("first", "again"):
+        engine.add(name, 40, None, 45, **{GIVEN: {"token_ids": [5] * 40}})
+        assert engine.run(name).reason == "length"
+    ends(engine)
+
+
+def what_was_given_too_much_ends_no_engine(model: Path) -> None:
+    engine = Engine(model, scheduler_cls=OURS)
+    for name, forged in (
+        ("all", [5] * 4),
+        ("more", [5] * 5000),
+        ("none", []),
+        ("odd", ["x"]),
+    ):
+        request = engine.add(name, 40, None, 4, **{GIVEN: {"token_ids": forged}})
+        assert request.num_output_tokens == 0
+        assert engine.run(name).reason == "length"
+    ends(engine)
+
+
+def what_ended_elsewhere_is_declined(model: Path) -> None:
+    engine = Engine(model, scheduler_cls=OURS)
+    engine.add("b", 40, params_of("decode", model), 4, **{GIVEN: {"token_ids": [5, 6]}})
+    engine.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    ends(engine)
+    (declined,) = [meta.declines for meta in engine.ranks[0].applied if meta.declines]
+    assert [source.request_id for source in declined] == ["p"]
+
+
 def wait_for_grammar(engine: Engine, request: Any) -> None:
     """As a request is that came with structured output: its grammar is being compiled."""
     engine.scheduler.waiting.remove_request(request)
@@ -313,6 +361,9 @@ def cases() -> Iterator[tuple[str, Case]]:
         a_structured_request_is_judged,
         a_request_behind_blocked_ones_is_judged,
         a_prompt_below_the_threshold_is_refused_once,
+        more_than_a_begun_requests_prompt_is_in_the_cache,
+        what_was_given_too_much_ends_no_engine,
+        what_ended_elsewhere_is_declined,
         a_global_threshold_without_the_plugin_is_refused_at_start,
         what_cannot_be_is_refused_by_name,
         a_permuted_layout_is_passed_on,
@@ -327,6 +378,9 @@ def cases() -> Iterator[tuple[str, Case]]:
     for ahead in ("engine_ext.vllm.scheduler.DisaggAsyncScheduler", ASYNC):
         turn = partial(a_turn_promises_no_token_that_a_step_is_yet_to_compute, ahead)
         yield f"{turn.func.__name__}, {ahead}", turn
+    for ours in (OURS, "engine_ext.vllm.scheduler.DisaggAsyncScheduler"):
+        given = partial(what_was_given_counts_as_generated, ours)
+        yield f"{given.func.__name__}, {ours}", given
     for policy in ("fail", "recompute"):
         alone = partial(a_failed_load_without_a_policy_ends_as_vllm_says, policy)
         yield f"{alone.func.__name__}, {policy}", alone
