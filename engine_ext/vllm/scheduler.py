@@ -210,6 +210,8 @@ class DisaggMixin:
         return judge(threshold, local, external, request.num_tokens, prefills=is_prefill)
 
     def _threshold_of(self, request: Request) -> float:
+        if request.num_output_tokens and not request.num_preemptions:
+            return 0.0  # It has begun elsewhere, and been said.
         given = getattr(request.sampling_params, "extra_args", None) or {}
         try:
             threshold = parse_threshold(given.get(FIELD))

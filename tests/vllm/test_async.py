@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from engine_ext.base.begun import Begun
 from tests.integration.legs import Turn, decode, prefill_body
 from tests.integration.oracle import Prompt, complete, differences, tokens_of
 from tests.integration.processes import Server, metric
+from tests.vllm.begun_answers import ask, begin, body_of, differ, hand_over, pairs, taken_over
 from tests.vllm.forced_async import write_plugin
 from tests.vllm.measures import FETCHED, nothing_left, prompts
 from tests.vllm.servers import OURS, Fleet, Kind
@@ -75,6 +77,22 @@ def test_a_turn_is_pulled_by_either_rank(pair: list[Server], alone: Server, rank
     again = decode(second, longer, params)
     assert differences([complete(alone, longer)], [again.answer]) == []
     assert metric(first, FETCHED) > before
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 1.0, "seed": 5}, {"presence_penalty": 1.9}])
+def test_an_answer_that_begins_in_the_middle_is_that_of_one_vllm_alone(
+    pair: list[Server], alone: Server, fields: dict[str, Any]
+) -> None:
+    first, second = pair
+    body = body_of("completion", tokens_of(200, 8030), **fields)
+    right = ask(alone, "completion", body)
+    params, said = hand_over(first, "completion", body)
+    given = {**body, "kv_transfer_params": taken_over(params, said)}
+    assert differ(right, ask(second, "completion", given)) == []
+    six = ask(alone, "completion", {**body, "max_tokens": 6})
+    scores = tuple(map(pairs, six.scores))
+    begun = Begun(tuple(body["prompt"]), six.tokens, logprobs=scores)
+    assert differ(right, ask(second, "completion", begin(body, begun))) == []
 
 
 def test_a_prompt_below_the_threshold_is_refused(pair: list[Server]) -> None:

@@ -1,5 +1,7 @@
 """Answers that begin in the middle, inside unmodified vLLM: right as one vLLM alone."""
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from engine_ext.reference.tiny_model import IM_END_ID
 from tests.integration.legs import take_turn
 from tests.integration.oracle import tokens_of
 from tests.integration.processes import Server, metric
+from tests.integration.talk import TOOLS
 from tests.vllm.begun_answers import (
     HAND_OVER,
     PATHS,
@@ -24,6 +27,7 @@ from tests.vllm.begun_answers import (
     taken_over,
 )
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
+from tests.vllm.servers import SCHEDULER, Fleet, Kind
 
 KINDS = ("chat", "completion")
 
@@ -189,6 +193,63 @@ def test_more_than_the_prompt_may_be_in_the_cache(decoder: Server) -> None:
     assert second.tokens[:50] == begun.output_token_ids
 
 
+REASONING = "Here is my thought process: why not"
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 12}}\n</tool_call>'
+SPOKEN_PARTS = {
+    "reasoning": (f"{REASONING} Here is my response: because", range(0, 60, 9)),
+    "a tool call": (CALL, (0, 5, 11, 30, 40, 47)),
+}
+
+
+@pytest.fixture(scope="module")
+def parsing(fleet: Fleet) -> Iterator[Server]:
+    """Without a connector: to begin in mid-answer needs none."""
+    options = ("--reasoning-parser", "granite", "--tool-call-parser", "hermes")
+    kind = Kind("parsing", None, (*SCHEDULER, *options, "--enable-auto-tool-choice"))
+    with fleet.server(kind) as server:
+        yield server
+
+
+@pytest.mark.parametrize("part", SPOKEN_PARTS)
+def test_parsers_go_on_in_the_middle(parsing: Server, part: str) -> None:
+    """What is given is all of the answer, so that it is known what they should say."""
+    text, cuts = SPOKEN_PARTS[part]
+    tokens = tuple(text.encode())
+    fields: dict[str, Any] = {"max_tokens": len(tokens), "logprobs": None, "top_logprobs": None}
+    if part == "a tool call":
+        fields |= {"tools": TOOLS, "tool_choice": "auto"}
+    body = streamed(body_of("chat", "x", **fields))
+    parts = {}
+    for spoken in cuts:
+        asked = begin(body, Begun((1, 2, 3), tokens, spoken))
+        parts[spoken] = deltas(parsing, asked)
+    whole = deltas(parsing, begin(body, Begun((1, 2, 3), tokens)))
+    expected = {"reasoning": " why not ", "content": " because"}
+    if part == "a tool call":
+        expected = {"name": "f", "arguments": '{"a": 12}'}
+    assert {name: whole[name] for name in expected} == expected
+    for spoken, rest in parts.items():
+        assert all(whole[name].endswith(rest[name]) for name in expected), (spoken, rest)
+        assert bool(rest["role"]) is not bool(spoken)
+    left = [sum(len(parts[spoken][name]) for name in expected) for spoken in cuts]
+    assert left == sorted(left, reverse=True)
+    assert len(set(left)) > 2
+
+
+def deltas(server: Server, body: dict[str, Any]) -> dict[str, str]:
+    """What a stream says, by field."""
+    text = server.post(PATHS["chat"], body).text
+    found = dict.fromkeys(("role", "reasoning", "content", "name", "arguments"), "")
+    for event in text.split("\n\n")[:-2]:
+        for choice in json.loads(event.removeprefix("data: "))["choices"]:
+            delta = choice["delta"]
+            calls = [call["function"] for call in delta.get("tool_calls") or ()]
+            for said in (delta, *calls):
+                for name in found:
+                    found[name] += said.get(name) or ""
+    return found
+
+
 def test_a_token_that_was_not_the_answers_is_seen(decoder: Server, alone: Server) -> None:
     body = body_of("completion", tokens_of(80, 12_090))
     right = ask(alone, "completion", body)
@@ -209,6 +270,7 @@ MALFORMED: dict[str, Any] = {
     "outside the vocabulary": Begun((1, 2), (MAX_ID,)).to_wire(),
     "a prompt outside the vocabulary": Begun((5000,), (1,)).to_wire(),
     "too long": Begun((1,) * 2048, (1,)).to_wire(),
+    "far too long": {"prompt_token_ids": "AAAA" * 100_000},
     "spoken what is not there": {**Begun((1,), (2,)).to_wire(), "spoken": 2},
     "spoken, not streamed": Begun((1,), (2,), 1).to_wire(),
     "no log-probabilities": Begun((1,), (2,)).to_wire(),
@@ -220,6 +282,7 @@ UNFIT: dict[str, dict[str, Any]] = {
     "prompt_logprobs": {"prompt_logprobs": 1},
     "several prompts": {"prompt": [[1], [2]]},
     "use_beam_search": {"use_beam_search": True},
+    "cache_hit_threshold": {"cache_hit_threshold": 0.5},
 }
 
 

@@ -15,6 +15,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.renderers.chat_utils import has_non_text_content
 
 from engine_ext.base.begun import KEY, Begun, BegunError, begun_in
+from engine_ext.core.admission import FIELD as THRESHOLD
 from engine_ext.vllm import describe
 from engine_ext.vllm.fit import Asked, refusal
 
@@ -32,6 +33,8 @@ UNFIT = (
 )
 """Fields that need the prompt's text, its log-probabilities or several answers at once, or that
 keep a count of the answer that we do not set."""
+CHARACTERS = 4
+"""Of a token."""
 NOT_OFFERED = (
     f"this engine does not offer {KEY}: it wants our --scheduler-cls, and the plugin disagg"
 )
@@ -78,12 +81,23 @@ def _read(serving: Any, request: Any) -> Begun:
     """Raises BegunError."""
     if not describe.begins(serving.engine_client.vllm_config):
         raise BegunError(NOT_OFFERED)
+    asked = _asked(serving, request)
+    _refuse_long(request.kv_transfer_params[KEY], asked.max_model_len)
     begun = begun_in(request.kv_transfer_params)
     assert begun is not None
-    problem = refusal(begun, _asked(serving, request))
+    problem = refusal(begun, asked)
     if problem is not None:
         raise BegunError(problem)
     return begun
+
+
+def _refuse_long(raw: Any, max_model_len: int) -> None:
+    """Before anything is decoded: of a string's four characters comes an object of many bytes.
+    Raises BegunError."""
+    texts = raw.values() if isinstance(raw, dict) else ()
+    longest = max((len(text) for text in texts if isinstance(text, str)), default=0)
+    if longest > CHARACTERS * max_model_len:
+        raise BegunError(f"{KEY} has more tokens than this model's context, {max_model_len}")
 
 
 def carried_by(request: Any) -> Begun | None:
@@ -119,4 +133,7 @@ def _unfit(request: Any) -> list[str]:
         found.append("several prompts")
     if has_non_text_content(getattr(request, "messages", None)):
         found.append("images or sounds")
+    if (request.model_extra or {}).get(THRESHOLD) is not None:
+        # It would be refused when its beginning has been said.
+        found.append(THRESHOLD)
     return found

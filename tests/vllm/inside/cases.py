@@ -271,6 +271,17 @@ def what_was_given_too_much_ends_no_engine(model: Path) -> None:
     ends(engine)
 
 
+def what_has_begun_is_not_refused_for_want_of_kv(model: Path) -> None:
+    """Its beginning has been said."""
+    finish_reason.install()
+    engine = Engine(model, scheduler_cls=OURS, extra=THRESHOLD)
+    engine.add("begun", 40, None, 4, **{GIVEN: {"token_ids": [5]}})
+    assert engine.run("begun").reason == "length"
+    engine.add("new", 200)
+    assert engine.run("new").reason == "cache_threshold"
+    ends(engine)
+
+
 def what_ended_elsewhere_is_declined(model: Path) -> None:
     engine = Engine(model, scheduler_cls=OURS)
     engine.add("b", 40, params_of("decode", model), 4, **{GIVEN: {"token_ids": [5, 6]}})
@@ -363,6 +374,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         a_prompt_below_the_threshold_is_refused_once,
         more_than_a_begun_requests_prompt_is_in_the_cache,
         what_was_given_too_much_ends_no_engine,
+        what_has_begun_is_not_refused_for_want_of_kv,
         what_ended_elsewhere_is_declined,
         a_global_threshold_without_the_plugin_is_refused_at_start,
         what_cannot_be_is_refused_by_name,
