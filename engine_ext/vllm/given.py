@@ -21,6 +21,13 @@ class Given:
     logprobs: list[list[Logprob]]
     """Of the tokens that are not spoken yet, or nothing."""
 
+    def logprobs_of(self, number: int) -> list[Logprob]:
+        """Of a token of the answer; where nobody will see them, anything."""
+        at = number - self.spoken
+        return (
+            self.logprobs[at] if 0 <= at < len(self.logprobs) else [(self.token_ids[number], 0.0)]
+        )
+
 
 def carried(begun: Begun) -> dict[str, Any]:
     return {

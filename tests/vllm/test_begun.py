@@ -193,53 +193,44 @@ def test_more_than_the_prompt_may_be_in_the_cache(decoder: Server) -> None:
     assert second.tokens[:50] == begun.output_token_ids
 
 
-REASONING = "Here is my thought process: why not"
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 12}}\n</tool_call>'
-SPOKEN_PARTS = {
-    "reasoning": (f"{REASONING} Here is my response: because", range(0, 60, 9)),
-    "a tool call": (CALL, (0, 5, 11, 30, 40, 47)),
-}
 
 
 @pytest.fixture(scope="module")
 def parsing(fleet: Fleet) -> Iterator[Server]:
     """Without a connector: to begin in mid-answer needs none."""
-    options = ("--reasoning-parser", "granite", "--tool-call-parser", "hermes")
-    kind = Kind("parsing", None, (*SCHEDULER, *options, "--enable-auto-tool-choice"))
+    options = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    kind = Kind("parsing", None, (*SCHEDULER, *options))
     with fleet.server(kind) as server:
         yield server
 
 
-@pytest.mark.parametrize("part", SPOKEN_PARTS)
-def test_parsers_go_on_in_the_middle(parsing: Server, part: str) -> None:
-    """What is given is all of the answer, so that it is known what they should say."""
-    text, cuts = SPOKEN_PARTS[part]
-    tokens = tuple(text.encode())
+def test_a_tool_call_goes_on_in_the_middle(parsing: Server) -> None:
+    """What is given is all of the answer, so that it is known what the parser should say: as of an
+    engine's tokens, one by one."""
+    tokens = tuple(CALL.encode())
     fields: dict[str, Any] = {"max_tokens": len(tokens), "logprobs": None, "top_logprobs": None}
-    if part == "a tool call":
-        fields |= {"tools": TOOLS, "tool_choice": "auto"}
+    fields |= {"tools": TOOLS, "tool_choice": "auto"}
     body = streamed(body_of("chat", "x", **fields))
-    parts = {}
-    for spoken in cuts:
-        asked = begin(body, Begun((1, 2, 3), tokens, spoken))
-        parts[spoken] = deltas(parsing, asked)
     whole = deltas(parsing, begin(body, Begun((1, 2, 3), tokens)))
-    expected = {"reasoning": " why not ", "content": " because"}
-    if part == "a tool call":
-        expected = {"name": "f", "arguments": '{"a": 12}'}
-    assert {name: whole[name] for name in expected} == expected
-    for spoken, rest in parts.items():
-        assert all(whole[name].endswith(rest[name]) for name in expected), (spoken, rest)
-        assert bool(rest["role"]) is not bool(spoken)
-    left = [sum(len(parts[spoken][name]) for name in expected) for spoken in cuts]
-    assert left == sorted(left, reverse=True)
-    assert len(set(left)) > 2
+    expected = {"role": "assistant", "name": "f", "arguments": '{"a": 12}', "content": ""}
+    assert whole == expected
+    left = []
+    for spoken in (11, 28, 44, 46, 48, len(tokens)):
+        rest = deltas(parsing, begin(body, Begun((1, 2, 3), tokens, spoken)))
+        assert rest["role"] == rest["content"] == ""
+        assert expected["name"].endswith(rest["name"])
+        assert expected["arguments"].endswith(rest["arguments"])
+        left.append(rest["name"] + rest["arguments"])
+    assert left[0] == 'f{"a": 12}'
+    assert left[-1] == ""
+    assert len({*left}) > 2, left
 
 
 def deltas(server: Server, body: dict[str, Any]) -> dict[str, str]:
     """What a stream says, by field."""
     text = server.post(PATHS["chat"], body).text
-    found = dict.fromkeys(("role", "reasoning", "content", "name", "arguments"), "")
+    found = dict.fromkeys(("role", "name", "arguments", "content"), "")
     for event in text.split("\n\n")[:-2]:
         for choice in json.loads(event.removeprefix("data: "))["choices"]:
             delta = choice["delta"]

@@ -1,21 +1,21 @@
 """What a begun request was given is said before any step of the engine: by vLLM's own detokenizer,
-log-probabilities, parsers and streams, as if the engine had made it.
+log-probabilities, parsers and streams, token by token, as if the engine had made it.
 
-What the client has already is fed to them too, but comes first and alone, as `Spoken`: streams.py
-lets it pass through the parsers and says nothing of it. Where what was given already ends the
-answer, it ends here; the engine hears of the request, for the sake of whoever holds its KV, and
-does nothing for it.
+What the client has already is fed to them too, but said by nobody: streams.py lets it pass through
+the parsers and keeps back what comes of it. Where what was given already ends the answer, it ends
+here; the engine hears of the request, for the sake of who holds its KV, and does nothing for it.
 """
 
 import copy
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -40,25 +40,28 @@ class End:
     stop_reason: int | str | None = None
 
 
-class Spoken(RequestOutput):
-    """What the client has, and behind it what has come since: vLLM adds results to one that nobody
-    has fetched yet."""
+NO_END = End(0)
 
+
+class Told(RequestOutput):
+    """The results of given tokens, and behind them what has come since: vLLM adds results to one
+    that nobody has fetched yet, and parsers want them one by one."""
+
+    parts: Sequence[RequestOutput] = ()
+    num_silent: int = 0
+    """Of the parts, the first, which the client has."""
     rest: RequestOutput | None = None
 
     @classmethod
-    def of(cls, output: RequestOutput) -> "Spoken":
-        """An answer that ends in what was spoken: that it ends is still to be said."""
-        spoken = cls(**vars(output))
-        (completion,) = output.outputs
-        if completion.finish_reason is not None:
-            last = copy.copy(completion)
-            last.text, last.token_ids = "", []
-            last.logprobs = None if completion.logprobs is None else completion.logprobs[:0]
-            spoken.rest = copy.copy(output)
-            spoken.rest.outputs = [last]
-            completion.finish_reason = completion.stop_reason = None
-        return spoken
+    def of(cls, parts: Sequence[RequestOutput], num_silent: int) -> "Told":
+        given = cls(**vars(parts[-1]))
+        given.parts, given.num_silent = parts, num_silent
+        if num_silent == len(parts) and given.finished:
+            # That it ends is still to be said.
+            (last,) = parts[-1].outputs
+            given.rest = _without_content(parts[-1], last)
+            last.finish_reason = last.stop_reason = None
+        return given
 
     def add(self, next_output: RequestOutput, aggregate: bool) -> None:
         if self.rest is None:
@@ -66,6 +69,30 @@ class Spoken(RequestOutput):
         else:
             self.rest.add(next_output, aggregate)
         self.finished |= next_output.finished
+
+    def unrolled(self, one_by_one: bool) -> Iterator[tuple[RequestOutput, bool]]:
+        """Each with whether it is silent; neighbours are made one where nobody needs to see them
+        apart."""
+        silent, aloud = self.parts[: self.num_silent], self.parts[self.num_silent :]
+        for parts, is_silent in ((silent, True), (aloud, False)):
+            for part in parts if one_by_one else _merged(parts):
+                yield part, is_silent
+        if self.rest is not None:
+            yield self.rest, False
+
+
+def _merged(parts: Sequence[RequestOutput]) -> Sequence[RequestOutput]:
+    for part in parts[1:]:
+        parts[0].add(part, aggregate=True)
+    return parts[:1]
+
+
+def _without_content(output: RequestOutput, completion: Any) -> RequestOutput:
+    last, empty = copy.copy(output), copy.copy(completion)
+    empty.text, empty.token_ids = "", []
+    empty.logprobs = None if completion.logprobs is None else completion.logprobs[:0]
+    last.outputs = [empty]
+    return last
 
 
 def install() -> None:
@@ -105,39 +132,34 @@ def _saying(original: Any) -> Any:
 
 
 def _say(processor: Any, request: Any, given: Given, queue: Any) -> None:
+    """One by one, as steps of the engine would bring them."""
     state = processor.request_states[request.request_id]
-    end = _end(request, given.token_ids)
-    spoken = given.token_ids[: min(given.spoken, end.num_tokens)]
-    if spoken:
-        _feed_spoken(processor, state, spoken, end, queue)
-    unspoken = given.token_ids[len(spoken) : end.num_tokens]
-    if unspoken and processor.has_request(request.request_id):
-        scores = _scores(state, given.logprobs[: len(unspoken)])
-        processor.process_outputs([_output(request.request_id, unspoken, scores, end)])
+    end, interval = _end(request, given.token_ids), state.stream_interval
+    state.queue, state.stream_interval = None, 1
+    parts: list[RequestOutput] = []
+    num_silent = 0
+    for number, token in enumerate(given.token_ids[: end.num_tokens]):
+        if not processor.has_request(request.request_id):
+            break  # A stop string.
+        is_last = number + 1 == end.num_tokens
+        output = _output(state, token, given.logprobs_of(number), end if is_last else NO_END)
+        parts += processor.process_outputs([output]).request_outputs
+        if number < given.spoken:
+            num_silent = len(parts)
+    state.queue, state.stream_interval = queue, interval
+    state.sent_tokens_offset = state.detokenizer.num_output_tokens() if interval > 1 else 0
     # The prompt's statistics come with the engine's first token.
     state.is_prefilling = True
+    if parts:
+        is_streamed = state.output_kind is RequestOutputKind.DELTA
+        queue.put(Told.of(parts, num_silent) if is_streamed else parts[-1])
 
 
-def _feed_spoken(processor: Any, state: Any, spoken: list[int], end: End, queue: Any) -> None:
-    """Streamed, so there is a result."""
-    last = end if len(spoken) == end.num_tokens else End(end.num_tokens)
-    unknown = [[(token, 0.0)] for token in spoken]
-    state.queue = None
-    try:
-        output = _output(state.request_id, spoken, _scores(state, unknown), last)
-        (said,) = processor.process_outputs([output]).request_outputs
-    finally:
-        state.queue = queue
-    queue.put(Spoken.of(said))
-
-
-def _output(
-    request_id: str, token_ids: Sequence[int], scores: LogprobsLists | None, end: End
-) -> EngineCoreOutput:
+def _output(state: Any, token: int, logprobs: Sequence[Logprob], end: End) -> EngineCoreOutput:
     return EngineCoreOutput(
-        request_id,
-        list(token_ids),
-        new_logprobs=scores,
+        state.request_id,
+        [token],
+        new_logprobs=_scores(state, logprobs),
         finish_reason=end.finish_reason,
         stop_reason=end.stop_reason,
     )
@@ -155,18 +177,14 @@ def _end(request: Any, token_ids: Sequence[int]) -> End:
     return End(len(token_ids))
 
 
-def _scores(state: Any, logprobs: Sequence[Sequence[Logprob]]) -> LogprobsLists | None:
-    """As a step of the engine brings them: a row a token, its own entry first, of what is asked
-    for. Rows need not be of one length: they are read one by one."""
+def _scores(state: Any, logprobs: Sequence[Logprob]) -> LogprobsLists | None:
+    """Of one token, as a step of the engine brings them: its own first."""
     if state.logprobs_processor.num_logprobs is None:
         return None
     # The token's own may be named again among the likeliest, and vLLM takes as many as are asked.
-    rows = [dict(row) for row in logprobs]
-    return LogprobsLists(
-        [np.array([*row]) for row in rows],
-        [np.array([*row.values()]) for row in rows],
-        [np.array(_rank([*row.values()])) for row in rows],
-    )
+    row = dict(logprobs)
+    values = [*row.values()]
+    return LogprobsLists(np.array([[*row]]), np.array([values]), np.array([_rank(values)]))
 
 
 def _rank(values: Sequence[float]) -> int:

@@ -5,6 +5,7 @@ brought and the chunks did not say is said in one chunk before `[DONE]`. What a 
 client has already goes in like all results, and the chunks that come of it are kept back.
 """
 
+import asyncio
 import functools
 import json
 import time
@@ -17,11 +18,12 @@ from vllm.entrypoints.openai.chat_completion import serving as chat
 from vllm.entrypoints.openai.completion import serving as completion
 
 from engine_ext.core.admission import FINISH_REASON
-from engine_ext.vllm.compat.begun_answer import Spoken
+from engine_ext.vllm.compat.begun_answer import Told
 
 DONE = "data: [DONE]"
 ERROR = 'data: {"error"'
 MARK = "_disagg_stream"
+AT_ONCE = 64
 CHAT = "chat.completion.chunk"
 TEXT = "text_completion"
 
@@ -33,6 +35,8 @@ class Seen:
     kv_transfer_params: dict[str, Any] | None = None
     refused: list[tuple[int, Any]] = field(default_factory=list)
     """(choice, stop reason)."""
+    one_by_one: bool = False
+    """A parser wants given tokens as steps of the engine bring them."""
     is_silent: bool = False
     """The generator is at work on what the client has. It asks for the next result when it has
     said all that comes of one."""
@@ -43,13 +47,17 @@ class Seen:
     async def watch(self, results: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for item in results:
             result = item[1] if isinstance(item, tuple) else item
-            self._look_at(result)
-            self.is_silent = isinstance(result, Spoken)
-            yield item
+            if not isinstance(result, Told):
+                self._look_at(result)
+                yield item
+                continue
+            for number, (part, is_silent) in enumerate(result.unrolled(self.one_by_one)):
+                self.is_silent = is_silent
+                if number % AT_ONCE == AT_ONCE - 1:
+                    await asyncio.sleep(0)  # Other requests have their turn.
+                self._look_at(part)
+                yield (item[0], part) if isinstance(item, tuple) else part
             self.is_silent = False
-            if isinstance(result, Spoken) and result.rest is not None:
-                self._look_at(result.rest)
-                yield (item[0], result.rest) if isinstance(item, tuple) else result.rest
 
     def keeps_back(self, chunk: str) -> bool:
         return self.is_silent and not chunk.startswith((DONE, ERROR))
@@ -93,7 +101,7 @@ def _wrap(module: Any, name: str, kind: str) -> None:
 def _saying_more(original: Any, kind: str) -> Any:
     @functools.wraps(original)
     async def generator(self: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
-        seen = Seen()
+        seen = Seen(one_by_one=getattr(self, "parser_cls", None) is not None)
         watched = [seen.watch(each) if _is_results(each) else each for each in args]
         if "result_generator" in kwargs:
             kwargs["result_generator"] = seen.watch(kwargs["result_generator"])
