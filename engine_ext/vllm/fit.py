@@ -12,7 +12,8 @@ class Asked:
 
     vocab_size: int
     max_model_len: int
-    is_streamed: bool
+    says_only_the_rest: bool
+    """It is streamed, or a prefill."""
     num_logprobs: int | None = None
     """Of the likeliest tokens, beside the token's own; None where none are asked for."""
     unfit: Sequence[str] = ()
@@ -33,7 +34,7 @@ def refusal(begun: Begun, asked: Asked) -> str | None:
     num_tokens = len(begun.prompt_token_ids) + max(1, len(begun.output_token_ids))
     if num_tokens > asked.max_model_len:
         return f"{KEY} has {num_tokens} tokens, and this model's context {asked.max_model_len}"
-    if begun.spoken and not asked.is_streamed:
+    if begun.spoken and not asked.says_only_the_rest:
         return f"{KEY}.spoken is for streams: what is not streamed is said whole"
     return _missing_logprobs(begun, asked.num_logprobs)
 

@@ -23,6 +23,7 @@ def register() -> None:
     from engine_ext.vllm import log, pages
     from engine_ext.vllm.compat import (
         begun_answer,
+        begun_hand_over,
         begun_prompt,
         begun_worker,
         finish_reason,
@@ -36,5 +37,6 @@ def register() -> None:
     streams.install()
     begun_worker.install()
     begun_answer.install()
+    begun_hand_over.install()
     begun_prompt.install()
     pages.install()

@@ -48,7 +48,9 @@ def test_a_prefillers_own_token_is_the_answers_first(
     with nothing_left(prefiller, decoder):
         params, first = hand_over(prefiller, kind, body)
         body = streamed(body) if stream else body
-        whole = ask(decoder, kind, {**body, "kv_transfer_params": taken_over(params, first)})
+        # As a router finds it: P has told its token's log-probabilities too.
+        whole = ask(decoder, kind, {**body, "kv_transfer_params": {**params, "retain": False}})
+    assert taken_over(params, first)[KEY]["output_token_ids"] == params[KEY]["output_token_ids"]
     right = ask(alone, kind, body)
     assert differ(right, whole) == []
     assert whole.roles == right.roles
@@ -170,18 +172,38 @@ def test_a_prefiller_goes_on_with_an_answer_and_hands_it_over_again(
     body = body_of("completion", [*prompt, *turn.answer.tokens, *tokens_of(30, 12_071)])
     right = ask(alone, "completion", body)
     said = ask(alone, "completion", {**body, "max_tokens": 6})
-    for source in ({}, {**(turn.params or {}), "remote_port": 1}):
-        begun = begun_with(body["prompt"], said)
-        asked = begin({**body, "max_tokens": 7}, begun, {**source, **HAND_OVER})
+    for spoken, source in ((0, {}), (6, {**(turn.params or {}), "remote_port": 1})):
+        begun = begun_with(body["prompt"], said, spoken)
+        asked = begin({**body, "max_tokens": 1}, begun, {**source, **HAND_OVER})
         answer = prefiller.post(PATHS["completion"], asked)
         assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        assert tuple(choice["token_ids"]) == right.tokens[spoken:7]
         params = answer.json()["kv_transfer_params"]
         assert params["remote_num_tokens"] == len(body["prompt"]) + 6
-        assert begun_in(params) == Begun(tuple(body["prompt"]), right.tokens[:7])
-        seven = ask(alone, "completion", {**body, "max_tokens": 7})
-        taken = {**body, "kv_transfer_params": taken_over(params, seven)}
+        handed_over = begun_in(params)
+        assert handed_over is not None
+        assert (handed_over.output_token_ids, handed_over.spoken) == (right.tokens[:7], spoken)
+        taken = streamed({**body, "kv_transfer_params": {**params, "retain": False}})
         with nothing_left(prefiller):
-            assert differ(right, ask(decoder, "completion", taken)) == []
+            rest = ask(decoder, "completion", taken)
+        assert differ(right.behind(said) if spoken else right, rest) == []
+
+
+def test_a_prefiller_says_what_no_stop_string_can_take_back(
+    prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    body = body_of("completion", tokens_of(90, 12_075), allowed_token_ids=[97, 98, 99])
+    plain = ask(alone, "completion", body)
+    body["stop"] = [plain.text[:2] + "z", plain.text[4:7]]
+    params, first = hand_over(prefiller, "completion", body)
+    assert (first.tokens, first.text) == (plain.tokens[:1], "")
+    right = ask(alone, "completion", streamed(body))
+    begun = {**params[KEY], "spoken": 1, "logprobs": []}
+    taken = {**body, "kv_transfer_params": {**params, "retain": False, KEY: begun}}
+    rest = ask(decoder, "completion", streamed(taken))
+    assert differ(right.behind(first), rest) == []
+    assert rest.text == right.text
 
 
 def test_more_than_the_prompt_may_be_in_the_cache(decoder: Server) -> None:

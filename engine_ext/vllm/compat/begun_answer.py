@@ -23,6 +23,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
 from engine_ext.base.begun import Logprob
+from engine_ext.vllm.compat.begun_hand_over import SPOKEN, Spoken
 from engine_ext.vllm.given import Given, given_in
 
 logger = logging.getLogger(__name__)
@@ -146,6 +147,8 @@ def _say(processor: Any, request: Any, given: Given, queue: Any) -> None:
         parts += processor.process_outputs([output]).request_outputs
         if number < given.spoken:
             num_silent = len(parts)
+            told = state.detokenizer.get_next_output_text(False, False)
+            setattr(state, SPOKEN, Spoken(number + 1, len(told)))
     state.queue, state.stream_interval = queue, interval
     state.sent_tokens_offset = state.detokenizer.num_output_tokens() if interval > 1 else 0
     # The prompt's statistics come with the engine's first token.

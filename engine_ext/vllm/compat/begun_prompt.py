@@ -16,6 +16,7 @@ from vllm.renderers.chat_utils import has_non_text_content
 
 from engine_ext.base.begun import KEY, Begun, BegunError, begun_in
 from engine_ext.core.admission import FIELD as THRESHOLD
+from engine_ext.core.admission import prefills
 from engine_ext.vllm import describe
 from engine_ext.vllm.fit import Asked, refusal
 
@@ -75,6 +76,17 @@ def _begin(serving: Any, request: Any) -> None:
         request.kv_transfer_params["prompt_token_ids"] = prompt
     else:
         request.prompt = prompt
+    if prefills(request.kv_transfer_params):
+        _ask_for_one(request, len(begun.output_token_ids) + 1)
+
+
+def _ask_for_one(request: Any, num_tokens: int) -> None:
+    """A prefill samples a token, however many `max_tokens` it was given: they are the router's, who
+    asks for one."""
+    for name in ("max_tokens", "max_completion_tokens"):
+        asked = getattr(request, name, None)
+        if asked is not None:
+            setattr(request, name, max(asked, num_tokens))
 
 
 def _read(serving: Any, request: Any) -> Begun:
@@ -111,7 +123,7 @@ def _asked(serving: Any, request: Any) -> Asked:
     return Asked(
         vocab_size=config.get_vocab_size(),
         max_model_len=config.max_model_len,
-        is_streamed=bool(request.stream),
+        says_only_the_rest=bool(request.stream) or prefills(request.kv_transfer_params),
         num_logprobs=_num_logprobs(request),
         unfit=_unfit(request),
     )

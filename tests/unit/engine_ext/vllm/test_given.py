@@ -52,7 +52,7 @@ def test_what_makes_no_sense_is_nothing_and_raises_nothing(extra: Any) -> None:
     assert token_ids_in(None) == []
 
 
-FITS = Asked(vocab_size=100, max_model_len=10, is_streamed=True)
+FITS = Asked(vocab_size=100, max_model_len=10, says_only_the_rest=True)
 
 
 def test_a_request_can_begin_up_to_the_contexts_end() -> None:
@@ -74,12 +74,12 @@ def test_what_the_model_cannot_read_is_refused_by_name(begun: Begun, words: str)
 
 
 def test_fields_that_need_a_rendered_prompt_are_named() -> None:
-    asked = Asked(vocab_size=9, max_model_len=9, is_streamed=True, unfit=("echo", "n"))
+    asked = Asked(vocab_size=9, max_model_len=9, says_only_the_rest=True, unfit=("echo", "n"))
     assert refusal(Begun((1,)), asked) == "begun does not go with echo, n"
 
 
 def test_only_a_stream_leaves_out_what_the_client_has() -> None:
-    asked = Asked(vocab_size=9, max_model_len=9, is_streamed=False)
+    asked = Asked(vocab_size=9, max_model_len=9, says_only_the_rest=False)
     assert "spoken" in str(refusal(Begun((1,), (2,), spoken=1), asked))
     assert refusal(Begun((1,), (2,)), asked) is None
 
@@ -103,5 +103,5 @@ ENTRY = ((2, -0.5), (3, -1.0))
 def test_log_probabilities_that_are_asked_for_must_be_given(
     wanted: int | None, begun: Begun, is_refused: bool
 ) -> None:
-    asked = Asked(vocab_size=9, max_model_len=9, is_streamed=True, num_logprobs=wanted)
+    asked = Asked(vocab_size=9, max_model_len=9, says_only_the_rest=True, num_logprobs=wanted)
     assert (refusal(begun, asked) is not None) is is_refused
