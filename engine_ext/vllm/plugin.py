@@ -21,22 +21,22 @@ def register() -> None:
         logger.warning("%s: no streamed kv_transfer_params, no cache_hit_threshold", error)
         return
     from engine_ext.vllm import log, pages
-    from engine_ext.vllm.compat import (
-        begun_answer,
-        begun_hand_over,
-        begun_prompt,
-        begun_worker,
-        finish_reason,
-        request_field,
-        streams,
-    )
+    from engine_ext.vllm.compat import finish_reason, request_field, streams
 
     log.speak_as_vllm()
     finish_reason.install()
     request_field.install()
     streams.install()
-    begun_worker.install()
-    begun_answer.install()
-    begun_hand_over.install()
-    begun_prompt.install()
+    _install_begun()
     pages.install()
+
+
+def _install_begun() -> None:
+    """All of it or, as far as anybody is told, nothing: what is last says that it is there."""
+    from engine_ext.vllm.compat import begun_answer, begun_hand_over, begun_prompt, begun_worker
+
+    try:
+        for seam in (begun_worker, begun_hand_over, begun_prompt, begun_answer):
+            seam.install()
+    except Exception:
+        logger.exception("answers do not begin in the middle")
