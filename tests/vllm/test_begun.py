@@ -9,7 +9,7 @@ import pytest
 from engine_ext.base.begun import KEY, MAX_ID, Begun, begun_in
 from engine_ext.reference.tiny_model import IM_END_ID
 from tests.integration.legs import take_turn
-from tests.integration.oracle import tokens_of
+from tests.integration.oracle import text_of, tokens_of
 from tests.integration.processes import Server, metric
 from tests.integration.talk import TOOLS
 from tests.vllm.begun_answers import (
@@ -193,7 +193,7 @@ def test_a_prefiller_goes_on_with_an_answer_and_hands_it_over_again(
 def test_a_prefiller_says_what_no_stop_string_can_take_back(
     prefiller: Server, decoder: Server, alone: Server
 ) -> None:
-    body = body_of("completion", tokens_of(90, 12_075), allowed_token_ids=[97, 98, 99])
+    body = body_of("completion", text_of(90, 12_075), allowed_token_ids=[97, 98, 99])
     plain = ask(alone, "completion", body)
     body["stop"] = [plain.text[:2] + "z", plain.text[4:7]]
     params, first = hand_over(prefiller, "completion", body)
