@@ -17,10 +17,10 @@ import numpy as np
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.utils import check_stop
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from engine_ext.base.begun import Logprob
 from engine_ext.vllm.compat.begun_hand_over import SPOKEN, Spoken
@@ -175,8 +175,15 @@ def _end(request: Any, token_ids: Sequence[int]) -> End:
     for number, token in enumerate(token_ids, 1):
         trial.append_output_token_ids(token)
         # The context's end is where `max_tokens` is, at the latest.
-        if check_stop(trial, len(request.prompt_token_ids) + params.max_tokens):
-            return End(number, trial.get_finished_reason(), trial.stop_reason)
+        if not check_stop(trial, len(request.prompt_token_ids) + params.max_tokens):
+            continue
+        reason = trial.get_finished_reason()
+        if reason is not FinishReason.STOP or number > params.min_tokens:
+            return End(number, reason, trial.stop_reason)
+        # The engine itself does not sample what ends an answer too early.
+        trial.status, trial.stop_reason = RequestStatus.WAITING, None
+        if number >= params.max_tokens:
+            return End(number, FinishReason.LENGTH)
     return End(len(token_ids))
 
 

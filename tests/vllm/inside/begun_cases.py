@@ -95,6 +95,13 @@ def what_a_stop_string_takes_back_was_not_spoken(model: Path) -> None:
     assert asked.request.abort_immediately
 
 
+def what_may_not_end_an_answer_yet_does_not(model: Path) -> None:
+    early = ask(model, "abcbd", stop_token_ids=[*b"b"], min_tokens=3)
+    assert early.parts() == [("abc", False, "stop")]
+    capped = ask(model, "abab", stop_token_ids=[*b"b"], min_tokens=4, max_tokens=4)
+    assert capped.parts() == [("abab", False, "length")]
+
+
 def given_tokens_are_told_whatever_the_interval(model: Path) -> None:
     asked = ask(model, "abcd", spoken=1, interval=5)
     assert asked.parts() == [("a", True, None), ("bcd", False, None)]
@@ -158,6 +165,7 @@ def cases() -> Iterator[tuple[str, Any]]:
         parsers_get_given_tokens_one_by_one,
         an_end_in_what_was_spoken_is_still_said,
         what_a_stop_string_takes_back_was_not_spoken,
+        what_may_not_end_an_answer_yet_does_not,
         given_tokens_are_told_whatever_the_interval,
         what_is_not_streamed_ends_whole,
         a_hand_over_tells_log_probabilities_and_holds_text_back,
