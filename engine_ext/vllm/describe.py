@@ -223,7 +223,8 @@ def _capabilities(vllm_config: VllmConfig, config: ConnectorConfig | None) -> tu
     begun = ("begun",) if begins(vllm_config) else ()
     hands_over = () if config is None else ("hand_over",)
     ours = identity.capabilities_of(config)
-    named = (*threshold, *begun, *hands_over, "streamed_kv_transfer_params", *ours)
+    streams = ("streamed_kv_transfer_params", "tell_token_ids")
+    named = (*threshold, *begun, *hands_over, *streams, *ours)
     return tuple(dict.fromkeys(named))
 
 

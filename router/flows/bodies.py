@@ -13,7 +13,6 @@ import orjson
 
 from router.flows.errors import BadRequestError
 from router.flows.fields import MAX_COMPLETION_TOKENS, MIN_TOKENS
-from router.flows.handover import wants_logprobs
 from router.flows.journal import Journal
 from router.flows.prefilled import Params, with_field
 from router.flows.request import KV_PARAMS, THRESHOLD, Body
@@ -47,7 +46,6 @@ ONE_TOKEN = b'"max_tokens":1,"stream":false'
 ONE_COMPLETION_TOKEN = b'"max_completion_tokens":1'
 # The token that it samples is the answer's first: so it is what the client would get.
 ONE_AT_LEAST = b'"min_tokens":1'
-AS_IDS = b'"return_tokens_as_token_ids":true'
 KEEP_BLOCKS = b'"kv_transfer_params":' + orjson.dumps(PREFILL_PARAMS)
 NO_THRESHOLD = b'"cache_hit_threshold":0'
 
@@ -55,7 +53,7 @@ NO_THRESHOLD = b'"cache_hit_threshold":0'
 class Bodies:
     """The bodies that one request becomes. Raises BadRequestError for what cannot be written."""
 
-    __slots__ = ("_own", "_start", "_wants_logprobs")
+    __slots__ = ("_own", "_start")
 
     def __init__(self, body: Body) -> None:
         own = {name: body[name] for name in body if name in OWN}
@@ -64,7 +62,6 @@ class Bodies:
             for name in own:
                 del body[name]
         self._own = own
-        self._wants_logprobs = wants_logprobs(body)
         # Up to where a leg's own fields begin.
         self._start = write(body)[:-1] + (b"," if body else b"")
 
@@ -82,8 +79,8 @@ class Bodies:
         if journal is not None:
             return self._with(self._going_on(journal))
         fields = [ONE_TOKEN]
-        if hands_over:
-            fields += self._as_the_client()
+        if hands_over and self._own.get(MIN_TOKENS):
+            fields.append(ONE_AT_LEAST)
         if MAX_COMPLETION_TOKENS in self._own:
             fields.append(ONE_COMPLETION_TOKEN)
         if no_threshold or THRESHOLD in self._own:
@@ -109,15 +106,6 @@ class Bodies:
         params = Params(orjson.dumps(PREFILL_PARAMS))
         told = with_field(params, b'"begun":' + journal.begun())
         return [*fields, b'"kv_transfer_params":' + told.raw]
-
-    def _as_the_client(self) -> list[bytes]:
-        """What of the client's wishes concerns the first token."""
-        fields = []
-        if self._own.get(MIN_TOKENS):
-            fields.append(ONE_AT_LEAST)
-        if self._wants_logprobs:
-            fields.append(AS_IDS)
-        return fields
 
     def decode(
         self, params: Params | None, threshold: float | None = None, whole: bool = False

@@ -7,14 +7,13 @@ with the prompt (a list of blocks, a hash for each), and nobody here needs most 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import orjson
 
 from router.conversations.said import cached_tokens_of, prompt_tokens_of
-from router.flows.handover import BEGUN, sampled_in, wants_logprobs
+from router.flows.handover import BEGUN, LENGTH, STOP, finish_in
 from router.upstream.errors import BrokenAnswerError
 
 Body = dict[str, Any]
@@ -62,13 +61,6 @@ class Params(msgspec.Struct, frozen=True):
     def tells_tokens(self) -> bool:
         return BEGUN.search(self.raw) is not None
 
-    def beginning(self, logprobs: list[tuple[int, float]] | None) -> Params:
-        """`logprobs`: of the one token that was sampled, where the client asked for them."""
-        if logprobs is None:
-            return Params(self.raw, True)
-        told = b'"begun":{"logprobs":%s,' % orjson.dumps([logprobs])
-        return Params(BEGUN.sub(lambda _: told, self.raw, count=1), True)
-
     def not_beginning(self) -> Params:
         """For a decoder that cannot, or that reads ids in another way."""
         content = {name: value for name, value in self.content.items() if name != "begun"}
@@ -112,18 +104,17 @@ class Prefilled:
         self.raw = answer
         self.is_all = False
 
-    def begin(self, asked: Mapping[str, object]) -> str:
+    def begin(self) -> str:
         """Makes of what it has sampled the answer's beginning, or all of it (`is_all`), where it
-        can be. Says which, for the books. `asked`: by the client."""
-        params, sampled = self.params, sampled_in(bytes(self._choices))
+        can be. Says which, for the books."""
+        params, finish = self.params, finish_in(bytes(self._choices))
         if params is None or not params.tells_tokens:
             return "not_told"
-        if sampled is None or not sampled.is_begun(asked):
+        if finish not in (STOP, LENGTH):
             self.params = params.not_beginning()
             return "not_told"
-        wants = wants_logprobs(asked)
-        self.is_all = sampled.is_all(asked) and not wants
-        self.params = params.beginning(sampled.logprobs if wants else None)
+        self.is_all = finish == STOP
+        self.params = Params(params.raw, begins=True)
         return "ended" if self.is_all else "went_on"
 
     @property

@@ -22,7 +22,7 @@ from router.flows.bodies import Bodies
 from router.flows.deliver import deliver_prefilled
 from router.flows.errors import EngineOverloadedError, NoEngineError, UnknownModelError
 from router.flows.gateway import Gateway
-from router.flows.handover import difference, may_be_handed, read_alike
+from router.flows.handover import asks_one_token, difference, may_be_handed, read_alike
 from router.flows.journal import Journal
 from router.flows.legs import (
     AFRESH,
@@ -192,7 +192,7 @@ class Run:
                     self._note_read()
                 self._mate = engine
                 if hands_over:
-                    outcome = prefilled.begin(self._request.body)
+                    outcome = prefilled.begin()
                     self._gateway.metrics.handed_over.add((outcome,))
                 return prefilled
 
@@ -352,6 +352,8 @@ class Run:
         if decoder is None or decoder is prefiller:
             return False
         if not decoder.learned.begins or not may_be_handed(request.body):
+            return False
+        if asks_one_token(request.body):  # whose text is not to be held back
             return False
         if not read_alike(prefiller, decoder):
             gateway.metrics.handed_over.add(("differ",))

@@ -145,7 +145,7 @@ def _unfit(request: Any) -> list[str]:
         found.append("several prompts")
     if has_non_text_content(getattr(request, "messages", None)):
         found.append("images or sounds")
-    if (request.model_extra or {}).get(THRESHOLD) is not None:
+    if (request.model_extra or {}).get(THRESHOLD):
         # It would be refused when its beginning has been said.
         found.append(THRESHOLD)
     return found

@@ -2,7 +2,8 @@
 
 Both generators get their results from an async iterator, which is watched on its way in; what it
 brought and the chunks did not say is said in one chunk before `[DONE]`. What a begun answer's
-client has already goes in like all results, and the chunks that come of it are kept back.
+client has already goes in like all results, and the chunks that come of it are kept back. Who asks
+for it is told the ids of the tokens that a chunk says, in comments (see engine_ext.base.begun).
 """
 
 import asyncio
@@ -17,11 +18,13 @@ from typing import Any
 from vllm.entrypoints.openai.chat_completion import serving as chat
 from vllm.entrypoints.openai.completion import serving as completion
 
+from engine_ext.base.begun import ALL, OUTPUT, TELL, told
 from engine_ext.core.admission import FINISH_REASON
 from engine_ext.vllm.compat.begun_answer import Told
 
 DONE = "data: [DONE]"
 ERROR = 'data: {"error"'
+ROLE = '"role":'
 MARK = "_disagg_stream"
 AT_ONCE = 64
 CHAT = "chat.completion.chunk"
@@ -40,6 +43,12 @@ class Seen:
     is_silent: bool = False
     """The generator is at work on what the client has. It asks for the next result when it has
     said all that comes of one."""
+
+    tell: str | None = None
+    """Of the output's ids, or of all."""
+    token_ids: list[int] = field(default_factory=list)
+    """That no chunk has said yet."""
+    prompt_token_ids: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return self.kv_transfer_params is not None or bool(self.refused)
@@ -62,6 +71,14 @@ class Seen:
     def keeps_back(self, chunk: str) -> bool:
         return self.is_silent and not chunk.startswith((DONE, ERROR))
 
+    def ids_of(self, chunk: str) -> str:
+        """A chat's first chunk has a role and says nothing."""
+        if not self.token_ids or ROLE in chunk or chunk.startswith((DONE, ERROR)):
+            return ""
+        ids, self.token_ids = self.token_ids, []
+        prompt, self.prompt_token_ids = self.prompt_token_ids, []
+        return told(ids, prompt)
+
     def chunk(self, request_id: str, model: str, kind: str) -> str:
         choices = [_choice(kind, index, reason) for index, reason in self.refused]
         body: dict[str, Any] = {
@@ -79,9 +96,17 @@ class Seen:
         params = getattr(result, "kv_transfer_params", None)
         if params:
             self.kv_transfer_params = params
+        if self.tell is not None and not self.is_silent:
+            self._note_ids(result)
         for output in result.outputs:
             if output.finish_reason == FINISH_REASON:
                 self.refused.append((output.index, output.stop_reason))
+
+    def _note_ids(self, result: Any) -> None:
+        if self.tell == ALL:
+            self.prompt_token_ids, self.tell = list(result.prompt_token_ids or ()), OUTPUT
+        for output in result.outputs:
+            self.token_ids += output.token_ids
 
 
 def install() -> None:
@@ -101,7 +126,8 @@ def _wrap(module: Any, name: str, kind: str) -> None:
 def _saying_more(original: Any, kind: str) -> Any:
     @functools.wraps(original)
     async def generator(self: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
-        seen = Seen(one_by_one=getattr(self, "parser_cls", None) is not None)
+        has_parser = getattr(self, "parser_cls", None) is not None
+        seen = Seen(one_by_one=has_parser, tell=_told_to(request))
         watched = [seen.watch(each) if _is_results(each) else each for each in args]
         if "result_generator" in kwargs:
             kwargs["result_generator"] = seen.watch(kwargs["result_generator"])
@@ -110,10 +136,16 @@ def _saying_more(original: Any, kind: str) -> Any:
                 if seen and chunk.startswith(DONE):
                     yield seen.chunk(_request_id(args, kwargs), request.model, kind)
                 if not seen.keeps_back(chunk):
-                    yield chunk
+                    yield seen.ids_of(chunk) + chunk
 
     setattr(generator, MARK, True)
     return generator
+
+
+def _told_to(request: Any) -> str | None:
+    """Of one choice: where there are more, nobody could go on."""
+    asked = (getattr(request, "kv_transfer_params", None) or {}).get(TELL)
+    return asked if asked in (OUTPUT, ALL) and (request.n or 1) == 1 else None
 
 
 def _is_results(value: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.flows.handover import Sampled, may_be_handed, sampled_in
+from router.flows.handover import may_be_handed
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (
@@ -90,18 +90,13 @@ async def test_clients_begin_nothing(start: Start, p: MockEngine, d: MockEngine)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("reason", ["stop", "length"])
 async def test_what_is_all_of_the_answer_needs_no_decoder(
-    start: Start, p: MockEngine, d: MockEngine, streamed: bool, reason: str
+    start: Start, p: MockEngine, d: MockEngine, streamed: bool
 ) -> None:
-    choice = CHOICE | {"text": "", "finish_reason": reason, "stop_reason": 9}
+    choice = CHOICE | {"text": "", "finish_reason": "stop", "stop_reason": 9}
     p.usual = prefilled(choice)
     router = await start(conversation_store="memory")
-    # Of a turn, so that it is a plan for two; 1 is the whole of a "length".
-    most = 7 if reason == "stop" else 1
-    answer = await router.complete(
-        stream=streamed, max_tokens=most, conversation_id="c", stream_options=None
-    )
+    answer = await router.complete(stream=streamed, conversation_id="c", logprobs=1)
     assert answer.status_code == 200
     assert answer.headers["content-type"].split(";")[0] == (
         "text/event-stream" if streamed else "application/json"
@@ -133,44 +128,25 @@ async def test_one_token_is_a_prefillers_alone(start: Start, p: MockEngine, d: M
     assert router.metric("decode_only_total", reason="one_token") == 1
 
 
-async def test_logprobs_are_handed_over(start: Start, p: MockEngine, d: MockEngine) -> None:
-    told = {
-        "tokens": ["token_id:7"],
-        "token_logprobs": [-0.5],
-        "top_logprobs": [{"token_id:7": -0.5, "token_id:3": -1.5}],
-        "text_offset": [0],
-    }
-    p.usual = prefilled(CHOICE | {"logprobs": told})
-    router = await start()
-    await router.complete(logprobs=2)
-    assert p.last.json["return_tokens_as_token_ids"] is True
-    assert "return_tokens_as_token_ids" not in d.last.json
-    handed = given(d)[-1]["begun"]
-    assert handed == BEGUN | {"logprobs": [[[7, -0.5], [7, -0.5], [3, -1.5]]]}
-
-
-async def test_what_ends_with_logprobs_is_said_by_the_decoder(
+async def test_a_turn_of_one_token_is_computed_by_both(
     start: Start, p: MockEngine, d: MockEngine
 ) -> None:
-    """A prefiller was asked for ids in the place of texts."""
-    told = {"tokens": ["token_id:7"], "token_logprobs": [-0.5], "top_logprobs": None}
-    p.usual = prefilled(CHOICE | {"logprobs": told, "finish_reason": "stop"})
-    router = await start()
-    await router.complete(logprobs=0)
-    assert given(d)[-1]["begun"]["logprobs"] == [[[7, -0.5]]]
+    router = await start(conversation_store="memory")
+    await router.complete(max_tokens=1, conversation_id="c")
+    assert "hand_over" not in p.last.json["kv_transfer_params"]
+    assert len(generations(d)) == 1
 
 
-@pytest.mark.parametrize(
-    "told", [None, {}, {"tokens": ["x"], "token_logprobs": [-1.0]}, {"content": []}, {"content": 3}]
-)
-async def test_logprobs_that_are_not_told_hand_over_nothing(
-    start: Start, p: MockEngine, d: MockEngine, told: Any
+async def test_logprobs_are_asked_for_as_the_client_did(
+    start: Start, p: MockEngine, d: MockEngine
 ) -> None:
-    p.usual = prefilled(CHOICE | {"logprobs": told})
+    """An engine that hands over tells them with the tokens."""
+    handed = HANDED | {"begun": BEGUN | {"logprobs": [[[7, -0.5]]]}}
+    p.usual = prefilled(params=handed)
     router = await start()
-    assert (await router.complete(logprobs=2)).status_code == 200
-    assert given(d)[-1] == PROVEN
-    assert router.metric("handed_over_total", outcome="not_told") == 1
+    await router.complete(logprobs=2)
+    assert p.last.json["logprobs"] == 2
+    assert given(d)[-1] == handed
 
 
 async def test_engines_that_render_unlike_hand_over_nothing(
@@ -183,7 +159,7 @@ async def test_engines_that_render_unlike_hand_over_nothing(
     assert "hand_over" not in p.last.json["kv_transfer_params"]
     assert given(d)[-1] == HANDED  # as it came: nobody asked for it
     assert "differ in chat_template" in caplog.text
-    assert router.metric("handed_over_total", outcome="differ") == 2
+    assert router.metric("handed_over_total", outcome="differ") == 1
     assert len(generations(d)) == 2
 
 
@@ -275,7 +251,6 @@ async def test_another_decoder_that_does_not_is_asked_as_of_old(
         {"guided_regex": "a"},
         {"tool_choice": "required"},
         {"tool_choice": {"type": "function"}},
-        {"return_tokens_as_token_ids": False},
         {"echo": True},
         {"min_tokens": "3"},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -297,11 +272,3 @@ def test_what_is_not_handed_over(body: dict[str, Any]) -> None:
 )
 def test_what_is_handed_over(body: dict[str, Any]) -> None:
     assert may_be_handed(body)
-
-
-def test_logprobs_of_a_chat() -> None:
-    tops = [{"token": "token_id:7", "logprob": -0.5}, {"token": "token_id:3", "logprob": -2}]
-    entry = {"token": "token_id:7", "logprob": -0.5, "bytes": None, "top_logprobs": tops}
-    choices = [{"finish_reason": "length", "message": {}, "logprobs": {"content": [entry]}}]
-    sampled = sampled_in(json.dumps(choices).encode())
-    assert sampled == Sampled("length", [(7, -0.5), (7, -0.5), (3, -2.0)])
