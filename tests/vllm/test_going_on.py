@@ -1,0 +1,51 @@
+"""Decoders of vLLM that die or are stopped in mid-stream: another one goes on, token for token."""
+
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from tests.integration.oracle import Answer, body_of, complete, differences, text_of
+from tests.integration.processes import Launcher, Server, family, metric, wait_for
+from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
+
+LONG = 150
+PROMPTS = [text_of(length, 16_000 + length) for length in (40, 200, 64, 333, 41, 90)]
+RUNNING = r"vllm:num_requests_running\{.*\}"
+SOON = ("--health-interval", "0.5", "--health-timeout", "5", "--decode-policy", "round_robin")
+
+
+def streamed(router: Server, prompt: str) -> Answer:
+    answer = router.post("/v1/completions", body_of(prompt, {"max_tokens": LONG, "stream": True}))
+    assert answer.status_code == 200, answer.text
+    return Answer.in_events(answer.text)
+
+
+def all_streamed(router: Server, while_they_run: Callable[[], None]) -> list[Answer]:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = [pool.submit(streamed, router, prompt) for prompt in PROMPTS]
+        while_they_run()
+        return [answer.result(timeout=200) for answer in answers]
+
+
+def test_streams_go_on_at_another_decoder(
+    fleet: Fleet, prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    right = [complete(alone, prompt, LONG) for prompt in PROMPTS]
+    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
+    victims = [Kind(name, OURS, SCHEDULER) for name in ("killed", "stopped")]
+    with fleet.servers(*victims) as (killed, stopped):
+        for victim, number in ((killed, signal.SIGKILL), (stopped, signal.SIGTERM)):
+
+            def end(victim: Server = victim, number: int = number) -> None:
+                wait_for(lambda: metric(victim, RUNNING) > 1, "some are at the victim", 60)
+                whole = family(victim.process.pid) if number == signal.SIGKILL else []
+                for pid in whole or [victim.process.pid]:
+                    os.kill(pid, number)
+
+            with launcher.router([prefiller], [decoder, victim], *SOON) as router:
+                assert differences(right, all_streamed(router, end)) == []
+                gone_on = r'disagg_router_resumes_total\{.*outcome="gone_on".*\}'
+                assert metric(router, gone_on) > 0
+                went_on = r'disagg_router_handed_over_total\{outcome="went_on"\}'
+                assert metric(router, went_on) == len(PROMPTS)
