@@ -26,6 +26,7 @@ from router.flows.errors import (
 )
 from router.flows.exchange import Header
 from router.flows.limits import Limits
+from router.upstream.repeated import Repeated
 
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 
@@ -75,8 +76,8 @@ class Inbound:
     """`is_receiving`: a request has begun to come, and its end is not here yet. `is_deaf`: nothing
     more is listened to."""
 
-    __slots__ = ("_bounds", "_current", "_headers", "_overhead", "_parser", "_target", "is_deaf",
-                 "is_receiving", "requests")  # fmt: skip
+    __slots__ = ("_bounds", "_current", "_headers", "_overhead", "_parser", "_repeated", "_target",
+                 "is_deaf", "is_receiving", "requests")  # fmt: skip
 
     def __init__(self, bounds: Bounds) -> None:
         self.requests: deque[Incoming] = deque()
@@ -87,6 +88,8 @@ class Inbound:
         self._current: Incoming | None = None
         self._target = b""
         self._headers: list[Header] = []
+        # The head of the last request for flows, and its endpoint and target.
+        self._repeated = Repeated(("", b""))
         # Bytes since the last piece of body: heads and trailers, which the parser does not limit.
         self._overhead = 0
 
@@ -102,14 +105,21 @@ class Inbound:
         return bool(self.requests) and self.requests[0].is_complete
 
     def feed(self, data: bytes) -> None:
+        is_between, count = not self.is_receiving, len(self.requests)
+        if is_between and self._is_repeated(data):
+            return
         self._overhead += len(data)
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
             if not self.is_deaf:
                 self.refuse(_reason(error))
-        if self.is_receiving and not self.is_deaf:
+        if self.is_deaf:
+            return
+        if self.is_receiving:
             self._look_at_unfinished()
+        elif is_between and len(self.requests) == count + 1:
+            self._note(data, self.requests[-1])
 
     def refuse(self, error: RequestError) -> None:
         """The request that is being received, or what came where one should have begun."""
@@ -190,6 +200,26 @@ class Inbound:
         current.is_complete = True
         if not current.keep_alive:
             self.is_deaf = True  # it said itself that it is the last one
+
+    def _is_repeated(self, data: bytes) -> bool:
+        """A request with the head of the one before, that may be served, is taken at once."""
+        again = self._repeated.read(data)
+        if again is None:
+            return False
+        (endpoint, target), headers, body = again
+        size, held = len(body), self._bounds.held
+        if size > self._bounds.limits.max_body_size or not held.has_room(size):
+            return False
+        held.size += size
+        self.requests.append(
+            Incoming(endpoint, b"POST", target, headers, True, True, [body], size, True)
+        )
+        return True
+
+    def _note(self, data: bytes, only: Incoming) -> None:
+        """More may follow it, or we were deaf by now: so it is of version 1.1, too."""
+        if only.endpoint is not None:
+            self._repeated.note(data, (only.endpoint, only.target), only.headers)
 
     def _parse(self, data: bytes) -> None:
         try:

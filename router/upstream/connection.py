@@ -20,6 +20,7 @@ from router.upstream.errors import (
     StaleConnectionError,
     UpstreamError,
 )
+from router.upstream.repeated import Repeated
 
 NO_BODY = frozenset((204, 304))
 
@@ -38,7 +39,8 @@ class EngineConnection(asyncio.Protocol):
 
     __slots__ = ("_answer", "_complete", "_head_done", "_header_limit", "_headers", "_heard",
                  "_hung_up", "_may_stay", "_overhead", "_owner", "_parser", "_pieces",
-                 "_until_close", "idle_since", "loop", "on_body", "transport")  # fmt: skip
+                 "_repeated", "_until_close", "idle_since", "loop", "on_body",
+                 "transport")  # fmt: skip
 
     def __init__(self, owner: Owner, header_limit: int, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -50,6 +52,8 @@ class EngineConnection(asyncio.Protocol):
         # The parser's: as it is, it costs no frame.
         self.on_body = self._pieces.append
         self._parser = httptools.HttpResponseParser(self)
+        # The head of the last whole answer, if it was a 200 and the connection is kept.
+        self._repeated = Repeated(200)
         self._answer: Answer | None = None
         self._until_close = False
         self._may_stay = False
@@ -131,6 +135,10 @@ class EngineConnection(asyncio.Protocol):
         if answer is None:
             self.abort()
             return
+        is_first = not self._heard
+        if is_first and (again := self._repeated.read(data)) is not None:
+            self._answered_again(answer, *again)
+            return
         self._heard = True
         self._overhead += len(data)
         error = None
@@ -144,7 +152,10 @@ class EngineConnection(asyncio.Protocol):
         self._pieces.clear()
         if self._complete:
             self._answer = None
-            self._go_back(self._may_stay and error is None)
+            may_stay = self._may_stay and error is None
+            self._go_back(may_stay)
+            if is_first and may_stay and answer.status == 200 and not answer.is_event_stream:
+                self._repeated.note(data, 200, answer.headers)
             answer.feed(pieces, done=True)
             return
         # Bytes that are no body: a head or trailers, which the parser gathers without a limit.
@@ -156,6 +167,13 @@ class EngineConnection(asyncio.Protocol):
         if error is not None:
             answer.fail(error)
             self.abort()
+
+    def _answered_again(self, answer: Answer, status: int, headers: Headers, body: bytes) -> None:
+        """All of it, with the head of the one before."""
+        self._answer = None
+        self._go_back(not self._hung_up)
+        answer.status, answer.headers, answer.length = status, headers, len(body)
+        answer.feed([body], done=True)
 
     def _go_back(self, may_stay: bool) -> None:
         """To the pool, unless something of the request is still unsent."""

@@ -1,0 +1,69 @@
+"""A head that comes again: who keeps a connection says the same in front of each message.
+
+What was parsed once is not parsed again: the same bytes mean the same. Only the digits of a
+Content-Length may be others, and only a message that is all there is, and all here, is compared.
+So nothing is taken that the parser did not take before, and nothing is read differently.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Generic, TypeVar
+
+Headers = list[tuple[bytes, bytes]]
+T = TypeVar("T")
+LENGTH, CODING = b"content-length", b"transfer-encoding"
+DIGITS = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,15})\r\n", re.IGNORECASE)
+MOST_DIGITS = 16
+# Of a head that is remembered: a connection may be idle for long.
+MOST_BYTES = 4096
+# Heads in a row that were not those before: each has something of its own, so it is not tried on.
+MOST_NEW = 8
+NEVER = b"\0"  # no head begins with it
+
+
+class Repeated(Generic[T]):
+    """The last head of a connection, and what its first line said."""
+
+    __slots__ = ("_before", "_behind", "_headers", "_new", "_place", "_said")
+
+    def __init__(self, nothing: T) -> None:
+        self._before, self._behind = NEVER, b""
+        self._headers: Headers = []
+        self._said = nothing
+        self._place = 0
+        self._new = 0
+
+    def read(self, data: bytes) -> tuple[T, Headers, bytes] | None:
+        """A message with the same head, that begins and ends with `data`: what its first line says,
+        its headers, and its body."""
+        before, behind = self._before, self._behind
+        if not data.startswith(before):
+            return None
+        start = len(before)
+        end = data.find(b"\r", start, start + MOST_DIGITS)
+        length = data[start:end]
+        if not (data.startswith(behind, end) and length.isdigit()):
+            return None
+        body = data[end + len(behind) :]
+        if int(length) != len(body):
+            return None
+        self._new = 0
+        headers = self._headers.copy()
+        headers[self._place] = (LENGTH, length)
+        return self._said, headers, body
+
+    def note(self, data: bytes, said: T, headers: Headers) -> None:
+        """What was found in `data`, when the parser took all of it for one message."""
+        if self._new >= MOST_NEW:
+            return
+        self._new += 1
+        end = data.find(b"\n\r\n", 0, MOST_BYTES) + 3
+        found = DIGITS.search(data, 0, end)
+        if found is None or int(found[1]) != len(data) - end or data.find(b"\n\n", 0, end) >= 0:
+            return
+        names = [name for name, _ in headers]
+        if CODING in names or (LENGTH, found[1]) not in headers:
+            return
+        self._said, self._headers, self._place = said, headers, names.index(LENGTH)
+        self._before, self._behind = data[: found.start(1)], data[found.end(1) : end]
