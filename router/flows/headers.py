@@ -45,6 +45,7 @@ LONGEST_RETRY = 3600
 NAME = itemgetter(0)
 LOOKED_AT = frozenset((REQUEST_ID, b"connection"))
 NOT_TO_ENGINE = HOP_BY_HOP | {
+    REQUEST_ID,
     CONVERSATION_ID,
     CONVERSATION_STREAM,
     b"accept-encoding",  # answers are read and spliced: never compressed
@@ -81,11 +82,10 @@ def sound(headers: Iterable[Header]) -> list[Header]:
 
 def read(headers: Sequence[Header]) -> tuple[str, bytes]:
     """The request's id, the client's own where that is harmless, and the lines both legs share."""
-    request_id, kept = "", [header for header in headers if header[0] not in NOT_TO_ENGINE]
-    if not LOOKED_AT.isdisjoint(map(NAME, kept)):
-        request_id = _own_id(kept)
-        kept = [header for header in _without_hops(kept) if header[0] != REQUEST_ID]
-    lines = [b": ".join(header) for header in kept]
+    request_id, kept = "", headers
+    if not LOOKED_AT.isdisjoint(map(NAME, headers)):
+        request_id, kept = _own_id(headers), _without_hops(headers)
+    lines = [b": ".join(header) for header in kept if header[0] not in NOT_TO_ENGINE]
     lines.append(b"")
     return request_id or getrandbits(128).to_bytes(16, "big").hex(), b"\r\n".join(lines)
 

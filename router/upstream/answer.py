@@ -67,7 +67,7 @@ class Answer(Struct, eq=False):
     A Struct, for one of so many fields is made at a tenth of a class's price."""
 
     _wire: Wire
-    _deadlines: Deadlines
+    deadlines: Deadlines
     deadline: float
     status: int = 0
     headers: Headers = []
@@ -88,10 +88,6 @@ class Answer(Struct, eq=False):
     _latest: float = 0.0
     _recent: deque[bytes] | None = None
 
-    def watch(self) -> None:
-        """From when it is asked for."""
-        self._deadlines.watch(self)
-
     def header(self, name: bytes) -> bytes | None:
         return next((value for key, value in self.headers if key == name), None)
 
@@ -102,13 +98,18 @@ class Answer(Struct, eq=False):
         if self._whole_limit is None:
             self._wake()
 
+    def arrive(self, status: int, headers: Headers, body: bytes) -> None:
+        """All of it at once."""
+        self.status, self.headers, self.length = status, headers, len(body)
+        self.feed([body], done=True)
+
     def feed(self, pieces: list[bytes], done: bool) -> None:
         """Takes what one read of the socket brought."""
         if pieces and self.first_body_at is None:
             self.first_body_at = now()
         if done:
             self._done = True
-            self._deadlines.drop(self)
+            self.deadlines.drop(self)
             if self._sink is None and self._whole_limit is None and not self._held:
                 self._held = pieces  # as most answers come
                 self._held_size = sum(map(len, pieces))
@@ -125,7 +126,7 @@ class Answer(Struct, eq=False):
         """The first failure counts, and none once the end has arrived."""
         if not self._done and self.error is None:
             self.error = error
-            self._deadlines.drop(self)
+            self.deadlines.drop(self)
             self._wake()
 
     def expire(self) -> None:
@@ -204,7 +205,7 @@ class Answer(Struct, eq=False):
         if self._done:
             return
         self.check()
-        self._deadlines.watch(self)
+        self.deadlines.watch(self)
         if not self._stalled:
             self._wire.resume()
         await self._news()
@@ -236,7 +237,7 @@ class Answer(Struct, eq=False):
         """Gives the answer up; an unfinished one costs its connection. May be called twice."""
         self._sink = None
         if not self._done:
-            self._deadlines.drop(self)
+            self.deadlines.drop(self)
             self._wire.abort()
 
     def hang_up(self) -> None:

@@ -67,11 +67,8 @@ class EngineConnection(asyncio.Protocol):
     def ask(self, request: bytes, answer: Answer) -> None:
         """Sends a request, or fails its answer: a connection may be lost as soon as it is made."""
         assert self._answer is None, "one request at a time"
-        # What is new with each answer; the rest ends with the connection.
-        self._headers = []
-        self._heard = self._head_done = self._complete = False
-        self._overhead = 0
-        answer.watch()
+        self._heard = False
+        answer.deadlines.watch(answer)
         if self.transport is None:
             answer.fail(self._unanswered(None))
             return
@@ -136,10 +133,14 @@ class EngineConnection(asyncio.Protocol):
             self.abort()
             return
         is_first = not self._heard
-        if is_first and (again := self._repeated.read(data)) is not None:
-            self._answered_again(answer, *again)
-            return
-        self._heard = True
+        if is_first:
+            again = self._repeated.read(data)
+            if again is not None:
+                self._answer = None
+                self._go_back(not self._hung_up)
+                answer.arrive(*again)
+                return
+            self._begin()
         self._overhead += len(data)
         error = None
         try:
@@ -168,12 +169,12 @@ class EngineConnection(asyncio.Protocol):
             answer.fail(error)
             self.abort()
 
-    def _answered_again(self, answer: Answer, status: int, headers: Headers, body: bytes) -> None:
-        """All of it, with the head of the one before."""
-        self._answer = None
-        self._go_back(not self._hung_up)
-        answer.status, answer.headers, answer.length = status, headers, len(body)
-        answer.feed([body], done=True)
+    def _begin(self) -> None:
+        """What is new with each answer; the rest ends with the connection."""
+        self._heard = True
+        self._headers = []
+        self._head_done = self._complete = False
+        self._overhead = 0
 
     def _go_back(self, may_stay: bool) -> None:
         """To the pool, unless something of the request is still unsent."""

@@ -14,7 +14,6 @@ Headers = list[tuple[bytes, bytes]]
 T = TypeVar("T")
 LENGTH, CODING = b"content-length", b"transfer-encoding"
 DIGITS = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,15})\r\n", re.IGNORECASE)
-MOST_DIGITS = 16
 # Of a head that is remembered: a connection may be idle for long.
 MOST_BYTES = 4096
 # Heads in a row that were not those before: each has something of its own, so it is not tried on.
@@ -41,17 +40,15 @@ class Repeated(Generic[T]):
         if not data.startswith(before):
             return None
         start = len(before)
-        end = data.find(b"\r", start, start + MOST_DIGITS)
-        length = data[start:end]
-        if not (data.startswith(behind, end) and length.isdigit()):
-            return None
-        body = data[end + len(behind) :]
-        if int(length) != len(body):
+        end = data.find(b"\r", start)
+        at = end + len(behind)
+        length = b"%d" % (len(data) - at)
+        if data[start:end] != length or not data.startswith(behind, end):
             return None
         self._new = 0
         headers = self._headers.copy()
         headers[self._place] = (LENGTH, length)
-        return self._said, headers, body
+        return self._said, headers, data[at:]
 
     def note(self, data: bytes, said: T, headers: Headers) -> None:
         """What was found in `data`, when the parser took all of it for one message."""

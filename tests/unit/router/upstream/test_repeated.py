@@ -46,7 +46,7 @@ def test_the_same_head_is_read_with_its_own_length_and_body() -> None:
         FIRST.replace(b": 2", b": +2"),
         FIRST.replace(b": 2", b": 2 "),
         FIRST.replace(b": 2", b": \xb2"),
-        FIRST.replace(b": 2", b": 0000000000000002"),
+        FIRST.replace(b": 2", b": 02"),
         FIRST.replace(b": 2", b": "),
         FIRST[: FIRST.index(b"2")],
         b"",
