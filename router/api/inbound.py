@@ -26,7 +26,7 @@ from router.flows.errors import (
 )
 from router.flows.exchange import Header
 from router.flows.limits import Limits
-from router.upstream.repeated import Repeated
+from router.upstream.repeated import Repeated, without_length
 
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 
@@ -198,6 +198,8 @@ class Inbound:
         self._current = None
         self.is_receiving = False
         current.is_complete = True
+        if current.endpoint is not None:
+            current.headers = without_length(current.headers)
         if not current.keep_alive:
             self.is_deaf = True  # it said itself that it is the last one
 
@@ -219,7 +221,7 @@ class Inbound:
     def _note(self, data: bytes, only: Incoming) -> None:
         """More may follow it, or we were deaf by now: so it is of version 1.1, too."""
         if only.endpoint is not None:
-            self._repeated.note(data, (only.endpoint, only.target), only.headers)
+            self._repeated.note(data, (only.endpoint, only.target), only.headers, only.size)
 
     def _parse(self, data: bytes) -> None:
         try:

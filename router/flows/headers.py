@@ -42,6 +42,8 @@ CONVERSATION_STREAM = b"x-conversation-stream"
 BREAKS = re.compile(rb"[\r\n\0]")
 DIGITS = re.compile(rb"[0-9]{1,9}")
 LONGEST_RETRY = 3600
+# Whose headers are remembered, and how many: each may be as large as a head may be.
+MOST_CLIENTS, MOST_KNOWN = 256, 64
 NAME = itemgetter(0)
 LOOKED_AT = frozenset((REQUEST_ID, b"connection"))
 NOT_TO_ENGINE = HOP_BY_HOP | {
@@ -82,18 +84,29 @@ def sound(headers: Iterable[Header]) -> list[Header]:
 
 def read(headers: Sequence[Header]) -> tuple[str, bytes]:
     """The request's id, the client's own where that is harmless, and the lines both legs share."""
-    request_id, kept = "", headers
+    find = _known if len(headers) <= MOST_KNOWN else _read
+    request_id, lines = find(tuple(headers))
+    return request_id or getrandbits(128).to_bytes(16, "big").hex(), lines
+
+
+def _read(headers: tuple[Header, ...]) -> tuple[str, bytes]:
+    request_id: str = ""
+    kept: Sequence[Header] = headers
     if not LOOKED_AT.isdisjoint(map(NAME, headers)):
         request_id, kept = _own_id(headers), _without_hops(headers)
     lines = [b": ".join(header) for header in kept if header[0] not in NOT_TO_ENGINE]
     lines.append(b"")
-    return request_id or getrandbits(128).to_bytes(16, "big").hex(), b"\r\n".join(lines)
+    return request_id, b"\r\n".join(lines)
+
+
+# Most clients say the same in front of each request.
+_known = lru_cache(maxsize=MOST_CLIENTS)(_read)
 
 
 def to_client(headers: Sequence[Header], request_id: str) -> list[Header]:
     kept = [header for header in headers if header[0] not in NOT_TO_CLIENT]
     if b"connection" in map(NAME, kept):
-        kept = _without_hops(kept)
+        kept = [*_without_hops(kept)]
     kept.append((REQUEST_ID, request_id.encode("ascii")))
     return kept
 
@@ -113,7 +126,7 @@ def _own_id(headers: Sequence[Header]) -> str:
     return ""
 
 
-def _without_hops(headers: Sequence[Header]) -> list[Header]:
+def _without_hops(headers: Sequence[Header]) -> Sequence[Header]:
     """Without Connection headers and those that they nominate."""
     values = [value for name, value in headers if name == b"connection"]
     dropped = {token.strip() for token in b",".join(values).lower().split(b",")}

@@ -20,7 +20,7 @@ from router.upstream.errors import (
     StaleConnectionError,
     UpstreamError,
 )
-from router.upstream.repeated import Repeated
+from router.upstream.repeated import LENGTH, Repeated, without_length
 
 NO_BODY = frozenset((204, 304))
 
@@ -156,7 +156,7 @@ class EngineConnection(asyncio.Protocol):
             may_stay = self._may_stay and error is None
             self._go_back(may_stay)
             if is_first and may_stay and answer.status == 200 and not answer.is_event_stream:
-                self._repeated.note(data, 200, answer.headers)
+                self._repeated.note(data, 200, answer.headers, answer.length or 0)
             answer.feed(pieces, done=True)
             return
         # Bytes that are no body: a head or trailers, which the parser gathers without a limit.
@@ -211,7 +211,7 @@ class EngineConnection(asyncio.Protocol):
             raise self._head_too_large()
         headers = self._headers
         given = dict(headers)  # llhttp admits no two content-lengths
-        length = given.get(b"content-length")
+        length = given.get(LENGTH)
         if b"transfer-encoding" in given:
             _require_chunked(headers)
         elif length is None and status not in NO_BODY:
@@ -222,6 +222,7 @@ class EngineConnection(asyncio.Protocol):
         answer.status, answer.headers = status, headers
         if length is not None:
             answer.length = int(length)
+            answer.headers = without_length(headers)
         kind = given.get(b"content-type", b"")
         answer.is_event_stream = kind.lower().startswith(b"text/event-stream")
         if status >= 500:

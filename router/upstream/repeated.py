@@ -2,7 +2,7 @@
 
 What was parsed once is not parsed again: the same bytes mean the same. Only the digits of a
 Content-Length may be others, and only a message that is all there is, and all here, is compared.
-So nothing is taken that the parser did not take before, and nothing is read differently.
+Its length is not among its headers, for its body tells: so these are the very same, too. Nothing is taken that the parser did not take before, and nothing is read differently.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 Headers = list[tuple[bytes, bytes]]
 T = TypeVar("T")
-LENGTH, CODING = b"content-length", b"transfer-encoding"
+LENGTH = b"content-length"
 DIGITS = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,15})\r\n", re.IGNORECASE)
 # Of a head that is remembered: a connection may be idle for long.
 MOST_BYTES = 4096
@@ -24,13 +24,12 @@ NEVER = b"\0"  # no head begins with it
 class Repeated(Generic[T]):
     """The last head of a connection, and what its first line said."""
 
-    __slots__ = ("_before", "_behind", "_headers", "_new", "_place", "_said")
+    __slots__ = ("_before", "_behind", "_headers", "_new", "_said")
 
     def __init__(self, nothing: T) -> None:
         self._before, self._behind = NEVER, b""
         self._headers: Headers = []
         self._said = nothing
-        self._place = 0
         self._new = 0
 
     def read(self, data: bytes) -> tuple[T, Headers, bytes] | None:
@@ -46,21 +45,22 @@ class Repeated(Generic[T]):
         if data[start:end] != length or not data.startswith(behind, end):
             return None
         self._new = 0
-        headers = self._headers.copy()
-        headers[self._place] = (LENGTH, length)
-        return self._said, headers, data[at:]
+        return self._said, self._headers, data[at:]
 
-    def note(self, data: bytes, said: T, headers: Headers) -> None:
-        """What was found in `data`, when the parser took all of it for one message."""
+    def note(self, data: bytes, said: T, headers: Headers, size: int) -> None:
+        """What was found in `data`, when the parser took all of it for one message with a body of
+        this size. Nobody may change these headers any more."""
         if self._new >= MOST_NEW:
             return
         self._new += 1
         end = data.find(b"\n\r\n", 0, MOST_BYTES) + 3
         found = DIGITS.search(data, 0, end)
-        if found is None or int(found[1]) != len(data) - end or data.find(b"\n\n", 0, end) >= 0:
+        if found is None or data.find(b"\n\n", 0, end) >= 0:
             return
-        names = [name for name, _ in headers]
-        if CODING in names or (LENGTH, found[1]) not in headers:
-            return
-        self._said, self._headers, self._place = said, headers, names.index(LENGTH)
-        self._before, self._behind = data[: found.start(1)], data[found.end(1) : end]
+        if int(found[1]) == size == len(data) - end:
+            self._said, self._headers = said, headers
+            self._before, self._behind = data[: found.start(1)], data[found.end(1) : end]
+
+
+def without_length(headers: Headers) -> Headers:
+    return [header for header in headers if header[0] != LENGTH]

@@ -336,3 +336,11 @@ def test_a_failure_is_told_in_one_short_line() -> None:
     assert AccessLine(record, 0.0).short() == (
         "502 completions; failed at prefill; EngineError: it said no"
     )
+
+
+@pytest.mark.parametrize("many", [1, headers.MOST_KNOWN + 1])
+def test_a_client_that_says_the_same_again_has_the_same_lines_and_another_id(many: int) -> None:
+    given = [(b"x-a", b"1")] * many
+    (one, lines), (two, again) = headers.read(given), headers.read(list(given))
+    assert lines == again == b"x-a: 1\r\n" * many
+    assert one != two
