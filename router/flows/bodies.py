@@ -53,7 +53,7 @@ NO_THRESHOLD = b'"cache_hit_threshold":0'
 class Bodies:
     """The bodies that one request becomes. Raises BadRequestError for what cannot be written."""
 
-    __slots__ = ("_own", "_start")
+    __slots__ = ("_comma", "_own", "_start")
 
     def __init__(self, body: Body) -> None:
         own = {name: body[name] for name in body if name in OWN}
@@ -62,8 +62,9 @@ class Bodies:
             for name in own:
                 del body[name]
         self._own = own
-        # Up to where a leg's own fields begin.
-        self._start = write(body)[:-1] + (b"," if body else b"")
+        # Up to where a leg's own fields begin, not copied: it may be large.
+        self._start = memoryview(write(body))[:-1]
+        self._comma = b"," if body else b""
 
     def prefill(
         self,
@@ -128,8 +129,7 @@ class Bodies:
         return self._with(fields)
 
     def _with(self, fields: list[bytes]) -> bytes:
-        start = self._start if fields else self._start.removesuffix(b",")
-        return b"".join((start, b",".join(fields), b"}"))
+        return b"".join((self._start, self._comma if fields else b"", b",".join(fields), b"}"))
 
 
 class AsSent(Bodies):

@@ -2,7 +2,8 @@
 
 What was parsed once is not parsed again: the same bytes mean the same. Only the digits of a
 Content-Length may be others, and only a message that is all there is, and all here, is compared.
-Its length is not among its headers, for its body tells: so these are the very same, too. Nothing is taken that the parser did not take before, and nothing is read differently.
+So nothing is taken that the parser did not take before, and nothing is read differently. The
+length is not among the headers of what is all here, for its body tells it: they are the very same.
 """
 
 from __future__ import annotations
