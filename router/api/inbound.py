@@ -106,8 +106,10 @@ class Inbound:
 
     def feed(self, data: bytes) -> None:
         is_between, count = not self.is_receiving, len(self.requests)
-        if is_between and self._is_repeated(data):
-            return
+        if is_between:
+            again = self._repeated.read(data)
+            if again is not None and self._takes(*again):
+                return
         self._overhead += len(data)
         try:
             self._parse(data)
@@ -203,12 +205,9 @@ class Inbound:
         if not current.keep_alive:
             self.is_deaf = True  # it said itself that it is the last one
 
-    def _is_repeated(self, data: bytes) -> bool:
-        """A request with the head of the one before, that may be served, is taken at once."""
-        again = self._repeated.read(data)
-        if again is None:
-            return False
-        (endpoint, target), headers, body = again
+    def _takes(self, line: tuple[str, bytes], headers: list[Header], body: bytes) -> bool:
+        """A request with the head of the one before, if there is room for it."""
+        endpoint, target = line
         size, held = len(body), self._bounds.held
         if size > self._bounds.limits.max_body_size or not held.has_room(size):
             return False

@@ -154,9 +154,9 @@ class EngineConnection(asyncio.Protocol):
         if self._complete:
             self._answer = None
             may_stay = self._may_stay and error is None
+            if is_first and may_stay and self.idle_since:  # many a connection is asked once
+                self._note(answer, data)
             self._go_back(may_stay)
-            if is_first and may_stay and answer.status == 200 and not answer.is_event_stream:
-                self._repeated.note(data, 200, answer.headers, answer.length or 0)
             answer.feed(pieces, done=True)
             return
         # Bytes that are no body: a head or trailers, which the parser gathers without a limit.
@@ -175,6 +175,10 @@ class EngineConnection(asyncio.Protocol):
         self._headers = []
         self._head_done = self._complete = False
         self._overhead = 0
+
+    def _note(self, answer: Answer, data: bytes) -> None:
+        if answer.status == 200 and not answer.is_event_stream:
+            self._repeated.note(data, 200, answer.headers, answer.length or 0)
 
     def _go_back(self, may_stay: bool) -> None:
         """To the pool, unless something of the request is still unsent."""
