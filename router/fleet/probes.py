@@ -45,6 +45,9 @@ MOST_MODELS = 10_000
 # are given up: one that drains answers what it has by then, and one whose core has died, as vLLM's
 # may on SIGTERM, never does.
 LEAVING = 120.0
+# The same for streams that another engine can go on with: nothing is lost by that, and an engine
+# which answers says a token sooner.
+LEAVING_STREAMS = 5.0
 # Seconds after which a watch that has not looked is taken for dead.
 PATIENCE = 10.0
 
@@ -142,8 +145,11 @@ class Prober:
         if heard != before:
             since = moment
         self._refusing[engine] = since, heard
+        error = EngineLostError(f"{engine.name} left, and answers nobody")
         if moment - since > LEAVING:
-            engine.pool.fail_legs(EngineLostError(f"{engine.name} left, and answers nobody"))
+            engine.pool.fail_legs(error)
+        elif moment - since > LEAVING_STREAMS:
+            engine.pool.fail_movable(error)
 
     def _not_probed(self, engine: Engine, error: LocalError) -> None:
         """Our own trouble says nothing of an engine; but who was never reached is not there."""

@@ -75,6 +75,8 @@ class Answer(Struct, eq=False):
     is_event_stream: bool = False
     first_body_at: float | None = None
     tap: Tap | None = None
+    is_movable: bool = False
+    """Another engine can go on with what this one has begun to say."""
     error: UpstreamError | None = None
     _whole_limit: int | None = None
     _held: list[bytes] = []

@@ -75,6 +75,10 @@ class EngineConnection(asyncio.Protocol):
         self._answer = answer
         self.transport.write(request)
 
+    @property
+    def is_movable(self) -> bool:
+        return self._answer is not None and self._answer.is_movable
+
     def fail(self, error: UpstreamError) -> None:
         """Fails the answer that is running, if any, and ends the connection."""
         answer = self._answer

@@ -134,6 +134,12 @@ class EnginePool:
         for connection in tuple(self._open):
             connection.fail(copy(error))
 
+    def fail_movable(self, error: UpstreamError) -> None:
+        """The same of streams that have begun and that another engine can go on with, alone."""
+        for connection in tuple(self._open):
+            if connection.is_movable:
+                connection.fail(copy(error))
+
     def close(self) -> None:
         """Closes what is idle."""
         while self._idle:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from router.fleet import probes
 from router.flows.admission import Held
 from router.flows.journal import Journal
 from router.flows.prefilled import Params
@@ -283,6 +284,22 @@ async def test_streams_of_a_decoder_that_is_taken_away_move(
     await eventually(lambda: router.gateway.journals.size > 4 * len(PROMPT) + 4)
     first = next(one for one in (d, d2) if legs(one))
     router.gateway.fleet.remove(router.engine(first).name)
+    assert texts_of((await asking).text) == WORDS
+    assert router.metric("resumes_total", kind="engine_lost", outcome="gone_on") == 1
+
+
+async def test_a_decoder_that_has_left_and_says_nothing_loses_its_streams_soon(
+    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's server without its core."""
+    monkeypatch.setattr(probes, "LEAVING_STREAMS", 0.3)
+    router = await start()
+    d.scripts = d2.scripts = [dies_after(2, "frozen")]
+    asking = asyncio.create_task(router.stream())
+    await eventually(lambda: router.gateway.journals.size > 4 * len(PROMPT) + 4)
+    first = next(one for one in (d, d2) if legs(one))
+    assert first._server is not None
+    first._server.close()
     assert texts_of((await asking).text) == WORDS
     assert router.metric("resumes_total", kind="engine_lost", outcome="gone_on") == 1
 
