@@ -19,12 +19,16 @@ from typing import Protocol
 
 from router.flows.prefilled import PROMPT_IDS, Params, with_field
 from router.upstream.answer import Tap
+from router.upstream.sse import end_of_last_event
 
 # What is not known of the prompt yet has to be told, too.
 OUTPUT, ALL = b'"output"', b'"all"'
-COMMENT = re.compile(rb"^: (prompt_)?token_ids ([A-Za-z0-9+/]*)\r?\n", re.MULTILINE)
+COMMENT = re.compile(rb"^: (prompt_)?token_ids ([^\r\n]*)\r?\n", re.MULTILINE)
+IDS = re.compile(rb"(?:[A-Za-z0-9+/]{4})*")
 MARK = b"token_ids "
-FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
+# Where an end begins: an engine may end a stream without a reason, and clients stop reading there.
+FINISH = re.compile(rb'"finish_reason"\s*:\s*"|^data: ?\[DONE\]', re.MULTILINE)
+REASON_TOLD = re.compile(rb'"finish_reason"\s*:\s*"')
 ABORT = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 REASON = re.compile(rb'"stop_reason"\s*:\s*"')
 ERROR = re.compile(rb'^data: ?\{\s*"error"\s*:', re.MULTILINE)
@@ -115,10 +119,10 @@ class Journal:
             block = COMMENT.sub(self._note, block)
         if block:
             block = self._renamed(block)
+        if self.inner is not None:
+            return self.inner.passing(block, last and not self.is_cut)
         if self.is_cut:
             return block
-        if self.inner is not None:
-            return self.inner.passing(block, last)
         if last:
             self.last, block = block, b""
         return block
@@ -132,14 +136,18 @@ class Journal:
             return block[: _start_of_event(block, wrong.start())], True
         finish = FINISH.search(block)
         start = len(block) if finish is None else _start_of_event(block, finish.start())
-        if last and finish is not None and not _is_abort(block[start:]):
+        if last and _is_whole(block[start:]):
             self._held = b""
             return block, False
+        if last:  # what it has begun to say besides is no event
+            start = min(start, end_of_last_event(block))
         self._held = block[start:]
         return block[:start], last
 
     def _note(self, found: re.Match[bytes]) -> bytes:
-        if found[1]:
+        if IDS.fullmatch(found[2]) is None:  # who goes on would say these again
+            self._is_full = True
+        elif found[1]:
             self._keep_prompt(found[2])
         elif self._has_room(found[2]):
             self._output += found[2]
@@ -180,6 +188,9 @@ def _start_of_event(block: bytes, inside: int) -> int:
     return 0 if end < 0 else end + len(END)
 
 
-def _is_abort(events: bytes) -> bool:
-    """Without a reason of its own: a rejection has one."""
-    return ABORT.search(events) is not None and REASON.search(events) is None
+def _is_whole(ending: bytes) -> bool:
+    """It says why the answer has ended, and not that it was aborted without a reason of its own: a
+    rejection has one."""
+    if REASON_TOLD.search(ending) is None:
+        return False
+    return ABORT.search(ending) is None or REASON.search(ending) is not None
