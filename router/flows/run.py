@@ -398,6 +398,10 @@ class Run:
 
     def _journal(self, decoder: Engine, params: Params | None) -> Journal:
         request = self._request
+        if request.journal is not None and self._going_on is None:
+            # Of a leg that failed before the client had anything: this one may read ids otherwise.
+            request.journal.close()
+            request.journal = None
         if request.journal is None:
             request.journal = Journal(self._gateway.journals, decoder.learned.renders)
         request.journal.know_prompt(params)

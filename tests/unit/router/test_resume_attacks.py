@@ -1,0 +1,131 @@
+"""Strange decoders whose streams are to go on, and what a client must not see of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from router.flows.admission import Held
+from router.flows.journal import Journal
+from tests.unit.router import test_resume
+from tests.unit.router.mock_engine import (
+    DONE,
+    STREAM_HEAD,
+    MockEngine,
+    Peer,
+    Received,
+    Script,
+    chunk,
+    running_engine,
+)
+from tests.unit.router.test_resume import (
+    OURS,
+    RENDERS,
+    WORDS,
+    Start,
+    dies_after,
+    event,
+    from_the_beginning_to,
+    legs,
+    packed,
+    said,
+    texts_of,
+    to_the_end,
+)
+
+start = test_resume.start
+
+
+@pytest.fixture
+async def d2() -> AsyncIterator[MockEngine]:
+    async with running_engine(to_the_end) as engine:
+        yield engine
+
+
+def ends_cleanly(number: int, how: str) -> Script:
+    async def script(request: Received, peer: Peer) -> None:
+        await from_the_beginning_to(number, request, peer)
+        tail = DONE if how == "done" else said(request, number)[:-9]
+        await peer.send(chunk(tail) + b"0\r\n\r\n")
+
+    return script
+
+
+@pytest.mark.parametrize("how", ["done", "half"])
+async def test_an_early_end_is_not_passed_on(
+    start: Start, d: MockEngine, d2: MockEngine, how: str
+) -> None:
+    router = await start()
+    d.scripts = d2.scripts = [ends_cleanly(2, how)]
+    answer = await router.stream()
+    assert texts_of(answer.text) == WORDS
+    assert answer.text.count("[DONE]") == 1
+
+
+async def test_who_goes_on_reads_ids_as_who_told_them(start: Start, d: MockEngine) -> None:
+    """The first one failed before it said anything, and reads ids in another way."""
+    others = OURS | {"renders": RENDERS | {"tokenizer": "9"}}
+
+    async def says_nothing(request: Received, peer: Peer) -> None:
+        peer.reset()
+
+    async with running_engine(to_the_end) as d2, running_engine(to_the_end) as d3:
+        d2.identity, d3.identity = others, OURS
+        router = await start(ds=[d, d2, d3])
+        d.scripts, d2.scripts, d3.scripts = [says_nothing], [dies_after(2)], []
+        answer = await router.stream()
+        assert '"error"' in answer.text
+        assert router.gateway.journals.size == 0
+        for one in (d, d3):
+            assert all(b'"spoken"' not in leg.body for leg in legs(one))
+
+
+def test_what_came_with_an_early_end_is_seen_by_the_next_tap() -> None:
+    class Seen:
+        text = b""
+
+        def passing(self, block: bytes, last: bool) -> bytes:
+            assert not last
+            self.text += block
+            return block
+
+    seen, journal = Seen(), Journal(Held(0), {})
+    journal.begin(seen)
+    error = b'data: {"error": {"message": "no"}}\n\n'
+    assert journal.passing(event(b"x", "AQAA") + error, False) == event(b"x")
+    assert journal.is_cut
+    assert seen.text == event(b"x")
+
+
+@pytest.mark.parametrize("ids", ["AQA", "!!!!", ""])
+def test_ids_that_are_none_are_no_ids(ids: str) -> None:
+    """What was not told is said twice, so nobody may go on."""
+    journal = Journal(Held(0), {})
+    journal.begin(None)
+    first = b": prompt_token_ids AQAA\n" + event(b"w", "AQAA")
+    journal.passing(first, False)
+    assert journal.can_go_on
+    passed = journal.passing(b": token_ids %s\n" % ids.encode() + event(b"x"), False)
+    assert passed == event(b"x")
+    assert journal.can_go_on is (ids == "")
+
+
+async def test_a_long_prompt_is_told(start: Start, d: MockEngine, d2: MockEngine) -> None:
+    """Of more bytes than an event may be held for."""
+    router = await start(min_remote_prefill_tokens=1000)
+    ids = packed(list(range(90_000)))
+
+    async def long_one(request: Received, peer: Peer) -> None:
+        head, tail = said(request, 0).split(b"\n", 1)
+        assert head.startswith(b": prompt_token_ids")
+        await peer.send(STREAM_HEAD + chunk(b": prompt_token_ids %s\n" % ids.encode() + tail))
+        await peer.send(chunk(said(request, 1)))
+        for number in range(2, len(WORDS)):
+            finish = "stop" if number == len(WORDS) - 1 else None
+            await peer.send(chunk(said(request, number, finish)))
+        await peer.send(chunk(DONE) + b"0\r\n\r\n")
+
+    d.scripts = d2.scripts = [long_one]
+    answer = await router.stream()
+    assert "token_ids" not in answer.text
