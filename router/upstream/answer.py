@@ -27,7 +27,7 @@ from router.upstream.errors import (
     SilenceError,
     UpstreamError,
 )
-from router.upstream.sse import EventGate
+from router.upstream.sse import HOLD_LIMIT, HOLD_LIMIT_OF_IDS, EventGate
 
 Headers = list[tuple[bytes, bytes]]
 HIGH_WATER = 256 * 1024
@@ -202,7 +202,7 @@ class Answer(Struct, eq=False):
         self._sink, self._idle, self._latest = sink, idle, latest
         self._recent = deque(maxlen=LAST_BLOCKS)
         if self.is_event_stream:
-            self._gate = EventGate()
+            self._gate = EventGate(HOLD_LIMIT_OF_IDS if self.is_movable else HOLD_LIMIT)
         self._pass_on(sink, self._take(), now())
         if self._done:
             return

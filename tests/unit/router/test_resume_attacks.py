@@ -73,8 +73,10 @@ async def test_who_goes_on_reads_ids_as_who_told_them(start: Start, d: MockEngin
     async with running_engine(to_the_end) as d2, running_engine(to_the_end) as d3:
         d2.identity, d3.identity = others, OURS
         router = await start(ds=[d, d2, d3])
-        d.scripts, d2.scripts, d3.scripts = [says_nothing], [dies_after(2)], []
+        d.scripts = [says_nothing, says_nothing]  # on a kept connection, and on a new one
+        d2.scripts = [dies_after(2)]
         answer = await router.stream()
+        assert len(legs(d2)) == 1
         assert '"error"' in answer.text
         assert router.gateway.journals.size == 0
         for one in (d, d3):
