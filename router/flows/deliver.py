@@ -61,7 +61,7 @@ async def deliver(request: Request, gateway: Gateway, answer: Answer) -> None:
         journal = request.journal if answer.is_event_stream else None
         if journal is not None:
             journal.begin(None)
-            answer.tap, answer.is_movable = journal, True
+            answer.tap = answer.journal = journal
         try:
             await exchange.relay(answer.status, passed, answer, idle, request.latest)
         except asyncio.CancelledError:
@@ -143,7 +143,7 @@ async def _relay_turn(
         if isinstance(journal.inner, Tail):  # of what another decoder has begun
             tail = journal.inner
         journal.begin(tail)
-        answer.tap, answer.is_movable = journal, True
+        answer.tap = answer.journal = journal
     exchange, idle = request.exchange, gateway.limits.stream_idle_timeout
     try:
         await exchange.relay(answer.status, passed, answer, idle, request.latest)

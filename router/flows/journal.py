@@ -37,6 +37,8 @@ CREATED = re.compile(rb'"created"\s*:\s*\d+')
 END = b"\n\n"
 # Base64 of a token's three bytes.
 WIDTH = 4
+# Bytes behind a finish, which wait for the stream's end: a turn's params grow with its prompt.
+MOST_HELD = 8 * 1024 * 1024
 
 
 class Room(Protocol):
@@ -54,12 +56,13 @@ class Journal:
     engine was to go on. `last` is what the reader of the stream says at its end, as of every Tap.
     """
 
-    __slots__ = ("_created", "_held", "_id", "_is_full", "_output", "_prompt",
+    __slots__ = ("_created", "_held", "_id", "_is_full", "_most_moves", "_output", "_prompt",
                  "_renamings", "_room", "first_byte", "inner", "is_cut", "last", "moves",
                  "renders")  # fmt: skip
 
-    def __init__(self, room: Room, renders: Mapping[str, str]) -> None:
+    def __init__(self, room: Room, renders: Mapping[str, str], most_moves: int) -> None:
         self.renders = renders
+        self._most_moves = most_moves
         self.is_cut = False
         self.moves = 0
         self.last = b""
@@ -68,7 +71,8 @@ class Journal:
         self._prompt, self._output = b"", bytearray()
         self._room, self._is_full = room, False
         self.inner: Tap | None = None
-        self._held = b""
+        # From the finish on.
+        self._held: bytearray | None = None
         # As the first decoder has said them, and what others say in their place.
         self._id = self._created = b""
         self._renamings: list[tuple[bytes, bytes]] | None = None
@@ -85,8 +89,10 @@ class Journal:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another engine could be told all that it needs, and there is something left."""
-        return bool(self._prompt and self._output) and not self._is_full and not self.last
+        """Whether another engine may be asked, could be told all that it needs, and there is
+        something left."""
+        is_known = bool(self._prompt and self._output) and not self._is_full
+        return is_known and not self.last and self.moves < self._most_moves
 
     def begun(self) -> bytes:
         """For who is to go on: what the client has, as if it had said that itself."""
@@ -105,7 +111,7 @@ class Journal:
     def begin(self, inner: Tap | None) -> None:
         """Another answer passes from here on."""
         self.inner = inner
-        self._held, self.last, self.is_cut, self._renamings = b"", b"", False, None
+        self._held, self.last, self.is_cut, self._renamings = None, b"", False, None
 
     def close(self) -> None:
         self._room.size -= len(self._prompt) + len(self._output)
@@ -114,7 +120,7 @@ class Journal:
     def passing(self, block: bytes, last: bool) -> bytes:
         if self.is_cut:
             return b""
-        block, self.is_cut = self._without_end(self._held + block, last)
+        block, self.is_cut = self._without_end(block, last)
         if block.find(MARK) >= 0:
             block = COMMENT.sub(self._note, block)
         if block:
@@ -132,17 +138,29 @@ class Journal:
         whether the stream was cut there."""
         wrong = ERROR.search(block)
         if wrong is not None:
-            self._held = b""
-            return block[: _start_of_event(block, wrong.start())], True
-        finish = FINISH.search(block)
-        start = len(block) if finish is None else _start_of_event(block, finish.start())
-        if last and _is_whole(block[start:]):
-            self._held = b""
-            return block, False
-        if last:  # what it has begun to say besides is no event
-            start = min(start, end_of_last_event(block))
-        self._held = block[start:]
-        return block[:start], last
+            passes = (
+                b"" if self._held is not None else block[: _start_of_event(block, wrong.start())]
+            )
+            return passes, True
+        passes = b""
+        if self._held is None:
+            finish = FINISH.search(block)
+            start = len(block) if finish is None else _start_of_event(block, finish.start())
+            if last:  # what it has begun to say besides is no event
+                start = min(start, end_of_last_event(block))
+            passes, block = block[:start], block[start:]
+            self._held = bytearray() if block or last else None
+        if self._held is None:
+            return passes, False
+        self._held += block
+        if len(self._held) > MOST_HELD:
+            self._is_full = True
+        elif not last:
+            return passes, False
+        elif not _is_whole(bytes(self._held)):
+            return passes, True
+        held, self._held = bytes(self._held), None
+        return passes + held, False
 
     def _note(self, found: re.Match[bytes]) -> bytes:
         if IDS.fullmatch(found[2]) is None:  # who goes on would say these again

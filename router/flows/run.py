@@ -403,7 +403,11 @@ class Run:
             request.journal.close()
             request.journal = None
         if request.journal is None:
-            request.journal = Journal(self._gateway.journals, decoder.learned.renders)
+            request.journal = Journal(
+                self._gateway.journals,
+                decoder.learned.renders,
+                self._gateway.limits.max_resumes,
+            )
         request.journal.know_prompt(params)
         return request.journal
 
@@ -455,8 +459,7 @@ class Run:
     def _may_go_on(self) -> bool:
         """Of a client that has some of the answer."""
         journal = self._request.journal
-        most = self._gateway.limits.max_resumes
-        return journal is not None and journal.can_go_on and journal.moves < most
+        return journal is not None and journal.can_go_on
 
     def _note_move(self, kind: str) -> None:
         journal = self._request.journal
@@ -471,9 +474,7 @@ class Run:
             return "not_offered"
         if journal.is_full:
             return "no_room"
-        if not journal.can_go_on:
-            return "not_told"
-        return "given_up"
+        return "given_up" if journal.moves or journal.can_go_on else "not_told"
 
     # A turn.
 

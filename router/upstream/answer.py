@@ -54,6 +54,11 @@ class Tap(Protocol):
     def passing(self, block: bytes, last: bool) -> bytes: ...
 
 
+class Journaled(Protocol):
+    @property
+    def can_go_on(self) -> bool: ...
+
+
 class Sink(Protocol):
     """Where a relayed body goes: one call for all that arrived together, the last one marked."""
 
@@ -75,8 +80,8 @@ class Answer(Struct, eq=False):
     is_event_stream: bool = False
     first_body_at: float | None = None
     tap: Tap | None = None
-    is_movable: bool = False
-    """Another engine can go on with what this one has begun to say."""
+    journal: Journaled | None = None
+    """Where it is written down what the reader has, for another engine to go on with."""
     error: UpstreamError | None = None
     _whole_limit: int | None = None
     _held: list[bytes] = []
@@ -202,7 +207,7 @@ class Answer(Struct, eq=False):
         self._sink, self._idle, self._latest = sink, idle, latest
         self._recent = deque(maxlen=LAST_BLOCKS)
         if self.is_event_stream:
-            self._gate = EventGate(HOLD_LIMIT_OF_IDS if self.is_movable else HOLD_LIMIT)
+            self._gate = EventGate(HOLD_LIMIT if self.journal is None else HOLD_LIMIT_OF_IDS)
         self._pass_on(sink, self._take(), now())
         if self._done:
             return

@@ -77,7 +77,8 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def is_movable(self) -> bool:
-        return self._answer is not None and self._answer.is_movable
+        journal = None if self._answer is None else self._answer.journal
+        return journal is not None and journal.can_go_on
 
     def fail(self, error: UpstreamError) -> None:
         """Fails the answer that is running, if any, and ends the connection."""

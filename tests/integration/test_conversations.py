@@ -126,6 +126,7 @@ def benchmark_turn(server: Server, name: str, messages: list[Any], stream: bool)
     reads: line by line, every line but the last a chunk with a choice. Its client adds aiohttp's
     headers, an API key, and the id once more as X-Session-ID."""
     body = {"model": "tiny", "messages": messages, "conversation_id": name, "max_tokens": 16}
+    body["temperature"] = 0  # the engine's own default samples
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": False}}
     headers = {"X-Session-ID": name, "Authorization": "Bearer key", "Accept": "*/*"}

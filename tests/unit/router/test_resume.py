@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from router.fleet import probes
+from router.flows import journal as journal_module
 from router.flows.admission import Held
 from router.flows.journal import Journal
 from router.flows.prefilled import Params
@@ -389,7 +390,7 @@ FINISH = b'data: {"id":"a","created":1,"finish_reason":"stop"}\n\n'
 @pytest.mark.parametrize("size", [1, 2, 3, 1000])
 def test_however_it_is_cut_into_blocks(size: int) -> None:
     """Blocks are whole events, some at once."""
-    journal = Journal(Held(0), {})
+    journal = Journal(Held(0), {}, 2)
     events = [event(b"x", "AQAA"), event(b"y", "AgAAAwAA"), event(b"z"), FINISH + DONE]
     journal.begin(None)
     passed = b""
@@ -401,7 +402,7 @@ def test_however_it_is_cut_into_blocks(size: int) -> None:
 
 
 def test_a_finish_waits_for_the_end() -> None:
-    journal = Journal(Held(0), {})
+    journal = Journal(Held(0), {}, 2)
     journal.begin(None)
     assert journal.passing(event(b"x", "AQAA") + FINISH, False) == event(b"x")
     assert journal.passing(DONE, False) == b""
@@ -410,8 +411,18 @@ def test_a_finish_waits_for_the_end() -> None:
     assert not journal.can_go_on
 
 
+def test_what_waits_behind_a_finish_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "MOST_HELD", 1000)
+    journal = Journal(Held(0), {}, 2)
+    journal.begin(None)
+    more = event(b"x" * 600)
+    assert journal.passing(event(b"y", "AQAA") + FINISH + more, False) == event(b"y")
+    assert journal.passing(more, False) == FINISH + more + more
+    assert not journal.can_go_on
+
+
 def test_what_looks_like_a_comment_inside_a_text_is_text() -> None:
-    journal = Journal(Held(0), {})
+    journal = Journal(Held(0), {}, 2)
     journal.begin(None)
     block = event(rb"\n: token_ids AQAA\n\"finish_reason\":\"stop\"", "AQAA")
     assert journal.passing(block, False) == event(
@@ -422,7 +433,7 @@ def test_what_looks_like_a_comment_inside_a_text_is_text() -> None:
 
 def test_there_is_room_for_so_many() -> None:
     room = Held(16)
-    one, other = Journal(room, {}), Journal(room, {})
+    one, other = Journal(room, {}, 2), Journal(room, {}, 2)
     for journal in (one, other):
         journal.know_prompt(Params(b'{"begun":{"prompt_token_ids": "AQAA"}}'))
         journal.begin(None)

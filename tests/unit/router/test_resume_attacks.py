@@ -92,7 +92,7 @@ def test_what_came_with_an_early_end_is_seen_by_the_next_tap() -> None:
             self.text += block
             return block
 
-    seen, journal = Seen(), Journal(Held(0), {})
+    seen, journal = Seen(), Journal(Held(0), {}, 2)
     journal.begin(seen)
     error = b'data: {"error": {"message": "no"}}\n\n'
     assert journal.passing(event(b"x", "AQAA") + error, False) == event(b"x")
@@ -103,7 +103,7 @@ def test_what_came_with_an_early_end_is_seen_by_the_next_tap() -> None:
 @pytest.mark.parametrize("ids", ["AQA", "!!!!", ""])
 def test_ids_that_are_none_are_no_ids(ids: str) -> None:
     """What was not told is said twice, so nobody may go on."""
-    journal = Journal(Held(0), {})
+    journal = Journal(Held(0), {}, 2)
     journal.begin(None)
     first = b": prompt_token_ids AQAA\n" + event(b"w", "AQAA")
     journal.passing(first, False)
