@@ -435,7 +435,7 @@ class Run:
         gateway.note_failure(engine, role, error)
         if not is_late:
             _blame(gateway, engine, error, rule.blames_engine and not is_of_turn)
-        what = next_of(error.kind, role, request.exchange.started, self._may_go_on())
+        what = next_of(error.kind, role, request.exchange.started, self._may_go_on(role))
         self._failure = error
         if is_of_turn:
             self._is_spent = True
@@ -456,9 +456,12 @@ class Run:
         gateway.metrics.retries.labels(role, error.kind).inc()
         return what
 
-    def _may_go_on(self) -> bool:
-        """Of a client that has some of the answer."""
+    def _may_go_on(self, role: Role) -> bool:
+        """Of a client that has some of the answer. A move that is under way may take another
+        prefiller, or none, however often it may move."""
         journal = self._request.journal
+        if role is PREFILL and self._going_on is not None:
+            return True
         return journal is not None and journal.can_go_on
 
     def _note_move(self, kind: str) -> None:

@@ -305,6 +305,20 @@ async def test_a_decoder_that_has_left_and_says_nothing_loses_its_streams_soon(
     assert router.metric("resumes_total", kind="engine_lost", outcome="gone_on") == 1
 
 
+async def test_a_prefiller_that_fails_does_not_end_the_only_move(
+    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+) -> None:
+    async def fails(request: Received, peer: Peer) -> None:
+        await peer.answer({"error": {"message": "no"}}, 500)
+
+    router = await start(max_resumes=1)
+    p.scripts, d.scripts = [computes, fails], [dies_after(2)]
+    d2.scripts = d.scripts
+    assert texts_of((await router.stream()).text) == WORDS
+    second = next(one for one in legs(d, d2) if b'"spoken"' in one.body)
+    assert "remote_host" not in second.json["kv_transfer_params"]
+
+
 async def test_an_end_that_was_on_its_way_comes_once(
     start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
