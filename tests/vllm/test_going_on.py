@@ -10,9 +10,11 @@ from tests.integration.processes import Launcher, Server, family, metric, wait_f
 from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
 
 LONG = 150
-PROMPTS = [text_of(length, 16_000 + length) for length in (40, 200, 64, 333, 41, 90)]
+PROMPTS = [text_of(length, 16_000 + length) for length in (40, 200, 64, 333)]
 RUNNING = r"vllm:num_requests_running\{.*\}"
 SOON = ("--health-interval", "0.5", "--health-timeout", "5", "--decode-policy", "round_robin")
+
+OFTEN = ("--max-resumes", "6")
 
 
 def streamed(router: Server, prompt: str) -> Answer:
@@ -38,12 +40,13 @@ def test_streams_go_on_at_another_decoder(
         for victim, number in ((killed, signal.SIGKILL), (stopped, signal.SIGTERM)):
 
             def end(victim: Server = victim, number: int = number) -> None:
-                wait_for(lambda: metric(victim, RUNNING) > 1, "some are at the victim", 60)
+                wait_for(lambda: metric(victim, RUNNING) > 0, "some are at the victim", 60)
                 whole = family(victim.process.pid) if number == signal.SIGKILL else []
                 for pid in whole or [victim.process.pid]:
                     os.kill(pid, number)
 
-            with launcher.router([prefiller], [decoder, victim], *SOON) as router:
+            # Five engines share two cores: one whose load fails for that is one more move.
+            with launcher.router([prefiller], [decoder, victim], *SOON, *OFTEN) as router:
                 assert differences(right, all_streamed(router, end)) == []
                 gone_on = r'disagg_router_resumes_total\{.*outcome="gone_on".*\}'
                 assert metric(router, gone_on) > 0
