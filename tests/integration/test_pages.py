@@ -108,7 +108,7 @@ def test_a_routers_page_is_told_what_moved_for_whom_and_how_fast(
     ):
         events = told(page, 30)
         assert next(name for name, _ in events) == "snapshot"
-        body = {"model": "tiny", "prompt": text_of(100, 3), "max_tokens": 4}
+        body = {"model": "tiny", "prompt": text_of(100, 3), "max_tokens": 4, "ignore_eos": True}
         answer = router.post("/v1/completions", body, request_id="mine:a/b")
         assert answer.status_code == 200, answer.text
         key = ""

@@ -300,7 +300,7 @@ def test_everything_it_started_ends_with_it(number: signal.Signals, tmp_path: Pa
         started = children(process.pid)
         assert len(started) == 7
         os.kill(process.pid, number)
-        process.wait(timeout=20)
+        process.wait(timeout=60)
         latest = time.monotonic() + 5
         while any(stat(pid)[0] not in "XZ" for pid in started):
             assert time.monotonic() < latest
