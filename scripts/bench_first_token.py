@@ -29,10 +29,9 @@ sys.path.insert(0, ROOT)
 
 import httpx  # noqa: E402 # the checkout's own packages come first
 
-from router.children import Child, ChildEndedError, Family  # noqa: E402
+from router.children import ChildEndedError, Family  # noqa: E402
 from scripts.bench.machine import describe  # noqa: E402
-from scripts.bench_multiturn import start_engine, until_ready  # noqa: E402
-from tests.conftest import find_free_ports  # noqa: E402
+from scripts.bench_multiturn import start_engine, start_router, until_ready  # noqa: E402
 
 ALONE, AGAIN, HANDED = "one engine alone", "P/D, sampled again", "P/D, P's token"
 WORDS = ("river", "stone", "lantern", "quiet", "orchard", "winter", "letter", "bridge", "copper")
@@ -173,21 +172,15 @@ def _start(family: Family, model: str) -> list[Case]:
     engines = [start_engine(family, model, name) for name in ("prefill", "decode", "alone")]
     for engine in engines:
         until_ready(engine, "/health")
-    routers = [_router(family, engines, choice) for choice in ("decoder", "auto")]
+    prefill, decode, alone = (engine.url for engine in engines)
+    routers = [
+        start_router(family, f"router {choice}", prefill, decode, "--first-token", choice)
+        for choice in ("decoder", "auto")
+    ]
     for router in routers:
         until_ready(router, "/ready")
-    urls = (engines[2].url, *(router.url for router in routers))
+    urls = (alone, *(router.url for router in routers))
     return [Case(name, url, "tiny") for name, url in zip((ALONE, AGAIN, HANDED), urls, strict=True)]
-
-
-def _router(family: Family, engines: list[Child], first_token: str) -> Child:
-    (port,) = find_free_ports(1)
-    command = [sys.executable, "-m", "router.cli", "--port", str(port)]
-    command += ["--first-token", first_token]
-    for role, engine in zip(("prefiller", "decoder"), engines[:2], strict=True):
-        at = engine.url.rpartition(":")[2]
-        command += [f"--{role}-hosts", "127.0.0.1", f"--{role}-ports", at]
-    return family.start(f"router {first_token}", command, f"http://127.0.0.1:{port}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -253,12 +253,7 @@ def _start(family: Family, longest: int) -> Servers:
         )
     ]
     prefill, decode, alone = (engine.url for engine in engines)
-    (port,) = find_free_ports(1)
-    command = [sys.executable, "-m", "router.cli", "--port", str(port)]
-    command += ["--decode-first-turns", "0"]
-    for role, url in (("prefiller", prefill), ("decoder", decode)):
-        command += [f"--{role}-hosts", "127.0.0.1", f"--{role}-ports", url.rpartition(":")[2]]
-    router = family.start("router", command, f"http://127.0.0.1:{port}")
+    router = start_router(family, "router", prefill, decode, "--decode-first-turns", "0")
     for child, path in [*((engine, "/health") for engine in engines), (router, "/ready")]:
         until_ready(child, path)
     return Servers(router.url, alone, "tiny")
@@ -284,6 +279,15 @@ def start_engine(
         VLLM_NIXL_SIDE_CHANNEL_PORT=str(side_channel),
         UCX_NET_DEVICES=os.environ.get("UCX_NET_DEVICES", "all"),
     )
+
+
+def start_router(family: Family, name: str, prefill: str, decode: str, *flags: str) -> Child:
+    """Before two engines, of which the URLs are given."""
+    (port,) = find_free_ports(1)
+    command = [sys.executable, "-m", "router.cli", "--port", str(port), *flags]
+    for role, url in (("prefiller", prefill), ("decoder", decode)):
+        command += [f"--{role}-hosts", "127.0.0.1", f"--{role}-ports", url.rpartition(":")[2]]
+    return family.start(name, command, f"http://127.0.0.1:{port}")
 
 
 def until_ready(child: Child, path: str) -> None:

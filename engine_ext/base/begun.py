@@ -36,6 +36,9 @@ MAX_TOKENS = 1 << 24
 MAX_LOGPROBS = 1 << 16
 """Of all tokens together: ours asks for those of one."""
 
+LOWEST = -9999.0
+"""JSON has no infinity; vLLM says this one."""
+
 Logprob = tuple[int, float]
 """A token and its log-probability."""
 
@@ -93,6 +96,11 @@ def told(token_ids: Sequence[int], prompt_token_ids: Sequence[int] = ()) -> str:
     """What stands before the `data:` of an event that says `token_ids`."""
     prompt = f": prompt_token_ids {packed(prompt_token_ids)}\n" if prompt_token_ids else ""
     return f"{prompt}: token_ids {packed(token_ids)}\n" if token_ids else prompt
+
+
+def written(token_id: int, logprob: float) -> list[float]:
+    """An entry of `logprobs`."""
+    return [token_id, min(0.0, max(LOWEST, logprob))]
 
 
 def packed(token_ids: Sequence[int]) -> str:

@@ -20,9 +20,6 @@ from engine_ext.reference.finish import Finish
 from engine_ext.reference.grammar import Constraint
 from engine_ext.reference.messages import SamplingParams, TokenLogprob
 
-LOWEST = -9999.0
-"""JSON has no infinity."""
-
 
 class BeginningError(ValueError):
     """The given tokens cannot be this answer's: one line that says why."""
@@ -120,4 +117,4 @@ def _logprob(entry: Sequence[Logprob], asked: int) -> TokenLogprob:
 
 def _written(logprob: TokenLogprob) -> list[list[float]]:
     entries = [(logprob.token_id, logprob.logprob), *logprob.top]
-    return [[token_id, min(max(value, LOWEST), 0.0)] for token_id, value in entries]
+    return [wire.written(token_id, value) for token_id, value in entries]

@@ -11,6 +11,7 @@ import struct
 from pathlib import Path
 from typing import BinaryIO
 
+from engine_ext.base.short_hash import short_hash
 from engine_ext.reference.chat_template import chat_template_source
 from engine_ext.reference.model_config import ModelConfig
 from engine_ext.reference.tokenizer import Tokenizer
@@ -39,16 +40,9 @@ def renders(directory: Path) -> dict[str, str]:
     template = chat_template_source(directory, tokenizer)
     return {
         "model": _weights_digest(directory),
-        "tokenizer": _short(named.encode(), (directory / "tokenizer.json").read_bytes()),
-        "chat_template": "none" if template is None else _short(named.encode(), template.encode()),
+        "tokenizer": short_hash(named, (directory / "tokenizer.json").read_bytes()),
+        "chat_template": "none" if template is None else short_hash(named, template),
     }
-
-
-def _short(*parts: bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()[:16]
 
 
 def _weights_digest(directory: Path) -> str:

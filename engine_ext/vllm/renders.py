@@ -1,11 +1,12 @@
 """What two engines must share to read token ids alike and to render messages alike, as short
 hashes: one goes on with what the other began only where they are equal."""
 
-import hashlib
 import json
 import logging
 from pathlib import Path
 from typing import Any
+
+from engine_ext.base.short_hash import short_hash
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,8 @@ def _renders(state: Any) -> dict[str, str]:
     kwargs = json.dumps(online.default_chat_template_kwargs, sort_keys=True, default=str)
     return {
         "model": _model(config),
-        "tokenizer": _short(special, _tokens(tokenizer)),
-        "chat_template": _short(special, json.dumps(template, default=str), kwargs),
+        "tokenizer": short_hash(special, _tokens(tokenizer)),
+        "chat_template": short_hash(special, json.dumps(template, default=str), kwargs),
     }
 
 
@@ -48,7 +49,7 @@ def _model(config: Any) -> str:
     if len(parts) == 1:
         # From a hub: its name and revision say which weights they are.
         parts.append(f"{config.model} {config.revision}")
-    return _short(*parts)
+    return short_hash(*parts)
 
 
 def _samples(path: Path) -> list[bytes]:
@@ -68,11 +69,3 @@ def _tokens(tokenizer: Any) -> str:
         whole: str = backend.to_str()
         return whole
     return json.dumps(sorted(tokenizer.get_vocab().items()))
-
-
-def _short(*parts: str | bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        raw = part if isinstance(part, bytes) else part.encode()
-        digest.update(len(raw).to_bytes(8, "little") + raw)
-    return digest.hexdigest()[:16]

@@ -14,7 +14,7 @@ import orjson
 from router.flows.errors import BadRequestError
 from router.flows.fields import MAX_COMPLETION_TOKENS, MIN_TOKENS
 from router.flows.journal import Journal
-from router.flows.prefilled import Params, with_field
+from router.flows.prefilled import Params
 from router.flows.request import KV_PARAMS, THRESHOLD, Body
 
 # What a prefiller needs to keep its blocks for a decoder (vLLM's NixlConnector).
@@ -104,9 +104,7 @@ class Bodies:
             fields.append(b'"max_completion_tokens":%d' % most)
         if THRESHOLD in self._own:
             fields.append(NO_THRESHOLD)
-        params = Params(orjson.dumps(PREFILL_PARAMS))
-        told = with_field(params, b'"begun":' + journal.begun())
-        return [*fields, b'"kv_transfer_params":' + told.raw]
+        return [*fields, b'%s,"begun":%s}' % (KEEP_BLOCKS[:-1], journal.begun())]
 
     def decode(
         self, params: Params | None, threshold: float | None = None, whole: bool = False

@@ -52,12 +52,13 @@ class Room(Protocol):
 class Journal:
     """A Tap before that of a turn, if there is one. It must be closed.
 
-    `is_cut`: the engine has ended the stream before the answer's end. `moves`: how often another
-    engine was to go on. `last` is what the reader of the stream says at its end, as of every Tap.
+    `is_full`: it has not kept all. `is_cut`: the engine has ended the stream before the answer's
+    end. `moves`: how often another engine was to go on. `last` is what the reader of the stream
+    says at its end, as of every Tap.
     """
 
-    __slots__ = ("_created", "_held", "_id", "_is_full", "_most_moves", "_output", "_prompt",
-                 "_renamings", "_room", "first_byte", "inner", "is_cut", "last", "moves",
+    __slots__ = ("_created", "_held", "_id", "_most_moves", "_output", "_prompt",
+                 "_renamings", "_room", "first_byte", "inner", "is_cut", "is_full", "last", "moves",
                  "renders")  # fmt: skip
 
     def __init__(self, room: Room, renders: Mapping[str, str], most_moves: int) -> None:
@@ -69,7 +70,7 @@ class Journal:
         self.first_byte: float | None = None
         # Ids, in base64.
         self._prompt, self._output = b"", bytearray()
-        self._room, self._is_full = room, False
+        self._room, self.is_full = room, False
         self.inner: Tap | None = None
         # From the finish on.
         self._held: bytearray | None = None
@@ -83,15 +84,10 @@ class Journal:
         return len(self._output) // WIDTH
 
     @property
-    def is_full(self) -> bool:
-        """It has not kept all."""
-        return self._is_full
-
-    @property
     def can_go_on(self) -> bool:
         """Whether another engine may be asked, could be told all that it needs, and there is
         something left."""
-        is_known = bool(self._prompt and self._output) and not self._is_full
+        is_known = bool(self._prompt and self._output) and not self.is_full
         return is_known and not self.last and self.moves < self._most_moves
 
     def begun(self) -> bytes:
@@ -115,7 +111,7 @@ class Journal:
 
     def close(self) -> None:
         self._room.size -= len(self._prompt) + len(self._output)
-        self._prompt, self._output, self._is_full = b"", bytearray(), True
+        self._prompt, self._output, self.is_full = b"", bytearray(), True
 
     def passing(self, block: bytes, last: bool) -> bytes:
         if self.is_cut:
@@ -154,7 +150,7 @@ class Journal:
             return passes, False
         self._held += block
         if len(self._held) > MOST_HELD:
-            self._is_full = True
+            self.is_full = True
         elif not last:
             return passes, False
         elif not _is_whole(bytes(self._held)):
@@ -164,7 +160,7 @@ class Journal:
 
     def _note(self, found: re.Match[bytes]) -> bytes:
         if IDS.fullmatch(found[2]) is None:  # who goes on would say these again
-            self._is_full = True
+            self.is_full = True
         elif found[1]:
             self._keep_prompt(found[2])
         elif self._has_room(found[2]):
@@ -177,10 +173,10 @@ class Journal:
 
     def _has_room(self, ids: bytes) -> bool:
         """Takes it, too. What was not kept once is never whole again."""
-        self._is_full = self._is_full or not self._room.has_room(len(ids))
-        if not self._is_full:
+        self.is_full = self.is_full or not self._room.has_room(len(ids))
+        if not self.is_full:
             self._room.size += len(ids)
-        return not self._is_full
+        return not self.is_full
 
     def _renamed(self, block: bytes) -> bytes:
         """All events of a stream have one id, and were begun at one time."""

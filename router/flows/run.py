@@ -516,7 +516,7 @@ def _can_go_on(engine: Engine, role: Role, journal: Journal) -> bool:
     """With what another has begun to say."""
     learned = engine.learned
     tells = role is PREFILL or learned.tells_ids
-    return learned.begins and tells and dict(learned.renders) == dict(journal.renders)
+    return learned.begins and tells and learned.renders == journal.renders
 
 
 async def _end(leg: asyncio.Task[Any], patience: float) -> None:

@@ -11,7 +11,6 @@ POST /chaos/FAULT switches a fault; it answers when requests came since the last
 """
 
 import asyncio
-import base64
 import json
 import random
 import socket
@@ -23,6 +22,7 @@ from typing import Any
 
 import httptools
 
+from engine_ext.base.begun import told
 from scripts.bench.mock_http import (
     MODELS,
     STREAM_HEAD,
@@ -49,15 +49,8 @@ PARAMS: dict[str, Any] = {
     "remote_port": 5600,
     "tp_size": 1,
 }
-
-
-def packed(ids: list[int]) -> str:
-    """Three bytes each, the lowest first, in base64."""
-    return base64.b64encode(b"".join(one.to_bytes(3, "little") for one in ids)).decode()
-
-
 IDENTITY = {"capabilities": ["begun", "tell_token_ids"], "renders": {"model": "m"}}
-PROMPT = packed([1])
+PROMPT = [1]
 NOISE = (
     b"\x16\x03\x01 this is not HTTP\r\n\r\n",
     b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n<nonsense",
@@ -187,8 +180,7 @@ class Connection(MockConnection):
             await asyncio.sleep(interval)
             finish = "stop" if number == len(chunks) - 1 else None
             said = json.dumps(_chunk(chunks[number], finish))
-            comment = f": prompt_token_ids {PROMPT}\n" if tells and number == 0 else ""
-            comment += f": token_ids {packed([number])}\n" if tells else ""
+            comment = told([number], () if number else PROMPT) if tells else ""
             self._transport.write(chunked(f"{comment}data: {said}\n\n".encode()))
         self._end(event(b"[DONE]") + b"0\r\n\r\n")
 

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +92,28 @@ def complete(server: Server, prompt: Prompt, max_tokens: int = 12, **body: Any) 
     response = server.post("/v1/completions", body_of(prompt, {"max_tokens": max_tokens, **body}))
     assert response.status_code == 200, response.text
     return Answer.in_body(response.json())
+
+
+def streamed(server: Server, prompt: Prompt, max_tokens: int) -> Answer:
+    fields = {"max_tokens": max_tokens, "stream": True}
+    answer = server.post("/v1/completions", body_of(prompt, fields))
+    assert answer.status_code == 200, answer.text
+    assert "token_ids " not in answer.text
+    return Answer.in_events(answer.text)
+
+
+def all_streamed(
+    server: Server,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    while_they_run: Callable[[], None],
+    seconds: float = 100,
+) -> list[Answer]:
+    """All at once."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [pool.submit(streamed, server, prompt, max_tokens) for prompt in prompts]
+        while_they_run()
+        return [answer.result(timeout=seconds) for answer in answers]
 
 
 def complete_all(

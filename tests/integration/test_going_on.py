@@ -4,14 +4,20 @@ leave while clients read. The oracle is one engine that nobody disturbed."""
 import json
 import random
 import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from tests.integration.oracle import Answer, body_of, complete, differences, text_of
+from tests.integration.oracle import (
+    Answer,
+    all_streamed,
+    complete,
+    differences,
+    streamed,
+    text_of,
+)
 from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wait_for
 
 LONG = 120
@@ -37,21 +43,6 @@ def right(alone: Server) -> list[Answer]:
     return [complete(alone, prompt, LONG) for prompt in PROMPTS]
 
 
-def streamed(server: Server, prompt: str, max_tokens: int = LONG) -> Answer:
-    fields = {"max_tokens": max_tokens, "stream": True}
-    answer = server.post("/v1/completions", body_of(prompt, fields))
-    assert answer.status_code == 200, answer.text
-    assert "token_ids " not in answer.text
-    return Answer.in_events(answer.text)
-
-
-def all_streamed(server: Server, while_they_run: Callable[[], None]) -> list[Answer]:
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        answers = [pool.submit(streamed, server, prompt) for prompt in PROMPTS]
-        while_they_run()
-        return [answer.result(timeout=100) for answer in answers]
-
-
 def running(server: Server) -> float:
     return metric(server, "disagg_engine_requests_running")
 
@@ -67,7 +58,7 @@ def test_the_first_token_is_the_prefillers(
     with launcher.router([p], [d]) as router:
         before = metric(d, computed)
         assert differences(right, [complete(router, one, LONG) for one in PROMPTS]) == []
-        assert differences(right, [streamed(router, one) for one in PROMPTS]) == []
+        assert differences(right, [streamed(router, one, LONG) for one in PROMPTS]) == []
         assert metric(d, computed) == before
         went_on = r'disagg_router_handed_over_total\{outcome="went_on"\}'
         assert metric(router, went_on) == 2 * len(PROMPTS)
@@ -168,7 +159,7 @@ def test_streams_go_on_elsewhere(
             else:
                 victim.process.send_signal(signal.SIGTERM)
 
-        assert differences(right, all_streamed(router, disturb)) == []
+        assert differences(right, all_streamed(router, PROMPTS, LONG, disturb)) == []
         assert resumed(router) > 0
         wait_for(lambda: metric(d, "disagg_engine_requests_running") == 0, "all is over")
 
@@ -198,7 +189,7 @@ def test_killed_at_random_again_and_again(
                 killed.append(dice.choice(at_work))
                 decoders[killed[0]].kill()
 
-            assert differences(right, all_streamed(router, kill)) == []
+            assert differences(right, all_streamed(router, PROMPTS, LONG, kill)) == []
             decoders[killed[0]] = start(places[killed[0]])
         assert resumed(router) > 2
 

@@ -2,10 +2,8 @@
 
 import os
 import signal
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
-from tests.integration.oracle import Answer, body_of, complete, differences, text_of
+from tests.integration.oracle import all_streamed, complete, differences, text_of
 from tests.integration.processes import Launcher, Server, family, metric, wait_for
 from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
 
@@ -15,19 +13,6 @@ RUNNING = r"vllm:num_requests_running\{.*\}"
 SOON = ("--health-interval", "0.5", "--health-timeout", "5", "--decode-policy", "round_robin")
 
 OFTEN = ("--max-resumes", "6")
-
-
-def streamed(router: Server, prompt: str) -> Answer:
-    answer = router.post("/v1/completions", body_of(prompt, {"max_tokens": LONG, "stream": True}))
-    assert answer.status_code == 200, answer.text
-    return Answer.in_events(answer.text)
-
-
-def all_streamed(router: Server, while_they_run: Callable[[], None]) -> list[Answer]:
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        answers = [pool.submit(streamed, router, prompt) for prompt in PROMPTS]
-        while_they_run()
-        return [answer.result(timeout=200) for answer in answers]
 
 
 def test_streams_go_on_at_another_decoder(
@@ -47,7 +32,9 @@ def test_streams_go_on_at_another_decoder(
 
             # Five engines share two cores: one whose load fails for that is one more move.
             with launcher.router([prefiller], [decoder, victim], *SOON, *OFTEN) as router:
-                assert differences(right, all_streamed(router, end)) == []
+                assert (
+                    differences(right, all_streamed(router, PROMPTS, LONG, end, seconds=200)) == []
+                )
                 gone_on = r'disagg_router_resumes_total\{.*outcome="gone_on".*\}'
                 assert metric(router, gone_on) > 0
                 went_on = r'disagg_router_handed_over_total\{outcome="went_on"\}'

@@ -12,6 +12,7 @@ from engine_ext.reference.output_stream import merge
 from engine_ext.reference.server.dialect import Dialect
 from engine_ext.reference.server.errors import EngineFailureError
 from engine_ext.reference.server.generation import Outputs
+from engine_ext.reference.server.job import Job
 from engine_ext.reference.server.tally import Tally
 
 DONE = b"data: [DONE]\n\n"
@@ -44,27 +45,25 @@ async def streamed(dialect: Dialect, outputs: Outputs) -> AsyncGenerator[bytes, 
     asked for one, else the one that finishes the last choice. Stock vLLM 0.32 never streams them.
     """
     tally = Tally(dialect.job)
-    begun = dialect.job.num_spoken > 0
+    begun, is_first = dialect.job.num_spoken > 0, True
     async with aclosing(outputs):
         async for choice, output in outputs:
             if not (output.token_ids or output.text or output.finish_reason):
                 continue
             opening = [] if begun else [event(chunk) for chunk in dialect.opening()]
             begun = True
-            told = _told(dialect, tally, output)
+            told, is_first = _told(dialect.job, output, is_first), False
             yield b"".join([*opening, told, event(_chunk(dialect, tally, choice, output))])
     _check_complete(tally)
     yield b"".join(_closing(dialect, tally))
 
 
-def _told(dialect: Dialect, tally: Tally, output: RequestOutput) -> bytes:
+def _told(job: Job, output: RequestOutput, is_first: bool) -> bytes:
     """Of the only choice: where there are more, nobody could go on."""
-    job = dialect.job
     if job.options.tell is None or job.num_choices > 1:
         return b""
-    is_first = job.options.tell == ALL and not tally.choices[0].told
-    tally.choices[0].told = True
-    return told(output.token_ids, job.prompts[0].token_ids if is_first else ()).encode()
+    names_prompt = is_first and job.options.tell == ALL
+    return told(output.token_ids, job.prompts[0].token_ids if names_prompt else ()).encode()
 
 
 def _chunk(dialect: Dialect, tally: Tally, choice: int, output: RequestOutput) -> dict[str, Any]:

@@ -13,8 +13,6 @@ class ChoiceTally:
     cached_tokens: int = 0
     begun: bool = False
     finished: bool = False
-    told: bool = False
-    """The ids of its prompt, to who asked for them."""
 
 
 @dataclass(slots=True)

@@ -11,13 +11,11 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.output_processor import RequestState
 
-from engine_ext.base.begun import KEY
+from engine_ext.base.begun import KEY, written
 
 MARK = "_disagg_begun"
 SPOKEN = "_disagg_spoken"
 """Where begun_answer.py leaves on a request what of it was spoken when it came."""
-LOWEST = -9999.0
-"""JSON has no infinity; vLLM says this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ def _completed(state: Any, params: dict[str, Any], spoken: Spoken) -> dict[str, 
     if known:
         positions = [known[at] for at in range(spoken.num_tokens, len(known))]
         begun["logprobs"] = [
-            [[token, min(0.0, max(LOWEST, each.logprob))] for token, each in position.items()]
+            [written(token, each.logprob) for token, each in position.items()]
             for position in positions
         ]
     return {**params, KEY: begun}

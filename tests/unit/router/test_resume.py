@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 
+from engine_ext.base.begun import packed, told, unpacked
 from router.fleet import probes
 from router.flows import journal as journal_module
 from router.flows.admission import Held
@@ -42,15 +42,6 @@ LAST = "stop"
 Start = Callable[..., Awaitable[Router]]
 
 
-def packed(ids: list[int]) -> str:
-    return base64.b64encode(b"".join(one.to_bytes(3, "little") for one in ids)).decode()
-
-
-def unpacked(text: str) -> list[int]:
-    raw = base64.b64decode(text)
-    return [int.from_bytes(raw[at : at + 3], "little") for at in range(0, len(raw), 3)]
-
-
 def said(request: Received, number: int, finish: str | None = None) -> bytes:
     """The event that says the word of that number, which is its token, too."""
     content = {
@@ -68,10 +59,9 @@ def said(request: Received, number: int, finish: str | None = None) -> bytes:
         ],
     }
     asked = request.json.get("kv_transfer_params", {}).get("tell_token_ids")
-    told = f": token_ids {packed([number])}\n" if asked else ""
-    if asked == "all" and number == 0:
-        told = f": prompt_token_ids {packed(PROMPT)}\n" + told
-    return f"{told}data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
+    names_prompt = asked == "all" and number == 0
+    comments = told([number], PROMPT if names_prompt else ()) if asked else ""
+    return f"{comments}data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
 
 
 async def from_the_beginning_to(last: int, request: Received, peer: Peer) -> None:
@@ -79,8 +69,8 @@ async def from_the_beginning_to(last: int, request: Received, peer: Peer) -> Non
     begun = request.json.get("kv_transfer_params", {}).get("begun", {})
     first = begun.get("spoken", 0)
     ids = unpacked(begun.get("output_token_ids", ""))
-    assert ids == list(range(len(ids)))
-    assert not ids or unpacked(begun["prompt_token_ids"]) == PROMPT
+    assert ids == tuple(range(len(ids)))
+    assert not ids or list(unpacked(begun["prompt_token_ids"])) == PROMPT
     await peer.send(STREAM_HEAD)
     for number in range(first, last):
         finish = LAST if number == len(WORDS) - 1 else None
@@ -155,6 +145,13 @@ def texts_of(answer: str) -> list[str]:
     finishes = [content["choices"][0]["finish_reason"] for content in contents]
     assert finishes == [None] * (len(contents) - 1) + [LAST], answer
     return [content["choices"][0]["text"] for content in contents]
+
+
+def error_in(answer: str) -> dict[str, Any]:
+    """That the stream ends with."""
+    last = answer.strip().split("\n\n")[-1]
+    error: dict[str, Any] = json.loads(last.removeprefix("data: "))["error"]
+    return error
 
 
 def legs(*engines: MockEngine) -> list[Received]:
@@ -246,8 +243,7 @@ async def test_again_and_again_but_not_for_ever(
         assert texts_of((await router.stream()).text) == WORDS
         d.scripts = d2.scripts = d3.scripts = d4.scripts = deaths
         answer = await router.stream()
-        *_, error = answer.text.strip().split("\n\n")
-        assert json.loads(error.removeprefix("data: "))["error"]["code"] == 502
+        assert error_in(answer.text)["code"] == 502
         assert answer.text.count('"text"') == 4
         outcomes = {"kind": "broken_answer"}
         assert router.metric("resumes_total", outcome="gone_on", **outcomes) == 4
@@ -269,8 +265,7 @@ async def test_who_is_to_go_on_may_refuse(
     else:
         d.scripts.append(refuses)
     answer = await router.stream()
-    error = json.loads(answer.text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]
-    assert error["code"] == 502
+    assert error_in(answer.text)["code"] == 502
     assert answer.text.count('"text"') == 2
     assert router.metric("resumes_total", kind="status_400", outcome="refused") == 1
 
@@ -348,8 +343,7 @@ async def test_where_nobody_can_go_on_the_stream_ends_with_an_error(
         router = await start(ds=[d, other], **limits)
         d.scripts = other.scripts = [dies_after(2)]
         answer = await router.stream()
-        error = json.loads(answer.text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]
-        assert error["code"] == 502
+        assert error_in(answer.text)["code"] == 502
         assert answer.text.count('"text"') == 2
         assert router.gateway.journals.size == 0
 

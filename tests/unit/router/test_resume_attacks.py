@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from engine_ext.base.begun import packed
 from router.flows.admission import Held
 from router.flows.journal import Journal
 from tests.unit.router import test_resume
@@ -28,7 +29,6 @@ from tests.unit.router.test_resume import (
     event,
     from_the_beginning_to,
     legs,
-    packed,
     said,
     texts_of,
     to_the_end,

@@ -1,9 +1,10 @@
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from engine_ext.reference.server.served_model import ServedModel
-from engine_ext.reference.tiny_model import write_tiny_model
+from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
 from tests.unit.reference.server.fake_engine import (
     FakeEngine,
     RunningServer,
@@ -17,6 +18,12 @@ from tests.unit.reference.server.fake_engine import (
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     return served_model(write_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model for the real engine."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), TinyModel(layers=2))
 
 
 @pytest.fixture

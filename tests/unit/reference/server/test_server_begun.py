@@ -20,7 +20,6 @@ from engine_ext.reference.server.errors import BadRequestError
 from engine_ext.reference.server.preparation import prepare_chat, prepare_completion
 from engine_ext.reference.server.served_model import ServedModel
 from engine_ext.reference.server.transfer import remote_params
-from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
 from tests.unit.reference.server.fake_engine import (
     FakeEngine,
     RunningServer,
@@ -68,11 +67,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "one tool": {"tool_choice": NAMED},
     "any tools": {"tool_choice": "required"},
 }
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"), TinyModel(layers=2))
 
 
 @pytest.fixture

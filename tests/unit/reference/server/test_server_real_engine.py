@@ -14,7 +14,6 @@ from engine_ext.reference.build import build_engine
 from engine_ext.reference.engine import Engine
 from engine_ext.reference.engine_config import EngineConfig
 from engine_ext.reference.server.served_model import ServedModel
-from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
 from tests.unit.reference.server.fake_engine import (
     events_of,
     in_process,
@@ -31,11 +30,6 @@ BODY: dict[str, Any] = {
     "temperature": 0,
     "ignore_eos": True,
 }
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"), TinyModel(layers=2))
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from engine_ext.reference.engine_config import EngineConfig
 from engine_ext.reference.grammar import MAX_GRAMMAR, GrammarCompiler
 from engine_ext.reference.model_config import read_model_config
 from engine_ext.reference.server.served_model import ServedModel
-from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
 from tests.unit.reference.server.fake_engine import (
     FakeEngine,
     events_of,
@@ -54,11 +53,6 @@ SCHEMA: dict[str, Any] = {
 }
 BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
 BODY: dict[str, Any] = {"messages": ASKED, "prompt": "Once", "max_tokens": 400, "temperature": 1.0}
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"), TinyModel(layers=2))
 
 
 @pytest.fixture

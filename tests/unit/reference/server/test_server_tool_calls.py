@@ -16,7 +16,6 @@ from engine_ext.reference.build import build_engine
 from engine_ext.reference.engine import Engine
 from engine_ext.reference.engine_config import EngineConfig
 from engine_ext.reference.server.tool_calls import Calls, Forced, calls_in
-from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
 from tests.unit.reference.server.fake_engine import events_of, in_process, served_model
 
 CHAT = "/v1/chat/completions"
@@ -46,11 +45,6 @@ BODY: dict[str, Any] = {
     "temperature": 1.0,
     "tools": TOOLS,
 }
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"), TinyModel(layers=2))
 
 
 @pytest.fixture
