@@ -78,7 +78,7 @@ class Bodies:
         compute. `hands_over`: a decoder is to go on from the token that it samples. `journal`: of
         what was said, which it computes like the prompt."""
         if journal is not None:
-            return self._with(self._going_on(journal))
+            return self._with(self._going_on(journal, no_threshold))
         fields = [ONE_TOKEN]
         if hands_over and self._own.get(MIN_TOKENS):
             fields.append(ONE_AT_LEAST)
@@ -96,13 +96,13 @@ class Bodies:
             fields.append(_field(KV_PARAMS, {**params, **named}))
         return self._with(fields)
 
-    def _going_on(self, journal: Journal) -> list[bytes]:
+    def _going_on(self, journal: Journal, no_threshold: bool) -> list[bytes]:
         """What was said counts; one token more is sampled, and not used."""
         most = journal.said + 1
         fields = [b'"max_tokens":%d,"stream":false' % most]
         if MAX_COMPLETION_TOKENS in self._own:
             fields.append(b'"max_completion_tokens":%d' % most)
-        if THRESHOLD in self._own:
+        if no_threshold or THRESHOLD in self._own:
             fields.append(NO_THRESHOLD)
         return [*fields, b'%s,"begun":%s}' % (KEEP_BLOCKS[:-1], journal.begun())]
 

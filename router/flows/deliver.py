@@ -60,7 +60,7 @@ async def deliver(request: Request, gateway: Gateway, answer: Answer) -> None:
         idle = limits.stream_idle_timeout
         journal = request.journal if answer.is_event_stream else None
         if journal is not None:
-            journal.begin(None)
+            _write_down(journal, gateway, None)
             answer.tap = answer.journal = journal
         try:
             await exchange.relay(answer.status, passed, answer, idle, request.latest)
@@ -142,7 +142,7 @@ async def _relay_turn(
     if journal is not None:
         if isinstance(journal.inner, Tail):  # of what another decoder has begun
             tail = journal.inner
-        journal.begin(tail)
+        _write_down(journal, gateway, tail)
         answer.tap = answer.journal = journal
     exchange, idle = request.exchange, gateway.limits.stream_idle_timeout
     try:
@@ -193,6 +193,14 @@ def note_first_byte(request: Request, answer: Answer) -> None:
     record.stage, record.status, record.first_byte = "stream", answer.status, answer.first_body_at
     if journal is not None:  # another may have begun
         journal.first_byte = record.first_byte = journal.first_byte or answer.first_body_at
+
+
+def _write_down(journal: Journal, gateway: Gateway, inner: Tail | None) -> None:
+    """What passes from here on."""
+    journal.begin(inner)
+    cause, journal.moved_by = journal.moved_by, ""
+    if cause:
+        gateway.metrics.resumes.add((cause, "gone_on"))
 
 
 def require_end(journal: Journal) -> None:

@@ -10,7 +10,6 @@ identity, and compared here.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import msgspec
@@ -19,7 +18,6 @@ from router.fleet.engine import Engine
 from router.flows.fields import MAX_COMPLETION_TOKENS, MAX_TOKENS, MIN_TOKENS
 
 Body = Mapping[str, object]
-BEGUN = re.compile(rb'"begun"\s*:\s*\{')
 # Forms that an answer is held to, from its first token on: not shown yet to go on rightly.
 GUIDED = frozenset(
     (
@@ -37,9 +35,9 @@ NEVER = GUIDED | OF_THE_PROMPT
 STOP, LENGTH = "stop", "length"
 
 
-def read_alike(one: Engine, other: Engine) -> bool:
-    mine = one.learned.renders
-    return bool(mine) and mine == other.learned.renders
+def read_alike(engine: Engine, renders: Mapping[str, str]) -> bool:
+    """As one whose `renders` those are. Who tells none is like nobody."""
+    return bool(renders) and engine.learned.renders == renders
 
 
 def difference(one: Engine, other: Engine) -> str:

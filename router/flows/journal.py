@@ -53,19 +53,19 @@ class Journal:
     """A Tap before that of a turn, if there is one. It must be closed.
 
     `is_full`: it has not kept all. `is_cut`: the engine has ended the stream before the answer's
-    end. `moves`: how often another engine was to go on. `last` is what the reader of the stream
-    says at its end, as of every Tap.
+    end. `moves`: how often another engine was to go on; `moved_by`: why one is to, until it does.
+    `last` is what the reader of the stream says at its end, as of every Tap.
     """
 
     __slots__ = ("_created", "_held", "_id", "_most_moves", "_output", "_prompt",
-                 "_renamings", "_room", "first_byte", "inner", "is_cut", "is_full", "last", "moves",
-                 "renders")  # fmt: skip
+                 "_renamings", "_room", "first_byte", "inner", "is_cut", "is_full", "last",
+                 "moved_by", "moves", "renders")  # fmt: skip
 
     def __init__(self, room: Room, renders: Mapping[str, str], most_moves: int) -> None:
         self.renders = renders
         self._most_moves = most_moves
         self.is_cut = False
-        self.moves = 0
+        self.moves, self.moved_by = 0, ""
         self.last = b""
         self.first_byte: float | None = None
         # Ids, in base64.
@@ -107,11 +107,13 @@ class Journal:
     def begin(self, inner: Tap | None) -> None:
         """Another answer passes from here on."""
         self.inner = inner
-        self._held, self.last, self.is_cut, self._renamings = None, b"", False, None
+        self._let_go()
+        self.last, self.is_cut, self._renamings = b"", False, None
 
     def close(self) -> None:
         self._room.size -= len(self._prompt) + len(self._output)
         self._prompt, self._output, self.is_full = b"", bytearray(), True
+        self._let_go()
 
     def passing(self, block: bytes, last: bool) -> bytes:
         if self.is_cut:
@@ -149,14 +151,20 @@ class Journal:
         if self._held is None:
             return passes, False
         self._held += block
-        if len(self._held) > MOST_HELD:
+        self._room.size += len(block)
+        if len(self._held) > MOST_HELD or not self._room.has_room(0):
             self.is_full = True
         elif not last:
             return passes, False
         elif not _is_whole(bytes(self._held)):
             return passes, True
-        held, self._held = bytes(self._held), None
-        return passes + held, False
+        return passes + self._let_go(), False
+
+    def _let_go(self) -> bytes:
+        """What was held of an end."""
+        held, self._held = bytes(self._held or b""), None
+        self._room.size -= len(held)
+        return held
 
     def _note(self, found: re.Match[bytes]) -> bytes:
         if IDS.fullmatch(found[2]) is None:  # who goes on would say these again

@@ -160,7 +160,8 @@ class Legs:
         request, gateway = self._request, self._gateway
         record, seat, reuse = request.record, request.seat, self.plan.reuse
         record.stage, record.decoder, record.decode_started = "decode", engine.name, now()
-        record.first_byte = None  # the one before may have failed inside its first event
+        # The one before may have failed inside its first event; if it did not, another goes on.
+        record.first_byte = None if request.journal is None else request.journal.first_byte
         self._is_read = False
         if seat is not None:
             seat.decode_at(engine)

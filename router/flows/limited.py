@@ -26,6 +26,10 @@ class Limited(Before):
         counted = Counted(answer, self._stay) if answer.is_event_stream else answer
         await super().relay(status, headers, counted, idle, latest)
 
+    async def finish(self, tail: bytes) -> None:
+        self._stay.passed += tail.count(EVENT)
+        await super().finish(tail)
+
     def _told(self, headers: Sequence[Header]) -> list[Header]:
         """An engine's limits are the router's business."""
         return [*(h for h in headers if not h[0].startswith(LIMIT)), *self._lines]

@@ -95,7 +95,7 @@ def _is_one_token(request: Request, route: Route, limits: Limits) -> bool:
         and request.turn is None
         and asks_one_token(request.body)
         and may_be_handed(request.body)
-        and read_alike(prefiller, route.decoders[0])
+        and read_alike(prefiller, route.decoders[0].learned.renders)
     )
 
 

@@ -18,9 +18,14 @@ from router.fleet.engine import Engine
 from router.fleet.spec import DECODE, PREFILL, Role
 from router.flows import release
 from router.flows.attempts import RULES, Next, next_of
-from router.flows.bodies import Bodies
+from router.flows.bodies import Bodies, message_in
 from router.flows.deliver import deliver_prefilled
-from router.flows.errors import EngineOverloadedError, NoEngineError, UnknownModelError
+from router.flows.errors import (
+    EngineOverloadedError,
+    NoEngineError,
+    RejectedError,
+    UnknownModelError,
+)
 from router.flows.gateway import Gateway
 from router.flows.handover import asks_one_token, difference, may_be_handed, read_alike
 from router.flows.journal import Journal
@@ -74,8 +79,8 @@ Failure = tuple[LegError, Engine, Role]
 class Run:
     """One request under way: what failed so far, and what is held for it at engines."""
 
-    __slots__ = ("_bodies", "_failed", "_failure", "_fresh", "_gateway", "_is_spent", "_left",
-                 "_legs", "_mate", "_offer", "_plan", "_rejected", "_request",
+    __slots__ = ("_bodies", "_failed", "_failure", "_fresh", "_gateway", "_hands_nothing",
+                 "_is_spent", "_left", "_legs", "_mate", "_offer", "_plan", "_rejected", "_request",
                  "_unread")  # fmt: skip
 
     def __init__(self, request: Request, bodies: Bodies, plan: Plan, gateway: Gateway) -> None:
@@ -91,7 +96,7 @@ class Run:
         self._fresh = False
         # The prefiller whose KV the decoder is to read.
         self._mate: Engine | None = None
-        self._rejected = False
+        self._rejected = self._hands_nothing = False
         # Of a turn: what the last one left, as long as no prefiller has read it.
         self._unread = None if plan.reuse is None else plan.reuse.turn.entry
         self._is_spent = False
@@ -194,6 +199,8 @@ class Run:
                 if hands_over:
                     outcome = prefilled.begin()
                     self._gateway.metrics.handed_over.add((outcome,))
+                else:
+                    prefilled.begin_not()
                 return prefilled
 
     async def _decode(self, params: Params | None, threshold: float = 0.0) -> Came:
@@ -210,9 +217,14 @@ class Run:
                 return ITSELF
             if threshold and not may_reject(self._request, engine):
                 return UNASKED
-            body = self._decode_body(self._told(params, engine), threshold)
+            told = self._told(params, engine)
+            body = self._decode_body(told, threshold)
             try:
                 return await self._legs.decode(engine, body, self._fresh, threshold)
+            except RejectedError as error:
+                if told is None or not told.begins or not self._may_compute_all(engine, error):
+                    raise
+                return AFRESH
             except LEG_ERRORS as error:
                 what = self._after(error, engine, DECODE)
                 if what is Next.RESUME:
@@ -347,6 +359,8 @@ class Run:
         gateway, request = self._gateway, self._request
         if gateway.limits.first_token != "auto" or self._going_on is not None:
             return False
+        if self._hands_nothing:
+            return False
         order = self._plan.route.decoders
         decoder = self._first(order, prefiller) or self._another(DECODE, prefiller)
         if decoder is None or decoder is prefiller:
@@ -355,7 +369,7 @@ class Run:
             return False
         if asks_one_token(request.body):  # whose text is not to be held back
             return False
-        if not read_alike(prefiller, decoder):
+        if not read_alike(prefiller, decoder.learned.renders):
             gateway.metrics.handed_over.add(("differ",))
             what = difference(prefiller, decoder)
             gateway.throttle.warn(
@@ -364,6 +378,20 @@ class Run:
                 decoder.name,
             )
             return False
+        return True
+
+    def _may_compute_all(self, decoder: Engine, error: RejectedError) -> bool:
+        """Instead of going on from a token that a decoder would not have: perhaps that was its
+        fault, or the prefiller's, and not the client's."""
+        gateway = self._gateway
+        if error.status != 400 or not gateway.budget.take(now()):
+            return False
+        self._hands_nothing = True
+        gateway.metrics.handed_over.add(("refused",))
+        gateway.throttle.warn(
+            f"a decoder did not go on from a prefiller's token{message_in(error.body)}",
+            decoder.name,
+        )
         return True
 
     @property
@@ -378,7 +406,7 @@ class Run:
         if journal is not None:
             params = with_field(params, b'"begun":' + journal.begun())
         elif params is not None and params.begins and mate is not None:
-            is_meant = decoder.learned.begins and read_alike(decoder, mate)
+            is_meant = decoder.learned.begins and read_alike(decoder, mate.learned.renders)
             params = params if is_meant else params.not_beginning()
         if decoder.learned.tells_ids and self._is_kept(decoder):
             return self._journal(decoder, params).asking(params)
@@ -467,8 +495,7 @@ class Run:
     def _note_move(self, kind: str) -> None:
         journal = self._request.journal
         assert journal is not None
-        journal.moves += 1
-        self._gateway.metrics.resumes.add((kind, "gone_on"))
+        journal.moves, journal.moved_by = journal.moves + 1, kind
 
     def _why_not(self) -> str:
         """For the books, of a stream with which nobody goes on."""
@@ -516,7 +543,7 @@ def _can_go_on(engine: Engine, role: Role, journal: Journal) -> bool:
     """With what another has begun to say."""
     learned = engine.learned
     tells = role is PREFILL or learned.tells_ids
-    return learned.begins and tells and learned.renders == journal.renders
+    return learned.begins and tells and read_alike(engine, journal.renders)
 
 
 async def _end(leg: asyncio.Task[Any], patience: float) -> None:

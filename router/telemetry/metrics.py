@@ -267,8 +267,9 @@ class Metrics:
             "First tokens that a prefiller sampled and could hand over, by what came of it.",
             "outcome",
             act="differ: the engines of a pair do not render alike, the log says in what. "
-            "not_told: a prefiller that offers it did not. Either way the decoder samples it "
-            "again.",
+            "not_told: a prefiller that offers it did not, or told what makes no sense. refused: a "
+            "decoder would not go on from it, and all is computed afresh. In each case the decoder "
+            "samples it again.",
         )
         self.decode_first = made.tally(
             "decode_first",

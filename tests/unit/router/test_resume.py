@@ -158,6 +158,7 @@ def legs(*engines: MockEngine) -> list[Received]:
     return [one for engine in engines for one in engine.requests if one.path.startswith("/v1/")]
 
 
+KINDS = ("broken_answer", "status_5xx")
 HOWS = ["reset", "half", "error", "abort", "ends", "frozen"]
 
 
@@ -249,6 +250,32 @@ async def test_again_and_again_but_not_for_ever(
         assert router.metric("resumes_total", outcome="gone_on", **outcomes) == 4
         assert router.metric("resumes_total", outcome="given_up", **outcomes) == 1
         assert router.gateway.journals.size == 0
+
+
+async def test_only_who_goes_on_is_counted(
+    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+) -> None:
+    async def fails(request: Received, peer: Peer) -> None:
+        await peer.answer({"error": {"message": "no"}}, 500)
+
+    async with running_engine(to_the_end) as d3:
+        d3.identity = OURS
+        router = await start(ds=[d, d2, d3])
+        d.scripts = d2.scripts = d3.scripts = [dies_after(2), fails]
+        assert texts_of((await router.stream()).text) == WORDS
+        outcomes = [router.metric("resumes_total", kind=kind, outcome="gone_on") for kind in KINDS]
+        assert sum(outcomes) == 1
+
+
+async def test_engines_that_tell_not_what_they_render_are_like_nobody(
+    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+) -> None:
+    untold = {"capabilities": CAPABILITIES}
+    async with running_engine(to_the_end) as other:
+        d.identity = other.identity = untold
+        router = await start(ds=[d, other])
+        d.scripts = other.scripts = [dies_after(2)]
+        assert error_in((await router.stream()).text)["code"] == 502
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -427,6 +454,22 @@ def test_what_waits_behind_a_finish_is_bounded(monkeypatch: pytest.MonkeyPatch) 
     assert journal.passing(event(b"y", "AQAA") + FINISH + more, False) == event(b"y")
     assert journal.passing(more, False) == FINISH + more + more
     assert not journal.can_go_on
+
+
+def test_what_waits_behind_a_finish_takes_room() -> None:
+    room = Held(1000)
+    journal = Journal(room, {}, 2)
+    journal.begin(None)
+    journal.passing(event(b"y", "AQAA") + FINISH, False)
+    assert room.size == 4 + len(FINISH)
+    more = event(b"x" * 990)
+    assert journal.passing(more, False) == FINISH + more
+    assert not journal.can_go_on
+    assert room.size == 4
+    journal.begin(None)
+    journal.passing(FINISH, False)
+    journal.close()
+    assert room.size == 0
 
 
 def test_what_looks_like_a_comment_inside_a_text_is_text() -> None:
