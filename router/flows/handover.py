@@ -18,20 +18,17 @@ from router.fleet.engine import Engine
 from router.flows.fields import MAX_COMPLETION_TOKENS, MAX_TOKENS, MIN_TOKENS
 
 Body = Mapping[str, object]
-# Forms that an answer is held to, from its first token on: not shown yet to go on rightly.
-GUIDED = frozenset(
-    (
-        "structured_outputs",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-        "structural_tag",
-    )
+# What a second engine would need to know of the prompt besides its tokens, or says of it, or keeps
+# count of from the answer's first token on: engines refuse to begin with these.
+NEVER = (
+    "echo",
+    "suffix",
+    "prompt_embeds",
+    "truncate_prompt_tokens",
+    "return_prompt_text",
+    "logprob_token_ids",
+    "thinking_token_budget",
 )
-# What the second engine would need of the prompt, besides its tokens, or says of it.
-OF_THE_PROMPT = frozenset(("echo", "prompt_embeds", "suffix"))
-NEVER = GUIDED | OF_THE_PROMPT
 STOP, LENGTH = "stop", "length"
 
 
@@ -50,9 +47,6 @@ def difference(one: Engine, other: Engine) -> str:
 def may_be_handed(body: Body) -> bool:
     """Whether the first token of this request tells another engine all that it needs."""
     if any(body.get(name) for name in NEVER):
-        return False
-    form, choice = body.get("response_format"), body.get("tool_choice")
-    if choice not in (None, "auto", "none") or not _is_text(form):
         return False
     least = body.get(MIN_TOKENS)
     if least is not None and type(least) is not int:
@@ -86,10 +80,6 @@ def finish_in(choices: bytes) -> str | None:
     except (msgspec.DecodeError, ValueError):
         return None
     return choice.finish_reason
-
-
-def _is_text(form: object) -> bool:
-    return form is None or (isinstance(form, Mapping) and form.get("type") == "text")
 
 
 def _is_only_text(message: object) -> bool:

@@ -5,12 +5,14 @@ import json
 import random
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from tests.integration.oracle import (
+    TOLERANCE,
     Answer,
     all_streamed,
     complete,
@@ -24,6 +26,9 @@ LONG = 120
 PROMPTS = [text_of(length, 7000 + length) for length in (40, 64, 200, 333, 700, 41, 90, 128)]
 CHAT = [{"role": "user", "content": "Say something long and strange, é ü 漢字."}]
 SOON = ("--health-interval", "0.5", "--health-timeout", "2", "--prefill-timeout", "20")
+
+
+WENT_ON = r'disagg_router_handed_over_total\{outcome="went_on"\}'
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +65,29 @@ def test_the_first_token_is_the_prefillers(
         assert differences(right, [complete(router, one, LONG) for one in PROMPTS]) == []
         assert differences(right, [streamed(router, one, LONG) for one in PROMPTS]) == []
         assert metric(d, computed) == before
-        went_on = r'disagg_router_handed_over_total\{outcome="went_on"\}'
-        assert metric(router, went_on) == 2 * len(PROMPTS)
+        assert metric(router, WENT_ON) == 2 * len(PROMPTS)
         wait_for(lambda: metric(p, "disagg_engine_blocks_delayed") == 0, "P's blocks are freed")
         assert metric(p, "disagg_engine_kv_leases_expired_total") == 0
 
 
+LIST = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 30}
+TOOL = {"type": "object", "properties": {"list": LIST}, "required": ["list"]}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": TOOL}} for name in "fg"]
+# That an answer is held to, from its first token on.
+FORMS: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_object"}},
+    {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": LIST},
+        },
+        "logprobs": True,
+        "top_logprobs": 2,
+    },
+    {"structured_outputs": {"regex": "([a-z]{4}-[0-9]{4} ){12}"}},
+    {"tools": TOOLS, "tool_choice": "required"},
+    {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+]
 FIELDS: list[dict[str, Any]] = [
     {"stop": ["e"]},
     {"stop": ["a", "b", "c", "d"], "include_stop_str_in_output": True},
@@ -76,8 +98,8 @@ FIELDS: list[dict[str, Any]] = [
     {"max_tokens": 1, "logprobs": True, "top_logprobs": 1},
     {"max_completion_tokens": 2, "min_tokens": 2},
     {"return_token_ids": True},
-    {"response_format": {"type": "json_object"}, "max_tokens": 40},
     {"n": 2, "seed": 1},
+    *({**form, "max_tokens": 40} for form in FORMS),
 ]
 
 
@@ -94,6 +116,15 @@ def test_every_kind_of_chat_is_answered_as_by_one_engine(
                 server.post("/v1/chat/completions", body).text for server in (router, alone)
             )
             assert _comparable(got) == _comparable(expected), fields
+
+
+class Likely(float):
+    """A log-probability, equal to others up to the noise of other batches."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float) and abs(self - other) < TOLERANCE
+
+    __hash__ = None  # type: ignore[assignment] # equality is not transitive
 
 
 def _comparable(text: str) -> object:
@@ -115,15 +146,22 @@ def _comparable(text: str) -> object:
 
 def _said(message: dict[str, Any], choice: dict[str, Any]) -> tuple[Any, ...]:
     logprobs = (choice["logprobs"] or {}).get("content") or []
-    rounded = [[(top["token"], round(top["logprob"], 3)) for top in _all(one)] for one in logprobs]
+    likely = [[(top["token"], Likely(top["logprob"])) for top in _all(one)] for one in logprobs]
     return (
         message.get("role") or "",
         message.get("content") or "",
-        rounded,
+        _calls(message),
+        likely,
         choice.get("token_ids") or [],
         choice["finish_reason"] or "",
         str(choice.get("stop_reason") or ""),
     )
+
+
+def _calls(message: dict[str, Any]) -> str:
+    """Names and arguments: how a stream cuts them is its own affair, and ids are random."""
+    functions = [call["function"] for call in message.get("tool_calls") or []]
+    return "".join((one.get("name") or "") + (one.get("arguments") or "") for one in functions)
 
 
 def _all(entry: dict[str, Any]) -> list[dict[str, Any]]:
@@ -162,6 +200,59 @@ def test_streams_go_on_elsewhere(
         assert differences(right, all_streamed(router, PROMPTS, LONG, disturb)) == []
         assert resumed(router) > 0
         wait_for(lambda: metric(d, "disagg_engine_requests_running") == 0, "all is over")
+
+
+CHATS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+# What an event of another dialect says, and the one that tells of the end.
+DELTAS = {MESSAGES: "content_block_delta", RESPONSES: "response.output_text.delta"}
+ENDS = {MESSAGES: "message_delta", RESPONSES: "response.completed"}
+OTHERS = [(MESSAGES, {}), (RESPONSES, {}), *((CHATS, form) for form in FORMS)]
+
+
+def test_streams_in_other_dialects_and_forms_go_on_elsewhere(
+    launcher: Launcher, p: Server, d: Server
+) -> None:
+    with ExitStack() as stack:
+        victim = stack.enter_context(launcher.engine("victim", extra=BOTH_WAYS))
+        router = stack.enter_context(
+            launcher.router([p], [d, victim], *SOON, "--decode-policy", "round_robin")
+        )
+        asked = [(*other, number) for other in OTHERS for number in (1, 2)]
+        right = [_told(router, *one) for one in asked]
+        with ThreadPoolExecutor(len(asked)) as pool:
+            answers = [pool.submit(_told, router, *one) for one in asked]
+            wait_for(lambda: running(victim) > 3, "some are at the victim")
+            victim.kill()
+            assert [answer.result(timeout=100) for answer in answers] == right
+        assert resumed(router) > 3
+        assert metric(router, WENT_ON) == 2 * len(asked)
+
+
+def _told(router: Server, path: str, fields: dict[str, Any], number: int) -> object:
+    """What the events of one stream say together, which must be one story."""
+    said = f"Say something long and strange, number {number}: é ü 漢字."
+    body: dict[str, Any] = {"model": "tiny", "stream": True, "temperature": 0, **fields}
+    if path == RESPONSES:
+        body |= {"input": said, "max_output_tokens": 300}
+    else:
+        body |= {"messages": [{"role": "user", "content": said}], "max_tokens": 300}
+    if path == CHATS:
+        body |= {"stream_options": {"include_usage": True}}
+    answer = router.post(path, body)
+    assert answer.status_code == 200, answer.text
+    if path == CHATS:
+        return _comparable(answer.text)
+    lines = [line for line in answer.text.split("\n") if line.startswith("data: {")]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    text = "".join(_delta(event) for event in events if event["type"] == DELTAS[path])
+    (end,) = [event for event in events if event["type"] == ENDS[path]]
+    usage = end["usage"] if path == MESSAGES else end["response"]["usage"]
+    return text, usage["output_tokens"]
+
+
+def _delta(event: dict[str, Any]) -> str:
+    delta = event["delta"]
+    return delta if isinstance(delta, str) else str(delta["text"])
 
 
 def test_killed_at_random_again_and_again(

@@ -249,6 +249,57 @@ def test_a_tool_call_goes_on_in_the_middle(parsing: Server) -> None:
     assert len({*left}) > 2, left
 
 
+LIST = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 4}
+TOOL = {"type": "object", "properties": {"list": LIST}, "required": ["list"]}
+CHOICE = [{"type": "function", "function": {"name": name, "parameters": TOOL}} for name in "fg"]
+FORMS: dict[str, dict[str, Any]] = {
+    "object": {"response_format": {"type": "json_object"}},
+    "schema": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": LIST}}
+    },
+    "choice": {"structured_outputs": {"choice": ["red or green", "red or blue"]}},
+}
+CALLING: dict[str, dict[str, Any]] = {
+    "any": {"tools": CHOICE, "tool_choice": "required"},
+    "one": {"tools": CHOICE, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+}
+
+
+def in_form(fields: dict[str, Any]) -> dict[str, Any]:
+    fields = {"max_tokens": 60, "ignore_eos": False, **fields}
+    return streamed(body_of("chat", "Say it.", logprobs=None, top_logprobs=None, **fields))
+
+
+@pytest.mark.parametrize("how", FORMS)
+def test_an_answer_keeps_its_form_from_the_prefillers_token_on_and_from_its_middle(
+    prefiller: Server, decoder: Server, alone: Server, how: str
+) -> None:
+    body = in_form(FORMS[how])
+    right = deltas(alone, body)
+    params, _ = hand_over(prefiller, "chat", body)
+    given = {**params, "do_remote_decode": False, "do_remote_prefill": True}
+    assert deltas(decoder, {**body, "kv_transfer_params": given}) == right
+    assert_the_rest_is_said(decoder, alone, body)
+
+
+@pytest.mark.parametrize("how", CALLING)
+def test_calls_that_are_insisted_on_go_on_in_the_middle(parsing: Server, how: str) -> None:
+    assert_the_rest_is_said(parsing, parsing, in_form(CALLING[how]))
+
+
+def assert_the_rest_is_said(server: Server, alone: Server, body: dict[str, Any]) -> None:
+    """Of what is given and was said: by a client's count of all, nothing is missing or twice."""
+    right, tokens = deltas(alone, body), ask(alone, "chat", body).tokens
+    prompt = prompt_ids(alone, "chat", body)
+    for given in (1, len(tokens) // 2, len(tokens) - 1):
+        said = deltas(alone, {**body, "max_tokens": given})
+        rest = deltas(server, begin(body, Begun(prompt, tokens[:given], given)))
+        together = {name: said[name] + rest[name] for name in right}
+        assert together == right, (given, said, rest)
+        unsaid = deltas(server, begin(body, Begun(prompt, tokens[:given])))
+        assert unsaid == right, given
+
+
 def deltas(server: Server, body: dict[str, Any]) -> dict[str, str]:
     """What a stream says, by field."""
     text = server.post(PATHS["chat"], body).text

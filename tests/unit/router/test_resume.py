@@ -375,9 +375,7 @@ async def test_where_nobody_can_go_on_the_stream_ends_with_an_error(
         assert router.gateway.journals.size == 0
 
 
-@pytest.mark.parametrize(
-    "fields", [{"n": 2}, {"response_format": {"type": "json_object"}}, {"stream": False}]
-)
+@pytest.mark.parametrize("fields", [{"n": 2}, {"suffix": "x"}, {"stream": False}])
 async def test_of_some_requests_nothing_is_asked(
     start: Start, d: MockEngine, d2: MockEngine, fields: dict[str, Any]
 ) -> None:
