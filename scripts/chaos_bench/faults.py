@@ -27,6 +27,8 @@ class Blow(StrEnum):
     KILL = "kill"
     RESTART = "restart"
     """Killed, and started again at once, before anyone has looked."""
+    STOP = "stop"
+    """Asked to end, and started again when it has: what it still answers, it cuts off."""
     FREEZE = "freeze"
     HANDOVER = "handover"
     """The router's: a second one takes over, the first is asked to end."""

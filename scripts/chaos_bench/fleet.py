@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import TimeoutExpired
 
 from router.children import Child, Family
 from scripts.bench.errors import BenchError
@@ -16,6 +17,7 @@ from scripts.chaos_bench import control
 from scripts.chaos_bench.faults import Fault
 
 START = 60.0
+END = 30.0
 PORTS = range(10_000, 15_000)
 """Below those of outgoing connections: one of these could take the port of an engine that is dead
 for a while. tests/conftest.py gives out those above."""
@@ -76,6 +78,17 @@ class Fleet:
         assert engine.child is not None
         engine.child.process.wait()
         self._family.children.remove(engine.child)
+
+    async def stop(self, engine: Engine) -> None:
+        """Raises BenchError when it does not end."""
+        engine.send(signal.SIGTERM)
+        child = engine.child
+        assert child is not None
+        try:
+            await asyncio.to_thread(child.process.wait, END)
+        except TimeoutExpired:
+            raise BenchError(f"{child.name} does not end: {_last_line(child.log)}") from None
+        self._family.children.remove(child)
 
     async def switch(self, engine: Engine, fault: Fault) -> list[float]:
         """When requests came since the last switch."""

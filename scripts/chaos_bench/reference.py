@@ -41,6 +41,7 @@ def _engine(name: str, model: Path) -> Engine:
     command = [
         *(sys.executable, "-m", "engine_ext.reference.cli", "--port", str(port)),
         *("--model", str(model), "--served-model-name", "m", "--num-threads", "1"),
+        *("--shutdown-timeout", "0"),
         *("--no-enable-prefix-caching", "--kv-transfer-config", json.dumps(CONNECTOR)),
     ]
     variables = {

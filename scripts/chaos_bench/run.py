@@ -107,8 +107,11 @@ class Harming:
 
     async def _kill(self, victims: Sequence[Engine]) -> None:
         fleet = self.bench.fleet
-        for engine in victims:
-            fleet.kill(engine)
+        if self.scenario.harm is Blow.STOP:
+            await asyncio.gather(*map(fleet.stop, victims))
+        else:
+            for engine in victims:
+                fleet.kill(engine)
         if self.scenario.harm is Blow.KILL:
             await self._last()
         await asyncio.gather(*map(fleet.restart, victims))

@@ -87,6 +87,7 @@ def scenarios() -> Mapping[str, Scenario]:
         Scenario("router-restart", Role.ROUTER, Blow.HANDOVER, after=4.0, chunks=60, interval=0.05),
         Scenario("real-kill-p", P, Blow.KILL, is_real=True),
         Scenario("real-kill-d", D, Blow.KILL, is_real=True),
+        Scenario("real-stop-d", D, Blow.STOP, is_real=True),
         Scenario("real-freeze-d", D, *FREEZE, aim_of_streams=STREAM_NOT_FROZEN, is_real=True),
     ]
     return {scenario.name: scenario for scenario in made}
