@@ -94,8 +94,8 @@ def complete(server: Server, prompt: Prompt, max_tokens: int = 12, **body: Any) 
     return Answer.in_body(response.json())
 
 
-def streamed(server: Server, prompt: Prompt, max_tokens: int) -> Answer:
-    fields = {"max_tokens": max_tokens, "stream": True}
+def streamed(server: Server, prompt: Prompt, max_tokens: int, **body: Any) -> Answer:
+    fields = {"max_tokens": max_tokens, "stream": True, **body}
     answer = server.post("/v1/completions", body_of(prompt, fields))
     assert answer.status_code == 200, answer.text
     assert "token_ids " not in answer.text

@@ -4,6 +4,7 @@ leave while clients read. The oracle is one engine that nobody disturbed."""
 import json
 import random
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -175,6 +176,26 @@ def _together(parts: tuple[Any, ...]) -> Any:
 def _used(answer: dict[str, Any]) -> tuple[int, int]:
     usage = answer["usage"]
     return usage["prompt_tokens"], usage["completion_tokens"]
+
+
+def test_what_is_sampled_without_a_seed_has_the_same_distribution(
+    launcher: Launcher, p: Server, d: Server, alone: Server
+) -> None:
+    """Of three tokens, each one of two: the first is drawn by the prefiller, the others by the
+    decoder. Pearson's statistic of two samples with eight cells; above 40 once in a million."""
+    with launcher.router([p], [d]) as router:
+        ours, theirs = _drawn(router, 400), _drawn(alone, 400)
+        assert metric(router, WENT_ON) == 400
+    cells = ours.keys() | theirs.keys()
+    assert len(cells) == 8
+    assert sum((ours[one] - theirs[one]) ** 2 / (ours[one] + theirs[one]) for one in cells) < 40
+
+
+def _drawn(server: Server, times: int) -> Counter[str]:
+    fields = {"temperature": 2.0, "structured_outputs": {"regex": "[ab]{3}"}}
+    with ThreadPoolExecutor(8) as pool:
+        answers = pool.map(lambda _: complete(server, PROMPTS[0], 3, **fields), range(times))
+        return Counter(answer.text for answer in answers)
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen", "stopped"])
