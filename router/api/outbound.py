@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -17,7 +17,8 @@ NO_CONTENT = 204  # has no length either (RFC 9110, 8.6)
 class Line(Protocol):
     """The connection that the answer leaves by."""
 
-    def send(self, data: bytes) -> None: ...
+    @property
+    def send(self) -> Callable[[bytes], None]: ...
     def common(self, outbound: Outbound) -> tuple[bytes, ...]:
         """Header lines that all answers have; says Connection: close where it is the last."""
 
@@ -81,6 +82,9 @@ class Outbound(Struct, eq=False):
     def write(self, block: bytes, last: bool) -> None:
         """Sink: all that arrived together leaves in one write, the first one behind the head."""
         if self.is_over:
+            return
+        if self.chunked and block and not (last or self.head):
+            self.line.send(wire.CHUNK % (len(block), block))  # as most are
             return
         pieces = wire.chunk(block, last) if self.chunked else [block]
         if self.head:

@@ -56,7 +56,7 @@ class RouterProtocol(asyncio.Protocol):
                  "_default_headers", "_default_lines", "_held", "_inbound", "_is_asked_to_end",
                  "_is_closing", "_is_continued", "_is_reading", "_is_refusing", "_is_timed",
                  "_keep_alive", "_loop", "_server", "_task", "_unread", "_unread_until",
-                 "_write_paused", "deadline", "gateway", "transport")  # fmt: skip
+                 "_write_paused", "deadline", "gateway", "send", "transport")  # fmt: skip
 
     def __init__(
         self,
@@ -104,6 +104,7 @@ class RouterProtocol(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        self.send = self.transport.write
         connections, limits = self._server.connections, self.gateway.limits
         connections.add(self)  # type: ignore[arg-type] # a set of uvicorn's own protocols
         self.gateway.metrics.connections.inc()
@@ -267,9 +268,6 @@ class RouterProtocol(asyncio.Protocol):
             self._pause_reading()
 
     # Line: what an answer needs of its connection.
-
-    def send(self, data: bytes) -> None:
-        self.transport.write(data)
 
     def common(self, outbound: Outbound) -> tuple[bytes, ...]:
         headers = self._server.default_headers

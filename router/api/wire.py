@@ -14,6 +14,7 @@ _STATUS_LINES = {
 }
 CHUNKED = b"transfer-encoding: chunked\r\n"
 CLOSE = b"connection: close\r\n"
+CHUNK = b"%x\r\n%b\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 
 

@@ -27,6 +27,7 @@ from router.flows.prefilled import Params, Prefilled
 from router.flows.push import Push
 from router.flows.request import PASSED, Body, Request
 from router.flows.screen import (
+    beginning,
     cached_share,
     ends_at_once,
     is_cut_off,
@@ -182,9 +183,11 @@ class Legs:
                 raise answer.error
             if answer.status != 200:
                 await self._refuse(engine, answer)
-            if tells_nothing_yet(answer):
+            begun = beginning(answer)
+            if tells_nothing_yet(answer, begun):
                 await self._wait_for_more(answer)
-            if ends_at_once(answer):
+                begun = beginning(answer)
+            if ends_at_once(answer, begun):
                 raise EngineUnavailableError(STOPPED % engine.role)
             if engine.breaker.succeeded():
                 gateway.fleet.answered(engine)

@@ -35,24 +35,27 @@ CUT_OFF = b'"finish_reason":"abort"'
 ROLE, END, MOST_CHOICES = b'"role"', b"\n\n", 128
 
 
-def tells_nothing_yet(answer: Answer) -> bool:
+def beginning(answer: Answer) -> bytes:
+    """As much of what is here as the next two look at."""
+    return _opening(answer.held()) if answer.is_event_stream else answer.held()
+
+
+def tells_nothing_yet(answer: Answer, begun: bytes) -> bool:
     """What has come is no whole event, or roles alone."""
-    return answer.is_event_stream and _tells_nothing(answer.held())
+    return answer.is_event_stream and _tells_nothing(begun)
 
 
 async def tells_something(answer: Answer) -> None:
     """Returns when it does, or has ended. Raises UpstreamError."""
-    await answer.until(lambda block: not _tells_nothing(block))
+    await answer.until(lambda block: not _tells_nothing(_opening(block)))
 
 
-def ends_at_once(answer: Answer) -> bool:
+def ends_at_once(answer: Answer, begun: bytes) -> bool:
     """Whether what is here was cut off by an engine that is being stopped, and has no text that a
     client could have seen. No coroutine: each answer is asked."""
-    held = answer.held()
     if not answer.is_event_stream:
-        return is_cut_off(held)
-    held = _opening(held)
-    return held.find(ABORTED) >= 0 and bool(_verdict(held, has_aborted))
+        return is_cut_off(begun)
+    return begun.find(ABORTED) >= 0 and bool(_verdict(begun, has_aborted))
 
 
 def is_cut_off(raw: bytes) -> bool:
@@ -74,7 +77,6 @@ def has_aborted(content: Json) -> bool:
 
 def _tells_nothing(block: bytes) -> bool:
     """Where there are more events than roles, one of them is something else."""
-    block = _opening(block)
     events = block.count(END) or max(map(block.count, BOUNDARIES))
     if events > min(MOST_CHOICES, block.count(ROLE)):
         return False

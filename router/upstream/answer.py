@@ -105,28 +105,25 @@ class Answer(Struct, eq=False):
         if self._whole_limit is None:
             self._wake()
 
-    def arrive(self, status: int, headers: Headers, body: bytes) -> None:
-        """All of it at once."""
-        self.status, self.headers, self.length = status, headers, len(body)
-        self.feed([body], done=True)
-
-    def feed(self, pieces: list[bytes], done: bool) -> None:
-        """Takes what one read of the socket brought."""
-        if pieces and self.first_body_at is None:
+    def feed(self, block: bytes, done: bool) -> None:
+        """Takes what one read of the socket brought of the body."""
+        if block and self.first_body_at is None:
             self.first_body_at = now()
         if done:
             self._done = True
             self.deadlines.drop(self)
-            if self._sink is None and self._whole_limit is None and not self._held:
-                self._held = pieces  # as most answers come
-                self._held_size = sum(map(len, pieces))
+        sink = self._sink
+        if sink is not None:
+            self._pass_on(sink, block)
+            if done:
                 self._wake()
-                return
-        if self._sink is not None:
-            self._pass_on(self._sink, b"".join(pieces), now())
-        else:
-            self._hold(pieces)
-        if done or (self._sink is None and self._is_ready()):
+            return
+        if block:
+            self._held.append(block)
+            self._held_size += len(block)
+        if not done or self._whole_limit is not None:
+            self._limit_held()
+        if done or self._is_ready():
             self._wake()
 
     def fail(self, error: UpstreamError) -> None:
@@ -173,7 +170,7 @@ class Answer(Struct, eq=False):
         if self._done and self._held_size <= limit:
             return self._take()
         self._whole_limit = limit
-        self._hold([])
+        self._limit_held()
         if not self._done:
             self._wire.resume()
             await self.ready()
@@ -208,7 +205,7 @@ class Answer(Struct, eq=False):
         self._recent = deque(maxlen=LAST_BLOCKS)
         if self.is_event_stream:
             self._gate = EventGate(HOLD_LIMIT if self.journal is None else HOLD_LIMIT_OF_IDS)
-        self._pass_on(sink, self._take(), now())
+        self._pass_on(sink, self._take())
         if self._done:
             return
         self.check()
@@ -263,10 +260,7 @@ class Answer(Struct, eq=False):
             return False
         return self._held_size > HIGH_WATER or self.is_event_stream
 
-    def _hold(self, pieces: list[bytes]) -> None:
-        self._held += pieces
-        for piece in pieces:
-            self._held_size += len(piece)
+    def _limit_held(self) -> None:
         if self._whole_limit is None:
             if self._held_size > HIGH_WATER and not self._done:
                 self._wire.pause()
@@ -279,8 +273,9 @@ class Answer(Struct, eq=False):
         held, self._held, self._held_size = self._held, [], 0
         return held[0] if len(held) == 1 else b"".join(held)
 
-    def _pass_on(self, sink: Sink, block: bytes, moment: float) -> None:
-        self.deadline = min(moment + self._idle, self._latest)
+    def _pass_on(self, sink: Sink, block: bytes) -> None:
+        deadline = now() + self._idle
+        self.deadline = deadline if deadline < self._latest else self._latest
         if self._gate is not None:
             block = self._gate.passing(block)
             if self._done:

@@ -120,7 +120,7 @@ class EngineConnection(asyncio.Protocol):
         if answer is None:
             return
         if self._until_close and exc is None:
-            answer.feed([], done=True)
+            answer.feed(b"", True)
         elif self._heard:
             answer.fail(BrokenAnswerError("the answer ended early"))
         else:
@@ -143,7 +143,9 @@ class EngineConnection(asyncio.Protocol):
             if again is not None:
                 self._answer = None
                 self._go_back(not self._hung_up)
-                answer.arrive(*again)
+                answer.status, answer.headers, body = again
+                answer.length = len(body)
+                answer.feed(body, True)
                 return
             self._begin()
         self._overhead += len(data)
@@ -154,7 +156,7 @@ class EngineConnection(asyncio.Protocol):
             error = BrokenAnswerError(str(failure.__context__ or failure))
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as failure:
             error = BrokenAnswerError(f"not an HTTP/1.1 answer: {failure}")
-        pieces = self._pieces.copy()
+        block = b"".join(self._pieces)
         self._pieces.clear()
         if self._complete:
             self._answer = None
@@ -162,12 +164,12 @@ class EngineConnection(asyncio.Protocol):
             if is_first and may_stay and self.idle_since:  # many a connection is asked once
                 self._note(answer, data)
             self._go_back(may_stay)
-            answer.feed(pieces, done=True)
+            answer.feed(block, True)
             return
         # Bytes that are no body: a head or trailers, which the parser gathers without a limit.
-        if pieces:
+        if block:
             self._overhead = 0
-            answer.feed(pieces, done=False)
+            answer.feed(block, False)
         elif self._overhead > self._header_limit and error is None:
             error = self._head_too_large()
         if error is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from router.flows.screen import ends_at_once, tells_nothing_yet, tells_something
+from router.flows.screen import beginning, ends_at_once, tells_nothing_yet, tells_something
 from router.upstream.answer import Answer
 from router.upstream.deadlines import Deadlines, now
 from tests.unit.router.flows.test_stopped_engines import CHAT_END, ROLE, TEXT_END, said
@@ -31,9 +31,9 @@ class Wire:
 
 async def judge(answer: Answer) -> bool:
     """As a decode leg does it."""
-    if tells_nothing_yet(answer):
+    if tells_nothing_yet(answer, beginning(answer)):
         await tells_something(answer)
-    return ends_at_once(answer)
+    return ends_at_once(answer, beginning(answer))
 
 
 async def verdict(blocks: Iterable[bytes]) -> tuple[bool, bytes]:
@@ -41,13 +41,13 @@ async def verdict(blocks: Iterable[bytes]) -> tuple[bool, bytes]:
     answer = Answer(Wire(), Deadlines(), now() + 60)
     answer.status, answer.is_event_stream = 200, True
     first, *others = blocks
-    answer.feed([first], False)
+    answer.feed(first, False)
     judging = asyncio.create_task(judge(answer))
     for block in others:
         await asyncio.sleep(0)
         if judging.done():
             break
-        answer.feed([block], False)
+        answer.feed(block, False)
     found = await asyncio.wait_for(judging, 5)
     return found, answer.held()
 
