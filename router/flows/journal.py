@@ -23,12 +23,16 @@ from router.upstream.sse import end_of_last_event
 
 # What is not known of the prompt yet has to be told, too.
 OUTPUT, ALL = b'"output"', b'"all"'
-COMMENT = re.compile(rb"^: (prompt_)?token_ids ([^\r\n]*)\r?\n", re.MULTILINE)
-IDS = re.compile(rb"(?:[A-Za-z0-9+/]{4})*")
+# At the beginning of a line, which is looked at second: what begins with letters is found sooner.
+COMMENT = re.compile(rb": (?<![^\n]: )(prompt_)?token_ids ([^\r\n]*)\r?\n")
+IDS = re.compile(rb"[A-Za-z0-9+/]*")
 MARK = b"token_ids "
+# How most blocks begin, and what an event begins with that is no error.
+TOLD, EVENT = b": token_ids ", b'data: {"id"'
 # Where an end begins: an engine may end a stream without a reason, and clients stop reading there.
 FINISH = re.compile(rb'"finish_reason"\s*:\s*"|^data: ?\[DONE\]', re.MULTILINE)
 REASON_TOLD = re.compile(rb'"finish_reason"\s*:\s*"')
+MAY_FINISH = re.compile(rb'finish_reason"\s*:\s*"')
 ABORT = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 REASON = re.compile(rb'"stop_reason"\s*:\s*"')
 ERROR = re.compile(rb'^data: ?\{\s*"error"\s*:', re.MULTILINE)
@@ -118,10 +122,15 @@ class Journal:
     def passing(self, block: bytes, last: bool) -> bytes:
         if self.is_cut:
             return b""
-        block, self.is_cut = self._without_end(block, last)
-        if block.find(MARK) >= 0:
-            block = COMMENT.sub(self._note, block)
-        if block:
+        told = 0 if last or self._held is not None else _told_in_usual(block)
+        if told and self._has_room(ids := block[len(TOLD) : told]):
+            self._output += ids
+            block = block[told + 1 :]
+        else:
+            block, self.is_cut = self._without_end(block, last)
+            if block.find(MARK) >= 0:
+                block = COMMENT.sub(self._note, block)
+        if block and self._renamings != []:
             block = self._renamed(block)
         if self.inner is not None:
             return self.inner.passing(block, last and not self.is_cut)
@@ -134,7 +143,7 @@ class Journal:
     def _without_end(self, block: bytes, last: bool) -> tuple[bytes, bool]:
         """What may pass, nothing from an error on and a finish only with all that follows; and
         whether the stream was cut there."""
-        wrong = ERROR.search(block)
+        wrong = ERROR.search(block) if block.find(b'"error"') >= 0 else None
         if wrong is not None:
             passes = (
                 b"" if self._held is not None else block[: _start_of_event(block, wrong.start())]
@@ -142,7 +151,7 @@ class Journal:
             return passes, True
         passes = b""
         if self._held is None:
-            finish = FINISH.search(block)
+            finish = FINISH.search(block) if _may_finish(block) else None
             start = len(block) if finish is None else _start_of_event(block, finish.start())
             if last:  # what it has begun to say besides is no event
                 start = min(start, end_of_last_event(block))
@@ -167,7 +176,8 @@ class Journal:
         return held
 
     def _note(self, found: re.Match[bytes]) -> bytes:
-        if IDS.fullmatch(found[2]) is None:  # who goes on would say these again
+        if IDS.fullmatch(found[2]) is None or len(found[2]) % WIDTH:
+            # Who goes on would say these again.
             self.is_full = True
         elif found[1]:
             self._keep_prompt(found[2])
@@ -203,6 +213,26 @@ class Journal:
             self._id, self._created = name[1], created[0]
             return []
         return [(name[1], self._id), (created[0], self._created)]
+
+
+def _told_in_usual(block: bytes) -> int:
+    """Where the ids end of a block that is one event, with its ids before it, and neither the
+    stream's end nor an error; else 0. As most are, and seen at a fifth of the price."""
+    told = block.find(b"\n")
+    is_usual = (
+        block.startswith(TOLD)
+        and block.startswith(EVENT, told + 1)
+        and block.find(b"\n", told + 1) == len(block) - len(END)
+        and MAY_FINISH.search(block) is None
+        and (told - len(TOLD)) % WIDTH == 0
+        and IDS.fullmatch(block, len(TOLD), told) is not None
+    )
+    return told if is_usual else 0
+
+
+def _may_finish(block: bytes) -> bool:
+    """Whether it is worth to look for where: most blocks do not."""
+    return block.find(b"[DONE]") >= 0 or MAY_FINISH.search(block) is not None
 
 
 def _start_of_event(block: bytes, inside: int) -> int:
