@@ -38,7 +38,7 @@ _decode = msgspec.json.Decoder(_Usage).decode
 
 def usage_in(answer: bytes) -> bytes:
     """The part of an answer that begins with its last usage; empty if there is none."""
-    at = answer.rfind(NAME, max(0, len(answer) - NEAR))
+    at = answer.rfind(NAME, -NEAR)
     return answer[at : at + LONGEST] if at >= 0 else b""
 
 

@@ -9,6 +9,7 @@ length is not among the headers of what is all here, for its body tells it: they
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from typing import Generic, TypeVar
 
 Headers = list[tuple[bytes, bytes]]
@@ -20,15 +21,18 @@ MOST_BYTES = 4096
 # Heads in a row that were not those before: each has something of its own, so it is not tried on.
 MOST_NEW = 8
 NEVER = b"\0"  # no head begins with it
+# A body and the digits of its length: from how many bytes on these are two, three, and so on.
+LONGER = tuple(10 ** (digits - 1) + digits for digits in range(2, 16))
 
 
 class Repeated(Generic[T]):
     """The last head of a connection, and what its first line said."""
 
-    __slots__ = ("_before", "_behind", "_headers", "_new", "_said")
+    __slots__ = ("_bare", "_before", "_behind", "_headers", "_new", "_said")
 
     def __init__(self, nothing: T) -> None:
         self._before, self._behind = NEVER, b""
+        self._bare = 0  # bytes of both
         self._headers: Headers = []
         self._said = nothing
         self._new = 0
@@ -36,17 +40,12 @@ class Repeated(Generic[T]):
     def read(self, data: bytes) -> tuple[T, Headers, bytes] | None:
         """A message with the same head, that begins and ends with `data`: what its first line says,
         its headers, and its body."""
-        before, behind = self._before, self._behind
-        if not data.startswith(before):
-            return None
-        start = len(before)
-        end = data.find(b"\r", start)
-        at = end + len(behind)
-        length = b"%d" % (len(data) - at)
-        if data[start:end] != length or not data.startswith(behind, end):
+        size = len(data) - self._bare
+        size -= bisect_right(LONGER, size) + 1
+        if not data.startswith(b"%b%d%b" % (self._before, size, self._behind)):
             return None
         self._new = 0
-        return self._said, self._headers, data[at:]
+        return self._said, self._headers, data[len(data) - size :]
 
     def note(self, data: bytes, said: T, headers: Headers, size: int) -> None:
         """What was found in `data`, when the parser took all of it for one message with a body of
@@ -61,6 +60,7 @@ class Repeated(Generic[T]):
         if int(found[1]) == size == len(data) - end:
             self._said, self._headers = said, headers
             self._before, self._behind = data[: found.start(1)], data[found.end(1) : end]
+            self._bare = len(self._before) + len(self._behind)
 
 
 def without_length(headers: Headers) -> Headers:

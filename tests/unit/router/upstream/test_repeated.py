@@ -30,9 +30,10 @@ def noted() -> Repeated[int]:
     return repeated
 
 
-def test_the_same_head_is_read_with_its_own_length_and_body() -> None:
-    read = noted().read(HEAD % 11 + b"12345678901")
-    assert read == (1, HEADERS, b"12345678901")
+@pytest.mark.parametrize("size", [0, 1, 9, 10, 11, 99, 100, 101, 999, 1000, 9999, 10_000, 99_999])
+def test_the_same_head_is_read_with_its_own_length_and_body(size: int) -> None:
+    body = b"x" * size
+    assert noted().read(HEAD % size + body) == (1, HEADERS, body)
 
 
 @pytest.mark.parametrize(
