@@ -20,6 +20,8 @@ from router.conversations.said import REASONING_KEYS, Json, Said, has_reasoning
 
 DIGEST_BYTES = 16
 MOST = 2**53
+# Of a message that is nothing but text.
+PLAIN = frozenset(("role", "content"))
 Count = Annotated[int, Meta(ge=0, le=MOST)]
 
 
@@ -168,6 +170,9 @@ def _chat(messages: list[Any]) -> ChatPrompt:
 def canonical(message: object) -> bytes:
     """A message as bytes, the same for what an engine answered and for what a client repeats."""
     if not isinstance(message, dict):
+        return _dump(message)
+    content = message.get("content")
+    if content and type(content) is str and message.keys() <= PLAIN and all(message.values()):
         return _dump(message)
     kept = {
         name: value

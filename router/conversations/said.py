@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from msgspec import Struct
 
 Json = dict[str, Any]
 REASONING_KEYS = frozenset(("reasoning", "reasoning_content"))
-THINK_MARKS = ("<think>", "</think>")
+THINK_MARK = re.compile("</?think>")
 
 
 class Said(Struct, frozen=True):
@@ -113,10 +114,10 @@ def parsed(raw: bytes) -> Json | None:
 
 def has_reasoning(message: Json) -> bool:
     """Whether the message holds a reasoning trace, in a field of its own or in its text."""
-    if any(message[key] for key in REASONING_KEYS.intersection(message)):
+    if not REASONING_KEYS.isdisjoint(message) and any(map(message.get, REASONING_KEYS)):
         return True
     content = message.get("content")
-    return isinstance(content, str) and any(mark in content for mark in THINK_MARKS)
+    return isinstance(content, str) and THINK_MARK.search(content) is not None
 
 
 def prompt_tokens_of(answer: Json) -> int | None:

@@ -50,6 +50,8 @@ def rewrites_history(body: Json) -> bool:
 
 
 def _present(body: Json, names: tuple[str, ...]) -> Json:
+    if body.keys().isdisjoint(names):
+        return {}
     return {name: body[name] for name in names if body.get(name) not in (None, [], {})}
 
 
