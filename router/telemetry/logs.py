@@ -108,12 +108,14 @@ def set_level(level: str) -> None:
 
 def _blocks(text: str) -> Iterator[str]:
     """`text` cut behind lines, into pieces of PIPE_BUF characters where lines allow that."""
-    while len(text) > PIPE_BUF:
-        cut = text.rfind("\n", 0, PIPE_BUF) + 1 or text.find("\n") + 1
-        yield text[:cut]
-        text = text[cut:]
-    if text:
-        yield text
+    start = 0
+    while len(text) - start > PIPE_BUF:
+        latest = text.rfind("\n", start, start + PIPE_BUF) + 1
+        end = latest or text.find("\n", start) + 1
+        yield text[start:end]
+        start = end
+    if start < len(text):
+        yield text[start:]
 
 
 def _json(content: Mapping[str, object]) -> str:
