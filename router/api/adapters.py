@@ -107,7 +107,7 @@ def _has(engine: Engine, model: object) -> bool:
 
 
 async def _ask(engine: Engine, path: str, request_id: str, shared: bytes, raw: bytes) -> Told:
-    message = headers.message(path, engine.name, request_id, shared, raw)
+    message = headers.message(path, engine.name, request_id, shared, (raw, b""))
     try:
         return Told(engine, await engine.pool.ask_whole(message, now() + PATIENCE, ANSWER_LIMIT))
     except UpstreamError as error:

@@ -274,22 +274,19 @@ class RouterProtocol(asyncio.Protocol):
         if headers is not self._default_headers:  # uvicorn makes them anew every second
             self._default_headers = headers
             self._default_lines = b"".join([b"%s: %s\r\n" % header for header in headers])
-        if self._is_last():
+        # Who asks again is to find another router; who has asked is answered.
+        inbound = self._inbound
+        is_ending = self.gateway.draining or self._is_asked_to_end
+        if inbound.is_noise if inbound.requests else is_ending:
             outbound.keep_alive = False
         return (self._default_lines,) if outbound.keep_alive else (self._default_lines, wire.CLOSE)
-
-    def _is_last(self) -> bool:
-        """Who asks again is to find another router; who has asked is answered."""
-        inbound = self._inbound
-        if inbound.requests:
-            return inbound.is_noise
-        return self.gateway.draining or self._is_asked_to_end
 
     def answered(self, outbound: Outbound) -> None:
         self._answering = self._task = None
         self._let_go()
         self._server.total_requests += 1
-        if not outbound.keep_alive or self._inbound.is_noise:
+        inbound = self._inbound
+        if not outbound.keep_alive or (inbound.requests and inbound.is_noise):
             self._close()
         elif self._write_paused:
             self._wait_for_reader()
@@ -314,9 +311,11 @@ class RouterProtocol(asyncio.Protocol):
             return
         if inbound.is_receiving:
             self._watch(self.gateway.limits.client_read_timeout)
-        if not inbound.is_waiting:  # or more would come with each answer than is answered
+        # Or more would come with each answer than is answered.
+        if not (inbound.requests and inbound.is_waiting):
             self._ahead = 0
-            self._resume_reading()
+            if not self._is_reading:
+                self._resume_reading()
 
     # Expiring: a request must be received in time, and its answer read.
 

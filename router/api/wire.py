@@ -23,7 +23,9 @@ def head(status: int, headers: Iterable[Header], *extra: bytes) -> bytes:
     pieces = [_STATUS_LINES[status]]
     for name, value in headers:
         pieces += (name, b": ", value, b"\r\n")
-    return b"".join((*pieces, *extra, b"\r\n"))
+    pieces += extra
+    pieces.append(b"\r\n")
+    return b"".join(pieces)
 
 
 def length(size: int) -> bytes:

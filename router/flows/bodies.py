@@ -50,6 +50,12 @@ KEEP_BLOCKS = b'"kv_transfer_params":' + orjson.dumps(PREFILL_PARAMS)
 NO_THRESHOLD = b'"cache_hit_threshold":0'
 
 
+# Bytes of which a copy costs less than a view.
+COPIED = 8192
+# The two halves of a body, which are put together once: with the head that goes before them.
+Halves = tuple[bytes | memoryview, bytes]
+
+
 class Bodies:
     """The bodies that one request becomes. Raises BadRequestError for what cannot be written."""
 
@@ -62,8 +68,9 @@ class Bodies:
             for name in own:
                 del body[name]
         self._own = own
-        # Up to where a leg's own fields begin, not copied: it may be large.
-        self._start = memoryview(write(body))[:-1]
+        written = write(body)
+        # Up to where a leg's own fields begin; not copied where it is large.
+        self._start = written[:-1] if len(written) < COPIED else memoryview(written)[:-1]
         self._comma = b"," if body else b""
 
     def prefill(
@@ -73,7 +80,7 @@ class Bodies:
         no_threshold: bool = False,
         hands_over: bool = False,
         journal: Journal | None = None,
-    ) -> bytes:
+    ) -> Halves:
         """`last_turn` are a decoder's params: the prefiller pulls from there what it need not
         compute. `hands_over`: a decoder is to go on from the token that it samples. `journal`: of
         what was said, which it computes like the prompt."""
@@ -108,7 +115,7 @@ class Bodies:
 
     def decode(
         self, params: Params | None, threshold: float | None = None, whole: bool = False
-    ) -> bytes:
+    ) -> Halves:
         """`threshold` is what the decoder's cache must hold, None what the client said of it.
         `whole`: without streaming."""
         own = self._own
@@ -126,8 +133,8 @@ class Bodies:
             fields.append(b'"kv_transfer_params":' + params.raw)
         return self._with(fields)
 
-    def _with(self, fields: list[bytes]) -> bytes:
-        return b"".join((self._start, self._comma if fields else b"", b",".join(fields), b"}"))
+    def _with(self, fields: list[bytes]) -> Halves:
+        return self._start, b"%b%b}" % (self._comma if fields else b"", b",".join(fields))
 
 
 class AsSent(Bodies):
@@ -140,8 +147,8 @@ class AsSent(Bodies):
 
     def decode(
         self, params: Params | None, threshold: float | None = None, whole: bool = False
-    ) -> bytes:
-        return self._raw
+    ) -> Halves:
+        return self._raw, b""
 
 
 def _field(name: str, value: Mapping[str, object]) -> bytes:

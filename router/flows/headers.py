@@ -135,13 +135,21 @@ def _without_hops(headers: Sequence[Header]) -> Sequence[Header]:
 
 
 def message(
-    path: str, host: str, request_id: str, shared: bytes, content: bytes, form: bytes = b""
+    path: str,
+    host: str,
+    request_id: str,
+    shared: bytes,
+    content: tuple[bytes | memoryview, bytes],
+    form: bytes = b"",
 ) -> bytes:
-    """A whole request to an engine. `form`: the type of a body that is no JSON."""
+    """A whole request to an engine; `content` are the halves of its body. `form`: the type of one
+    that is no JSON."""
     if form:
         shared = b"content-type: %b\r\n%b" % (form, shared)
-    own = b"%d\r\nx-request-id: %b\r\n" % (len(content), request_id.encode("ascii"))
-    return b"".join((_opening(path, host, not form), own, shared, b"\r\n", content))
+    start, end = content
+    size = len(start) + len(end)
+    own = b"%d\r\nx-request-id: %b\r\n" % (size, request_id.encode("ascii"))
+    return b"".join((_opening(path, host, not form), own, shared, b"\r\n", start, end))
 
 
 @lru_cache(maxsize=1024)

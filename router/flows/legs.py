@@ -13,7 +13,7 @@ from router.fleet.breaker import HALF_OPEN
 from router.fleet.engine import Engine
 from router.fleet.learned import Learned
 from router.flows import headers, release
-from router.flows.bodies import message_in
+from router.flows.bodies import Halves, message_in
 from router.flows.deliver import deliver, deliver_turn, note_no_turns
 from router.flows.errors import (
     EngineError,
@@ -27,12 +27,12 @@ from router.flows.prefilled import Params, Prefilled
 from router.flows.push import Push
 from router.flows.request import PASSED, Body, Request
 from router.flows.screen import (
-    beginning,
     cached_share,
     ends_at_once,
     is_cut_off,
     is_rejected,
-    tells_nothing_yet,
+    opening,
+    tells_nothing,
     tells_something,
 )
 from router.flows.trial import try_threshold
@@ -82,7 +82,7 @@ class Legs:
         self._is_read = False
 
     async def prefill(
-        self, engine: Engine, body: bytes, fresh: bool, push: Push | None = None
+        self, engine: Engine, body: Halves, fresh: bool, push: Push | None = None
     ) -> Prefilled:
         request, gateway = self._request, self._gateway
         record, limits, seat = request.record, gateway.limits, request.seat
@@ -151,7 +151,7 @@ class Legs:
     async def decode(
         self,
         engine: Engine,
-        body: bytes,
+        body: Halves,
         fresh: bool,
         threshold: float = 0.0,
         push: Push | None = None,
@@ -183,11 +183,15 @@ class Legs:
                 raise answer.error
             if answer.status != 200:
                 await self._refuse(engine, answer)
-            begun = beginning(answer)
-            if tells_nothing_yet(answer, begun):
-                await self._wait_for_more(answer)
-                begun = beginning(answer)
-            if ends_at_once(answer, begun):
+            if answer.is_event_stream:
+                begun = opening(answer.held())
+                if tells_nothing(begun):
+                    await self._wait_for_more(answer)
+                    begun = opening(answer.held())
+                is_stopped = ends_at_once(begun)
+            else:
+                is_stopped = is_cut_off(answer.held())
+            if is_stopped:
                 raise EngineUnavailableError(STOPPED % engine.role)
             if engine.breaker.succeeded():
                 gateway.fleet.answered(engine)
@@ -209,7 +213,7 @@ class Legs:
             self._end(engine, tokens, answer)
 
     def _message(
-        self, engine: Engine, body: bytes, push: Push | None, pinned: bytes = b""
+        self, engine: Engine, body: Halves, push: Push | None, pinned: bytes = b""
     ) -> bytes:
         request = self._request
         leg_id = request.leg_id() if push is None else push.leg_id

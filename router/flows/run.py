@@ -18,7 +18,7 @@ from router.fleet.engine import Engine
 from router.fleet.spec import DECODE, PREFILL, Role
 from router.flows import release
 from router.flows.attempts import RULES, Next, next_of
-from router.flows.bodies import Bodies, message_in
+from router.flows.bodies import Bodies, Halves, message_in
 from router.flows.deliver import deliver_prefilled
 from router.flows.errors import (
     EngineOverloadedError,
@@ -349,7 +349,7 @@ class Run:
                 "no prefill engine is healthy, and the prompt is too long for a decoder alone"
             )
 
-    def _decode_body(self, params: Params | None, threshold: float) -> bytes:
+    def _decode_body(self, params: Params | None, threshold: float) -> Halves:
         required = threshold or (0 if self._rejected else None)
         whole = self._request.exact and self._plan.reuse is not None
         return self._bodies.decode(params, required, whole)

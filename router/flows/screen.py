@@ -35,31 +35,19 @@ CUT_OFF = b'"finish_reason":"abort"'
 ROLE, END, MOST_CHOICES = b'"role"', b"\n\n", 128
 
 
-def beginning(answer: Answer) -> bytes:
-    """As much of what is here as the next two look at."""
-    return _opening(answer.held()) if answer.is_event_stream else answer.held()
-
-
-def tells_nothing_yet(answer: Answer, begun: bytes) -> bool:
-    """What has come is no whole event, or roles alone."""
-    return answer.is_event_stream and _tells_nothing(begun)
-
-
 async def tells_something(answer: Answer) -> None:
     """Returns when it does, or has ended. Raises UpstreamError."""
-    await answer.until(lambda block: not _tells_nothing(_opening(block)))
+    await answer.until(lambda block: not tells_nothing(opening(block)))
 
 
-def ends_at_once(answer: Answer, begun: bytes) -> bool:
-    """Whether what is here was cut off by an engine that is being stopped, and has no text that a
-    client could have seen. No coroutine: each answer is asked."""
-    if not answer.is_event_stream:
-        return is_cut_off(begun)
-    return begun.find(ABORTED) >= 0 and bool(_verdict(begun, has_aborted))
+def ends_at_once(block: bytes) -> bool:
+    """Whether a stream that opens so was cut off by an engine that is being stopped, and has no
+    text that a client could have seen."""
+    return block.find(ABORTED) >= 0 and bool(_verdict(block, has_aborted))
 
 
 def is_cut_off(raw: bytes) -> bool:
-    """The same of a whole answer that is not streamed."""
+    """The same of a whole answer that is not streamed. Each of them is asked: one look."""
     content = parsed(raw) if raw.find(CUT_OFF) >= 0 else None
     return content is not None and has_aborted(content)
 
@@ -75,15 +63,16 @@ def has_aborted(content: Json) -> bool:
     )
 
 
-def _tells_nothing(block: bytes) -> bool:
-    """Where there are more events than roles, one of them is something else."""
+def tells_nothing(block: bytes) -> bool:
+    """What a stream opens with is no whole event, or roles alone: where there are more events than
+    roles, one of them is something else."""
     events = block.count(END) or max(map(block.count, BOUNDARIES))
     if events > min(MOST_CHOICES, block.count(ROLE)):
         return False
     return not any(map(_says_something, events_in(block[: end_of_last_event(block)])))
 
 
-def _opening(block: bytes) -> bytes:
+def opening(block: bytes) -> bytes:
     """The first two events, where the second one says something or nothing comes after: of a burst
     nobody looks at the rest."""
     first = block.find(END)

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from router.fleet.engine import Engine
 from router.fleet.spec import DECODE, PREFILL, Role
+from router.flows.bodies import Halves
 from router.flows.errors import RejectedError
 from router.flows.gateway import Gateway
 from router.flows.legs import ANSWERED, LEG_ERRORS, Came, Legs
@@ -37,7 +38,7 @@ class Traced(Legs):
         self._open: dict[str, Leg] = {}
 
     async def prefill(
-        self, engine: Engine, body: bytes, fresh: bool, push: Push | None = None
+        self, engine: Engine, body: Halves, fresh: bool, push: Push | None = None
     ) -> Prefilled:
         leg = self._begin_leg(PREFILL, engine)
         asked = super().prefill
@@ -48,7 +49,7 @@ class Traced(Legs):
     async def decode(
         self,
         engine: Engine,
-        body: bytes,
+        body: Halves,
         fresh: bool,
         threshold: float = 0.0,
         push: Push | None = None,
@@ -64,7 +65,7 @@ class Traced(Legs):
         return came
 
     def _message(
-        self, engine: Engine, body: bytes, push: Push | None, pinned: bytes = b""
+        self, engine: Engine, body: Halves, push: Push | None, pinned: bytes = b""
     ) -> bytes:
         return super()._message(engine, body, push, pinned + self._open[engine.name].line)
 

@@ -48,7 +48,7 @@ BODIES = st.dictionaries(
 @given(BODIES)
 def test_a_prefill_body_changes_what_it_must_and_nothing_else(body: Body) -> None:
     before = orjson.dumps(body)
-    leg = json.loads(bodies.Bodies(without_params(body)).prefill())
+    leg = json.loads(b"".join(bodies.Bodies(without_params(body)).prefill()))
     assert orjson.dumps(body) == before, "the client's body is needed again"
     edited = {"max_tokens", "max_completion_tokens", "stream", "kv_transfer_params", "vllm_xargs"}
     dropped = {"stream_options", "min_tokens", "min_completion_tokens", "n"}
@@ -120,7 +120,7 @@ def test_only_a_single_sequence_is_pulled(body: Body, reason: str | None) -> Non
 @given(st.lists(st.tuples(st.binary(min_size=1), st.binary())))
 def test_no_header_can_inject_a_line(given: list[tuple[bytes, bytes]]) -> None:
     _, block = headers.read(headers.sound(given))
-    head = headers.message("/v1/completions", "h:1", "id", block, b"")
+    head = headers.message("/v1/completions", "h:1", "id", block, (b"", b""))
     lines = head.split(b"\r\n")
     assert head.endswith(b"\r\n\r\n")
     assert len(lines) <= 5 + len(given) + 2

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from router.flows.screen import beginning, ends_at_once, tells_nothing_yet, tells_something
+from router.flows.screen import ends_at_once, opening, tells_nothing, tells_something
 from router.upstream.answer import Answer
 from router.upstream.deadlines import Deadlines, now
 from tests.unit.router.flows.test_stopped_engines import CHAT_END, ROLE, TEXT_END, said
@@ -31,9 +31,9 @@ class Wire:
 
 async def judge(answer: Answer) -> bool:
     """As a decode leg does it."""
-    if tells_nothing_yet(answer, beginning(answer)):
+    if tells_nothing(opening(answer.held())):
         await tells_something(answer)
-    return ends_at_once(answer, beginning(answer))
+    return ends_at_once(opening(answer.held()))
 
 
 async def verdict(blocks: Iterable[bytes]) -> tuple[bool, bytes]:
