@@ -779,6 +779,13 @@ class Settings(BaseSettings):
         "understand cache_hit_threshold; 0: never.",
         "SHARE",
     )
+    scatter: Annotated[int, Field(ge=0, le=8)] = _setting(
+        0,
+        "Decode first",
+        "Ask this many decoders at once where a stream has a threshold, as far as they are known "
+        "to understand it: the first that accepts answers. 0 or 1: one.",
+        "N",
+    )
 
     admin_port: Annotated[int, Field(ge=0, le=65535)] | None = _setting(
         None,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -35,12 +35,14 @@ INTEGER = re.compile(rb"[+-]?[0-9]{1,18}")
 class Seat:
     """One request's place at engines. Tokens count where the prompt is computed."""
 
-    __slots__ = ("_admission", "_decoder", "_group", "_prefiller", "_tokens", "_tokens_at_decoder")
+    __slots__ = ("_admission", "_decoder", "_group", "_prefiller", "_tokens", "_tokens_at_decoder",
+                 "_visited")  # fmt: skip
 
     def __init__(self, admission: Admission, found: Place, tokens: int, alone: bool) -> None:
         self._admission = admission
         self._tokens, self._tokens_at_decoder = tokens, tokens if alone else 0
         self._group, self._prefiller, self._decoder = found
+        self._visited: set[Engine] = set()
         if self._prefiller is not None:
             _take(self._prefiller, tokens)
         if self._decoder is not None:
@@ -87,8 +89,28 @@ class Seat:
         if left is not None:
             self._give_back(left, self._tokens)
 
+    def visit(self, engine: Engine) -> bool:
+        """Takes a place at one more decoder, for a leg beside others, if there is room for it and
+        nobody waits."""
+        if engine is self._decoder:
+            return True
+        room, tokens = self._admission.room, self._tokens_at_decoder
+        if self._admission.depth or not room.at(engine, tokens):
+            return False
+        _take(engine, tokens)
+        self._visited.add(engine)
+        return True
+
+    def depart(self, engines: Iterable[Engine]) -> None:
+        """Of those that were visited."""
+        left = self._visited.intersection(engines)
+        self._visited -= left
+        for engine in left:
+            self._give_back(engine, self._tokens_at_decoder)
+
     def leave(self) -> None:
         self.prefilled()
+        self.depart(self._visited)
         left, self._decoder = self._decoder, None
         if left is not None:
             self._give_back(left, self._tokens_at_decoder)

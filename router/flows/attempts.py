@@ -99,12 +99,15 @@ class RetryBudget:
 
     def take(self, now: float) -> bool:
         """Whether one more leg may be sent; it counts then."""
-        if now >= self._turns_at:
-            self._turn(now)
-        if sum(self._retries) >= max(self._floor, self._share * sum(self._requests)):
+        if not self.is_left(now):
             return False
         self._retries[0] += 1
         return True
+
+    def is_left(self, now: float) -> bool:
+        if now >= self._turns_at:
+            self._turn(now)
+        return sum(self._retries) < max(self._floor, self._share * sum(self._requests))
 
     def _turn(self, now: float) -> None:
         is_long_ago = now >= self._turns_at + self._half

@@ -6,6 +6,7 @@ What an engine's answer says of the engine is noted here; what follows for the r
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import NoReturn
 
@@ -32,6 +33,7 @@ from router.flows.screen import (
     is_cut_off,
     is_rejected,
     opening,
+    require_beginning,
     tells_nothing,
     tells_something,
 )
@@ -155,26 +157,20 @@ class Legs:
         fresh: bool,
         threshold: float = 0.0,
         push: Push | None = None,
+        accept: Callable[[], None] | None = None,
     ) -> Came:
         """Until the client has it all. `threshold`: what the engine's cache must hold, or it may
-        reject."""
+        reject. `accept`: others are asked at the same time, and left from then on."""
         request, gateway = self._request, self._gateway
-        record, seat, reuse = request.record, request.seat, self.plan.reuse
-        record.stage, record.decoder, record.decode_started = "decode", engine.name, now()
-        # The one before may have failed inside its first event; if it did not, another goes on.
-        record.first_byte = None if request.journal is None else request.journal.first_byte
-        self._is_read = False
-        if seat is not None:
-            seat.decode_at(engine)
+        seat, reuse, started = request.seat, self.plan.reuse, now()
         notes, tokens = self.plan.route.decode_notes, request.tokens
-        if notes is not None:
-            notes.sent(engine.name)
+        if accept is None:
+            self._decode_at(engine, started)
         answer: Answer | None = None
         self._begin(engine, tokens)
         try:
             message = self._message(engine, body, push)
-            latest = record.decode_started + gateway.limits.decode_first_byte_timeout
-            latest = min(latest, request.latest)
+            latest = min(started + gateway.limits.decode_first_byte_timeout, request.latest)
             answer = None if fresh else engine.pool.at_once(message, latest)
             if answer is None:
                 answer = await engine.pool.send(message, latest, fresh=True)
@@ -197,9 +193,14 @@ class Legs:
                 gateway.fleet.answered(engine)
             if threshold and await self._is_rejected(engine, answer, threshold):
                 return REJECTED
+            if accept is not None:
+                await require_beginning(answer)
+                accept()
+                accept = None
+                self._decode_at(engine, started)
             self.let_go(is_read=True)
             if notes is not None:
-                was_given_all = record.prefill_done is not None
+                was_given_all = request.record.prefill_done is not None
                 notes.answered(engine.name, tokens if was_given_all else None)
             if seat is not None:
                 seat.prefilled()
@@ -209,8 +210,25 @@ class Legs:
                 told = self._prompt_tokens
                 await deliver_turn(request, gateway, reuse.turn, engine, answer, told)
             return ANSWERED
+        except asyncio.CancelledError:
+            if answer is not None and accept is not None and reuse is not None:
+                gateway.spawn(release.late_turn(request, gateway, engine, answer))
+                answer = None
+            raise
         finally:
             self._end(engine, tokens, answer)
+
+    def _decode_at(self, engine: Engine, started: float) -> None:
+        record, notes = self._request.record, self.plan.route.decode_notes
+        record.stage, record.decoder, record.decode_started = "decode", engine.name, started
+        journal = self._request.journal
+        # The one before may have failed inside its first event; if it did not, another goes on.
+        record.first_byte = None if journal is None else journal.first_byte
+        self._is_read = False
+        if self._request.seat is not None:
+            self._request.seat.decode_at(engine)
+        if notes is not None:
+            notes.sent(engine.name)
 
     def _message(
         self, engine: Engine, body: Halves, push: Push | None, pinned: bytes = b""

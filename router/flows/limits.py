@@ -30,6 +30,7 @@ class Limits:
     min_remote_prefill_tokens: int
     prefill_timeout: float
     request_timeout: float
+    scatter: int
     stream_heartbeat: float
     stream_idle_timeout: float
     transfer_mode: str

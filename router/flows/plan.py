@@ -2,12 +2,15 @@
 
 Pull asks a prefiller and then a decoder, which fetches the blocks that the prefiller keeps for it.
 Push asks both at once, and the prefiller writes the blocks. Alone, a decoder does it all. Any of
-them may begin with a question to the decoder: does its cache hold enough to answer alone?
+them may begin with a question to the decoder, or to several at once: does its cache hold enough to
+answer alone?
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
+from itertools import islice
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -18,6 +21,7 @@ from router.flows.limits import Limits
 from router.flows.request import PASSED, THRESHOLD, Request
 from router.flows.reuse import Reuse
 from router.policies.chunks import tokens_of
+from router.policies.round_robin import in_turn
 from router.policies.route import Route
 
 # Bytes of a request whose prefill costs a decoder little, whether or not it was asked for.
@@ -40,14 +44,15 @@ ALONE, PULL, PUSH = Mode
 
 class Plan(Struct, frozen=True):
     """`flow` and `why_alone` are for the books. `threshold` above 0: the first decoder is asked
-    first, and may reject; `was_skipped`: it would be, if it were known to do so. `reuse`: of a
-    turn, whose answer is kept for the next."""
+    first, and may reject; `scatter`: so are these, at once; `was_skipped`: it would be, if it were
+    known to do so. `reuse`: of a turn, whose answer is kept for the next."""
 
     flow: str
     mode: Mode
     route: Route
     why_alone: str = ""
     threshold: float = 0.0
+    scatter: Sequence[Engine] = ()
     was_skipped: bool = False
     reuse: Reuse | None = None
 
@@ -80,6 +85,8 @@ def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limit
     threshold = request.threshold
     if not threshold and reuse is not None:
         threshold = _own_threshold(request, reuse, limits)
+    if threshold and (several := _to_scatter(request, route, reuse, limits)):
+        return Plan(flow, mode, route, threshold=threshold, scatter=several, reuse=reuse)
     if threshold and not (route.decoders and may_reject(request, route.decoders[0])):
         return Plan(flow, mode, route, was_skipped=True, reuse=reuse)
     return Plan(flow, mode, route, threshold=threshold, reuse=reuse)
@@ -129,6 +136,23 @@ def _own_threshold(request: Request, reuse: Reuse, limits: Limits) -> float:
         return 0
     holds_it = reuse.held_share() >= share
     return share if holds_it and reuse.decoder.learned.knows_threshold else 0
+
+
+def _to_scatter(
+    request: Request, route: Route, reuse: Reuse | None, limits: Limits
+) -> Sequence[Engine]:
+    """Decoders to ask at once: streams alone, for of another answer nothing shows who has accepted
+    before all of it is computed; and engines that surely know the threshold, for each of the others
+    would compute the prompt. Where a decoder holds the last turn it is asked alone."""
+    if limits.scatter < 2 or request.exact or request.body.get("stream") is not True:
+        return ()
+    if reuse is not None and reuse.decoder is not None and reuse.held_share():
+        return ()
+    others = in_turn(route.all_decoders, request.number)
+    order = (*route.decoders, *(one for one in others if one not in route.decoders))
+    able = (one for one in order if one.learned.knows_threshold)
+    found = tuple(islice(able, limits.scatter))
+    return found if len(found) > 1 else ()
 
 
 def may_reject(request: Request, decoder: Engine) -> bool:

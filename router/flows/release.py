@@ -17,6 +17,7 @@ import asyncio
 from collections.abc import Sequence
 
 from router.conversations.entry import Entry
+from router.conversations.said import events_in
 from router.fleet.engine import Engine
 from router.fleet.spec import Role
 from router.flows.aside import smallest, tell
@@ -65,6 +66,22 @@ async def late(request: Request, gateway: Gateway, answer: Answer) -> None:
         answer.close()
     if params is not None:
         await release(request, gateway, request.record.prefiller, params)
+
+
+async def late_turn(request: Request, gateway: Gateway, engine: Engine, answer: Answer) -> None:
+    """A decoder was left for another while it answered. It is told so by a half-closed connection;
+    what it had answered by then still comes, and at its end is what it keeps. Never raises."""
+    answer.hang_up()
+    try:
+        async with asyncio.timeout(LATE):
+            raw = await answer.read(gateway.limits.max_answer_size)
+    except (TimeoutError, UpstreamError):
+        return
+    finally:
+        answer.close()
+    kept = [event[KV_PARAMS] for event in events_in(raw) if isinstance(event.get(KV_PARAMS), dict)]
+    if kept and engine.learned.releases:
+        await _release_turn(request, gateway, engine, kept[-1])
 
 
 async def release(request: Request, gateway: Gateway, name: str, params: Params) -> None:

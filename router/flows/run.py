@@ -45,6 +45,7 @@ from router.flows.prefilled import RETAIN, Params, Prefilled, with_field
 from router.flows.push import PUSHES, Push, push_of
 from router.flows.request import Body, Request
 from router.flows.reuse import USED_UP, Offer
+from router.flows.scatter import Scatter
 from router.flows.traced import legs_of
 from router.policies.chunks import tokens_of
 from router.telemetry.record import Record
@@ -108,7 +109,7 @@ class Run:
         if plan.was_skipped:
             self._gateway.metrics.decode_first.add(("skipped",))
         notes = plan.route.decode_notes
-        if notes is not None:
+        if notes is not None and not plan.scatter:
             # Before it is: by then the next one alike has come.
             notes.sent(plan.route.decoders[0].name)
         try:
@@ -131,13 +132,39 @@ class Run:
 
     async def _decoder_first(self) -> bool:
         """Whether a decoder has answered by itself."""
-        came = await self._decode(self._keeping(None), self._plan.threshold)
+        scatter = Scatter(self._request, self._gateway)
+        several = scatter.places(self._plan.scatter)
+        if several:
+            came = await self._first_of(scatter, several)
+        else:
+            came = await self._decode(self._keeping(None), self._plan.threshold)
         self._rejected = came is REJECTED
-        outcome = {REJECTED: "rejected", UNASKED: "skipped"}.get(came, "answered")
+        outcome = {REJECTED: "rejected", UNASKED: "skipped", AFRESH: "failed"}.get(came, "answered")
         self._gateway.metrics.decode_first.add((outcome,))
         if came is ANSWERED:
             self._count(DECODER_ALONE)
         return came is ANSWERED
+
+    async def _first_of(self, scatter: Scatter, engines: Sequence[Engine]) -> Came:
+        """Of several decoders that are asked at once, the one that accepts first."""
+        threshold = self._plan.threshold
+        for engine in engines:
+            body = self._decode_body(self._told(self._keeping(None), engine), threshold)
+            scatter.add(engine, body)
+        ended = await scatter.run(self._legs, self._fresh, threshold)
+        for failure in ended.others:
+            self._drop(*failure)
+        if ended.failure is not None:
+            return CUT if self._after(*ended.failure) is Next.RESUME else AFRESH
+        return REJECTED if ended.is_rejected else ANSWERED
+
+    def _drop(self, error: LegError, engine: Engine, role: Role) -> None:
+        """A leg has failed that nobody waits for."""
+        self._gateway.note_failure(engine, role, error)
+        if now() < self._request.latest:
+            _blame(self._gateway, engine, error, RULES[error.kind].blames_engine)
+        if error.kind != "stale":
+            self._failed.append(engine)
 
     async def _alone(self, why: str) -> None:
         self._gateway.metrics.decode_only.labels(why).inc()

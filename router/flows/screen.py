@@ -24,6 +24,7 @@ from router.conversations.said import (
 )
 from router.flows.trial import is_rejection
 from router.upstream.answer import Answer
+from router.upstream.errors import BrokenAnswerError
 from router.upstream.sse import BOUNDARIES, end_of_last_event
 
 NEEDLE = b'"cache_threshold"'
@@ -90,6 +91,18 @@ async def is_rejected(answer: Answer) -> bool:
     held = await answer.until(lambda _: False)
     content = parsed(held) if NEEDLE in held else None
     return content is not None and is_rejection(content)
+
+
+async def require_beginning(answer: Answer) -> None:
+    """Of a stream for which others are left. Raises UpstreamError of one that says nothing, or that
+    it has failed."""
+    held = await answer.until(lambda block: _verdict(block, _is_error) is not None)
+    if not answer.is_event_stream or _verdict(held, _is_error) is not False:
+        raise BrokenAnswerError("a stream that does not begin with an answer")
+
+
+def _is_error(event: Json) -> bool:
+    return "error" in event
 
 
 async def cached_share(answer: Answer) -> float | None:

@@ -53,13 +53,17 @@ class Traced(Legs):
         fresh: bool,
         threshold: float = 0.0,
         push: Push | None = None,
+        accept: Callable[[], None] | None = None,
     ) -> Came:
         record, leg = self._request.record, self._begin_leg(DECODE, engine)
         asked = super().decode
         try:
-            came = await self._followed(leg, lambda: asked(engine, body, fresh, threshold, push))
+            came = await self._followed(
+                leg, lambda: asked(engine, body, fresh, threshold, push, accept)
+            )
         finally:
-            leg.first_byte, leg.usage = record.first_byte, record.usage
+            if record.decoder == engine.name:  # not of several that were asked
+                leg.first_byte, leg.usage = record.first_byte, record.usage
         if came is not ANSWERED:
             leg.kind = came.name.lower()
         return came

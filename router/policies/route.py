@@ -28,6 +28,8 @@ class Route(Struct, frozen=True):
     decode_notes: Notes | None = None
     is_noted: bool = False
     """There are some."""
+    all_decoders: Sequence[Engine] = ()
+    """Of the group, in no order: the policy names those that it would rather have."""
 
     def end_notes(self) -> None:
         for notes in (self.prefill_notes, self.decode_notes):
@@ -56,7 +58,7 @@ def route(
     if home is not None and home.is_wanted and home.group == group:
         decoders = first(decoders, home)
     is_noted = prefill_notes is not None or decode_notes is not None
-    return Route(group, prefillers, decoders, prefill_notes, decode_notes, is_noted)
+    return Route(group, prefillers, decoders, prefill_notes, decode_notes, is_noted, pool.decoders)
 
 
 def _ordered(

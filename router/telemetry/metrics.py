@@ -278,6 +278,14 @@ class Metrics:
             act="Many rejected: decoders' caches hold less than the threshold wants; "
             "lower it or drop it.",
         )
+        self.scattered = made.tally(
+            "scattered",
+            "Legs of requests that asked several decoders at once, by what came of them. All but "
+            "won are asked for in addition.",
+            "outcome",
+            act="Many rejected, and few won: the caches hold less than the threshold wants. left: "
+            "several held enough, and all but the first were stopped.",
+        )
         self.releases = made.counter(
             "releases",
             "Prefills given up before a decoder read them, by how it went.",

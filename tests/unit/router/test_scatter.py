@@ -1,0 +1,416 @@
+"""Several decoders asked at once: one answers, and of the others nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from router.flows import scatter
+from router.settings import Settings
+from router.upstream.deadlines import now
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.conversations.engines import KEPT, decoding, delta, prefilling, sse, stream
+from tests.unit.router.conversations.test_decode_first import MARKER
+from tests.unit.router.harness import Router, eventually
+from tests.unit.router.mock_engine import (
+    DONE,
+    STREAM_HEAD,
+    MockEngine,
+    Peer,
+    Received,
+    Script,
+    chunk,
+    event,
+    running_engine,
+    usual_decode,
+)
+from tests.unit.router.test_resume import (
+    CAPABILITIES,
+    OURS,
+    WORDS,
+    computes,
+    dies_after,
+    legs,
+    texts_of,
+    to_the_end,
+)
+
+KNOWS = OURS | {"capabilities": [*CAPABILITIES, "cache_hit_threshold"]}
+REJECTION = [sse(delta({"role": "assistant"})), sse(MARKER), DONE]
+Start = Callable[..., Awaitable[Router]]
+
+
+@pytest.fixture
+async def ds(d: MockEngine) -> AsyncIterator[list[MockEngine]]:
+    """Three decoders that know the threshold."""
+    async with running_engine(usual_decode) as d2, running_engine(usual_decode) as d3:
+        engines = [d, d2, d3]
+        for engine in engines:
+            engine.identity, engine.usual = KNOWS, to_the_end
+        yield engines
+
+
+@pytest.fixture
+async def start(start_router: StartRouter, p: MockEngine, ds: list[MockEngine]) -> Start:
+    p.identity, p.usual = KNOWS, computes
+
+    async def started(**changes: Any) -> Router:
+        router = await start_router(ds=ds, **({"scatter": 3} | changes))
+        engines = router.gateway.fleet.engines
+        await eventually(lambda: all(engine.learned.asked for engine in engines))
+        return router
+
+    return started
+
+
+async def rejects(request: Received, peer: Peer) -> None:
+    """Whatever has a threshold."""
+    if request.json.get("cache_hit_threshold"):
+        await peer.stream(*REJECTION)
+    else:
+        await to_the_end(request, peer)
+
+
+async def says_nothing(request: Received, peer: Peer) -> None:
+    """Until it is left."""
+    await peer.send(STREAM_HEAD + chunk(sse(delta({"role": "assistant"}))))
+    await peer.wait_left()
+
+
+async def is_silent(request: Received, peer: Peer) -> None:
+    await peer.wait_left()
+
+
+async def fails(request: Received, peer: Peer) -> None:
+    await peer.answer({"error": {"message": "no"}}, 500)
+
+
+def answers(*events: bytes) -> Script:
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.stream(*events)
+
+    return script
+
+
+async def outcomes(router: Router) -> dict[str, float]:
+    await router.settled()
+    counts = router.gateway.metrics.scattered.counts()
+    return {str(outcome): count for (outcome,), count in counts.items()}
+
+
+async def asked(router: Router, **fields: Any) -> list[str]:
+    answer = await router.stream(**({"cache_hit_threshold": 0.5} | fields))
+    assert answer.status_code == 200, answer.text
+    assert "cache_threshold" not in answer.text
+    assert "token_ids" not in answer.text
+    return texts_of(answer.text)
+
+
+@pytest.mark.parametrize("others", [says_nothing, is_silent, rejects])
+@pytest.mark.parametrize("winner", [0, 1, 2])
+async def test_the_first_that_accepts_answers_and_the_others_are_left(
+    start: Start, p: MockEngine, ds: list[MockEngine], winner: int, others: Script
+) -> None:
+    router = await start()
+    for number, engine in enumerate(ds):
+        engine.scripts = [to_the_end if number == winner else others]
+    assert await asked(router) == WORDS
+    await router.settled()
+    assert not legs(p)
+    asked_of = [leg for engine in ds for leg in legs(engine)]
+    assert [leg.json["cache_hit_threshold"] for leg in asked_of] == [0.5] * 3
+    assert len({leg.header("x-request-id") for leg in asked_of}) == 3
+    counted = await outcomes(router)
+    assert counted.pop("won") == 1
+    assert sum(counted.values()) == 2, counted
+    assert router.metric("decode_first_total", outcome="answered") == 1
+    assert not any(engine.failures for engine in router.gateway.fleet.engines)
+    assert all(router.engine(engine).breaker.admits for engine in ds)
+    assert router.gateway.journals.size == 0
+
+
+async def test_where_all_reject_both_legs_follow_and_nothing_is_seen(
+    start: Start, p: MockEngine, ds: list[MockEngine]
+) -> None:
+    router = await start()
+    for engine in ds:
+        engine.usual = rejects
+    assert await asked(router) == WORDS
+    assert len(legs(p)) == 1
+    thresholds = [leg.json["cache_hit_threshold"] for engine in ds for leg in legs(engine)]
+    assert sorted(thresholds) == [0, 0.5, 0.5, 0.5]
+    assert await outcomes(router) == {"rejected": 3}
+    assert router.metric("decode_first_total", outcome="rejected") == 1
+
+
+async def test_of_two_that_accept_in_one_turn_of_the_loop_one_answers(
+    start: Start, ds: list[MockEngine]
+) -> None:
+    router = await start()
+    together = asyncio.Barrier(3)
+
+    async def at_once(request: Received, peer: Peer) -> None:
+        await together.wait()
+        with contextlib.suppress(ConnectionError):
+            await to_the_end(request, peer)
+
+    for _ in range(20):
+        for engine in ds:
+            engine.scripts = [at_once]
+        assert await asked(router) == WORDS
+    assert await outcomes(router) == {"won": 20, "left": 40}
+
+
+@pytest.mark.parametrize("fields", [{"stream": False}, {"cache_hit_threshold": 0}, {"n": 2}])
+async def test_one_decoder_is_asked_where_more_would_compute(
+    start: Start, ds: list[MockEngine], fields: dict[str, Any]
+) -> None:
+    router = await start()
+    answer = await router.complete(**({"stream": True, "cache_hit_threshold": 0.5} | fields))
+    assert answer.status_code == 200
+    assert sum(len(legs(engine)) for engine in ds) == 1
+    assert not await outcomes(router)
+
+
+@pytest.mark.parametrize("capabilities", [CAPABILITIES, None])
+async def test_an_engine_that_may_not_know_the_threshold_is_not_asked(
+    start: Start, ds: list[MockEngine], capabilities: list[str] | None
+) -> None:
+    ds[0].identity = None if capabilities is None else OURS | {"capabilities": capabilities}
+    router = await start()
+    for _ in range(4):
+        ds[1].scripts, ds[2].scripts = [says_nothing], [to_the_end]
+        assert await asked(router) == WORDS
+    assert not legs(ds[0])
+    assert await outcomes(router) == {"won": 4, "left": 4}
+
+
+async def test_no_more_are_asked_than_the_setting_says(start: Start, ds: list[MockEngine]) -> None:
+    router = await start(scatter=2, decode_first_threshold=0.8)
+    assert texts_of((await router.stream()).text) == WORDS
+    assert sum(len(legs(engine)) for engine in ds) == 2
+    settings = router.gateway.settings.model_dump(exclude_unset=True)
+    assert Settings.model_fields["scatter"].default == 0
+    with pytest.raises(ValueError, match="scatter"):
+        Settings(**(settings | {"scatter": 9}))
+
+
+@pytest.mark.parametrize(
+    "absurd",
+    [
+        fails,
+        answers(sse({"error": {"message": "no KV"}}), DONE),
+        answers(DONE),
+        answers(),
+        answers(sse(delta({"role": "assistant"}))),
+        dies_after(0),
+    ],
+)
+async def test_what_is_no_answer_does_not_win(
+    start: Start, p: MockEngine, ds: list[MockEngine], absurd: Script
+) -> None:
+    router = await start()
+    has_failed = asyncio.Event()
+
+    async def later(request: Received, peer: Peer) -> None:
+        await has_failed.wait()
+        await to_the_end(request, peer)
+
+    ds[0].scripts, ds[1].scripts, ds[2].scripts = [absurd], [later], [rejects]
+    answer = asyncio.create_task(asked(router))
+    await eventually(lambda: ds[0].requests and not router.engine(ds[0]).in_flight)
+    has_failed.set()
+    assert await answer == WORDS
+    assert not legs(p)
+    assert await outcomes(router) == {"won": 1, "failed": 1, "rejected": 1}
+
+
+async def test_whoever_failed_is_not_asked_for_what_the_others_reject(
+    start: Start, p: MockEngine, ds: list[MockEngine]
+) -> None:
+    router = await start()
+    ds[0].usual, ds[1].usual, ds[2].usual = fails, rejects, fails
+    assert await asked(router) == WORDS
+    assert [len(legs(engine)) for engine in (p, *ds)] == [1, 1, 2, 1]
+
+
+async def test_where_all_fail_it_is_one_failure_of_the_request(
+    start: Start, p: MockEngine, ds: list[MockEngine]
+) -> None:
+    router = await start(scatter=2)
+    ds[0].usual = ds[1].usual = fails
+    assert await asked(router) == WORDS
+    assert len(legs(p)) == 1
+    assert len(legs(ds[2])) == 1
+    assert await outcomes(router) == {"failed": 2}
+    assert router.metric("retries_total", role="decode", kind="status_5xx") == 1
+
+
+async def test_a_refusal_by_all_is_the_clients_answer(
+    start: Start, p: MockEngine, ds: list[MockEngine]
+) -> None:
+    async def refuses(request: Received, peer: Peer) -> None:
+        await peer.answer({"error": {"message": "too long", "code": 400}}, 400)
+
+    router = await start()
+    for engine in ds:
+        engine.usual = refuses
+    answer = await router.stream(cache_hit_threshold=0.5)
+    assert answer.status_code == 400
+    assert "too long" in answer.text
+    ds[0].usual = to_the_end
+    assert await asked(router) == WORDS
+    assert not legs(p)
+
+
+async def test_a_frozen_decoder_holds_nothing_up_once_another_has_rejected(
+    start: Start, p: MockEngine, ds: list[MockEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scatter, "PATIENCE", 0.1)
+    router = await start()
+    ds[0].usual = ds[1].usual = rejects
+    ds[2].scripts = [is_silent]
+    assert await asked(router) == WORDS
+    assert len(legs(p)) == 1
+    assert await outcomes(router) == {"rejected": 2, "left": 1}
+
+
+async def test_a_client_that_leaves_leaves_nobody_behind(
+    start: Start, ds: list[MockEngine]
+) -> None:
+    router = await start()
+    for engine in ds:
+        engine.scripts = [is_silent]
+    body = {"model": "m", "prompt": "x", "stream": True, "cache_hit_threshold": 1}
+    answer = asyncio.create_task(router.client.post("/v1/completions", json=body))
+    await eventually(lambda: all(engine.requests for engine in ds))
+    answer.cancel()
+    assert await outcomes(router) == {"left": 3}
+    assert router.metric("client_disconnects_total", stage="decode") == 1
+    assert router.metric("retries_total", role="decode", kind="disconnected") == 0
+
+
+async def test_the_winners_stream_goes_on_elsewhere_when_it_dies(
+    start: Start, p: MockEngine, ds: list[MockEngine]
+) -> None:
+    router = await start()
+    ds[0].scripts, ds[1].scripts, ds[2].scripts = [rejects], [dies_after(2)], [says_nothing]
+    assert await asked(router) == WORDS
+    (prefill,) = legs(p)
+    assert prefill.json["kv_transfer_params"]["begun"]["spoken"] == 2
+    assert router.metric("resumes_total", kind="broken_answer", outcome="gone_on") == 1
+    await router.settled()
+    assert router.gateway.journals.size == 0
+
+
+async def test_engines_that_are_full_are_not_asked_besides(
+    start: Start, p: MockEngine, ds: list[MockEngine]
+) -> None:
+    router = await start(max_engine_requests=1, queue_size=0)
+    is_over = asyncio.Event()
+
+    async def slowly(request: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD + chunk(event("a")))
+        await is_over.wait()
+        await peer.send(chunk(event("b") + DONE) + b"0\r\n\r\n")
+
+    ds[0].scripts = [slowly]
+    first = asyncio.create_task(router.stream())  # at the first decoder alone
+    await eventually(lambda: ds[0].requests and not router.engine(p).admitted)
+    ds[1].scripts, ds[2].scripts = [says_nothing], [to_the_end]
+    assert await asked(router) == WORDS
+    assert len(legs(ds[0])) == 1
+    is_over.set()
+    assert (await first).status_code == 200
+    assert await outcomes(router) == {"won": 1, "left": 1}
+    await router.settled()
+    assert [router.engine(engine).admitted for engine in ds] == [0, 0, 0]
+
+
+async def test_nobody_is_asked_besides_while_the_retry_budget_is_spent(
+    start: Start, ds: list[MockEngine]
+) -> None:
+    router = await start()
+    while router.gateway.budget.take(now()):
+        pass
+    assert await asked(router) == WORDS
+    assert sum(len(legs(engine)) for engine in ds) == 1
+    assert not await outcomes(router)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+async def test_what_a_loser_keeps_of_a_turn_is_given_back_and_the_winners_is_kept(
+    start: Start, p: MockEngine, ds: list[MockEngine], alone: bool
+) -> None:
+    router = await start()
+    p.usual = prefilling()
+    is_decided = asyncio.Event()
+
+    async def answers_whole(request: Received, peer: Peer) -> None:
+        kept = KEPT | {"remote_request_id": request.header("x-request-id")}
+        said = {"role": "assistant", "content": "fine"}
+        # Both have all of it in the router's socket when that comes to look.
+        await peer.stream(*stream(said, kept, alone))
+
+    async def released(request: Received, peer: Peer) -> None:
+        if request.path == "/disagg/release":
+            is_decided.set()
+            await peer.answer({})
+        else:
+            await answers_whole(request, peer)
+
+    for engine in ds:
+        engine.usual = released
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    body |= {"conversation_id": "c", "cache_hit_threshold": 0.5}
+    answer = await router.client.post("/v1/chat/completions", json=body)
+    assert answer.text.count("fine") == 1
+    await router.settled()
+    given = {
+        leg.json["kv_transfer_params"]["remote_request_id"]
+        for engine in ds
+        for leg in engine.requests
+        if leg.path == "/disagg/release"
+    }
+    names = {leg.header("x-request-id") for engine in ds for leg in legs(engine)}
+    assert len(given) == 2
+    assert given < names
+    assert router.metric("conversation_kept_total", outcome="kept") == 1
+
+
+async def test_a_turn_is_asked_where_the_last_one_is_and_nowhere_else(
+    start: Start, p: MockEngine, ds: list[MockEngine]
+) -> None:
+    router = await start()
+    p.usual = prefilling()
+    for engine in ds:
+        engine.usual = decoding()
+    messages = [{"role": "user", "content": "hi"}]
+    body: dict[str, Any] = {"model": "m", "stream": True, "conversation_id": "c"}
+    await router.client.post("/v1/chat/completions", json=body | {"messages": messages})
+    messages += [{"role": "assistant", "content": "fine"}, {"role": "user", "content": "and?"}]
+    body |= {"messages": messages, "cache_hit_threshold": 0.5}
+    await router.client.post("/v1/chat/completions", json=body)
+    first, second = (leg for engine in ds for leg in legs(engine))
+    assert first.header("host") == second.header("host")
+    assert not await outcomes(router)
+
+
+async def test_a_chat_is_told_its_role_once(
+    start: Start, p: MockEngine, ds: list[MockEngine]
+) -> None:
+    router = await start()
+    ds[0].usual, ds[1].usual, ds[2].usual = rejects, decoding(), says_nothing
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
+    answer = await router.client.post(
+        "/v1/chat/completions", json=body | {"cache_hit_threshold": 1}
+    )
+    events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    roles = [json.loads(event)["choices"][0]["delta"].get("role") for event in events]
+    assert [role for role in roles if role] == ["assistant"]
+    assert not legs(p)
