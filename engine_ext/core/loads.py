@@ -27,6 +27,7 @@ from engine_ext.base.types import (
 )
 from engine_ext.core.orders import Orders
 from engine_ext.core.params import Role
+from engine_ext.core.siblings import Siblings
 from engine_ext.push.names import base_id
 
 
@@ -78,11 +79,23 @@ class Loads:
         self._policy = config.load_failure_policy
         self._loads: dict[str, Load] = {}
         self._fenced: set[str] = set()
+        self._siblings = Siblings()
 
     def failure_policy(self, request_id: str) -> LoadFailurePolicy:
         """A prefill that cannot have the last turn's KV computes it: that is what it is for."""
         load = self._loads.get(request_id)
         return self._policy if load is None else self._policy_of(load)
+
+    def is_left_to_sibling(self, request_id: str) -> bool:
+        """Another answer to the same prompt loads, or has."""
+        self._siblings.join(request_id)
+        return self._siblings.first_of(request_id) != request_id
+
+    def waits_for_sibling(self, request_id: str) -> bool:
+        if request_id in self._loads:
+            return False
+        load = self._loads.get(self._siblings.first_of(request_id))
+        return load is not None and load.state in (LoadState.OFFERED, LoadState.LOADING)
 
     def offer(
         self, request_id: str, source: RemoteSource, role: Role, num_tokens: int, is_proven: bool

@@ -90,10 +90,14 @@ class SchedulerConnector:
         )
         if params.problem is not None:
             logger.warning("request %s: %s", request.request_id, params.problem)
+        origin = params.source or params.target
+        is_sibling = origin is not None and self._loads.is_left_to_sibling(request.request_id)
         if params.role is Role.PREFILL:
             self._holds.expect_reader(request, params.transfer_id, params.hands_over)
-        elif params.retain and self._config.bidirectional:
+        elif params.retain and self._config.bidirectional and not is_sibling:
             self._holds.expect_next_turn(request.request_id, params.may_be_read_by_stock)
+        if is_sibling:
+            return
         if params.source is not None:
             self._offer(request, params, params.source)
         elif params.target is not None:
@@ -122,6 +126,8 @@ class SchedulerConnector:
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int
     ) -> MatchedTokens:
+        if self._loads.waits_for_sibling(request.request_id):
+            return MatchedTokens(None, False)
         missing = self._loads.missing(request.request_id, num_computed_tokens)
         return MatchedTokens(missing, missing > 0)
 

@@ -35,7 +35,7 @@ STEP_SECONDS = 10.0
 
 CAPABILITIES = ("cache_hit_threshold", "streamed_kv_transfer_params", "begun", "tell_token_ids")
 """What this engine can do besides what the connector can."""
-WITH_CONNECTOR = ("hand_over",)
+WITH_CONNECTOR = ("hand_over", "shared_loads")
 
 
 class HostError(Exception):

@@ -222,9 +222,12 @@ def _capabilities(vllm_config: VllmConfig, config: ConnectorConfig | None) -> tu
     threshold = ("cache_hit_threshold",) if _schedules(vllm_config) else ()
     begun = ("begun",) if begins(vllm_config) else ()
     hands_over = () if config is None else ("hand_over",)
+    # Ranks know nothing of each other: each would read for its own ones of several answers.
+    is_one = vllm_config.parallel_config.data_parallel_size == 1
+    shares = ("shared_loads",) if config is not None and is_one else ()
     ours = identity.capabilities_of(config)
     streams = ("streamed_kv_transfer_params", "tell_token_ids")
-    named = (*threshold, *begun, *hands_over, *streams, *ours)
+    named = (*threshold, *begun, *hands_over, *shares, *streams, *ours)
     return tuple(dict.fromkeys(named))
 
 

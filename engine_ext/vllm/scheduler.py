@@ -207,6 +207,8 @@ class DisaggMixin:
             return None
         is_prefill = prefills(request.kv_transfer_params)
         local, external = self._tokens_at_hand(request)
+        if external is None:  # it is not known yet, and asked again
+            return None
         return judge(threshold, local, external, request.num_tokens, prefills=is_prefill)
 
     def _threshold_of(self, request: Request) -> float:
@@ -223,7 +225,7 @@ class DisaggMixin:
             return 0.0
         return self._default_threshold if threshold is None else threshold
 
-    def _tokens_at_hand(self, request: Request) -> tuple[int, int]:
+    def _tokens_at_hand(self, request: Request) -> tuple[int, int | None]:
         manager = self.kv_cache_manager  # type: ignore[attr-defined] # vLLM's
         counted, manager.log_stats = manager.log_stats, False
         try:
@@ -234,7 +236,7 @@ class DisaggMixin:
             return local, 0
         aligned = local - local % self.block_size  # type: ignore[attr-defined] # vLLM's
         external, _ = self.connector.get_num_new_matched_tokens(request, aligned)  # type: ignore[attr-defined] # vLLM's
-        return aligned if external else local, external or 0
+        return aligned if external else local, external
 
 
 def _refusal(request: Request, verdict: Verdict) -> EngineCoreOutput:

@@ -58,6 +58,8 @@ class Learned:
     """It goes on from what another has sampled."""
     tells_ids: bool = False
     """Of a stream, the ids of the tokens that it says. All three: it has said so."""
+    shares_loads: bool = False
+    """Of several answers to one prompt it reads the remote KV once. It has said so."""
     renders: Mapping[str, str] = field(default_factory=dict)
     """Hashes of what two engines must share for that: by the name of it."""
     ranks: Mapping[int, Coordinates] = field(default_factory=dict)
@@ -111,6 +113,7 @@ class Learned:
             self.hands_over = "hand_over" in capabilities
             self.begins = "begun" in capabilities
             self.tells_ids = "tell_token_ids" in capabilities
+            self.shares_loads = "shared_loads" in capabilities
             self.renders = _texts_in(identity.get("renders"))
         modes, ranks = identity.get("transfer_modes"), identity.get("ranks")
         if isinstance(modes, list):

@@ -16,7 +16,7 @@ from router.flows.gateway import Gateway
 from router.flows.heartbeat import Beating
 from router.flows.plan import Plan, make_plan
 from router.flows.release import give_up_turn
-from router.flows.request import Request
+from router.flows.request import SEVERAL, Request
 from router.flows.reuse import find_reuse
 from router.flows.run import Run
 from router.policies.route import Route
@@ -43,6 +43,8 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: Reading | None = 
         key = None if door is None else entrance.identified(request.exchange, door, gateway.metrics)
         if reading is None:
             request.read(gateway.limits, gateway.conversations)
+            if request.alone == SEVERAL and gateway.shares_loads(request.model):
+                request.share()
             request.check(gateway.fleet.snapshot.contexts)
         else:
             await reading(request, gateway)

@@ -168,6 +168,11 @@ class Gateway:
             raise NoEngineError("no decode engine is healthy")
         raise UnknownModelError(model)
 
+    def shares_loads(self, model: object) -> bool:
+        """Whether any decoder reads once for several answers."""
+        pools = self.fleet.snapshot.pools(model)
+        return all(one.learned.shares_loads for pool in pools for one in pool.decoders)
+
     async def finish(self, work: Coroutine[Any, Any, None]) -> None:
         """Waits for something that goes on even if its request does not."""
         await asyncio.shield(self.spawn(work))

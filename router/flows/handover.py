@@ -48,6 +48,8 @@ def may_be_handed(body: Body) -> bool:
     """Whether the first token of this request tells another engine all that it needs."""
     if any(body.get(name) for name in NEVER):
         return False
+    if body.get("n") not in (None, 1):
+        return False
     least = body.get(MIN_TOKENS)
     if least is not None and type(least) is not int:
         return False

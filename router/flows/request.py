@@ -47,6 +47,9 @@ LOOKED_AT = CONSUMED | {
 LONGEST_NAME = 256
 MODES = ("auto", "exact")
 CLIENT_PARAMS = "client_params"
+# Why one engine must do it all, unless decoders read once for several answers: there is no other.
+SEVERAL = "n"
+MOST_SEVERAL = 128
 # An endpoint that one engine answers: see router.flows.passed.
 PASSED = "passed"
 # Ids of legs are this process's own: two clients may send the same X-Request-Id, and in push mode
@@ -88,6 +91,8 @@ class Request(Struct, eq=False):
     """What it took of its caller's limits, where the caller has some."""
     journal: Journal | None = None
     """Of a stream with which another decoder could go on."""
+    is_several: bool = False
+    """Answers: only decoders that read once for all of them may have it."""
 
     def read(self, limits: Limits, conversations: Conversations | None) -> None:
         """Raises BadRequestError, UnsupportedTypeError."""
@@ -128,6 +133,14 @@ class Request(Struct, eq=False):
     @property
     def model(self) -> object:
         return self.body.get("model")
+
+    def share(self) -> None:
+        """Several answers are asked for, of decoders that read once for all of them."""
+        number = self.body.get("n")
+        if self.alone == SEVERAL and type(number) is int and 1 < number <= MOST_SEVERAL:
+            self.alone, self.is_several = "", True
+            # Each of them would be kept for the next turn, and each be judged by a threshold.
+            self.turn, self.threshold = None, 0.0
 
     def check(self, contexts: Mapping[str, int]) -> None:
         """What a prefiller would not see, and a decoder refuse. Raises BadRequestError."""
@@ -198,11 +211,9 @@ def why_alone(body: Body) -> str:
     """Why one engine must do it all, or nothing.
 
     A prefiller frees its blocks when the first reader is done, so only a request that becomes
-    exactly one sequence is shared; and what is said of a prompt's own tokens is known only where
-    the prompt was computed.
+    exactly one sequence is shared, unless a decoder reads once for several; and what is said of a
+    prompt's own tokens is known only where the prompt was computed.
     """
-    if body.get("n") not in (None, 1):
-        return "n"
     if body.get("best_of") not in (None, 1):
         return "best_of"
     if body.get("use_beam_search"):
@@ -214,7 +225,7 @@ def why_alone(body: Body) -> str:
         return "prompt_logprobs"
     if body.get("echo") and is_number(body.get("logprobs")):
         return "echo"
-    return ""
+    return "" if body.get("n") in (None, 1) else SEVERAL
 
 
 def _count(prompt: object) -> int:

@@ -330,7 +330,7 @@ class Run:
         """Of the plan, unless something has failed or speaks against it by now."""
         if not order or self._failed or not order[0].is_asked:
             return None
-        return order[0] if mate is None or _may_read(order[0], mate) else None
+        return order[0] if mate is None or self._may_read(order[0], mate) else None
 
     def _another(self, role: Role, mate: Engine | None = None) -> Engine | None:
         """The next in the plan that has not failed this request, else whoever has come since; and
@@ -345,10 +345,16 @@ class Run:
         if journal is not None:
             able = [one for one in able if _can_go_on(one, role, journal)]
         if mate is not None:
-            able = [o for o in able if _may_read(o, mate)] or [o for o in able if o is mate]
+            able = [o for o in able if self._may_read(o, mate)] or [o for o in able if o is mate]
         seat, asked = self._request.seat, [one for one in able if one.is_asked]
         left = asked or able
         return next(iter(left), None) if seat is None else seat.roomiest(left)
+
+    def _may_read(self, decoder: Engine, mate: Engine) -> bool:
+        """As things are now: either may have become another since it was planned for."""
+        if self._request.is_several and not decoder.learned.shares_loads:
+            return False
+        return decoder is not mate and decoder.group == mate.group
 
     def _has_moved(self) -> bool:
         """To another group, where the planned one has nobody left to ask. What was prefilled stays
@@ -579,11 +585,6 @@ async def _end(leg: asyncio.Task[Any], patience: float) -> None:
         await asyncio.wait((leg,), timeout=patience)
     leg.cancel()
     await asyncio.gather(leg, return_exceptions=True)
-
-
-def _may_read(decoder: Engine, mate: Engine) -> bool:
-    """As things are now: either may have become another since it was planned for."""
-    return decoder is not mate and decoder.group == mate.group
 
 
 def _has_failed(leg: asyncio.Task[Any]) -> bool:

@@ -54,9 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _setups(options: argparse.Namespace) -> Iterator[Setup]:
     combinations = product(
-        options.shape, options.decode_policy, options.min_remote, options.prefill_policy
+        options.shape,
+        options.decode_policy,
+        options.min_remote,
+        options.scatter,
+        options.prefill_policy,
     )
-    for shape, decode_policy, least, prefill_policy in combinations:
+    for shape, decode_policy, least, scatter, prefill_policy in combinations:
         yield Setup(
             shape=shape,
             prefillers=options.prefillers,
@@ -68,6 +72,8 @@ def _setups(options: argparse.Namespace) -> Iterator[Setup]:
             bursty=options.bursty,
             min_remote_prefill_tokens=least,
             late=options.count_late,
+            scatter=scatter,
+            threshold=options.threshold,
             cache_tokens=options.cache_tokens,
             prefill_bound=LoadBound(options.load_factor, options.prefill_floor),
             decode_bound=LoadBound(options.load_factor, options.decode_floor),
@@ -126,6 +132,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="X",
         help="of what the prefillers could do if nothing was cached (0.9)",
     )
+    add(
+        "--scatter",
+        nargs="+",
+        type=_whole(0, 1000),
+        default=[0],
+        metavar="K",
+        help="decoders that are asked at once whether they hold --threshold of a prompt (0)",
+    )
+    add("--threshold", type=_positive, default=0.5, metavar="SHARE", help="for them (0.5)")
     add("--bursty", action="store_true", help="arrivals come in bursts, not evenly (Poisson)")
     add(
         "--count-late",

@@ -12,7 +12,8 @@ from scripts.fleet_sim.simulation import Outcome, Setup
 HEADER = (
     f"{'shape':<9} {'fleet':>8} {'prefill by':<12} {'decode by':<12} {'remote':>6} "
     f"{'TTFT ms p50':>11} {'p99':>7} {'TPOT ms p50':>11} {'p99':>6} "
-    f"{'hits P':>6} {'D':>4} {'max/mean P':>10} {'D':>5} {'alone':>6} {'us P':>5} {'D':>5}"
+    f"{'hits P':>6} {'D':>4} {'max/mean P':>10} {'D':>5} "
+    f"{'alone':>6} {'extra':>6} {'us P':>5} {'D':>5}"
 )
 
 
@@ -29,6 +30,8 @@ class Figures(NamedTuple):
     decode_imbalance: float
     alone: float
     """The share of jobs that a decoder did by itself."""
+    extra: float
+    """Legs that answered nothing, for each job."""
 
 
 class Costs(NamedTuple):
@@ -49,6 +52,7 @@ def figures_of(outcome: Outcome) -> Figures:
         _imbalance(outcome.prefillers),
         _imbalance(outcome.decoders),
         outcome.alone / max(1, len(outcome.decode_costs)),
+        outcome.extra / max(1, len(outcome.decode_costs)),
     )
 
 
@@ -58,14 +62,14 @@ def costs_of(outcome: Outcome) -> Costs:
 
 def line(setup: Setup, figures: Figures, costs: Costs) -> str:
     fleet = f"{setup.prefillers}+{setup.decoders}"
-    remote = setup.min_remote_prefill_tokens or "all"
+    remote = f"x{setup.scatter}" if setup.scatter else setup.min_remote_prefill_tokens or "all"
     return (
         f"{setup.shape:<9} {fleet:>8} {setup.prefill_policy:<12} {setup.decode_policy:<12} "
         f"{remote:>6} {figures.ttft_p50:>11.0f} {figures.ttft_p99:>7.0f} "
         f"{figures.tpot_p50:>11.1f} {figures.tpot_p99:>6.1f} "
         f"{figures.prefill_hits:>6.0%} {figures.decode_hits:>4.0%} "
         f"{figures.prefill_imbalance:>10.2f} {figures.decode_imbalance:>5.2f} "
-        f"{figures.alone:>6.0%} {costs.prefill:>5.1f} {costs.decode:>5.1f}"
+        f"{figures.alone:>6.0%} {figures.extra:>6.1f} {costs.prefill:>5.1f} {costs.decode:>5.1f}"
     )
 
 

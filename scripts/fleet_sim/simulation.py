@@ -14,6 +14,7 @@ from router.policies.affinity import LoadBound
 from router.policies.candidate import Ask, Policy
 from router.policies.chunks import MOST
 from router.policies.registry import make_policy
+from router.policies.round_robin import in_turn
 from scripts.fleet_sim.engines import (
     CACHE_TOKENS,
     PREFILL_RATE,
@@ -29,6 +30,8 @@ E = TypeVar("E", bound=Engine)
 PREFILL_BOUND = LoadBound(1.5, 2)
 DECODE_BOUND = LoadBound(1.5, 8)
 TRANSFER_SECONDS = 0.003
+LOOK_SECONDS = 0.008
+"""Until a decoder's scheduler has looked into its cache: a step of those that run."""
 TRANSFER_RATE = 400_000.0
 """Tokens a second whose KV is moved."""
 WARM_UP = 0.2
@@ -54,6 +57,9 @@ class Setup:
     min_remote_prefill_tokens: int = 0
     late: bool = False
     """Legs count from when they start, not from when their engine is chosen."""
+    scatter: int = 0
+    """Decoders that are asked at once whether they hold `threshold` of a prompt."""
+    threshold: float = 0.5
     cache_tokens: int = CACHE_TOKENS
     prefill_bound: LoadBound = PREFILL_BOUND
     decode_bound: LoadBound = DECODE_BOUND
@@ -70,6 +76,8 @@ class Outcome:
     per_token: list[float] = field(default_factory=list)
     alone: int = 0
     """Jobs that a decoder did by itself."""
+    extra: int = 0
+    """Legs at decoders that answered nothing."""
     prefill_costs: list[float] = field(default_factory=list)
     decode_costs: list[float] = field(default_factory=list)
 
@@ -140,10 +148,26 @@ class Simulation:
         costs = self.outcome.decode_costs
         decoder = self._choose(self._decode_policy, self.decoders, ask, costs)
         least = self.setup.min_remote_prefill_tokens
-        if least and job.tokens - self._decode_policy.expected(decoder.name, ask) < least:
+        holder = self._scatter(job, ask) if self.setup.scatter else None
+        if holder is not None:
+            self._at(self._now + LOOK_SECONDS, self._stay, job, ask, holder)
+        elif self.setup.scatter:
+            self._at(self._now + LOOK_SECONDS, self._send, job, ask, decoder)
+        elif least and job.tokens - self._decode_policy.expected(decoder.name, ask) < least:
             self._stay(job, ask, decoder)
         else:
             self._send(job, ask, decoder)
+
+    def _scatter(self, job: Job, ask: Ask) -> Decoder | None:
+        """The first that accepts: it lacks least, so its first token is there before others'."""
+        setup = self.setup
+        first = self._decode_policy.order(self.decoders, ask)
+        others = [one for one in in_turn(self.decoders, self._turn) if one not in first]
+        asked = [*first, *others][: setup.scatter]
+        held = {one: one.cache.held(job.chunks) for one in asked}
+        able = [one for one in asked if held[one] >= setup.threshold * job.tokens]
+        self.outcome.extra += len(asked) - bool(able)
+        return min(able, key=lambda one: (-held[one], one.stopped_until), default=None)
 
     def _choose(self, policy: Policy, engines: Sequence[E], ask: Ask, costs: list[float]) -> E:
         began = perf_counter_ns()

@@ -21,6 +21,7 @@ from tests.integration.oracle import Prompt, complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric, post_and_leave, wait_for
 from tests.vllm.measures import FETCHED, RUNNING, counted, nothing_left, prompts
 from tests.vllm.servers import PUSH, SCHEDULER, Fleet, Kind
+from tests.vllm.test_several import several_are_read_once
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +183,10 @@ def test_engines_that_die_in_mid_transfer_are_survived(
             victim.process.kill()
             victim.process.wait()
             assert differences(right, [answer.result(timeout=180) for answer in answers]) == []
+
+
+def test_several_answers_are_those_of_one_vllm_and_are_written_once(
+    fleet: Fleet, pair: list[Server], alone: Server
+) -> None:
+    prefiller, decoder = pair
+    several_are_read_once(fleet, prefiller, decoder, alone)

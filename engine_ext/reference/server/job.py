@@ -61,8 +61,8 @@ class Job:
     def engine_requests(self) -> Iterator[GenerateRequest]:
         """One for each choice, in the order of their indices.
 
-        Only the first has the KV parameters: they name one remote request, whose blocks are freed
-        by the first read, so that siblings would read what is no longer theirs.
+        Only the first prompt's have the KV parameters, which are of one prompt; and where blocks
+        are to be kept for another engine, its first alone.
         """
         for choice in range(self.num_choices):
             prompt, child = divmod(choice, self.n)
@@ -71,9 +71,15 @@ class Job:
                 request_id=f"{child}_{own_id}" if self.n > 1 else own_id,
                 prompt_token_ids=self.prompts[prompt].token_ids,
                 sampling=self._sampling(child),
-                kv_transfer_params=self.kv_transfer_params if choice == 0 else None,
+                kv_transfer_params=self.kv_transfer_params if self._is_meant(choice) else None,
                 cache_hit_threshold=self.cache_hit_threshold,
             )
+
+    def _is_meant(self, choice: int) -> bool:
+        if choice == 0:
+            return True
+        params = self.kv_transfer_params or {}
+        return choice < self.n and params.get("do_remote_prefill") is True
 
     def _sampling(self, child: int) -> SamplingParams:
         if self.sampling.seed is None or child == 0:
