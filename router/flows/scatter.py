@@ -96,7 +96,8 @@ class Scatter:
         for other, leg in self._legs.items():
             if other is not engine:
                 leg.cancel()
-        if self._request.seat is not None:
+        if self._request.seat is not None:  # its own place first, or another takes that
+            self._request.seat.decode_at(engine)
             self._request.seat.depart(self._legs)
 
     async def _decided(self) -> None:

@@ -332,6 +332,35 @@ async def test_engines_that_are_full_are_not_asked_besides(
     assert [router.engine(engine).admitted for engine in ds] == [0, 0, 0]
 
 
+async def test_whoever_waits_for_a_place_does_not_get_the_winners(
+    start: Start, ds: list[MockEngine]
+) -> None:
+    router = await start(max_engine_requests=1)
+    somebody_waits, is_served = asyncio.Event(), asyncio.Event()
+
+    async def wins(request: Received, peer: Peer) -> None:
+        await somebody_waits.wait()
+        await peer.send(STREAM_HEAD + chunk(event("a")))
+        await is_served.wait()
+        await peer.send(chunk(event("b") + DONE) + b"0\r\n\r\n")
+
+    ds[0].scripts, ds[1].scripts, ds[2].scripts = [is_silent], [wins], [is_silent]
+    first = asyncio.create_task(router.stream(cache_hit_threshold=0.5))
+    await eventually(lambda: all(engine.requests for engine in ds))
+    # It needs a decoder, and no prefiller.
+    second = asyncio.create_task(router.complete(best_of=2))
+    admission = router.gateway.admission
+    assert admission is not None
+    await eventually(lambda: admission.depth == 1)
+    somebody_waits.set()
+    assert (await second).status_code == 200
+    assert len(ds[1].requests) == 1
+    is_served.set()
+    assert (await first).status_code == 200
+    await router.settled()
+    assert [router.engine(engine).admitted for engine in ds] == [0, 0, 0]
+
+
 async def test_nobody_is_asked_besides_while_the_retry_budget_is_spent(
     start: Start, ds: list[MockEngine]
 ) -> None:

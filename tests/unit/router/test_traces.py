@@ -472,3 +472,24 @@ def test_a_leg_is_told_in_header_lines_that_end() -> None:
     leg: Any = trace.leg("prefill", "h:1", 0.0)
     expected = f"traceparent: 00-{TRACE}-{leg.span_id:016x}-01\r\ntracestate: a=1\r\n"
     assert leg.line == expected.encode()
+
+
+async def test_of_several_that_are_asked_at_once_each_is_a_span_and_one_has_the_answer(
+    collector: Receiver, start_router: StartRouter, d: MockEngine
+) -> None:
+    async def is_silent(request: Received, peer: Peer) -> None:
+        await peer.wait_left()
+
+    async with running_engine(is_silent) as other:
+        d.identity = other.identity = {"capabilities": ["cache_hit_threshold"]}
+        d.usual, router = stream, await start_router(ds=[d, other], scatter=2)
+        await router.knows_its_engines()
+        await router.stream(cache_hit_threshold=0.5)
+        await eventually(lambda: collector.named(ROOT) and len(collector.spans) == 4)
+        legs = {s.attributes["server.port"]: s for s in collector.spans if s.name == "decode"}
+    assert trace_of(d)[1] == legs[d.port].span_id
+    assert trace_of(other)[1] == legs[other.port].span_id
+    outcomes = [legs[e.port].attributes["disagg.leg.outcome"] for e in (d, other)]
+    assert outcomes == ["ok", "cancelled"]
+    assert legs[d.port].attributes["gen_ai.usage.output_tokens"] == 3
+    assert "gen_ai.usage.output_tokens" not in legs[other.port].attributes
