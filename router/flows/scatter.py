@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from router.fleet.engine import Engine
 from router.fleet.spec import DECODE, Role
+from router.flows.bodies import Halves
 from router.flows.errors import RejectedError
 from router.flows.gateway import Gateway
 from router.flows.journal import Journal
@@ -45,7 +46,7 @@ class Scatter:
     def __init__(self, request: Request, gateway: Gateway) -> None:
         self._request = request
         self._gateway = gateway
-        self._bodies: dict[Engine, bytes] = {}
+        self._bodies: dict[Engine, Halves] = {}
         self._journals: dict[Engine, Journal | None] = {}
         self._legs: dict[Engine, asyncio.Task[Came]] = {}
         self._winner: Engine | None = None
@@ -65,7 +66,7 @@ class Scatter:
         seat.depart(found)
         return ()
 
-    def add(self, engine: Engine, body: bytes) -> None:
+    def add(self, engine: Engine, body: Halves) -> None:
         """Will be asked. The journal that its body asks it to fill is the request's if it wins."""
         self._bodies[engine] = body
         self._journals[engine], self._request.journal = self._request.journal, None
