@@ -15,6 +15,10 @@ or none:
     : token_ids BwAA
     data: {"id": ...}
 
+A decode engine that is asked, by `"hand_back": true`, does not compute an answer again that it has
+to preempt: it ends it, with the finish reason `cache_threshold` and the stop reason `preempted`.
+What a stream has said is told by then; an answer that is not streamed has `begun`.
+
 Ids travel as base64 of three bytes each, the lowest first: four characters where a JSON list takes
 five to eight, and read in one go.
 """
@@ -30,6 +34,9 @@ from typing import Any
 KEY = "begun"
 ASK = "hand_over"
 TELL = "tell_token_ids"
+HAND_BACK = "hand_back"
+PREEMPTED = "preempted"
+"""The stop reason of what is handed back."""
 OUTPUT, ALL = "output", "all"
 MAX_ID = (1 << 24) - 1
 MAX_TOKENS = 1 << 24
@@ -96,6 +103,13 @@ def told(token_ids: Sequence[int], prompt_token_ids: Sequence[int] = ()) -> str:
     """What stands before the `data:` of an event that says `token_ids`."""
     prompt = f": prompt_token_ids {packed(prompt_token_ids)}\n" if prompt_token_ids else ""
     return f"{prompt}: token_ids {packed(token_ids)}\n" if token_ids else prompt
+
+
+def fit_in(num_tokens: int, num_likeliest: int | None) -> bool:
+    """Whether `begun` may hold the log-probabilities of so many tokens, if any are asked for."""
+    if num_likeliest is None:
+        return True
+    return num_likeliest >= 0 and num_tokens * (1 + num_likeliest) <= MAX_LOGPROBS
 
 
 def written(token_id: int, logprob: float) -> list[float]:

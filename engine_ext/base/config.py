@@ -51,6 +51,8 @@ class ConnectorConfig:
     """Push to stock decode engines by `X-Request-Id`: clients cannot choose it here."""
     global_cache_hit_threshold: float = 0.0
     """For the host's scheduler: see engine_ext.core.admission."""
+    hand_back: bool = False
+    """For the host's scheduler, of requests that do not say: end what it would have to preempt."""
     enforce_handshake_compat: bool = True
     permute_layout: bool = False
     """Read and write peers whose blocks order heads and tokens the other way round."""
@@ -128,6 +130,7 @@ class ConnectorConfig:
             "trust_unproven_prefix": extra.get("trust_unproven_prefix"),
             "trust_request_ids": extra.get("trust_request_ids"),
             "global_cache_hit_threshold": extra.get("global_cache_hit_threshold"),
+            "hand_back": extra.get("hand_back"),
             "engine_ttl": extra.get("engine_ttl"),
             "access": _access(extra),
         }
@@ -248,6 +251,7 @@ _EXTRA: dict[str, Check] = {
     "trust_request_ids": _switch,
     # Read by the scheduler class; checked here so that a typo is found at start.
     "global_cache_hit_threshold": _share,
+    "hand_back": _switch,
     "enable_cross_layers_blocks": _switch,
     "push_registration_timeout": _seconds,
     "push_write_bound": _seconds,

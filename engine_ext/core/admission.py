@@ -7,6 +7,8 @@ remote, before anything is allocated. Source: vLLM RFC #24256 (never merged ther
 from dataclasses import dataclass
 from typing import Any, Final
 
+from engine_ext.base.begun import HAND_BACK
+
 FINISH_REASON: Final = "cache_threshold"
 FIELD = "cache_hit_threshold"
 
@@ -40,6 +42,13 @@ def parse_threshold(value: Any) -> float | None:
 def prefills(params: Any) -> bool:
     """Whether a request with these `kv_transfer_params` is a prefill leg."""
     return isinstance(params, dict) and bool(params.get("do_remote_decode"))
+
+
+def hands_back(params: Any, default: bool) -> bool:
+    """Whether a request with these `kv_transfer_params` is ended rather than preempted and computed
+    again. A prefill leg, whose work it is to compute, never is."""
+    asked = params.get(HAND_BACK) if isinstance(params, dict) else None
+    return (asked if isinstance(asked, bool) else default) and not prefills(params)
 
 
 def judge(

@@ -99,6 +99,17 @@ def handed_over(
     return {**told, **spoken, **written}
 
 
+def handed_back(
+    prompt: Sequence[int],
+    spoken: Sequence[int],
+    said: Sequence[int],
+    logprobs: Sequence[TokenLogprob],
+) -> dict[str, Any]:
+    """Of an answer that ends here before its end."""
+    told = Begun(tuple(prompt), (*spoken, *said)).to_wire()
+    return handed_over(told, len(spoken), logprobs)
+
+
 def _logprobs(given: Begun, unspoken: Sequence[int], asked: int | None) -> tuple[TokenLogprob, ...]:
     if asked is None or not unspoken:
         return ()

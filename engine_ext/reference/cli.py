@@ -156,6 +156,7 @@ def _engine(options: dict[str, Any], connector: ConnectorConfig | None) -> Engin
     }
     if connector is not None:
         chosen.setdefault("global_cache_hit_threshold", connector.global_cache_hit_threshold)
+        chosen["hand_back"] = connector.hand_back
     if options["kv_cache_memory_mib"] is not None:
         chosen["kv_cache_bytes"] = options["kv_cache_memory_mib"] * MEBIBYTE
     return EngineConfig(model=model, **chosen)

@@ -37,6 +37,8 @@ class EngineConfig:
     """For sampled requests that bring no seed of their own."""
     global_cache_hit_threshold: float = 0.0
     """Share of a request's tokens whose KV must be at hand, where the request does not say."""
+    hand_back: bool = False
+    """A request that does not say is ended rather than preempted and computed again."""
 
     @property
     def prefill_tokens_per_step(self) -> int:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from engine_ext.base.begun import PREEMPTED
 from engine_ext.base.types import FinishStatus
 from engine_ext.core import admission
 from engine_ext.reference.messages import FinishReason
@@ -17,6 +18,10 @@ class Finish:
 
 ABORTED = Finish("abort", FinishStatus.ABORTED)
 LENGTH = Finish("length", FinishStatus.LENGTH_CAPPED)
+
+
+HANDED_BACK = Finish(admission.FINISH_REASON, FinishStatus.ABORTED, PREEMPTED)
+"""Another engine is to go on with it: nothing is kept of it here."""
 
 
 def stopped(stop_reason: str | int | None = None) -> Finish:

@@ -33,7 +33,13 @@ STEP_SECONDS = 10.0
 """What the engine's current step may take once it is told to stop: it cannot be interrupted."""
 
 
-CAPABILITIES = ("cache_hit_threshold", "streamed_kv_transfer_params", "begun", "tell_token_ids")
+CAPABILITIES = (
+    "cache_hit_threshold",
+    "streamed_kv_transfer_params",
+    "begun",
+    "tell_token_ids",
+    "hand_back",
+)
 """What this engine can do besides what the connector can."""
 WITH_CONNECTOR = ("hand_over", "shared_loads")
 

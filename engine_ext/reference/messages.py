@@ -39,6 +39,8 @@ class GenerateRequest:
     kv_transfer_params: dict[str, Any] | None = None
     cache_hit_threshold: float | None = None
     """Share of its tokens whose KV must be at hand, 0 to 1. None: what the engine wants."""
+    is_only: bool = True
+    """Of an answer's choices. Nobody goes on with one of several."""
 
 
 @dataclass(frozen=True, slots=True)

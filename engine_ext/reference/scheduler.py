@@ -3,7 +3,7 @@
 Continuous batching with chunked prefill: those who decode come first, in order of admission, a
 token each. Then the loaded and the waiting are admitted, and all whose prompts are not computed yet
 share the step's prefill tokens (`prefill_shares`). Where blocks run out, the sequence that came
-last gives up its own and is computed again later.
+last gives up its own and is computed again later, or handed back where that is asked for.
 
 The connector is called where vLLM's v1 scheduler calls one, in the same order. An exception out of
 a hook ends the request it was about and nothing else.
@@ -15,12 +15,12 @@ from collections import deque
 
 from engine_ext.base import begun
 from engine_ext.base.types import NO_RESULTS, FinishDecision, TransferResults
-from engine_ext.core.admission import FIELD, Verdict, judge, prefills
+from engine_ext.core.admission import FIELD, Verdict, hands_back, judge, prefills
 from engine_ext.reference.beginning import handed_over
 from engine_ext.reference.block_manager import BlockManager
 from engine_ext.reference.counters import Counters
 from engine_ext.reference.engine_config import EngineConfig
-from engine_ext.reference.finish import ABORTED, Finish, failed, refused
+from engine_ext.reference.finish import ABORTED, HANDED_BACK, Finish, failed, refused
 from engine_ext.reference.kv_connector import SchedulerHalf
 from engine_ext.reference.prefill_shares import shares
 from engine_ext.reference.queues import Queues
@@ -299,9 +299,18 @@ class Scheduler:
             self._counters.prompt_tokens_cached += of_prompt
 
     def _preempt(self, seq: Sequence, step: Step) -> None:
-        self._send_back(seq)
+        if self._hands_back(seq):
+            self.finish(seq, HANDED_BACK)
+            step.ended.append(seq)
+        else:
+            self._send_back(seq)
         self._counters.preemptions += 1
         step.num_preempted += 1
+
+    def _hands_back(self, seq: Sequence) -> bool:
+        if not (seq.is_only and hands_back(seq.kv_transfer_params, self._config.hand_back)):
+            return False
+        return begun.fit_in(seq.num_output_tokens, seq.sampling.logprobs)
 
     def _send_back(self, seq: Sequence) -> None:
         self.queues.remove(seq)

@@ -23,6 +23,7 @@ class Sequence:
         self.kv_transfer_params: Any = request.kv_transfer_params
         self.sampling: SamplingParams = request.sampling
         self.cache_hit_threshold = request.cache_hit_threshold
+        self.is_only = request.is_only
         self.prompt_token_ids: Seq[int] = request.prompt_token_ids
         self.content_keys: Keys = ()
         """This engine has neither media nor adapters nor salts."""

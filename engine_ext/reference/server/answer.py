@@ -6,7 +6,9 @@ from typing import Any
 
 import orjson
 
-from engine_ext.base.begun import ALL, told
+from engine_ext.base.begun import ALL, KEY, PREEMPTED, told
+from engine_ext.core.admission import FINISH_REASON
+from engine_ext.reference.beginning import handed_back
 from engine_ext.reference.messages import RequestOutput
 from engine_ext.reference.output_stream import merge
 from engine_ext.reference.server.dialect import Dialect
@@ -31,10 +33,11 @@ async def whole(dialect: Dialect, outputs: Outputs) -> dict[str, Any]:
             tally.add(choice, output)
             pieces[choice].append(output)
     _check_complete(tally)
+    said = [merge(each) for each in pieces]
     return dialect.answer(
-        [dialect.answer_choice(choice, merge(said)) for choice, said in enumerate(pieces)],
+        [dialect.answer_choice(choice, each) for choice, each in enumerate(said)],
         usage=tally.usage(),
-        kv_transfer_params=tally.kv_transfer_params,
+        kv_transfer_params=_handed_back(dialect.job, said[0]) or tally.kv_transfer_params,
     )
 
 
@@ -56,6 +59,15 @@ async def streamed(dialect: Dialect, outputs: Outputs) -> AsyncGenerator[bytes, 
             yield b"".join([*opening, told, event(_chunk(dialect, tally, choice, output))])
     _check_complete(tally)
     yield b"".join(_closing(dialect, tally))
+
+
+def _handed_back(job: Job, said: RequestOutput) -> dict[str, Any] | None:
+    """For another engine, of what no comments have told; only the only choice is."""
+    if (said.finish_reason, said.stop_reason) != (FINISH_REASON, PREEMPTED):
+        return None
+    spoken = job.begun.token_ids[: job.num_spoken] if job.begun else ()
+    prompt = job.prompts[0].token_ids
+    return {KEY: handed_back(prompt, spoken, said.token_ids, said.logprobs)}
 
 
 def _told(job: Job, output: RequestOutput, is_first: bool) -> bytes:

@@ -73,6 +73,7 @@ class Job:
                 sampling=self._sampling(child),
                 kv_transfer_params=self.kv_transfer_params if self._is_meant(choice) else None,
                 cache_hit_threshold=self.cache_hit_threshold,
+                is_only=self.num_choices == 1,
             )
 
     def _is_meant(self, choice: int) -> bool:

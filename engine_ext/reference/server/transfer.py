@@ -60,6 +60,8 @@ def read_transfer(request: GenerationBody, model: ServedModel) -> Transfer:
     if tell not in (None, wire.OUTPUT, wire.ALL):
         problem = f"{PARAM}.{wire.TELL} must be {wire.OUTPUT} or {wire.ALL}"
         raise BadRequestError(problem, PARAM)
+    if not isinstance(params.get(wire.HAND_BACK, False), bool):
+        raise BadRequestError(f"{PARAM}.{wire.HAND_BACK} must be a boolean", PARAM)
     try:
         begun = begun_in(params)
     except BegunError as error:
