@@ -603,7 +603,8 @@ class Settings(BaseSettings):
         2,
         "Choice",
         "How often another decoder goes on with a stream whose decoder has failed after the client "
-        "had some of it, where the engines offer that; 0 is never.",
+        "had some of it, and as often with an answer for which one has no room, where the engines "
+        "offer that; 0 is never.",
         "N",
     )
     max_resume_memory: ByteSize = _setting(

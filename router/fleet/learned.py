@@ -57,7 +57,9 @@ class Learned:
     begins: bool = False
     """It goes on from what another has sampled."""
     tells_ids: bool = False
-    """Of a stream, the ids of the tokens that it says. All three: it has said so."""
+    """Of a stream, the ids of the tokens that it says."""
+    hands_back: bool = False
+    """It ends what it would have to preempt, for another to go on. All four: it has said so."""
     shares_loads: bool = False
     """Of several answers to one prompt it reads the remote KV once. It has said so."""
     renders: Mapping[str, str] = field(default_factory=dict)
@@ -114,6 +116,7 @@ class Learned:
             self.begins = "begun" in capabilities
             self.tells_ids = "tell_token_ids" in capabilities
             self.shares_loads = "shared_loads" in capabilities
+            self.hands_back = "hand_back" in capabilities
             self.renders = _texts_in(identity.get("renders"))
         modes, ranks = identity.get("transfer_modes"), identity.get("ranks")
         if isinstance(modes, list):

@@ -60,6 +60,8 @@ RULES = {
     "status_5xx": Rule(Next.ELSEWHERE, Next.AFRESH, True),
     # It said so itself, and is left alone for as long as it said.
     "overloaded": Rule(Next.ELSEWHERE, Next.AFRESH, False),
+    # As it was asked to, rather than compute the answer again: nothing has failed.
+    "preempted": Rule(Next.ELSEWHERE, Next.AFRESH, False, is_free=True),
     # The same everywhere.
     "answer_too_large": Rule(Next.GIVE_UP, Next.GIVE_UP, False),
     "reader_stalled": Rule(Next.GIVE_UP, Next.GIVE_UP, False),

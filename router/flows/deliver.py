@@ -24,7 +24,7 @@ from router.conversations.conversations import Turn
 from router.conversations.said import Json, Said, events_in, parsed, said_by, said_in
 from router.fleet.engine import Engine
 from router.flows import headers, reemit
-from router.flows.errors import EngineUnavailableError
+from router.flows.errors import EngineUnavailableError, PreemptedError
 from router.flows.exchange import Header
 from router.flows.gateway import Gateway
 from router.flows.journal import Journal
@@ -204,7 +204,10 @@ def _write_down(journal: Journal, gateway: Gateway, inner: Tail | None) -> None:
 
 
 def require_end(journal: Journal) -> None:
-    """Raises EngineUnavailableError for a stream that its engine has ended, not the answer."""
+    """Raises PreemptedError, or EngineUnavailableError, for a stream that its engine has ended, not
+    the answer."""
+    if journal.is_preempted:
+        raise PreemptedError
     if journal.is_cut:
         raise EngineUnavailableError("the decode engine ended a stream before its end")
 

@@ -18,7 +18,8 @@ RequestError
 ├── CredentialError          an engine refused what the router itself showed it
 ├── EngineError              an engine answered 5xx
 │   ├── EngineUnavailableError   503
-│   └── EngineOverloadedError    503 or 429, and when to come back
+│   ├── EngineOverloadedError    503 or 429, and when to come back
+│   └── PreemptedError           it has ended an answer for want of room, as it was asked to
 ├── ShuttingDownError
 ├── CrowdedError             the router's own limits; `reason` is for the books
 │   └── CrowdedTenantError       this tenant's share of them
@@ -35,6 +36,7 @@ from typing import NamedTuple
 
 import orjson
 
+from router.flows.begun import Begun
 from router.upstream import errors as upstream
 from router.upstream.answer import Headers
 
@@ -166,6 +168,17 @@ class EngineOverloadedError(EngineError):
         self.rejected = rejected
 
 
+class PreemptedError(EngineError):
+    """`begun`: what it has said, of an answer that nobody has seen."""
+
+    kind = "preempted"
+    phrase = "had no room for all of an answer"
+
+    def __init__(self, begun: Begun | None = None) -> None:
+        super().__init__("the decode engine had no room for all of this answer")
+        self.begun = begun
+
+
 class ShuttingDownError(RequestError):
     pass
 
@@ -213,6 +226,7 @@ SHAPES: dict[type[BaseException], Shape] = {
     CredentialError: Shape(502, "BadGatewayError"),
     EngineUnavailableError: Shape(503, "ServiceUnavailableError"),
     EngineOverloadedError: Shape(503, "ServiceUnavailableError"),
+    PreemptedError: Shape(503, "ServiceUnavailableError"),
     EngineError: Shape(502, "BadGatewayError"),
     ShuttingDownError: Shape(503, "ServiceUnavailableError"),
     CrowdedTenantError: Shape(429, "RateLimitError"),

@@ -8,7 +8,10 @@ A decoder that offers it, and is asked (`tell_token_ids`), puts a comment before
 
 which names the tokens that the event says, in the form of `begun` (three bytes each, in base64, so
 that pieces can be put together as they come). No client sees it. An event with a finish reason
-waits for the stream's end: what an engine says there may not be true, if it is being stopped.
+waits for the stream's end: what an engine says there may not be true, if it is being stopped, and
+one that has no room for all of the answer says `cache_threshold`, for another to go on.
+
+Of an answer that is not streamed, and that a decoder has handed back, it holds what that one told.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import re
 from collections.abc import Mapping
 from typing import Protocol
 
+from router.flows.begun import Begun
 from router.flows.prefilled import PROMPT_IDS, Params, with_field
 from router.upstream.answer import Tap
 from router.upstream.sse import end_of_last_event
@@ -34,6 +38,8 @@ FINISH = re.compile(rb'"finish_reason"\s*:\s*"|^data: ?\[DONE\]', re.MULTILINE)
 REASON_TOLD = re.compile(rb'"finish_reason"\s*:\s*"')
 MAY_FINISH = re.compile(rb'finish_reason"\s*:\s*"')
 ABORT = re.compile(rb'"finish_reason"\s*:\s*"abort"')
+REFUSED = re.compile(rb'"finish_reason"\s*:\s*"cache_threshold"')
+BACK = re.compile(rb'"stop_reason"\s*:\s*"preempted"')
 REASON = re.compile(rb'"stop_reason"\s*:\s*"')
 ERROR = re.compile(rb'^data: ?\{\s*"error"\s*:', re.MULTILINE)
 ID = re.compile(rb'^data: ?\{\s*"id"\s*:\s*("[^"\\]*")', re.MULTILINE)
@@ -57,18 +63,19 @@ class Journal:
     """A Tap before that of a turn, if there is one. It must be closed.
 
     `is_full`: it has not kept all. `is_cut`: the engine has ended the stream before the answer's
-    end. `moves`: how often another engine was to go on; `moved_by`: why one is to, until it does.
-    `last` is what the reader of the stream says at its end, as of every Tap.
+    end; `is_preempted`: for want of room. `moves`: how often another engine was to go on;
+    `moved_by`: why one is to, until it does. `last` is what the reader of the stream says at its
+    end, as of every Tap.
     """
 
     __slots__ = ("_created", "_held", "_id", "_most_moves", "_output", "_prompt",
-                 "_renamings", "_room", "first_byte", "inner", "is_cut", "is_full", "last",
-                 "moved_by", "moves", "renders")  # fmt: skip
+                 "_renamings", "_room", "_unspoken", "first_byte", "inner", "is_cut", "is_full",
+                 "is_preempted", "last", "moved_by", "moves", "renders")  # fmt: skip
 
     def __init__(self, room: Room, renders: Mapping[str, str], most_moves: int) -> None:
         self.renders = renders
         self._most_moves = most_moves
-        self.is_cut = False
+        self.is_cut = self.is_preempted = False
         self.moves, self.moved_by = 0, ""
         self.last = b""
         self.first_byte: float | None = None
@@ -76,6 +83,8 @@ class Journal:
         self._prompt, self._output = b"", bytearray()
         self._room, self.is_full = room, False
         self.inner: Tap | None = None
+        # What else is told of tokens that no client has; of a stream's it has all.
+        self._unspoken: bytes | None = None
         # From the finish on.
         self._held: bytearray | None = None
         # As the first decoder has said them, and what others say in their place.
@@ -91,12 +100,35 @@ class Journal:
     def can_go_on(self) -> bool:
         """Whether another engine may be asked, could be told all that it needs, and there is
         something left."""
-        is_known = bool(self._prompt and self._output) and not self.is_full
-        return is_known and not self.last and self.moves < self._most_moves
+        return self.knows_all and self.moves < self._most_moves
+
+    @property
+    def knows_all(self) -> bool:
+        return bool(self._prompt and self._output) and not self.is_full and not self.last
+
+    def move(self, kind: str, is_free: bool) -> None:
+        """Another engine is to go on, for that reason. `is_free`: no matter how often it may."""
+        self.moves, self.moved_by = self.moves + 1, kind
+        self._most_moves += is_free
+
+    def take(self, begun: Begun) -> bool:
+        """What was said of an answer that no client has, instead of what was known. False: there is
+        no room for it."""
+        self._room.size -= self._size
+        logprobs = bytes(begun.logprobs)
+        self._prompt = begun.prompt_token_ids.encode()
+        self._output = bytearray(begun.output_token_ids.encode())
+        self._unspoken = b',"logprobs":%s' % logprobs if logprobs else b""
+        has_room = self._room.has_room(self._size)
+        self._room.size += self._size
+        return has_room
 
     def begun(self) -> bytes:
-        """For who is to go on: what the client has, as if it had said that itself."""
+        """For who is to go on: what the client has, as if it had said that itself; or what it is
+        to be told."""
         ids = b'"prompt_token_ids":"%s","output_token_ids":"%s"' % (self._prompt, self._output)
+        if self._unspoken is not None:
+            return b"{%s%s}" % (ids, self._unspoken)
         return b'{%s,"spoken":%d}' % (ids, self.said)
 
     def know_prompt(self, params: Params | None) -> None:
@@ -112,12 +144,18 @@ class Journal:
         """Another answer passes from here on."""
         self.inner = inner
         self._let_go()
-        self.last, self.is_cut, self._renamings = b"", False, None
+        self.last, self._renamings = b"", None
+        self.is_cut = self.is_preempted = False
 
     def close(self) -> None:
-        self._room.size -= len(self._prompt) + len(self._output)
-        self._prompt, self._output, self.is_full = b"", bytearray(), True
+        self._room.size -= self._size
+        self._prompt, self._output, self._unspoken = b"", bytearray(), None
+        self.is_full = True
         self._let_go()
+
+    @property
+    def _size(self) -> int:
+        return len(self._prompt) + len(self._output) + len(self._unspoken or b"")
 
     def passing(self, block: bytes, last: bool) -> bytes:
         if self.is_cut:
@@ -167,7 +205,14 @@ class Journal:
             return passes, False
         elif not _is_whole(bytes(self._held)):
             return passes, True
-        return passes + self._let_go(), False
+        held = self._let_go()
+        if REFUSED.search(held) is not None:
+            # Whoever has said nothing, and does not say that it was preempted, refuses to begin.
+            is_said = self.said > 0 or passes.find(MARK) >= 0
+            self.is_preempted = is_said or BACK.search(held) is not None
+            if self.is_preempted:
+                return passes, True
+        return passes + held, False
 
     def _let_go(self) -> bytes:
         """What was held of an end."""

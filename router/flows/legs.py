@@ -23,6 +23,7 @@ from router.flows.errors import (
     RejectedError,
 )
 from router.flows.gateway import Gateway
+from router.flows.handed_back import take_back
 from router.flows.plan import Plan
 from router.flows.prefilled import Params, Prefilled
 from router.flows.push import Push
@@ -54,7 +55,7 @@ LAST_WORDS_SIZE = 256 * 1024
 class Came(Enum):
     """What became of a decode leg that did not fail for good. UNASKED: it was to be asked first,
     and may not know that it can reject. ITSELF: the one prefiller that is left to decode has it.
-    CUT: the client has some of the answer, and another is to go on."""
+    CUT: some of the answer is there, or was handed back, and another is to go on."""
 
     ANSWERED = auto()
     CUT = auto()
@@ -72,7 +73,7 @@ class Legs:
     in the table of failures, and RejectedError with an engine's 4xx."""
 
     __slots__ = ("_gateway", "_is_read", "_prompt_tokens", "_request", "holder",
-                 "plan")  # fmt: skip
+                 "may_come_back", "plan")  # fmt: skip
 
     def __init__(self, request: Request, plan: Plan, gateway: Gateway) -> None:
         self._request = request
@@ -82,6 +83,8 @@ class Legs:
         # Where KV waits for a decoder, unless it was read.
         self.holder: Engine | None = None
         self._is_read = False
+        # The decoder was asked to hand back what it would have to preempt.
+        self.may_come_back = False
 
     async def prefill(
         self, engine: Engine, body: Halves, fresh: bool, push: Push | None = None
@@ -191,6 +194,8 @@ class Legs:
                 raise EngineUnavailableError(STOPPED % engine.role)
             if engine.breaker.succeeded():
                 gateway.fleet.answered(engine)
+            if self.may_come_back:
+                await take_back(answer, gateway.limits.max_answer_size)
             if threshold and await self._is_rejected(engine, answer, threshold):
                 return REJECTED
             if accept is not None:

@@ -23,6 +23,7 @@ from router.flows.deliver import deliver_prefilled
 from router.flows.errors import (
     EngineOverloadedError,
     NoEngineError,
+    PreemptedError,
     RejectedError,
     UnknownModelError,
 )
@@ -81,8 +82,8 @@ class Run:
     """One request under way: what failed so far, and what is held for it at engines."""
 
     __slots__ = ("_bodies", "_failed", "_failure", "_fresh", "_gateway", "_hands_nothing",
-                 "_is_spent", "_left", "_legs", "_mate", "_offer", "_plan", "_rejected", "_request",
-                 "_unread")  # fmt: skip
+                 "_is_spent", "_left", "_legs", "_mate", "_moves_left", "_offer", "_plan",
+                 "_preempted", "_rejected", "_request", "_unread")  # fmt: skip
 
     def __init__(self, request: Request, bodies: Bodies, plan: Plan, gateway: Gateway) -> None:
         self._request = request
@@ -94,6 +95,10 @@ class Run:
         # Groups where nobody was left to ask. None is returned to, so this comes to an end.
         self._left: frozenset[str] = NONE
         self._failure: LegError | None = None
+        # Decoders that had no room for all of the answer, and how often another may be asked for
+        # it before one is to find room.
+        self._preempted: list[Engine] = []
+        self._moves_left = gateway.limits.max_resumes
         self._fresh = False
         # The prefiller whose KV the decoder is to read.
         self._mate: Engine | None = None
@@ -148,9 +153,12 @@ class Run:
     async def _first_of(self, scatter: Scatter, engines: Sequence[Engine]) -> Came:
         """Of several decoders that are asked at once, the one that accepts first."""
         threshold = self._plan.threshold
+        # What those hand back that lose would be nobody's: none is asked to.
+        moves, self._moves_left = self._moves_left, 0
         for engine in engines:
             body = self._decode_body(self._told(self._keeping(None), engine), threshold)
             scatter.add(engine, body)
+        self._moves_left = moves
         ended = await scatter.run(self._legs, self._fresh, threshold)
         for failure in ended.others:
             self._drop(*failure)
@@ -201,8 +209,9 @@ class Run:
 
     async def _prefill(self) -> Prefilled | None:
         """None: there is no prefiller, and a decoder may do without."""
-        self._mate, journal = None, self._going_on
+        self._mate = None
         while True:
+            journal = self._going_on
             engine = self._first(self._plan.route.prefillers) or self._another(PREFILL)
             if engine is None:
                 if self._has_moved():
@@ -219,6 +228,9 @@ class Run:
                 prefilled = await self._legs.prefill(engine, body, fresh)
             except LEG_ERRORS as error:
                 self._after(error, engine, PREFILL)
+            except RejectedError:
+                if not self._starts_over():
+                    raise
             else:
                 if self._plan.reuse is not None:
                     self._note_read()
@@ -235,6 +247,8 @@ class Run:
         while True:
             engine = self._first(self._plan.route.decoders, mate) or self._another(DECODE, mate)
             if engine is None:
+                if self._starts_over():
+                    return CUT
                 if not self._has_moved():
                     raise self._failure or NoEngineError("no decode engine is healthy")
                 if mate is not None:
@@ -249,12 +263,14 @@ class Run:
             try:
                 return await self._legs.decode(engine, body, self._fresh, threshold)
             except RejectedError as error:
+                if self._starts_over():
+                    return CUT
                 if told is None or not told.begins or not self._may_compute_all(engine, error):
                     raise
                 return AFRESH
             except LEG_ERRORS as error:
                 what = self._after(error, engine, DECODE)
-                if what is Next.RESUME:
+                if what is Next.RESUME or error.kind == PreemptedError.kind:
                     return CUT
                 is_afresh = mate is not None and (what is Next.AFRESH or not self._is_held())
                 if is_afresh and self._another(DECODE, mate) not in (None, mate):
@@ -278,7 +294,8 @@ class Run:
             failure = await self._both(prefiller, decoder, push)
             if failure is None:
                 return None
-            prefiller.learned.note_missed()
+            if not isinstance(failure[0], PreemptedError):
+                prefiller.learned.note_missed()
             self._after(*failure)
 
     async def _both(self, prefiller: Engine, decoder: Engine, push: Push) -> Failure | None:
@@ -328,7 +345,7 @@ class Run:
 
     def _first(self, order: Sequence[Engine], mate: Engine | None = None) -> Engine | None:
         """Of the plan, unless something has failed or speaks against it by now."""
-        if not order or self._failed or not order[0].is_asked:
+        if not order or self._failed or self._preempted or not order[0].is_asked:
             return None
         return order[0] if mate is None or self._may_read(order[0], mate) else None
 
@@ -348,6 +365,7 @@ class Run:
             able = [o for o in able if self._may_read(o, mate)] or [o for o in able if o is mate]
         seat, asked = self._request.seat, [one for one in able if one.is_asked]
         left = asked or able
+        left = [one for one in left if one not in self._preempted] or left
         return next(iter(left), None) if seat is None else seat.roomiest(left)
 
     def _may_read(self, decoder: Engine, mate: Engine) -> bool:
@@ -383,7 +401,7 @@ class Run:
             )
 
     def _decode_body(self, params: Params | None, threshold: float) -> Halves:
-        required = threshold or (0 if self._rejected else None)
+        required = threshold or (0 if self._rejected or self._preempted else None)
         whole = self._request.exact and self._plan.reuse is not None
         return self._bodies.decode(params, required, whole)
 
@@ -441,21 +459,27 @@ class Run:
         elif params is not None and params.begins and mate is not None:
             is_meant = decoder.learned.begins and read_alike(decoder, mate.learned.renders)
             params = params if is_meant else params.not_beginning()
-        if decoder.learned.tells_ids and self._is_kept(decoder):
-            return self._journal(decoder, params).asking(params)
-        if journal is None and self._request.journal is not None:
-            self._request.journal.close()
-            self._request.journal = None
-        return params
-
-    def _is_kept(self, decoder: Engine) -> bool:
-        """Whether it is written down what the client has of the answer."""
-        request = self._request
-        if self._going_on is not None:
-            return True
-        may_move = self._gateway.limits.max_resumes > 0 and not request.alone
+        request, learned = self._request, decoder.learned
+        may_move = journal is not None or self._may_move(decoder)
         is_stream = request.body.get("stream") is True and not request.exact
-        return may_move and is_stream and decoder.learned.begins and may_be_handed(request.body)
+        if learned.tells_ids and may_move and is_stream:
+            params = self._journal(decoder, params).asking(params)
+        elif journal is None and request.journal is not None:
+            request.journal.close()
+            request.journal = None
+        if not learned.hands_back or request.alone:
+            self._legs.may_come_back = False
+            return params
+        is_kept = not is_stream or (request.journal is not None and not request.journal.is_full)
+        self._legs.may_come_back = may_move and is_kept and self._moves_left > 0
+        asked = b"true" if self._legs.may_come_back else b"false"
+        return with_field(params, b'"hand_back":' + asked)
+
+    def _may_move(self, decoder: Engine) -> bool:
+        """Whether another may go on with what this decoder has begun."""
+        request = self._request
+        may_move = self._gateway.limits.max_resumes > 0 and not request.alone
+        return may_move and decoder.learned.begins and may_be_handed(request.body)
 
     def _journal(self, decoder: Engine, params: Params | None) -> Journal:
         request = self._request
@@ -464,13 +488,13 @@ class Run:
             request.journal.close()
             request.journal = None
         if request.journal is None:
-            request.journal = Journal(
-                self._gateway.journals,
-                decoder.learned.renders,
-                self._gateway.limits.max_resumes,
-            )
+            request.journal = self._new_journal(decoder)
         request.journal.know_prompt(params)
         return request.journal
+
+    def _new_journal(self, decoder: Engine) -> Journal:
+        gateway = self._gateway
+        return Journal(gateway.journals, decoder.learned.renders, gateway.limits.max_resumes)
 
     def _keeping(self, params: Params | None) -> Params | None:
         """Asks the decoder to keep a turn's KV, unless it could not be found again."""
@@ -493,15 +517,21 @@ class Run:
         is_late = moment >= request.latest
         # Perhaps it is what the last turn left that failed: then the same prefiller can do without.
         is_of_turn = role is PREFILL and self._offer.params is not None and not rule.is_free
-        gateway.note_failure(engine, role, error)
+        if isinstance(error, PreemptedError):
+            self._take_back(error, engine)
+        else:
+            gateway.note_failure(engine, role, error)
         if not is_late:
             _blame(gateway, engine, error, rule.blames_engine and not is_of_turn)
-        what = next_of(error.kind, role, request.exchange.started, self._may_go_on(role))
+        what = next_of(error.kind, role, request.exchange.started, self._may_go_on(role, error))
         self._failure = error
         if is_of_turn:
             self._is_spent = True
         if error.kind == "stale":
             self._fresh = True
+        elif isinstance(error, PreemptedError):
+            self._moves_left -= 1
+            self._preempted.append(engine)
         elif not is_of_turn or error.kind == "overloaded":
             self._failed.append(engine)
         is_over = what in (Next.END, Next.GIVE_UP) or is_late or len(self._failed) >= MOST_FAILED
@@ -510,25 +540,54 @@ class Run:
                 gateway.metrics.resumes.add((error.kind, self._why_not()))
             _note(request.record, engine, role, error.kind, Next.GIVE_UP)
             raise error
-        if what is Next.RESUME:
-            self._note_move(error.kind)
+        if what is Next.RESUME or isinstance(error, PreemptedError):
+            self._note_move(error)
         _note(request.record, engine, role, error.kind, what)
         request.record.retries += 1
         gateway.metrics.retries.labels(role, error.kind).inc()
         return what
 
-    def _may_go_on(self, role: Role) -> bool:
+    def _may_go_on(self, role: Role, error: LegError) -> bool:
         """Of a client that has some of the answer. A move that is under way may take another
-        prefiller, or none, however often it may move."""
+        prefiller, or none, however often it may move; and so may one for want of room, which is
+        asked for so often and no more."""
         journal = self._request.journal
         if role is PREFILL and self._going_on is not None:
             return True
-        return journal is not None and journal.can_go_on
+        if journal is None:
+            return False
+        if isinstance(error, PreemptedError):
+            return journal.knows_all and self._moves_left > 0
+        return journal.can_go_on
 
-    def _note_move(self, kind: str) -> None:
-        journal = self._request.journal
-        assert journal is not None
-        journal.moves, journal.moved_by = journal.moves + 1, kind
+    def _note_move(self, error: LegError) -> None:
+        """A stream's is counted where it goes on."""
+        journal, started = self._request.journal, self._request.exchange.started
+        if journal is not None:
+            journal.move(error.kind if started else "", is_free=isinstance(error, PreemptedError))
+        if not started:
+            self._gateway.metrics.resumes.add((error.kind, "gone_on"))
+
+    def _take_back(self, error: PreemptedError, engine: Engine) -> None:
+        """What has been said of an answer that nobody has seen. Without it, it begins anew."""
+        request = self._request
+        error.role = DECODE
+        if request.exchange.started:
+            return
+        journal = request.journal or self._new_journal(engine)
+        is_known = error.begun is not None and journal.take(error.begun)
+        request.journal = journal if is_known else None
+        if not is_known:
+            journal.close()
+
+    def _starts_over(self) -> bool:
+        """Where nobody goes on with an answer that nobody has seen, it begins anew, and stays."""
+        request = self._request
+        if request.exchange.started or self._going_on is None or request.journal is None:
+            return False
+        request.journal.close()
+        request.journal, self._moves_left = None, 0
+        return True
 
     def _why_not(self) -> str:
         """For the books, of a stream with which nobody goes on."""

@@ -44,7 +44,12 @@ async def tells_something(answer: Answer) -> None:
 def ends_at_once(block: bytes) -> bool:
     """Whether a stream that opens so was cut off by an engine that is being stopped, and has no
     text that a client could have seen."""
-    return block.find(ABORTED) >= 0 and bool(_verdict(block, has_aborted))
+    return first_says(block, ABORTED, has_aborted)
+
+
+def first_says(block: bytes, needle: bytes, is_none: Callable[[Json], bool]) -> bool:
+    """Whether a stream that opens so says that there is no answer, which has a `needle`."""
+    return block.find(needle) >= 0 and bool(_verdict(block, is_none))
 
 
 def is_cut_off(raw: bytes) -> bool:

@@ -256,11 +256,12 @@ class Metrics:
         self.resumes = made.tally(
             "resumes",
             "Streams whose decoder failed after the client had some of them, by its failure and "
-            "what came of it.",
+            "what came of it. preempted: answers of all kinds that a decoder has handed back.",
             "kind",
             "outcome",
-            act="gone_on: the client noticed nothing, yet a decoder failed. Others ended with an "
-            "error event: docs/mid-answer.md says when nobody can go on.",
+            act="gone_on: the client noticed nothing, yet a decoder failed, or had no room "
+            "(preempted: more KV cache, or fewer requests at once, spare prefillers the work). "
+            "Others ended with an error event: docs/mid-answer.md says when nobody can go on.",
         )
         self.handed_over = made.tally(
             "handed_over",

@@ -177,6 +177,12 @@ class Answer(Struct, eq=False):
         self.check()
         return self._take()
 
+    async def all_of_it(self, limit: int) -> bytes:
+        """The same, left in place."""
+        body = await self.read(limit)
+        self._held, self._held_size = [body], len(body)
+        return body
+
     def held(self) -> bytes:
         """What is here, left in place: in one piece from now on, however often it is asked."""
         if len(self._held) > 1:

@@ -37,8 +37,8 @@ from tests.unit.router.upstream.test_connect import no_descriptor_left
 
 NOTHING_SENT = {"connect_refused", "connect_timeout", "connect", "dns", "tls"}
 OUR_OWN = {"local", "answer_too_large", "reader_stalled"}
-UNPROVEN = {"connect", "dns", "engine_lost", "overloaded", "stale"}
-ASKED_NOBODY = NOTHING_SENT | {"stale"}
+UNPROVEN = {"connect", "dns", "engine_lost", "overloaded", "stale", "preempted"}
+FREE = NOTHING_SENT | {"stale", "preempted"}
 # What a client is told when there is nobody else to ask.
 TOLD = {"local": 503, "answer_too_large": 502}
 
@@ -77,7 +77,7 @@ def test_before_it_what_follows_is_what_is_known_of_the_blocks(kind: str) -> Non
         assert prefill is (Next.AGAIN if kind == "stale" else Next.ELSEWHERE)
         assert decode is Next.AFRESH
     assert RULES[kind].blames_engine == (kind not in OUR_OWN | UNPROVEN)
-    assert RULES[kind].is_free == (kind in ASKED_NOBODY)
+    assert RULES[kind].is_free == (kind in FREE)
 
 
 @pytest.mark.parametrize("kind", FAULTS)
