@@ -220,7 +220,7 @@ def _schedules(vllm_config: VllmConfig) -> bool:
 
 def _capabilities(vllm_config: VllmConfig, config: ConnectorConfig | None) -> tuple[str, ...]:
     threshold = ("cache_hit_threshold",) if _schedules(vllm_config) else ()
-    begun = ("begun",) if begins(vllm_config) else ()
+    begun = ("begun", "hand_back") if begins(vllm_config) else ()
     hands_over = () if config is None else ("hand_over",)
     # Ranks know nothing of each other: each would read for its own ones of several answers.
     is_one = vllm_config.parallel_config.data_parallel_size == 1

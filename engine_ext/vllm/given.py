@@ -11,6 +11,8 @@ from typing import Any
 from engine_ext.base.begun import MAX_ID, Begun, Logprob
 
 FIELD = "disagg_begun"
+STAYS = "disagg_stays"
+"""Of a request that cannot begin in mid-answer anywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,12 @@ def token_ids_in(sampling_params: Any) -> list[int]:
     if not isinstance(found, list) or not found or {*map(type, found)} != {int}:
         return []
     return found if min(found) >= 0 and max(found) <= MAX_ID else []
+
+
+def stays(sampling_params: Any) -> bool:
+    """Its answer is of no use to another engine. Total."""
+    extra = getattr(sampling_params, "extra_args", None)
+    return isinstance(extra, Mapping) and extra.get(STAYS) is True
 
 
 def _told(sampling_params: Any) -> Any:

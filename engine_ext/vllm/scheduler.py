@@ -1,14 +1,16 @@
 """A scheduler class for `--scheduler-cls engine_ext.vllm.scheduler.DisaggScheduler`.
 
 What vLLM's own lacks: a load-failure policy per request, `cache_hit_threshold`, answers that begin
-in the middle, and rest while nothing but remote readers is waited for.
+in the middle and that are handed back rather than preempted, and rest while nothing but remote
+readers is waited for.
 """
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -17,10 +19,11 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from engine_ext.core.admission import FIELD, Verdict, judge, parse_threshold, prefills
+from engine_ext.base.begun import HAND_BACK, KEY, PREEMPTED, Begun, fit_in
+from engine_ext.core.admission import FIELD, Verdict, hands_back, judge, parse_threshold, prefills
 from engine_ext.vllm.compat import finish_reason
 from engine_ext.vllm.connector import DisaggConnector
-from engine_ext.vllm.given import token_ids_in
+from engine_ext.vllm.given import stays, token_ids_in
 from engine_ext.vllm.prefill_stats import BegunPrefillStats
 
 logger = logging.getLogger(__name__)
@@ -45,7 +48,8 @@ class DisaggMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._refused: list[tuple[Request, Verdict]] = []
+        self._ended: list[tuple[Request, EngineCoreOutput]] = []
+        """Refused, or handed back: not told yet."""
         self._wake: Callable[[], None] | None = None
         self._news = threading.Event()
         config = self.vllm_config.kv_transfer_config  # type: ignore[attr-defined] # vLLM's
@@ -54,6 +58,9 @@ class DisaggMixin:
         self._default_threshold = parse_threshold(extra.get("global_cache_hit_threshold")) or 0.0
         if self._default_threshold and not finish_reason.is_installed():
             raise ValueError(f"global_cache_hit_threshold: {NO_PLUGIN}")
+        self._hands_back_all = extra.get(HAND_BACK) is True
+        if self._hands_back_all and not finish_reason.is_installed():
+            raise ValueError(f"{HAND_BACK}: {NO_PLUGIN}")
 
     def _keep_window_of_last_token(self) -> None:
         """When a request ends, vLLM gives up what the window of the *next* token does not reach,
@@ -103,23 +110,42 @@ class DisaggMixin:
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc] # vLLM's
         for new in output.scheduled_new_reqs:
             BegunPrefillStats.note_scheduled(self.requests[new.req_id], new.num_computed_tokens)  # type: ignore[attr-defined] # vLLM's
-        for request, _ in self._refused:
+        for request in self._to_hand_back(output):
+            self._ended.append((request, _handed_back(request)))
+        for request, _ in self._ended:
             self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)  # type: ignore[attr-defined] # vLLM's
         return output
+
+    def _to_hand_back(self, output: SchedulerOutput) -> Iterator[Request]:
+        """Of those that were preempted, and would be computed again. What a step under way still
+        brings of them is nobody's: who goes on computes it."""
+        for name in output.preempted_req_ids or ():
+            request = self.requests.get(name)  # type: ignore[attr-defined] # vLLM's
+            if request is None or request.status is not RequestStatus.PREEMPTED:
+                continue
+            if finish_reason.is_installed() and self._is_handed_back(request):
+                yield request
+
+    def _is_handed_back(self, request: Request) -> bool:
+        params = request.sampling_params
+        is_asked = hands_back(request.kv_transfer_params, self._hands_back_all)
+        if not is_asked or params is None or stays(params) or request.resumable:
+            return False
+        if request.mm_features or not request.prompt_token_ids:
+            return False  # Its prompt is more than its tokens.
+        return _is_streamed(request) or fit_in(request.num_output_tokens, params.logprobs)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc] # vLLM's
-        refused, self._refused = self._refused, []
-        for request, verdict in refused:
-            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(
-                _refusal(request, verdict)
-            )
+        ended, self._ended = self._ended, []
+        for request, said in ended:
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(said)
         return outputs
 
     def has_requests(self) -> bool:
-        return bool(self._refused) or super().has_requests()  # type: ignore[misc] # vLLM's
+        return bool(self._ended) or super().has_requests()  # type: ignore[misc] # vLLM's
 
     def has_finished_requests(self) -> bool:
         """vLLM steps every millisecond while a finished request's blocks wait for a reader."""
@@ -173,7 +199,7 @@ class DisaggMixin:
         verdict = self._try_to_judge(request)
         if verdict is None or not verdict.is_refused:
             return True
-        self._refused.append((request, verdict))
+        self._ended.append((request, _refusal(request, verdict)))
         return False
 
     def _try_to_follow(self, request: Request) -> bool:
@@ -240,14 +266,32 @@ class DisaggMixin:
 
 
 def _refusal(request: Request, verdict: Verdict) -> EngineCoreOutput:
+    told = {"cache_hit_rate": verdict.rate, FIELD: verdict.threshold}
+    return _end(request, verdict.stop_reason, told)
+
+
+def _handed_back(request: Request) -> EngineCoreOutput:
+    """A stream has told its tokens; log-probabilities are known to the HTTP server."""
+    if _is_streamed(request):
+        return _end(request, PREEMPTED, None)
+    begun = Begun(tuple(request.prompt_token_ids or ()), tuple(request.output_token_ids))
+    return _end(request, PREEMPTED, {KEY: begun.to_wire()})
+
+
+def _is_streamed(request: Request) -> bool:
+    params = request.sampling_params
+    return params is not None and params.output_kind is RequestOutputKind.DELTA
+
+
+def _end(request: Request, why: str, told: dict[str, Any] | None) -> EngineCoreOutput:
     return EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=[],
         finish_reason=finish_reason.cache_threshold_reason(),
-        stop_reason=verdict.stop_reason,
+        stop_reason=why,
         events=request.take_events(),
         trace_headers=request.trace_headers,
-        kv_transfer_params={"cache_hit_rate": verdict.rate, FIELD: verdict.threshold},
+        kv_transfer_params=told,
     )
 
 

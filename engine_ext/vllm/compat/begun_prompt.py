@@ -136,13 +136,19 @@ def _num_logprobs(request: Any) -> int | None:
     return asked
 
 
-def _unfit(request: Any) -> list[str]:
+def unfit(request: Any) -> list[str]:
+    """Fields for which an answer cannot begin in the middle, be it here or elsewhere."""
     found = [name for name in UNFIT if getattr(request, name, None) not in (None, False)]
     if (request.n or 1) != 1:
         found.append("n")
     prompt = getattr(request, "prompt", None)
     if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
         found.append("several prompts")
+    return found
+
+
+def _unfit(request: Any) -> list[str]:
+    found = unfit(request)
     if has_non_text_content(getattr(request, "messages", None)):
         found.append("images or sounds")
     if (request.model_extra or {}).get(THRESHOLD):

@@ -1,5 +1,5 @@
-"""`cache_hit_threshold`, top level of a request's body, and what a begun request was given, on
-their way to the scheduler."""
+"""`cache_hit_threshold`, top level of a request's body, what a begun request was given, and that
+another cannot begin in the middle, on their way to the scheduler."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from engine_ext.base.begun import KEY
 from engine_ext.core.admission import FIELD, parse_threshold
 from engine_ext.vllm import given
-from engine_ext.vllm.compat.begun_prompt import carried_by
+from engine_ext.vllm.compat.begun_prompt import carried_by, unfit
 
 MARK = "_disagg_field"
 
@@ -41,11 +41,14 @@ def _carrying(original: Any) -> Any:
 
 def _give(request: Any, params: Any) -> None:
     """`vllm_xargs` come this way too: what is said there is not from us."""
-    extra = {key: value for key, value in (params.extra_args or {}).items() if key != given.FIELD}
+    own = (given.FIELD, given.STAYS)
+    extra = {key: value for key, value in (params.extra_args or {}).items() if key not in own}
     begun = carried_by(request)
     if begun is not None:
         rest = {key: each for key, each in request.kv_transfer_params.items() if key != KEY}
         extra["kv_transfer_params"] = rest or None
         if begun.output_token_ids:
             extra[given.FIELD] = given.carried(begun)
+    if unfit(request):
+        extra[given.STAYS] = True
     params.extra_args = extra or None

@@ -37,7 +37,9 @@ class Seen:
 
     kv_transfer_params: dict[str, Any] | None = None
     refused: list[tuple[int, Any]] = field(default_factory=list)
-    """(choice, stop reason)."""
+    """(choice, stop reason), of those that have said nothing, whose end vLLM does not say."""
+    begun: set[int] = field(default_factory=set)
+    """Choices that have tokens."""
     one_by_one: bool = False
     """A parser wants given tokens as steps of the engine bring them."""
     is_silent: bool = False
@@ -99,7 +101,9 @@ class Seen:
         if self.tell is not None and not self.is_silent:
             self._note_ids(result)
         for output in result.outputs:
-            if output.finish_reason == FINISH_REASON:
+            if output.token_ids:
+                self.begun.add(output.index)
+            if output.finish_reason == FINISH_REASON and output.index not in self.begun:
                 self.refused.append((output.index, output.stop_reason))
 
     def _note_ids(self, result: Any) -> None:

@@ -31,7 +31,7 @@ from engine_ext.vllm.given import FIELD as GIVEN
 from engine_ext.vllm.guard import is_guarded
 from engine_ext.vllm.owed import Owed
 from tests.unit.engine_ext.core.fakes import told
-from tests.vllm.inside import begun_cases
+from tests.vllm.inside import begun_cases, hand_back_cases
 from tests.vllm.inside.in_process import Engine
 from tests.vllm.inside.planted import IDLE, Broken, Fault, faults, public
 
@@ -401,6 +401,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         reports = partial(reports_that_nobody_waits_for_end_no_engine, num_ranks)
         yield f"{reports.func.__name__}, {num_ranks} ranks", reports
     yield from begun_cases.cases()
+    yield from hand_back_cases.cases()
     yield from planted()
 
 

@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.base.begun import KEY, MAX_ID, Begun, BegunError, begun_in, packed, unpacked
+from engine_ext.base.begun import (
+    KEY,
+    MAX_ID,
+    MAX_LOGPROBS,
+    Begun,
+    BegunError,
+    begun_in,
+    fit_in,
+    packed,
+    unpacked,
+)
 
 IDS = st.lists(st.integers(0, MAX_ID), max_size=50)
 
@@ -69,3 +79,12 @@ ONE = packed([7])
 def test_what_makes_no_sense_is_named(begun: Any) -> None:
     with pytest.raises(BegunError, match="begun"):
         begun_in({KEY: begun})
+
+
+def test_so_many_log_probabilities_fit_and_no_more() -> None:
+    assert fit_in(MAX_LOGPROBS, None)
+    assert fit_in(MAX_LOGPROBS, 0)
+    assert not fit_in(MAX_LOGPROBS + 1, 0)
+    assert fit_in(MAX_LOGPROBS // 4, 3)
+    assert not fit_in(MAX_LOGPROBS // 4 + 1, 3)
+    assert not fit_in(1, -1), "those of all tokens"

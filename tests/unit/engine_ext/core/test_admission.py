@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.core.admission import judge, parse_threshold
+from engine_ext.core.admission import hands_back, judge, parse_threshold
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,20 @@ def test_what_is_no_threshold_is_an_error(value: Any) -> None:
 @pytest.mark.parametrize(("value", "threshold"), [(None, None), (0, 0.0), (1, 1.0), (0.25, 0.25)])
 def test_thresholds_are_read(value: Any, threshold: float | None) -> None:
     assert parse_threshold(value) == threshold
+
+
+@pytest.mark.parametrize(
+    ("params", "default", "is_back"),
+    [
+        (None, False, False),
+        (None, True, True),
+        ({"hand_back": True}, False, True),
+        ({"hand_back": False}, True, False),
+        ({"hand_back": 1}, False, False),
+        ([], True, True),
+        ({"hand_back": True, "do_remote_decode": True}, True, False),
+        ({"hand_back": True, "do_remote_prefill": True}, False, True),
+    ],
+)
+def test_who_is_ended_rather_than_preempted(params: Any, default: bool, is_back: bool) -> None:
+    assert hands_back(params, default) is is_back

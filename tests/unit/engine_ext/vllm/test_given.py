@@ -7,7 +7,7 @@ import pytest
 
 from engine_ext.base.begun import MAX_ID, Begun
 from engine_ext.vllm.fit import Asked, refusal
-from engine_ext.vllm.given import FIELD, Given, carried, given_in, token_ids_in
+from engine_ext.vllm.given import FIELD, STAYS, Given, carried, given_in, stays, token_ids_in
 
 
 @dataclass
@@ -105,3 +105,11 @@ def test_log_probabilities_that_are_asked_for_must_be_given(
 ) -> None:
     asked = Asked(vocab_size=9, max_model_len=9, says_only_the_rest=True, num_logprobs=wanted)
     assert (refusal(begun, asked) is not None) is is_refused
+
+
+@pytest.mark.parametrize(
+    ("extra", "is_to_stay"),
+    [(None, False), (7, False), ({}, False), ({STAYS: 1}, False), ({STAYS: True}, True)],
+)
+def test_who_stays(extra: Any, is_to_stay: bool) -> None:
+    assert stays(Params(extra)) is is_to_stay

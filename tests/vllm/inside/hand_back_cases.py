@@ -1,0 +1,130 @@
+"""Where blocks run out, a request is handed back: inside vLLM's own scheduler."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.request import Request
+
+from engine_ext.base.begun import MAX_LOGPROBS, begun_in
+from engine_ext.vllm.compat import request_field
+from engine_ext.vllm.given import STAYS, stays
+from tests.vllm.inside.in_process import Ended, Engine
+
+SCHEDULERS = tuple(
+    f"engine_ext.vllm.scheduler.{name}" for name in ("DisaggScheduler", "DisaggAsyncScheduler")
+)
+ASKED = {"hand_back": True}
+LONG = 40
+
+
+def crowded(engine: Engine, request: Request) -> Ended:
+    """How it ends where there are no more blocks until it has been preempted."""
+    engine.add("before", 40, None, LONG)
+    engine.step_until(lambda: request.num_output_tokens == 2)
+    engine.scheduler.running.sort(key=lambda one: one is request)  # It is the last that came.
+    held = engine.pool.get_new_blocks(engine.pool.get_num_free_blocks())
+    name = request.request_id
+    engine.step_until(lambda: name in engine.ended or request.num_preemptions)
+    engine.pool.free_blocks(held)
+    ended = engine.run(name)
+    assert engine.run("before").reason == "length"
+    for _ in range(4):
+        if engine.scheduler.has_requests():
+            engine.step()
+    assert not any(rank.leased for rank in engine.ranks)
+    engine.step_until(engine.is_empty)
+    return ended
+
+
+def what_would_be_preempted_is_handed_back(
+    scheduler: str, params: dict[str, Any] | None, extra: dict[str, Any], model: Path
+) -> None:
+    """With what it has said so far; nothing is kept for a next turn."""
+    engine = Engine(model, scheduler_cls=scheduler, extra=extra)
+    request = engine.add("asked", 50, params, LONG)
+    ended = crowded(engine, request)
+    assert (ended.reason, ended.tokens) == ("cache_threshold", 0)
+    assert ended.params is not None
+    assert ended.params.keys() == {"begun"}
+    begun = begun_in(ended.params)
+    assert begun is not None
+    assert list(begun.prompt_token_ids) == list(request.prompt_token_ids or ())
+    assert begun.output_token_ids == tuple(request.output_token_ids)
+    assert 2 <= len(begun.output_token_ids) < LONG
+
+
+def a_stream_has_told_its_tokens(scheduler: str, model: Path) -> None:
+    engine = Engine(model, scheduler_cls=scheduler)
+    request = engine.add("asked", 50, ASKED, LONG)
+    assert request.sampling_params is not None
+    request.sampling_params.output_kind = RequestOutputKind.DELTA
+    ended = crowded(engine, request)
+    assert (ended.reason, ended.params) == ("cache_threshold", None)
+
+
+def what_stays_is_preempted_as_ever(
+    scheduler: str, params: Any, extra: dict[str, Any], model: Path
+) -> None:
+    engine = Engine(model, scheduler_cls=scheduler, extra={"hand_back": True})
+    request = engine.add("asked", 50, params, LONG, **extra)
+    ended = crowded(engine, request)
+    assert ended.reason == "length"
+    assert request.num_preemptions == 1
+
+
+def what_begun_cannot_tell_stays(model: Path) -> None:
+    for likeliest in (-1, MAX_LOGPROBS):
+        engine = Engine(model, scheduler_cls=SCHEDULERS[0])
+        request = engine.add("asked", 50, ASKED, LONG)
+        assert request.sampling_params is not None
+        request.sampling_params.logprobs = likeliest
+        assert crowded(engine, request).reason == "length"
+
+
+def a_cache_that_is_reset_hands_nothing_back_that_runs_on(model: Path) -> None:
+    """Who preempts all lets them go on in the next step."""
+    engine = Engine(model, scheduler_cls=SCHEDULERS[0])
+    request = engine.add("asked", 50, ASKED, 8)
+    engine.step_until(lambda: request.num_output_tokens == 2)
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert engine.run("asked").reason == "length"
+
+
+def requests_that_go_on_nowhere_else_say_so(model: Path) -> None:
+    request_field.install()
+    asked = {"model": "m", "kv_transfer_params": ASKED}
+    chat = {**asked, "messages": [{"role": "user", "content": "x"}]}
+    for fields, is_to_stay in (({}, False), ({"n": 2}, True), ({"prompt_logprobs": 1}, True)):
+        for made in (
+            ChatCompletionRequest(**chat, **fields).to_sampling_params(5, {}),
+            CompletionRequest(**asked, prompt="x", **fields).to_sampling_params(5, {}),
+        ):
+            assert stays(made) is is_to_stay, fields
+    several = CompletionRequest(**asked, prompt=["x", "y"]).to_sampling_params(5, {})
+    assert stays(several)
+    forged = ChatCompletionRequest(**chat, vllm_xargs={STAYS: 1}).to_sampling_params(5, {})
+    assert STAYS not in forged.extra_args
+
+
+def cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
+    for plain in (
+        what_begun_cannot_tell_stays,
+        a_cache_that_is_reset_hands_nothing_back_that_runs_on,
+        requests_that_go_on_nowhere_else_say_so,
+    ):
+        yield plain.__name__, plain
+    kept = {**ASKED, "retain": True}
+    for scheduler in SCHEDULERS:
+        for params, extra in ((ASKED, {}), (kept, {}), (None, {"hand_back": True})):
+            back = partial(what_would_be_preempted_is_handed_back, scheduler, params, extra)
+            yield f"{back.func.__name__}, {scheduler}, {params}", back
+        told = partial(a_stream_has_told_its_tokens, scheduler)
+        yield f"{told.func.__name__}, {scheduler}", told
+        for asks, more in (({"hand_back": False}, {}), (None, {STAYS: True})):
+            stayed = partial(what_stays_is_preempted_as_ever, scheduler, asks, more)
+            yield f"{stayed.func.__name__}, {scheduler}, {asks}", stayed
