@@ -58,7 +58,9 @@ class DisaggMixin:
         self._default_threshold = parse_threshold(extra.get("global_cache_hit_threshold")) or 0.0
         if self._default_threshold and not finish_reason.is_installed():
             raise ValueError(f"global_cache_hit_threshold: {NO_PLUGIN}")
-        self._hands_back_all = extra.get(HAND_BACK) is True
+        self._hands_back_all = extra.get(HAND_BACK, False)
+        if not isinstance(self._hands_back_all, bool):
+            raise ValueError(f"{HAND_BACK} must be true or false")
         if self._hands_back_all and not finish_reason.is_installed():
             raise ValueError(f"{HAND_BACK}: {NO_PLUGIN}")
 
@@ -110,21 +112,29 @@ class DisaggMixin:
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc] # vLLM's
         for new in output.scheduled_new_reqs:
             BegunPrefillStats.note_scheduled(self.requests[new.req_id], new.num_computed_tokens)  # type: ignore[attr-defined] # vLLM's
-        for request in self._to_hand_back(output):
-            self._ended.append((request, _handed_back(request)))
+        self._ended += self._handed_back(output)
         for request, _ in self._ended:
             self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)  # type: ignore[attr-defined] # vLLM's
         return output
 
-    def _to_hand_back(self, output: SchedulerOutput) -> Iterator[Request]:
+    def _handed_back(self, output: SchedulerOutput) -> Iterator[tuple[Request, EngineCoreOutput]]:
         """Of those that were preempted, and would be computed again. What a step under way still
         brings of them is nobody's: who goes on computes it."""
         for name in output.preempted_req_ids or ():
             request = self.requests.get(name)  # type: ignore[attr-defined] # vLLM's
             if request is None or request.status is not RequestStatus.PREEMPTED:
                 continue
+            said = self._try_to_hand_back(request)
+            if said is not None:
+                yield request, said
+
+    def _try_to_hand_back(self, request: Request) -> EngineCoreOutput | None:
+        try:
             if finish_reason.is_installed() and self._is_handed_back(request):
-                yield request
+                return _handed_back(request)
+        except Exception:
+            logger.exception("request %s was not handed back", request.request_id)
+        return None
 
     def _is_handed_back(self, request: Request) -> bool:
         params = request.sampling_params

@@ -368,6 +368,51 @@ async def test_a_clients_own_stop_string_is_none(
     assert len(legs(d, d2)) == 1
 
 
+@pytest.mark.parametrize("begun", [None, told(2)])
+async def test_one_that_has_called_a_tool_is_known_by_what_it_tells(
+    start: Start, d: MockEngine, d2: MockEngine, begun: object
+) -> None:
+    async def calls(request: Received, peer: Peer) -> None:
+        await peer.answer(whole(2, BACK | {"finish_reason": "tool_calls"}, begun))
+
+    router = await start()
+    d.scripts = d2.scripts = [calls]
+    answer = await router.complete(stop="preempted")
+    (choice,) = answer.json()["choices"]
+    assert choice["finish_reason"] == ("tool_calls" if begun is None else LAST)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_without_a_prefiller_the_decoder_computes_what_was_handed_back(
+    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, stream: bool
+) -> None:
+    async def fails(request: Received, peer: Peer) -> None:
+        await peer.answer({"error": {"message": "no"}}, 500)
+
+    router = await start()
+    p.scripts, d.scripts = [computes, fails], [hands_back(2)]
+    d2.scripts = d.scripts
+    assert await answered(router, stream) == WORDS
+    (second,) = (one for one in legs(d, d2) if len(tokens_in(one)) == 2)
+    assert "remote_host" not in params_of(second)
+
+
+async def test_a_client_that_leaves_meanwhile_leaves_nothing(
+    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+) -> None:
+    async def waits(request: Received, peer: Peer) -> None:
+        await peer.wait_left()
+
+    router = await start()
+    p.scripts, d.scripts = [computes, waits], [hands_back(2)]
+    d2.scripts = d.scripts
+    asking = asyncio.create_task(router.complete())
+    await eventually(lambda: router.gateway.journals.size > 0)
+    asking.cancel()
+    await eventually(lambda: router.gateway.journals.size == 0)
+    await router.settled()
+
+
 async def test_a_refusal_in_mid_answer_is_gone_on_with_too(
     start: Start, d: MockEngine, d2: MockEngine
 ) -> None:

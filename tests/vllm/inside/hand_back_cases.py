@@ -8,10 +8,11 @@ from typing import Any
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request
 
 from engine_ext.base.begun import MAX_LOGPROBS, begun_in
-from engine_ext.vllm.compat import request_field
+from engine_ext.vllm.compat import finish_reason, request_field
 from engine_ext.vllm.given import STAYS, stays
 from tests.vllm.inside.in_process import Ended, Engine
 
@@ -95,6 +96,35 @@ def a_cache_that_is_reset_hands_nothing_back_that_runs_on(model: Path) -> None:
     assert engine.run("asked").reason == "length"
 
 
+def a_request_that_cannot_be_told_is_preempted_as_ever(model: Path) -> None:
+    """And no exception ends the engine."""
+    engine = Engine(model, scheduler_cls=SCHEDULERS[0])
+    request = engine.add("asked", 50, ASKED, LONG)
+    request._output_token_ids.append(1 << 30)
+    request._all_token_ids.append(1 << 30)
+    assert crowded(engine, request).reason == "length"
+
+
+def what_the_engine_cannot_keep_is_refused_at_start(model: Path) -> None:
+    reasons: Any = FinishReason
+    member = reasons._member_map_.pop(finish_reason.MEMBER)
+    try:
+        problem = refusal(lambda: Engine(model, scheduler_cls=SCHEDULERS[0], extra=ASKED))
+    finally:
+        reasons._member_map_[finish_reason.MEMBER] = member
+    assert "hand_back" in problem
+    problem = refusal(lambda: Engine(model, scheduler_cls=SCHEDULERS[0], extra={"hand_back": 1}))
+    assert "hand_back" in problem
+
+
+def refusal(start: Callable[[], object]) -> str:
+    try:
+        start()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("not refused")
+
+
 def requests_that_go_on_nowhere_else_say_so(model: Path) -> None:
     request_field.install()
     asked = {"model": "m", "kv_transfer_params": ASKED}
@@ -115,6 +145,8 @@ def cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
     for plain in (
         what_begun_cannot_tell_stays,
         a_cache_that_is_reset_hands_nothing_back_that_runs_on,
+        a_request_that_cannot_be_told_is_preempted_as_ever,
+        what_the_engine_cannot_keep_is_refused_at_start,
         requests_that_go_on_nowhere_else_say_so,
     ):
         yield plain.__name__, plain
