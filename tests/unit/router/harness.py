@@ -22,7 +22,7 @@ from router.settings import Settings
 from tests.unit.router.mock_engine import MockEngine
 
 
-async def eventually(condition: Callable[[], object], seconds: float = 5.0) -> None:
+async def eventually(condition: Callable[[], object], seconds: float = 15.0) -> None:
     """Returns when the condition holds, fails when it does not come to hold in time."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 # what is waited for has no event to set

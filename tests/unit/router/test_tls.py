@@ -77,7 +77,7 @@ def name_shown(port: int, context: ssl.SSLContext) -> str:
 
 async def until_shown(router: RouterProcess, context: ssl.SSLContext, name: str) -> None:
     port = int(router.url.rpartition(":")[2])
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while await asyncio.to_thread(name_shown, port, context) != name:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
@@ -109,7 +109,7 @@ async def test_clients_are_served_over_tls_and_a_new_certificate_is_taken_while_
             with pytest.raises(httpx.HTTPError):
                 await plain.get(router.url.replace("https", "http") + "/health")
         await until_shown(router, trusting, "first")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while options and "workers 2.0" not in (await client.get("/metrics")).text:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
@@ -144,7 +144,7 @@ async def test_a_worker_that_dies_while_a_file_is_broken_ends_no_other(
         serving_router(p, d, *given) as router,
         httpx.AsyncClient(base_url=router.url, verify=ca.trusting()) as client,
     ):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while "workers 2.0" not in (await client.get("/metrics")).text:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         used.key.write_text("nonsense")
