@@ -18,7 +18,7 @@ from router.fleet.engine import Engine
 from router.fleet.spec import DECODE, PREFILL, Role
 from router.flows import release
 from router.flows.attempts import RULES, Next, next_of
-from router.flows.bodies import Bodies, Halves, message_in
+from router.flows.bodies import Bodies, Halves
 from router.flows.deliver import deliver_prefilled
 from router.flows.errors import (
     EngineOverloadedError,
@@ -28,8 +28,6 @@ from router.flows.errors import (
     UnknownModelError,
 )
 from router.flows.gateway import Gateway
-from router.flows.handover import asks_one_token, difference, may_be_handed, read_alike
-from router.flows.journal import Journal
 from router.flows.legs import (
     AFRESH,
     ANSWERED,
@@ -41,8 +39,9 @@ from router.flows.legs import (
     Came,
     LegError,
 )
+from router.flows.moves import Moves, can_go_on
 from router.flows.plan import ALONE, PULL, SAME_ENGINE, Plan, may_reject
-from router.flows.prefilled import RETAIN, Params, Prefilled, with_field
+from router.flows.prefilled import RETAIN, Params, Prefilled
 from router.flows.push import PUSHES, Push, push_of
 from router.flows.request import Body, Request
 from router.flows.reuse import USED_UP, Offer
@@ -81,9 +80,9 @@ Failure = tuple[LegError, Engine, Role]
 class Run:
     """One request under way: what failed so far, and what is held for it at engines."""
 
-    __slots__ = ("_bodies", "_failed", "_failure", "_fresh", "_gateway", "_hands_nothing",
-                 "_is_spent", "_left", "_legs", "_mate", "_moves_left", "_offer", "_plan",
-                 "_preempted", "_rejected", "_request", "_unread")  # fmt: skip
+    __slots__ = ("_bodies", "_failed", "_failure", "_fresh", "_gateway", "_is_spent", "_left",
+                 "_legs", "_mate", "_moves", "_offer", "_plan", "_rejected", "_request",
+                 "_unread")  # fmt: skip
 
     def __init__(self, request: Request, bodies: Bodies, plan: Plan, gateway: Gateway) -> None:
         self._request = request
@@ -95,14 +94,11 @@ class Run:
         # Groups where nobody was left to ask. None is returned to, so this comes to an end.
         self._left: frozenset[str] = NONE
         self._failure: LegError | None = None
-        # Decoders that had no room for all of the answer, and how often another may be asked for
-        # it before one is to find room.
-        self._preempted: list[Engine] = []
-        self._moves_left = gateway.limits.max_resumes
+        self._moves = Moves(request, gateway)
         self._fresh = False
         # The prefiller whose KV the decoder is to read.
         self._mate: Engine | None = None
-        self._rejected = self._hands_nothing = False
+        self._rejected = False
         # Of a turn: what the last one left, as long as no prefiller has read it.
         self._unread = None if plan.reuse is None else plan.reuse.turn.entry
         self._is_spent = False
@@ -154,11 +150,11 @@ class Run:
         """Of several decoders that are asked at once, the one that accepts first."""
         threshold = self._plan.threshold
         # What those hand back that lose would be nobody's: none is asked to.
-        moves, self._moves_left = self._moves_left, 0
+        moves, self._moves.left = self._moves.left, 0
         for engine in engines:
             body = self._decode_body(self._told(self._keeping(None), engine), threshold)
             scatter.add(engine, body)
-        self._moves_left = moves
+        self._moves.left = moves
         ended = await scatter.run(self._legs, self._fresh, threshold)
         for failure in ended.others:
             self._drop(*failure)
@@ -211,7 +207,7 @@ class Run:
         """None: there is no prefiller, and a decoder may do without."""
         self._mate = None
         while True:
-            journal = self._going_on
+            journal = self._moves.going_on
             engine = self._first(self._plan.route.prefillers) or self._another(PREFILL)
             if engine is None:
                 if self._has_moved():
@@ -229,7 +225,7 @@ class Run:
             except LEG_ERRORS as error:
                 self._after(error, engine, PREFILL)
             except RejectedError:
-                if not self._starts_over():
+                if not self._moves.starts_over():
                     raise
             else:
                 if self._plan.reuse is not None:
@@ -247,7 +243,7 @@ class Run:
         while True:
             engine = self._first(self._plan.route.decoders, mate) or self._another(DECODE, mate)
             if engine is None:
-                if self._starts_over():
+                if self._moves.starts_over():
                     return CUT
                 if not self._has_moved():
                     raise self._failure or NoEngineError("no decode engine is healthy")
@@ -263,9 +259,9 @@ class Run:
             try:
                 return await self._legs.decode(engine, body, self._fresh, threshold)
             except RejectedError as error:
-                if self._starts_over():
+                if self._moves.starts_over():
                     return CUT
-                if told is None or not told.begins or not self._may_compute_all(engine, error):
+                if told is None or not told.begins or not self._moves.hands_nothing(engine, error):
                     raise
                 return AFRESH
             except LEG_ERRORS as error:
@@ -281,7 +277,7 @@ class Run:
     async def _push(self) -> None:
         limits, route = self._gateway.limits, self._plan.route
         while True:
-            if self._going_on is not None:
+            if self._moves.going_on is not None:
                 return await self._pull()
             prefiller = self._first(route.prefillers) or self._another(PREFILL)
             decoder = self._first(route.decoders, prefiller) or self._another(DECODE, prefiller)
@@ -345,7 +341,7 @@ class Run:
 
     def _first(self, order: Sequence[Engine], mate: Engine | None = None) -> Engine | None:
         """Of the plan, unless something has failed or speaks against it by now."""
-        if not order or self._failed or self._preempted or not order[0].is_asked:
+        if not order or self._failed or self._moves.preempted or not order[0].is_asked:
             return None
         return order[0] if mate is None or self._may_read(order[0], mate) else None
 
@@ -358,14 +354,14 @@ class Run:
         known = (*order, *self._gateway.others(self._request, route, role))
         fit = [one for one in known if one.is_wanted and one.role.plays(role)]
         able = [one for one in fit if one not in self._failed]
-        journal = self._going_on
+        journal = self._moves.going_on
         if journal is not None:
-            able = [one for one in able if _can_go_on(one, role, journal)]
+            able = [one for one in able if can_go_on(one, role, journal)]
         if mate is not None:
             able = [o for o in able if self._may_read(o, mate)] or [o for o in able if o is mate]
         seat, asked = self._request.seat, [one for one in able if one.is_asked]
         left = asked or able
-        left = [one for one in left if one not in self._preempted] or left
+        left = [one for one in left if one not in self._moves.preempted] or left
         return next(iter(left), None) if seat is None else seat.roomiest(left)
 
     def _may_read(self, decoder: Engine, mate: Engine) -> bool:
@@ -401,100 +397,20 @@ class Run:
             )
 
     def _decode_body(self, params: Params | None, threshold: float) -> Halves:
-        required = threshold or (0 if self._rejected or self._preempted else None)
+        required = threshold or (0 if self._rejected or self._moves.preempted else None)
         whole = self._request.exact and self._plan.reuse is not None
         return self._bodies.decode(params, required, whole)
 
     def _hands_over(self, prefiller: Engine) -> bool:
         """Whether a decoder is to go on from the token that this prefiller samples."""
-        gateway, request = self._gateway, self._request
-        if gateway.limits.first_token != "auto" or self._going_on is not None:
-            return False
-        if self._hands_nothing:
-            return False
         order = self._plan.route.decoders
         decoder = self._first(order, prefiller) or self._another(DECODE, prefiller)
-        if decoder is None or decoder is prefiller:
-            return False
-        if not decoder.learned.begins or not may_be_handed(request.body):
-            return False
-        if asks_one_token(request.body):  # whose text is not to be held back
-            return False
-        if not read_alike(prefiller, decoder.learned.renders):
-            gateway.metrics.handed_over.add(("differ",))
-            what = difference(prefiller, decoder)
-            gateway.throttle.warn(
-                f"prefiller {prefiller.name} and this decoder differ in {what}: it computes "
-                "the first token again",
-                decoder.name,
-            )
-            return False
-        return True
-
-    def _may_compute_all(self, decoder: Engine, error: RejectedError) -> bool:
-        """Instead of going on from a token that a decoder would not have: perhaps that was its
-        fault, or the prefiller's, and not the client's."""
-        gateway = self._gateway
-        if error.status != 400 or not gateway.budget.take(now()):
-            return False
-        self._hands_nothing = True
-        gateway.metrics.handed_over.add(("refused",))
-        gateway.throttle.warn(
-            f"a decoder did not go on from a prefiller's token{message_in(error.body)}",
-            decoder.name,
-        )
-        return True
-
-    @property
-    def _going_on(self) -> Journal | None:
-        """Where another decoder is to go on with what the client has."""
-        journal = self._request.journal
-        return journal if journal is not None and journal.moves else None
+        return decoder is not None and self._moves.hands_over(prefiller, decoder)
 
     def _told(self, params: Params | None, decoder: Engine) -> Params | None:
-        """What this decoder is told of the answer's beginning, and asked to tell."""
-        mate, journal = self._mate, self._going_on
-        if journal is not None:
-            params = with_field(params, b'"begun":' + journal.begun())
-        elif params is not None and params.begins and mate is not None:
-            is_meant = decoder.learned.begins and read_alike(decoder, mate.learned.renders)
-            params = params if is_meant else params.not_beginning()
-        request, learned = self._request, decoder.learned
-        may_move = journal is not None or self._may_move(decoder)
-        is_stream = request.body.get("stream") is True and not request.exact
-        if learned.tells_ids and may_move and is_stream:
-            params = self._journal(decoder, params).asking(params)
-        elif journal is None and request.journal is not None:
-            request.journal.close()
-            request.journal = None
-        if not learned.hands_back or request.alone:
-            self._legs.may_come_back = False
-            return params
-        is_kept = not is_stream or (request.journal is not None and not request.journal.is_full)
-        self._legs.may_come_back = may_move and is_kept and self._moves_left > 0
-        asked = b"true" if self._legs.may_come_back else b"false"
-        return with_field(params, b'"hand_back":' + asked)
-
-    def _may_move(self, decoder: Engine) -> bool:
-        """Whether another may go on with what this decoder has begun."""
-        request = self._request
-        may_move = self._gateway.limits.max_resumes > 0 and not request.alone
-        return may_move and decoder.learned.begins and may_be_handed(request.body)
-
-    def _journal(self, decoder: Engine, params: Params | None) -> Journal:
-        request = self._request
-        if request.journal is not None and self._going_on is None:
-            # Of a leg that failed before the client had anything: this one may read ids otherwise.
-            request.journal.close()
-            request.journal = None
-        if request.journal is None:
-            request.journal = self._new_journal(decoder)
-        request.journal.know_prompt(params)
-        return request.journal
-
-    def _new_journal(self, decoder: Engine) -> Journal:
-        gateway = self._gateway
-        return Journal(gateway.journals, decoder.learned.renders, gateway.limits.max_resumes)
+        told = self._moves.told(params, decoder, self._mate)
+        self._legs.may_come_back = self._moves.may_come_back
+        return told
 
     def _keeping(self, params: Params | None) -> Params | None:
         """Asks the decoder to keep a turn's KV, unless it could not be found again."""
@@ -518,85 +434,35 @@ class Run:
         # Perhaps it is what the last turn left that failed: then the same prefiller can do without.
         is_of_turn = role is PREFILL and self._offer.params is not None and not rule.is_free
         if isinstance(error, PreemptedError):
-            self._take_back(error, engine)
+            self._moves.take_back(error, engine)
         else:
             gateway.note_failure(engine, role, error)
         if not is_late:
             _blame(gateway, engine, error, rule.blames_engine and not is_of_turn)
-        what = next_of(error.kind, role, request.exchange.started, self._may_go_on(role, error))
+        may_go_on = self._moves.may_go_on(role, error)
+        what = next_of(error.kind, role, request.exchange.started, may_go_on)
         self._failure = error
         if is_of_turn:
             self._is_spent = True
         if error.kind == "stale":
             self._fresh = True
         elif isinstance(error, PreemptedError):
-            self._moves_left -= 1
-            self._preempted.append(engine)
+            self._moves.left -= 1
+            self._moves.preempted.append(engine)
         elif not is_of_turn or error.kind == "overloaded":
             self._failed.append(engine)
         is_over = what in (Next.END, Next.GIVE_UP) or is_late or len(self._failed) >= MOST_FAILED
         if is_over or not (rule.is_free or gateway.budget.take(moment)):
             if request.exchange.started:
-                gateway.metrics.resumes.add((error.kind, self._why_not()))
+                gateway.metrics.resumes.add((error.kind, self._moves.why_not()))
             _note(request.record, engine, role, error.kind, Next.GIVE_UP)
             raise error
         if what is Next.RESUME or isinstance(error, PreemptedError):
-            self._note_move(error)
+            self._moves.note(error)
         _note(request.record, engine, role, error.kind, what)
         request.record.retries += 1
         gateway.metrics.retries.labels(role, error.kind).inc()
         return what
-
-    def _may_go_on(self, role: Role, error: LegError) -> bool:
-        """Of a client that has some of the answer. A move that is under way may take another
-        prefiller, or none, however often it may move; and so may one for want of room, which is
-        asked for so often and no more."""
-        journal = self._request.journal
-        if role is PREFILL and self._going_on is not None:
-            return True
-        if journal is None:
-            return False
-        if isinstance(error, PreemptedError):
-            return journal.knows_all and self._moves_left > 0
-        return journal.can_go_on
-
-    def _note_move(self, error: LegError) -> None:
-        """A stream's is counted where it goes on."""
-        journal, started = self._request.journal, self._request.exchange.started
-        if journal is not None:
-            journal.move(error.kind if started else "", is_free=isinstance(error, PreemptedError))
-        if not started:
-            self._gateway.metrics.resumes.add((error.kind, "gone_on"))
-
-    def _take_back(self, error: PreemptedError, engine: Engine) -> None:
-        """What has been said of an answer that nobody has seen. Without it, it begins anew."""
-        request = self._request
-        error.role = DECODE
-        if request.exchange.started:
-            return
-        journal = request.journal or self._new_journal(engine)
-        is_known = error.begun is not None and journal.take(error.begun)
-        request.journal = journal if is_known else None
-        if not is_known:
-            journal.close()
-
-    def _starts_over(self) -> bool:
-        """Where nobody goes on with an answer that nobody has seen, it begins anew, and stays."""
-        request = self._request
-        if request.exchange.started or self._going_on is None or request.journal is None:
-            return False
-        request.journal.close()
-        request.journal, self._moves_left = None, 0
-        return True
-
-    def _why_not(self) -> str:
-        """For the books, of a stream with which nobody goes on."""
-        journal = self._request.journal
-        if journal is None:
-            return "not_offered"
-        if journal.is_full:
-            return "no_room"
-        return "given_up" if journal.moves or journal.can_go_on else "not_told"
 
     # A turn.
 
@@ -629,13 +495,6 @@ class Run:
         entry, self._unread = self._unread, None
         if entry is not None:
             release.give_up_turn(self._request, self._gateway, entry)
-
-
-def _can_go_on(engine: Engine, role: Role, journal: Journal) -> bool:
-    """With what another has begun to say."""
-    learned = engine.learned
-    tells = role is PREFILL or learned.tells_ids
-    return learned.begins and tells and read_alike(engine, journal.renders)
 
 
 async def _end(leg: asyncio.Task[Any], patience: float) -> None:
