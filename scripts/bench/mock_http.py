@@ -21,9 +21,9 @@ def whole(content: object, status: str = "200 OK", more: str = "") -> bytes:
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
-def event(content: bytes) -> bytes:
-    """One server-sent event in a chunk of its own."""
-    return chunked(b"data: " + content + b"\n\n")
+def event(content: bytes, comments: bytes = b"") -> bytes:
+    """One server-sent event in a chunk of its own. `comments` are whole lines before it."""
+    return chunked(comments + b"data: " + content + b"\n\n")
 
 
 def chunked(block: bytes) -> bytes:

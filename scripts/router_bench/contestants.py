@@ -32,10 +32,12 @@ class Engines:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another router: what pip installs for it, and how it is started."""
+    """Another router: what pip installs for it, and how it is started. `engines_tell`: both routers
+    are before engines that name the tokens of their streams."""
 
     packages: tuple[str, ...]
     command: tuple[str, ...]
+    engines_tell: bool = False
 
     def arguments(self, environment: Path, port: int, engines: Engines) -> list[str]:
         known = {
@@ -77,6 +79,16 @@ PEERS: Mapping[str, Peer] = {
             *("--prefiller-hosts", "127.0.0.1", "--prefiller-ports", "{prefiller_port}"),
             *("--decoder-hosts", "127.0.0.1", "--decoder-ports", "{decoder_port}"),
         ),
+    ),
+    # This checkout, which asks no engine for the tokens of its streams: no stream can move.
+    "untold": Peer(
+        (),
+        (
+            *("{python}", "-m", "router.cli", "--port", "{port}", "--max-resumes", "0"),
+            *("--prefiller-hosts", "127.0.0.1", "--prefiller-ports", "{prefiller_port}"),
+            *("--decoder-hosts", "127.0.0.1", "--decoder-ports", "{decoder_port}"),
+        ),
+        engines_tell=True,
     ),
     # This checkout, looked at, or with a collector of traces.
     "page": Peer((), ("{python}", "{watched}", "page", "{port}", *PORTS)),

@@ -1,14 +1,15 @@
-"""Two engines that answer at once, in a process of their own: `python -m ... mock_engine`.
+"""Two engines that answer at once, in a process of their own: `python -m ... mock_engine [tells]`.
 
 Prints their two ports, prefiller first. A request says what it wants in OpenAI's own fields:
 `max_tokens` is the number of chunks of a stream, `seed` the microseconds between two of them, 0
-for all in one write.
+for all in one write. With `tells` the decoder names the tokens of a stream to who asks for them.
 """
 
 import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -54,19 +55,26 @@ DELTA = {
 }
 UNARY = whole(ANSWER)
 CHUNK = event(json.dumps(DELTA).encode())
+ID = b": token_ids BwAA\n"
+TOLD = event(json.dumps(DELTA).encode(), ID)
+FIRST_TOLD = event(json.dumps(DELTA).encode(), b": prompt_token_ids AQAA\n" + ID)
+FINISH = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+LAST_TOLD = event(json.dumps({**DELTA, "choices": [FINISH]}).encode())
 LAST = event(b"[DONE]") + b"0\r\n\r\n"
+TELLS = {"capabilities": ["begun", "tell_token_ids"], "renders": {"model": "m"}}
 
 
 class Engine(MockConnection):
     """One connection. The prefiller always answers whole."""
 
-    def __init__(self, is_decoder: bool) -> None:
+    def __init__(self, is_decoder: bool, tells: bool) -> None:
         super().__init__()
-        self._is_decoder = is_decoder
+        self._is_decoder, self._tells = is_decoder, tells
 
     def asked(self, path: bytes, body: bytes) -> None:
         if self._parser.get_method() == b"GET":
-            self._transport.write(whole(MODELS if path == b"/v1/models" else {}))
+            pages = {b"/v1/models": MODELS, b"/disagg/identity": TELLS if self._tells else {}}
+            self._transport.write(whole(pages.get(path, {})))
         else:
             self._answer(body)
 
@@ -74,22 +82,28 @@ class Engine(MockConnection):
         wanted = orjson.loads(body) if self._is_decoder else {}
         if not wanted.get("stream"):
             self._transport.write(UNARY)
-        elif not wanted.get("seed"):
-            self._transport.write(STREAM_HEAD + CHUNK * int(wanted["max_tokens"]) + LAST)
+            return
+        told = self._tells and wanted.get("kv_transfer_params", {}).get("tell_token_ids")
+        first, chunk = (FIRST_TOLD, TOLD) if told else (CHUNK, CHUNK)
+        more, last = int(wanted["max_tokens"]) - 1, LAST_TOLD + LAST if self._tells else LAST
+        if not wanted.get("seed"):
+            self._transport.write(STREAM_HEAD + first + chunk * more + last)
         else:
-            stream = self._stream(int(wanted["max_tokens"]), wanted["seed"] / 1e6)
+            stream = self._stream(STREAM_HEAD + first, [chunk] * more, last, wanted["seed"] / 1e6)
             self._spawn(asyncio.get_running_loop().create_task(stream))
 
-    async def _stream(self, chunks: int, interval: float) -> None:
-        self._transport.write(STREAM_HEAD + CHUNK)
-        for _ in range(chunks - 1):
+    async def _stream(
+        self, first: bytes, chunks: Sequence[bytes], last: bytes, interval: float
+    ) -> None:
+        self._transport.write(first)
+        for chunk in chunks:
             await asyncio.sleep(interval)
-            self._transport.write(CHUNK)
-        self._transport.write(LAST)
+            self._transport.write(chunk)
+        self._transport.write(last)
 
 
-async def serve() -> None:
-    ports = [await _listen(lambda: Engine(False)), await _listen(lambda: Engine(True))]
+async def serve(tells: bool) -> None:
+    ports = [await _listen(partial(Engine, is_decoder, tells)) for is_decoder in (False, True)]
     sys.stdout.write(f"{ports[0]} {ports[1]}\n")
     sys.stdout.flush()
     await asyncio.Event().wait()
@@ -103,4 +117,4 @@ async def _listen(factory: Callable[[], Engine]) -> int:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve())
+    uvloop.run(serve(sys.argv[1:] == ["tells"]))

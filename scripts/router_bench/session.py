@@ -141,7 +141,8 @@ def opened(peer: str | None, environment: Path, logs: Path) -> Iterator[Session]
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.ExitStack() as stack:
-        engines = _start_engines(stack, cores)
+        tells = peer is not None and PEERS[peer].engines_tell
+        engines = _start_engines(stack, cores, tells)
         commands = {OURS: None} if peer is None else {OURS: None, peer: PEERS[peer]}
         contestants = [
             _start(stack, cores, engines, name, given, environment, logs)
@@ -150,8 +151,8 @@ def opened(peer: str | None, environment: Path, logs: Path) -> Iterator[Session]
         yield Session(engines, [*contestants, Contestant(DIRECT)])
 
 
-def _start_engines(stack: contextlib.ExitStack, cores: Cores) -> Engines:
-    command = [sys.executable, "-m", "scripts.router_bench.mock_engine"]
+def _start_engines(stack: contextlib.ExitStack, cores: Cores, tells: bool) -> Engines:
+    command = [sys.executable, "-m", "scripts.router_bench.mock_engine", *["tells"] * tells]
     process = Process(command, set(cores.others), None)
     stack.callback(process.stop)
     assert process.child.stdout is not None
