@@ -170,6 +170,13 @@ def test_clients_that_leave_a_routed_push_leave_no_block(
         wait_for(lambda: metric(pair[0], RUNNING) > 0, "the first is being prefilled")
 
 
+def test_several_answers_are_those_of_one_vllm_and_are_written_once(
+    fleet: Fleet, pair: list[Server], alone: Server
+) -> None:
+    prefiller, decoder = pair
+    several_are_read_once(fleet, prefiller, decoder, alone)
+
+
 def test_engines_that_die_in_mid_transfer_are_survived(
     router: Server, pair: list[Server], second: Server, alone: Server
 ) -> None:
@@ -183,10 +190,3 @@ def test_engines_that_die_in_mid_transfer_are_survived(
             victim.process.kill()
             victim.process.wait()
             assert differences(right, [answer.result(timeout=180) for answer in answers]) == []
-
-
-def test_several_answers_are_those_of_one_vllm_and_are_written_once(
-    fleet: Fleet, pair: list[Server], alone: Server
-) -> None:
-    prefiller, decoder = pair
-    several_are_read_once(fleet, prefiller, decoder, alone)
