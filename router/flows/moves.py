@@ -77,17 +77,26 @@ class Moves:
 
     # What a decoder is told, and asked to tell.
 
-    def told(self, params: Params | None, decoder: Engine, mate: Engine | None) -> Params | None:
-        """`mate`: the prefiller whose params those are."""
-        journal, learned = self.going_on, decoder.learned
+    def told(
+        self, params: Params | None, decoder: Engine, mate: Engine | None, is_chance: bool = False
+    ) -> Params | None:
+        """`mate`: the prefiller whose params those are; `is_chance`: nothing is to come back."""
+        journal = self.going_on
+        if params is not None and params.tells_tokens:
+            params = params if self._is_meant(params, decoder, mate) else params.not_beginning()
         if journal is not None:
             params = with_field(params, b'"begun":' + journal.begun())
-        elif params is not None and params.begins and mate is not None:
-            is_meant = learned.begins and read_alike(decoder, mate.learned.renders)
-            params = params if is_meant else params.not_beginning()
-        return self._asked_to_tell(params, decoder)
+        return self._asked_to_tell(params, decoder, is_chance)
 
-    def _asked_to_tell(self, params: Params | None, decoder: Engine) -> Params | None:
+    def _is_meant(self, params: Params, decoder: Engine, mate: Engine | None) -> bool:
+        """Whether the decoder is to begin with what these tell. Perhaps nobody has asked for it."""
+        if not params.begins or mate is None or self.going_on is not None:
+            return False
+        return decoder.learned.begins and read_alike(decoder, mate.learned.renders)
+
+    def _asked_to_tell(
+        self, params: Params | None, decoder: Engine, is_chance: bool
+    ) -> Params | None:
         request, learned, journal = self._request, decoder.learned, self.going_on
         may_move = journal is not None or self._may_move(decoder)
         is_stream = request.body.get("stream") is True and not request.exact
@@ -100,7 +109,7 @@ class Moves:
             self.may_come_back = False
             return params
         is_kept = not is_stream or (request.journal is not None and not request.journal.is_full)
-        self.may_come_back = may_move and is_kept and self.left > 0
+        self.may_come_back = may_move and is_kept and self.left > 0 and not is_chance
         return with_field(params, b'"hand_back":' + (b"true" if self.may_come_back else b"false"))
 
     def _may_move(self, decoder: Engine) -> bool:

@@ -28,6 +28,7 @@ from router.flows.errors import (
     UnknownModelError,
 )
 from router.flows.gateway import Gateway
+from router.flows.journal import Journal
 from router.flows.legs import (
     AFRESH,
     ANSWERED,
@@ -81,8 +82,8 @@ class Run:
     """One request under way: what failed so far, and what is held for it at engines."""
 
     __slots__ = ("_bodies", "_failed", "_failure", "_fresh", "_gateway", "_is_spent", "_left",
-                 "_legs", "_mate", "_moves", "_offer", "_plan", "_rejected", "_request",
-                 "_unread")  # fmt: skip
+                 "_legs", "_mate", "_moves", "_offer", "_plan", "_preempted", "_rejected",
+                 "_request", "_unread")  # fmt: skip
 
     def __init__(self, request: Request, bodies: Bodies, plan: Plan, gateway: Gateway) -> None:
         self._request = request
@@ -94,7 +95,10 @@ class Run:
         # Groups where nobody was left to ask. None is returned to, so this comes to an end.
         self._left: frozenset[str] = NONE
         self._failure: LegError | None = None
-        self._moves = Moves(request, gateway)
+        # Made for engines that can begin in mid-answer, or hand one back.
+        self._moves: Moves | None = None
+        # Decoders that had no room for all of the answer.
+        self._preempted: Sequence[Engine] = ()
         self._fresh = False
         # The prefiller whose KV the decoder is to read.
         self._mate: Engine | None = None
@@ -149,12 +153,9 @@ class Run:
     async def _first_of(self, scatter: Scatter, engines: Sequence[Engine]) -> Came:
         """Of several decoders that are asked at once, the one that accepts first."""
         threshold = self._plan.threshold
-        # What those hand back that lose would be nobody's: none is asked to.
-        moves, self._moves.left = self._moves.left, 0
         for engine in engines:
-            body = self._decode_body(self._told(self._keeping(None), engine), threshold)
-            scatter.add(engine, body)
-        self._moves.left = moves
+            told = self._told(self._keeping(None), engine, is_chance=True)
+            scatter.add(engine, self._decode_body(told, threshold))
         ended = await scatter.run(self._legs, self._fresh, threshold)
         for failure in ended.others:
             self._drop(*failure)
@@ -207,7 +208,7 @@ class Run:
         """None: there is no prefiller, and a decoder may do without."""
         self._mate = None
         while True:
-            journal = self._moves.going_on
+            journal = self._going_on
             engine = self._first(self._plan.route.prefillers) or self._another(PREFILL)
             if engine is None:
                 if self._has_moved():
@@ -225,7 +226,7 @@ class Run:
             except LEG_ERRORS as error:
                 self._after(error, engine, PREFILL)
             except RejectedError:
-                if not self._moves.starts_over():
+                if self._moves is None or not self._moves.starts_over():
                     raise
             else:
                 if self._plan.reuse is not None:
@@ -234,8 +235,6 @@ class Run:
                 if hands_over:
                     outcome = prefilled.begin()
                     self._gateway.metrics.handed_over.add((outcome,))
-                else:
-                    prefilled.begin_not()
                 return prefilled
 
     async def _decode(self, params: Params | None, threshold: float = 0.0) -> Came:
@@ -243,7 +242,7 @@ class Run:
         while True:
             engine = self._first(self._plan.route.decoders, mate) or self._another(DECODE, mate)
             if engine is None:
-                if self._moves.starts_over():
+                if self._moves is not None and self._moves.starts_over():
                     return CUT
                 if not self._has_moved():
                     raise self._failure or NoEngineError("no decode engine is healthy")
@@ -259,6 +258,8 @@ class Run:
             try:
                 return await self._legs.decode(engine, body, self._fresh, threshold)
             except RejectedError as error:
+                if self._moves is None:
+                    raise
                 if self._moves.starts_over():
                     return CUT
                 if told is None or not told.begins or not self._moves.hands_nothing(engine, error):
@@ -277,7 +278,7 @@ class Run:
     async def _push(self) -> None:
         limits, route = self._gateway.limits, self._plan.route
         while True:
-            if self._moves.going_on is not None:
+            if self._going_on is not None:
                 return await self._pull()
             prefiller = self._first(route.prefillers) or self._another(PREFILL)
             decoder = self._first(route.decoders, prefiller) or self._another(DECODE, prefiller)
@@ -341,7 +342,7 @@ class Run:
 
     def _first(self, order: Sequence[Engine], mate: Engine | None = None) -> Engine | None:
         """Of the plan, unless something has failed or speaks against it by now."""
-        if not order or self._failed or self._moves.preempted or not order[0].is_asked:
+        if not order or self._failed or self._preempted or not order[0].is_asked:
             return None
         return order[0] if mate is None or self._may_read(order[0], mate) else None
 
@@ -354,14 +355,14 @@ class Run:
         known = (*order, *self._gateway.others(self._request, route, role))
         fit = [one for one in known if one.is_wanted and one.role.plays(role)]
         able = [one for one in fit if one not in self._failed]
-        journal = self._moves.going_on
+        journal = self._going_on
         if journal is not None:
             able = [one for one in able if can_go_on(one, role, journal)]
         if mate is not None:
             able = [o for o in able if self._may_read(o, mate)] or [o for o in able if o is mate]
         seat, asked = self._request.seat, [one for one in able if one.is_asked]
         left = asked or able
-        left = [one for one in left if one not in self._moves.preempted] or left
+        left = [one for one in left if one not in self._preempted] or left
         return next(iter(left), None) if seat is None else seat.roomiest(left)
 
     def _may_read(self, decoder: Engine, mate: Engine) -> bool:
@@ -397,7 +398,7 @@ class Run:
             )
 
     def _decode_body(self, params: Params | None, threshold: float) -> Halves:
-        required = threshold or (0 if self._rejected or self._moves.preempted else None)
+        required = threshold or (0 if self._rejected or self._preempted else None)
         whole = self._request.exact and self._plan.reuse is not None
         return self._bodies.decode(params, required, whole)
 
@@ -405,11 +406,32 @@ class Run:
         """Whether a decoder is to go on from the token that this prefiller samples."""
         order = self._plan.route.decoders
         decoder = self._first(order, prefiller) or self._another(DECODE, prefiller)
-        return decoder is not None and self._moves.hands_over(prefiller, decoder)
+        if decoder is None:
+            return False
+        return self._made_moves().hands_over(prefiller, decoder)
 
-    def _told(self, params: Params | None, decoder: Engine) -> Params | None:
-        told = self._moves.told(params, decoder, self._mate)
-        self._legs.may_come_back = self._moves.may_come_back
+    def _made_moves(self) -> Moves:
+        if self._moves is None:
+            self._moves = Moves(self._request, self._gateway)
+            self._preempted = self._moves.preempted
+        return self._moves
+
+    @property
+    def _going_on(self) -> Journal | None:
+        """Where another engine is to go on with what was said."""
+        return None if self._moves is None else self._moves.going_on
+
+    def _told(
+        self, params: Params | None, decoder: Engine, is_chance: bool = False
+    ) -> Params | None:
+        """`is_chance`: of several that are asked, who may lose. What it would hand back then would
+        be nobody's."""
+        learned = decoder.learned
+        if self._moves is None and not learned.begins and not learned.hands_back:
+            return params
+        moves = self._made_moves()
+        told = moves.told(params, decoder, self._mate, is_chance)
+        self._legs.may_come_back = moves.may_come_back
         return told
 
     def _keeping(self, params: Params | None) -> Params | None:
@@ -428,18 +450,18 @@ class Run:
     def _after(self, error: LegError, engine: Engine, role: Role) -> Next:
         """What follows from a leg's failure, for the engine and for the request. Raises it where
         there is nothing left to try."""
-        gateway, request = self._gateway, self._request
+        gateway, request, moves = self._gateway, self._request, self._made_moves()
         moment, rule = now(), RULES[error.kind]
         is_late = moment >= request.latest
         # Perhaps it is what the last turn left that failed: then the same prefiller can do without.
         is_of_turn = role is PREFILL and self._offer.params is not None and not rule.is_free
         if isinstance(error, PreemptedError):
-            self._moves.take_back(error, engine)
+            moves.take_back(error, engine)
         else:
             gateway.note_failure(engine, role, error)
         if not is_late:
             _blame(gateway, engine, error, rule.blames_engine and not is_of_turn)
-        may_go_on = self._moves.may_go_on(role, error)
+        may_go_on = moves.may_go_on(role, error)
         what = next_of(error.kind, role, request.exchange.started, may_go_on)
         self._failure = error
         if is_of_turn:
@@ -447,18 +469,18 @@ class Run:
         if error.kind == "stale":
             self._fresh = True
         elif isinstance(error, PreemptedError):
-            self._moves.left -= 1
-            self._moves.preempted.append(engine)
+            moves.left -= 1
+            moves.preempted.append(engine)
         elif not is_of_turn or error.kind == "overloaded":
             self._failed.append(engine)
         is_over = what in (Next.END, Next.GIVE_UP) or is_late or len(self._failed) >= MOST_FAILED
         if is_over or not (rule.is_free or gateway.budget.take(moment)):
             if request.exchange.started:
-                gateway.metrics.resumes.add((error.kind, self._moves.why_not()))
+                gateway.metrics.resumes.add((error.kind, moves.why_not()))
             _note(request.record, engine, role, error.kind, Next.GIVE_UP)
             raise error
         if what is Next.RESUME or isinstance(error, PreemptedError):
-            self._moves.note(error)
+            moves.note(error)
         _note(request.record, engine, role, error.kind, what)
         request.record.retries += 1
         gateway.metrics.retries.labels(role, error.kind).inc()
