@@ -355,11 +355,11 @@ class CacheGeometry:
     """Axes from outermost to innermost, see layout.py."""
     attn_backend_name: str = "CPU_ATTN"
     num_kv_heads: int | None = None
-    """Of the model, over all ranks. None: only engines laid out exactly alike can be read."""
+    """Of the model, over all ranks; 1 for latent attention (MLA), of which each rank has the whole.
+    None: only engines laid out exactly alike can be read."""
     tp_rank: int = 0
     group_windows: tuple[int | None, ...] = (None,)
     """Per KV-cache group: the tokens of its sliding window, None for full attention."""
-    uses_mla: bool = False
     uses_mamba: bool = False
     is_staged: bool = False
     """KV travels by way of host memory, see staging.py."""

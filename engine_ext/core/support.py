@@ -14,7 +14,6 @@ class UnsupportedError(ValueError):
 def refuse_unsupported(geometry: CacheGeometry, identity: EngineIdentity) -> None:
     """Raises UnsupportedError for a model or a parallelism whose KV we cannot move."""
     unsupported = _first(
-        ("MLA (multi-head latent attention)", geometry.uses_mla),
         ("Mamba and other state-space layers", geometry.uses_mamba),
         (f"pipeline parallel size {identity.pp_size}", identity.pp_size != 1),
         (f"decode context parallel size {identity.dcp_size}", identity.dcp_size != 1),

@@ -48,7 +48,8 @@ def match_peer(
     if (unsupported := unsupported_by(remote)) is not None:
         raise PlanError(f"{unsupported} there: not supported")
     _require("attn_backend_name", geometry.attn_backend_name, remote.attn_backend_name)
-    _check_layouts(geometry.kv_cache_layout, remote.kv_cache_layout, permute)
+    if geometry.num_kv_heads != 1:  # A single head stands in no order.
+        _check_layouts(geometry.kv_cache_layout, remote.kv_cache_layout, permute)
     _check_block_sizes(geometry, remote)
     try:
         matcher = _Matcher(geometry, remote, us, them)
@@ -299,7 +300,6 @@ def unsupported_by(remote: AgentMetadata) -> str | None:
     """What of the peer's cache we cannot read or write; None when nothing."""
     ratio = remote.physical_blocks_per_logical_kv_block
     facts = (
-        ("MLA (multi-head latent attention)", "MLA" in remote.attn_backend_name),
         ("Mamba and other state-space layers", remote.ssm_sizes != (0, 0)),
         (f"decode context parallel size {remote.dcp_size}", remote.dcp_size != 1),
         (f"prefill context parallel size {remote.pcp_size}", remote.pcp_size != 1),

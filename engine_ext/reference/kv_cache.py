@@ -15,12 +15,13 @@ NULL_BLOCK = 0
 
 
 class KVCache:
-    """Per layer `[num_blocks, num_kv_heads, block_size, 2 * head_dim]`, K before V on the last."""
+    """Per layer `[num_blocks, num_kv_heads, block_size, row_dim]`. A row is K before V; with latent
+    attention it is the latent vector before the rotated key."""
 
     def __init__(
         self, config: ModelConfig, *, num_blocks: int, block_size: int, device: torch.device
     ) -> None:
-        shape = (num_blocks, config.num_kv_heads, block_size, 2 * config.head_dim)
+        shape = (num_blocks, config.num_kv_heads, block_size, config.row_dim)
         self._storage = torch.zeros((config.num_layers, *shape), dtype=config.dtype, device=device)
         self.layers: tuple[Tensor, ...] = self._storage.unbind(0)
         self.num_blocks = num_blocks

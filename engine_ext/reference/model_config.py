@@ -13,12 +13,16 @@ class _Traits(NamedTuple):
     qkv_bias: bool | None
     """None: config.json's attention_bias decides."""
     output_bias: bool | None
+    is_latent: bool = False
 
 
 _ARCHITECTURES = {
     "Qwen3ForCausalLM": _Traits(qk_norm=True, qkv_bias=None, output_bias=None),
     "Qwen2ForCausalLM": _Traits(qk_norm=False, qkv_bias=True, output_bias=False),
     "LlamaForCausalLM": _Traits(qk_norm=False, qkv_bias=None, output_bias=None),
+    "DeepseekV2ForCausalLM": _Traits(
+        qk_norm=False, qkv_bias=False, output_bias=False, is_latent=True
+    ),
 }
 _DTYPES = {
     "float32": torch.float32,
@@ -38,6 +42,19 @@ class Llama3RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). A token's cache is one latent
+    vector, of which keys and values of all heads are made, and one rotated key that they share."""
+
+    rank: int
+    """Of the latent vector."""
+    rotated: int
+    plain: int
+    """Of a head's query and key, beside the rotated part."""
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     architecture: str
     vocab_size: int
@@ -46,7 +63,10 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    """1 with latent attention: the cache has one vector for all heads."""
     head_dim: int
+    """Of a query and of a key; whose product is divided by its root."""
+    latent: LatentShape | None
     rms_norm_eps: float
     max_position_embeddings: int
     rope_theta: float
@@ -60,8 +80,17 @@ class ModelConfig:
     """What weights, activations and KV cache are kept in."""
 
     @property
+    def row_dim(self) -> int:
+        """Values that the cache has of one token, layer and KV head."""
+        return self.latent.rank + self.latent.rotated if self.latent else 2 * self.head_dim
+
+    @property
+    def rotated_dim(self) -> int:
+        return self.latent.rotated if self.latent else self.head_dim
+
+    @property
     def kv_bytes_per_token_and_layer(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.num_kv_heads * self.row_dim * self.dtype.itemsize
 
 
 def read_model_config(directory: Path, dtype: str = "auto", device: str = "cpu") -> ModelConfig:
@@ -82,6 +111,7 @@ def _parse(raw: dict[str, Any], eos: frozenset[int], dtype: torch.dtype) -> Mode
     theta, scaling = _rope(raw)
     bias = bool(raw.get("attention_bias", False))
     heads = int(raw["num_attention_heads"])
+    latent = _latent(raw) if traits.is_latent else None
     config = ModelConfig(
         architecture=architecture,
         vocab_size=int(raw["vocab_size"]),
@@ -89,8 +119,13 @@ def _parse(raw: dict[str, Any], eos: frozenset[int], dtype: torch.dtype) -> Mode
         intermediate_size=int(raw["intermediate_size"]),
         num_layers=int(raw["num_hidden_layers"]),
         num_heads=heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
+        num_kv_heads=1 if latent else int(raw.get("num_key_value_heads") or heads),
+        head_dim=(
+            latent.plain + latent.rotated
+            if latent
+            else int(raw.get("head_dim") or int(raw["hidden_size"]) // heads)
+        ),
+        latent=latent,
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         max_position_embeddings=int(raw["max_position_embeddings"]),
         rope_theta=theta,
@@ -118,6 +153,22 @@ def _architecture(raw: dict[str, Any]) -> tuple[str, _Traits]:
     raise ValueError(
         f"unsupported architecture {', '.join(map(str, names))}; "
         f"supported: {', '.join(_ARCHITECTURES)}"
+    )
+
+
+def _latent(raw: dict[str, Any]) -> LatentShape:
+    if raw.get("q_lora_rank") is not None:
+        raise ValueError("unsupported q_lora_rank; only whole query projections are supported")
+    if raw.get("attention_bias"):
+        raise ValueError("unsupported attention_bias; only latent attention without it is")
+    dense = raw.get("first_k_dense_replace", 0)
+    if raw.get("n_routed_experts") and dense < raw["num_hidden_layers"]:
+        raise ValueError("unsupported n_routed_experts; only dense layers are supported")
+    return LatentShape(
+        rank=int(raw["kv_lora_rank"]),
+        rotated=int(raw["qk_rope_head_dim"]),
+        plain=int(raw["qk_nope_head_dim"]),
+        value=int(raw["v_head_dim"]),
     )
 
 

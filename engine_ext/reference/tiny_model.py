@@ -7,6 +7,8 @@ ever; 0.1 does not. And random queries attend to everything alike, so that among
 single one counts; made 8 times as sharp, they choose. One changed token of 1,000 then changes three
 quarters or more of the next 32 (before: often none), and float noise in log-probabilities stays
 near 1e-5.
+
+With `--latent 64` it is a DeepSeek-V2 without experts: multi-head latent attention.
 """
 
 import argparse
@@ -52,11 +54,16 @@ class TinyModel:
     heads: int = 8
     kv_heads: int = 4
     head_dim: int = 32
+    latent: int = 0
+    """Rank of the latent vector of which keys and values are made; 0: the usual attention."""
+    rotated: int = 32
+    """Of a key, beside `head_dim`, where there is a latent vector."""
     intermediate: int = 256
     max_positions: int = 8192
     initializer_range: float = 0.1
     attention_sharpness: float = 8.0
-    """Weight of the norm on the queries; every other norm has 1."""
+    """Weight of the norm on the queries, or a factor in what they are projected with; every other
+    norm has 1."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -67,6 +74,10 @@ class TinyModel:
             raise ValueError(f"heads ({self.heads}) must divide by kv_heads ({self.kv_heads})")
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        if self.latent < 0:
+            raise ValueError(f"latent must not be negative, got {self.latent}")
+        if self.rotated < 2 or self.rotated % 2:
+            raise ValueError(f"rotated must be even, got {self.rotated}")
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
 
@@ -98,15 +109,12 @@ def _json(value: dict[str, Any]) -> bytes:
 
 def _config(model: TinyModel) -> dict[str, Any]:
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        **(_latent_config(model) if model.latent else _heads_config(model)),
         "vocab_size": VOCAB_SIZE,
         "hidden_size": model.hidden,
         "intermediate_size": model.intermediate,
         "num_hidden_layers": model.layers,
         "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": model.max_positions,
         "initializer_range": model.initializer_range,
@@ -120,6 +128,30 @@ def _config(model: TinyModel) -> dict[str, Any]:
         "bos_token_id": ENDOFTEXT_ID,
         "eos_token_id": IM_END_ID,
         "torch_dtype": "float32",
+    }
+
+
+def _heads_config(model: TinyModel) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+    }
+
+
+def _latent_config(model: TinyModel) -> dict[str, Any]:
+    return {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": model.heads,
+        "q_lora_rank": None,
+        "kv_lora_rank": model.latent,
+        "qk_rope_head_dim": model.rotated,
+        "qk_nope_head_dim": model.head_dim,
+        "v_head_dim": model.head_dim,
+        "n_routed_experts": None,
+        "first_k_dense_replace": model.layers,
     }
 
 
@@ -168,6 +200,8 @@ def _weights(model: TinyModel) -> Weights:
         else:
             drawn = random.standard_normal(shape, dtype=np.float32)
             weights[name] = drawn * np.float32(model.initializer_range)
+            if model.latent and "q_proj" in name:
+                weights[name] *= np.float32(model.attention_sharpness)
     weights["lm_head.weight"] *= _output_scale()[:, None]
     return weights
 
@@ -190,18 +224,30 @@ def _shapes(model: TinyModel) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _layer_shapes(model: TinyModel) -> Iterator[tuple[str, tuple[int, ...]]]:
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     yield "input_layernorm", (model.hidden,)
+    yield from _latent_shapes(model) if model.latent else _heads_shapes(model)
+    yield "post_attention_layernorm", (model.hidden,)
+    yield "mlp.gate_proj", (model.intermediate, model.hidden)
+    yield "mlp.up_proj", (model.intermediate, model.hidden)
+    yield "mlp.down_proj", (model.hidden, model.intermediate)
+
+
+def _heads_shapes(model: TinyModel) -> Iterator[tuple[str, tuple[int, ...]]]:
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     yield "self_attn.q_proj", (queries, model.hidden)
     yield "self_attn.k_proj", (keys, model.hidden)
     yield "self_attn.v_proj", (keys, model.hidden)
     yield "self_attn.o_proj", (model.hidden, queries)
     yield "self_attn.q_norm", (model.head_dim,)
     yield "self_attn.k_norm", (model.head_dim,)
-    yield "post_attention_layernorm", (model.hidden,)
-    yield "mlp.gate_proj", (model.intermediate, model.hidden)
-    yield "mlp.up_proj", (model.intermediate, model.hidden)
-    yield "mlp.down_proj", (model.hidden, model.intermediate)
+
+
+def _latent_shapes(model: TinyModel) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "self_attn.q_proj", (model.heads * (model.head_dim + model.rotated), model.hidden)
+    yield "self_attn.kv_a_proj_with_mqa", (model.latent + model.rotated, model.hidden)
+    yield "self_attn.kv_a_layernorm", (model.latent,)
+    yield "self_attn.kv_b_proj", (2 * model.heads * model.head_dim, model.latent)
+    yield "self_attn.o_proj", (model.hidden, model.heads * model.head_dim)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -211,7 +257,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     defaults = TinyModel()
     parser.add_argument("directory", type=Path, help="where to write it; made if missing")
-    for option in ("layers", "hidden", "heads", "kv-heads", "head-dim", "intermediate"):
+    sizes = ("heads", "kv-heads", "head-dim", "latent", "rotated")
+    for option in ("layers", "hidden", *sizes, "intermediate"):
         default = getattr(defaults, option.replace("-", "_"))
         parser.add_argument(f"--{option}", type=int, default=default, help="default %(default)s")
     parser.add_argument("--max-positions", type=int, default=defaults.max_positions)

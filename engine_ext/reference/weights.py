@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine_ext.reference import latent_weights
 from engine_ext.reference.model_config import ModelConfig
 
 Shape = tuple[int, ...]
@@ -18,10 +19,11 @@ Shape = tuple[int, ...]
 class LayerWeights:
     input_norm: Tensor
     qkv: Tensor
-    """[(num_heads + 2 * num_kv_heads) * head_dim, hidden]"""
+    """[(num_heads + 2 * num_kv_heads) * head_dim, hidden]; with latent attention see `Folded`."""
     qkv_bias: Tensor | None
     head_norms: Tensor | None
     """[num_heads + num_kv_heads, head_dim]: of the queries, then of the keys."""
+    latent_norm: Tensor | None
     output: Tensor
     output_bias: Tensor | None
     mlp_norm: Tensor
@@ -135,17 +137,25 @@ def _expected_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 def _expected_layer_shapes(config: ModelConfig) -> dict[str, Shape]:
     hidden, mlp = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, Shape] = {
+    return _expected_attention_shapes(config) | {
         "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (q, hidden),
-        "self_attn.k_proj.weight": (kv, hidden),
-        "self_attn.v_proj.weight": (kv, hidden),
-        "self_attn.o_proj.weight": (hidden, q),
         "post_attention_layernorm.weight": (hidden,),
         "mlp.gate_proj.weight": (mlp, hidden),
         "mlp.up_proj.weight": (mlp, hidden),
         "mlp.down_proj.weight": (hidden, mlp),
+    }
+
+
+def _expected_attention_shapes(config: ModelConfig) -> dict[str, Shape]:
+    if config.latent is not None:
+        return latent_weights.expected_shapes(config, config.latent)
+    hidden = config.hidden_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, Shape] = {
+        "self_attn.q_proj.weight": (q, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.o_proj.weight": (hidden, q),
     }
     if config.qk_norm:
         shapes |= {f"self_attn.{n}_norm.weight": (config.head_dim,) for n in "qk"}
@@ -168,7 +178,11 @@ def _fuse_layer(tensors: dict[str, Tensor], index: int, config: ModelConfig) -> 
         present = [part for part in parts if part is not None]
         return torch.cat(present) if present else None
 
-    qkv = fused("self_attn.{}_proj.weight", ("q", "k", "v"))
+    qkv: Tensor | None
+    if config.latent is not None:
+        qkv, own["self_attn.o_proj.weight"] = latent_weights.fold(own, config, config.latent)
+    else:
+        qkv = fused("self_attn.{}_proj.weight", ("q", "k", "v"))
     gate_up = fused("mlp.{}_proj.weight", ("gate", "up"))
     assert qkv is not None
     assert gate_up is not None
@@ -177,6 +191,7 @@ def _fuse_layer(tensors: dict[str, Tensor], index: int, config: ModelConfig) -> 
         qkv=qkv,
         qkv_bias=fused("self_attn.{}_proj.bias", ("q", "k", "v")),
         head_norms=_head_norms(own, config) if config.qk_norm else None,
+        latent_norm=own.get("self_attn.kv_a_layernorm.weight"),
         output=own["self_attn.o_proj.weight"],
         output_bias=own.get("self_attn.o_proj.bias"),
         mlp_norm=own["post_attention_layernorm.weight"],

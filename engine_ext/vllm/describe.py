@@ -7,13 +7,19 @@ from typing import Any
 import torch
 from vllm import __version__ as vllm_version
 from vllm import envs
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     compute_nixl_compatibility_hash,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from engine_ext.base.access import OPEN
 from engine_ext.base.config import CONNECTORS, ConnectorConfig
@@ -48,11 +54,10 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     """Raises ValueError naming what the connector cannot move."""
     parallel = vllm_config.parallel_config
     problems = {
-        "MLA": vllm_config.model_config.use_mla,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
-        **{f"KV cache of {kind}": True for kind in _unknown_kinds(kv_cache_config)},
+        **{f"KV cache of {kind}": True for kind in _unknown_kinds(vllm_config, kv_cache_config)},
         "sleep mode (the KV cache gets other memory)": vllm_config.model_config.enable_sleep_mode,
         "KV-cache groups of different block sizes": len(_block_sizes(kv_cache_config)) > 1,
         "KV-cache groups that are not transferred": _has_private_groups(kv_cache_config),
@@ -72,10 +77,20 @@ def names_media(vllm_config: VllmConfig) -> bool:
     return caches_media or bool(vllm_config.cache_config.enable_prefix_caching)
 
 
-def _unknown_kinds(kv_cache_config: KVCacheConfig) -> set[str]:
+def _unknown_kinds(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[str]:
     """Kinds of attention whose blocks are not simply those of the tokens, or of the last ones."""
-    kinds = {type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups}
-    return {kind.__name__ for kind in kinds - {FullAttentionSpec, SlidingWindowSpec}}
+    model = vllm_config.model_config
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return {type(spec).__name__ for spec in specs if not _is_known(spec, model)}
+
+
+def _is_known(spec: KVCacheSpec, model: ModelConfig) -> bool:
+    """vLLM also calls MLA what sparse attention keeps: an indexer's keys, whose scales stand apart
+    from them in a block, or one state of several tokens."""
+    if type(spec) is MLAAttentionSpec:
+        is_sparse = hasattr(model.hf_text_config, "index_topk") or spec.tokens_per_state != 1
+        return bool(model.use_mla) and not is_sparse
+    return type(spec) in (FullAttentionSpec, SlidingWindowSpec)
 
 
 def _block_sizes(kv_cache_config: KVCacheConfig) -> set[int]:
@@ -110,10 +125,16 @@ def cache_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> C
         num_blocks=kv_cache_config.num_blocks,
         kv_cache_layout=cache.get_resolved_kv_cache_layout().name,
         attn_backend_name=get_current_attn_backends(vllm_config)[0].get_name(),
-        num_kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
+        num_kv_heads=_num_kv_heads(vllm_config),
         tp_rank=get_tensor_model_parallel_rank(),
         group_windows=_windows(kv_cache_config),
     )
+
+
+def _num_kv_heads(vllm_config: VllmConfig) -> int:
+    """Of latent attention every rank has the one vector that all heads are made of."""
+    model = vllm_config.model_config
+    return 1 if model.use_mla else int(model.get_total_num_kv_heads())
 
 
 def engine_identity(

@@ -30,7 +30,7 @@ class Gather:
     rows: Tensor
     """[sequences * kv_heads * width], of a layer seen as [num_blocks * kv_heads, ...]."""
     scratch: Tensor
-    """[len(rows), block_size * 2 * head_dim]. All spans and layers use the same memory in turn."""
+    """[len(rows), block_size * row_dim]. All spans and layers use the same memory in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class ForwardBatch:
     token_ids: Tensor
     positions: Tensor
     write_rows: Tensor
-    """[tokens * kv_heads]: where their K and V go, of a layer seen as [..., 2 * head_dim]."""
+    """[tokens * kv_heads]: where their K and V go, of a layer seen as [..., row_dim]."""
     decode: DecodeSpan | None
     prefills: tuple[PrefillSpan, ...]
     logit_rows: Tensor
@@ -73,7 +73,7 @@ class BatchBuilder:
         # Kept over steps: a large buffer comes fresh from the system and costs more in page
         # faults than the attention that reads it.
         self._scratch = torch.empty(
-            (0, block_size * 2 * config.head_dim), dtype=config.dtype, device=device
+            (0, block_size * config.row_dim), dtype=config.dtype, device=device
         )
 
     def build(self, chunks: Sequence[ChunkInput]) -> ForwardBatch:

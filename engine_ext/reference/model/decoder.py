@@ -1,4 +1,4 @@
-"""A decoder-only transformer: Qwen3, Qwen2 and Llama."""
+"""A decoder-only transformer: Qwen3, Qwen2, Llama, and DeepSeek-V2 without experts."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor
 
-from engine_ext.reference.model.attention import paged_attention
+from engine_ext.reference.model.attention import PagedAttention, Rows
 from engine_ext.reference.model.batch import ForwardBatch
 from engine_ext.reference.model.rope import RotaryEmbedding, rotate
 from engine_ext.reference.model_config import ModelConfig
@@ -25,6 +25,8 @@ class Decoder:
         self._config = config
         self._weights = weights
         self._rope = rope
+        self._attend = PagedAttention(Rows.of(config))
+        self._project = self._project_latent if config.latent else self._project_heads
         self._eps = torch.tensor(config.rms_norm_eps, device=weights.norm.device)
 
     @torch.inference_mode()
@@ -47,6 +49,14 @@ class Decoder:
         sin: Tensor,
         batch: ForwardBatch,
     ) -> Tensor:
+        query, row = self._project(x, weights, cos, sin)
+        mixed = self._attend(query, row, cache, batch)
+        return _product(mixed, weights.output, weights.output_bias)
+
+    def _project_heads(
+        self, x: Tensor, weights: LayerWeights, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Queries, and what the cache keeps of these tokens: K before V."""
         config = self._config
         num_rotated = config.num_heads + config.num_kv_heads
         packed = _product(x, weights.qkv, weights.qkv_bias).view(x.shape[0], -1, config.head_dim)
@@ -55,8 +65,21 @@ class Decoder:
             rotated = self._norm(rotated, weights.head_norms)
         rotated = rotate(rotated, cos, sin)
         query, key = rotated[:, : config.num_heads], rotated[:, config.num_heads :]
-        mixed = paged_attention(query, key, value, cache, batch)
-        return _product(mixed, weights.output, weights.output_bias)
+        return query, torch.cat((key, value), dim=-1)
+
+    def _project_latent(
+        self, x: Tensor, weights: LayerWeights, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `_project_heads`; a row is the latent vector before the rotated key, for all heads."""
+        config = self._config
+        assert config.latent is not None
+        assert weights.latent_norm is not None
+        packed = _product(x, weights.qkv).view(x.shape[0], -1, config.row_dim)
+        plain, rotated = packed.tensor_split((config.latent.rank,), dim=-1)
+        queries, latent = plain[:, : config.num_heads], plain[:, config.num_heads :]
+        plain = torch.cat((queries, self._norm(latent, weights.latent_norm)), dim=1)
+        packed = torch.cat((plain, rotate(rotated, cos, sin)), dim=-1)
+        return packed[:, : config.num_heads], packed[:, config.num_heads :]
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Root mean square over the last dimension, in float32. Not `F.rms_norm`: on a CPU that

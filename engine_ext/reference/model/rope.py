@@ -9,8 +9,8 @@ from engine_ext.reference.model_config import Llama3RopeScaling, ModelConfig
 
 
 class RotaryEmbedding:
-    """Tables of cosine and sine, float32, `[max_positions, head_dim]`: what the left and the right
-    half of a head are multiplied with, the sines with their signs."""
+    """Tables of cosine and sine, float32, `[max_positions, rotated_dim]`: what the left and the
+    right half of a head are multiplied with, the sines with their signs."""
 
     def __init__(self, config: ModelConfig, max_positions: int, device: torch.device) -> None:
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), _frequencies(config))
@@ -31,7 +31,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _frequencies(config: ModelConfig) -> Tensor:
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    exponents = torch.arange(0, config.rotated_dim, 2, dtype=torch.float32) / config.rotated_dim
     frequencies = config.rope_theta**-exponents
     if config.rope_scaling is None:
         return frequencies

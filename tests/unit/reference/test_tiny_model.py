@@ -66,8 +66,11 @@ async def greedy(engine: Engine, name: str, prompt: bytes) -> list[int]:
     return [token async for output in engine.generate(request) for token in output.token_ids]
 
 
-async def test_one_changed_character_changes_most_of_the_answer(directory: Path) -> None:
-    engine = build_engine(EngineConfig(model=directory, num_threads=1))
+@pytest.mark.parametrize("model", [TinyModel(), TinyModel(latent=64)], ids=["heads", "latent"])
+async def test_one_changed_character_changes_most_of_the_answer(
+    tmp_path: Path, model: TinyModel
+) -> None:
+    engine = build_engine(EngineConfig(model=write_tiny_model(tmp_path, model), num_threads=1))
     prompt = b"The quick brown fox jumps over the lazy dog. " * 22
     changed = bytearray(prompt)
     changed[100] ^= 1
@@ -108,7 +111,17 @@ def test_a_conversation_is_rendered_as_chatml(directory: Path, tokenizer: Tokeni
     )
 
 
-@pytest.mark.parametrize("wrong", [["--heads", "3"], ["--layers", "0"], ["--seed", "-1"], ["--x"]])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--heads", "3"],
+        ["--layers", "0"],
+        ["--seed", "-1"],
+        ["--x"],
+        ["--latent", "-1"],
+        ["--rotated", "3"],
+    ],
+)
 def test_a_shape_that_cannot_be_ends_with_one_line(
     wrong: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

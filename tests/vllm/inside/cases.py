@@ -9,15 +9,18 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from vllm.config import KVTransferConfig
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
@@ -349,6 +352,23 @@ def what_cannot_be_is_refused_by_name(model: Path) -> None:
     assert "sleep mode" in refusal(refuse)
 
 
+def what_sparse_attention_keeps_is_refused(model: Path) -> None:
+    latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
+    compressed = replace(latent, tokens_per_state=4)
+    plain, sparse = SimpleNamespace(), SimpleNamespace(index_topk=2048)
+    for spec, uses_mla, config, is_known in (
+        (latent, True, plain, True),
+        (latent, True, sparse, False),
+        (latent, False, plain, False),
+        (compressed, True, plain, False),
+    ):
+        described = SimpleNamespace(use_mla=uses_mla, hf_text_config=config)
+        given: Any = SimpleNamespace(model_config=described)
+        groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+        expected = set() if is_known else {"MLAAttentionSpec"}
+        assert describe._unknown_kinds(given, groups) == expected
+
+
 def a_permuted_layout_is_passed_on(model: Path) -> None:
     transfer = KVTransferConfig(
         kv_connector="DisaggConnector", kv_role="kv_both", enable_permute_local_kv=True
@@ -379,6 +399,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         what_ended_elsewhere_is_declined,
         a_global_threshold_without_the_plugin_is_refused_at_start,
         what_cannot_be_is_refused_by_name,
+        what_sparse_attention_keeps_is_refused,
         a_permuted_layout_is_passed_on,
     ):
         yield plain.__name__, plain

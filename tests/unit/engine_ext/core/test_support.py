@@ -17,7 +17,6 @@ IDENTITY = EngineIdentity("e", "127.0.0.1", 1)
 @pytest.mark.parametrize(
     ("geometry", "identity", "word"),
     [
-        (replace(GEOMETRY, uses_mla=True), IDENTITY, "MLA"),
         (replace(GEOMETRY, uses_mamba=True), IDENTITY, "Mamba"),
         (GEOMETRY, replace(IDENTITY, pp_size=2), "pipeline parallel size 2"),
         (GEOMETRY, replace(IDENTITY, dcp_size=2), "decode context parallel size 2"),
@@ -33,8 +32,8 @@ def test_what_cannot_be_moved_is_refused_at_start_by_name(
 
 
 def test_a_host_of_both_halves_is_refused_alike() -> None:
-    geometry = replace(GEOMETRY, uses_mla=True)
-    with pytest.raises(UnsupportedError, match="MLA"):
+    geometry = replace(GEOMETRY, uses_mamba=True)
+    with pytest.raises(UnsupportedError, match="Mamba"):
         build_connector(CONFIG, geometry, host="127.0.0.1", port=1, model_factors={})
 
 

@@ -297,6 +297,33 @@ def test_a_block_is_cut_into_no_more_pieces_than_it_must(
     assert max(len(plan.local.rows), len(plan.remote.rows)) == rows
 
 
+@pytest.mark.parametrize(("sizes", "tokens"), [((1, 2), 8), ((2, 1), 8), ((2, 1), 4), ((8, 2), 16)])
+def test_a_latent_that_every_rank_has_is_read_and_written_once(
+    sizes: tuple[int, int], tokens: int
+) -> None:
+    """Latent attention is one head, copied; here the sides' blocks are of 8 and of `tokens`."""
+    model = Model(layers=2, heads=1, head_bytes=576)
+    ours, theirs = (
+        [RankCache(model, block_size=each, rank=rank, size=size) for rank in range(size)]
+        for each, size in zip((8, tokens), sizes, strict=True)
+    )
+    for reader in ours:
+        faced = TensorRank(reader.rank, reader.size).faces(len(theirs))
+        plans = [match(reader, theirs[rank], permute=False) for rank in faced]
+        assert [plan.skips_read for plan in plans] == [False] + [True] * (len(faced) - 1)
+        assert len(plans[0].local.rows) == model.layers * max(1, 8 // tokens)
+    for target in theirs:
+        faced = TensorRank(target.rank, target.size).faces(len(ours))
+        writing = [not match(ours[rank], target, permute=False).skips_write for rank in faced]
+        assert writing == [True] + [False] * (len(faced) - 1)
+
+
+def test_a_single_head_lies_alike_in_either_order_of_heads_and_tokens() -> None:
+    model = Model(layers=2, heads=1, head_bytes=576)
+    plan = match(RankCache(model, "LBHNC"), RankCache(model, "LBNHC"), permute=False)
+    assert len(plan.local.rows) == len(plan.remote.rows) == model.layers
+
+
 # Sliding windows.
 
 WINDOWED = Model(layers=2, heads=1, head_bytes=2)
@@ -428,7 +455,7 @@ def test_a_region_that_their_groups_share_fits_one_that_is_a_groups_own() -> Non
             {"kv_caches_base_addr": [1], "block_lens": [1], "block_strides": [1]},
             "number of regions",
         ),
-        ({"attn_backend_name": "TRITON_MLA"}, "MLA"),
+        ({"attn_backend_name": "TRITON_MLA"}, "attn_backend_name"),
         ({"ssm_sizes": (1, 1)}, "Mamba"),
         ({"dcp_size": 2}, "decode context parallel"),
         ({"pcp_size": 2}, "prefill context parallel"),

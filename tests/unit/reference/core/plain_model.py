@@ -5,7 +5,7 @@ Written from the model descriptions, to be compared with; it shares no code with
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,18 @@ def log_probabilities(directory: Path, token_ids: Sequence[int]) -> Tensor:
 
 
 def _attention(config: dict[str, Any], layer: dict[str, Tensor], x: Tensor) -> Tensor:
+    make = _latent_heads if "kv_lora_rank" in config else _grouped_heads
+    mixed = []
+    for query, key, value in make(config, layer, x):
+        scores = query @ key.T / math.sqrt(query.shape[-1])
+        future = torch.ones_like(scores).triu(1).bool()
+        mixed.append(scores.masked_fill(future, -math.inf).softmax(-1) @ value)
+    return _linear(layer, torch.cat(mixed, -1), "self_attn.o_proj")
+
+
+def _grouped_heads(
+    config: dict[str, Any], layer: dict[str, Tensor], x: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     queries = _heads(layer, x, "q", heads)
     keys = _heads(layer, x, "k", kv_heads)
@@ -42,13 +54,25 @@ def _attention(config: dict[str, Any], layer: dict[str, Tensor], x: Tensor) -> T
         keys = [_norm(config, k, layer["self_attn.k_norm.weight"]) for k in keys]
     queries = [_turn(config, q) for q in queries]
     keys = [_turn(config, k) for k in keys]
-    mixed = []
     for h, query in enumerate(queries):
-        key, value = keys[h * kv_heads // heads], values[h * kv_heads // heads]
-        scores = query @ key.T / math.sqrt(query.shape[-1])
-        future = torch.ones_like(scores).triu(1).bool()
-        mixed.append(scores.masked_fill(future, -math.inf).softmax(-1) @ value)
-    return _linear(layer, torch.cat(mixed, -1), "self_attn.o_proj")
+        yield query, keys[h * kv_heads // heads], values[h * kv_heads // heads]
+
+
+def _latent_heads(
+    config: dict[str, Any], layer: dict[str, Tensor], x: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Every head's keys and values are made out of the latent vector."""
+    heads, rank, plain = (
+        config[name] for name in ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim")
+    )
+    down = _linear(layer, x, "self_attn.kv_a_proj_with_mqa")
+    latent = _norm(config, down[:, :rank], layer["self_attn.kv_a_layernorm.weight"])
+    shared = _turn_neighbours(config, down[:, rank:])
+    queries = _heads(layer, x, "q", heads)
+    made = _linear(layer, latent, "self_attn.kv_b_proj").chunk(heads, dim=-1)
+    for query, both in zip(queries, made, strict=True):
+        turned = torch.cat((query[:, :plain], _turn_neighbours(config, query[:, plain:])), -1)
+        yield turned, torch.cat((both[:, :plain], shared), -1), both[:, plain:]
 
 
 def _heads(layer: dict[str, Tensor], x: Tensor, which: str, count: int) -> list[Tensor]:
@@ -73,12 +97,22 @@ def _norm(config: dict[str, Any], x: Tensor, weight: Tensor) -> Tensor:
 def _turn(config: dict[str, Any], x: Tensor) -> Tensor:
     """Each pair (x[i], x[i + d/2]) as a complex number, turned by position * frequency."""
     half = x.shape[-1] // 2
-    frequencies = [_frequency(config, 2 * i / x.shape[-1]) for i in range(half)]
+    turned = torch.complex(x[:, :half], x[:, half:]) * _turns(config, x)
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def _turn_neighbours(config: dict[str, Any], x: Tensor) -> Tensor:
+    """Each pair (x[2i], x[2i + 1])."""
+    turned = torch.complex(x[:, 0::2], x[:, 1::2]) * _turns(config, x)
+    return torch.view_as_real(turned).flatten(1)
+
+
+def _turns(config: dict[str, Any], x: Tensor) -> Tensor:
+    frequencies = [_frequency(config, 2 * i / x.shape[-1]) for i in range(x.shape[-1] // 2)]
     angles = torch.outer(
         torch.arange(x.shape[0], dtype=torch.float64), torch.tensor(frequencies).double()
     )
-    turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat((turned.real, turned.imag), -1)
+    return torch.polar(torch.ones_like(angles), angles)
 
 
 def _frequency(config: dict[str, Any], exponent: float) -> float:

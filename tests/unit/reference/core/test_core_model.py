@@ -34,6 +34,16 @@ TINY: dict[str, Any] = {
     "tie_word_embeddings": False,
     "eos_token_id": 2,
 }
+LATENT = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "num_key_value_heads": 6,
+    "q_lora_rank": None,
+    "kv_lora_rank": 40,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": None,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -50,10 +60,8 @@ def random_weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * 0.1
 
-    hidden, mlp, d = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    sizes = {"q": config["num_attention_heads"] * d}
-    sizes |= dict.fromkeys("kv", config["num_key_value_heads"] * d)
-    architecture = config["architectures"][0]
+    hidden, mlp = config["hidden_size"], config["intermediate_size"]
+    attention = latent_attention if "kv_lora_rank" in config else grouped_attention
     weights = {
         "model.embed_tokens.weight": normal(config["vocab_size"], hidden),
         "model.norm.weight": 1 + normal(hidden),
@@ -67,18 +75,47 @@ def random_weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
             "mlp.gate_proj.weight": normal(mlp, hidden),
             "mlp.up_proj.weight": normal(mlp, hidden),
             "mlp.down_proj.weight": normal(hidden, mlp),
-            "self_attn.o_proj.weight": normal(hidden, sizes["q"]),
+            **{f"self_attn.{name}": it for name, it in attention(config, normal).items()},
         }
-        for name, size in sizes.items():
-            layer[f"self_attn.{name}_proj.weight"] = normal(size, hidden)
-            if architecture == "Qwen2ForCausalLM" or config.get("attention_bias"):
-                layer[f"self_attn.{name}_proj.bias"] = normal(size)
-        if config.get("attention_bias"):
-            layer["self_attn.o_proj.bias"] = normal(hidden)
-        if architecture == "Qwen3ForCausalLM":
-            layer |= {f"self_attn.{n}_norm.weight": 1 + normal(d) for n in "qk"}
         weights |= {f"model.layers.{i}.{name}": tensor for name, tensor in layer.items()}
     return weights
+
+
+def grouped_attention(
+    config: dict[str, Any], normal: Callable[..., torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    hidden, d = config["hidden_size"], config["head_dim"]
+    architecture = config["architectures"][0]
+    sizes = {"q": config["num_attention_heads"] * d}
+    sizes |= dict.fromkeys("kv", config["num_key_value_heads"] * d)
+    layer = {"o_proj.weight": normal(hidden, sizes["q"])}
+    for name, size in sizes.items():
+        layer[f"{name}_proj.weight"] = normal(size, hidden)
+        if architecture == "Qwen2ForCausalLM" or config.get("attention_bias"):
+            layer[f"{name}_proj.bias"] = normal(size)
+    if config.get("attention_bias"):
+        layer["o_proj.bias"] = normal(hidden)
+    if architecture == "Qwen3ForCausalLM":
+        layer |= {f"{n}_norm.weight": 1 + normal(d) for n in "qk"}
+    return layer
+
+
+def latent_attention(
+    config: dict[str, Any], normal: Callable[..., torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    hidden, heads, rank = (
+        config[name] for name in ("hidden_size", "num_attention_heads", "kv_lora_rank")
+    )
+    rotated, plain, value = (
+        config[name] for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
+    return {
+        "q_proj.weight": 3 * normal(heads * (plain + rotated), hidden),
+        "kv_a_proj_with_mqa.weight": normal(rank + rotated, hidden),
+        "kv_a_layernorm.weight": 1 + normal(rank),
+        "kv_b_proj.weight": 3 * normal(heads * (plain + value), rank),
+        "o_proj.weight": normal(hidden, heads * value),
+    }
 
 
 @pytest.fixture
@@ -105,6 +142,7 @@ def write_model(tmp_path: Path) -> WriteModel:
         pytest.param(
             {"architectures": ["LlamaForCausalLM"], "rope_scaling": LLAMA3_ROPE}, id="llama 3"
         ),
+        pytest.param(LATENT, id="deepseek v2"),
     ],
 )
 def test_chunks_over_scattered_blocks_equal_plain_attention(
@@ -133,8 +171,11 @@ def test_chunks_over_scattered_blocks_equal_plain_attention(
     run((0, 149, 150), (1, 89, 90))
 
 
-def test_a_long_chunk_over_a_context_is_attended_in_tiles(write_model: WriteModel) -> None:
-    directory = write_model(max_position_embeddings=2048)
+@pytest.mark.parametrize("changes", [{}, LATENT], ids=["qwen3", "deepseek v2"])
+def test_a_long_chunk_over_a_context_is_attended_in_tiles(
+    write_model: WriteModel, changes: dict[str, Any]
+) -> None:
+    directory = write_model(max_position_embeddings=2048, **changes)
     config = read_model_config(directory)
     model = build_model(EngineConfig(model=directory, num_blocks=200), config)
     cache = KVCache(config, num_blocks=200, block_size=BLOCK, device=CPU)
@@ -178,13 +219,20 @@ def test_zeroing_reaches_the_named_blocks_in_every_layer(write_model: WriteModel
     assert all(layer[[1, 3]].isnan().all() for layer in cache.layers)
 
 
-def test_regions_name_and_cover_each_layer(write_model: WriteModel) -> None:
-    config = read_model_config(write_model())
+@pytest.mark.parametrize(
+    ("changes", "shape"),
+    [({}, (2, BLOCK, 32)), (LATENT, (1, BLOCK, 48))],
+    ids=["heads", "latent"],
+)
+def test_regions_name_and_cover_each_layer(
+    write_model: WriteModel, changes: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    config = read_model_config(write_model(**changes))
     cache = KVCache(config, num_blocks=7, block_size=BLOCK, device=CPU)
     regions = cache.regions()
     assert [r.name for r in regions] == [f"model.layers.{i}.self_attn.attn" for i in range(2)]
     for region, layer in zip(regions, cache.layers, strict=True):
-        assert tuple(layer.shape) == (7, 2, BLOCK, 32)
+        assert tuple(layer.shape) == (7, *shape)
         assert region.base_addr + 3 * region.block_stride == layer[3].data_ptr()
         assert region.block_len == layer[3].nbytes == region.block_stride
         assert region.mem_type == "DRAM"
@@ -223,6 +271,10 @@ def test_shards_load_like_one_file(write_model: WriteModel) -> None:
         ({"mlp_bias": True}, "mlp_bias"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"num_key_value_heads": 4}, "do not divide"),
+        (LATENT | {"q_lora_rank": 32}, "q_lora_rank"),
+        (LATENT | {"attention_bias": True}, "attention_bias"),
+        (LATENT | {"n_routed_experts": 4, "first_k_dense_replace": 1}, "n_routed_experts"),
+        (LATENT | {"kv_lora_rank": None}, "config.json"),
         ({"vocab_size": "many"}, "config.json"),
         ({"vocab_size": None}, "config.json"),
     ],

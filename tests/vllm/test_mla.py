@@ -1,0 +1,90 @@
+"""Multi-head latent attention in vLLM: one latent vector a token, the same on every tensor-parallel
+rank; see tests/vllm/mla_model.py for why the model is as it is."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.legs import decode, prefill, take_turn
+from tests.integration.oracle import Answer, complete, differences, tokens_of
+from tests.integration.processes import Server, metric
+from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
+from tests.vllm.mla_model import write_mla_model
+from tests.vllm.servers import OURS, SCHEDULER, STOCK, TRUSTING, Fleet, Kind
+
+LENGTHS = (1, 15, 16, 17, 33, 100, 257, 700, 1500)
+PAIRS = {
+    "2 ranks to 1": ("ranks", "one"),
+    "1 to 2 ranks": ("one", "ranks"),
+    "our P, stock D": ("one", "stock"),
+    "stock P, our D": ("stock", "one"),
+}
+PLAIN = tokens_of(400, 1)
+CHANGED = [*PLAIN[:200], PLAIN[200] ^ 1, *PLAIN[201:]]
+FIRST_TURN = tokens_of(300, 3)
+
+Right = dict[tuple[int, ...], Answer]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mla_model(tmp_path_factory.mktemp("mla"))
+
+
+@pytest.fixture(scope="module")
+def right(fleet: Fleet, model: Path) -> Right:
+    """It has ended before the others start: they need much memory."""
+    prompts = [PLAIN, CHANGED, FIRST_TURN, *(tokens_of(length, length) for length in LENGTHS)]
+    with fleet.server(Kind("mla-alone", None, (), model)) as alone:
+        answers = {tuple(prompt): complete(alone, prompt) for prompt in prompts}
+        longer = [*FIRST_TURN, *answers[tuple(FIRST_TURN)].tokens]
+        return {**answers, tuple(longer): complete(alone, longer)}
+
+
+@pytest.fixture(scope="module")
+def servers(fleet: Fleet, model: Path, right: Right) -> Iterator[dict[str, Server]]:
+    kinds = (
+        Kind("stock", STOCK, (), model),
+        Kind("one", TRUSTING, SCHEDULER, model),
+        Kind("ranks", OURS, (*SCHEDULER, "--tensor-parallel-size", "2"), model),
+    )
+    with fleet.servers(*kinds) as started:
+        yield {kind.name: server for kind, server in zip(kinds, started, strict=True)}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_prompts_are_those_of_one_vllm_alone(
+    servers: dict[str, Server], right: Right, pair: str
+) -> None:
+    first, second = (servers[name] for name in PAIRS[pair])
+    before = metric(second, FETCHED)
+    with nothing_left(first):
+        for length in LENGTHS:
+            prompt = tokens_of(length, length)
+            turn = decode(second, prompt, prefill(first, prompt))
+            assert differences([right[tuple(prompt)]], [turn.answer]) == [], length
+    assert metric(second, FETCHED) - before == sum(LENGTHS) - 1
+
+
+def test_another_prompts_latents_are_seen(servers: dict[str, Server], right: Right) -> None:
+    """The planted error, else equal tokens would prove nothing: a prefill engine that proves
+    nothing, and a decode engine that trusts it. One token of 400 is another, not the last: the
+    answer is the other prompt's."""
+    planted = decode(servers["one"], PLAIN, prefill(servers["stock"], CHANGED))
+    assert differences([right[tuple(PLAIN)]], [planted.answer]) != []
+    assert differences([right[tuple(CHANGED)]], [planted.answer]) == []
+
+
+def test_a_turn_is_that_of_one_vllm_alone(servers: dict[str, Server], right: Right) -> None:
+    """The second adds nothing: on a CPU, vLLM computes no more than one token behind what was
+    loaded (`gather_and_maybe_dequant_cache` is missing there)."""
+    prefiller, decoder = servers["ranks"], servers["one"]
+    turn = take_turn(prefiller, decoder, FIRST_TURN)
+    assert differences([right[tuple(FIRST_TURN)]], [turn.answer]) == []
+    assert turn.params is not None
+    longer = [*FIRST_TURN, *turn.answer.tokens]
+    before = metric(prefiller, COMPUTED)
+    again = take_turn(prefiller, decoder, longer, turn.params)
+    assert differences([right[tuple(longer)]], [again.answer]) == []
+    assert metric(prefiller, COMPUTED) - before == len(longer) - turn.params["remote_num_tokens"]
