@@ -85,6 +85,8 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: Reading | None = 
         if isinstance(request.exchange, Beating):
             request.exchange.close()
         if request.journal is not None:
+            # Of the first leg, where the last one said nothing.
+            request.record.first_byte = request.record.first_byte or request.journal.first_byte
             request.journal.close()
         if request.stay is not None and gateway.door is not None:
             entrance.leave(request, gateway.door)

@@ -226,9 +226,7 @@ class Legs:
     def _decode_at(self, engine: Engine, started: float) -> None:
         record, notes = self._request.record, self.plan.route.decode_notes
         record.stage, record.decoder, record.decode_started = "decode", engine.name, started
-        journal = self._request.journal
-        # The one before may have failed inside its first event; if it did not, another goes on.
-        record.first_byte = None if journal is None else journal.first_byte
+        record.first_byte = None  # of this leg, until it has one: the one before may have failed
         self._is_read = False
         if self._request.seat is not None:
             self._request.seat.decode_at(engine)

@@ -15,8 +15,11 @@ from router.flows.handover import asks_one_token, difference, may_be_handed, rea
 from router.flows.journal import Journal
 from router.flows.legs import LegError
 from router.flows.prefilled import Params, with_field
-from router.flows.request import Request
+from router.flows.request import CLIENT_PARAMS, PASSED, Request
 from router.upstream.deadlines import now
+
+# Requests whose params are the client's, or which have none.
+AS_SENT = frozenset((PASSED, CLIENT_PARAMS))
 
 
 class Moves:
@@ -105,7 +108,7 @@ class Moves:
         elif journal is None and request.journal is not None:
             request.journal.close()
             request.journal = None
-        if not learned.hands_back or request.alone:
+        if not learned.hands_back or request.alone in AS_SENT:
             self.may_come_back = False
             return params
         is_kept = not is_stream or (request.journal is not None and not request.journal.is_full)

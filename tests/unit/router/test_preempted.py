@@ -293,14 +293,17 @@ async def test_a_stream_that_is_not_kept_is_not_to_be_handed_back(
 @pytest.mark.parametrize(
     ("fields", "asked"),
     [
-        ({"n": 2}, None),
-        ({"prompt": ["a", "b"]}, None),
+        # Engines may hand back unless they are told not to: nobody would go on with these.
+        ({"n": 2}, False),
+        ({"prompt": ["a", "b"]}, False),
+        ({"prompt_logprobs": 0}, False),
+        ({"best_of": 2}, False),
         ({"echo": True}, False),
         ({}, True),
     ],
 )
 async def test_who_cannot_move_is_not_to_be_handed_back(
-    start: Start, d: MockEngine, d2: MockEngine, fields: dict[str, Any], asked: bool | None
+    start: Start, d: MockEngine, d2: MockEngine, fields: dict[str, Any], asked: bool
 ) -> None:
     router = await start()
     for stream in (False, True):

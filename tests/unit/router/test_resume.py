@@ -267,6 +267,22 @@ async def test_only_who_goes_on_is_counted(
         assert sum(outcomes) == 1
 
 
+async def test_what_was_computed_for_a_move_that_fails_is_given_back(
+    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+) -> None:
+    async def fails(request: Received, peer: Peer) -> None:
+        await peer.answer({"error": {"message": "no"}}, 500)
+
+    router = await start()
+    d.scripts = d2.scripts = [dies_after(2), fails]
+    p.scripts = [computes, computes]
+    assert error_in((await router.stream()).text)["code"] == 502
+    await router.settled()
+    # Of what was computed for each move, and not of what the first decoder has read.
+    paths = [one.path for one in p.requests]
+    assert (paths.count("/v1/completions"), paths.count("/disagg/release")) == (3, 2)
+
+
 async def test_engines_that_tell_not_what_they_render_are_like_nobody(
     start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
