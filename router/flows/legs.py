@@ -92,6 +92,7 @@ class Legs:
         request, gateway = self._request, self._gateway
         record, limits, seat = request.record, gateway.limits, request.seat
         record.stage, record.prefiller = "prefill", engine.name
+        record.first_byte = None  # of a decoder that has read this
         record.prefill_started = started = now()
         if seat is not None:
             seat.prefill_at(engine)

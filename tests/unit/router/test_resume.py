@@ -283,6 +283,18 @@ async def test_what_was_computed_for_a_move_that_fails_is_given_back(
     assert (paths.count("/v1/completions"), paths.count("/disagg/release")) == (3, 2)
 
 
+async def test_what_was_computed_for_a_move_to_nobody_is_given_back(
+    start: Start, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start(ds=[d])
+    d.scripts = [dies_after(2)]
+    p.scripts = [computes, computes]
+    assert error_in((await router.stream()).text)["code"] in (502, 503)
+    await router.settled()
+    paths = [one.path for one in p.requests]
+    assert (paths.count("/v1/completions"), paths.count("/disagg/release")) == (2, 1)
+
+
 async def test_engines_that_tell_not_what_they_render_are_like_nobody(
     start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
