@@ -1,4 +1,4 @@
-"""What a decoder tells of an answer that it has handed back: its tokens, for another to say."""
+"""What an engine tells of an answer that another is to go on with: its tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 import msgspec
 
 IDS = re.compile(r"(?:[A-Za-z0-9+/]{4})+")
+# Base64 of a token's three bytes.
+WIDTH = 4
 
 
 class Begun(msgspec.Struct, gc=False):

@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping
 from typing import Protocol
 
-from router.flows.begun import Begun
+from router.flows.begun import WIDTH, Begun
 from router.flows.prefilled import PROMPT_IDS, Params, with_field
 from router.upstream.answer import Tap
 from router.upstream.sse import end_of_last_event
@@ -44,8 +44,6 @@ ERROR = re.compile(rb'^data: ?\{\s*"error"\s*:', re.MULTILINE)
 ID = re.compile(rb'^data: ?\{\s*"id"\s*:\s*("[^"\\]*")', re.MULTILINE)
 CREATED = re.compile(rb'"created"\s*:\s*\d+')
 END = b"\n\n"
-# Base64 of a token's three bytes.
-WIDTH = 4
 # Bytes behind a finish, which wait for the stream's end: a turn's params grow with its prompt.
 MOST_HELD = 8 * 1024 * 1024
 

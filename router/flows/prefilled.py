@@ -13,6 +13,7 @@ import msgspec
 import orjson
 
 from router.conversations.said import cached_tokens_of, prompt_tokens_of
+from router.flows.begun import WIDTH, begun_in
 from router.flows.handover import LENGTH, STOP, finish_in
 from router.upstream.errors import BrokenAnswerError
 
@@ -21,7 +22,6 @@ ABSENT = msgspec.Raw(b"null")
 PROOF, BEGUN = b'"prefix_proof"', b'"begun"'
 # Base64 of three bytes for each id.
 PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*"((?:[A-Za-z0-9+/]{4})+)"')
-ONE_ID = re.compile(rb'"output_token_ids"\s*:\s*"[A-Za-z0-9+/]{4}"')
 
 
 class Params(msgspec.Struct, frozen=True):
@@ -66,7 +66,8 @@ class Params(msgspec.Struct, frozen=True):
     @property
     def tells_one_token(self) -> bool:
         """In the form that was agreed on, and the prompt's before it."""
-        return bool(PROMPT_IDS.search(self.raw) and ONE_ID.search(self.raw))
+        begun = begun_in(self.raw)
+        return begun is not None and len(begun.output_token_ids) == WIDTH
 
     def not_beginning(self) -> Params:
         """For a decoder that cannot, or that reads ids in another way."""
@@ -118,16 +119,11 @@ class Prefilled:
         if params is None or not params.tells_tokens:
             return "not_told"
         if finish not in (STOP, LENGTH) or not params.tells_one_token:
-            self.begin_not()
+            self.params = params.not_beginning()
             return "not_told"
         self.is_all = finish == STOP
         self.params = Params(params.raw, begins=True)
         return "ended" if self.is_all else "went_on"
-
-    def begin_not(self) -> None:
-        """No decoder is to go on from what nobody asked for, or what makes no sense."""
-        if self.params is not None and self.params.tells_tokens:
-            self.params = self.params.not_beginning()
 
     @property
     def usage(self) -> bytes:
