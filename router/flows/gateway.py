@@ -169,7 +169,7 @@ class Gateway:
         raise UnknownModelError(model)
 
     def shares_loads(self, model: object) -> bool:
-        """Whether any decoder reads once for several answers."""
+        """Whether each decoder of it reads once for several answers."""
         pools = self.fleet.snapshot.pools(model)
         return all(one.learned.shares_loads for pool in pools for one in pool.decoders)
 

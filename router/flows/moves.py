@@ -24,15 +24,14 @@ AS_SENT = frozenset((PASSED, CLIENT_PARAMS))
 
 class Moves:
     """Those of one request. `left`: how often a decoder may hand it back for want of room, before
-    one is to find room; `preempted`: which ones have. `may_come_back`: whether the decoder that was
-    told last was asked to."""
+    one is to find room; `preempted`: which ones have."""
 
-    __slots__ = ("_gateway", "_hands_nothing", "_request", "left", "may_come_back", "preempted")
+    __slots__ = ("_gateway", "_hands_nothing", "_request", "left", "preempted")
 
     def __init__(self, request: Request, gateway: Gateway) -> None:
         self._request = request
         self._gateway = gateway
-        self._hands_nothing = self.may_come_back = False
+        self._hands_nothing = False
         self.left = gateway.limits.max_resumes
         self.preempted: list[Engine] = []
 
@@ -82,8 +81,9 @@ class Moves:
 
     def told(
         self, params: Params | None, decoder: Engine, mate: Engine | None, is_chance: bool = False
-    ) -> Params | None:
-        """`mate`: the prefiller whose params those are; `is_chance`: nothing is to come back."""
+    ) -> tuple[Params | None, bool]:
+        """And whether it was asked to hand back what it has no room for. `mate`: the prefiller
+        whose params those are; `is_chance`: nothing is to come back."""
         journal = self.going_on
         if params is not None and params.tells_tokens:
             params = params if self._is_meant(params, decoder, mate) else params.not_beginning()
@@ -99,7 +99,7 @@ class Moves:
 
     def _asked_to_tell(
         self, params: Params | None, decoder: Engine, is_chance: bool
-    ) -> Params | None:
+    ) -> tuple[Params | None, bool]:
         request, learned, journal = self._request, decoder.learned, self.going_on
         may_move = journal is not None or self._may_move(decoder)
         is_stream = request.body.get("stream") is True and not request.exact
@@ -109,11 +109,11 @@ class Moves:
             request.journal.close()
             request.journal = None
         if not learned.hands_back or request.alone in AS_SENT:
-            self.may_come_back = False
-            return params
+            return params, False
         is_kept = not is_stream or (request.journal is not None and not request.journal.is_full)
-        self.may_come_back = may_move and is_kept and self.left > 0 and not is_chance
-        return with_field(params, b'"hand_back":' + (b"true" if self.may_come_back else b"false"))
+        may_come_back = may_move and is_kept and self.left > 0 and not is_chance
+        asked = b"true" if may_come_back else b"false"
+        return with_field(params, b'"hand_back":' + asked), may_come_back
 
     def _may_move(self, decoder: Engine) -> bool:
         """Whether another may go on with what this decoder has begun."""

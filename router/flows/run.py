@@ -430,8 +430,7 @@ class Run:
         if self._moves is None and not learned.begins and not learned.hands_back:
             return params
         moves = self._made_moves()
-        told = moves.told(params, decoder, self._mate, is_chance)
-        self._legs.may_come_back = moves.may_come_back
+        told, self._legs.may_come_back = moves.told(params, decoder, self._mate, is_chance)
         return told
 
     def _keeping(self, params: Params | None) -> Params | None:
