@@ -123,6 +123,14 @@ async def usual_decode(request: Received, peer: Peer) -> None:
         await peer.answer(USUAL)
 
 
+async def fails(request: Received, peer: Peer) -> None:
+    await peer.answer({"error": {"message": "no"}}, 500)
+
+
+async def refuses(request: Received, peer: Peer) -> None:
+    await peer.answer({"error": {"message": "no"}}, 400)
+
+
 @dataclass
 class MockEngine:
     """`scripts` answer the next POSTs, one each; then `usual` answers."""

@@ -17,6 +17,8 @@ from tests.unit.router.mock_engine import (
     Peer,
     Received,
     Script,
+    fails,
+    refuses,
     running_engine,
     usual_decode,
 )
@@ -246,29 +248,23 @@ async def test_a_beginning_that_nobody_asked_for_goes_nowhere(
 async def test_what_a_decoder_does_not_go_on_from_is_computed_afresh(
     start: Start, p: MockEngine, d: MockEngine
 ) -> None:
-    async def refuse(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "begun: no such token"}}, 400)
-
     router = await start()
-    d.scripts = [refuse]
+    d.scripts = [refuses]
     assert (await router.complete()).status_code == 200
     assert given(d) == [HANDED, PROVEN]
     assert [one.get("hand_over", False) for one in given(p)] == [True, False]
     assert router.metric("handed_over_total", outcome="refused") == 1
-    d.scripts = [refuse, refuse]
+    d.scripts = [refuses, refuses]
     assert (await router.complete()).status_code == 400
 
 
 async def test_another_decoder_that_reads_alike_goes_on(
     start: Start, p: MockEngine, d: MockEngine
 ) -> None:
-    async def refuse(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "no"}}, 500)
-
     async with running_engine(usual_decode) as other:
         other.identity = DECODES
         router = await start(ds=[d, other])
-        d.scripts = [refuse]
+        d.scripts = [fails]
         answers = [await router.complete() for _ in range(2)]
         assert [answer.status_code for answer in answers] == [200, 200]
         assert all(params == HANDED for params in given(d) + given(other))

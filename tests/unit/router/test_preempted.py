@@ -24,6 +24,8 @@ from tests.unit.router.mock_engine import (
     Received,
     Script,
     chunk,
+    fails,
+    refuses,
     running_engine,
 )
 from tests.unit.router.test_resume import (
@@ -257,9 +259,6 @@ async def test_what_makes_no_sense_is_not_gone_on_with(
 async def test_an_answer_that_nobody_has_seen_begins_anew_where_nobody_goes_on(
     start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, role: str
 ) -> None:
-    async def refuses(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "begun: no"}}, 400)
-
     router = await start()
     d.scripts = d2.scripts = [hands_back(2)]
     if role == "prefill":
@@ -389,9 +388,6 @@ async def test_one_that_has_called_a_tool_is_known_by_what_it_tells(
 async def test_without_a_prefiller_the_decoder_computes_what_was_handed_back(
     start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, stream: bool
 ) -> None:
-    async def fails(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "no"}}, 500)
-
     router = await start()
     p.scripts, d.scripts = [computes, fails], [hands_back(2)]
     d2.scripts = d.scripts

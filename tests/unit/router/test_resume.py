@@ -26,6 +26,8 @@ from tests.unit.router.mock_engine import (
     Received,
     Script,
     chunk,
+    fails,
+    refuses,
     running_engine,
     usual_decode,
 )
@@ -255,9 +257,6 @@ async def test_again_and_again_but_not_for_ever(
 async def test_only_who_goes_on_is_counted(
     start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    async def fails(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "no"}}, 500)
-
     async with running_engine(to_the_end) as d3:
         d3.identity = OURS
         router = await start(ds=[d, d2, d3])
@@ -270,9 +269,6 @@ async def test_only_who_goes_on_is_counted(
 async def test_what_was_computed_for_a_move_that_fails_is_given_back(
     start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    async def fails(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "no"}}, 500)
-
     router = await start()
     d.scripts = d2.scripts = [dies_after(2), fails]
     p.scripts = [computes, computes]
@@ -310,9 +306,6 @@ async def test_engines_that_tell_not_what_they_render_are_like_nobody(
 async def test_who_is_to_go_on_may_refuse(
     start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, role: str
 ) -> None:
-    async def refuses(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "begun: no"}}, 400)
-
     router = await start()
     d.scripts = d2.scripts = [dies_after(2)]
     if role == "prefill":
@@ -358,9 +351,6 @@ async def test_a_decoder_that_has_left_and_says_nothing_loses_its_streams_soon(
 async def test_a_prefiller_that_fails_does_not_end_the_only_move(
     start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    async def fails(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "no"}}, 500)
-
     router = await start(max_resumes=1)
     p.scripts, d.scripts = [computes, fails], [dies_after(2)]
     d2.scripts = d.scripts

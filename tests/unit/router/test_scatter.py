@@ -26,6 +26,7 @@ from tests.unit.router.mock_engine import (
     Script,
     chunk,
     event,
+    fails,
     running_engine,
     usual_decode,
 )
@@ -84,10 +85,6 @@ async def says_nothing(request: Received, peer: Peer) -> None:
 
 async def is_silent(request: Received, peer: Peer) -> None:
     await peer.wait_left()
-
-
-async def fails(request: Received, peer: Peer) -> None:
-    await peer.answer({"error": {"message": "no"}}, 500)
 
 
 def answers(*events: bytes) -> Script:
