@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 from operator import itemgetter
 
 from msgspec import Struct
@@ -86,8 +87,12 @@ class Identity:
 
     def tenant(self, headers: Sequence[Header]) -> str:
         """Who asks, as a hash; all who don't say are one."""
-        values = [value for name, value in headers if name == self._tenant_header]
-        return _hash("tenant", *(value.decode("latin-1") for value in values))
+        return _tenant(*[value for name, value in headers if name == self._tenant_header])
+
+
+@lru_cache(maxsize=1024)
+def _tenant(*values: bytes) -> str:
+    return _hash("tenant", *(value.decode("latin-1") for value in values))
 
 
 def _text(value: object) -> str | None:
@@ -98,8 +103,6 @@ def _text(value: object) -> str | None:
 
 def _hash(*parts: str) -> str:
     """Over the parts with their lengths, so that no two lists of parts are the same bytes."""
-    digest = hashlib.blake2b(digest_size=20)
-    for part in parts:
-        raw = part.encode("utf-8", "surrogatepass")
-        digest.update(b"%d:" % len(raw) + raw)
-    return digest.hexdigest()
+    raw = [part.encode("utf-8", "surrogatepass") for part in parts]
+    whole = b"".join([b"%d:%b" % (len(part), part) for part in raw])
+    return hashlib.blake2b(whole, digest_size=20).hexdigest()

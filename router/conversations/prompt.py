@@ -153,7 +153,7 @@ def prompt_of(body: Json) -> Prompt | None:
 
 
 def _chat(messages: list[Any]) -> ChatPrompt:
-    chain, size, has_media = [_digest(b"chat")], 0, False
+    chain, size, has_media = [CHAT], 0, False
     reasoned = last_answer = 0
     for number, message in enumerate(messages, 1):
         content = canonical(message)
@@ -220,3 +220,7 @@ def _chained(previous: str, content: bytes) -> str:
 
 def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
+
+
+# Of no message at all.
+CHAT = _digest(b"chat")

@@ -117,7 +117,7 @@ def has_reasoning(message: Json) -> bool:
     if not REASONING_KEYS.isdisjoint(message) and any(map(message.get, REASONING_KEYS)):
         return True
     content = message.get("content")
-    return isinstance(content, str) and THINK_MARK.search(content) is not None
+    return isinstance(content, str) and "think>" in content and bool(THINK_MARK.search(content))
 
 
 def prompt_tokens_of(answer: Json) -> int | None:

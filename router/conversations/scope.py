@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from typing import Annotated
 
 import orjson
@@ -25,6 +26,7 @@ TEMPLATE = (
 # Templates that may write an empty trace before an answer and leave it out of the history.
 THINKING = ("enable_thinking", "thinking")
 DIGEST_BYTES = 8
+SHORT = 256
 Digest = Annotated[str, Meta(max_length=2 * DIGEST_BYTES)]
 
 
@@ -39,7 +41,7 @@ class Scope(Struct, frozen=True):
 def scope_of(body: Json) -> Scope:
     tools = _present(body, TOOLS)
     if body.get("tool_choice") == "none":
-        tools["tool_choice"] = "none"  # an engine may leave the tools out of the prompt
+        tools = {**tools, "tool_choice": "none"}  # an engine may leave them out of the prompt
     return Scope(_digest(_present(body, MODEL)), _digest(tools), _digest(_present(body, TEMPLATE)))
 
 
@@ -57,4 +59,12 @@ def _present(body: Json, names: tuple[str, ...]) -> Json:
 
 def _digest(content: Json) -> str:
     raw = orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
+    return _known(raw) if len(raw) <= SHORT else _hashed(raw)
+
+
+def _hashed(raw: bytes) -> str:
     return hashlib.blake2b(raw, digest_size=DIGEST_BYTES).hexdigest()
+
+
+# A model's name comes with every turn, and most have no tools.
+_known = lru_cache(maxsize=256)(_hashed)
