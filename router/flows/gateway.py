@@ -29,6 +29,7 @@ from router.policies.route import Route, route
 from router.settings import Settings
 from router.telemetry.access import write_lines
 from router.telemetry.books import Books, Reader
+from router.telemetry.logs import is_short
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record
 from router.telemetry.throttle import Throttle
@@ -85,6 +86,8 @@ class Gateway:
             readers.append(write_lines)
         if tracer is not None:
             readers.append(tracer.take)
+        # For whom it is said how much was moved: each request's params would be kept for it.
+        self.tells_moved = settings.access_log and is_short(settings.log_format)
         self.tracer = tracer
         self.books = Books(readers)
         self.running: set[asyncio.Task[None]] = set()

@@ -46,6 +46,9 @@ from router.upstream.errors import BrokenAnswerError, UpstreamError
 
 LegError = UpstreamError | EngineError
 LEG_ERRORS = (UpstreamError, EngineError)
+# Seconds for which a kept connection may have been idle, so that its engine is hardly closing it in
+# this very moment: servers wait for five and more. If it does, nobody knows what it has read.
+SOUND = 1.0
 # Seconds and bytes for an engine that has failed to say why.
 LAST_WORDS = 1.0
 STOPPED = "the %s engine is being stopped, and ended the request"
@@ -87,8 +90,14 @@ class Legs:
         self.may_come_back = False
 
     async def prefill(
-        self, engine: Engine, body: Halves, fresh: bool, push: Push | None = None
+        self,
+        engine: Engine,
+        body: Halves,
+        fresh: bool,
+        push: Push | None = None,
+        is_offered: bool = False,
     ) -> Prefilled:
+        """`is_offered`: it is to read what a decoder holds, which can be asked for once."""
         request, gateway = self._request, self._gateway
         record, limits, seat = request.record, gateway.limits, request.seat
         record.stage, record.prefiller = "prefill", engine.name
@@ -105,8 +114,11 @@ class Legs:
         try:
             pinned = b"" if push is None else push.pinned
             message = self._message(engine, body, push, pinned)
-            latest = min(started + limits.prefill_timeout, request.latest)
-            answer = None if fresh else engine.pool.at_once(message, latest)
+            latest = started + limits.prefill_timeout
+            if latest > request.latest:
+                latest = request.latest
+            longest = SOUND if is_offered else None
+            answer = None if fresh else engine.pool.at_once(message, latest, longest)
             if answer is None:
                 answer = await engine.pool.send(message, latest, fresh=True)
             await answer.ready()
@@ -145,7 +157,8 @@ class Legs:
                 self.let_go()
             engine.holding += 1
             self.holder = engine
-            record.offered = prefilled.params.raw
+            if gateway.tells_moved:
+                record.offered = prefilled.params.raw
         return prefilled
 
     def let_go(self, is_read: bool = False) -> None:
@@ -174,7 +187,9 @@ class Legs:
         self._begin(engine, tokens)
         try:
             message = self._message(engine, body, push)
-            latest = min(started + gateway.limits.decode_first_byte_timeout, request.latest)
+            latest = started + gateway.limits.decode_first_byte_timeout
+            if latest > request.latest:
+                latest = request.latest
             answer = None if fresh else engine.pool.at_once(message, latest)
             if answer is None:
                 answer = await engine.pool.send(message, latest, fresh=True)

@@ -216,13 +216,14 @@ class Run:
                 if journal is None:
                     self._require_short()
                 return None
-            # A decoder's blocks are read once: what asks for them is sent on a sound connection.
             offered = None if self._plan.reuse is None else self._offer_at(engine)
             hands_over = engine.learned.hands_over and self._hands_over(engine)
             body = self._bodies.prefill(offered, "", self._rejected, hands_over, journal)
             try:
-                fresh = self._fresh or offered is not None
-                prefilled = await self._legs.prefill(engine, body, fresh)
+                is_offered = offered is not None
+                prefilled = await self._legs.prefill(
+                    engine, body, self._fresh, is_offered=is_offered
+                )
             except LEG_ERRORS as error:
                 self._after(error, engine, PREFILL)
             except RejectedError:
@@ -323,8 +324,8 @@ class Run:
     async def _prefill_for(self, push: Push, engine: Engine) -> Prefilled:
         offered = None if self._plan.reuse is None else self._offer_at(engine)
         body = self._bodies.prefill(offered, push.transfer_id, self._rejected)
-        fresh = self._fresh or offered is not None
-        prefilled = await self._legs.prefill(engine, body, fresh, push)
+        is_offered = offered is not None
+        prefilled = await self._legs.prefill(engine, body, self._fresh, push, is_offered)
         if self._plan.reuse is not None:
             self._note_read()
         return prefilled
@@ -453,7 +454,8 @@ class Run:
         moment, rule = now(), RULES[error.kind]
         is_late = moment >= request.latest
         # Perhaps it is what the last turn left that failed: then the same prefiller can do without.
-        is_of_turn = role is PREFILL and self._offer.params is not None and not rule.is_free
+        was_offered = role is PREFILL and self._offer.params is not None
+        is_of_turn = was_offered and not rule.is_free
         if isinstance(error, PreemptedError):
             moves.take_back(error, engine)
         else:
@@ -463,8 +465,8 @@ class Run:
         may_go_on = moves.may_go_on(role, error)
         what = next_of(error.kind, role, request.exchange.started, may_go_on)
         self._failure = error
-        if is_of_turn:
-            self._is_spent = True
+        if is_of_turn or (was_offered and error.kind == "stale"):
+            self._is_spent = True  # it may have been read, and is read once
         if error.kind == "stale":
             self._fresh = True
         elif isinstance(error, PreemptedError):

@@ -38,11 +38,16 @@ class Traced(Legs):
         self._open: dict[str, Leg] = {}
 
     async def prefill(
-        self, engine: Engine, body: Halves, fresh: bool, push: Push | None = None
+        self,
+        engine: Engine,
+        body: Halves,
+        fresh: bool,
+        push: Push | None = None,
+        is_offered: bool = False,
     ) -> Prefilled:
         leg = self._begin_leg(PREFILL, engine)
         asked = super().prefill
-        prefilled = await self._followed(leg, lambda: asked(engine, body, fresh, push))
+        prefilled = await self._followed(leg, lambda: asked(engine, body, fresh, push, is_offered))
         leg.usage = prefilled.usage
         return prefilled
 

@@ -95,9 +95,18 @@ def configure(level: str, log_format: LogFormat) -> None:
 
 
 def formatter_for(log_format: LogFormat, is_terminal: bool) -> logging.Formatter:
+    return FORMATTERS[_chosen(log_format, is_terminal)]()
+
+
+def is_short(log_format: LogFormat) -> bool:
+    """Whether a person watches."""
+    return _chosen(log_format, sys.stderr.isatty()) == "short"
+
+
+def _chosen(log_format: LogFormat, is_terminal: bool) -> str:
     if log_format == "auto":
-        log_format = "short" if is_terminal else "json"
-    return FORMATTERS[log_format]()
+        return "short" if is_terminal else "json"
+    return log_format
 
 
 def set_level(level: str) -> None:

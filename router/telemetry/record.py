@@ -51,7 +51,8 @@ class Record(Struct, eq=False):
     """Where the answer says how many tokens it has, not read yet (see `usage`); so is the next."""
     prefill_usage: bytes = b""
     offered: bytes = b""
-    """The params of the prefiller that a decoder was sent with, not read yet."""
+    """The params of the prefiller that a decoder was sent with, not read yet: where lines tell how
+    much was moved."""
     failures: tuple[str, ...] = ()
     """Legs that failed, and what followed, one line each. Few requests have any."""
     model: str = ""

@@ -92,10 +92,15 @@ class EnginePool:
             connection.ask(request, answer)
         return answer
 
-    def at_once(self, request: bytes, deadline: float) -> Answer | None:
-        """The same on a kept connection, None where there is none. No coroutine: that it seldom
-        waits makes `send` dear."""
-        idle, oldest = self._idle, now() - self._limits.idle_age
+    def at_once(
+        self, request: bytes, deadline: float, longest: float | None = None
+    ) -> Answer | None:
+        """The same on a kept connection, None where there is none, or none that was idle for less
+        than `longest` seconds. No coroutine: that it seldom waits makes `send` dear."""
+        idle, moment = self._idle, now()
+        if longest is not None and idle and idle[-1].idle_since < moment - longest:
+            return None
+        oldest = moment - self._limits.idle_age
         while idle:
             connection = idle.pop()
             transport = connection.transport

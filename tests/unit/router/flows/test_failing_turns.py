@@ -55,7 +55,7 @@ async def next_turn(router: Router, status: int = 200, **fields: Any) -> None:
 
 
 NEVER_READ = ("connect_refused", "connect_timeout", "connect", "dns", "tls")
-PERHAPS_READ = ("disconnected", "engine_lost", "timeout", "broken_answer", "status_5xx")
+PERHAPS_READ = ("stale", "disconnected", "engine_lost", "timeout", "broken_answer", "status_5xx")
 
 
 @pytest.mark.parametrize("kind", [*NEVER_READ, *PERHAPS_READ, "overloaded", "answer_too_large"])

@@ -63,6 +63,21 @@ async def test_a_fresh_connection_is_never_stale(pool: EnginePool, engine: MockE
     assert pool.idle_count == 1, "the kept one stays"
 
 
+async def test_a_kept_connection_is_not_taken_where_it_was_idle_for_too_long(
+    pool: EnginePool, engine: MockEngine
+) -> None:
+    await body_of(pool)
+    (kept,) = pool._idle
+    kept.idle_since -= 2.0
+    assert pool.at_once(REQUEST, soon(), longest=1.0) is None
+    assert pool.idle_count == 1, "it stays for others"
+    answer = pool.at_once(REQUEST, soon(), longest=3.0)
+    assert answer is not None
+    await answer.ready()
+    answer.close()
+    assert engine.connections == 1
+
+
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("answer", [WHOLE, CHUNKED], ids=["length", "chunked"])
 async def test_wherever_an_engine_closes_the_leg_ends_once(
