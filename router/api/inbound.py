@@ -48,7 +48,7 @@ class Incoming(Struct, eq=False):
     endpoint: str | None
     method: bytes
     target: bytes
-    headers: list[Header]
+    headers: Sequence[Header]
     http_1_1: bool
     keep_alive: bool
     pieces: list[bytes] = []
@@ -205,7 +205,7 @@ class Inbound:
         if not current.keep_alive:
             self.is_deaf = True  # it said itself that it is the last one
 
-    def _takes(self, line: tuple[str, bytes], headers: list[Header], body: bytes) -> bool:
+    def _takes(self, line: tuple[str, bytes], headers: Sequence[Header], body: bytes) -> bool:
         """A request with the head of the one before, if there is room for it."""
         endpoint, target = line
         size, held = len(body), self._bounds.held

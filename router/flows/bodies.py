@@ -134,7 +134,7 @@ class Bodies:
         return self._with(fields)
 
     def _with(self, fields: list[bytes]) -> Halves:
-        return self._start, b"%b%b}" % (self._comma if fields else b"", b",".join(fields))
+        return self._start, self._comma + b",".join(fields) + b"}" if fields else b"}"
 
 
 class AsSent(Bodies):

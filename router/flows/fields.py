@@ -16,8 +16,6 @@ from typing import NamedTuple
 MAX_TOKENS, MIN_TOKENS = "max_tokens", "min_tokens"
 MAX_COMPLETION_TOKENS = "max_completion_tokens"
 STREAM, STREAM_OPTIONS = "stream", "stream_options"
-RARE = frozenset((MAX_COMPLETION_TOKENS, MIN_TOKENS))
-CHECKED = RARE | {MAX_TOKENS, STREAM, STREAM_OPTIONS}
 USAGE = {"include_usage": True}
 OPTIONS = ("include_usage", "continuous_usage_stats")
 BOOLEANS = frozenset(["0", "1", "true", "false", "on", "off", "t", "f", "y", "n", "yes", "no"])
@@ -33,9 +31,7 @@ class Wrong(NamedTuple):
 def wrong_field(body: Mapping[str, object], is_chat: bool, context: int | None) -> Wrong | None:
     """The first thing wrong with the body. `context`: of the decoder that has the longest, as far
     as that is known."""
-    found = None
-    if not CHECKED.isdisjoint(body) and not _is_usual(body, context):
-        found = _wrong_value(body, is_chat, context)
+    found = None if _is_usual(body, context) else _wrong_value(body, is_chat, context)
     if found is None and context is not None and type(body.get("prompt")) is list and not is_chat:
         return _too_long(body, context)
     return found
@@ -43,7 +39,7 @@ def wrong_field(body: Mapping[str, object], is_chat: bool, context: int | None) 
 
 def _is_usual(body: Mapping[str, object], context: int | None) -> bool:
     """As most are, and nothing wrong with it: seen at a third of the price."""
-    if not RARE.isdisjoint(body):
+    if MAX_COMPLETION_TOKENS in body or MIN_TOKENS in body:
         return False
     most, stream = body.get(MAX_TOKENS), body.get(STREAM)
     if most is not None and not (type(most) is int and 0 < most <= (context or most)):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import orjson
 from msgspec import Struct
 
 from router.telemetry.logs import LINES
-from router.telemetry.record import Record, Tokens
+from router.telemetry.record import Record
 from router.telemetry.usage import tokens_of
 
 logger = logging.getLogger("disagg_router.access")
@@ -22,25 +21,35 @@ BLOCKS = re.compile(rb'"remote_block_ids":\s*(\[[][\d,\s]*\])')
 DIGITS = re.compile(rb"\d+")
 
 
-class Form(NamedTuple):
-    """How the usual line is written: its beginning, each number of tokens, and who asked."""
+def _text(r: Record, prefill: int, first_byte: int, total: int) -> str:
+    return (
+        f"{MESSAGE} request_id={r.request_id} endpoint={r.endpoint} status={r.status} "
+        f"outcome={r.outcome} flow={r.flow} prefiller={r.prefiller} decoder={r.decoder} "
+        f"prefill_ms={prefill} first_byte_ms={first_byte} total_ms={total}"
+    )
 
-    line: str
-    tokens: str
+
+def _json(r: Record, prefill: int, first_byte: int, total: int) -> str:
+    return (
+        f'"message":"{MESSAGE}","request_id":"{r.request_id}","endpoint":"{r.endpoint}",'
+        f'"status":{r.status},"outcome":"{r.outcome}","flow":"{r.flow}",'
+        f'"prefiller":"{r.prefiller}","decoder":"{r.decoder}","prefill_ms":{prefill},'
+        f'"first_byte_ms":{first_byte},"total_ms":{total}'
+    )
+
+
+class Form(Struct, frozen=True):
+    """How the usual line is written: its beginning, who asked, and what stands before each number
+    of tokens, in their order."""
+
+    line: Callable[[Record, int, int, int], str]
     key: str
+    tokens: tuple[str, str, str]
 
 
-TEXT = Form(
-    f"{MESSAGE} request_id=%s endpoint=%s status=%d outcome=%s flow=%s prefiller=%s decoder=%s "
-    "prefill_ms=%d first_byte_ms=%d total_ms=%d",
-    " %s_tokens=%d",
-    " key=%s",
-)
+TEXT = Form(_text, " key=%s", (" prompt_tokens=", " completion_tokens=", " cached_tokens="))
 JSON = Form(
-    f'"message":"{MESSAGE}","request_id":"%s","endpoint":"%s","status":%d,"outcome":"%s",'
-    '"flow":"%s","prefiller":"%s","decoder":"%s","prefill_ms":%d,"first_byte_ms":%d,"total_ms":%d',
-    ',"%s_tokens":%d',
-    ',"key":"%s"',
+    _json, ',"key":"%s"', (',"prompt_tokens":', ',"completion_tokens":', ',"cached_tokens":')
 )
 
 
@@ -115,36 +124,25 @@ def _usual(r: Record, form: Form) -> str | None:
     """The line of most requests, at a fifth of the price; None for the others. Nothing in it needs
     to be escaped: ids, endpoints, names of engines and words of ours."""
     start, prefilled, began, ended = r.started, r.prefill_done, r.first_byte, r.ended
-    if prefilled is None or began is None or ended is None or not _is_usual(r):
+    if prefilled is None or began is None or ended is None or r.stage != "done":
         return None
-    usual = form.line % (
-        r.request_id,
-        r.endpoint,
-        r.status,
-        r.outcome,
-        r.flow,
-        r.prefiller,
-        r.decoder,
+    if r.conversation or r.error or not (r.prefiller and r.decoder):
+        return None
+    usual = form.line(
+        r,
         int((prefilled - start) * 1000 + 0.5),
         int((began - start) * 1000 + 0.5),
         int((ended - start) * 1000 + 0.5),
     )
     if r.key:
         usual += form.key % r.key
-    return usual + _counted(tokens_of(r), form.tokens)
-
-
-def _is_usual(r: Record) -> bool:
-    is_whole = r.stage == "done" and r.prefiller and r.decoder
-    return bool(is_whole and not r.conversation and not r.error)
-
-
-def _counted(tokens: Tokens, form: str) -> str:
-    prompt, completion, cached = tokens
-    text = "" if prompt is None else form % ("prompt", prompt)
+    prompt, completion, cached = r.tokens or tokens_of(r)
+    of_prompt, of_completion, of_cached = form.tokens
+    if prompt is not None:
+        usual += f"{of_prompt}{prompt}"
     if completion is not None:
-        text += form % ("completion", completion)
-    return text if cached is None else text + form % ("cached", cached)
+        usual += f"{of_completion}{completion}"
+    return usual if cached is None else f"{usual}{of_cached}{cached}"
 
 
 def _short(r: Record) -> str:

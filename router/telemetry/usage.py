@@ -13,9 +13,11 @@ import msgspec
 from router.telemetry.record import Record, Tokens
 
 NAME = b'"usage":'
-# How far from an answer's end it is looked for, and how long it may be.
+# How far from an answer's end it is looked for, how long it may be, and how many spaces may stand
+# before it.
 NEAR = 8192
 LONGEST = 512
+SPACES = 1
 UNKNOWN = Tokens(None, None, None)
 
 
@@ -37,9 +39,19 @@ _decode = msgspec.json.Decoder(_Usage).decode
 
 
 def usage_in(answer: bytes) -> bytes:
-    """The part of an answer that begins with its last usage; empty if there is none."""
+    """An answer's last usage, as it was told and no byte more, for it is kept until many requests
+    have ended; empty if there is none."""
     at = answer.rfind(NAME, -NEAR)
-    return answer[at : at + LONGEST] if at >= 0 else b""
+    if at < 0:
+        return b""
+    start = answer.find(b"{", at, at + len(NAME) + SPACES + 1)
+    if start < 0:
+        return b""
+    latest = start + LONGEST
+    end = answer.find(b"}", start, latest) + 1
+    if answer.find(b"{", start + 1, end) >= 0:
+        end = _end_of(answer, start, end, latest)
+    return answer[start:end] if end else b""
 
 
 def tokens_of(record: Record) -> Tokens:
@@ -61,12 +73,8 @@ def tokens_so_far(record: Record) -> Tokens:
 
 def tokens_in(usage: bytes) -> Tokens:
     """Of one usage, as it was told; nothing is known of one that makes no sense."""
-    start = usage.find(b"{")
-    end = usage.find(b"}", start) + 1
-    if usage.find(b"{", start + 1, end) >= 0:
-        end = _end_of(usage, start, end)
     try:
-        told = _decode(usage[start:end])
+        told = _decode(usage)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return UNKNOWN
     details = told.prompt_tokens_details
@@ -74,8 +82,9 @@ def tokens_in(usage: bytes) -> Tokens:
     return Tokens(told.prompt_tokens, told.completion_tokens, cached)
 
 
-def _end_of(usage: bytes, start: int, end: int) -> int:
-    """Of an object that holds others, but no text that could have a brace in it."""
-    while end and usage.count(b"{", start, end) != usage.count(b"}", start, end):
-        end = usage.find(b"}", end) + 1
+def _end_of(answer: bytes, start: int, end: int, latest: int) -> int:
+    """Of an object that holds others, but no text that could have a brace in it; 0 if there is no
+    end."""
+    while end and answer.count(b"{", start, end) != answer.count(b"}", start, end):
+        end = answer.find(b"}", end, latest) + 1
     return end

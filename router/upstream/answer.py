@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
-
-from msgspec import Struct
 
 from router.upstream.deadlines import Deadlines, now
 from router.upstream.errors import (
@@ -29,7 +27,7 @@ from router.upstream.errors import (
 )
 from router.upstream.sse import HOLD_LIMIT, HOLD_LIMIT_OF_IDS, EventGate
 
-Headers = list[tuple[bytes, bytes]]
+Headers = Sequence[tuple[bytes, bytes]]
 HIGH_WATER = 256 * 1024
 # What is remembered of a body that was relayed: the ends of its last blocks.
 LAST_BLOCKS = 4
@@ -65,35 +63,36 @@ class Sink(Protocol):
     def write(self, block: bytes, last: bool) -> None: ...
 
 
-class Answer(Struct, eq=False):
+class Answer:
     """Times are seconds of the monotonic clock. What its head says is filled in by the connection,
-    and `error` set where it has failed.
+    and `error` set where it has failed. `journal`: where it is written down what the reader has,
+    for another engine to go on with."""
 
-    A Struct, for one of so many fields is made at a tenth of a class's price."""
+    __slots__ = ("_done", "_gate", "_held", "_held_size", "_idle", "_latest", "_recent", "_sink",
+                 "_stalled", "_waiter", "_whole_limit", "_wire", "deadline", "deadlines", "error",
+                 "first_body_at", "headers", "is_event_stream", "journal", "length", "status",
+                 "tap")  # fmt: skip
 
-    _wire: Wire
-    deadlines: Deadlines
-    deadline: float
-    status: int = 0
-    headers: Headers = []
-    length: int | None = None
-    is_event_stream: bool = False
-    first_body_at: float | None = None
-    tap: Tap | None = None
-    journal: Journaled | None = None
-    """Where it is written down what the reader has, for another engine to go on with."""
-    error: UpstreamError | None = None
-    _whole_limit: int | None = None
-    _held: list[bytes] = []
-    _held_size: int = 0
-    _waiter: asyncio.Future[None] | None = None
-    _sink: Sink | None = None
-    _gate: EventGate | None = None
-    _done: bool = False
-    _stalled: bool = False
-    _idle: float = 0.0
-    _latest: float = 0.0
-    _recent: deque[bytes] | None = None
+    def __init__(self, wire: Wire, deadlines: Deadlines, deadline: float) -> None:
+        self._wire = wire
+        self.deadlines = deadlines
+        self.deadline = deadline
+        self.status = 0
+        self.headers: Headers = ()
+        self.length: int | None = None
+        self.is_event_stream = self._done = self._stalled = False
+        self.first_body_at: float | None = None
+        self.tap: Tap | None = None
+        self.journal: Journaled | None = None
+        self.error: UpstreamError | None = None
+        self._whole_limit: int | None = None
+        self._held: list[bytes] = []
+        self._held_size = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._sink: Sink | None = None
+        self._gate: EventGate | None = None
+        self._idle = self._latest = 0.0
+        self._recent: deque[bytes] | None = None
 
     def header(self, name: bytes) -> bytes | None:
         return next((value for key, value in self.headers if key == name), None)

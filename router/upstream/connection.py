@@ -20,7 +20,7 @@ from router.upstream.errors import (
     StaleConnectionError,
     UpstreamError,
 )
-from router.upstream.repeated import LENGTH, Repeated, without_length
+from router.upstream.repeated import LENGTH, Header, Repeated, without_length
 
 NO_BODY = frozenset((204, 304))
 
@@ -58,7 +58,7 @@ class EngineConnection(asyncio.Protocol):
         self._until_close = False
         self._may_stay = False
         self._hung_up = False
-        self._headers: Headers = []
+        self._headers: list[Header] = []
         self._heard = False
         self._overhead = 0
         self._head_done = False

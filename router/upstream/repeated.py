@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-Headers = list[tuple[bytes, bytes]]
+Header = tuple[bytes, bytes]
+Headers = Sequence[Header]
 T = TypeVar("T")
 LENGTH = b"content-length"
 DIGITS = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,15})\r\n", re.IGNORECASE)
@@ -28,12 +30,15 @@ LONGER = tuple(10 ** (digits - 1) + digits for digits in range(2, 16))
 class Repeated(Generic[T]):
     """The last head of a connection, and what its first line said."""
 
-    __slots__ = ("_bare", "_before", "_behind", "_headers", "_new", "_said")
+    __slots__ = ("_bare", "_before", "_behind", "_head", "_headers", "_new", "_said",
+                 "_size")  # fmt: skip
 
     def __init__(self, nothing: T) -> None:
         self._before, self._behind = NEVER, b""
         self._bare = 0  # bytes of both
-        self._headers: Headers = []
+        # The head of a body of this size: many of those in a row have one.
+        self._head, self._size = NEVER, -1
+        self._headers: Headers = ()
         self._said = nothing
         self._new = 0
 
@@ -42,7 +47,9 @@ class Repeated(Generic[T]):
         its headers, and its body."""
         size = len(data) - self._bare
         size -= bisect_right(LONGER, size) + 1
-        if not data.startswith(b"%b%d%b" % (self._before, size, self._behind)):
+        if size != self._size:
+            self._head, self._size = b"%b%d%b" % (self._before, size, self._behind), size
+        if data[: len(self._head)] != self._head:
             return None
         self._new = 0
         return self._said, self._headers, data[len(data) - size :]
@@ -61,7 +68,9 @@ class Repeated(Generic[T]):
             self._said, self._headers = said, headers
             self._before, self._behind = data[: found.start(1)], data[found.end(1) : end]
             self._bare = len(self._before) + len(self._behind)
+            self._size = -1
 
 
-def without_length(headers: Headers) -> Headers:
-    return [header for header in headers if header[0] != LENGTH]
+def without_length(headers: Headers) -> tuple[Header, ...]:
+    """Of a message that is all here; a tuple, for it is looked up by who has seen it before."""
+    return tuple([header for header in headers if header[0] != LENGTH])

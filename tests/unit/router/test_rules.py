@@ -214,6 +214,7 @@ def test_a_throttle_speaks_once_per_period_and_counts(caplog: pytest.LogCaptureF
 
 USAGE = b'"usage":{"prompt_tokens":37,"total_tokens":45,"completion_tokens":8,'
 USAGE += b'"prompt_tokens_details":{"cached_tokens":32}},"x":1}'
+TOLD = usage_in(USAGE)
 SECONDS = st.none() | st.floats(0, 1000)
 NAMES = st.sampled_from(["", "h:1"])
 
@@ -262,7 +263,7 @@ def test_an_access_line_says_what_is_known_in_both_formats() -> None:
     [
         (USAGE, b"", (37, 8, 32)),
         (USAGE, b'{"prompt_tokens":1}', (37, 8, 32)),
-        (b"", USAGE, (37, None, 32)),
+        (b"", usage_in(USAGE), (37, None, 32)),
         (b'"usage": {"prompt_tokens": 3, "completion_tokens": 4}', b"", (3, 4, None)),
         (b"", b"null", (None, None, None)),
         (b'"usage":{"prompt_tokens":"x","completion_tokens":-1}', b"", (None, None, None)),
@@ -271,20 +272,23 @@ def test_an_access_line_says_what_is_known_in_both_formats() -> None:
 def test_tokens_are_the_decoders_else_the_prefillers(
     usage: bytes, prefill_usage: bytes, expected: tuple[int | None, ...]
 ) -> None:
-    record = Record("/v1/completions", 0.0, usage=usage, prefill_usage=prefill_usage)
+    record = Record("/v1/completions", 0.0, usage=usage_in(usage), prefill_usage=prefill_usage)
     assert tokens_of(record) == expected
 
 
 def test_usage_is_found_near_the_end_and_not_in_what_was_said() -> None:
     said = json.dumps({"text": '"usage":{"prompt_tokens":9}'}).encode()[:-1]
-    assert usage_in(said + b"," + USAGE).startswith(USAGE)
+    told = USAGE.removeprefix(b'"usage":').removesuffix(b',"x":1}')
     assert usage_in(said) == b""
+    assert usage_in(said + b"," + USAGE) == told
+    assert usage_in(b'{"usage": null,"kv_transfer_params":{"prompt_tokens":9}}') == b""
     assert usage_in(USAGE + b" " * 10_000) == b""
-    assert len(usage_in(USAGE + b" " * 5_000)) == 512
+    assert usage_in(USAGE + b" " * 5_000) == told
+    assert usage_in(b'"usage":{"a":"' + b"b" * 512 + b'"}') == b""
 
 
 def test_on_a_terminal_a_line_is_short_and_says_tokens_speed_and_reuse() -> None:
-    record = Record("/v1/chat/completions", 10.0, "id", "turn", "done", "ok", 200, usage=USAGE)
+    record = Record("/v1/chat/completions", 10.0, "id", "turn", "done", "ok", 200, usage=TOLD)
     record.prefiller, record.decoder, record.conversation = "p:1", "d:2", "hit"
     record.prefill_done, record.first_byte, record.ended = 10.25, 10.5, 11.0
     line = logging.LogRecord("a", logging.INFO, "", 0, "%d requests", (1,), None)
@@ -323,7 +327,7 @@ def test_the_format_is_that_of_who_reads_it(
     ],
 )
 def test_a_short_line_says_what_was_moved(offered: bytes, said: str) -> None:
-    record = Record("/v1/completions", 0.0, "id", "pull", "done", "ok", 200, usage=USAGE)
+    record = Record("/v1/completions", 0.0, "id", "pull", "done", "ok", 200, usage=TOLD)
     record.prefiller, record.decoder, record.offered = "p:1", "d:1", offered
     line = AccessLine(record, 0.0).short()
     assert said in line

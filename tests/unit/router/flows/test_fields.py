@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.flows.fields import CHECKED, wrong_field
+from router.flows.fields import wrong_field
 from router.flows.words import in_own_terms, own_message
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import MockEngine, Peer, Received
 
 CONTEXT = 100
+LOOKED_AT = ("max_tokens", "max_completion_tokens", "min_tokens", "stream", "stream_options",
+             "prompt", "echo")  # fmt: skip
 INTEGER = "Input should be a valid integer"
 OPTIONS_ALONE = "Stream options can only be defined when `stream=True`."
 TOO_MANY = "cannot be greater than max_model_len=100. Please request fewer output tokens."
@@ -151,7 +153,7 @@ JSON = st.recursive(
 )  # fmt: skip
 
 
-@given(st.dictionaries(st.sampled_from([*CHECKED, "prompt", "echo"]), JSON), st.booleans())
+@given(st.dictionaries(st.sampled_from(LOOKED_AT), JSON), st.booleans())
 def test_any_json_is_judged(body: dict[str, Any], is_chat: bool) -> None:
     for context in (None, 1):
         wrong_field(body, is_chat, context)

@@ -73,7 +73,7 @@ def test_what_a_record_says() -> None:
         prefill_done=100.2,
         ended=101.0,
         outcome="ok",
-        usage=b'"usage":{"prompt_tokens":446,"completion_tokens":7,"cached_tokens":412}',
+        usage=b'{"prompt_tokens":446,"completion_tokens":7,"cached_tokens":412}',
         failures=("decode at x: timeout; another was asked",),
         error="E: " + "x" * 9000,
     )

@@ -134,7 +134,7 @@ async def test_an_engine_that_says_the_same_is_read_alike(
     engine.scripts = [script] * len(bodies)
     for body in bodies:
         answer = await ask(pool)
-        assert answer.headers == [(b"date", b"now")]
+        assert answer.headers == ((b"date", b"now"),)
         assert (answer.status, answer.length) == (200, len(body))
         assert await answer.read(len(body)) == body
         answer.close()
