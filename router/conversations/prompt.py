@@ -16,12 +16,12 @@ from typing import Annotated, Any, Protocol
 import orjson
 from msgspec import Meta, Struct
 
-from router.conversations.said import REASONING_KEYS, Json, Said, has_reasoning
+from router.conversations.said import REASONING_KEYS, Json, Said, has_reasoning, holds_trace
 
 DIGEST_BYTES = 16
 MOST = 2**53
 # Of a message that is nothing but text.
-PLAIN = frozenset(("role", "content"))
+PLAIN = ("role", "content")
 Count = Annotated[int, Meta(ge=0, le=MOST)]
 
 
@@ -156,23 +156,32 @@ def _chat(messages: list[Any]) -> ChatPrompt:
     chain, size, has_media = [CHAT], 0, False
     reasoned = last_answer = 0
     for number, message in enumerate(messages, 1):
-        content = canonical(message)
+        text = _plain_text(message)
+        content = canonical(message) if text is None else _dump(message)
         size += len(content)
         chain.append(_chained(chain[-1], content))
-        if isinstance(message, dict):
+        if text is not None:
+            reasoned = reasoned or (number if holds_trace(text) else 0)
+        elif isinstance(message, dict):
             has_media = has_media or _has_media(message)
             reasoned = reasoned or (number if has_reasoning(message) else 0)
-            last_answer = number if message.get("role") == "assistant" else last_answer
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            last_answer = number
     plain = reasoned - 1 if reasoned else len(messages)
     return ChatPrompt(tuple(chain), size, plain, has_media, last_answer)
 
 
+def _plain_text(message: object) -> str | None:
+    """Of a message that is nothing but text, as nearly all are: then it is canonical as it is."""
+    if type(message) is not dict or len(message) != len(PLAIN):
+        return None
+    text = message.get("content")
+    return text if text and type(text) is str and message.get("role") else None
+
+
 def canonical(message: object) -> bytes:
     """A message as bytes, the same for what an engine answered and for what a client repeats."""
-    if not isinstance(message, dict):
-        return _dump(message)
-    content = message.get("content")
-    if content and type(content) is str and message.keys() <= PLAIN and all(message.values()):
+    if not isinstance(message, dict) or _plain_text(message) is not None:
         return _dump(message)
     kept = {
         name: value

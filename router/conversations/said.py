@@ -117,7 +117,11 @@ def has_reasoning(message: Json) -> bool:
     if not REASONING_KEYS.isdisjoint(message) and any(map(message.get, REASONING_KEYS)):
         return True
     content = message.get("content")
-    return isinstance(content, str) and "think>" in content and bool(THINK_MARK.search(content))
+    return isinstance(content, str) and holds_trace(content)
+
+
+def holds_trace(text: str) -> bool:
+    return "think>" in text and THINK_MARK.search(text) is not None
 
 
 def prompt_tokens_of(answer: Json) -> int | None:
