@@ -95,6 +95,8 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         loop = asyncio.get_running_loop()
         watching = [loop.create_task(roster.run()), loop.create_task(prober.run())]
         watching += [loop.create_task(file.run()) for file in watched.values()]
+        if door is not None:
+            watching.append(loop.create_task(door.keep_places()))
         try:
             await roster.heard(FIRST_WORDS)
             if settings.warm_up != "off":
@@ -158,7 +160,7 @@ def _door(settings: Settings, metrics: Metrics) -> Door | None:
         return None
     keyring = _keyring(settings, path)
     shared = None if settings.limits_store == "memory" else _shared_ledger(settings, metrics)
-    return Door(keyring, settings.tenant_header, settings.request_timeout, shared)
+    return Door(keyring, settings.tenant_header, shared)
 
 
 def _keyring(settings: Settings, path: Path) -> Keyring:

@@ -45,6 +45,11 @@ class RedisServer:
         """Everything it holds, as text."""
         return " ".join(self.cli("get", key) for key in self.keys())
 
+    def scores(self, name: str) -> list[float]:
+        """Of a sorted set."""
+        told = self.cli("zrange", name, "0", "-1", "withscores").split()
+        return [float(score) for score in told[1::2]]
+
     def freeze(self) -> None:
         """It keeps its connections and answers nothing."""
         self.process.send_signal(signal.SIGSTOP)

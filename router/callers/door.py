@@ -27,6 +27,8 @@ logger = logging.getLogger("disagg_router.callers")
 MISSING, INCORRECT = "missing", "incorrect"
 # Ends that Redis has not heard of while it was away: what it keeps of them ends by itself, too.
 MOST_OWED = 4096
+# In the time of one lease: some of them may fail.
+RENEWALS = 3
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
 
@@ -44,24 +46,25 @@ class Stay:
 
 
 class Door:
-    """`seconds`: the longest that a request may run. `spawn` runs what nobody waits for."""
+    """`spawn` runs what nobody waits for."""
 
     def __init__(
         self,
         keyring: Keyring,
         tenant_header: str,
-        seconds: float,
         shared: SharedLedger | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.keyring = keyring
         self.spawn: Spawn = lambda work: asyncio.get_running_loop().create_task(work)
         self._tenant_header = tenant_header.lower().encode("latin-1")
-        self._seconds = seconds
         self._shared = shared
         self._clock = clock
         self._ledger = Ledger()
         self._owed: deque[tuple[Held, int]] = deque(maxlen=MOST_OWED)
+        # By id: those that run and have a place at Redis, and the renewal of these, if it is told.
+        self._places: dict[str, Key] = {}
+        self._renewal: asyncio.Task[None] | None = None
         keyring.on_change = self._keep
 
     def who(self, headers: Sequence[Header]) -> Key | str:
@@ -93,10 +96,11 @@ class Door:
         if self._shared is None:
             return stay
         stay.held = Held(key, f"{getrandbits(96):024x}")
-        taking = asyncio.ensure_future(self._shared.take(stay.held, taken, self._seconds))
+        taking = asyncio.ensure_future(self._shared.take(stay.held, taken))
         try:
             verdict = await asyncio.shield(taking)
         except LostError:
+            self._place(stay)
             return stay  # by what is known here
         except BaseException:
             self.spawn(self._abandon(stay, taking))
@@ -107,6 +111,7 @@ class Door:
             self._ledger.undo(key, taken, self._clock())
             return verdict
         stay.verdict, stay.is_shared = verdict, True
+        self._place(stay)
         return stay
 
     def leave(self, stay: Stay, used: int) -> None:
@@ -114,13 +119,33 @@ class Door:
         more = 0 if stay.key.tokens_per_minute is None else used - stay.taken
         self._ledger.end(stay.key, more, self._clock())
         if stay.held is not None:
+            self._places.pop(stay.held.id, None)
             self._owed.append((stay.held, more if stay.is_shared else 0))
             self.spawn(self._pay())
+
+    async def keep_places(self) -> None:
+        """Renews them while their requests run. Ends only when it is cancelled."""
+        while self._shared is not None:
+            await asyncio.sleep(self._shared.lease / RENEWALS)
+            self._renewal = asyncio.create_task(self._renew(self._shared))
+            await self._renewal
+            await self._pay()
 
     async def close(self) -> None:
         if self._shared is not None:
             await self._pay()
             await self._shared.close()
+
+    def _place(self, stay: Stay) -> None:
+        if stay.held is not None and stay.key.concurrency is not None:
+            self._places[stay.held.id] = stay.key
+
+    async def _renew(self, shared: SharedLedger) -> None:
+        by_key: dict[Key, list[str]] = {}
+        for name, key in self._places.items():
+            by_key.setdefault(key, []).append(name)
+        for key, names in by_key.items():
+            await shared.renew(key, [name for name in names if name in self._places])
 
     async def _abandon(self, stay: Stay, taking: asyncio.Future[Verdict]) -> None:
         """Its client left while Redis was asked: what Redis took for it is given back after that,
@@ -130,7 +155,10 @@ class Door:
         self.leave(stay, 0)
 
     async def _pay(self) -> None:
-        """Tells Redis of what has ended, as long as it listens."""
+        """Tells Redis of what has ended, as long as it listens: after a renewal that is under way,
+        which may name it."""
+        if self._renewal is not None and not self._renewal.done():
+            await asyncio.wait((self._renewal,))
         while self._shared is not None and self._owed:
             owed = self._owed.popleft()
             if not await self._shared.end(*owed):

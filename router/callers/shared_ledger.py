@@ -1,8 +1,9 @@
-"""What each key has used of its limits at several routers together: in Redis, by two scripts.
+"""What each key has used of its limits at several routers together: in Redis, by three scripts.
 
-The clock is Redis' own, so it is one. A request that runs has a place in a sorted set, which it
-loses by itself should its router die. The arithmetic is allowance.py's, written again in Lua: only
-there is reading and writing one step.
+The clock is Redis' own, so it is one. A request that runs has a place in a sorted set, which its
+router renews all the time: should that die, the place is lost within a minute, however long the
+request might have run. The arithmetic is allowance.py's, written again in Lua: only there is
+reading and writing one step.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from redis.exceptions import RedisClusterException, RedisError
@@ -24,7 +25,9 @@ logger = logging.getLogger("disagg_router.callers")
 NAMESPACE = "disagg-router:limits:"
 # Seconds for which Redis is left alone when it has failed.
 PAUSE = 5.0
-# ARGV: requests and tokens a minute, concurrency (0: no limit), tokens, id, seconds it may run.
+# For which a place is kept without being renewed; renewals may fail for a while, or a router hang.
+LEASE = 30.0
+# ARGV: requests and tokens a minute, concurrency (0: no limit), tokens, id, seconds of its lease.
 # Gives whether it was granted, and what was there before: seconds until each is full, who runs.
 TAKE = """
 local clock = redis.call('TIME')
@@ -51,6 +54,14 @@ if ok then
   end
 end
 return {ok and 1 or 0, string.format('%.6f', rdebt), string.format('%.6f', tdebt), running}
+"""
+# ARGV: seconds of the lease, ids. What Redis has forgotten it learns again.
+RENEW = """
+local clock = redis.call('TIME')
+local ends = clock[1] + clock[2] / 1000000 + tonumber(ARGV[1])
+for i = 2, #ARGV do redis.call('ZADD', KEYS[2], ends, ARGV[i]) end
+redis.call('EXPIRE', KEYS[2], math.ceil(tonumber(ARGV[1])) + 60)
+return 1
 """
 # ARGV: tokens a minute (0: no limit), how many more were used, id, the longest debt.
 END = """
@@ -80,19 +91,22 @@ class SharedLedger:
         timeout: float,
         failed: Callable[[str, str], None],
         clock: Callable[[], float] = time.monotonic,
+        lease: float = LEASE,
     ) -> None:
         """Raises ValueError for a URL that makes no sense."""
+        self.lease = lease
         self._client, self._others = connect(url, password, timeout)
         self._timeout = timeout
         self._failed = failed
         self._clock = clock
         self._lost_until: float | None = None
 
-    async def take(self, held: Held, tokens: int, seconds: float) -> Verdict:
-        """`seconds`: the longest that it may run. Raises LostError."""
+    async def take(self, held: Held, tokens: int) -> Verdict:
+        """What it takes of concurrency is its for `lease` seconds, unless it is renewed. Raises
+        LostError."""
         key = held.key
         limits = key.requests_per_minute or 0, key.tokens_per_minute or 0, key.concurrency or 0
-        answer = await self._ask("take", TAKE, key, *limits, tokens, held.id, seconds)
+        answer = await self._ask("take", TAKE, key, *limits, tokens, held.id, self.lease)
         try:
             granted, requests, used, running = answer
             before = Account(float(requests), float(used), int(running))
@@ -114,6 +128,13 @@ class SharedLedger:
             logger.debug("a key's use is not told to Redis: %s", error)
             return False
         return True
+
+    async def renew(self, key: Key, ids: Iterable[str]) -> None:
+        """Of requests that run with this key, which limits how many."""
+        try:
+            await self._ask("renew", RENEW, key, self.lease, *ids)
+        except LostError as error:
+            logger.debug("a key's places are not renewed in Redis: %s", error)
 
     async def close(self) -> None:
         for client in (self._client, *self._others):

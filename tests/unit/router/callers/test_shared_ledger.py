@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from router.callers.door import Door, Stay
+from router.callers.keyring import Keyring
 from router.callers.keys import Key
 from router.callers.ledger import Held, LostError
-from router.callers.shared_ledger import SharedLedger
+from router.callers.shared_ledger import LEASE, SharedLedger
 from tests.redis_server import PASSWORD, RedisServer, running_cluster, running_redis
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import eventually
@@ -35,11 +37,15 @@ def empty(redis: RedisServer) -> None:
 
 
 @contextlib.asynccontextmanager
-async def ledger_at(server: RedisServer, failures: list[Any] | None = None, scheme: str = "redis"
-                    ) -> AsyncIterator[SharedLedger]:  # fmt: skip
+async def ledger_at(
+    server: RedisServer,
+    failures: list[Any] | None = None,
+    scheme: str = "redis",
+    lease: float = LEASE,
+) -> AsyncIterator[SharedLedger]:
     told = [] if failures is None else failures
     url = server.url.replace("redis", scheme, 1)
-    made = SharedLedger(url, PASSWORD, 2.0, lambda *what: told.append(what))
+    made = SharedLedger(url, PASSWORD, 2.0, lambda *what: told.append(what), lease=lease)
     yield made
     await made.close()
 
@@ -48,55 +54,86 @@ def held(name: str, key: Key = LIMITED) -> Held:
     return Held(key, name)
 
 
+async def until_granted(ledger: SharedLedger, key: Key = LIMITED) -> None:
+    async with asyncio.timeout(10):
+        while (await ledger.take(held("late", key), 0)).refused:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 async def test_two_routers_count_as_one(redis: RedisServer) -> None:
     async with ledger_at(redis) as one, ledger_at(redis) as other:
-        first = await one.take(held("1"), 1000, 60)
-        second = await other.take(held("2"), 1000, 60)
+        first = await one.take(held("1"), 1000)
+        second = await other.take(held("2"), 1000)
         assert first.requests is not None
         assert second.requests is not None
         assert second.tokens is not None
         assert (first.requests.remaining, second.requests.remaining) == (59, 58)
         assert 4000 <= second.tokens.remaining <= 4010
-        assert (await one.take(held("3"), 1000, 60)).refused == "concurrency"
+        assert (await one.take(held("3"), 1000)).refused == "concurrency"
         assert await other.end(held("2"), 1000)
-        third = await one.take(held("3"), 1000, 60)
+        third = await one.take(held("3"), 1000)
         assert not third.refused
         assert third.tokens is not None
         assert 2000 <= third.tokens.remaining <= 2020
         await one.end(held("1"), 0)
-        assert (await one.take(held("4"), 6000, 60)).refused == "tokens"
+        assert (await one.take(held("4"), 6000)).refused == "tokens"
 
 
 async def test_a_limit_is_kept_to_the_one_however_many_ask_at_once(redis: RedisServer) -> None:
     key = Key("b", "0" * 64, None, 10)
     async with ledger_at(redis) as one, ledger_at(redis) as other:
         told = await asyncio.gather(
-            *(ledger.take(held(f"{n}", key), 0, 60) for n in range(40) for ledger in (one, other))
+            *(ledger.take(held(f"{n}", key), 0) for n in range(40) for ledger in (one, other))
         )
     assert sum(not verdict.refused for verdict in told) == 10
     assert all(0 < verdict.wait <= 6.1 for verdict in told if verdict.refused)
 
 
 async def test_what_is_kept_ends_by_itself_and_has_no_key_in_it(redis: RedisServer) -> None:
-    async with ledger_at(redis) as ledger:
-        await ledger.take(held("1"), 6000, 0.05)
-        await ledger.take(held("2"), 0, 0.05)
+    async with ledger_at(redis, lease=0.05) as ledger:
+        await ledger.take(held("1"), 6000)
+        await ledger.take(held("2"), 0)
         names = redis.keys()
         assert len(names) == 2
         assert all(0 < int(redis.cli("ttl", name)) <= 121 for name in names)
-        # A router that died took two places with it: they come back.
-        async with asyncio.timeout(5):
-            while (await ledger.take(held("3"), 0, 60)).refused:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until_granted(ledger)
 
 
 async def test_an_end_that_comes_twice_or_too_late_harms_nobody(redis: RedisServer) -> None:
     async with ledger_at(redis) as ledger:
         for more in (10**15, -(10**15), 0):
             assert await ledger.end(held("never"), more)
-        verdict = await ledger.take(held("1"), 0, 60)
+        verdict = await ledger.take(held("1"), 0)
         assert verdict.tokens is not None
         assert verdict.tokens.reset <= 3600
+
+
+async def test_a_place_lasts_as_long_as_its_router_lives_and_its_request_runs(
+    redis: RedisServer, keys: WriteKeys
+) -> None:
+    """However long that is: many leases, here. And a Redis that was killed hears of it again."""
+    path = keys(entry("a", KEY, concurrency=2))
+    places = "disagg-router:limits:{a}:running"
+    async with ledger_at(redis, lease=0.6) as shared, ledger_at(redis) as other:
+        door = Door(Keyring(path), "authorization", shared)
+        key = next(iter(door.keyring.keys.values()))
+        stays = [await door.enter(key, 0) for _ in "ab"]
+        lives = asyncio.create_task(door.keep_places())
+        first = redis.scores(places)
+        await eventually(lambda: min(redis.scores(places)) > max(first) + 0.6)
+        assert (await other.take(held("late"), 0)).refused == "concurrency"
+
+        redis.cli("flushall")
+        await eventually(lambda: len(redis.scores(places)) == 2)
+        assert (await other.take(held("late"), 0)).refused == "concurrency"
+
+        assert isinstance(stays[0], Stay)
+        door.leave(stays[0], 0)
+        await eventually(lambda: len(redis.scores(places)) == 1)
+
+        lives.cancel()  # killed: it gives nothing back, and nobody else has to know
+        await asyncio.gather(lives, return_exceptions=True)
+        await until_granted(other, Key("a", "0" * 64, concurrency=1))
 
 
 @pytest.mark.parametrize("kind", ["string", "set", "nonsense"])
@@ -113,17 +150,17 @@ async def test_what_others_put_there_is_a_failure_and_no_fault(
     failures: list[Any] = []
     async with ledger_at(redis, failures) as ledger:
         if kind == "nonsense":
-            assert not (await ledger.take(held("1"), 1, 60)).refused
+            assert not (await ledger.take(held("1"), 1)).refused
         else:
             with pytest.raises(LostError):
-                await ledger.take(held("1"), 1, 60)
+                await ledger.take(held("1"), 1)
             assert failures == [("take", "failed")]
 
 
 async def test_a_cluster_does_it_too() -> None:
     with running_cluster() as server:
         async with ledger_at(server, scheme="redis+cluster") as ledger:
-            assert not (await ledger.take(held("1"), 1, 60)).refused
+            assert not (await ledger.take(held("1"), 1)).refused
             assert await ledger.end(held("1"), 1)
 
 
