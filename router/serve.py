@@ -16,7 +16,7 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from router.admin.control import Control
 from router.admin.hosting import ADDRESS, Alone, Server, at_work
 from router.admin.line import listening
 from router.admin.member import Member
+from router.api.handshake import Handshake
 from router.api.protocol import RouterProtocol
 from router.app import build
 from router.fleet.sources.configured import described
@@ -39,14 +40,13 @@ from router.settings import Address, Settings, is_loopback
 from router.telemetry.family import family_exposition, telling
 from router.telemetry.liveness import LivenessServer, answering
 from router.telemetry.traces import say_if_missing
+from router.tls import Secured
 
 logger = logging.getLogger("disagg_router")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Left to uvicorn after our own deadline, to close what does not close by itself.
 BACKSTOP = 6
 BACKLOG = 4096
-# Seconds for a client's handshake, and for its answer to our end of TLS.
-HANDSHAKE, GOODBYE = 10.0, 1.0
 # Requests leave hardly any cycles behind, so there is little to collect.
 RARELY = (50_000, 20, 50)
 
@@ -113,7 +113,7 @@ def run(settings: Settings, read_again: Callable[[], Settings]) -> None:
     """Serves until a signal. Raises BindError, or SettingsError for a store that makes no sense."""
     say_if_missing(os.environ)
     with bind_all(settings) as listeners, admin_listener(settings) as admin:
-        run_loop(settings, _serve_alone(settings, read_again, listeners, admin))
+        uvloop.run(_serve_alone(settings, read_again, listeners, admin))
 
 
 def work(settings: Settings, listeners: Listeners, directory: Path, number: int) -> None:
@@ -122,22 +122,7 @@ def work(settings: Settings, listeners: Listeners, directory: Path, number: int)
     All tell their metrics in `directory`, and each answers with those of all; one that is started
     again finds there what sources listed last.
     """
-    run_loop(settings, _serve_in_family(settings, listeners, directory, number))
-
-
-class TlsLoop(uvloop.Loop):
-    """Bounds what TLS does while a connection is none of ours yet, and when it is none any more:
-    uvicorn leaves that at a minute, and at half of one for who does not say good-bye."""
-
-    async def create_server(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("ssl") is not None:
-            kwargs |= {"ssl_handshake_timeout": HANDSHAKE, "ssl_shutdown_timeout": GOODBYE}
-        return await super().create_server(*args, **kwargs)
-
-
-def run_loop(settings: Settings, work: Coroutine[Any, Any, None]) -> None:
-    has_tls = settings.tls_certfile is not None
-    uvloop.run(work, loop_factory=TlsLoop if has_tls else uvloop.new_event_loop)
+    uvloop.run(_serve_in_family(settings, listeners, directory, number))
 
 
 async def _serve_alone(
@@ -212,13 +197,10 @@ async def _serve(
     gc.collect()
     gc.freeze()  # what lives from here on dies young; the rest need not be looked at again
     gc.set_threshold(*RARELY)
-    config = uvicorn_config(settings, app)
     secured = settings.served_tls()
-    if secured is not None:
-        config.load()
-        config.ssl = secured.context
-        if secured.file is not None:
-            app.state.watched["tls"] = secured.file
+    if secured is not None and secured.file is not None:
+        app.state.watched["tls"] = secured.file
+    config = uvicorn_config(settings, app, secured)
     server = Server(config)
     shutdown = Shutdown(server, app.state.gateway, settings)
     loop = asyncio.get_running_loop()
@@ -232,10 +214,13 @@ async def _serve(
     await server.serve(sockets=listeners.all)
 
 
-def uvicorn_config(settings: Settings, app: object) -> uvicorn.Config:
+def uvicorn_config(
+    settings: Settings, app: object, secured: Secured | None = None
+) -> uvicorn.Config:
+    http: Any = RouterProtocol if secured is None else partial(Handshake, secured.context)
     return uvicorn.Config(
         app,  # type: ignore[arg-type] # FastAPI's and uvicorn's ASGI types differ in spelling
-        http=RouterProtocol,
+        http=http,
         ws="none",
         lifespan="on",
         log_config=None,

@@ -13,7 +13,7 @@ happens is closed. One clock is enough for the three, for only one of them runs 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sized
 from typing import Any, cast
 
 from starlette.types import ASGIApp
@@ -35,6 +35,7 @@ from router.flows.errors import (
     shape_of,
 )
 from router.flows.gateway import Gateway
+from router.flows.limits import Limits
 from router.upstream.deadlines import NEVER, Deadlines, now
 
 LINGER = 5.0
@@ -47,6 +48,11 @@ CROWD = 128
 # it has for these, the body is what counts.
 REFUSED_THERE = frozenset((b"POST", b"GET", b"HEAD", b"OPTIONS"))
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def excess(connections: Sized, limits: Limits) -> int:
+    """How many there are more than there may be."""
+    return len(connections) - (limits.max_connections or len(connections))
 
 
 class RouterProtocol(asyncio.Protocol):
@@ -108,7 +114,7 @@ class RouterProtocol(asyncio.Protocol):
         connections, limits = self._server.connections, self.gateway.limits
         connections.add(self)  # type: ignore[arg-type] # a set of uvicorn's own protocols
         self.gateway.metrics.connections.inc()
-        over = len(connections) - (limits.max_connections or len(connections))
+        over = excess(connections, limits)
         self._crowded = over > 0
         if over > CROWD:
             self.gateway.metrics.refusals.add(("connections",))

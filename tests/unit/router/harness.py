@@ -143,7 +143,7 @@ def post(body: bytes, path: str = "/v1/completions", headers: bytes = b"") -> by
 @contextlib.asynccontextmanager
 async def running_router(settings: Settings, front: str) -> AsyncIterator[Router]:
     app = build(settings)
-    config = uvicorn_config(settings, app)
+    config = uvicorn_config(settings, app, settings.served_tls())
     if front == "asgi":
         config.http = HttpToolsProtocol
     config.load()

@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import ssl
+import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from typing import Any
 import httpx
 import pytest
 
+from router.api.handshake import HANDSHAKE
+from router.api.protocol import CROWD
 from router.app import build
 from router.fleet.engine import Health
-from router.serve import HANDSHAKE
 from router.settings import Settings, SettingsError, load
 from router.tls import Pair, asking, serving
 from tests.certificates import Authority, Signed
-from tests.unit.router.harness import Router, eventually, post, running_router
+from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
 from tests.unit.router.mock_engine import (
     STREAM_HEAD,
     MockEngine,
@@ -172,6 +174,118 @@ async def test_a_handshake_that_is_not_finished_ends_soon(
 
         async with asyncio.timeout(HANDSHAKE + 5):
             await asyncio.gather(wait(b""), wait(b"\x16\x03\x01"))
+
+
+@pytest.fixture
+async def sealed(p: MockEngine, d: MockEngine, first: Signed) -> AsyncIterator[Router]:
+    """In this process, and with few connections."""
+    files = {"tls_certfile": first.certificate, "tls_keyfile": first.key}
+    settings = settings_for(p=[p], d=[d], max_connections=2, **files)
+    async with running_router(settings, "protocol") as router:
+        await eventually(lambda: not router.gateway.fleet.missing())
+        yield router
+
+
+async def test_a_handshake_that_is_not_finished_counts_as_a_connection(
+    ca: Authority, sealed: Router
+) -> None:
+    def counted() -> float:
+        return sealed.metric("client_connections")
+
+    async with contextlib.AsyncExitStack() as stack:
+        most = 2 + CROWD
+        begun = [await stack.enter_async_context(sealed.socket()) for _ in range(most)]
+        await eventually(lambda: counted() == most)
+        async with sealed.socket() as beyond:
+            with contextlib.suppress(ConnectionError):
+                assert await beyond.until_closed() == b""
+        assert sealed.metric("refusals_total", reason="connections") == 1
+        assert counted() == most
+        begun.pop().writer.close()
+        await eventually(lambda: counted() < most)
+        crowded = await asyncio.to_thread(talk_tls, sealed.port, ca.trusting(), [post(b"{}")])
+        assert crowded.startswith(b"HTTP/1.1 503")
+    await eventually(lambda: not counted())
+    answer = await asyncio.to_thread(talk_tls, sealed.port, ca.trusting(), [LAST])
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
+LAST = post(b'{"prompt":"x"}', headers=b"connection: close\r\n")
+
+
+def talk_tls(port: int, context: ssl.SSLContext, requests: list[bytes], step: int = 0) -> bytes:
+    """All that is answered. The requests are in one write with the handshake's last; with a `step`,
+    the whole of it so many bytes at a time."""
+    came, goes = ssl.MemoryBIO(), ssl.MemoryBIO()
+    over = context.wrap_bio(came, goes, server_hostname="127.0.0.1")
+    with socket.create_connection(("127.0.0.1", port), 10) as plain:
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def send() -> None:
+            data = goes.read()
+            for at in range(0, len(data), step or len(data) or 1):
+                plain.sendall(data[at : at + (step or len(data))])
+
+        while True:
+            try:
+                over.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                send()
+                came.write(plain.recv(65536))
+        for request in requests:
+            over.write(request)
+        send()
+        answer = b""
+        while True:
+            try:
+                piece = over.read(65536)
+            except ssl.SSLWantReadError:
+                came.write(data) if (data := plain.recv(65536)) else came.write_eof()
+            except ssl.SSLError:
+                return answer
+            else:
+                if not piece:
+                    return answer
+                answer += piece
+
+
+@pytest.mark.parametrize("step", [0, 7])
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_requests_right_behind_a_handshake_are_answered_in_order(
+    ca: Authority, sealed: Router, version: ssl.TLSVersion, step: int
+) -> None:
+    context = ca.trusting()
+    context.minimum_version = context.maximum_version = version
+    health = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    asked = [post(b'{"prompt":"x"}'), health, LAST]
+    answers = await asyncio.to_thread(talk_tls, sealed.port, context, asked, step)
+    assert answers.count(b"HTTP/1.1 200") == 3
+    assert answers.index(b'"cmpl-1"') < answers.index(b'"status":"ok"') < answers.rindex(b"cmpl-1")
+    await eventually(lambda: not sealed.metric("client_connections"))
+
+
+async def test_who_leaves_at_any_point_of_a_handshake_is_counted_no_more(
+    ca: Authority, sealed: Router
+) -> None:
+    def leave(after: int) -> None:
+        came, goes = ssl.MemoryBIO(), ssl.MemoryBIO()
+        over = ca.trusting().wrap_bio(came, goes, server_hostname="127.0.0.1")
+        linger = struct.pack("ii", 1, 0)  # a reset
+        with socket.create_connection(("127.0.0.1", sealed.port), 10) as plain:
+            for _ in range(after):
+                try:
+                    over.do_handshake()
+                    over.write(LAST)
+                except ssl.SSLWantReadError:
+                    plain.sendall(goes.read())
+                    came.write(plain.recv(65536))
+            plain.sendall(goes.read())
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+    for after in [0, 1, 2, 3] * 5:
+        await asyncio.to_thread(leave, after)
+    await eventually(lambda: not sealed.metric("client_connections"))
 
 
 async def test_who_says_no_good_bye_keeps_no_router_from_ending(
