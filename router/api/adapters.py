@@ -12,25 +12,32 @@ from typing import NamedTuple
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from router.api.guard import CALLER
 from router.callers import credential
+from router.callers.keys import Key
 from router.fleet.engine import Engine
 from router.flows import headers
 from router.flows.content import check_json
 from router.flows.errors import (
     BadRequestError,
     BodyTooLargeError,
+    CredentialError,
     EngineError,
     ForbiddenError,
+    ForbiddenModelError,
     NoEngineError,
+    shape_of,
 )
 from router.flows.gateway import Gateway
-from router.flows.request import Body, parse_body
+from router.flows.request import parse_body
+from router.telemetry.record import Record
 from router.upstream.deadlines import now
 from router.upstream.errors import UpstreamError
 from router.upstream.pool import Whole
 
 router = APIRouter(tags=["Passed to an engine"])
 logger = logging.getLogger("disagg_router.api")
+FLOW = "adapters"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 # Seconds: an adapter may have to be fetched.
 PATIENCE = 300.0
@@ -62,35 +69,66 @@ async def unload(request: Request) -> Response:
 
 
 async def _everywhere(request: Request, path: str) -> Response:
-    """One answer for all: the first failure, else what the first engine said."""
+    """In the books like any other request."""
     gateway: Gateway = request.app.state.gateway
-    if not gateway.settings.lora_updates:
-        raise ForbiddenError(OFF)
     given = headers.sound(request.scope["headers"])
     if gateway.hides_credentials:
         given = credential.without(given)
-    check_json(given)
+    request_id, shared = headers.read(given)
+    record = Record(path, now(), request_id, flow=FLOW)
+    try:
+        check_json(given)
+        answer = await _answer(request, record, shared + gateway.engine_line)
+        record.status, record.stage = answer.status_code, "done"
+        record.outcome = _outcome(answer.status_code)
+    except Exception as error:
+        record.status, record.error = shape_of(error).status, f"{type(error).__name__}: {error}"
+        record.outcome = "refused" if record.status < 500 else "failed"
+        raise
+    finally:
+        record.ended = now()
+        gateway.metrics.finish(record)
+        gateway.books.add(record)
+    answer.headers["x-request-id"] = request_id
+    return answer
+
+
+async def _answer(request: Request, record: Record, shared: bytes) -> Response:
+    """One for all: the first failure, else what the first engine said."""
+    gateway: Gateway = request.app.state.gateway
+    if not gateway.settings.lora_updates:
+        raise ForbiddenError(OFF)
     raw = await _body(request)
     body, engines = parse_body(raw), gateway.fleet.engines
-    if not isinstance(body.get("lora_name"), str):
+    name, model = body.get("lora_name"), body.get("model")
+    if not isinstance(name, str):
         raise BadRequestError("lora_name must be a string", "lora_name")
-    model = body.get("model")
+    key: Key | None = request.scope.get(CALLER)
+    if key is not None:
+        record.key = key.name
+        if not key.may_ask(name):
+            raise ForbiddenModelError(name)
     chosen = [e for e in engines if e.is_wanted and _has(e, model)]
     if not chosen:
         raise NoEngineError("no engine is healthy")
-    request_id, shared = headers.read(given)
-    shared += gateway.engine_line
+    path, request_id = record.endpoint, record.request_id
     told = await asyncio.gather(*(_ask(e, path, request_id, shared, raw) for e in chosen))
     done = [one for one in told if one.is_done]
-    _note(gateway, done, body, path)
-    logger.info(
-        "%s %s: done at %d of %d engines", path, body.get("lora_name"), len(done), len(told)
-    )
+    _note(gateway, done, name, path)
+    logger.info("%s %.128r: done at %d of %d engines", path, name, len(done), len(told))
     worst = next((one for one in told if not one.is_done), told[0])
     if worst.answer is None:
         raise EngineError(f"{worst.engine.role} engine {worst.engine.name} did not answer")
+    if worst.answer.status == 401 and gateway.hides_credentials:
+        raise CredentialError("an engine refused the router")
     passed = {n.decode(): v.decode("latin-1") for n, v in worst.answer.headers if n == CONTENT_TYPE}
     return Response(worst.answer.body, worst.answer.status, passed)
+
+
+def _outcome(status: int) -> str:
+    if status < 400:
+        return "ok"
+    return "refused" if status < 500 else "engine_error"
 
 
 async def _body(request: Request) -> bytes:
@@ -115,9 +153,8 @@ async def _ask(engine: Engine, path: str, request_id: str, shared: bytes, raw: b
         return Told(engine, None)
 
 
-def _note(gateway: Gateway, done: list[Told], body: Body, path: str) -> None:
+def _note(gateway: Gateway, done: list[Told], name: str, path: str) -> None:
     """So that the adapter is known at once, and not when engines are asked the next time."""
-    name = str(body["lora_name"])
     for one in done:
         engine = one.engine
         if engine.models is not None:

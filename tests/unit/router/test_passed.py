@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+from pathlib import Path
 
 import pytest
 
+from router.callers.keys import digest_of
 from router.flows.passed import model_in
+from router.telemetry.logs import LINES
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
 from tests.unit.router.mock_engine import MockEngine, Peer, Received, running_engine
@@ -194,6 +198,52 @@ async def test_the_first_failure_is_told(
     assert answer.status_code == 404
     assert answer.json() == {"error": {"message": "no such adapter"}}
     assert len(p.requests) == 1
+
+
+async def test_what_became_of_an_adapter_has_an_access_line(
+    start_router: StartRouter, d: MockEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuse(_: Received, peer: Peer) -> None:
+        await peer.answer({"error": {"message": "no such adapter"}}, 404)
+
+    caplog.set_level(logging.INFO)
+    router = await start_router(lora_updates=True)
+    given = {"x-request-id": "one"}
+    answer = await router.client.post(LOAD, json=ADAPTER, headers=given)
+    assert answer.headers["x-request-id"] == "one"
+    d.scripts = [refuse]
+    forged = {"lora_name": "pirate\nINFO forged", "lora_path": "/x"}
+    assert (await router.client.post(LOAD, json=forged)).status_code == 404
+    assert (await router.client.post(UNLOAD, json={})).status_code == 400
+    router.gateway.books.flush()
+    lines = [
+        (told["endpoint"], told["status"], told["outcome"], told["flow"])
+        for record in caplog.records
+        for line in getattr(record, LINES, ())
+        if (told := line.content())["flow"] == "adapters"
+    ]
+    assert lines == [
+        (LOAD, 200, "ok", "adapters"),
+        (LOAD, 404, "refused", "adapters"),
+        (UNLOAD, 400, "refused", "adapters"),
+    ]
+    assert "\nINFO forged" not in caplog.text
+
+
+async def test_a_key_of_some_models_changes_no_others_adapters(
+    start_router: StartRouter, p: MockEngine, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.yaml"
+    entry = {"name": "one", "sha256": digest_of(b"k").hex(), "models": ["m", "pirate"]}
+    path.write_text(json.dumps({"keys": [entry]}))
+    router = await start_router(lora_updates=True, api_keys_file=path)
+    shown = {"authorization": "Bearer k"}
+    for name, status in (("pirate", 200), ("other", 404)):
+        for endpoint in (LOAD, UNLOAD):
+            body = ADAPTER | {"lora_name": name}
+            answer = await router.client.post(endpoint, json=body, headers=shown)
+            assert answer.status_code == status
+    assert {request.json["lora_name"] for request in p.requests} == {"pirate"}
 
 
 async def test_adapters_are_left_alone_unless_the_operator_wants_it(
