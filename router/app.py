@@ -69,10 +69,11 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     """
     deadlines, metrics = Deadlines(), Metrics()
     watched: dict[str, Watched] = {}
+    certificates: dict[str, Secured] = {}
     secured = functools.cache(settings.engine_tls)  # the system's authorities take a while to read
     has_own = settings.engine_ca_file or settings.engine_certfile
     if has_own and (pair := secured().file) is not None:  # what is wrong there is told at start
-        watched["engine_tls"] = pair
+        watched["engine_tls"], certificates["engine_tls"] = pair, secured()
     fleet = _fleet(settings, deadlines, secured)
     fleet.new_are_cold = settings.warm_up == EAGER
     fleet.weigh(settings.weights)
@@ -86,6 +87,9 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     if door is not None:
         watched["api_keys"] = door.keyring.file
     metrics.file_trouble.read = lambda: [((n,), bool(f.trouble)) for n, f in watched.items()]
+    metrics.certificate_end.read = lambda: [
+        ((name,), one.end) for name, one in certificates.items() if one.end is not None
+    ]
     gateway = Gateway(settings, fleet, metrics, _conversations(settings, store), tracer, door)
     metrics.in_flight.set_function(lambda: len(gateway.running))
     metrics.held_bodies.set_function(lambda: gateway.held.size)
@@ -122,7 +126,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         _shelf(settings, store), settings.tenant_header, settings.responses_ttl
     )
     app.state.exposition = metrics.exposition
-    app.state.watched = watched
+    app.state.watched, app.state.certificates = watched, certificates
     app.state.sealed_store = store if isinstance(store, SealedStore) else None
     for room in (index, openai, dialects, passed, adapters, models, operations):
         app.include_router(room.router)

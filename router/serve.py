@@ -199,7 +199,7 @@ async def _serve(
     gc.set_threshold(*RARELY)
     secured = settings.served_tls()
     if secured is not None and secured.file is not None:
-        app.state.watched["tls"] = secured.file
+        app.state.watched["tls"], app.state.certificates["tls"] = secured.file, secured
     config = uvicorn_config(settings, app, secured)
     server = Server(config)
     shutdown = Shutdown(server, app.state.gateway, settings)

@@ -11,6 +11,7 @@ import ssl
 from pathlib import Path
 from typing import NamedTuple
 
+from router.certificate import end_of
 from router.watched import Watched
 
 logger = logging.getLogger("disagg_router.tls")
@@ -29,7 +30,8 @@ class Pair(NamedTuple):
 
 
 class Secured:
-    """A context, and the pair that is in it, if it has one: `file` watches that."""
+    """A context, and the pair that is in it, if it has one: `file` watches that; `end` is the Unix
+    time when its certificate ends."""
 
     def __init__(self, context: ssl.SSLContext, pair: Pair | None) -> None:
         """Raises ValueError, in one line, for a pair that cannot be used."""
@@ -37,16 +39,18 @@ class Secured:
         context.set_alpn_protocols(["http/1.1"])
         self.context = context
         self.file: Watched | None = None
+        self.end: float | None = None
         self._pair = pair
         if pair is not None:
             self.file = Watched(pair.files, MOST_BYTES, self._take, self._said)
 
-    def _take(self, _: tuple[bytes, ...]) -> None:
+    def _take(self, content: tuple[bytes, ...]) -> None:
         """Raises ValueError. First into a context that nobody uses: a half that is new and one
         that is old would be none."""
         assert self._pair is not None
         _load(ssl.SSLContext(self.context.protocol), self._pair)
         _load(self.context, self._pair)
+        self.end = end_of(content[0])
         if self.file is not None:
             logger.info("%s: new handshakes have this certificate", self._pair.certificate)
 

@@ -24,6 +24,7 @@ PATIENCE = 2.0
 # What does not add up: the worst that any worker sees is what counts.
 LEAST = frozenset(
     (
+        "disagg_router_certificate_end_timestamp_seconds",
         "disagg_router_engine_healthy",
         "disagg_router_group_engines",
         "disagg_router_group_weight",
@@ -35,6 +36,7 @@ MOST = frozenset(
     (
         "disagg_router_engine_circuit",
         "disagg_router_engine_draining",
+        "disagg_router_file_trouble",
         "disagg_router_fleet_changes_total",  # each worker sees all of them
         "disagg_router_source_trouble",
     )

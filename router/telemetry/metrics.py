@@ -323,6 +323,14 @@ class Metrics:
             act="1: the log says what is wrong with it. The certificate that is still in use will "
             "end some day.",
         )
+        self.certificate_end = made.readings(
+            "certificate_end_timestamp_seconds",
+            "Unix time when a certificate that is in use ends: the one for clients (tls), the one "
+            "that engines are shown (engine_tls).",
+            "file",
+            act="Ends soon: put a new one into its files, which are read as they change. If they "
+            "have one, file_trouble says that it cannot be used.",
+        )
         self.by_model = ByModel(made)
         self._histograms = (
             self.request_seconds,

@@ -100,4 +100,6 @@ async def _load(
         raise BenchError(f"{WRK} failed: {text}")
     if trouble := TROUBLE.search(text):
         raise BenchError(f"{contestant.name} does not answer as it should: {trouble[0]}")
+    if not int(ended[1]):
+        raise BenchError(f"{contestant.name} answered nothing in {ended[2]}{ended[3]}")
     return int(ended[1]), float(ended[2]) * UNITS[ended[3]]

@@ -21,6 +21,7 @@ import pytest
 from router.api.handshake import HANDSHAKE
 from router.api.protocol import CROWD
 from router.app import build
+from router.certificate import end_of
 from router.fleet.engine import Health
 from router.settings import Settings, SettingsError, load
 from router.tls import Pair, asking, serving
@@ -40,6 +41,7 @@ from tests.unit.router.processes import RouterProcess, router_process, serving_r
 from tests.unit.router.test_hostile import peak_of, port_of
 
 SAID = 'disagg_router_file_trouble{file="tls"} 1.0'
+ENDS = re.compile(r'^disagg_router_certificate_end_timestamp_seconds{file="tls"} (.+)$', re.M)
 RUNNING = re.compile(r"^disagg_router_requests_in_flight [1-9]", re.MULTILINE)
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 7}
 
@@ -61,7 +63,7 @@ def first(ca: Authority) -> Signed:
 
 @pytest.fixture(scope="module")
 def second(ca: Authority) -> Signed:
-    return ca.sign("second")
+    return ca.sign("second", days=3)
 
 
 # Towards clients: a process of its own.
@@ -81,6 +83,13 @@ async def until_shown(router: RouterProcess, context: ssl.SSLContext, name: str)
     port = int(router.url.rpartition(":")[2])
     async with asyncio.timeout(60):
         while await asyncio.to_thread(name_shown, port, context) != name:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def until_its_end_is_told(client: httpx.AsyncClient, own: Signed) -> None:
+    end = end_of(own.certificate.read_bytes())
+    async with asyncio.timeout(10):
+        while float(ENDS.findall((await client.get("/metrics")).text)[0]) != end:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 
@@ -115,6 +124,8 @@ async def test_clients_are_served_over_tls_and_a_new_certificate_is_taken_while_
             while options and "workers 2.0" not in (await client.get("/metrics")).text:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
+        await until_its_end_is_told(client, first)
+
         # Half of a new pair, or nonsense, changes nothing, and is said.
         used.certificate.write_bytes(second.certificate.read_bytes())
         await router.until("the certificate stays as it is")
@@ -124,6 +135,7 @@ async def test_clients_are_served_over_tls_and_a_new_certificate_is_taken_while_
                 await asyncio.sleep(0.05)
         used.key.write_bytes(second.key.read_bytes())
         await until_shown(router, trusting, "second")
+        await until_its_end_is_told(client, second)
 
         # Who is connected goes on, and nobody is cut off.
         assert (await client.post("/v1/completions", json=BODY)).is_success

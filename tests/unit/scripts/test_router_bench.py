@@ -65,6 +65,18 @@ async def test_what_wrk_says_is_what_was_asked(
             [run async for run in saturate.measure_full(session, case, 1, 2)]
 
 
+async def test_who_answers_nothing_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrk = tmp_path / "wrk"
+    wrk.write_text(f"#!/bin/sh\ncat <<'E'\n{SAID.format(made=0, trouble='')}E\n")
+    wrk.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    session = Session(Engines(1, 2), [Contestant("peer", 80, os.getpid())])
+    with pytest.raises(BenchError, match=r"^peer answered nothing in 2.00s$"):
+        [run async for run in saturate.measure_full(session, saturate.saturated()["unary"], 1, 2)]
+
+
 def test_the_ratio_is_the_median_over_pairs_that_followed_each_other() -> None:
     costs = [(1.0, 2.0), (3.0, 3.0), (1.0, 4.0)]
     made: list[Run] = []
