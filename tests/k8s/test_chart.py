@@ -157,6 +157,7 @@ def test_names_that_look_like_numbers_stay_text() -> None:
     [
         ("router.enabled=false", "nothing to install"),
         ("router.livenessPort=8000", "must differ"),
+        ("router.metricsPort=8001", "must differ"),
         ("discovery.enabled=false", "names no engines"),
         ("settings.workers=2", "settings.workers above 1"),
         ("redis.url=redis://r,settings.conversation-store=off", "both set"),

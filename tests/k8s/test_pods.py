@@ -108,6 +108,26 @@ def test_the_router_is_alive_on_one_port_and_ready_on_another(name: str) -> None
     assert ports == {"http": settings["port"], "liveness": settings["liveness-port"]}
 
 
+@pytest.mark.parametrize("kind", ["PodMonitor", "ServiceMonitor"])
+def test_metrics_have_a_port_of_their_own_where_one_is_wanted(kind: str, tmp_path: Path) -> None:
+    wanted = f"router.metricsPort=9100,monitoring.kind={kind}"
+    manifests = render("production", "--set", wanted)
+    file = tmp_path / "config.yaml"
+    file.write_text(only(manifests, "ConfigMap")["data"]["config.yaml"])
+    settings = load({"config": file})
+    assert (settings.metrics_host, settings.metrics_port) == ("0.0.0.0", 9100)
+    [container] = dict(pods(manifests))["r-disagg-router"]["containers"]
+    assert {"name": "metrics", "containerPort": 9100, "protocol": "TCP"} in container["ports"]
+    spec = only(manifests, kind)["spec"]
+    [scraped] = spec["podMetricsEndpoints" if kind == "PodMonitor" else "endpoints"]
+    assert scraped["port"] == "metrics"
+    if kind == "ServiceMonitor":
+        [_, port] = only(manifests, "Service")["spec"]["ports"]
+        assert (port["port"], port["targetPort"]) == (9100, "metrics")
+    _, scrapers = only(manifests, "NetworkPolicy")["spec"]["ingress"]
+    assert [port["port"] for port in scrapers["ports"]] == [8001, 9100]
+
+
 @pytest.mark.parametrize("name", SETS)
 def test_the_routers_settings_are_ones_that_it_takes(name: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"

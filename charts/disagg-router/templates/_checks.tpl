@@ -10,9 +10,9 @@ router.enabled and engines.enabled are both false: nothing to install
 {{- if not (regexMatch "^[a-z]" (include "disagg-router.fullname" $)) }}
 the release's name must begin with a letter, as a Service's has to: or say fullnameOverride
 {{- end }}
-{{- $ports := list (int .router.port) (int .router.livenessPort) (ternary .admin.port 0 .admin.enabled | int) }}
-{{- if ne (len (uniq $ports)) 3 }}
-router.port, router.livenessPort and admin.port must differ
+{{- $ports := without (list (int .router.port) (int .router.livenessPort) (int .router.metricsPort) (ternary .admin.port 0 .admin.enabled | int)) 0 }}
+{{- if ne (len (uniq $ports)) (len $ports) }}
+router.port, router.livenessPort, router.metricsPort and admin.port must differ
 {{- end }}
 {{- $settings := .settings }}
 {{- $sources := list "prefiller-hosts" "prefiller-dns" "engines-file" }}

@@ -9,6 +9,10 @@ under what other parts of the chart depend on.
       "liveness-port" .Values.router.livenessPort
       "shutdown-delay" .Values.router.shutdownDelay
       "shutdown-timeout" .Values.router.shutdownTimeout -}}
+{{- with .Values.router.metricsPort }}
+{{- $_ := set $owned "metrics-port" . }}
+{{- $_ := set $owned "metrics-host" (get $.Values.settings "host" | default "0.0.0.0") }}
+{{- end }}
 {{- with .Values.discovery }}
 {{- if .enabled }}
 {{- $_ := set $owned "kubernetes-namespace" (include "disagg-router.watched" $) }}
@@ -52,6 +56,11 @@ under what other parts of the chart depend on.
 {{- end }}
 {{- end }}
 {{- mergeOverwrite $defaults .Values.settings $owned | toYaml -}}
+{{- end -}}
+
+{{/* The name of the port that /metrics is scraped on. */}}
+{{- define "disagg-router.metricsPort" -}}
+{{- ternary "metrics" "liveness" (gt (int .Values.router.metricsPort) 0) -}}
 {{- end -}}
 
 {{/* Secrets that are mounted as files: a list of projections, empty where there is none. */}}
