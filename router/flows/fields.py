@@ -33,7 +33,7 @@ def wrong_field(body: Mapping[str, object], is_chat: bool, context: int | None) 
     as that is known."""
     found = None if _is_usual(body, context) else _wrong_value(body, is_chat, context)
     if found is None and context is not None and type(body.get("prompt")) is list and not is_chat:
-        return _too_long(body, context)
+        return _without_room(body, context)
     return found
 
 
@@ -86,10 +86,15 @@ def _out_of_range(
             return Wrong(MAX_TOKENS, f"max_tokens must be at least 1, got {most}.")
     if least is not None and least < 0:
         return Wrong(MIN_TOKENS, f"min_tokens must be greater than or equal to 0, got {least}.")
-    if most and least is not None and least > most:
-        text = f"min_tokens must be less than or equal to max_tokens={most}, got {least}."
-        return Wrong(MIN_TOKENS, text)
-    return None
+    room = most or context
+    return None if room is None or least is None else _too_many(least, room)
+
+
+def _too_many(least: int, room: int) -> Wrong | None:
+    if least <= room:
+        return None
+    text = f"min_tokens must be less than or equal to max_tokens={room}, got {least}."
+    return Wrong(MIN_TOKENS, text)
 
 
 def _wrong_stream(body: Mapping[str, object]) -> Wrong | None:
@@ -111,15 +116,17 @@ def _wrong_stream(body: Mapping[str, object]) -> Wrong | None:
     return None
 
 
-def _too_long(body: Mapping[str, object], context: int) -> Wrong | None:
+def _without_room(body: Mapping[str, object], context: int) -> Wrong | None:
     """Of a prompt of token ids: then it is known how many there are."""
     prompt = body["prompt"]
     assert isinstance(prompt, list)
     if len(prompt) == 1 and isinstance(prompt[0], list):
         prompt = prompt[0]
     count = len(prompt)
-    if count <= context or type(prompt[0]) is not int or body.get("truncate_prompt_tokens"):
+    if not count or type(prompt[0]) is not int or body.get("truncate_prompt_tokens"):
         return None
+    if count <= context:
+        return _too_many(_integer(body.get(MIN_TOKENS)) or 0, context - count)
     text = (
         f"This model's maximum context length is {context} tokens. However, your prompt contains "
         f"{count} input tokens, which exceeds this limit even without any output tokens. "

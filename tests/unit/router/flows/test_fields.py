@@ -41,6 +41,11 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "min_tokens",
         "min_tokens must be less than or equal to max_tokens=4, got 5.",
     ),
+    (
+        {"min_tokens": 101},
+        "min_tokens",
+        "min_tokens must be less than or equal to max_tokens=100, got 101.",
+    ),
     ({"stream_options": {"include_usage": True}}, "stream_options", OPTIONS_ALONE),
     ({"stream": False, "stream_options": {"a": 1}}, "stream_options", OPTIONS_ALONE),
     ({"stream": True, "stream_options": 1}, "stream_options", "valid dictionary"),
@@ -115,9 +120,20 @@ def test_a_completion_of_nothing_says_its_prompt_back() -> None:
     assert wrong_field({"prompt": "hi", "max_completion_tokens": 0}, False, CONTEXT) is None
 
 
+@pytest.mark.parametrize("prompt", [[1] * 90, [[1] * 90]], ids=["plain", "nested"])
+def test_what_a_prompt_of_token_ids_leaves_is_known(prompt: list[Any]) -> None:
+    body = {"prompt": prompt, "max_tokens": 50, "min_tokens": 11}
+    found = wrong_field(body, False, CONTEXT)
+    words = "min_tokens must be less than or equal to max_tokens=10, got 11."
+    assert found == ("min_tokens", words)
+    assert wrong_field(body | {"min_tokens": 10}, False, CONTEXT) is None
+    assert wrong_field(body | {"truncate_prompt_tokens": 5}, False, CONTEXT) is None
+
+
 def test_without_a_known_context_nothing_is_too_long() -> None:
     body = {"prompt": [1] * 1000, "max_tokens": 10**9}
     assert wrong_field(body, False, None) is None
+    assert wrong_field({"prompt": "hi", "min_tokens": 10**9}, False, None) is None
 
 
 @pytest.mark.parametrize("prompt", [[1] * 101, [[1] * 101]], ids=["plain", "nested"])
