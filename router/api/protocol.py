@@ -60,8 +60,8 @@ class RouterProtocol(asyncio.Protocol):
 
     __slots__ = ("_ahead", "_answering", "_app", "_app_state", "_crowded", "_deadlines",
                  "_default_headers", "_default_lines", "_held", "_inbound", "_is_asked_to_end",
-                 "_is_closing", "_is_continued", "_is_reading", "_is_refusing", "_is_timed",
-                 "_keep_alive", "_loop", "_server", "_task", "_unread", "_unread_until",
+                 "_is_closing", "_is_continued", "_is_reading", "_is_timed", "_keep_alive",
+                 "_loop", "_refused", "_server", "_task", "_unread", "_unread_until",
                  "_write_paused", "deadline", "gateway", "send", "transport")  # fmt: skip
 
     def __init__(
@@ -93,7 +93,7 @@ class RouterProtocol(asyncio.Protocol):
         self._write_paused = False
         # Nothing more is answered.
         self._is_closing = False
-        self._is_refusing = False
+        self._refused: Incoming | None = None
         self._is_asked_to_end = False
         self._default_headers: list[tuple[bytes, bytes]] | None = None
         self._default_lines = b""
@@ -220,7 +220,7 @@ class RouterProtocol(asyncio.Protocol):
 
     def _refuse(self, request: Incoming, error: RequestError) -> None:
         """Closes: nobody knows what follows."""
-        self._is_refusing = self._inbound.is_deaf = True
+        self._refused, self._inbound.is_deaf = request, True
         self._inbound.let_go(request)
         request.keep_alive = False
         outbound = self._outbound(request, b"")
@@ -375,12 +375,16 @@ class RouterProtocol(asyncio.Protocol):
 
     def _close(self) -> None:
         """A connection closed under a client that still sends is reset, and our answer lost: so it
-        is half closed until the client has seen that, if it may still be sending."""
-        may_send = self._is_refusing or self._inbound.is_receiving
+        is half closed until the client has seen that, if it may still be sending. TLS cannot be
+        half closed: there, who was cut off in the middle has our answer alone to go by."""
+        refused, can_half_close = self._refused, self.transport.can_write_eof()
+        may_send = refused is not None or self._inbound.is_receiving
+        is_cut = refused is not None and not refused.is_complete
         self._is_closing = self._inbound.is_deaf = True
-        if may_send and self.transport.can_write_eof():
+        if (may_send and can_half_close) or is_cut:
             self._resume_reading()
-            self.transport.write_eof()
+            if can_half_close:
+                self.transport.write_eof()
             self._watch(LINGER)
         else:
             self.transport.close()

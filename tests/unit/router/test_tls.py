@@ -11,6 +11,7 @@ import signal
 import socket
 import ssl
 import struct
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,27 @@ async def test_requests_right_behind_a_handshake_are_answered_in_order(
     answers = await asyncio.to_thread(talk_tls, sealed.port, context, asked, step)
     assert answers.count(b"HTTP/1.1 200") == 3
     assert answers.index(b'"cmpl-1"') < answers.index(b'"status":"ok"') < answers.rindex(b"cmpl-1")
+    await eventually(lambda: not sealed.metric("client_connections"))
+
+
+async def test_who_is_refused_while_he_still_sends_reads_why(ca: Authority, sealed: Router) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n"
+
+    def send() -> bytes:
+        context = ca.trusting()
+        with (
+            socket.create_connection(("127.0.0.1", sealed.port), 10) as plain,
+            context.wrap_socket(plain, server_hostname="127.0.0.1") as over,
+        ):
+            over.sendall(head)
+            for _ in range(40):
+                over.sendall(b"x" * 65536)
+                time.sleep(0.05)  # longer than TLS listens after its good-bye
+            return over.recv(65536)
+
+    answer = await asyncio.to_thread(send)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"connection: close" in answer
     await eventually(lambda: not sealed.metric("client_connections"))
 
 
