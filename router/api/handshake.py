@@ -101,7 +101,11 @@ class Handshake(asyncio.Protocol):
             self._forget()
             if secured is None:
                 self._transport.abort()
-        if secured is not None and not self._is_lost:
+        if secured is None:
+            return
+        if self._is_lost or secured.is_closing():  # an aborted one looks as if it were done
+            secured.abort()
+        else:
             self._make_way(secured)
 
     def _hand_over(self) -> None:

@@ -43,6 +43,7 @@ from tests.unit.router.test_hostile import peak_of, port_of
 
 SAID = 'disagg_router_file_trouble{file="tls"} 1.0'
 ENDS = re.compile(r'^disagg_router_certificate_end_timestamp_seconds{file="tls"} (.+)$', re.M)
+COUNTED = "disagg_router_client_connections 1.0"
 RUNNING = re.compile(r"^disagg_router_requests_in_flight [1-9]", re.MULTILINE)
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 7}
 
@@ -335,6 +336,22 @@ async def test_who_says_no_good_bye_keeps_no_router_from_ending(
             assert await router.ended() == 0
             assert asyncio.get_running_loop().time() - started < 8
             over.close()
+
+
+async def test_an_unfinished_handshake_keeps_no_router_from_ending(
+    p: MockEngine, d: MockEngine, first: Signed
+) -> None:
+    given = [f"--tls-certfile={first.certificate}", f"--tls-keyfile={first.key}"]
+    async with serving_router(p, d, *given, "--shutdown-delay=0", "--liveness-port=0") as router:
+        liveness = next(line for line in router.lines if "liveness on" in line).split()[-1]
+        with socket.create_connection(("127.0.0.1", port_of(router)), 5):
+            async with httpx.AsyncClient(base_url=liveness) as client, asyncio.timeout(10):
+                while COUNTED not in (await client.get("/metrics")).text:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            started = asyncio.get_running_loop().time()
+            router.process.send_signal(signal.SIGTERM)
+            assert await router.ended() == 0
+            assert asyncio.get_running_loop().time() - started < HANDSHAKE
 
 
 async def test_nothing_older_than_tls_1_2_is_spoken(
