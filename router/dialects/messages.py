@@ -141,6 +141,8 @@ def _history(messages: object) -> Iterator[Json]:
             yield {"role": role, "content": content}
             continue
         blocks = items(content, f"{where}.content")
+        if not blocks and role != "assistant":
+            raise wrong(f"{where}.content", "at least one block is required")
         placed = [(block, f"{where}.content[{n}]") for n, block in enumerate(blocks)]
         yield from _said(placed) if role == "assistant" else _asked(placed, role)
 

@@ -128,6 +128,7 @@ def test_an_image_is_passed_as_chats_have_it() -> None:
         ({"messages": [7]}, "messages[0]", "object"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "must be"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "list"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "at least one"),
         (
             {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
             "messages[0].content[0]",
