@@ -76,9 +76,11 @@ async def _everywhere(request: Request, path: str) -> Response:
         given = credential.without(given)
     request_id, shared = headers.read(given)
     record = Record(path, now(), request_id, flow=FLOW)
+    key: Key | None = request.scope.get(CALLER)
+    record.key = "" if key is None else key.name
     try:
         check_json(given)
-        answer = await _answer(request, record, shared + gateway.engine_line)
+        answer = await _answer(request, key, record, shared + gateway.engine_line)
         record.status, record.stage = answer.status_code, "done"
         record.outcome = _outcome(answer.status_code)
     except Exception as error:
@@ -93,7 +95,7 @@ async def _everywhere(request: Request, path: str) -> Response:
     return answer
 
 
-async def _answer(request: Request, record: Record, shared: bytes) -> Response:
+async def _answer(request: Request, key: Key | None, record: Record, shared: bytes) -> Response:
     """One for all: the first failure, else what the first engine said."""
     gateway: Gateway = request.app.state.gateway
     if not gateway.settings.lora_updates:
@@ -103,11 +105,8 @@ async def _answer(request: Request, record: Record, shared: bytes) -> Response:
     name, model = body.get("lora_name"), body.get("model")
     if not isinstance(name, str):
         raise BadRequestError("lora_name must be a string", "lora_name")
-    key: Key | None = request.scope.get(CALLER)
-    if key is not None:
-        record.key = key.name
-        if not key.may_ask(name):
-            raise ForbiddenModelError(name)
+    if key is not None and not key.may_ask(name):
+        raise ForbiddenModelError(name)
     chosen = [e for e in engines if e.is_wanted and _has(e, model)]
     if not chosen:
         raise NoEngineError("no engine is healthy")

@@ -1,8 +1,8 @@
 """What each key has used of its limits at several routers together: in Redis, by three scripts.
 
 The clock is Redis' own, so it is one. A request that runs has a place in a sorted set, which its
-router renews all the time: should that die, the place is lost within a minute, however long the
-request might have run. The arithmetic is allowance.py's, written again in Lua: only there is
+router renews all the time: should that die, the place is free within half a minute, however long
+the request might have run. The arithmetic is allowance.py's, written again in Lua: only there is
 reading and writing one step.
 """
 
