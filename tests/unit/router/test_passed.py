@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from router.callers.keys import digest_of
+from router.flows.errors import BadRequestError
 from router.flows.passed import model_in
 from router.telemetry.logs import LINES
 from tests.unit.router.conftest import StartRouter
@@ -165,6 +166,76 @@ def test_a_model_is_found_where_it_is_a_field(form: bytes, model: str | None) ->
     assert model_in(form, b"b") == model
 
 
+def field(disposition: bytes, value: bytes = b"other") -> bytes:
+    return b"--b\r\nContent-Disposition: form-data; %b\r\n\r\n%b\r\n" % (disposition, value)
+
+
+MODEL = field(b'name="model"', b"m")
+LONG_HEAD = b"--b\r\nX: %b\r\nContent-Disposition: form-data; name=model\r\n\r\nother\r\n"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        field(b'name="model"'),
+        field(b"name*=utf-8''model"),
+        field(b'name="x"; name="model"'),
+        field(b'name="mod\\el"'),
+        field(b'name="model'),
+        field(b'name = "model"'),
+        field(b'x;\r\n name="model"'),
+        field(b'filename="a"\nContent-Disposition: form-data; name="model"'),
+        LONG_HEAD % (b"y" * 5000),
+        field(b"name=x", b"\r\n--bc\r\n") + field(b"name=model"),
+        b"--b \r\nContent-Disposition: form-data; name=model\r\n\r\nother\r\n",
+        b"--b\r\n\r\nother\r\n",
+        b"--b\r\nContent-Disposition : form-data; name=model\r\n\r\nother\r\n",
+        field(b"name=x") * 63 + field(b"name=model"),
+    ],
+)
+def test_a_form_that_could_be_read_in_another_way_is_refused(more: bytes) -> None:
+    """Or a key might ask for one model, and be served another."""
+    with pytest.raises(BadRequestError, match="more than one way"):
+        model_in(MODEL + more + b"--b--\r\n", b"b")
+
+
+def test_a_form_without_an_end_is_refused() -> None:
+    with pytest.raises(BadRequestError, match="no end"):
+        model_in(MODEL[:-2], b"b")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        field(b'name="file"; filename="a \\"b\\".wav"', b"RIFF--b\r\n--"),
+        field(b'name="file"; filename="a;b.wav"; filename*=UTF-8\'\'%e2%82%ac.wav'),
+        field(b'name="timestamp_granularities[]"') * 63,
+        field(b'name="empty"', b""),
+        b"--b--\r\n" + field(b'name="model"'),
+    ],
+)
+def test_what_clients_send_is_read(more: bytes) -> None:
+    assert model_in(MODEL + more + b"--b--\r\n", b"b") == "m"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("multipart/form-data; boundary=----WebKitFormBoundaryA", 200),
+        ("multipart/form-data; boundary=----WebKitFormBoundaryA; boundary=b", 400),
+        ("multipart/form-data; boundary=----WebKitFormBoundaryA; boundary*=utf-8''b", 400),
+    ],
+)
+async def test_a_form_has_one_boundary(
+    router: Router, d: MockEngine, kind: str, status: int
+) -> None:
+    d.usual = odd
+    form = MODEL.replace(b"--b", b"------WebKitFormBoundaryA") + b"------WebKitFormBoundaryA--\r\n"
+    answer = await router.client.post(AUDIO, content=form, headers={"content-type": kind})
+    assert answer.status_code == status
+    assert len(d.requests) == (status == 200)
+
+
 # LoRA adapters.
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -228,6 +299,22 @@ async def test_what_became_of_an_adapter_has_an_access_line(
         (UNLOAD, 400, "refused", "adapters"),
     ]
     assert "\nINFO forged" not in caplog.text
+
+
+async def test_a_key_of_some_models_is_served_no_other_by_a_form_with_two(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.yaml"
+    entry = {"name": "one", "sha256": digest_of(b"k").hex(), "models": ["m"]}
+    path.write_text(json.dumps({"keys": [entry]}))
+    router = await start_router(api_keys_file=path)
+    p.usual = d.usual = odd
+    shown = {"authorization": "Bearer k", "content-type": "multipart/form-data; boundary=b"}
+    for more, status in ((b"", 200), (field(b'name="model"'), 400)):
+        form = MODEL + more + b"--b--\r\n"
+        answer = await router.client.post(AUDIO, content=form, headers=shown)
+        assert answer.status_code == status
+    assert len(p.requests) + len(d.requests) == 1
 
 
 async def test_a_key_of_some_models_changes_no_others_adapters(
