@@ -51,6 +51,10 @@ class Engine:
     renders: Mapping[str, str] = field(default_factory=dict)
     """Short hashes of what two engines must share to read token ids and to render messages alike:
     `model`, `tokenizer`, `chat_template`."""
+    features: Sequence[str] = ()
+    """What of ours fits the host's version, where that is not certain."""
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """What does not, and why."""
     access: Access = OPEN
     """To the side channels: the page asks them as another engine would."""
 
@@ -79,12 +83,19 @@ def identity(engine: Engine) -> dict[str, Any]:
         },
         "capabilities": list(engine.capabilities),
         **({"renders": dict(engine.renders)} if engine.renders else {}),
+        **_fitting(engine),
         "transfer_modes": list(engine.transfer_modes),
         "tp_size": engine.tp_size,
         "pp_size": engine.pp_size,
         "dp_size": engine.dp_size,
         "ranks": _ranks(engine),
     }
+
+
+def _fitting(engine: Engine) -> dict[str, Any]:
+    if not engine.features:
+        return {}
+    return {"features": list(engine.features), "missing": dict(engine.missing)}
 
 
 def installed_version(distribution: str) -> str:

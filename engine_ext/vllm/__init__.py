@@ -10,13 +10,13 @@ CONNECTORS = ("DisaggConnector", "DisaggPushConnector")
 
 
 def __getattr__(name: str) -> Any:
-    """The connectors, when vLLM asks for one: on a version that was not tested their very import
-    might fail, in less than clear words. Raises RuntimeError there."""
+    """The connectors, when vLLM asks for one: where they do not fit, their very import might fail,
+    in less than clear words. Raises RuntimeError there."""
     if name not in CONNECTORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from engine_ext.vllm.versions import require_supported_version
+    from engine_ext.vllm.compat import features, support
 
-    require_supported_version()
+    support.require(*features.REQUIRED)
     from engine_ext.vllm import connector
 
     return getattr(connector, name)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -42,21 +41,14 @@ from engine_ext.core.scheduler import SchedulerConnector
 from engine_ext.core.worker import WorkerConnector
 from engine_ext.pages import leases
 from engine_ext.vllm import describe
-from engine_ext.vllm.compat import engine_loop
+from engine_ext.vllm.changes import Differences, of_scheduler, of_worker
+from engine_ext.vllm.compat import features, support
 from engine_ext.vllm.guard import guarded, nothing
 from engine_ext.vllm.log import speak_as_vllm
 from engine_ext.vllm.news import NewsListener, NewsSender
 from engine_ext.vllm.owed import Owed
 from engine_ext.vllm.prefill_stats import BegunPrefillStats
 from engine_ext.vllm.request import RequestView
-from engine_ext.vllm.stats import (
-    Differences,
-    DisaggPromMetrics,
-    DisaggStats,
-    of_scheduler,
-    of_worker,
-)
-from engine_ext.vllm.versions import require_supported_version
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +77,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        require_supported_version()
         speak_as_vllm()
+        support.say()
         describe.refuse_unsupported(vllm_config, kv_cache_config)
         self._config = describe.connector_config(vllm_config)
         self._view = functools.partial(RequestView, names_media=describe.names_media(vllm_config))
@@ -99,28 +91,37 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         """What our half was told while it raised; it is told once more."""
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler()
-            engine_loop.install()
+            _install_engine_loop()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         return "LBHNC"
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> DisaggStats:
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        if not support.is_on(features.METRICS):
+            return None
+        from engine_ext.vllm.stats import DisaggStats
+
         return DisaggStats(data or {})
 
     @classmethod
-    def build_prom_metrics(cls, *args: Any) -> DisaggPromMetrics:
+    def build_prom_metrics(cls, *args: Any) -> Any:
+        if not support.is_on(features.METRICS):
+            return None
+        from engine_ext.vllm.stats import DisaggPromMetrics
+
         return DisaggPromMetrics(*args)
 
     @guarded(nothing)
-    def get_kv_connector_stats(self) -> DisaggStats | None:
+    def get_kv_connector_stats(self) -> Any:
         """Of this half, since the last call."""
+        changed: dict[str, float] = {}
         if self._scheduler is not None:
-            return self._differences.take(of_scheduler(self._scheduler))
-        if self._worker is not None:
-            return self._differences.take(of_worker(self._worker.stats()))
-        return None
+            changed = self._differences.take(of_scheduler(self._scheduler))
+        elif self._worker is not None:
+            changed = self._differences.take(of_worker(self._worker.stats()))
+        return self.build_kv_connector_stats(changed) if changed else None
 
     # Scheduler side.
 
@@ -319,8 +320,17 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         return SchedulerConnector(self._config, identity, geometry)
 
 
+def _install_engine_loop() -> None:
+    if support.is_on(features.LEAVING):
+        from engine_ext.vllm.compat import engine_loop
+
+        engine_loop.install()
+
+
 def inspect_worker(worker: Any, key: bytes, asked: str | None) -> dict[str, Any] | str:
     """What a worker process is asked to call; else why it cannot say."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
     if not has_kv_transfer_group():
         return "no KV connector"
     connector = get_kv_transfer_group()

@@ -9,9 +9,6 @@ from vllm import __version__ as vllm_version
 from vllm import envs
 from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
-    compute_nixl_compatibility_hash,
-)
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -25,7 +22,7 @@ from engine_ext.base.access import OPEN
 from engine_ext.base.config import CONNECTORS, ConnectorConfig
 from engine_ext.base.types import SHARED, CacheGeometry, EngineIdentity, Region
 from engine_ext.pages import identity
-from engine_ext.vllm.compat import begun_answer, begun_worker
+from engine_ext.vllm.compat import features, support
 
 SCHEDULERS = "engine_ext.vllm.scheduler"
 """The module of our scheduler classes."""
@@ -145,7 +142,7 @@ def engine_identity(
     compat_hash, factors = None, {}
     if geometry is not None:
         backend = geometry.attn_backend_name
-        compat_hash = compute_nixl_compatibility_hash(vllm_config, backend, config.transfer_mode)
+        compat_hash = _stock_hash(vllm_config, backend, config.transfer_mode)
         factors = _factors(vllm_config, backend, config)
     return EngineIdentity(
         config.engine_id,
@@ -155,6 +152,17 @@ def engine_identity(
         compat_factors=factors,
         compat_hash=compat_hash,
     )
+
+
+def _stock_hash(vllm_config: VllmConfig, backend: str, mode: str) -> str | None:
+    """What stock engines compare with their own."""
+    if not support.is_on(features.STOCK_PEERS):
+        return None
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+        compute_nixl_compatibility_hash,
+    )
+
+    return str(compute_nixl_compatibility_hash(vllm_config, backend, mode))
 
 
 def side_channel(vllm_config: VllmConfig) -> tuple[str, int]:
@@ -201,6 +209,8 @@ def engine(vllm_config: VllmConfig) -> identity.Engine:
         pp_size=parallel.pipeline_parallel_size,
         dp_size=parallel.data_parallel_size,
         versions={"vllm": vllm_version},
+        features=support.features(),
+        missing=support.missing(),
     )
 
 
@@ -229,7 +239,11 @@ def _config_of_ours(vllm_config: VllmConfig) -> ConnectorConfig | None:
 def begins(vllm_config: VllmConfig) -> bool:
     """Whether answers can begin in the middle: our scheduler class counts what was given, and our
     plugin says it, in this process, and shows it to the workers, in theirs."""
-    return _schedules(vllm_config) and begun_answer.is_installed() and begun_worker.is_installed()
+    if not _schedules(vllm_config) or not support.is_on(features.BEGUN):
+        return False
+    from engine_ext.vllm.compat import begun_answer, begun_worker
+
+    return begun_answer.is_installed() and begun_worker.is_installed()
 
 
 def _schedules(vllm_config: VllmConfig) -> bool:
@@ -240,14 +254,16 @@ def _schedules(vllm_config: VllmConfig) -> bool:
 
 
 def _capabilities(vllm_config: VllmConfig, config: ConnectorConfig | None) -> tuple[str, ...]:
-    threshold = ("cache_hit_threshold",) if _schedules(vllm_config) else ()
+    judges = _schedules(vllm_config) and support.is_on(features.THRESHOLD)
+    threshold = ("cache_hit_threshold",) if judges else ()
     begun = ("begun", "hand_back") if begins(vllm_config) else ()
     hands_over = () if config is None else ("hand_over",)
     # Ranks know nothing of each other: each would read for its own ones of several answers.
     is_one = vllm_config.parallel_config.data_parallel_size == 1
     shares = ("shared_loads",) if config is not None and is_one else ()
     ours = identity.capabilities_of(config)
-    streams = ("streamed_kv_transfer_params", "tell_token_ids")
+    says_more = support.is_on(features.STREAMS)
+    streams = ("streamed_kv_transfer_params", "tell_token_ids") if says_more else ()
     named = (*threshold, *begun, *hands_over, *shares, *streams, *ours)
     return tuple(dict.fromkeys(named))
 

@@ -2,8 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine_ext.base.begun import KEY, Begun
+
+UNFIT = (
+    "use_beam_search",
+    "echo",
+    "suffix",
+    "prompt_embeds",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "truncate_prompt_tokens",
+    "return_prompt_text",
+    "thinking_token_budget",
+)
+"""Fields that need the prompt's text, its log-probabilities or several answers at once, or that
+keep a count of the answer that we do not set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +52,17 @@ def refusal(begun: Begun, asked: Asked) -> str | None:
     if begun.spoken and not asked.says_only_the_rest:
         return f"{KEY}.spoken is for streams: what is not streamed is said whole"
     return _missing_logprobs(begun, asked.num_logprobs)
+
+
+def unfit(request: Any) -> list[str]:
+    """Fields for which an answer cannot begin in the middle, be it here or elsewhere."""
+    found = [name for name in UNFIT if getattr(request, name, None) not in (None, False)]
+    if (request.n or 1) != 1:
+        found.append("n")
+    prompt = getattr(request, "prompt", None)
+    if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
+        found.append("several prompts")
+    return found
 
 
 def _missing_logprobs(begun: Begun, wanted: int | None) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine_ext.base.begun import MAX_ID, Begun, Logprob
+from engine_ext.base.begun import KEY, MAX_ID, Begun, Logprob
 
 FIELD = "disagg_begun"
 STAYS = "disagg_stays"
@@ -37,6 +37,12 @@ def carried(begun: Begun) -> dict[str, Any]:
         "spoken": begun.spoken,
         "logprobs": [list(each) for each in begun.logprobs],
     }
+
+
+def carried_by(request: Any) -> Begun | None:
+    """What compat/begun_prompt.py has left on a request."""
+    begun = (request.kv_transfer_params or {}).get(KEY)
+    return begun if isinstance(begun, Begun) else None
 
 
 def given_in(sampling_params: Any) -> Given | None:

@@ -21,7 +21,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from engine_ext.base.begun import HAND_BACK, KEY, PREEMPTED, Begun, fit_in
 from engine_ext.core.admission import FIELD, Verdict, hands_back, judge, parse_threshold, prefills
-from engine_ext.vllm.compat import finish_reason
+from engine_ext.vllm.compat import features, finish_reason, grammar, support
+from engine_ext.vllm.compat.parts import fitted, part_of
 from engine_ext.vllm.connector import DisaggConnector
 from engine_ext.vllm.given import stays, token_ids_in
 from engine_ext.vllm.prefill_stats import BegunPrefillStats
@@ -37,16 +38,19 @@ NO_PLUGIN = (
 )
 
 
+@fitted
 class DisaggMixin:
-    """Over vLLM 0.32's Scheduler. Only names that exist there are overridden.
+    """Over vLLM's Scheduler. Only names that exist there are overridden.
 
-    Raises ValueError, at the start, for a threshold that this engine cannot keep.
+    Raises ValueError, at the start, for a threshold that this engine cannot keep; RuntimeError
+    where it does not fit at all.
     """
 
     disagg_is_leaving = False
     """Set by compat/engine_loop.py."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        support.require(features.SCHEDULER)
         super().__init__(*args, **kwargs)
         self._ended: list[tuple[Request, EngineCoreOutput]] = []
         """Refused, or handed back: not told yet."""
@@ -54,15 +58,16 @@ class DisaggMixin:
         self._news = threading.Event()
         config = self.vllm_config.kv_transfer_config  # type: ignore[attr-defined] # vLLM's
         extra = {} if config is None else config.kv_connector_extra_config
-        self._keep_window_of_last_token()
+        if support.is_on(features.LAST_WINDOW):
+            self._keep_window_of_last_token()
         self._default_threshold = parse_threshold(extra.get("global_cache_hit_threshold")) or 0.0
-        if self._default_threshold and not finish_reason.is_installed():
-            raise ValueError(f"global_cache_hit_threshold: {NO_PLUGIN}")
+        if self._default_threshold:
+            _refuse_without(features.THRESHOLD, "global_cache_hit_threshold")
         self._hands_back_all = extra.get(HAND_BACK, False)
         if not isinstance(self._hands_back_all, bool):
             raise ValueError(f"{HAND_BACK} must be true or false")
-        if self._hands_back_all and not finish_reason.is_installed():
-            raise ValueError(f"{HAND_BACK}: {NO_PLUGIN}")
+        if self._hands_back_all:
+            _refuse_without(features.BEGUN, HAND_BACK)
 
     def _keep_window_of_last_token(self) -> None:
         """When a request ends, vLLM gives up what the window of the *next* token does not reach,
@@ -89,6 +94,7 @@ class DisaggMixin:
         if self._wake is not None:
             self._wake()
 
+    @part_of(features.BEGUN)
     def add_request(self, request: Request) -> None:
         self._begin(request)
         super().add_request(request)  # type: ignore[misc] # vLLM's
@@ -107,12 +113,14 @@ class DisaggMixin:
         request.append_output_token_ids(given)
         request.prefill_stats = BegunPrefillStats()
 
+    @part_of(features.REST, features.THRESHOLD, features.BEGUN)
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._news.clear()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc] # vLLM's
-        for new in output.scheduled_new_reqs:
-            BegunPrefillStats.note_scheduled(self.requests[new.req_id], new.num_computed_tokens)  # type: ignore[attr-defined] # vLLM's
-        self._ended += self._handed_back(output)
+        if support.is_on(features.BEGUN):
+            for new in output.scheduled_new_reqs:
+                BegunPrefillStats.note_scheduled(self.requests[new.req_id], new.num_computed_tokens)  # type: ignore[attr-defined] # vLLM's
+            self._ended += self._handed_back(output)
         for request, _ in self._ended:
             self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)  # type: ignore[attr-defined] # vLLM's
         return output
@@ -145,6 +153,7 @@ class DisaggMixin:
             return False  # Its prompt is more than its tokens.
         return _is_streamed(request) or fit_in(request.num_output_tokens, params.logprobs)
 
+    @part_of(features.THRESHOLD, features.BEGUN)
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
@@ -154,9 +163,11 @@ class DisaggMixin:
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(said)
         return outputs
 
+    @part_of(features.THRESHOLD, features.BEGUN)
     def has_requests(self) -> bool:
         return bool(self._ended) or super().has_requests()  # type: ignore[misc] # vLLM's
 
+    @part_of(features.REST)
     def has_finished_requests(self) -> bool:
         """vLLM steps every millisecond while a finished request's blocks wait for a reader."""
         waiting = bool(super().has_finished_requests())  # type: ignore[misc] # vLLM's
@@ -176,6 +187,7 @@ class DisaggMixin:
         running, waiting = self.get_request_counts()  # type: ignore[attr-defined] # vLLM's
         return bool(running or waiting)
 
+    @part_of(features.FAILURE_POLICY)
     def _handle_failed_recving(self, failed_req_ids: set[str]) -> set[str]:
         default = self.recompute_kv_load_failures  # type: ignore[has-type]
         recomputed = {name for name in failed_req_ids if self._recomputes(name, default)}
@@ -196,6 +208,7 @@ class DisaggMixin:
         policy = connector.load_failure_policy(request)
         return default if policy is None else policy == "recompute"
 
+    @part_of(features.THRESHOLD, features.BEGUN)
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """vLLM asks this of every request whose turn has come, wherever it waited and whatever for,
         before anything is allocated; those that may not go on are passed over in this step."""
@@ -203,10 +216,11 @@ class DisaggMixin:
         if not super()._handle_blocked_waiting_request(request):  # type: ignore[misc] # vLLM's
             return False
         had_no_grammar = waited_for is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        if had_no_grammar and not self._try_to_follow(request):
-            self.grammar_compile_error_reqs.add(request.request_id)  # type: ignore[attr-defined] # vLLM's
+        begins = had_no_grammar and support.is_on(features.BEGUN)
+        if begins and not self._try_to_follow(request):
+            grammar.refuse(self, request.request_id)
             return False
-        verdict = self._try_to_judge(request)
+        verdict = self._try_to_judge(request) if support.is_on(features.THRESHOLD) else None
         if verdict is None or not verdict.is_refused:
             return True
         self._ended.append((request, _refusal(request, verdict)))
@@ -273,6 +287,15 @@ class DisaggMixin:
         aligned = local - local % self.block_size  # type: ignore[attr-defined] # vLLM's
         external, _ = self.connector.get_num_new_matched_tokens(request, aligned)  # type: ignore[attr-defined] # vLLM's
         return aligned if external else local, external
+
+
+def _refuse_without(feature: features.Feature, asked: str) -> None:
+    """Raises ValueError where what is asked for cannot be kept."""
+    why = support.reason(feature)
+    if why is not None:
+        raise ValueError(f"{asked}: {feature.name} is off: {why}")
+    if not finish_reason.is_installed():
+        raise ValueError(f"{asked}: {NO_PLUGIN}")
 
 
 def _refusal(request: Request, verdict: Verdict) -> EngineCoreOutput:

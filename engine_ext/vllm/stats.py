@@ -1,9 +1,4 @@
-"""What the connector counts on its way to vLLM's `/metrics`, under the reference engine's names.
-
-Workers count, vLLM's API server tells: what travels with each step is the difference since the
-last one. Differences add up, over ranks and over steps, for gauges as for counters and for the
-buckets of a histogram.
-"""
+"""What the connector counts (see changes.py) on its way to vLLM's `/metrics`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,22 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from engine_ext.base.types import ConnectorStats
-from engine_ext.core.scheduler import SchedulerConnector
 from engine_ext.pages.counted import COUNTED, DISTRIBUTED, STOCK, Distributed
-
-OF_SCHEDULER = ("leases_active", "proofs_unreadable")
-"""Counted by the scheduler half. It knows of a lease before the worker does: an engine that rests
-while its blocks are read takes no step that could tell."""
-
-BUCKETS = {
-    each.field: tuple(
-        (f"{each.field} {place} count", f"{each.field} {place} total")
-        for place in range(len(each.bounds) + 1)
-    )
-    for each in DISTRIBUTED
-}
-"""Under which names a histogram's buckets travel: their counts and their sums."""
+from engine_ext.vllm.changes import told
 
 
 class DisaggStats(KVConnectorStats):
@@ -49,46 +30,13 @@ class DisaggStats(KVConnectorStats):
         counted = [each.field for each in COUNTED if self.data.get(each.field)]
         said: dict[str, int | float] = {f.replace("_", " "): self.data[f] for f in counted}
         for each in DISTRIBUTED:
-            count, total = map(sum, zip(*_told(self.data, each), strict=True))
+            count, total = map(sum, zip(*told(self.data, each), strict=True))
             if count:
                 said[f"mean {each.field.replace('_', ' ')}"] = round(total / count, 6)
         return said
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
-
-
-class Differences:
-    """What has changed since the last call."""
-
-    def __init__(self) -> None:
-        self._told: dict[str, float] = {}
-
-    def take(self, values: dict[str, float]) -> DisaggStats | None:
-        changes = {name: value - self._told.get(name, 0) for name, value in values.items()}
-        self._told = values
-        changed = {name: change for name, change in changes.items() if change}
-        return DisaggStats(changed) if changed else None
-
-
-def of_worker(stats: ConnectorStats) -> dict[str, float]:
-    values: dict[str, float] = {
-        each.field: getattr(stats, each.field) for each in COUNTED if each.field not in OF_SCHEDULER
-    }
-    for each in DISTRIBUTED:
-        buckets = getattr(stats, each.field).buckets()
-        for (count, total), bucket in zip(BUCKETS[each.field], buckets, strict=True):
-            if bucket.times:
-                values[count], values[total] = bucket.times, bucket.total
-    return values
-
-
-def of_scheduler(half: SchedulerConnector) -> dict[str, float]:
-    return dict(zip(OF_SCHEDULER, (half.num_leased, half.proofs_unreadable), strict=True))
-
-
-def _told(data: dict[str, Any], each: Distributed) -> list[tuple[int, float]]:
-    return [(int(data.get(c, 0)), data.get(t, 0.0)) for c, t in BUCKETS[each.field]]
 
 
 class DisaggPromMetrics(KVConnectorPromMetrics):
@@ -120,7 +68,7 @@ class DisaggPromMetrics(KVConnectorPromMetrics):
                 for metric in metrics:
                     metric[engine_idx].inc(change)
         for each, histogram in self._histograms:
-            for place, (count, total) in enumerate(_told(transfer_stats_data, each)):
+            for place, (count, total) in enumerate(told(transfer_stats_data, each)):
                 for _ in range(count):
                     histogram[engine_idx].observe(_mean(each, place, total / count))
 

@@ -1,2 +1,2 @@
-"""What we touch of vLLM 0.32 that it does not offer: its engine's loop, its HTTP models and
+"""What we touch of vLLM that it does not offer: its engine's loop, its HTTP models and
 streams, its finish reasons. What our scheduler class overrides is in vllm/scheduler.py."""

@@ -18,22 +18,9 @@ from engine_ext.base.begun import KEY, Begun, BegunError, begun_in
 from engine_ext.core.admission import FIELD as THRESHOLD
 from engine_ext.core.admission import prefills
 from engine_ext.vllm import describe
-from engine_ext.vllm.fit import Asked, refusal
+from engine_ext.vllm.fit import Asked, refusal, unfit
 
 MARK = "_disagg_begun"
-UNFIT = (
-    "use_beam_search",
-    "echo",
-    "suffix",
-    "prompt_embeds",
-    "prompt_logprobs",
-    "logprob_token_ids",
-    "truncate_prompt_tokens",
-    "return_prompt_text",
-    "thinking_token_budget",
-)
-"""Fields that need the prompt's text, its log-probabilities or several answers at once, or that
-keep a count of the answer that we do not set."""
 CHARACTERS = 4
 """Of a token."""
 NOT_OFFERED = (
@@ -112,12 +99,6 @@ def _refuse_long(raw: Any, max_model_len: int) -> None:
         raise BegunError(f"{KEY} has more tokens than this model's context, {max_model_len}")
 
 
-def carried_by(request: Any) -> Begun | None:
-    """What `_begin` has left on a request."""
-    begun = (request.kv_transfer_params or {}).get(KEY)
-    return begun if isinstance(begun, Begun) else None
-
-
 def _asked(serving: Any, request: Any) -> Asked:
     config = serving.model_config
     return Asked(
@@ -134,17 +115,6 @@ def _num_logprobs(request: Any) -> int | None:
         return (request.top_logprobs or 0) if request.logprobs else None
     asked: int | None = request.logprobs
     return asked
-
-
-def unfit(request: Any) -> list[str]:
-    """Fields for which an answer cannot begin in the middle, be it here or elsewhere."""
-    found = [name for name in UNFIT if getattr(request, name, None) not in (None, False)]
-    if (request.n or 1) != 1:
-        found.append("n")
-    prompt = getattr(request, "prompt", None)
-    if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
-        found.append("several prompts")
-    return found
 
 
 def _unfit(request: Any) -> list[str]:

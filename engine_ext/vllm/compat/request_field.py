@@ -10,7 +10,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from engine_ext.base.begun import KEY
 from engine_ext.core.admission import FIELD, parse_threshold
 from engine_ext.vllm import given
-from engine_ext.vllm.compat.begun_prompt import carried_by, unfit
+from engine_ext.vllm.fit import unfit
 
 MARK = "_disagg_field"
 
@@ -43,7 +43,7 @@ def _give(request: Any, params: Any) -> None:
     """`vllm_xargs` come this way too: what is said there is not from us."""
     own = (given.FIELD, given.STAYS)
     extra = {key: value for key, value in (params.extra_args or {}).items() if key not in own}
-    begun = carried_by(request)
+    begun = given.carried_by(request)
     if begun is not None:
         rest = {key: each for key, each in request.kv_transfer_params.items() if key != KEY}
         extra["kv_transfer_params"] = rest or None

@@ -1,4 +1,4 @@
-"""What vLLM 0.32's streams leave out: `kv_transfer_params`, and a refusal without any text.
+"""What vLLM's streams leave out: in 0.32 `kv_transfer_params`, and a refusal without any text.
 
 Both generators get their results from an async iterator, which is watched on its way in; what it
 brought and the chunks did not say is said in one chunk before `[DONE]`. What a begun answer's
@@ -20,11 +20,14 @@ from vllm.entrypoints.openai.completion import serving as completion
 
 from engine_ext.base.begun import ALL, OUTPUT, TELL, told
 from engine_ext.core.admission import FINISH_REASON
-from engine_ext.vllm.compat.begun_answer import Told
+from engine_ext.vllm.compat.told import Told
 
 DONE = "data: [DONE]"
 ERROR = 'data: {"error"'
 ROLE = '"role":'
+PARAMS = '"kv_transfer_params":{'
+REFUSED = f'"finish_reason":"{FINISH_REASON}"'
+"""As vLLM writes them. In what a chunk says, quotes are escaped."""
 MARK = "_disagg_stream"
 AT_ONCE = 64
 CHAT = "chat.completion.chunk"
@@ -69,6 +72,14 @@ class Seen:
                 self._look_at(part)
                 yield (item[0], part) if isinstance(item, tuple) else part
             self.is_silent = False
+
+    def hear(self, chunk: str) -> None:
+        """What vLLM says by itself, as from 0.33 on, is not said again."""
+        if self.kv_transfer_params is not None and PARAMS in chunk:
+            self.kv_transfer_params = None
+        if self.refused and REFUSED in chunk:
+            said = {each["index"] for each in json.loads(chunk.removeprefix("data: "))["choices"]}
+            self.refused = [each for each in self.refused if each[0] not in said]
 
     def keeps_back(self, chunk: str) -> bool:
         return self.is_silent and not chunk.startswith((DONE, ERROR))
@@ -140,6 +151,7 @@ def _saying_more(original: Any, kind: str) -> Any:
                 if seen and chunk.startswith(DONE):
                     yield seen.chunk(_request_id(args, kwargs), request.model, kind)
                 if not seen.keeps_back(chunk):
+                    seen.hear(chunk)
                     yield seen.ids_of(chunk) + chunk
 
     setattr(generator, MARK, True)

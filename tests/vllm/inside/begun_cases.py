@@ -16,8 +16,8 @@ from vllm.v1.outputs import LogprobsLists
 from engine_ext.base.begun import KEY, Begun
 from engine_ext.vllm import given
 from engine_ext.vllm.compat import begun_answer, begun_hand_over
-from engine_ext.vllm.compat.begun_answer import Told
 from engine_ext.vllm.compat.streams import Seen
+from engine_ext.vllm.compat.told import Told
 
 OTHER = 1
 Part = tuple[str, bool, str | None]

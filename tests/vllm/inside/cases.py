@@ -34,7 +34,7 @@ from engine_ext.vllm.given import FIELD as GIVEN
 from engine_ext.vllm.guard import is_guarded
 from engine_ext.vllm.owed import Owed
 from tests.unit.engine_ext.core.fakes import told
-from tests.vllm.inside import begun_cases, hand_back_cases
+from tests.vllm.inside import begun_cases, compat_cases, hand_back_cases
 from tests.vllm.inside.in_process import Engine
 from tests.vllm.inside.planted import IDLE, Broken, Fault, faults, public
 
@@ -252,6 +252,18 @@ def what_was_given_counts_as_generated(scheduler: str, model: Path) -> None:
     ends(engine)
 
 
+def a_begun_request_whose_grammar_does_not_follow_ends_alone(model: Path) -> None:
+    engine = Engine(model, scheduler_cls=OURS)
+    request = engine.add("g", 40, None, 8, **{GIVEN: {"token_ids": [5, 6]}})
+    wait_for_grammar(engine, request)
+    engine.step()
+    request.structured_output_request.grammar = object()
+    assert engine.run("g").reason == "error"
+    engine.add("next", 40)
+    assert engine.run("next").reason == "length"
+    ends(engine)
+
+
 def more_than_a_begun_requests_prompt_is_in_the_cache(model: Path) -> None:
     """vLLM asserts that this cannot be."""
     engine = Engine(model, scheduler_cls=OURS)
@@ -393,6 +405,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         a_structured_request_is_judged,
         a_request_behind_blocked_ones_is_judged,
         a_prompt_below_the_threshold_is_refused_once,
+        a_begun_request_whose_grammar_does_not_follow_ends_alone,
         more_than_a_begun_requests_prompt_is_in_the_cache,
         what_was_given_too_much_ends_no_engine,
         what_has_begun_is_not_refused_for_want_of_kv,
@@ -423,6 +436,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         yield f"{reports.func.__name__}, {num_ranks} ranks", reports
     yield from begun_cases.cases()
     yield from hand_back_cases.cases()
+    yield from compat_cases.cases()
     yield from planted()
 
 

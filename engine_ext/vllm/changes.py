@@ -1,0 +1,57 @@
+"""What the connector counts, as changes since the last step, under the reference engine's names.
+
+Workers count, vLLM's API server tells: what travels with each step is the difference since the
+last one. Differences add up, over ranks and over steps, for gauges as for counters and for the
+buckets of a histogram.
+"""
+
+from typing import Any
+
+from engine_ext.base.types import ConnectorStats
+from engine_ext.core.scheduler import SchedulerConnector
+from engine_ext.pages.counted import COUNTED, DISTRIBUTED, Distributed
+
+OF_SCHEDULER = ("leases_active", "proofs_unreadable")
+"""Counted by the scheduler half. It knows of a lease before the worker does: an engine that rests
+while its blocks are read takes no step that could tell."""
+
+BUCKETS = {
+    each.field: tuple(
+        (f"{each.field} {place} count", f"{each.field} {place} total")
+        for place in range(len(each.bounds) + 1)
+    )
+    for each in DISTRIBUTED
+}
+"""Under which names a histogram's buckets travel: their counts and their sums."""
+
+
+class Differences:
+    """What has changed since the last call."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, float] = {}
+
+    def take(self, values: dict[str, float]) -> dict[str, float]:
+        changes = {name: value - self._told.get(name, 0) for name, value in values.items()}
+        self._told = values
+        return {name: change for name, change in changes.items() if change}
+
+
+def of_worker(stats: ConnectorStats) -> dict[str, float]:
+    values: dict[str, float] = {
+        each.field: getattr(stats, each.field) for each in COUNTED if each.field not in OF_SCHEDULER
+    }
+    for each in DISTRIBUTED:
+        buckets = getattr(stats, each.field).buckets()
+        for (count, total), bucket in zip(BUCKETS[each.field], buckets, strict=True):
+            if bucket.times:
+                values[count], values[total] = bucket.times, bucket.total
+    return values
+
+
+def of_scheduler(half: SchedulerConnector) -> dict[str, float]:
+    return dict(zip(OF_SCHEDULER, (half.num_leased, half.proofs_unreadable), strict=True))
+
+
+def told(data: dict[str, Any], each: Distributed) -> list[tuple[int, float]]:
+    return [(int(data.get(c, 0)), data.get(t, 0.0)) for c, t in BUCKETS[each.field]]

@@ -1,0 +1,529 @@
+"""What we touch of vLLM that may be another in its next version, by what we need it for.
+
+Each feature is on where every name that it needs is as we know it, and only there; no feature needs
+another. Of a name, what is told here is all that we take for granted. A test finds every import of
+vLLM's in this package that is not here.
+"""
+
+from dataclasses import dataclass
+
+from engine_ext.vllm.compat.names import ANY, Name
+
+KV = "vllm.distributed.kv_transfer.kv_connector"
+BASE = f"{KV}.v1.base"
+SCHED = "vllm.v1.core.sched"
+OPENAI = "vllm.entrypoints.openai"
+SERVING = f"{OPENAI}.chat_completion.serving", f"{OPENAI}.completion.serving"
+PROTOCOL = (
+    f"{OPENAI}.chat_completion.protocol:ChatCompletionRequest",
+    f"{OPENAI}.completion.protocol:CompletionRequest",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    name: str
+    lost: str
+    """What is not there without it, for the log."""
+    needs: tuple[Name, ...]
+
+
+CONNECTOR = Feature(
+    "connector",
+    "no KV moves",
+    (
+        Name(
+            f"{BASE}:KVConnectorBase_V1",
+            has=(
+                "build_connector_meta",
+                "get_finished",
+                "get_handshake_metadata",
+                "get_loaded_kv_cache_group_ids",
+                "get_num_new_matched_tokens",
+                "get_required_kvcache_layout",
+                "get_transfer_results",
+                "has_pending_push_work",
+                "on_new_request",
+                "register_kv_caches",
+                "request_finished",
+                "set_xfer_handshake_metadata_pp_aware",
+                "shutdown",
+                "start_load_kv",
+                "update_connector_output",
+                "_kv_cache_config",
+                "_vllm_config",
+            ),
+        ),
+        Name(
+            f"{BASE}:KVConnectorBase_V1.__init__",
+            ("self", "vllm_config", "role", "kv_cache_config"),
+        ),
+        Name(
+            f"{BASE}:KVConnectorBase_V1.get_num_new_matched_tokens",
+            ("self", "request", "num_computed_tokens"),
+        ),
+        Name(
+            f"{BASE}:KVConnectorBase_V1.update_state_after_alloc",
+            ("self", "request", "blocks", "num_external_tokens"),
+        ),
+        Name(f"{BASE}:KVConnectorBase_V1.get_transfer_results", ("self", "finished_req_ids")),
+        Name(f"{BASE}:KVConnectorBase_V1._get_connector_metadata", ("self",)),
+        Name(f"{BASE}:SupportsHMA.request_finished_all_groups", ("self", "request", "block_ids")),
+        Name(
+            f"{BASE}:KVConnectorTransferResults",
+            ("finished_sending", "finished_recving", "failed_recving"),
+        ),
+        Name(f"{BASE}:KVConnectorRole", has=("SCHEDULER", "WORKER")),
+        Name(f"{BASE}:KVConnectorMetadata"),
+        Name(f"{BASE}:KVConnectorHandshakeMetadata"),
+        Name(
+            "vllm.v1.outputs:KVConnectorOutput",
+            has=("finished_sending", "finished_recving", "failed_recving"),
+        ),
+        Name("vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids", ("self",)),
+        Name(f"{SCHED}.output:SchedulerOutput"),
+        Name(
+            "vllm.config:KVTransferConfig",
+            has=(
+                "enable_permute_local_kv",
+                "engine_id",
+                "kv_buffer_device",
+                "kv_connector",
+                "kv_connector_extra_config",
+                "kv_load_failure_policy",
+                "kv_role",
+            ),
+        ),
+        Name(
+            "vllm.config:ParallelConfig",
+            has=(
+                "data_parallel_index",
+                "data_parallel_size",
+                "data_parallel_size_local",
+                "decode_context_parallel_size",
+                "pipeline_parallel_size",
+                "prefill_context_parallel_size",
+                "tensor_parallel_size",
+            ),
+        ),
+        Name("vllm.envs", has=("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")),
+    ),
+)
+"""The hooks that vLLM calls, when, and what it does with their answers."""
+
+CACHE = Feature(
+    "cache",
+    "no KV moves",
+    (
+        Name(
+            "vllm.v1.kv_cache_interface:KVCacheConfig",
+            has=("kv_cache_groups", "num_blocks", "transfer_group_ids"),
+        ),
+        Name("vllm.v1.kv_cache_interface:KVCacheGroupSpec", has=("kv_cache_spec", "layer_names")),
+        Name("vllm.v1.kv_cache_interface:KVCacheSpec", has=("block_size",)),
+        Name("vllm.v1.kv_cache_interface:FullAttentionSpec", has=("block_size",)),
+        Name("vllm.v1.kv_cache_interface:MLAAttentionSpec", has=("tokens_per_state",)),
+        Name("vllm.v1.kv_cache_interface:SlidingWindowSpec", has=("sliding_window",)),
+        Name(
+            "vllm.config:CacheConfig",
+            has=(
+                "block_size",
+                "cache_dtype",
+                "enable_prefix_caching",
+                "get_resolved_kv_cache_layout",
+            ),
+        ),
+        Name(
+            "vllm.config:ModelConfig",
+            has=(
+                "dtype",
+                "enable_sleep_mode",
+                "get_head_size",
+                "get_total_num_hidden_layers",
+                "get_total_num_kv_heads",
+                "hf_text_config",
+                "model",
+                "multimodal_config",
+                "use_mla",
+            ),
+        ),
+        Name("vllm.config:SchedulerConfig", has=("disable_hybrid_kv_cache_manager",)),
+        Name("vllm.config:VllmConfig", has=("kv_transfer_config", "speculative_config")),
+        Name("vllm.v1.kv_cache_layout:KVCacheLayout", has=("LBHNC",)),
+        Name(f"{KV}.utils:get_current_attn_backends", ("vllm_config",)),
+        Name("vllm.distributed.parallel_state:get_tensor_model_parallel_rank", ()),
+    ),
+)
+"""Where a token's KV lies."""
+
+CONTENT = Feature(
+    "content",
+    "no KV moves",
+    (
+        Name(
+            "vllm.v1.request:Request",
+            has=(
+                "all_token_ids",
+                "cache_salt",
+                "kv_transfer_params",
+                "lora_request",
+                "mm_features",
+                "num_computed_tokens",
+                "num_in_flight_tokens",
+                "num_prompt_tokens",
+                "prompt_embeds",
+                "prompt_token_ids",
+                "request_id",
+                "status",
+            ),
+        ),
+        Name(
+            "vllm.v1.request:RequestStatus",
+            has=("FINISHED_ABORTED", "FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"),
+        ),
+        Name("vllm.lora.request:LoRARequest", has=("lora_name", "lora_path")),
+        Name("vllm.multimodal.inputs:MultiModalFeatureSpec", has=("identifier", "mm_position")),
+        Name("vllm.multimodal.inputs:PlaceholderRange", has=("length", "offset")),
+        Name(
+            "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys",
+            uses=(
+                "_gen_lora_extra_hash_keys",
+                "_gen_mm_extra_hash_keys",
+                "_gen_prompt_embeds_extra_hash_keys",
+                "cache_salt",
+                "tuple",
+            ),
+        ),
+    ),
+)
+"""What a block's KV was computed of, and how much of it is written."""
+
+STOCK_PEERS = Feature(
+    "stock_peers",
+    "stock engines do not read from this one",
+    (
+        Name(
+            f"{KV}.v1.nixl.metadata:compute_nixl_compatibility_hash",
+            ("vllm_config", "attn_backend_name", "transfer_mode"),
+        ),
+    ),
+)
+
+METRICS = Feature(
+    "metrics",
+    "what moves is not counted in /metrics",
+    (
+        Name(f"{KV}.v1.metrics:KVConnectorStats", has=("aggregate", "data", "is_empty", "reduce")),
+        Name(
+            f"{KV}.v1.metrics:KVConnectorPromMetrics.__init__",
+            ("self", "vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
+        ),
+        Name(
+            f"{KV}.v1.metrics:KVConnectorPromMetrics.observe",
+            ("self", "transfer_stats_data", "engine_idx"),
+        ),
+        Name(
+            "vllm.v1.metrics.utils:create_metric_per_engine", ("metric", "per_engine_labelvalues")
+        ),
+    ),
+)
+
+LEAVING = Feature(
+    "leaving",
+    "an engine that waits for readers does not rest, and leaves when they have gone by itself",
+    (
+        Name("vllm.v1.engine.core:EngineCoreProc.run_busy_loop", ("self",)),
+        Name("vllm.v1.engine.core:EngineCoreProc._handle_shutdown", ("self",)),
+        Name("vllm.v1.engine.core:EngineCoreProc", has=("input_queue", "shutdown_state")),
+        Name("vllm.v1.engine.core:DPEngineCoreProc.run_busy_loop", ("self",)),
+        Name("vllm.v1.engine.core:EngineShutdownState", has=("REQUESTED",)),
+        Name("vllm.v1.engine:EngineCoreRequestType", has=("WAKEUP",)),
+        Name("vllm.config:VllmConfig", has=("shutdown_timeout",)),
+        Name(f"{SCHED}.interface:PauseState", has=("UNPAUSED",)),
+        Name(f"{SCHED}.scheduler:Scheduler.set_pause_state", ("self", "pause_state")),
+    ),
+)
+
+PAGES = Feature(
+    "pages",
+    "no /disagg/identity, /disagg/release and /disagg/leases",
+    (
+        Name("vllm.entrypoints.launchers.app:attach_endpoint_plugins"),
+        Name(
+            "vllm.entrypoints.serve.exception_handling.error_response:create_error_response",
+            ("message", "err_type", "status_code"),
+        ),
+        Name("vllm.v1.engine.core:EngineCore", has=("model_executor", "scheduler")),
+        Name("vllm.v1.executor:Executor.collective_rpc", ("self", "method", "timeout", "args")),
+        Name("vllm.v1.engine.core_client:AsyncMPClient.call_utility_all_async", ("self", "method")),
+        Name("vllm.distributed.kv_transfer:get_kv_transfer_group", ()),
+        Name("vllm.distributed.kv_transfer:has_kv_transfer_group", ()),
+    ),
+)
+
+STREAMS = Feature(
+    "streams",
+    "streams say no kv_transfer_params, nor the ids of their tokens",
+    (
+        Name(
+            f"{SERVING[0]}:OpenAIServingChat.chat_completion_stream_generator",
+            ("self", "request", "result_generator", "request_id", ANY),
+        ),
+        Name(
+            f"{SERVING[1]}:OpenAIServingCompletion.completion_stream_generator",
+            ("self", "request", "engine_inputs", "result_generator", "request_id", ANY),
+        ),
+        *(Name(at, has=("kv_transfer_params", "model", "n", "stream")) for at in PROTOCOL),
+        Name("vllm.outputs:RequestOutput.add", ("self", "next_output", "aggregate")),
+        Name(
+            "vllm.outputs:RequestOutput",
+            has=("finished", "kv_transfer_params", "outputs", "prompt_token_ids"),
+        ),
+        Name(
+            "vllm.outputs:CompletionOutput",
+            has=("finish_reason", "index", "logprobs", "stop_reason", "text", "token_ids"),
+        ),
+    ),
+)
+
+SCHEDULER = Feature(
+    "scheduler",
+    "no --scheduler-cls of ours",
+    (
+        Name(
+            f"{SCHED}.scheduler:Scheduler",
+            has=("connector", "kv_cache_manager", "requests", "vllm_config"),
+        ),
+        Name(f"{SCHED}.async_scheduler:AsyncScheduler"),
+        Name(f"{SCHED}.interface:PauseState", has=("UNPAUSED",)),
+        Name(f"{SCHED}.output:SchedulerOutput"),
+        Name("vllm.v1.engine:EngineCoreOutput"),
+        Name("vllm.v1.engine:EngineCoreOutputs"),
+        Name("vllm.v1.outputs:ModelRunnerOutput"),
+        Name("vllm.v1.request:Request", has=("request_id", "status")),
+        Name("vllm.v1.request:RequestStatus"),
+        Name("vllm.sampling_params:RequestOutputKind"),
+        Name("vllm.v1.metrics.stats:PrefillStats"),
+    ),
+)
+"""What it cannot be defined without. Whoever asks for it where it is off is refused."""
+
+FAILURE_POLICY = Feature(
+    "failure_policy",
+    "a turn whose KV is lost ends by the engine's policy, as every request",
+    (
+        Name(f"{SCHED}.scheduler:Scheduler._handle_failed_recving", ("self", "failed_req_ids")),
+        Name(f"{SCHED}.scheduler:Scheduler", has=("recompute_kv_load_failures",)),
+    ),
+)
+
+REST = Feature(
+    "rest",
+    "an engine steps all the time while it waits for readers",
+    (
+        Name(f"{SCHED}.scheduler:Scheduler.has_finished_requests", ("self",)),
+        Name(f"{SCHED}.scheduler:Scheduler.get_request_counts", ("self",)),
+        Name(f"{SCHED}.scheduler:Scheduler", has=("finished_req_ids", "pause_state")),
+    ),
+)
+
+LAST_WINDOW = Feature(
+    "last_window",
+    "behind a sliding window, the last prompt token's may be computed again",
+    (
+        Name(
+            "vllm.v1.core.kv_cache_manager:KVCacheManager.remove_skipped_blocks",
+            ("self", "request_id", "processed_computed_tokens", "num_prompt_tokens"),
+        ),
+    ),
+)
+
+_ENDS = (
+    Name(f"{SCHED}.scheduler:Scheduler.schedule"),
+    Name(
+        f"{SCHED}.scheduler:Scheduler.update_from_output",
+        ("self", "scheduler_output", "model_runner_output"),
+    ),
+    Name(f"{SCHED}.scheduler:Scheduler.has_requests", ("self",)),
+    Name(
+        f"{SCHED}.scheduler:Scheduler.finish_requests",
+        ("self", "request_ids", "finished_status"),
+    ),
+    Name(f"{SCHED}.scheduler:Scheduler._handle_blocked_waiting_request", ("self", "request")),
+    Name("vllm.v1.engine", has=("FINISH_REASON_STRINGS",)),
+    Name("vllm.v1.engine:FinishReason", has=("ABORT", "ERROR", "LENGTH", "STOP")),
+    Name(
+        "vllm.v1.engine:EngineCoreOutput",
+        has=(
+            "events",
+            "finish_reason",
+            "kv_transfer_params",
+            "new_logprobs",
+            "new_token_ids",
+            "request_id",
+            "stop_reason",
+            "trace_headers",
+        ),
+    ),
+    Name("vllm.v1.engine:EngineCoreOutputs", has=("outputs",)),
+    Name(
+        "vllm.v1.request:Request",
+        has=(
+            "client_index",
+            "num_output_tokens",
+            "num_preemptions",
+            "num_tokens",
+            "sampling_params",
+            "take_events",
+            "trace_headers",
+        ),
+    ),
+    Name(
+        "vllm.v1.request:RequestStatus",
+        has=("FINISHED_ABORTED", "PREEMPTED", "WAITING", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"),
+    ),
+)
+"""Our scheduler class ends a request in its own words."""
+
+_FIELDS = (
+    Name(f"{PROTOCOL[0]}.to_sampling_params", ("self", "max_tokens", "default_sampling_params")),
+    Name(f"{PROTOCOL[1]}.to_sampling_params", ("self", "max_tokens", "default_sampling_params")),
+    *(Name(at, has=("kv_transfer_params", "model_extra", "n")) for at in PROTOCOL),
+    Name("vllm.sampling_params:SamplingParams", has=("extra_args",)),
+)
+"""What our HTTP server says to our scheduler class."""
+
+THRESHOLD = Feature(
+    "cache_hit_threshold",
+    "no request is refused for its cache hits",
+    (
+        *_ENDS,
+        *_FIELDS,
+        Name(f"{SCHED}.scheduler:Scheduler._get_local_prefix_cache_hit", ("self", "request")),
+        Name(f"{SCHED}.scheduler:Scheduler", has=("block_size",)),
+        Name("vllm.v1.core.kv_cache_manager:KVCacheManager", has=("log_stats",)),
+    ),
+)
+
+BEGUN = Feature(
+    "begun",
+    "answers do not begin in the middle, and none is handed back",
+    (
+        *_ENDS,
+        *_FIELDS,
+        Name(f"{SCHED}.scheduler:Scheduler.add_request", ("self", "request")),
+        Name(
+            f"{SCHED}.scheduler:Scheduler",
+            has=("grammar_compile_error_reqs", "max_model_len", "structured_output_manager"),
+        ),
+        Name(f"{SCHED}.output:SchedulerOutput", has=("preempted_req_ids", "scheduled_new_reqs")),
+        Name(f"{SCHED}.output:NewRequestData", has=("num_computed_tokens", "req_id")),
+        Name(
+            "vllm.v1.structured_output:StructuredOutputManager.accept_tokens",
+            ("self", "request", "new_token_ids"),
+        ),
+        Name(f"{SCHED}.utils:check_stop", ("request", "max_model_len")),
+        Name(
+            "vllm.v1.metrics.stats:PrefillStats.set",
+            (
+                "self",
+                "num_prompt_tokens",
+                "num_local_cached_tokens",
+                "num_external_cached_tokens",
+            ),
+        ),
+        Name(
+            "vllm.v1.request:Request",
+            has=(
+                "abort_immediately",
+                "append_output_token_ids",
+                "get_finished_reason",
+                "max_tokens",
+                "output_token_ids",
+                "prefill_stats",
+                "resumable",
+                "stop_reason",
+            ),
+        ),
+        Name("vllm.v1.request:Request.from_engine_core_request", ("request", "block_hasher")),
+        Name(
+            "vllm.v1.engine.output_processor:OutputProcessor.add_request",
+            ("self", "request", "prompt", "parent_req", "request_index", "queue"),
+        ),
+        Name(
+            "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
+            ("self", "engine_core_outputs"),
+        ),
+        Name(
+            "vllm.v1.engine.output_processor:OutputProcessor.abort_requests",
+            ("self", "request_ids", "internal"),
+        ),
+        Name(
+            "vllm.v1.engine.output_processor:OutputProcessor",
+            has=("has_request", "request_states"),
+        ),
+        Name(
+            "vllm.v1.engine.output_processor:RequestState.make_request_output",
+            (
+                "self",
+                "new_token_ids",
+                "pooling_output",
+                "finish_reason",
+                "stop_reason",
+                "kv_transfer_params",
+            ),
+        ),
+        Name(
+            "vllm.v1.engine.output_processor:RequestState",
+            has=(
+                "detokenizer",
+                "is_prefilling",
+                "logprobs_processor",
+                "output_kind",
+                "queue",
+                "request_id",
+                "sent_tokens_offset",
+                "stream_interval",
+            ),
+        ),
+        Name(
+            "vllm.v1.engine.detokenizer:IncrementalDetokenizer.get_next_output_text",
+            ("self", "finished", "delta"),
+        ),
+        Name("vllm.v1.engine.detokenizer:IncrementalDetokenizer.num_output_tokens", ("self",)),
+        Name("vllm.v1.engine.logprobs:LogprobsProcessor", has=("logprobs", "num_logprobs")),
+        Name(
+            "vllm.v1.outputs:LogprobsLists",
+            ("logprob_token_ids", "logprobs", "sampled_token_ranks"),
+        ),
+        Name(f"{SERVING[0]}:OpenAIServingChat.render_chat_request", ("self", "request")),
+        Name(
+            f"{SERVING[1]}:OpenAIServingCompletion.render_completion_request", ("self", "request")
+        ),
+        Name("vllm.exceptions:VLLMValidationError"),
+        Name("vllm.renderers.chat_utils:has_non_text_content", ("messages",)),
+        Name("vllm.v1.worker.gpu_input_batch:InputBatch.add_request", ("self", "request")),
+        Name(
+            "vllm.v1.worker.gpu_input_batch:CachedRequestState",
+            has=("generator", "output_token_ids", "sampling_params"),
+        ),
+        Name("vllm.sampling_params:RequestOutputKind", has=("DELTA",)),
+    ),
+)
+
+REQUIRED = (CONNECTOR, CACHE, CONTENT)
+"""Without one of these, KV might be moved that is wrong: nothing starts."""
+
+OPTIONAL = (
+    STOCK_PEERS,
+    METRICS,
+    LEAVING,
+    PAGES,
+    STREAMS,
+    SCHEDULER,
+    FAILURE_POLICY,
+    REST,
+    LAST_WINDOW,
+    THRESHOLD,
+    BEGUN,
+)

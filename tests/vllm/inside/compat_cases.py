@@ -1,0 +1,156 @@
+"""vLLM of another version: what of ours does not fit is off, and nothing else is."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from engine_ext.base.config import ConnectorConfig
+from engine_ext.vllm import describe, scheduler
+from engine_ext.vllm.compat import features, support
+from engine_ext.vllm.compat.features import Feature
+from engine_ext.vllm.connector import DisaggConnector
+from tests.vllm.inside.in_process import Engine
+
+OURS = "engine_ext.vllm.scheduler.DisaggScheduler"
+OVERRIDES = {
+    "add_request": (features.BEGUN,),
+    "schedule": (features.REST, features.THRESHOLD, features.BEGUN),
+    "update_from_output": (features.THRESHOLD, features.BEGUN),
+    "has_requests": (features.THRESHOLD, features.BEGUN),
+    "has_finished_requests": (features.REST,),
+    "_handle_failed_recving": (features.FAILURE_POLICY,),
+    "_handle_blocked_waiting_request": (features.THRESHOLD, features.BEGUN),
+}
+"""What each is for."""
+
+
+@contextmanager
+def without(*lost: Feature) -> Iterator[None]:
+    """As a process is that has started so."""
+    for feature in lost:
+        support.lose(feature, "planted")
+    importlib.reload(scheduler)
+    try:
+        yield
+    finally:
+        support._lost.clear()
+        support._problem.cache_clear()
+        importlib.reload(scheduler)
+
+
+def answers(model: Path) -> None:
+    """Prefills, loads and ends, with every block back."""
+    engine = Engine(model, scheduler_cls=OURS)
+    engine.add("p", 40, {"do_remote_decode": True})
+    assert engine.run("p").reason == "length"
+    params = engine.ended["p"].params
+    assert params is not None
+    engine.step()
+    engine.read_all()
+    engine.add("low", 40, cache_hit_threshold=0.9)
+    is_judged = support.is_on(features.THRESHOLD)
+    assert engine.run("low").reason == ("cache_threshold" if is_judged else "length")
+    engine.scheduler.connector.drain()
+    engine.step_until(engine.is_empty)
+
+
+def a_feature_that_is_off_is_off_alone(feature: Feature, model: Path) -> None:
+    with without(feature):
+        assert support.missing() == {feature.name: "planted"}
+        ours = vars(scheduler.DisaggMixin)
+        for name, wanted in OVERRIDES.items():
+            assert (name in ours) is any(map(support.is_on, wanted)), name
+        answers(model)
+
+
+def with_everything_off_vllm_serves(model: Path) -> None:
+    off = [each for each in features.OPTIONAL if each is not features.SCHEDULER]
+    with without(*off):
+        assert not set(OVERRIDES) & set(vars(scheduler.DisaggMixin))
+        answers(model)
+        assert DisaggConnector.build_kv_connector_stats({"pulls_ok": 1}) is None
+        assert DisaggConnector.build_prom_metrics() is None
+
+
+def a_name_that_vllm_changed_is_found(model: Path) -> None:
+    original = Scheduler._handle_failed_recving
+    support._problem.cache_clear()
+    Scheduler._handle_failed_recving = lambda self, failed: original(self, failed)
+    try:
+        with without():
+            (why,) = support.missing().values()
+            answers(model)
+    finally:
+        Scheduler._handle_failed_recving = original
+        support._problem.cache_clear()
+    assert why.endswith("_handle_failed_recving takes (self, failed), not (self, failed_req_ids)")
+
+
+def an_attribute_that_vllm_dropped_is_found(model: Path) -> None:
+    """It is set by `Scheduler.__init__`, and nowhere before that."""
+    assert not hasattr(Scheduler, "recompute_kv_load_failures")
+    assert support.is_on(features.FAILURE_POLICY)
+    support._problem.cache_clear()
+    original = Scheduler.__init__
+    Scheduler.__init__ = lambda self: None
+    try:
+        why = support.reason(features.FAILURE_POLICY)
+    finally:
+        Scheduler.__init__ = original
+        support._problem.cache_clear()
+    assert str(why).endswith("Scheduler has no recompute_kv_load_failures")
+
+
+def what_is_asked_for_and_off_is_refused_by_name(model: Path) -> None:
+    for feature, extra in (
+        (features.THRESHOLD, {"global_cache_hit_threshold": 0.5}),
+        (features.BEGUN, {"hand_back": True}),
+        (features.SCHEDULER, {}),
+    ):
+        with without(feature):
+            words = refusal(partial(Engine, model, scheduler_cls=OURS, extra=extra))
+        assert f"{feature.name}" in words, words
+        assert "planted" in words, words
+
+
+def refusal(start: Callable[[], Engine]) -> str:
+    try:
+        start()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def what_is_off_is_not_promised(model: Path) -> None:
+    engine = Engine(model, scheduler_cls=OURS)
+    config = engine.scheduler.vllm_config
+    ours: ConnectorConfig = describe.connector_config(config)
+    every = {*describe._capabilities(config, ours), *describe._capabilities(config, None)}
+    for feature, promised in (
+        (features.THRESHOLD, {"cache_hit_threshold"}),
+        (features.STREAMS, {"streamed_kv_transfer_params", "tell_token_ids"}),
+    ):
+        assert promised <= every
+        with without(feature):
+            said = describe.engine(config)
+            assert feature.name in said.missing
+            assert feature.name not in said.features
+            assert every - set(said.capabilities) == promised
+
+
+def cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
+    for case in (
+        with_everything_off_vllm_serves,
+        a_name_that_vllm_changed_is_found,
+        an_attribute_that_vllm_dropped_is_found,
+        what_is_asked_for_and_off_is_refused_by_name,
+        what_is_off_is_not_promised,
+    ):
+        yield case.__name__, case
+    for feature in features.OPTIONAL:
+        if feature is not features.SCHEDULER:
+            yield f"without {feature.name}", partial(a_feature_that_is_off_is_off_alone, feature)
