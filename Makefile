@@ -35,7 +35,7 @@ test: $(STAMP)
 	@VENV="$(VENV)" scripts/test -n 2 --dist loadfile $(ARGS)
 
 test-vllm: $(STAMP)
-	PYTHON="$(PYTHON)" scripts/install_vllm
+	PYTHON="$(PYTHON)" scripts/install_vllm 0.31.0 0.33.0
 	@VENV="$(VENV)" scripts/test tests/vllm --timeout 600 $(ARGS)
 
 test-k8s: $(STAMP)

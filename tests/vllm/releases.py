@@ -1,0 +1,23 @@
+"""Other releases of vLLM than the build that most tests run in: scripts/install_vllm."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from tests.vllm.servers import Fleet
+
+NEXT = "0.33.0"
+"""The newest that is supported."""
+LENGTHS = (1, 31, 32, 33, 64, 100, 257, 700, 1500)
+"""Of prompts."""
+
+
+def python_of(fleet: Fleet, release: str) -> Path:
+    build = fleet.python.parents[1]
+    environment = build if build.name.endswith(release) else build.parent / f"vllm-{release}"
+    python = environment / "bin" / "python"
+    assert python.exists(), f"{python} is missing: run scripts/install_vllm {release}"
+    return python
+
+
+def of_next(fleet: Fleet) -> Fleet:
+    return replace(fleet, python=python_of(fleet, NEXT))

@@ -1,0 +1,52 @@
+"""What of ours fits each release of vLLM, found without a model: 0.31 is refused by name."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.vllm.releases import NEXT, python_of
+from tests.vllm.servers import ENVIRONMENT, Fleet
+
+
+class Fits(NamedTuple):
+    refused: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+RELEASES = {
+    "0.31.0": Fits(("connector",), ("pages", "begun")),
+    "0.32.0": Fits(),
+    NEXT: Fits(),
+}
+"""What is off with each."""
+
+
+def run_inside(python: Path, *arguments: str) -> None:
+    command = [str(python), "-m", *arguments]
+    subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT}, timeout=500)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_we_touch_of_a_release_is_as_we_know_it(
+    fleet: Fleet, tmp_path: Path, release: str
+) -> None:
+    results = tmp_path / "results.json"
+    run_inside(python_of(fleet, release), "tests.vllm.inside.contract", str(results))
+    found: dict[str, Any] = json.loads(results.read_text())
+    assert found["version"] == release
+    assert found["bytes"] == dict.fromkeys(found["bytes"])
+    refused, missing = RELEASES[release]
+    assert (set(found["refused"]), set(found["missing"])) == (set(refused), set(missing)), found
+
+
+def test_no_fault_in_a_hook_ends_the_next_releases_scheduler(fleet: Fleet, tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    python = python_of(fleet, NEXT)
+    run_inside(python, "tests.vllm.inside.cases", str(fleet.model), str(results))
+    cases = json.loads(results.read_text())
+    assert len(cases) > 200
+    assert {name: problem for name, problem in cases.items() if problem} == {}
