@@ -125,5 +125,5 @@ def test_streams_say_their_params_once(pair: list[Server]) -> None:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "stream": True}
     params = {**prefill(prefiller, prompt), "retain": True}
     said = decoder.post("/v1/completions", {**body, "kv_transfer_params": params})
-    assert said.text.count('"kv_transfer_params":{') == 1
+    assert said.text.count('"kv_transfer_params"') == 1
     assert said.text.endswith("data: [DONE]\n\n")
