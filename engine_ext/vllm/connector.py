@@ -47,7 +47,6 @@ from engine_ext.vllm.guard import guarded, nothing
 from engine_ext.vllm.log import speak_as_vllm
 from engine_ext.vllm.news import NewsListener, NewsSender
 from engine_ext.vllm.owed import Owed
-from engine_ext.vllm.prefill_stats import BegunPrefillStats
 from engine_ext.vllm.request import RequestView
 
 logger = logging.getLogger(__name__)
@@ -166,7 +165,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         if num_external_tokens > 0:
             self._owed.load(str(request.request_id))
-            BegunPrefillStats.note_loading(request, num_external_tokens)
+            _note_loading(request, num_external_tokens)
         block_ids = _by_group(blocks.get_block_ids())
         self.scheduler.update_state_after_alloc(self._view(request), block_ids, num_external_tokens)
 
@@ -318,6 +317,13 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         identity = describe.engine_identity(self._vllm_config, self._config, geometry=None)
         geometry = describe.scheduler_geometry(self._vllm_config, self._kv_cache_config)
         return SchedulerConnector(self._config, identity, geometry)
+
+
+def _note_loading(request: Request, num_tokens: int) -> None:
+    """For prefill_stats.py, where our scheduler class has put it on the request."""
+    note = getattr(getattr(request, "prefill_stats", None), "note_loading", None)
+    if note is not None:
+        note(num_tokens)
 
 
 def _install_engine_loop() -> None:

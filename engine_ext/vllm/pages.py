@@ -21,6 +21,7 @@ from vllm.v1.engine.core import EngineCore
 
 from engine_ext.pages import identity, leases, release
 from engine_ext.vllm import describe
+from engine_ext.vllm.compat import features, support
 from engine_ext.vllm.connector import DisaggConnector, inspect_worker
 from engine_ext.vllm.renders import renders
 
@@ -65,7 +66,7 @@ def _identity(state: Any) -> dict[str, Any]:
     """Blocks. Raises as `identity` does."""
     known = getattr(state, RENDERS, None)
     if known is None:
-        known = renders(state)
+        known = renders(state) if support.is_on(features.RENDERS) else {}
         setattr(state, RENDERS, known)
     return identity.identity(replace(describe.engine(state.vllm_config), renders=known))
 

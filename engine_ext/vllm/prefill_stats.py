@@ -15,12 +15,9 @@ class BegunPrefillStats(PrefillStats):
         """vLLM fills in what is true."""
         return False
 
-    @staticmethod
-    def note_loading(request: Request, num_tokens: int) -> None:
-        """They come from a remote."""
-        stats = request.prefill_stats
-        if isinstance(stats, BegunPrefillStats):
-            stats.num_loading = num_tokens
+    def note_loading(self, num_tokens: int) -> None:
+        """They come from a remote. Called by the connector, which has no need of this class."""
+        self.num_loading = num_tokens
 
     @staticmethod
     def note_scheduled(request: Request, num_computed_tokens: int) -> None:

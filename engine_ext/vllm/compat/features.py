@@ -261,6 +261,19 @@ PAGES = Feature(
     ),
 )
 
+_RESULTS = (
+    Name("vllm.outputs:RequestOutput.add", ("self", "next_output", "aggregate")),
+    Name(
+        "vllm.outputs:RequestOutput",
+        has=("finished", "kv_transfer_params", "outputs", "prompt_token_ids"),
+    ),
+    Name(
+        "vllm.outputs:CompletionOutput",
+        has=("finish_reason", "index", "logprobs", "stop_reason", "text", "token_ids"),
+    ),
+)
+"""What the HTTP server makes of a step of the engine."""
+
 STREAMS = Feature(
     "streams",
     "streams say no kv_transfer_params, nor the ids of their tokens",
@@ -274,15 +287,20 @@ STREAMS = Feature(
             ("self", "request", "engine_inputs", "result_generator", "request_id", ANY),
         ),
         *(Name(at, has=("kv_transfer_params", "model", "n", "stream")) for at in PROTOCOL),
-        Name("vllm.outputs:RequestOutput.add", ("self", "next_output", "aggregate")),
+        *_RESULTS,
+    ),
+)
+
+RENDERS = Feature(
+    "renders",
+    "it is not known whether another engine renders messages as this one",
+    (
         Name(
-            "vllm.outputs:RequestOutput",
-            has=("finished", "kv_transfer_params", "outputs", "prompt_token_ids"),
+            "vllm.renderers.online_renderer:OnlineRenderer",
+            has=("chat_template", "default_chat_template_kwargs", "renderer"),
         ),
-        Name(
-            "vllm.outputs:CompletionOutput",
-            has=("finish_reason", "index", "logprobs", "stop_reason", "text", "token_ids"),
-        ),
+        Name("vllm.renderers.base:BaseRenderer", has=("tokenizer",)),
+        Name("vllm.config:ModelConfig", has=("hf_config", "model", "revision")),
     ),
 )
 
@@ -411,6 +429,7 @@ BEGUN = Feature(
     (
         *_ENDS,
         *_FIELDS,
+        *_RESULTS,
         Name(f"{SCHED}.scheduler:Scheduler.add_request", ("self", "request")),
         Name(
             f"{SCHED}.scheduler:Scheduler",
@@ -496,6 +515,19 @@ BEGUN = Feature(
             "vllm.v1.outputs:LogprobsLists",
             ("logprob_token_ids", "logprobs", "sampled_token_ranks"),
         ),
+        Name(f"{SERVING[0]}:OpenAIServingChat", has=("engine_client", "model_config")),
+        Name(f"{SERVING[1]}:OpenAIServingCompletion", has=("engine_client", "model_config")),
+        Name("vllm.config:ModelConfig", has=("get_vocab_size", "max_model_len")),
+        Name(PROTOCOL[0], has=("logprobs", "messages", "top_logprobs")),
+        Name(PROTOCOL[1], has=("logprobs", "prompt")),
+        Name(
+            "vllm.v1.engine:EngineCoreRequest",
+            has=("abort_immediately", "prompt_token_ids", "request_id", "sampling_params"),
+        ),
+        Name(
+            "vllm.sampling_params:SamplingParams",
+            has=("logprobs", "max_tokens", "min_tokens", "output_kind"),
+        ),
         Name(f"{SERVING[0]}:OpenAIServingChat.render_chat_request", ("self", "request")),
         Name(
             f"{SERVING[1]}:OpenAIServingCompletion.render_completion_request", ("self", "request")
@@ -520,6 +552,7 @@ OPTIONAL = (
     LEAVING,
     PAGES,
     STREAMS,
+    RENDERS,
     SCHEDULER,
     FAILURE_POLICY,
     REST,

@@ -79,6 +79,7 @@ class Example:
         return abs(self.kept)
 
 
+BEGUN = ("worker", "hand_over", "prompt", "answer")
 AT = f"{__name__}:Example"
 
 
@@ -117,15 +118,37 @@ def test_a_name_that_is_another_is_named_with_what_it_is(name: Name, words: str)
     assert str(problem(name)).endswith(words)
 
 
+OURS = "engine_ext.vllm"
+
+
+@pytest.mark.parametrize(
+    ("module", "wanted"),
+    [
+        ("connector", []),
+        ("stats", [features.METRICS]),
+        ("compat.engine_loop", [features.LEAVING]),
+        ("pages", [features.PAGES]),
+        ("compat.streams", [features.STREAMS]),
+        ("scheduler", [features.SCHEDULER]),
+        ("compat.finish_reason", [features.SCHEDULER]),
+        ("compat.finish_reason", [features.THRESHOLD]),
+        ("compat.request_field", [features.THRESHOLD]),
+        ("compat.request_field", [features.BEGUN]),
+        *((f"compat.begun_{name}", [features.BEGUN]) for name in BEGUN),
+    ],
+)
+def test_a_feature_can_be_imported_where_its_names_are(
+    module: str, wanted: list[features.Feature]
+) -> None:
+    """And those that KV depends on: of nothing else is anything imported."""
+    probed = _probed(features.REQUIRED + tuple(wanted))
+    assert {one for one in _imported(f"{OURS}.{module}") if one not in probed} == set()
+
+
 def test_every_name_of_vllms_that_we_import_has_a_probe() -> None:
-    probed = {each.at for every in ALL for each in every.needs}
-    probed |= {f"{each.at}:{name}" for every in ALL for each in every.needs for name in each.has}
-    classes = {at.rpartition(".")[0] for at in probed if ":" in at}
-    modules = {at.partition(":")[0] for at in probed}
-    found = set(_imported())
+    found = {one for path in (ROOT / "engine_ext/vllm").rglob("*.py") for one in _names(path)[0]}
     assert len(found) > 40
-    unknown = found - probed - classes - PUBLIC
-    assert {one for one in unknown if one.replace(":", ".") not in modules} == set()
+    assert found - _probed(ALL) == set()
 
 
 def test_the_documents_table_names_every_feature_that_can_be_off() -> None:
@@ -136,16 +159,46 @@ def test_the_documents_table_names_every_feature_that_can_be_off() -> None:
 
 
 ALL = features.REQUIRED + features.OPTIONAL
-PUBLIC = {"vllm:__version__"}
+PUBLIC = {"vllm.__version__"}
 
 
-def _imported() -> list[str]:
-    """`module:name`, of all that our adapter imports."""
-    found = []
-    for path in (ROOT / "engine_ext" / "vllm").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
-                found += [f"{node.module}:{one.name}" for one in node.names]
-            elif isinstance(node, ast.Import):
-                found += [one.name for one in node.names if one.name.startswith("vllm")]
+def _probed(wanted: tuple[features.Feature, ...]) -> set[str]:
+    """Dotted, with the classes and modules that they are in."""
+    found = set(PUBLIC)
+    for each in (name for feature in wanted for name in feature.needs):
+        module, _, path = each.at.partition(":")
+        parts = [module, *path.split(".")] if path else [module]
+        found |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+        found |= {".".join([*parts, name]) for name in each.has}
     return found
+
+
+def _imported(module: str) -> set[str]:
+    """Of vLLM, while `module` and what of ours it needs are imported."""
+    found: set[str] = set()
+    seen, todo = set(), [module]
+    while todo:
+        if (each := todo.pop()) in seen:
+            continue
+        seen.add(each)
+        path = ROOT / each.replace(".", "/")
+        path = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
+        if path.exists():
+            theirs, ours = _names(path, deep=False)
+            found |= theirs
+            todo += ours
+    return found
+
+
+def _names(path: Path, deep: bool = True) -> tuple[set[str], set[str]]:
+    """Of vLLM and of our adapter, imported by a file: everywhere in it, or when it is."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = set()
+    for node in ast.walk(tree) if deep else tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {f"{node.module}.{one.name}" for one in node.names}
+            found |= {node.module} if node.module.startswith(OURS) else set()
+        elif isinstance(node, ast.Import):
+            found |= {one.name for one in node.names}
+    theirs = {one for one in found if one.partition(".")[0] == "vllm"}
+    return theirs, {one for one in found if one.startswith(OURS)}
