@@ -7,38 +7,41 @@ and the pages `/disagg/identity`, `/disagg/release` and `/disagg/leases`; each w
 
 import importlib
 import logging
+from collections.abc import Iterable
+
+from engine_ext.vllm.compat import features, support
+from engine_ext.vllm.compat.features import Feature
+from engine_ext.vllm.log import speak_as_vllm
 
 logger = logging.getLogger(__name__)
-
-COMPAT = "engine_ext.vllm.compat."
 
 
 def register() -> None:
     """Idempotent. Where our connector cannot be, nothing is changed, and the log says so."""
-    from engine_ext.vllm import log
-    from engine_ext.vllm.compat import features, support
-
-    log.speak_as_vllm()
+    speak_as_vllm()
     try:
         support.require(*features.REQUIRED)
     except RuntimeError as error:
         logger.warning("%s: it is left as it is", error)
         return
     support.say()
-    says = (f"{COMPAT}finish_reason", f"{COMPAT}request_field")
+    says = ("compat.streams", "compat.finish_reason", "compat.request_field")
     begun = ("begun_worker", "begun_hand_over", "begun_prompt", "begun_answer")
     for feature, seams in (
+        (features.STREAMS, ("compat.streams",)),
         (features.THRESHOLD, says),
-        (features.STREAMS, (f"{COMPAT}streams",)),
         # What is last says that all of it is there.
-        (features.BEGUN, (*says, *(COMPAT + each for each in begun))),
-        (features.PAGES, ("engine_ext.vllm.pages",)),
+        (features.BEGUN, (*says, *(f"compat.{each}" for each in begun))),
+        (features.PAGES, ("pages",)),
     ):
-        if not support.is_on(feature):
-            continue
-        try:
-            for seam in seams:
-                importlib.import_module(seam).install()
-        except Exception as error:
-            logger.exception(feature.name)
-            support.lose(feature, f"it could not be installed: {error!r}")
+        if support.is_on(feature):
+            _install(feature, seams)
+
+
+def _install(feature: Feature, seams: Iterable[str]) -> None:
+    try:
+        for seam in seams:
+            importlib.import_module(f"engine_ext.vllm.{seam}").install()
+    except Exception as error:
+        logger.exception(feature.name)
+        support.lose(feature, f"it could not be installed: {error!r}")

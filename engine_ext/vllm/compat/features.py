@@ -1,8 +1,8 @@
 """What we touch of vLLM that may be another in its next version, by what we need it for.
 
-Each feature is on where every name that it needs is as we know it, and only there; no feature needs
-another. Of a name, what is told here is all that we take for granted. A test finds every import of
-vLLM's in this package that is not here.
+Each feature is on where every name that it needs is as we know it, and only there; what works by
+way of another needs its names too. Of a name, what is told here is all that we take for granted. A
+test finds every import of vLLM's in this package that is not here.
 """
 
 from dataclasses import dataclass
@@ -183,6 +183,7 @@ CONTENT = Feature(
         ),
         Name("vllm.lora.request:LoRARequest", has=("lora_name", "lora_path")),
         Name("vllm.multimodal.inputs:MultiModalFeatureSpec", has=("identifier", "mm_position")),
+        Name("vllm.config:MultiModalConfig", has=("mm_processor_cache_gb",)),
         Name("vllm.multimodal.inputs:PlaceholderRange", has=("length", "offset")),
         Name(
             "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys",
@@ -200,7 +201,7 @@ CONTENT = Feature(
 
 STOCK_PEERS = Feature(
     "stock_peers",
-    "stock engines do not read from this one",
+    "this engine and stock ones read nothing from each other",
     (
         Name(
             f"{KV}.v1.nixl.metadata:compute_nixl_compatibility_hash",
@@ -261,19 +262,6 @@ PAGES = Feature(
     ),
 )
 
-_RESULTS = (
-    Name("vllm.outputs:RequestOutput.add", ("self", "next_output", "aggregate")),
-    Name(
-        "vllm.outputs:RequestOutput",
-        has=("finished", "kv_transfer_params", "outputs", "prompt_token_ids"),
-    ),
-    Name(
-        "vllm.outputs:CompletionOutput",
-        has=("finish_reason", "index", "logprobs", "stop_reason", "text", "token_ids"),
-    ),
-)
-"""What the HTTP server makes of a step of the engine."""
-
 STREAMS = Feature(
     "streams",
     "streams say no kv_transfer_params, nor the ids of their tokens",
@@ -287,7 +275,15 @@ STREAMS = Feature(
             ("self", "request", "engine_inputs", "result_generator", "request_id", ANY),
         ),
         *(Name(at, has=("kv_transfer_params", "model", "n", "stream")) for at in PROTOCOL),
-        *_RESULTS,
+        Name("vllm.outputs:RequestOutput.add", ("self", "next_output", "aggregate")),
+        Name(
+            "vllm.outputs:RequestOutput",
+            has=("finished", "kv_transfer_params", "outputs", "prompt_token_ids"),
+        ),
+        Name(
+            "vllm.outputs:CompletionOutput",
+            has=("finish_reason", "index", "logprobs", "stop_reason", "text", "token_ids"),
+        ),
     ),
 )
 
@@ -347,7 +343,7 @@ REST = Feature(
 
 LAST_WINDOW = Feature(
     "last_window",
-    "behind a sliding window, the last prompt token's may be computed again",
+    "behind sliding windows, decode engines compute some prompts again",
     (
         Name(
             "vllm.v1.core.kv_cache_manager:KVCacheManager.remove_skipped_blocks",
@@ -417,6 +413,7 @@ THRESHOLD = Feature(
     (
         *_ENDS,
         *_FIELDS,
+        *STREAMS.needs,
         Name(f"{SCHED}.scheduler:Scheduler._get_local_prefix_cache_hit", ("self", "request")),
         Name(f"{SCHED}.scheduler:Scheduler", has=("block_size",)),
         Name("vllm.v1.core.kv_cache_manager:KVCacheManager", has=("log_stats",)),
@@ -429,7 +426,7 @@ BEGUN = Feature(
     (
         *_ENDS,
         *_FIELDS,
-        *_RESULTS,
+        *STREAMS.needs,
         Name(f"{SCHED}.scheduler:Scheduler.add_request", ("self", "request")),
         Name(
             f"{SCHED}.scheduler:Scheduler",

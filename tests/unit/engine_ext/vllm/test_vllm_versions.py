@@ -145,6 +145,12 @@ def test_a_feature_can_be_imported_where_its_names_are(
     assert {one for one in _imported(f"{OURS}.{module}") if one not in probed} == set()
 
 
+@pytest.mark.parametrize("speaks", [features.THRESHOLD, features.BEGUN])
+def test_what_speaks_in_streams_is_off_with_them(speaks: features.Feature) -> None:
+    """Else a refusal would be a stream without an end, and what a client has be said again."""
+    assert set(features.STREAMS.needs) <= set(speaks.needs)
+
+
 def test_every_name_of_vllms_that_we_import_has_a_probe() -> None:
     found = {one for path in (ROOT / "engine_ext/vllm").rglob("*.py") for one in _names(path)[0]}
     assert len(found) > 40
