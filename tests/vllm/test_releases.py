@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.vllm.releases import NEXT, python_of
+from tests.vllm.releases import BUILD, NEXT, python_of
 from tests.vllm.servers import ENVIRONMENT, Fleet
 
 
@@ -19,7 +19,7 @@ class Fits(NamedTuple):
 
 RELEASES = {
     "0.31.0": Fits(("connector",), ("pages", "begun")),
-    "0.32.0": Fits(),
+    BUILD: Fits(),
     NEXT: Fits(),
 }
 """What is off with each."""
