@@ -1,0 +1,55 @@
+"""Push with models of other attention than most: latent, and sliding windows beside full."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.oracle import complete, differences, tokens_of
+from tests.integration.processes import metric, wait_for
+from tests.vllm.hybrid_model import write_hybrid_model
+from tests.vllm.measures import COMPUTED, counted, freed
+from tests.vllm.mla_model import write_mla_model
+from tests.vllm.servers import PUSH, SCHEDULER, Fleet, Kind
+from tests.vllm.test_push import both_legs
+
+LENGTHS = (1, 33, 64, 96, 129, 500, 1500)
+ENDING = (95, 127, 159, 255)
+"""The last token's window of the hybrid model begins with the last token of a block."""
+UNCACHED = "--no-enable-prefix-caching"
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "lengths"),
+    [
+        ("hybrid", write_hybrid_model, (*LENGTHS, *ENDING)),
+        ("mla", write_mla_model, LENGTHS),
+    ],
+)
+def test_pushed_prompts_and_a_turn_are_those_of_one_engine_alone(
+    fleet: Fleet,
+    tmp_path: Path,
+    name: str,
+    write: Callable[[Path], Path],
+    lengths: tuple[int, ...],
+) -> None:
+    model = write(tmp_path)
+    with fleet.servers(
+        Kind(f"{name}-push-p", PUSH, (*SCHEDULER, UNCACHED), model),
+        Kind(f"{name}-push-d", PUSH, (*SCHEDULER, UNCACHED), model),
+    ) as (prefiller, decoder):
+        for length in lengths:
+            prompt = tokens_of(length, 7600 + length)
+            right = complete(prefiller, prompt)
+            turn = both_legs(prefiller, decoder, prompt)
+            assert differences([right], [turn.answer]) == [], length
+        assert counted(prefiller, "pushes_ok") >= len(LENGTHS)
+        prompt = tokens_of(300, 7700)
+        turn = both_legs(prefiller, decoder, prompt)
+        longer = [*prompt, *turn.answer.tokens, *tokens_of(50, 7701)]
+        right = complete(prefiller, longer)
+        before = metric(prefiller, COMPUTED)
+        again = both_legs(prefiller, decoder, longer, turn.params)
+        assert differences([right], [again.answer]) == []
+        assert metric(prefiller, COMPUTED) - before < len(longer), "the turn was pulled"
+        wait_for(lambda: freed(prefiller), "P has its blocks back")
