@@ -185,5 +185,6 @@ def _logprob(raw: object) -> Logprob:
     match raw:
         case [int(token), float() | int() as value] if not isinstance(token, bool):
             if 0 <= token <= MAX_ID and not isinstance(value, bool) and value <= 0:
-                return token, float(value)
+                # What is lower is no float, or none that JSON has.
+                return token, float(max(LOWEST, value))
     raise BegunError(f"{KEY}.logprobs: not pairs of a token id and a number up to 0")

@@ -10,7 +10,7 @@ import msgspec
 
 from router.conversations.said import Json
 from router.flows.begun import begun_in
-from router.flows.errors import PreemptedError
+from router.flows.errors import EngineUnavailableError, PreemptedError
 from router.flows.screen import first_says, opening
 from router.flows.trial import REJECTION
 from router.upstream.answer import Answer
@@ -44,6 +44,20 @@ async def take_back(answer: Answer, limit: int) -> None:
         found = _in_whole(await answer.all_of_it(limit))
     if found is not None:
         raise found
+
+
+def require_kept(answer: Answer) -> None:
+    """Raises EngineUnavailableError for what was handed back, and nobody had asked for that: an
+    engine may be configured to, and its page of identity be unread still."""
+    held = answer.held()
+    if held.find(NEEDLE) < 0:
+        return
+    if answer.is_event_stream:
+        is_back = first_says(opening(held), NEEDLE, is_handed_back)
+    else:
+        is_back = _in_whole(held) is not None
+    if is_back:
+        raise EngineUnavailableError("the decode engine handed back what it was to answer")
 
 
 def is_handed_back(content: Json) -> bool:

@@ -23,11 +23,11 @@ from router.flows.errors import (
     RejectedError,
 )
 from router.flows.gateway import Gateway
-from router.flows.handed_back import take_back
+from router.flows.handed_back import require_kept, take_back
 from router.flows.plan import Plan
 from router.flows.prefilled import Params, Prefilled
 from router.flows.push import Push
-from router.flows.request import PASSED, Body, Request
+from router.flows.request import AS_SENT, PASSED, Body, Request
 from router.flows.screen import (
     cached_share,
     ends_at_once,
@@ -212,6 +212,8 @@ class Legs:
                 gateway.fleet.answered(engine)
             if self.may_come_back:
                 await take_back(answer, gateway.limits.max_answer_size)
+            elif request.alone not in AS_SENT:
+                require_kept(answer)
             if threshold and await self._is_rejected(engine, answer, threshold):
                 return REJECTED
             if accept is not None:

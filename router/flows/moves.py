@@ -15,11 +15,8 @@ from router.flows.handover import asks_one_token, difference, may_be_handed, rea
 from router.flows.journal import Journal
 from router.flows.legs import LegError
 from router.flows.prefilled import Params, with_field
-from router.flows.request import CLIENT_PARAMS, PASSED, Request
+from router.flows.request import AS_SENT, Request
 from router.upstream.deadlines import now
-
-# Requests whose params are the client's, or which have none.
-AS_SENT = frozenset((PASSED, CLIENT_PARAMS))
 
 
 class Moves:

@@ -52,6 +52,8 @@ SEVERAL = "n"
 MOST_SEVERAL = 128
 # An endpoint that one engine answers: see router.flows.passed.
 PASSED = "passed"
+# Requests whose params are the client's, or which have none.
+AS_SENT = frozenset((PASSED, CLIENT_PARAMS))
 # Ids of legs are this process's own: two clients may send the same X-Request-Id, and in push mode
 # legs of the same id are one request.
 _process, _legs = f"{getrandbits(40):010x}", count()

@@ -46,7 +46,7 @@ from router.flows.prefilled import RETAIN, Params, Prefilled
 from router.flows.push import PUSHES, Push, push_of
 from router.flows.request import Body, Request
 from router.flows.reuse import USED_UP, Offer
-from router.flows.scatter import Scatter
+from router.flows.scatter import Scatter, places
 from router.flows.traced import legs_of
 from router.policies.chunks import tokens_of
 from router.telemetry.record import Record
@@ -81,8 +81,8 @@ Failure = tuple[LegError, Engine, Role]
 class Run:
     """One request under way: what failed so far, and what is held for it at engines."""
 
-    __slots__ = ("_bodies", "_failed", "_failure", "_fresh", "_gateway", "_is_spent", "_left",
-                 "_legs", "_mate", "_moves", "_offer", "_plan", "_preempted", "_rejected",
+    __slots__ = ("_bodies", "_chances", "_failed", "_failure", "_fresh", "_gateway", "_is_spent",
+                 "_left", "_legs", "_mate", "_moves", "_offer", "_plan", "_preempted", "_rejected",
                  "_request", "_unread")  # fmt: skip
 
     def __init__(self, request: Request, bodies: Bodies, plan: Plan, gateway: Gateway) -> None:
@@ -92,6 +92,8 @@ class Run:
         self._gateway = gateway
         self._legs = legs_of(request, plan, gateway)
         self._failed: list[Engine] = []
+        # Of those, who was asked besides others.
+        self._chances = 0
         # Groups where nobody was left to ask. None is returned to, so this comes to an end.
         self._left: frozenset[str] = NONE
         self._failure: LegError | None = None
@@ -137,10 +139,9 @@ class Run:
 
     async def _decoder_first(self) -> bool:
         """Whether a decoder has answered by itself."""
-        scatter = Scatter(self._request, self._gateway)
-        several = scatter.places(self._plan.scatter)
+        several = places(self._plan.scatter, self._request, self._gateway)
         if several:
-            came = await self._first_of(scatter, several)
+            came = await self._first_of(several)
         else:
             came = await self._decode(self._keeping(None), self._plan.threshold)
         self._rejected = came is REJECTED
@@ -150,9 +151,9 @@ class Run:
             self._count(DECODER_ALONE)
         return came is ANSWERED
 
-    async def _first_of(self, scatter: Scatter, engines: Sequence[Engine]) -> Came:
+    async def _first_of(self, engines: Sequence[Engine]) -> Came:
         """Of several decoders that are asked at once, the one that accepts first."""
-        threshold = self._plan.threshold
+        scatter, threshold = Scatter(self._request, self._gateway), self._plan.threshold
         for engine in engines:
             told = self._told(self._keeping(None), engine, is_chance=True)
             scatter.add(engine, self._decode_body(told, threshold))
@@ -170,6 +171,7 @@ class Run:
             _blame(self._gateway, engine, error, RULES[error.kind].blames_engine)
         if error.kind != "stale":
             self._failed.append(engine)
+            self._chances += 1
 
     async def _alone(self, why: str) -> None:
         self._gateway.metrics.decode_only.labels(why).inc()
@@ -246,7 +248,7 @@ class Run:
                 if self._moves is not None and self._moves.starts_over():
                     return CUT
                 if not self._has_moved():
-                    raise self._failure or NoEngineError("no decode engine is healthy")
+                    raise self._nobody_is_left()
                 if mate is not None:
                     return AFRESH
                 continue
@@ -273,6 +275,13 @@ class Run:
                 is_afresh = mate is not None and (what is Next.AFRESH or not self._is_held())
                 if is_afresh and self._another(DECODE, mate) not in (None, mate):
                     return AFRESH
+
+    def _nobody_is_left(self) -> Exception:
+        if self._failure is None:
+            return NoEngineError("no decode engine is healthy")
+        if self._request.exchange.started:
+            self._gateway.metrics.resumes.add((self._failure.kind, "given_up"))
+        return self._failure
 
     # Push: both at once.
 
@@ -469,12 +478,13 @@ class Run:
             self._is_spent = True  # it may have been read, and is read once
         if error.kind == "stale":
             self._fresh = True
-        elif isinstance(error, PreemptedError):
+        elif isinstance(error, PreemptedError) and moves.left > 0:  # as it was asked to
             moves.left -= 1
             moves.preempted.append(engine)
         elif not is_of_turn or error.kind == "overloaded":
             self._failed.append(engine)
-        is_over = what in (Next.END, Next.GIVE_UP) or is_late or len(self._failed) >= MOST_FAILED
+        is_over = what in (Next.END, Next.GIVE_UP) or is_late
+        is_over = is_over or len(self._failed) - self._chances >= MOST_FAILED
         if is_over or not (rule.is_free or gateway.budget.take(moment)):
             if request.exchange.started:
                 gateway.metrics.resumes.add((error.kind, moves.why_not()))

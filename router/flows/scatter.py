@@ -40,6 +40,22 @@ class Ended(NamedTuple):
     is_rejected: bool = False
 
 
+def places(engines: Sequence[Engine], request: Request, gateway: Gateway) -> Sequence[Engine]:
+    """Who of them may be asked at once, as things are now; nobody, where it is only one.
+
+    Legs that are asked for on a chance are the first to be spared where engines fail."""
+    seat, able = request.seat, [one for one in engines if one.is_asked]
+    if len(able) < 2 or not gateway.budget.is_left(now()):
+        return ()
+    if seat is None:
+        return able
+    found = [engine for engine in able if seat.visit(engine)]
+    if len(found) > 1:
+        return found
+    seat.depart(found)
+    return ()
+
+
 class Scatter:
     """The legs of one request, and its places at their engines."""
 
@@ -50,21 +66,6 @@ class Scatter:
         self._journals: dict[Engine, Journal | None] = {}
         self._legs: dict[Engine, asyncio.Task[Came]] = {}
         self._winner: Engine | None = None
-
-    def places(self, engines: Sequence[Engine]) -> Sequence[Engine]:
-        """Who of them may be asked at once, as things are now; nobody, where it is only one.
-
-        Legs that are asked for on a chance are the first to be spared where engines fail."""
-        seat, able = self._request.seat, [one for one in engines if one.is_asked]
-        if len(able) < 2 or not self._gateway.budget.is_left(now()):
-            return ()
-        if seat is None:
-            return able
-        found = [engine for engine in able if seat.visit(engine)]
-        if len(found) > 1:
-            return found
-        seat.depart(found)
-        return ()
 
     def add(self, engine: Engine, body: Halves) -> None:
         """Will be asked. The journal that its body asks it to fill is the request's if it wins."""

@@ -320,6 +320,48 @@ async def test_nothing_is_asked_of_one_that_does_not_offer_it(
     assert all("hand_back" not in params_of(one) for one in legs(d, d2))
 
 
+def always_hands_back(request: Received, peer: Peer) -> Awaitable[None]:
+    """Whatever it is asked."""
+    if not request.json.get("stream"):
+        return peer.answer(whole(2, BACK, told(2)))
+    return peer.stream(event_of(request, {"text": "", **BACK}), DONE)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("capabilities", [OURS["capabilities"], []])
+async def test_what_nobody_asked_to_have_back_is_no_answer(
+    start: Start, d: MockEngine, d2: MockEngine, capabilities: list[str], stream: bool
+) -> None:
+    """An engine may be configured to, and its page be unread still; or it does not listen."""
+    d.identity = d2.identity = OURS | {"capabilities": capabilities}
+    router = await start(max_resumes=0)
+    d.scripts = d2.scripts = [always_hands_back]
+    assert await answered(router, stream) == WORDS
+    assert [len(legs(d)), len(legs(d2))] == [1, 1]
+    assert router.metric("upstream_errors_total", role="decode", kind="status_5xx") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_engines_that_always_hand_back_are_not_asked_for_ever(
+    start: Start, d: MockEngine, d2: MockEngine, stream: bool
+) -> None:
+    router = await start()
+    d.usual = d2.usual = always_hands_back
+    answer = await router.complete(stream=stream)
+    assert answer.status_code == 503, answer.text
+    assert len(legs(d, d2)) < 8
+    assert router.gateway.journals.size == 0
+
+
+async def test_what_another_router_asked_to_have_back_it_gets(
+    start: Start, d: MockEngine, d2: MockEngine
+) -> None:
+    router = await start(trust_client_kv_params=True)
+    d.scripts = d2.scripts = [always_hands_back]
+    answer = await router.complete(kv_transfer_params={"hand_back": True})
+    assert answer.json()["choices"][0]["finish_reason"] == "cache_threshold"
+
+
 async def test_without_resumes_nothing_is_handed_back(
     start: Start, d: MockEngine, d2: MockEngine
 ) -> None:
@@ -440,8 +482,8 @@ async def test_an_engine_that_hands_back_for_ever_does_not_hold_a_stream_for_eve
     d.usual = d2.usual = never_ends
     answer = await router.stream()
     assert error_in(answer.text)["code"] == 503
-    assert len(legs(d, d2)) == 3
-    assert router.metric("resumes_total", kind="preempted", outcome="given_up") == 1
+    assert len(legs(d, d2)) == 4
+    assert router.metric("resumes_total", kind="status_5xx", outcome="given_up") == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

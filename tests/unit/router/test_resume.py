@@ -289,6 +289,8 @@ async def test_what_was_computed_for_a_move_to_nobody_is_given_back(
     await router.settled()
     paths = [one.path for one in p.requests]
     assert (paths.count("/v1/completions"), paths.count("/disagg/release")) == (2, 1)
+    counts = router.gateway.metrics.resumes.counts()
+    assert counts == {("broken_answer", "given_up"): 1}
 
 
 async def test_engines_that_tell_not_what_they_render_are_like_nobody(

@@ -248,6 +248,23 @@ async def test_where_all_fail_it_is_one_failure_of_the_request(
     assert router.metric("retries_total", role="decode", kind="status_5xx") == 1
 
 
+async def test_legs_that_were_asked_on_a_chance_are_no_failures_of_the_request(
+    start_router: StartRouter, p: MockEngine, ds: list[MockEngine]
+) -> None:
+    """Four that fail one after the other would end it."""
+    p.identity, p.usual = KNOWS, computes
+    async with running_engine(fails) as fourth, running_engine(to_the_end) as fifth:
+        fourth.identity = fifth.identity = KNOWS
+        for engine in ds:
+            engine.usual = fails
+        router = await start_router(ds=[*ds, fourth, fifth], scatter=4)
+        engines = router.gateway.fleet.engines
+        await eventually(lambda: all(engine.learned.asked for engine in engines))
+        assert await asked(router) == WORDS
+        assert await outcomes(router) == {"failed": 4}
+        assert len(legs(fifth)) == 1
+
+
 async def test_a_refusal_by_all_is_the_clients_answer(
     start: Start, p: MockEngine, ds: list[MockEngine]
 ) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine_ext.base.begun import (
     KEY,
+    LOWEST,
     MAX_ID,
     MAX_LOGPROBS,
     Begun,
@@ -79,6 +80,15 @@ ONE = packed([7])
 def test_what_makes_no_sense_is_named(begun: Any) -> None:
     with pytest.raises(BegunError, match="begun"):
         begun_in({KEY: begun})
+
+
+@pytest.mark.parametrize("written", ["-1e999", "-1" + 400 * "0", "-9999", "-1e300"])
+def test_a_log_probability_is_as_low_as_json_can_say(written: str) -> None:
+    logprobs = json.loads(f"[[[7, {written}]]]")
+    given = {"prompt_token_ids": ONE, "output_token_ids": ONE, "logprobs": logprobs}
+    begun = begun_in({KEY: given})
+    assert begun is not None
+    assert begun.logprobs == (((7, LOWEST),),)
 
 
 def test_so_many_log_probabilities_fit_and_no_more() -> None:
