@@ -77,6 +77,12 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Failed legs", "short", {
             "{{role}} {{kind}}": rate("upstream_errors", "role, kind")}),
         Panel("Tried again", "short", {"{{role}} {{kind}}": rate("retries", "role, kind")}),
+        Panel("Answers that moved, or could not", "short", {
+            "{{kind}} {{outcome}}": rate("resumes", "kind, outcome")}),
+        Panel("First tokens of prefillers", "short", {
+            "{{outcome}}": rate("handed_over", "outcome")}),
+        Panel("Asked several decoders at once", "short", {
+            "{{outcome}}": rate("scattered", "outcome")}),
         Panel("Engines of groups", "short", {
             "{{group}} {{role}}": "max by (group, role) "
             f"(disagg_router_group_engines{{{WHERE}}})"}),

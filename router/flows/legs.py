@@ -102,6 +102,7 @@ class Legs:
         record, limits, seat = request.record, gateway.limits, request.seat
         record.stage, record.prefiller = "prefill", engine.name
         record.first_byte = None  # of a decoder that has read this
+        self._is_read = False
         record.prefill_started = started = now()
         if seat is not None:
             seat.prefill_at(engine)

@@ -39,11 +39,20 @@ NO_MODEL = "disagg-router/released"
 def give_up(
     request: Request, gateway: Gateway, params: Params | None, cause: BaseException | None
 ) -> None:
-    """A decode leg failed or was left; before its first byte, the prefiller still waits."""
-    if params is None or request.record.first_byte is not None:
+    """A decode leg failed or was left, perhaps before it has read."""
+    if params is None or _was_read(request, params):
         return
     if not (isinstance(cause, asyncio.CancelledError) and _has_arrived(request)):
         gateway.spawn(release(request, gateway, request.record.prefiller, params))
+
+
+def _was_read(request: Request, params: Params) -> bool:
+    """A decoder's first byte shows it; its second token, where it was handed the first, which it
+    says before it has any KV. Where nobody counts, the prefiller knows."""
+    if request.record.first_byte is None:
+        return False
+    journal = request.journal
+    return not params.begins or (journal is not None and journal.said > 1)
 
 
 def _has_arrived(request: Request) -> bool:

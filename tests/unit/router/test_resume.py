@@ -220,6 +220,27 @@ async def test_in_every_plan(
     assert [one.get("spoken") for one in begun if "spoken" in one] == [2]
 
 
+async def test_what_is_computed_for_a_move_is_held_until_it_is_read(
+    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+) -> None:
+    """Whether or not the decoder that failed had read some."""
+    router, goes_on = await start(min_remote_prefill_tokens=1000), asyncio.Event()
+
+    async def waits(request: Received, peer: Peer) -> None:
+        await goes_on.wait()
+        await to_the_end(request, peer)
+
+    scripts = iter([dies_after(2), waits])
+    d.usual = d2.usual = lambda request, peer: next(scripts)(request, peer)
+    asking = asyncio.create_task(router.stream())
+    await eventually(lambda: len(legs(d, d2)) == 2)
+    assert router.engine(p).holding == 1
+    goes_on.set()
+    await asking
+    await router.settled()
+    assert router.engine(p).holding == 0
+
+
 async def test_no_prefiller_is_needed(
     start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
@@ -277,6 +298,19 @@ async def test_what_was_computed_for_a_move_that_fails_is_given_back(
     # Of what was computed for each move, and not of what the first decoder has read.
     paths = [one.path for one in p.requests]
     assert (paths.count("/v1/completions"), paths.count("/disagg/release")) == (3, 2)
+
+
+@pytest.mark.parametrize(("said", "released"), [(1, 1), (2, 0)])
+async def test_a_token_that_was_handed_over_shows_no_reading(
+    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, said: int, released: int
+) -> None:
+    """A decoder says it before it has any of the blocks."""
+    router = await start()
+    d.scripts = d2.scripts = [dies_after(said)]
+    assert texts_of((await router.stream()).text) == WORDS
+    await router.settled()
+    paths = [one.path for one in p.requests]
+    assert (paths.count("/v1/completions"), paths.count("/disagg/release")) == (2, released)
 
 
 async def test_what_was_computed_for_a_move_to_nobody_is_given_back(
