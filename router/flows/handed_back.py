@@ -46,16 +46,16 @@ async def take_back(answer: Answer, limit: int) -> None:
         raise found
 
 
-def require_kept(answer: Answer) -> None:
+def require_kept(begun: bytes, is_stream: bool) -> None:
     """Raises EngineUnavailableError for what was handed back, and nobody had asked for that: an
-    engine may be configured to, and its page of identity be unread still."""
-    held = answer.held()
-    if held.find(NEEDLE) < 0:
+    engine may be configured to, and its page of identity be unread still. `begun`: a whole answer,
+    or a stream's opening."""
+    if begun.find(NEEDLE) < 0:
         return
-    if answer.is_event_stream:
-        is_back = first_says(opening(held), NEEDLE, is_handed_back)
+    if is_stream:
+        is_back = first_says(begun, NEEDLE, is_handed_back)
     else:
-        is_back = _in_whole(held) is not None
+        is_back = _in_whole(begun) is not None
     if is_back:
         raise EngineUnavailableError("the decode engine handed back what it was to answer")
 

@@ -206,7 +206,8 @@ class Legs:
                     begun = opening(answer.held())
                 is_stopped = ends_at_once(begun)
             else:
-                is_stopped = is_cut_off(answer.held())
+                begun = answer.held()
+                is_stopped = is_cut_off(begun)
             if is_stopped:
                 raise EngineUnavailableError(STOPPED % engine.role)
             if engine.breaker.succeeded():
@@ -214,7 +215,7 @@ class Legs:
             if self.may_come_back:
                 await take_back(answer, gateway.limits.max_answer_size)
             elif request.alone not in AS_SENT:
-                require_kept(answer)
+                require_kept(begun, answer.is_event_stream)
             if threshold and await self._is_rejected(engine, answer, threshold):
                 return REJECTED
             if accept is not None:

@@ -193,7 +193,7 @@ async def test_two_streams_are_one(path: str, form: str, client: httpx.AsyncClie
     known = Told().hear(await stream(client, path, named)) if "logprobs" in body else alone
     prompt = prompt_in(chunks)
     seams = sorted({end for end in alone.ends if 0 < end <= len(alone.tokens)})
-    assert len(seams) > len(alone.tokens) / 2, "chunks of a token each, nearly all"
+    assert len(seams) > 1, "chunks of a token each, or of some where the reader is late"
     for seam in seams:
         logprobs = logprobs_in(path, known, 0, seam) if "logprobs" in body else None
         params = begun_with(alone.tokens[:seam], prompt, 0, logprobs=logprobs)
