@@ -254,7 +254,7 @@ async def test_legs_that_were_asked_on_a_chance_are_no_failures_of_the_request(
     """Four that fail one after the other would end it."""
     p.identity, p.usual = KNOWS, computes
     async with running_engine(fails) as fourth, running_engine(to_the_end) as fifth:
-        fourth.identity = fifth.identity = KNOWS
+        fourth.identity = KNOWS  # the fifth one is not asked on a chance
         for engine in ds:
             engine.usual = fails
         router = await start_router(ds=[*ds, fourth, fifth], scatter=4)
