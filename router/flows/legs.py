@@ -216,6 +216,7 @@ class Legs:
                 await take_back(answer, gateway.limits.max_answer_size)
             elif request.alone not in AS_SENT:
                 require_kept(begun, answer.is_event_stream)
+            del begun  # of a large answer: it is passed on meanwhile
             if threshold and await self._is_rejected(engine, answer, threshold):
                 return REJECTED
             if accept is not None:

@@ -246,7 +246,8 @@ def test_streams_in_other_dialects_and_forms_go_on_elsewhere(
             victim.kill()
             assert [answer.result(timeout=100) for answer in answers] == right
         assert resumed(router) > 3
-        assert metric(router, WENT_ON) == 2 * len(asked)
+        # And of those that were prefilled afresh, for the victim had said nothing of them.
+        assert metric(router, WENT_ON) >= 2 * len(asked)
 
 
 def _told(router: Server, path: str, fields: dict[str, Any], number: int) -> object:

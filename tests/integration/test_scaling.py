@@ -139,11 +139,16 @@ def is_read(router: Server, url: str) -> bool:
     return in_flight(router, url) <= 0 and of_engine(router, "holding", url) <= 0
 
 
-def leave(fleet: Fleet, router: Server, prefiller: str, decoder: str) -> dict[str, nursery.Counts]:
+def leave(
+    fleet: Fleet, router: Server, prefiller: str, decoder: str, group: str = ""
+) -> dict[str, nursery.Counts]:
     """Amid answers; what they had counted. The prefiller goes first: where a group's last decoder
-    leaves with it, what was prefilled at that moment has no reader left."""
+    leaves with it, what was prefilled at that moment has no reader left. `group`: gets no weight,
+    as soon as they are in the midst of it; from then on less and less comes to them."""
     urls = fleet.urls[prefiller], fleet.urls[decoder]
     wait_for(lambda: in_flight(router, urls[1]) > 1, f"{decoder} is in the midst of it", 60)
+    if group:
+        fleet.teller.weigh(group, 0)
     fleet.teller.remove([urls[0]])
     wait_for(lambda: has_been_told(router, urls[0]), "the router has read it")
     wait_for(lambda: is_read(router, urls[0]), "its KV has been read", 30)
@@ -168,8 +173,7 @@ def test_a_fleet_is_scaled_and_rolled_out_and_no_client_notices(
             assert not fleet.has_worked("p3", "d3"), "it has no weight"
             fleet.teller.weigh("green", 1)
             wait_for(lambda: fleet.has_worked("p3", "d3"), "green works", 60, 0.1)
-            fleet.teller.weigh("blue", 0)
-            counts |= leave(fleet, router, "p2", "d2")
+            counts |= leave(fleet, router, "p2", "d2", "blue")
             clients.goes_on(5)
         counts |= fleet.end("p3", "d3")
     assert not clients.troubles

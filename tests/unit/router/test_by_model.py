@@ -15,7 +15,7 @@ from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import DONE, MockEngine, Peer, Received, event
 
-USAGE = b'"usage":{"prompt_tokens":40,"completion_tokens":5,"cached_tokens":8}'
+USAGE = b'{"prompt_tokens":40,"completion_tokens":5,"cached_tokens":8}'
 
 
 def ended(model: str = "m", group: str = "g", **more: Any) -> Record:
