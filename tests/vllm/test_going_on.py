@@ -10,6 +10,7 @@ from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
 LONG = 150
 PROMPTS = [text_of(length, 16_000 + length) for length in (40, 200, 64, 333)]
 RUNNING = r"vllm:num_requests_running\{.*\}"
+HEALTHY = r"disagg_router_engine_healthy\{.*\}"
 SOON = ("--health-interval", "0.5", "--health-timeout", "5", "--decode-policy", "round_robin")
 
 OFTEN = ("--max-resumes", "6")
@@ -32,6 +33,7 @@ def test_streams_go_on_at_another_decoder(
 
             # Five engines share two cores: one whose load fails for that is one more move.
             with launcher.router([prefiller], [decoder, victim], *SOON, *OFTEN) as router:
+                wait_for(lambda: metric(router, HEALTHY) == 3, "all are asked", 60)
                 assert (
                     differences(right, all_streamed(router, PROMPTS, LONG, end, seconds=200)) == []
                 )
