@@ -6,7 +6,9 @@ Off unless the setting says so: an engine loads what it is told from wherever it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 from fastapi import APIRouter, Request
@@ -18,6 +20,7 @@ from router.callers.keys import Key
 from router.fleet.engine import Engine
 from router.flows import headers
 from router.flows.content import check_json
+from router.flows.entrance import entered
 from router.flows.errors import (
     BadRequestError,
     BodyTooLargeError,
@@ -96,17 +99,39 @@ async def _everywhere(request: Request, path: str) -> Response:
 
 
 async def _answer(request: Request, key: Key | None, record: Record, shared: bytes) -> Response:
-    """One for all: the first failure, else what the first engine said."""
     gateway: Gateway = request.app.state.gateway
     if not gateway.settings.lora_updates:
         raise ForbiddenError(OFF)
     raw = await _body(request)
-    body, engines = parse_body(raw), gateway.fleet.engines
+    body = parse_body(raw)
     name, model = body.get("lora_name"), body.get("model")
     if not isinstance(name, str):
         raise BadRequestError("lora_name must be a string", "lora_name")
     if key is not None and not key.may_ask(name):
         raise ForbiddenModelError(name)
+    async with _counted(key, gateway):
+        return await _tell(raw, name, model, record, shared, gateway)
+
+
+@contextlib.asynccontextmanager
+async def _counted(key: Key | None, gateway: Gateway) -> AsyncIterator[None]:
+    """As one request of its key, without tokens. Raises RateLimitError."""
+    door = gateway.door
+    if door is None or key is None or not key.has_limits:
+        yield
+        return
+    stay = await entered(key, 0, door, gateway.metrics)
+    try:
+        yield
+    finally:
+        door.leave(stay, 0)
+
+
+async def _tell(
+    raw: bytes, name: str, model: object, record: Record, shared: bytes, gateway: Gateway
+) -> Response:
+    """One answer for all: the first failure, else what the first engine said."""
+    engines = gateway.fleet.engines
     chosen = [e for e in engines if e.is_wanted and _has(e, model)]
     if not chosen:
         raise NoEngineError("no engine is healthy")

@@ -7,7 +7,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from router.flows.errors import RequestError, body_of, error_body, shape_of, type_of_status
+from router.flows.errors import (
+    RequestError,
+    body_of,
+    error_body,
+    headers_of,
+    shape_of,
+    type_of_status,
+)
 
 
 async def http_error(request: Request, error: Exception) -> Response:
@@ -23,7 +30,8 @@ async def validation_error(_: Request, error: Exception) -> Response:
 
 
 async def failure(_: Request, error: Exception) -> Response:
-    return Response(body_of(error), shape_of(error).status, None, "application/json")
+    told = {name.decode(): value.decode("latin-1") for name, value in headers_of(error)}
+    return Response(body_of(error), shape_of(error).status, told)
 
 
 def install(app: FastAPI) -> None:

@@ -8,7 +8,6 @@ way for the front.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ssl
 from functools import partial
 from typing import Any, cast
@@ -88,15 +87,16 @@ class Handshake(asyncio.Protocol):
         try:
             if not self._is_lost:
                 self._loop.call_soon(self._hand_over)  # TLS begins right after it
-                with contextlib.suppress(OSError, asyncio.TimeoutError):
-                    secured = await self._loop.start_tls(
-                        self._transport,
-                        self,
-                        self._context,
-                        server_side=True,
-                        ssl_handshake_timeout=seconds,
-                        ssl_shutdown_timeout=GOODBYE,
-                    )
+                secured = await self._loop.start_tls(
+                    self._transport,
+                    self,
+                    self._context,
+                    server_side=True,
+                    ssl_handshake_timeout=seconds,
+                    ssl_shutdown_timeout=GOODBYE,
+                )
+        except OSError as error:
+            self._gateway.metrics.tls_failures.add((_reason(error),))
         finally:
             self._forget()
             if secured is None:
@@ -130,3 +130,9 @@ class Handshake(asyncio.Protocol):
     def _forget(self) -> None:
         self._connections.discard(self)
         self._gateway.metrics.connections.dec()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return "refused"
+    return "late" if isinstance(error, ConnectionAbortedError) else "left"  # the loop's word

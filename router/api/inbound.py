@@ -22,6 +22,7 @@ from router.flows.errors import (
     HeadTooLargeError,
     MalformedRequestError,
     RequestError,
+    UnknownCodingError,
     bodies_too_large,
 )
 from router.flows.exchange import Header
@@ -29,6 +30,7 @@ from router.flows.limits import Limits
 from router.upstream.repeated import Repeated, without_length
 
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
+CODING = b"transfer-encoding"
 
 
 class Bounds(Protocol):
@@ -167,9 +169,12 @@ class Inbound:
         if parser.should_upgrade():
             return
         http_1_1 = parser.get_http_version() == "1.1"
-        hosts = [name for name, _ in headers].count(b"host")
+        names = [name for name, _ in headers]
+        hosts = names.count(b"host")
         if hosts != 1 and (hosts or http_1_1):
             raise MalformedRequestError("a request has exactly one Host (RFC 9112, 3.2)")
+        if CODING in names and _codings(headers) != b"chunked":
+            raise UnknownCodingError("of all transfer codings only chunked is known here")
         method, endpoint = parser.get_method(), None
         if method == b"POST":
             endpoint = HOT.get(target) or hot_endpoint(target)
@@ -277,6 +282,10 @@ def _reason(error: httptools.HttpParserError) -> RequestError:
     if isinstance(inner, RequestError):
         return inner
     return MalformedRequestError(f"not a valid HTTP/1.1 request: {error}")
+
+
+def _codings(headers: list[Header]) -> bytes:
+    return b", ".join([value for name, value in headers if name == CODING]).strip().lower()
 
 
 def _size(headers: list[Header]) -> int:

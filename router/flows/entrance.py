@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.callers.allowance import Standing, duration
-from router.callers.door import MISSING, Door
+from router.callers.door import MISSING, Door, Stay
 from router.callers.keys import Key
 from router.callers.ledger import CONCURRENCY, Verdict
 from router.flows.errors import ForbiddenModelError, RateLimitError, UnauthorizedError
@@ -39,12 +39,18 @@ async def let_in(request: Request, key: Key, door: Door, metrics: Metrics) -> No
         raise ForbiddenModelError(request.model)
     if not key.has_limits:
         return
-    came = await door.enter(key, request.tokens + asked_for(request))
+    stay = await entered(key, request.tokens + asked_for(request), door, metrics)
+    request.stay = stay
+    request.exchange = Limited(request.exchange, stay, lines(stay.verdict))
+
+
+async def entered(key: Key, tokens: int, door: Door, metrics: Metrics) -> Stay:
+    """It must leave the door. Raises RateLimitError."""
+    came = await door.enter(key, tokens)
     if isinstance(came, Verdict):
         metrics.rate_limited.labels(key.name, came.refused).inc()
         raise RateLimitError(_words(key, came), came.refused, came.wait, lines(came))
-    request.stay = came
-    request.exchange = Limited(request.exchange, came, lines(came.verdict))
+    return came
 
 
 def leave(request: Request, door: Door) -> None:

@@ -3,6 +3,7 @@
 RequestError
 ├── BadRequestError          the body is not a JSON object
 │   └── MalformedRequestError    not even HTTP
+│       └── UnknownCodingError       in a transfer coding that we have not
 ├── HeadTooLargeError
 ├── BodyTooLargeError
 ├── ForbiddenError           a setting forbids it
@@ -58,6 +59,10 @@ class BadRequestError(RequestError):
 
 
 class MalformedRequestError(BadRequestError):
+    pass
+
+
+class UnknownCodingError(MalformedRequestError):
     pass
 
 
@@ -211,6 +216,7 @@ class Shape(NamedTuple):
 # The first class of an exception's ancestry that is listed decides.
 SHAPES: dict[type[BaseException], Shape] = {
     BadRequestError: Shape(400, "BadRequestError"),
+    UnknownCodingError: Shape(501, "NotImplementedError"),
     HeadTooLargeError: Shape(431, "RequestHeaderFieldsTooLargeError"),
     BodyTooLargeError: Shape(413, "RequestEntityTooLargeError"),
     NotFoundError: Shape(404, "NotFoundError"),

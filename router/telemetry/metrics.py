@@ -300,6 +300,14 @@ class Metrics:
             act="incorrect, and many: somebody has an old key, or tries some. The access lines "
             "have their requests.",
         )
+        self.tls_failures = made.tally(
+            "tls_failures",
+            "Handshakes of clients over TLS that came to nothing.",
+            "reason",
+            act="refused, and many: clients do not know the certificate's authority, show none of "
+            "their own, or speak no TLS. late: they connect and are silent. left: often the "
+            "checks of a load balancer.",
+        )
         self.rate_limited = made.counter(
             "rate_limited",
             "Requests that were refused by a limit of their API key.",

@@ -333,6 +333,23 @@ async def test_a_key_of_some_models_changes_no_others_adapters(
     assert {request.json["lora_name"] for request in p.requests} == {"pirate"}
 
 
+async def test_changing_adapters_counts_towards_a_keys_limits(
+    start_router: StartRouter, p: MockEngine, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.yaml"
+    entry = {"name": "one", "sha256": digest_of(b"k").hex(), "requests_per_minute": 2}
+    path.write_text(json.dumps({"keys": [entry]}))
+    router = await start_router(lora_updates=True, api_keys_file=path)
+    shown = {"authorization": "Bearer k"}
+    answers = [await router.client.post(LOAD, json=ADAPTER, headers=shown) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert answers[2].json()["error"]["code"] == "rate_limit_exceeded"
+    assert "retry-after" in answers[2].headers
+    assert router.gateway.door is not None
+    assert router.gateway.door.running("one") == 0
+    assert len(p.requests) == 2
+
+
 async def test_adapters_are_left_alone_unless_the_operator_wants_it(
     router: Router, p: MockEngine, d: MockEngine
 ) -> None:

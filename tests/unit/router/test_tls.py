@@ -224,6 +224,32 @@ async def test_a_handshake_that_is_not_finished_counts_as_a_connection(
     assert answer.startswith(b"HTTP/1.1 200")
 
 
+async def test_handshakes_that_come_to_nothing_are_counted_by_what_became_of_them(
+    monkeypatch: pytest.MonkeyPatch, sealed: Router, ca: Authority, stranger: Authority
+) -> None:
+    def counted(reason: str) -> float:
+        return sealed.metric("tls_failures_total", reason=reason)
+
+    with pytest.raises(ssl.SSLError):
+        await asyncio.to_thread(name_shown, sealed.port, stranger.trusting())
+    await eventually(lambda: counted("refused") == 1)
+    async with sealed.socket() as plain:
+        await plain.send(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert await plain.until_closed() == b""
+    await eventually(lambda: counted("refused") == 2)
+    async with sealed.socket():
+        await eventually(lambda: sealed.metric("client_connections") == 1)
+    await eventually(lambda: counted("left") == 1)
+    monkeypatch.setattr("router.api.handshake.HANDSHAKE", 0.1)
+    async with sealed.socket() as silent:
+        assert await silent.until_closed() == b""
+    await eventually(lambda: counted("late") == 1)
+    assert counted("refused") == 2
+    assert counted("left") == 1
+    answer = await asyncio.to_thread(talk_tls, sealed.port, ca.trusting(), [LAST])
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
 LAST = post(b'{"prompt":"x"}', headers=b"connection: close\r\n")
 
 

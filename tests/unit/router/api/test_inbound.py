@@ -19,6 +19,7 @@ from router.flows.errors import (
     MalformedRequestError,
     RequestTimeoutError,
     UnauthorizedError,
+    shape_of,
 )
 
 BODY = b'{"prompt":"a"}'
@@ -105,6 +106,28 @@ def test_a_request_has_one_host(count: int) -> None:
     inbound.feed(post().replace(b"host: r\r\n", b"host: r\r\n" * count))
     assert isinstance(inbound.requests[0].refusal, MalformedRequestError)
     assert inbound.is_deaf
+
+
+@pytest.mark.parametrize(
+    "codings", [b"gzip, chunked", b"x, chunked", b"gzip\r\ntransfer-encoding: chunked"]
+)
+def test_a_body_in_a_coding_that_is_not_known_is_not_taken_for_one_without(codings: bytes) -> None:
+    inbound = Inbound(Bounded())
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: r\r\ntransfer-encoding: %s\r\n\r\n" % codings
+    inbound.feed(head + b"2\r\n{}\r\n0\r\n\r\n")
+    (request,) = inbound.requests
+    assert request.refusal is not None
+    assert shape_of(request.refusal).status == 501
+    assert inbound.is_deaf
+
+
+@pytest.mark.parametrize("coding", [b"chunked", b"Chunked ", b"\tchunked"])
+def test_chunked_may_be_spelled_in_any_way(coding: bytes) -> None:
+    inbound = Inbound(Bounded())
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: r\r\ntransfer-encoding:%s\r\n\r\n" % coding
+    inbound.feed(head + b"2\r\n{}\r\n0\r\n\r\n")
+    assert inbound.requests[0].refusal is None
+    assert inbound.requests[0].body == b"{}"
 
 
 def test_an_old_client_needs_no_host_and_is_served_once() -> None:
