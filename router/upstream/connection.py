@@ -143,9 +143,7 @@ class EngineConnection(asyncio.Protocol):
             if again is not None:
                 self._answer = None
                 self._go_back(not self._hung_up)
-                answer.status, answer.headers, body = again
-                answer.length = len(body)
-                answer.feed(body, True)
+                answer.came(*again)
                 return
             self._begin()
         self._overhead += len(data)

@@ -22,7 +22,7 @@ DIGITS = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,15})\r\n", re.IGNORECAS
 MOST_BYTES = 4096
 # Heads in a row that were not those before: each has something of its own, so it is not tried on.
 MOST_NEW = 8
-NEVER = b"\0"  # no head begins with it
+NOTHING = b"\0"  # which no bytes of that length are, for it is none
 # A body and the digits of its length: from how many bytes on these are two, three, and so on.
 LONGER = tuple(10 ** (digits - 1) + digits for digits in range(2, 16))
 
@@ -30,14 +30,13 @@ LONGER = tuple(10 ** (digits - 1) + digits for digits in range(2, 16))
 class Repeated(Generic[T]):
     """The last head of a connection, and what its first line said."""
 
-    __slots__ = ("_bare", "_before", "_behind", "_head", "_headers", "_new", "_said",
+    __slots__ = ("_before", "_behind", "_end", "_head", "_headers", "_new", "_said",
                  "_size")  # fmt: skip
 
     def __init__(self, nothing: T) -> None:
-        self._before, self._behind = NEVER, b""
-        self._bare = 0  # bytes of both
-        # The head of a body of this size: many of those in a row have one.
-        self._head, self._size = NEVER, -1
+        self._before = self._behind = b""
+        # The head of a message of this size, and how long it is: many in a row have one size.
+        self._head, self._end, self._size = NOTHING, 0, -1
         self._headers: Headers = ()
         self._said = nothing
         self._new = 0
@@ -45,14 +44,23 @@ class Repeated(Generic[T]):
     def read(self, data: bytes) -> tuple[T, Headers, bytes] | None:
         """A message with the same head, that begins and ends with `data`: what its first line says,
         its headers, and its body."""
-        size = len(data) - self._bare
-        size -= bisect_right(LONGER, size) + 1
-        if size != self._size:
-            self._head, self._size = b"%b%d%b" % (self._before, size, self._behind), size
-        if data[: len(self._head)] != self._head:
+        if len(data) != self._size:
+            self._fit(len(data))
+        end = self._end
+        if data[:end] != self._head:
             return None
         self._new = 0
-        return self._said, self._headers, data[len(data) - size :]
+        return self._said, self._headers, data[end:]
+
+    def _fit(self, size: int) -> None:
+        """The head that a message of this size would have."""
+        self._size = size
+        if not self._before:
+            return  # nothing is remembered
+        body = size - len(self._before) - len(self._behind)
+        body -= bisect_right(LONGER, body) + 1
+        self._head = b"%b%d%b" % (self._before, body, self._behind)
+        self._end = len(self._head)
 
     def note(self, data: bytes, said: T, headers: Headers, size: int) -> None:
         """What was found in `data`, when the parser took all of it for one message with a body of
@@ -67,7 +75,6 @@ class Repeated(Generic[T]):
         if int(found[1]) == size == len(data) - end:
             self._said, self._headers = said, headers
             self._before, self._behind = data[: found.start(1)], data[found.end(1) : end]
-            self._bare = len(self._before) + len(self._behind)
             self._size = -1
 
 

@@ -58,6 +58,14 @@ def test_anything_else_is_for_the_parser(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
+    "data", [b"", b"1", b"\x001", b"\x000", b"\x0010" + b"x" * 9, b"\0", FIRST]
+)
+def test_where_nothing_was_noted_nothing_is_read(data: bytes) -> None:
+    assert Repeated(0).read(data) is None
+    assert Repeated(0).read(data[:-1]) is None
+
+
+@pytest.mark.parametrize(
     ("data", "size"),
     [
         (FIRST, 1),
