@@ -339,8 +339,8 @@ def inspect_worker(worker: Any, key: bytes, asked: str | None) -> dict[str, Any]
 
     if not has_kv_transfer_group():
         return "no KV connector"
-    connector = get_kv_transfer_group()
-    if not isinstance(connector, DisaggConnector):
+    connector = ours_in(get_kv_transfer_group())
+    if connector is None:
         return "another KV connector"
     try:
         return connector.inspect(key, asked)
@@ -351,6 +351,12 @@ def inspect_worker(worker: Any, key: bytes, asked: str | None) -> dict[str, Any]
 
 class DisaggPushConnector(DisaggConnector):
     """The prefill engine writes; chosen by name."""
+
+
+def ours_in(connector: object) -> DisaggConnector | None:
+    """An engine's connector, if it is ours, or that one of its several (vLLM's MultiConnector)."""
+    among = (connector, *getattr(connector, "sub_connectors", ()))
+    return next((each for each in among if isinstance(each, DisaggConnector)), None)
 
 
 def _by_group(block_ids: tuple[list[int], ...]) -> BlockIds:

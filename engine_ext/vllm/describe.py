@@ -27,6 +27,9 @@ from engine_ext.vllm.compat import features, support
 SCHEDULERS = "engine_ext.vllm.scheduler"
 """The module of our scheduler classes."""
 
+STATELESS = frozenset(("ngram", "suffix"))
+"""Ways of speculation that keep nothing of a request at an engine but its tokens."""
+
 CONFIG_KEYS = (
     "kv_connector",
     "kv_role",
@@ -37,9 +40,21 @@ CONFIG_KEYS = (
 )
 
 
+def transfer_of_ours(given: KVTransferConfig | None) -> KVTransferConfig | None:
+    """Of an engine's connector, or of one of its several (vLLM's MultiConnector)."""
+    if given is None or given.kv_connector in CONNECTORS:
+        return given
+    several = given.kv_connector_extra_config.get("connectors", ())
+    own = next((each for each in several if each.get("kv_connector") in CONNECTORS), None)
+    return None if own is None else KVTransferConfig(**{"engine_id": given.engine_id, **own})
+
+
 def connector_config(vllm_config: VllmConfig) -> ConnectorConfig:
     """Raises ValueError, one line, for what is wrong or not supported."""
-    given = vllm_config.kv_transfer_config
+    return config_in(vllm_config.kv_transfer_config)
+
+
+def config_in(given: KVTransferConfig) -> ConnectorConfig:
     raw: dict[str, Any] = {key: getattr(given, key) for key in CONFIG_KEYS}
     raw["kv_connector_extra_config"] = given.kv_connector_extra_config
     return ConnectorConfig.from_kv_transfer_config(
@@ -190,7 +205,11 @@ def _factors(vllm_config: VllmConfig, backend: str, config: ConnectorConfig) -> 
 
 
 def _speculation(config: Any) -> str | None:
-    return None if config is None else f"{config.method} {config.num_speculative_tokens}"
+    """As far as it keeps something beside the model's KV. Guesses at the prompt's own words do
+    not: who has none of them may prefill for who has."""
+    if config is None or config.method in STATELESS:
+        return None
+    return f"{config.method} {config.num_speculative_tokens}"
 
 
 def engine(vllm_config: VllmConfig) -> identity.Engine:
@@ -202,7 +221,7 @@ def engine(vllm_config: VllmConfig) -> identity.Engine:
     return identity.Engine(
         name="vllm",
         side_channels=_side_channels(vllm_config) if transfer is not None else (),
-        transfer_modes=_transfer_modes(transfer),
+        transfer_modes=_transfer_modes(transfer_of_ours(transfer) or transfer),
         capabilities=_capabilities(vllm_config, ours),
         access=OPEN if ours is None else ours.access,
         tp_size=parallel.tensor_parallel_size,
@@ -230,10 +249,8 @@ def _transfer_modes(transfer: KVTransferConfig | None) -> tuple[str, ...]:
 
 
 def _config_of_ours(vllm_config: VllmConfig) -> ConnectorConfig | None:
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_connector not in CONNECTORS:
-        return None
-    return connector_config(vllm_config)
+    transfer = transfer_of_ours(vllm_config.kv_transfer_config)
+    return None if transfer is None else config_in(transfer)
 
 
 def begins(vllm_config: VllmConfig) -> bool:

@@ -22,7 +22,7 @@ from vllm.v1.engine.core import EngineCore
 from engine_ext.pages import identity, leases, release
 from engine_ext.vllm import describe
 from engine_ext.vllm.compat import features, support
-from engine_ext.vllm.connector import DisaggConnector, inspect_worker
+from engine_ext.vllm.connector import inspect_worker, ours_in
 from engine_ext.vllm.renders import renders
 
 MARK = "_disagg_pages"
@@ -111,7 +111,7 @@ def _leases_in_engine(core: Any, asked: str | None) -> list[dict[str, Any] | str
     No deadline of its own: an answer that nobody waited for would be taken for the next call's. A
     worker answers within a second, or between two steps.
     """
-    if not isinstance(getattr(core.scheduler, "connector", None), DisaggConnector):
+    if ours_in(getattr(core.scheduler, "connector", None)) is None:
         return []
     found: list[dict[str, Any] | str] = core.model_executor.collective_rpc(
         inspect_worker, args=(KEY, asked)
@@ -120,8 +120,8 @@ def _leases_in_engine(core: Any, asked: str | None) -> list[dict[str, Any] | str
 
 
 def _release_in_engine(core: Any, engine_id: str, request_id: str) -> bool:
-    connector = getattr(core.scheduler, "connector", None)
-    return isinstance(connector, DisaggConnector) and connector.release(engine_id, request_id)
+    connector = ours_in(getattr(core.scheduler, "connector", None))
+    return connector is not None and connector.release(engine_id, request_id)
 
 
 def _error(message: str, status: HTTPStatus) -> JSONResponse:

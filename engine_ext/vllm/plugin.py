@@ -28,6 +28,7 @@ def register() -> None:
     says = ("compat.streams", "compat.finish_reason", "compat.request_field")
     begun = ("begun_worker", "begun_hand_over", "begun_prompt", "begun_answer")
     for feature, seams in (
+        (features.SEVERAL, ("compat.by_name",)),
         (features.STREAMS, ("compat.streams",)),
         (features.THRESHOLD, says),
         # What is last says that all of it is there.

@@ -23,7 +23,8 @@ from engine_ext.base.begun import HAND_BACK, KEY, PREEMPTED, Begun, fit_in
 from engine_ext.core.admission import FIELD, Verdict, hands_back, judge, parse_threshold, prefills
 from engine_ext.vllm.compat import features, finish_reason, grammar, support
 from engine_ext.vllm.compat.parts import fitted, part_of
-from engine_ext.vllm.connector import DisaggConnector
+from engine_ext.vllm.connector import ours_in
+from engine_ext.vllm.describe import transfer_of_ours
 from engine_ext.vllm.given import stays, token_ids_in
 from engine_ext.vllm.prefill_stats import BegunPrefillStats
 
@@ -56,7 +57,7 @@ class DisaggMixin:
         """Refused, or handed back: not told yet."""
         self._wake: Callable[[], None] | None = None
         self._news = threading.Event()
-        config = self.vllm_config.kv_transfer_config  # type: ignore[attr-defined] # vLLM's
+        config = transfer_of_ours(self.vllm_config.kv_transfer_config)  # type: ignore[attr-defined] # vLLM's
         extra = {} if config is None else config.kv_connector_extra_config
         if support.is_on(features.LAST_WINDOW):
             self._keep_window_of_last_token()
@@ -85,8 +86,8 @@ class DisaggMixin:
 
     def set_wake(self, wake: Callable[[], None]) -> None:
         """`wake` ends the sleep of the engine's loop; see compat/engine_loop.py."""
-        connector = self.connector  # type: ignore[attr-defined] # vLLM's
-        if isinstance(connector, DisaggConnector) and connector.listen_for_news(self._on_news):
+        connector = ours_in(self.connector)  # type: ignore[attr-defined] # vLLM's
+        if connector is not None and connector.listen_for_news(self._on_news):
             self._wake = wake
 
     def _on_news(self) -> None:
@@ -202,8 +203,8 @@ class DisaggMixin:
 
     def _recomputes(self, request_id: str, default: bool) -> bool:
         request = self.requests.get(request_id)  # type: ignore[attr-defined] # vLLM's
-        connector = self.connector  # type: ignore[attr-defined] # vLLM's
-        if request is None or not isinstance(connector, DisaggConnector):
+        connector = ours_in(self.connector)  # type: ignore[attr-defined] # vLLM's
+        if request is None or connector is None:
             return default
         policy = connector.load_failure_policy(request)
         return default if policy is None else policy == "recompute"

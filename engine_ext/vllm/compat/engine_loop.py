@@ -33,6 +33,14 @@ def _wrap(owner: type, name: str, wrapping: Callable[[Any], Any]) -> None:
         setattr(owner, name, wrapper)
 
 
+def _tell(connector: Any, what: str) -> None:
+    """Ours, wherever it is: it may be one of several."""
+    for each in (connector, *getattr(connector, "sub_connectors", ())):
+        tell = getattr(each, what, None)
+        if tell is not None:
+            tell()
+
+
 def _handing_over(original: Any) -> Any:
     """Our scheduler class gets what ends the sleep of the loop."""
 
@@ -54,9 +62,7 @@ def _draining(original: Any) -> Any:
     @functools.wraps(original)
     def _handle_shutdown(self: Any) -> Any:
         if self.shutdown_state == EngineShutdownState.REQUESTED:
-            drain = getattr(self.scheduler.connector, "drain", None)
-            if drain is not None:
-                drain()
+            _tell(self.scheduler.connector, "drain")
             if self.vllm_config.shutdown_timeout:
                 self.scheduler.disagg_is_leaving = True
         return original(self)
@@ -70,10 +76,7 @@ def _keeping_no_turns(original: Any) -> Any:
 
     @functools.wraps(original)
     def set_pause_state(self: Any, pause_state: PauseState) -> None:
-        name = "resume" if pause_state is PauseState.UNPAUSED else "drain"
-        tell = getattr(self.connector, name, None)
-        if tell is not None:
-            tell()
+        _tell(self.connector, "resume" if pause_state is PauseState.UNPAUSED else "drain")
         original(self, pause_state)
 
     return set_pause_state

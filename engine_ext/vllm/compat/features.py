@@ -229,6 +229,18 @@ METRICS = Feature(
     ),
 )
 
+SEVERAL = Feature(
+    "several_connectors",
+    "ours is not to be one of MultiConnector's, which looks for each by its name alone",
+    (
+        Name(
+            f"{KV}.factory:KVConnectorFactory.register_connector",
+            ("name", "module_path", "class_name"),
+        ),
+        Name(f"{KV}.v1.multi_connector:MultiConnector", has=("sub_connectors",)),
+    ),
+)
+
 LEAVING = Feature(
     "leaving",
     "an engine that waits for readers does not rest, and leaves when they have gone by itself",
@@ -546,6 +558,7 @@ REQUIRED = (CONNECTOR, CACHE, CONTENT)
 OPTIONAL = (
     STOCK_PEERS,
     METRICS,
+    SEVERAL,
     LEAVING,
     PAGES,
     STREAMS,

@@ -127,6 +127,7 @@ OURS = "engine_ext.vllm"
         ("connector", []),
         ("stats", [features.METRICS]),
         ("compat.engine_loop", [features.LEAVING]),
+        ("compat.by_name", [features.SEVERAL]),
         ("pages", [features.PAGES]),
         ("compat.streams", [features.STREAMS]),
         ("scheduler", [features.SCHEDULER]),
