@@ -1,11 +1,13 @@
 #!/bin/sh
-# On a machine with a CUDA device: two reference engines on one GPU answer as one alone, then the
-# transfer benchmark with KV in GPU memory. One command, about ten minutes:
+# On a machine with a CUDA device: two engines on one GPU answer as one alone, in the GPU's memory and
+# through host buffers, with prompts of 16,000 tokens, our reference engine and vLLM where it is
+# installed; then what transfers take, against a copy within the device and beside a busy thread of
+# Python. One command, ten to thirty minutes; a table, and ${OUT:-build/gpu}/check.json:
 #
-#     scripts/gpu_check.sh            figures go to ${OUT:-build/gpu}
+#     scripts/gpu_check.sh [--without-vllm]
 #
 # Without network, put the wheels that are missing into ./.whl beforehand, on a machine with the
-# same Python: pip download -d .whl -c constraints.txt nixl msgspec
+# same Python: pip download -d .whl -c constraints.txt nixl msgspec tokenizers (and vllm, for vLLM)
 #
 # NOT YET RUN on a GPU: none was at hand when this was written. The same steps pass on a CPU:
 #
@@ -57,13 +59,6 @@ if [ "$DEVICE" != cpu ]; then
         fail "torch sees no CUDA device (is it a CPU build?)"
 fi
 
-mkdir -p "$OUT"
 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONPATH
-echo "== two engines on $DEVICE against one alone"
-"$PYTHON" -m scripts.transfer_bench.equality --device "$DEVICE" | tee "$OUT/equality.txt"
-grep -q "every token equal" "$OUT/equality.txt" || fail "the engines disagree"
-echo "== transfer benchmark on $DEVICE"
-"$PYTHON" scripts/bench_transfer.py --device "$DEVICE" --json "$OUT/bench.json" ${BENCH_ARGS:-} \
-    >"$OUT/bench.txt" || fail "the benchmark did not end well"
-cat "$OUT/bench.txt"
+exec "$PYTHON" scripts/gpu_steps.py --device "$DEVICE" --out "$OUT" "$@"

@@ -14,7 +14,9 @@ from scripts.transfer_bench.memory import Shape
 from scripts.transfer_bench.report import Report
 
 PROGRAM = "bench_transfer"
-SECTIONS = ("throughput", "handshake", "handover", "step", "request", "idle")
+SECTIONS = ("throughput", "copy", "handshake", "handover", "step", "request", "idle")
+LARGE = frozenset(("throughput", "copy"))
+"""Sections for which all of the cache is made."""
 KIBIBYTE = 1024
 MEMORY_SHARE = 0.7
 """Most of the free memory that the two sides together may take."""
@@ -48,7 +50,7 @@ def _sections(
     report: Report, options: argparse.Namespace, directory: Path
 ) -> dict[str, Callable[[], None]]:
     # Late: NIXL's bindings import torch, and --help should not wait for that.
-    from scripts.transfer_bench import handover, handshake, idle, stepping, throughput
+    from scripts.transfer_bench import copying, handover, handshake, idle, stepping, throughput
 
     device, rounds = options.device, options.rounds
     block_bytes = options.block_kib * KIBIBYTE
@@ -59,6 +61,7 @@ def _sections(
         "throughput": lambda: throughput.measure(
             report, throughput.Options(cache, device, options.blocks, rounds, options.seed)
         ),
+        "copy": lambda: copying.measure(report, cache, device, options.blocks, rounds),
         "handshake": lambda: handshake.measure(
             report, device, options.layers, options.descriptors, rounds
         ),
@@ -92,7 +95,7 @@ def _conclude(report: Report, options: argparse.Namespace) -> int:
 
 
 def _check_memory(options: argparse.Namespace) -> None:
-    if options.device != "cpu" or "throughput" not in (options.only or SECTIONS):
+    if options.device != "cpu" or not LARGE.intersection(options.only or SECTIONS):
         return
     needed = 2 * options.layers * (max(options.blocks) + 64) * options.block_kib * KIBIBYTE
     limit = MEMORY_SHARE * available_bytes()

@@ -1,6 +1,7 @@
 """KV memory to move: one contiguous stretch, layer after layer, block after block."""
 
 import mmap
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -44,6 +45,10 @@ class Memory(Protocol):
     def marks(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
         """The marks of these blocks, shape [layers, blocks]."""
 
+    def copy(self, size: int) -> float:
+        """Seconds for so many bytes within this memory, as the device itself copies them; at most
+        half of it. What was there is overwritten."""
+
 
 class HostMemory:
     """Pages of ordinary size that exist once touched: what torch gives a CPU engine."""
@@ -64,6 +69,12 @@ class HostMemory:
 
     def marks(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
         return self._words[:, list(block_ids), -1]
+
+    def copy(self, size: int) -> float:
+        words, flat = size // 8, self._words.reshape(-1)
+        started = time.monotonic()
+        flat[-words:] = flat[:words]
+        return time.monotonic() - started
 
 
 class CudaMemory:
@@ -89,6 +100,14 @@ class CudaMemory:
     def marks(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
         found: npt.NDArray[np.int64] = self._words[:, list(block_ids), -1].cpu().numpy()
         return found
+
+    def copy(self, size: int) -> float:
+        words, flat = size // 8, self._words.view(-1)
+        self._torch.cuda.synchronize()
+        started = time.monotonic()
+        flat[-words:].copy_(flat[:words])
+        self._torch.cuda.synchronize()
+        return time.monotonic() - started
 
 
 def _marks(seed: int, layers: int, blocks: int) -> npt.NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""A reference engine with a tiny model, as a process."""
+"""An engine with a tiny model, as a process: ours for reference, or vLLM with our connector."""
 
 import json
 import os
@@ -15,11 +15,19 @@ from scripts.bench.errors import BenchError
 from scripts.bench.ports import free_ports
 
 START_SECONDS = 120.0
+ANSWER_SECONDS = 300.0
 BLOCK_SIZE = 32
 
 
+RECEIVED = "disagg_engine_kv_blocks_received"
+
+
 class ReferenceEngine:
-    """Serves the tiny model, which it writes into `directory`; the log is there too."""
+    """Serves a model, by default the tiny one, which it writes into `directory`; the log is there
+    too. `buffers`: where KV is handed over, the device's own memory by default, or "cpu"."""
+
+    module = "engine_ext.reference.cli"
+    start_seconds = START_SECONDS
 
     def __init__(
         self,
@@ -27,39 +35,51 @@ class ReferenceEngine:
         num_blocks: int,
         device: str = "cpu",
         lease_seconds: int = 600,
+        buffers: str | None = None,
+        model: Path | None = None,
     ) -> None:
         from engine_ext.reference.tiny_model import write_tiny_model
 
         self._port, side_channel = free_ports(2)
         directory.mkdir(exist_ok=True)
         self._log = directory / "engine.log"
-        model = write_tiny_model(directory / "model")
-        transfer = {
+        model = model or write_tiny_model(directory / "model")
+        transfer: dict[str, Any] = {
             "kv_connector": "DisaggConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"kv_lease_duration": lease_seconds},
         }
+        if buffers is not None:
+            transfer["kv_buffer_device"] = buffers
         options = {
             "--model": model,
             "--port": self._port,
             "--served-model-name": "tiny",
-            "--num-threads": 1,
-            "--device": device,
             "--dtype": "float32",
-            "--num-blocks": num_blocks,
             "--block-size": BLOCK_SIZE,
-            "--kv-transfer-config": json.dumps(transfer),
+            **self._options(num_blocks, device, transfer),
         }
-        command = [sys.executable, "-m", "engine_ext.reference.cli"]
-        command += [str(word) for option in options.items() for word in option]
+        command = [sys.executable, "-m", self.module]
+        command += [str(word) for option in options.items() for word in option if word != ""]
         environment = {
             **os.environ,
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
         }
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         self._wait_until_ready()
+
+    def _options(self, num_blocks: int, device: str, transfer: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "--num-threads": 1,
+            "--device": device,
+            "--num-blocks": num_blocks,
+            "--kv-transfer-config": json.dumps(transfer),
+        }
 
     def lease(self, count: int) -> None:
         """Prefills whose single block each nobody reads."""
@@ -115,7 +135,7 @@ class ReferenceEngine:
             {"Content-Type": "application/json"},
         )
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as response:
                 answer: dict[str, Any] = json.load(response)
                 return answer
         except urllib.error.HTTPError as error:
@@ -125,13 +145,13 @@ class ReferenceEngine:
         """KV blocks that came from another engine."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=10) as page:
             lines = page.read().decode().splitlines()
-        found = [line for line in lines if line.startswith("disagg_engine_kv_blocks_received")]
+        found = [line for line in lines if line.startswith(RECEIVED) and "_created" not in line]
         if not found:
             raise BenchError("the engine does not count received blocks")
         return int(float(found[0].rpartition(" ")[2]))
 
     def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + self.start_seconds
         while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.close()
@@ -144,3 +164,23 @@ class ReferenceEngine:
                 return True
         except (urllib.error.URLError, OSError):
             return False
+
+
+class VllmEngine(ReferenceEngine):
+    """Of the vLLM that is installed beside this Python; it finds the device by itself."""
+
+    module = "vllm.entrypoints.openai.api_server"
+    start_seconds = 600.0
+
+    def _options(self, num_blocks: int, device: str, transfer: dict[str, Any]) -> dict[str, Any]:
+        ours = transfer | {"kv_connector_module_path": "engine_ext.vllm"}
+        if device == "cpu":
+            ours["kv_buffer_device"] = "cpu"
+        return {
+            "--host": "127.0.0.1",
+            "--kv-transfer-config": json.dumps(ours),
+            "--num-gpu-blocks-override": num_blocks,
+            "--gpu-memory-utilization": 0.25,  # three of them on one device
+            "--max-num-seqs": 8,
+            "--enforce-eager": "",
+        }

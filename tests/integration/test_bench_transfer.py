@@ -16,7 +16,7 @@ TINY += ["--prefill-seconds", "0.01", "--tracked", "3", "--idle-seconds", "0.2"]
 
 pytestmark = pytest.mark.timeout(300)  # Seconds of work, in many processes, on busy machines too.
 
-QUICK = ["throughput", "handshake", "handover", "step", "request"]
+QUICK = ["throughput", "copy", "handshake", "handover", "step", "request"]
 
 
 def run(*options: str) -> "subprocess.CompletedProcess[str]":
@@ -46,6 +46,7 @@ def cases(report: dict[str, Any], section: str) -> list[str]:
 def test_every_case_of_every_section_is_reported(report: dict[str, Any]) -> None:
     orders = ("ascending", "descending", "random")
     assert cases(report, "throughput") == [f"{n} blocks {one}" for n in (4, 8) for one in orders]
+    assert cases(report, "copy") == ["4 blocks", "8 blocks"]
     assert cases(report, "handshake") == ["64 descriptors", "64 descriptors, shared secret"]
     assert cases(report, "hand-over") == ["pull 1 blocks", "push 1 blocks"]
     assert cases(report, "step") == ["P, 3 leases", "D, 3 tracked"]

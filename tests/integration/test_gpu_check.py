@@ -1,0 +1,69 @@
+"""scripts/gpu_check.sh, on the one device that is here: the same steps, small."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import gpu_steps
+from scripts.gpu_steps import Step
+
+ROOT = Path(__file__).parents[2]
+BENCH = "--only copy --rounds 1 --layers 2 --block-kib 4 --blocks 4"
+pytestmark = pytest.mark.timeout(300)
+
+
+def check(out: Path, *options: str, device: str = "cpu") -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "PYTHON": sys.executable, "DEVICE": device, "OUT": str(out)}
+    return subprocess.run(
+        [str(ROOT / "scripts" / "gpu_check.sh"), "--lengths", "33,300", *options],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment,
+    )
+
+
+def test_all_steps_end_well_and_are_told(tmp_path: Path) -> None:
+    done = check(tmp_path, "--bench", BENCH)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads((tmp_path / "check.json").read_text())
+    assert [step["outcome"] for step in said["steps"]] == ["ok"] * 4 + ["skipped"]
+    assert all("every token equal" in step["said"] for step in said["steps"][:3])
+    (row,) = said["figures"]["rows"]
+    assert row["figures"]["of_copy"] > 0
+    assert len(done.stdout.splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "said"),
+    [
+        ("raise SystemExit('another token')", 60, "another token"),
+        ("raise SystemExit(3)", 60, "exit code 3"),
+        ("while True: pass", 0.5, "it took longer than 0.5 s"),
+    ],
+)
+def test_a_step_that_fails_is_named_and_the_others_run(
+    code: str,
+    seconds: float,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    well = Step("the other", ("-c", "print('it is')"), 60)
+    monkeypatch.setattr(gpu_steps, "steps", lambda _: [Step("one", ("-c", code), seconds), well])
+    assert gpu_steps.main(["--out", str(tmp_path), "--without-vllm"]) == 1
+    assert f"gpu_check: failed: one: {said}" in capsys.readouterr().err
+    told = json.loads((tmp_path / "check.json").read_text())["steps"]
+    assert [step["outcome"] for step in told] == ["failed", "ok"]
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a CUDA device")
+def test_without_a_gpu_it_says_so_at_once(tmp_path: Path) -> None:
+    done = check(tmp_path, device="cuda")
+    assert done.returncode == 1
+    assert done.stderr.startswith("gpu_check: error: no nvidia-smi")
