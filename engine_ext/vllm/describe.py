@@ -40,21 +40,22 @@ CONFIG_KEYS = (
 )
 
 
-def transfer_of_ours(given: KVTransferConfig | None) -> KVTransferConfig | None:
-    """Of an engine's connector, or of one of its several (vLLM's MultiConnector)."""
+def transfer_config(vllm_config: VllmConfig) -> KVTransferConfig | None:
+    """Of the connector; of several (vLLM's MultiConnector), of the one that is ours."""
+    given: KVTransferConfig | None = vllm_config.kv_transfer_config
     if given is None or given.kv_connector in CONNECTORS:
         return given
     several = given.kv_connector_extra_config.get("connectors", ())
     own = next((each for each in several if each.get("kv_connector") in CONNECTORS), None)
-    return None if own is None else KVTransferConfig(**{"engine_id": given.engine_id, **own})
+    return given if own is None else KVTransferConfig(**{"engine_id": given.engine_id, **own})
 
 
 def connector_config(vllm_config: VllmConfig) -> ConnectorConfig:
     """Raises ValueError, one line, for what is wrong or not supported."""
-    return config_in(vllm_config.kv_transfer_config)
+    return _config_in(vllm_config.kv_transfer_config)
 
 
-def config_in(given: KVTransferConfig) -> ConnectorConfig:
+def _config_in(given: KVTransferConfig) -> ConnectorConfig:
     raw: dict[str, Any] = {key: getattr(given, key) for key in CONFIG_KEYS}
     raw["kv_connector_extra_config"] = given.kv_connector_extra_config
     return ConnectorConfig.from_kv_transfer_config(
@@ -216,12 +217,12 @@ def engine(vllm_config: VllmConfig) -> identity.Engine:
     """What this server says of itself, whichever connector it has, if any. Raises ValueError where
     our connector's configuration cannot be read any more."""
     parallel = vllm_config.parallel_config
-    transfer = vllm_config.kv_transfer_config
+    transfer = transfer_config(vllm_config)
     ours = _config_of_ours(vllm_config)
     return identity.Engine(
         name="vllm",
         side_channels=_side_channels(vllm_config) if transfer is not None else (),
-        transfer_modes=_transfer_modes(transfer_of_ours(transfer) or transfer),
+        transfer_modes=_transfer_modes(transfer),
         capabilities=_capabilities(vllm_config, ours),
         access=OPEN if ours is None else ours.access,
         tp_size=parallel.tensor_parallel_size,
@@ -249,8 +250,10 @@ def _transfer_modes(transfer: KVTransferConfig | None) -> tuple[str, ...]:
 
 
 def _config_of_ours(vllm_config: VllmConfig) -> ConnectorConfig | None:
-    transfer = transfer_of_ours(vllm_config.kv_transfer_config)
-    return None if transfer is None else config_in(transfer)
+    transfer = transfer_config(vllm_config)
+    if transfer is None or transfer.kv_connector not in CONNECTORS:
+        return None
+    return _config_in(transfer)
 
 
 def begins(vllm_config: VllmConfig) -> bool:

@@ -24,7 +24,7 @@ from engine_ext.core.admission import FIELD, Verdict, hands_back, judge, parse_t
 from engine_ext.vllm.compat import features, finish_reason, grammar, support
 from engine_ext.vllm.compat.parts import fitted, part_of
 from engine_ext.vllm.connector import ours_in
-from engine_ext.vllm.describe import transfer_of_ours
+from engine_ext.vllm.describe import transfer_config
 from engine_ext.vllm.given import stays, token_ids_in
 from engine_ext.vllm.prefill_stats import BegunPrefillStats
 
@@ -57,7 +57,7 @@ class DisaggMixin:
         """Refused, or handed back: not told yet."""
         self._wake: Callable[[], None] | None = None
         self._news = threading.Event()
-        config = transfer_of_ours(self.vllm_config.kv_transfer_config)  # type: ignore[attr-defined] # vLLM's
+        config = transfer_config(self.vllm_config)  # type: ignore[attr-defined] # vLLM's
         extra = {} if config is None else config.kv_connector_extra_config
         if support.is_on(features.LAST_WINDOW):
             self._keep_window_of_last_token()
