@@ -147,7 +147,7 @@ def message(
     if form:
         shared = b"content-type: %b\r\n%b" % (form, shared)
     start, end = content
-    own = f"{len(start) + len(end)}\r\nx-request-id: {request_id}\r\n".encode()
+    own = f"{len(start) + len(end)}\r\nx-request-id: {request_id}\r\n".encode("ascii")
     return b"".join((_opening(path, host, not form), own, shared, b"\r\n", start, end))
 
 

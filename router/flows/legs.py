@@ -258,10 +258,8 @@ class Legs:
         self, engine: Engine, body: Halves, push: Push | None, pinned: bytes = b""
     ) -> bytes:
         request = self._request
-        lines = request.shared_headers
-        if pinned:
-            lines = pinned + lines
         leg_id = request.leg_id() if push is None else push.leg_id
+        lines = pinned + request.shared_headers
         endpoint = request.path or request.record.endpoint
         return headers.message(endpoint, engine.name, leg_id, lines, body, request.form)
 

@@ -54,7 +54,6 @@ class EnginePool:
         self._host = host
         self._port = port
         self._limits = limits
-        self._idle_age = limits.idle_age
         self._deadlines = deadlines
         self._attempts: set[Attempt] = set()
         self._open: set[EngineConnection] = set()
@@ -101,7 +100,7 @@ class EnginePool:
         idle, moment = self._idle, now()
         if longest is not None and idle and idle[-1].idle_since < moment - longest:
             return None
-        oldest = moment - self._idle_age
+        oldest = moment - self._limits.idle_age
         while idle:
             connection = idle.pop()
             transport = connection.transport

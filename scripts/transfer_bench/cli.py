@@ -127,13 +127,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help=", ".join(SECTIONS))
     add("--device", default="cpu", help="cpu, cuda or cuda:N: where the KV is")
-    add("--rounds", type=_positive, default=11, help="repetitions of each measurement")
-    add("--layers", type=_positive, default=28, help="regions")
-    add("--block-kib", type=_positive, default=64, help="KiB per block and layer")
+    add("--rounds", type=positive, default=11, help="repetitions of each measurement")
+    add("--layers", type=positive, default=28, help="regions")
+    add("--block-kib", type=positive, default=64, help="KiB per block and layer")
     add("--blocks", type=_counts, default="16,256,2048", help="blocks per transfer")
     add("--descriptors", type=_counts, default="1000,1000000", help="layers x blocks to prepare")
     add("--handover-blocks", type=_counts, default="1,16", help="blocks per hand-over")
-    add("--requests", type=_positive, default=100, help="hand-overs")
+    add("--requests", type=positive, default=100, help="hand-overs")
     add("--prefill-seconds", type=float, default=0.3, help="P's forward pass in push mode")
     add("--tracked", type=_counts, default="0,100,1000", help="requests tracked during steps")
     add("--idle-seconds", type=float, default=3.0, help="length of one CPU measurement")
@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     if not text.isdecimal() or not int(text[:9]) > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text[:9])

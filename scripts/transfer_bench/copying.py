@@ -6,9 +6,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from scripts.bench.ports import free_ports
 from scripts.transfer_bench.actor import Actor
-from scripts.transfer_bench.engine import BenchEngine, EngineSpec
+from scripts.transfer_bench.engine import BenchEngine, both_sides
 from scripts.transfer_bench.memory import Shape
 from scripts.transfer_bench.report import Report, Row
 from scripts.transfer_bench.sample import Sample
@@ -63,11 +62,8 @@ class Spinner:
 def measure(
     report: Report, shape: Shape, device: str, num_blocks: Sequence[int], rounds: int
 ) -> None:
-    specs = [
-        EngineSpec(name, port, shape, device)
-        for name, port in zip(("bench-p", "bench-d"), free_ports(2), strict=True)
-    ]
-    with Actor(Side, specs[0]) as holder, Actor(Side, specs[1]) as reader:
+    spec_p, spec_d = both_sides(shape, device)
+    with Actor(Side, spec_p) as holder, Actor(Side, spec_d) as reader:
         for count in num_blocks:
             report.say(f"copy: {count} blocks")
             report.add(_row(holder, reader, shape, count, rounds))

@@ -25,6 +25,7 @@ from engine_ext.core.worker import WorkerConnector, open_nixl
 from engine_ext.transfer.agent import Agent
 from engine_ext.wire.errors import CONNECTOR_VERSION
 from scripts.bench.errors import BenchError
+from scripts.bench.ports import free_ports
 from scripts.transfer_bench.memory import Shape, allocate, regions
 
 BLOCK_SIZE = 16
@@ -41,6 +42,13 @@ class EngineSpec:
     mode: TransferMode = "pull"
     lease_seconds: float = 600.0
     access: Access = OPEN
+
+
+def both_sides(shape: Shape, device: str) -> tuple[EngineSpec, EngineSpec]:
+    """P's and D's, at free ports."""
+    port_p, port_d = free_ports(2)
+    p = EngineSpec("bench-p", port_p, shape, device)
+    return p, EngineSpec("bench-d", port_d, shape, device)
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from scripts.bench.errors import BenchError
+from scripts.transfer_bench.cli import positive
 from scripts.transfer_bench.reference import BLOCK_SIZE, ReferenceEngine, VllmEngine
 
 LENGTHS = (1, 31, 32, 33, 64, 100, 255, 256, 500)
@@ -84,9 +85,7 @@ def compare(
 
 
 def _lengths(text: str) -> tuple[int, ...]:
-    if not all(part.isdecimal() and int(part) for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of lengths like 100,16000")
-    return tuple(map(int, text.split(",")))
+    return tuple(map(positive, text.split(",")))
 
 
 def _tokens(answer: dict[str, object]) -> list[int]:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from engine_ext.base.config import ConnectorConfig
 from scripts.bench.errors import BenchError
-from scripts.bench.ports import free_ports
 from scripts.transfer_bench.actor import Actor
-from scripts.transfer_bench.engine import BenchEngine, EngineSpec
+from scripts.transfer_bench.engine import BenchEngine, EngineSpec, both_sides
 from scripts.transfer_bench.memory import Shape
 from scripts.transfer_bench.raw import Extent, RawSide
 from scripts.transfer_bench.report import Aim, Report, Row
@@ -66,14 +65,10 @@ class Options:
 
 
 def measure(report: Report, options: Options) -> None:
-    ports = free_ports(2)
-    spec = [
-        EngineSpec(name, port, options.shape, options.device)
-        for name, port in zip(("bench-p", "bench-d"), ports, strict=True)
-    ]
+    spec_p, spec_d = both_sides(options.shape, options.device)
     size = options.shape.total_bytes / 2**30
     report.say(f"throughput: two processes of {size:.2f} GiB each")
-    with Actor(Side, spec[0], 1) as holder, Actor(Side, spec[1], 2) as reader:
+    with Actor(Side, spec_p, 1) as holder, Actor(Side, spec_d, 2) as reader:
         holder.call(Side.raw_serve)
         reader.call(Side.raw_meet, holder.call(Side.raw_metadata))
         pair = _Pair(holder, reader, options)

@@ -12,6 +12,7 @@ from tests.vllm.servers import OURS, SCHEDULER, STOCK, TRUSTING, Fleet, Kind
 
 # They ask for a prefiller, a decoder, a stock engine and one that answers alone: this file's.
 from tests.vllm.test_stock import (  # noqa: F401
+    either_way,
     test_a_request_that_the_decoder_rejects_frees_the_prefiller,
     test_prompts_are_those_of_one_vllm_alone,
     test_the_router_lets_nobody_pull_what_is_not_surely_the_same,
@@ -47,13 +48,6 @@ def decoder(trio: list[Server]) -> Server:
 @pytest.fixture(scope="module")
 def stock(trio: list[Server]) -> Server:
     return trio[2]
-
-
-@pytest.fixture(params=["our P, stock D", "stock P, our D"])
-def pair(
-    request: pytest.FixtureRequest, prefiller: Server, decoder: Server, stock: Server
-) -> tuple[Server, Server]:
-    return (prefiller, stock) if request.param == "our P, stock D" else (stock, decoder)
 
 
 @pytest.fixture

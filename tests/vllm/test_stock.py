@@ -18,8 +18,8 @@ def stock(fleet: Fleet) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(params=["our P, stock D", "stock P, our D"])
-def pair(
+@pytest.fixture(name="pair", params=["our P, stock D", "stock P, our D"])
+def either_way(
     request: pytest.FixtureRequest, prefiller: Server, decoder: Server, stock: Server
 ) -> tuple[Server, Server]:
     return (prefiller, stock) if request.param == "our P, stock D" else (stock, decoder)

@@ -14,6 +14,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc, EngineShutdownState
 
+from engine_ext.vllm.connector import ours_in
+
 MARK = "_disagg_seam"
 
 
@@ -31,14 +33,6 @@ def _wrap(owner: type, name: str, wrapping: Callable[[Any], Any]) -> None:
         wrapper = wrapping(original)
         setattr(wrapper, MARK, True)
         setattr(owner, name, wrapper)
-
-
-def _tell(connector: Any, what: str) -> None:
-    """Ours, wherever it is: it may be one of several."""
-    for each in (connector, *getattr(connector, "sub_connectors", ())):
-        tell = getattr(each, what, None)
-        if tell is not None:
-            tell()
 
 
 def _handing_over(original: Any) -> Any:
@@ -62,7 +56,9 @@ def _draining(original: Any) -> Any:
     @functools.wraps(original)
     def _handle_shutdown(self: Any) -> Any:
         if self.shutdown_state == EngineShutdownState.REQUESTED:
-            _tell(self.scheduler.connector, "drain")
+            ours = ours_in(self.scheduler.connector)
+            if ours is not None:
+                ours.drain()
             if self.vllm_config.shutdown_timeout:
                 self.scheduler.disagg_is_leaving = True
         return original(self)
@@ -76,7 +72,9 @@ def _keeping_no_turns(original: Any) -> Any:
 
     @functools.wraps(original)
     def set_pause_state(self: Any, pause_state: PauseState) -> None:
-        _tell(self.connector, "resume" if pause_state is PauseState.UNPAUSED else "drain")
+        ours = ours_in(self.connector)
+        if ours is not None:
+            (ours.resume if pause_state is PauseState.UNPAUSED else ours.drain)()
         original(self, pause_state)
 
     return set_pause_state
