@@ -76,9 +76,11 @@ class RequestView:
     def num_computed_tokens(self) -> int:
         """Whose KV is written. vLLM counts a step's tokens when it schedules the step, ahead of the
         model where scheduling is asynchronous: one may be under way for a request that has ended.
+        It also counts the guesses behind the token at which an answer stops, which are not said.
         """
         request = self._request
-        return max(0, int(request.num_computed_tokens - request.num_in_flight_tokens))
+        computed = int(request.num_computed_tokens - request.num_in_flight_tokens)
+        return max(0, min(computed, int(request.num_tokens)))
 
     @property
     def finish_status(self) -> FinishStatus:

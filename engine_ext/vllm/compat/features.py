@@ -171,6 +171,7 @@ CONTENT = Feature(
                 "num_computed_tokens",
                 "num_in_flight_tokens",
                 "num_prompt_tokens",
+                "num_tokens",
                 "prompt_embeds",
                 "prompt_token_ids",
                 "request_id",
