@@ -201,7 +201,8 @@ class LeaseCancel:
 class PushOffer:
     """P: this request's KV is ready for whoever registers. Comes with a `LeaseGrant` of its id.
 
-    The blocks cover token positions 0 to `num_tokens`.
+    The blocks cover token positions 0 to `num_tokens`. Of a draft that is how far the KV stands
+    while the request runs, and `digest` is of all that it will be.
     """
 
     request_id: str
@@ -209,6 +210,8 @@ class PushOffer:
     num_tokens: int
     digest: bytes
     transfer_id: str | None = None
+    attempt: int = 0
+    """Another one is of other blocks, or of the same ones filled again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +238,8 @@ class StepMetadata:
 
     expects: tuple[str, ...] = ()
     """P: requests a remote will read; nothing is leased yet."""
+    drafts: tuple[PushOffer, ...] = ()
+    """P in push mode: of requests that run yet."""
     cancels: tuple[LeaseCancel, ...] = ()
     grants: tuple[LeaseGrant, ...] = ()
     """These leases start now; each id comes back in `finished_sending` exactly once."""
@@ -256,7 +261,8 @@ class StepMetadata:
     """D: KV that is not needed after all; the remote may free it. Nothing comes back."""
     fences: tuple[str, ...] = ()
     """D: requests that ended while they were loaded. Nobody waits for these loads any more; each id
-    comes back in `finished_sending` exactly once, when nothing of ours touches its blocks."""
+    comes back in `finished_sending` exactly once, when nothing of ours touches its blocks. P: those
+    that ended with a draft and no KV."""
     saves: tuple[SaveOrder, ...] = ()
     """With host buffers."""
     failures: tuple[str, ...] = ()
@@ -410,6 +416,10 @@ class ConnectorStats:
     pushes_failed: int = 0
     pushes_active: int = 0
     """Registrations on D and WRITEs on P that have not ended."""
+    early_writes: int = 0
+    """Of parts of a prompt that was computed yet, on P; they ended well."""
+    early_blocks: int = 0
+    """That these wrote."""
     pushes_received: int = 0
     """Registrations that were written, on D."""
     pushes_missed: int = 0

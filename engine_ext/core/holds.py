@@ -80,8 +80,11 @@ class Holds:
         """The request runs, and its KV is to be held when it has finished."""
         return request_id in self._expected
 
-    def finish(self, request: EngineRequest, block_ids: BlockIds, has_kv: bool) -> FinishDecision:
-        decision = self._finish(request, block_ids, has_kv)
+    def finish(
+        self, request: EngineRequest, block_ids: BlockIds, has_kv: bool, attempt: int = 0
+    ) -> FinishDecision:
+        """`attempt`: of a `PushOffer`."""
+        decision = self._finish(request, block_ids, has_kv, attempt)
         self._expected.pop(request.request_id, None)
         return decision
 
@@ -117,12 +120,14 @@ class Holds:
         self._held.discard(request_id)
         self._turns.remove(request_id)
 
-    def _finish(self, request: EngineRequest, block_ids: BlockIds, has_kv: bool) -> FinishDecision:
+    def _finish(
+        self, request: EngineRequest, block_ids: BlockIds, has_kv: bool, attempt: int
+    ) -> FinishDecision:
         expected = self._expected.get(request.request_id)
         keys = request.content_keys if has_kv and expected is not None else None
         match expected:
             case ForReader() as reader if keys is not None:
-                return self._lease(request, keys, block_ids, reader)
+                return self._lease(request, keys, block_ids, reader, attempt)
             case ForReader(transfer_id):
                 self._orders.cancels.append(LeaseCancel(request.request_id, transfer_id))
             case ForNextTurn(is_firm) if keys is not None:
@@ -130,7 +135,12 @@ class Holds:
         return NOT_KEPT
 
     def _lease(
-        self, request: EngineRequest, keys: Keys, block_ids: BlockIds, reader: ForReader
+        self,
+        request: EngineRequest,
+        keys: Keys,
+        block_ids: BlockIds,
+        reader: ForReader,
+        attempt: int,
     ) -> FinishDecision:
         self._held.add(request.request_id)
         self._orders.grants.append(LeaseGrant(request.request_id, self._config.lease_duration))
@@ -139,8 +149,9 @@ class Holds:
             # Who registers knows the request as it came, or all that is handed over to it.
             known = num_tokens if reader.hands_over else min(num_tokens, reader.num_tokens)
             content = digest(request.token_ids, keys, known)
+            name, transfer_id = request.request_id, reader.transfer_id
             self._orders.offers.append(
-                PushOffer(request.request_id, block_ids, num_tokens, content, reader.transfer_id)
+                PushOffer(name, block_ids, num_tokens, content, transfer_id, attempt)
             )
         answer = self._answers.of_prefill(request, keys, block_ids, reader.hands_over)
         return FinishDecision(True, answer)

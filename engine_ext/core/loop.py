@@ -106,19 +106,19 @@ class TransferLoop:
             self._peers,
             self._readers,
             self._leases,
-            results,
             config,
             us,
             stats,
             clock,
             self._report,
+            on_free=self._free,
         )
         self._holder = Holder(
             self._leases,
             self._readers,
             config.lease_extension,
-            results,
             stats,
+            on_free=self._free,
             alias=self._writer.request_of,
             on_read=self._writer.forget,
             on_unread=self._writer.cancel,
@@ -182,6 +182,7 @@ class TransferLoop:
         """Fields of `StepMetadata`, and what each order in them is for."""
         return (
             ("expects", self._expect),
+            ("drafts", self._writer.draft),
             ("cancels", self._cancel),
             ("grants", self._holder.grant),
             ("revokes", self._holder.revoke),
@@ -372,11 +373,21 @@ class TransferLoop:
                 self._beats.confirm(engine_id, remote_id)
                 self._agent.notify(sender, encode_extension(Read(remote_id)))
 
+    def _free(self, request_id: str) -> None:
+        """Its lease has ended; a part of a draft may be under way all the same."""
+        if self._writer.writes.touches(request_id):
+            self._fences.add(request_id)
+        else:
+            self._results.sent(request_id)
+
     def _answer_fences(self, now: float) -> None:
         touched = {
             name
             for name in self._fences
-            if self._pulls.touches(name) or self._registrations.touches(name)
+            if any(
+                part.touches(name)
+                for part in (self._pulls, self._registrations, self._writer.writes)
+            )
         }
         for request_id in self._fences - touched:
             self._results.sent(request_id)

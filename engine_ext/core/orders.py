@@ -25,6 +25,7 @@ class Orders:
     """The fields of `StepMetadata`, while they are being filled."""
 
     expects: list[str] = field(default_factory=list)
+    drafts: list[PushOffer] = field(default_factory=list)
     cancels: list[LeaseCancel] = field(default_factory=list)
     grants: list[LeaseGrant] = field(default_factory=list)
     revokes: list[str] = field(default_factory=list)

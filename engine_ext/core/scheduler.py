@@ -27,6 +27,7 @@ from engine_ext.base.types import (
     TransferResults,
 )
 from engine_ext.core.answers import Answers
+from engine_ext.core.drafts import Drafts
 from engine_ext.core.holds import Holds
 from engine_ext.core.loadable import Loadable
 from engine_ext.core.loads import Loads
@@ -61,6 +62,8 @@ class SchedulerConnector:
         answers = Answers(identity, geometry, config.transfer_mode, unix_time)
         self._holds = Holds(self._orders, answers, config, geometry)
         self._saves = SavePlanner(geometry.block_size) if geometry.is_staged else None
+        self._drafts = Drafts(self._orders, geometry.block_size)
+        self._writes_early = config.transfer_mode == "push" and _can_write_early(geometry)
         self._listener: HandshakeServer | None = None
         self._proofs_unreadable = 0
 
@@ -94,6 +97,8 @@ class SchedulerConnector:
         is_sibling = origin is not None and self._loads.is_left_to_sibling(request.request_id)
         if params.role is Role.PREFILL:
             self._holds.expect_reader(request, params.transfer_id, params.hands_over)
+            if self._writes_early:
+                self._drafts.expect(request, params.transfer_id)
         elif params.retain and self._config.bidirectional and not is_sibling:
             self._holds.expect_next_turn(request.request_id, params.may_be_read_by_stock)
         if is_sibling:
@@ -134,6 +139,7 @@ class SchedulerConnector:
     def update_state_after_alloc(
         self, request: EngineRequest, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
+        self._drafts.lost(request.request_id)
         self._loads.allocated(request, block_ids, num_external_tokens)
 
     def fail_load(self, request_id: str) -> None:
@@ -144,16 +150,25 @@ class SchedulerConnector:
     @property
     def wants_steps(self) -> bool:
         """Whether `on_step` has anything to do."""
-        return self._saves is not None
+        return self._saves is not None or bool(self._drafts)
+
+    def wants_steps_of(self, request_id: str) -> bool:
+        return request_id in self._drafts
 
     def on_step(
         self, request_id: str, block_ids: BlockIds, num_computed_tokens: int, num_new_tokens: int
     ) -> None:
-        """The step that is being built computes `num_new_tokens` of this request's tokens."""
+        """The step that is being built computes `num_new_tokens` of this request's tokens, and the
+        KV of `num_computed_tokens` stands in its blocks by now."""
+        self._drafts.computed(request_id, block_ids, num_computed_tokens)
         if self._saves is not None and self._holds.is_expected(request_id):
             self._orders.saves.append(
                 self._saves.plan(request_id, block_ids, num_computed_tokens, num_new_tokens)
             )
+
+    def on_preempted(self, request_id: str) -> None:
+        """The request's blocks are another's by now; it is computed again later."""
+        self._drafts.lost(request_id)
 
     def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy:
         return self._loads.failure_policy(request.request_id)
@@ -208,7 +223,9 @@ class SchedulerConnector:
         if self._saves is not None:
             self._saves.forget(request.request_id)
         has_kv = status.leaves_kv and request.num_computed_tokens > 0 and not is_fenced
-        decision = self._holds.finish(request, block_ids, has_kv)
+        attempt = self._drafts.attempt_of(request.request_id)
+        decision = self._holds.finish(request, block_ids, has_kv, attempt)
+        is_fenced |= self._fence_draft(request.request_id, decision)
         return decision._replace(delay_free=True) if is_fenced else decision
 
     def fail_finish(self, request_id: str) -> FinishDecision:
@@ -218,5 +235,17 @@ class SchedulerConnector:
         except Exception:
             logger.exception("request %s", request_id)
         decision = self._holds.fail(request_id)
-        is_fenced = self._loads.is_fenced(request_id)
+        is_fenced = self._loads.is_fenced(request_id) | self._fence_draft(request_id, decision)
         return decision._replace(delay_free=True) if is_fenced else decision
+
+    def _fence_draft(self, request_id: str, decision: FinishDecision) -> bool:
+        """True: no lease keeps the request's blocks, from which a part may be written."""
+        is_fenced = self._drafts.forget(request_id) and not decision.delay_free
+        if is_fenced:
+            self._orders.fences.append(request_id)
+        return is_fenced
+
+
+def _can_write_early(geometry: CacheGeometry) -> bool:
+    """Host buffers have a step's KV when the step has ended; groups with a window go last."""
+    return not geometry.is_staged and None in geometry.group_windows

@@ -45,6 +45,25 @@ class Blocks(NamedTuple):
     first: int = 0
 
 
+class Part(NamedTuple):
+    """Of what is written, the tokens [since, until), or all from `since` on. A group with a window
+    gives blocks up while the prompt is computed: its blocks go with the last part, all of them."""
+
+    since: int = 0
+    until: int | None = None
+
+    def between(self, first_token: int, last_token: int, window: int | None) -> tuple[int, int]:
+        """What of these tokens it is. Both ends may be 0: nothing."""
+        if window is not None:
+            return (first_token, last_token) if self.until is None else (0, 0)
+        first = max(first_token, self.since)
+        last = last_token if self.until is None else min(last_token, self.until)
+        return (first, last) if first < last else (0, 0)
+
+
+WHOLE = Part()
+
+
 class Batch(NamedTuple):
     """`local[i]` and `remote[i]` are descriptors of the same bytes."""
 
@@ -133,10 +152,12 @@ class PeerLayout:
         remote: BlockIds,
         first_token: int | None,
         last_token: int,
+        part: Part = WHOLE,
     ) -> Batch:
         """As `to_read`, where `local` begins at the request's start, or where its window does, and
         both lists end with the block of token `last_token - 1`; `first_token` None: as many as
-        `remote` names. Raises PlanError."""
+        `remote` names. Of a part that is not the last one, `local` may end earlier. Raises
+        PlanError."""
         self._check_groups(local, remote)
         theirs = [Blocks(ids, _blocks(last_token, self.remote) - len(ids)) for ids in remote]
         if any(blocks.first < 0 for blocks in theirs):
@@ -147,7 +168,7 @@ class PeerLayout:
         ]
         if first_token is None:
             first_token = min(blocks.first for blocks in theirs) * self.remote.block_size
-        return self._batch(ours, theirs, first_token, last_token, into_local=False)
+        return self._batch(ours, theirs, first_token, last_token, into_local=False, part=part)
 
     def check_registered(self, remote: BlockIds) -> None:
         """Raises PlanError for what no request of ours fills, however long it is."""
@@ -171,13 +192,20 @@ class PeerLayout:
         last_token: int,
         *,
         into_local: bool,
+        part: Part = WHOLE,
     ) -> Batch:
         in_reach = 0 <= first_token <= last_token <= MAX_UNITS * self.unit
         if first_token % self.unit or not in_reach:
             raise PlanError(f"tokens {first_token} to {last_token} in units of {self.unit}")
         parts = [
-            self._pair(group, local[group], remote[group], first_token, last_token, into_local)
-            for group in range(len(self.windows))
+            self._pair(
+                group,
+                local[group],
+                remote[group],
+                *part.between(first_token, last_token, window),
+                into_local,
+            )
+            for group, window in enumerate(self.windows)
         ]
         tables = zip(self.local.groups, self.remote.groups, parts, strict=True)
         indices = [

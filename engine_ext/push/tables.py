@@ -108,9 +108,11 @@ def _are_different(transfer_id: str | None, other: str | None) -> bool:
 
 @dataclass(slots=True)
 class Held:
-    """An offer. From its first match on, its blocks are ours alone until the end is reported."""
+    """An offer. From its first match on, its blocks are ours alone until the end is reported. A
+    draft grows into one; its blocks are the running request's."""
 
     offer: PushOffer
+    is_draft: bool = False
     request: RequestKey | None = None
     """Whose ranks it is written to, once one of them has registered."""
     senders: set[str] = field(default_factory=set)
@@ -127,7 +129,8 @@ class Held:
 
     def may_serve(self, registered: Registered) -> bool:
         if self.request is None:
-            return self.may_be_meant(registered) and registered.fits(self.offer)
+            is_known = registered.message.disagg is not None or not self.is_draft
+            return is_known and self.may_be_meant(registered) and registered.fits(self.offer)
         return self.request == registered.request and registered.sender not in self.senders
 
     def may_be_meant(self, registered: Registered) -> bool:

@@ -6,8 +6,10 @@
                                       +------------+------> P's blocks freed, D told that it failed
 
 Either may come first: P and D work on the request at the same time, and each waits for the other in
-a table with a deadline. A side that gives up leaves a tombstone, so that the other hears of it
-instead of waiting. Everything runs in the owner thread, never in the engine's step.
+a table with a deadline. What P has computed of a prompt is offered as a draft, and written while it
+computes the rest; D is told when all has been. A side that gives up leaves a tombstone, so that the
+other hears of it instead of waiting. Everything runs in the owner thread, never in the engine's
+step.
 
 Where D has more ranks than we do, several of them register for one offer, each for blocks of its
 own. Each is written as soon as it has registered, and P's blocks are freed after the last.
@@ -18,6 +20,7 @@ written by writes.py, and our blocks are kept until that has ended.
 """
 
 import logging
+from collections.abc import Callable
 from itertools import chain
 
 from engine_ext.base.config import ConnectorConfig
@@ -43,7 +46,6 @@ from engine_ext.transfer.leases import LeaseTable
 from engine_ext.transfer.peer import Peers
 from engine_ext.transfer.readers import Readers
 from engine_ext.transfer.report import Report
-from engine_ext.transfer.results import Results
 from engine_ext.wire.notifications import (
     PushRegistered,
     Withdraw,
@@ -69,15 +71,16 @@ class PushWriter:
         peers: Peers,
         readers: Readers,
         leases: LeaseTable,
-        results: Results,
         config: ConnectorConfig,
         us: TensorRank,
         stats: ConnectorStats,
         clock: Clock,
         report: Report,
+        on_free: Callable[[str], None],
     ) -> None:
+        """`on_free` is told of each request whose lease has ended here."""
         self._leases = leases
-        self._results = results
+        self._on_free = on_free
         self._config = config
         self._us = us
         self._stats = stats
@@ -86,6 +89,9 @@ class PushWriter:
         """Requests that will be offered, or cancelled."""
         self._offers: dict[str, Held] = {}
         self._offer_names: NameTable[str] = NameTable()
+        self._drafts: dict[str, Held] = {}
+        """Of requests that run yet; they are offered, or cancelled."""
+        self._draft_names: NameTable[str] = NameTable()
         self._registrations = RegistrationTable()
         self._failed = Tombstones(config.push_deadline)
         self._unwanted = Tombstones(config.push_deadline)
@@ -95,7 +101,9 @@ class PushWriter:
         """D's ids: of its ranks' withdrawals, one frees our blocks."""
         self._replies = Replies(readers, stats)
         self._checks = Checks(peers, config.access.peers, us, self._replies, self._welcome)
-        self._writes = Writes(agent, peers, config, us, clock, report, self._ended)
+        self._writes = Writes(
+            agent, peers, config, us, clock, report, stats, self._ended, self._lapsed
+        )
 
     @property
     def writes(self) -> Writes:
@@ -104,13 +112,29 @@ class PushWriter:
 
     @property
     def num_waiting(self) -> int:
-        """Offers and registrations without their counterpart."""
-        return len(self._offers) + len(self._registrations) + len(self._checks)
+        """Offers and registrations without their counterpart, and drafts."""
+        num_registrations = len(self._registrations) + len(self._checks)
+        return len(self._offers) + len(self._drafts) + num_registrations
 
     def expect(self, request_id: str) -> None:
         """P has a request that somebody may register for."""
         if self._config.transfer_mode == "push":
             self._prefilling.add(request_id, names_of(request_id, transfer_id=None))
+
+    def draft(self, draft: PushOffer, now: float) -> None:
+        """So far P's request has come: whoever waits for it is written that."""
+        names = names_of(draft.request_id, draft.transfer_id)
+        held = self._drafts.get(draft.request_id)
+        if held is None:
+            held = self._drafts[draft.request_id] = Held(draft, is_draft=True)
+            self._draft_names.add(draft.request_id, names)
+        held.offer = draft
+        if held.request is not None:
+            return
+        waiting = self._registrations.named(names, draft.transfer_id)
+        fitting = next((one for one in waiting if all(map(held.may_serve, one))), [])
+        for registered in self._registrations.pop_all(fitting):
+            self._match(held, registered, now)
 
     def offer(self, offer: PushOffer, now: float) -> None:
         """P's request has finished; its lease has just been granted."""
@@ -118,6 +142,8 @@ class PushWriter:
         names = names_of(offer.request_id, offer.transfer_id)
         if not self._leases.is_held(offer.request_id):
             self.cancel(offer.request_id, now, offer.transfer_id)
+            return
+        if self._finish_draft(offer, now):
             return
         waiting = self._registrations.named(names, offer.transfer_id)
         fitting = next((one for one in waiting if all(rank.fits(offer) for rank in one)), [])
@@ -130,6 +156,31 @@ class PushWriter:
         self._offer_names.add(offer.request_id, names)
         for registered in self._registrations.pop_all(fitting):
             self._match(held, registered, now)
+
+    def _finish_draft(self, offer: PushOffer, now: float) -> bool:
+        """True: it is being written already, and this is the rest of it."""
+        held = self._pop_draft(offer.request_id)
+        if held is None or held.request is None:
+            return False
+        if held.offer.digest != offer.digest or not self._leases.take(offer.request_id):
+            self._abandon(held, DIFFERENT, now)
+            return False
+        held.offer, held.is_draft = offer, False
+        held.deadline = now + self._config.transfer_timeout
+        if not held.is_complete:
+            self._offers[offer.request_id] = held
+            self._offer_names.add(offer.request_id, names_of(offer.request_id, offer.transfer_id))
+        return True
+
+    def _pop_draft(self, request_id: str) -> Held | None:
+        self._draft_names.remove(request_id)
+        return self._drafts.pop(request_id, None)
+
+    def _abandon(self, held: Held, reason: str, now: float) -> None:
+        """What has been written of a draft is not believed, and no more is."""
+        if held.request is not None and not held.is_complete:
+            self._failed.add((whole_id(held.request.request_id),), now)
+        self._writes.give_up(held, reason)
 
     def registered(self, message: PushRegistered, sender: str, now: float) -> None:
         deadline = self._deadline(message, now)
@@ -145,7 +196,8 @@ class PushWriter:
 
     def _welcome(self, registered: Registered, now: float) -> None:
         offers = self._offers_named(registered.names)
-        held = next((one for one in offers if one.may_serve(registered)), None)
+        drafts = [self._drafts[name] for name in self._draft_names.find(registered.names)]
+        held = next((one for one in (*offers, *drafts) if one.may_serve(registered)), None)
         if self._failed.take((whole_id(registered.message.request_id),), now):
             self._refuse_ranks([registered], GIVEN_UP, now)
         elif held is not None:
@@ -213,7 +265,11 @@ class PushWriter:
 
     def cancel(self, request_id: str, now: float, transfer_id: str | None = None) -> None:
         """P's request was aborted, or its lease ended: whoever registers for it must hear."""
-        held = self._offers.get(request_id)
+        draft, held = self._pop_draft(request_id), self._offers.get(request_id)
+        if draft is not None and draft.request is not None:
+            self._abandon(draft, GIVEN_UP, now)
+            self.forget(request_id)
+            return
         if held is not None:
             transfer_id = held.offer.transfer_id
         self.forget(request_id)
@@ -277,12 +333,12 @@ class PushWriter:
             return
         held.senders.add(registered.sender)
         held.num_writing += 1
-        if held.is_complete:
+        if held.is_complete and not held.is_draft:
             self.forget(held.offer.request_id)
-        self._writes.begin(held, registered, now)
+        self._writes.begin(held, registered)
 
     def _begin(self, held: Held, registered: Registered, now: float) -> bool:
-        if not self._leases.take(held.offer.request_id):
+        if not held.is_draft and not self._leases.take(held.offer.request_id):
             self.forget(held.offer.request_id)
             self._replies.refuse(registered, "P's lease has ended")
             return False
@@ -318,8 +374,30 @@ class PushWriter:
         else:
             landing = 0.0 if writing.moving is None else self._config.landing_seconds
             self._replies.refuse(registered, writing.problem, landing)
-        writing.held.num_writing -= 1
-        self._end_if_last(writing.held)
+        held = writing.held
+        held.num_writing -= 1
+        if not held.is_draft:
+            self._end_if_last(held)
+        elif self._drafts.get(held.offer.request_id) is held:
+            self._unmatch_if_last(held)
+
+    def _lapsed(self, writing: Writing) -> None:
+        held = writing.held
+        held.num_writing -= 1
+        held.senders.discard(writing.registered.sender)
+        if not held.senders:
+            held.request = None
+
+    def _unmatch_if_last(self, held: Held) -> None:
+        """It was for nobody, unless another registers by then: its blocks are freed at once."""
+        if held.num_writing or held.request is None:
+            return
+        now = self._clock()
+        if not held.is_complete:
+            self._failed.add((whole_id(held.request.request_id),), now)
+        self._unwanted.add((whole_id(held.offer.request_id),), now)
+        held.request = None
+        held.senders.clear()
 
     def _end_if_last(self, held: Held) -> None:
         """Those it was written to are done with it; others may believe in its lease yet."""
@@ -333,7 +411,7 @@ class PushWriter:
         self.forget(request_id)
         if self._leases.confirm(request_id, now, reader=reader):
             self._stats.leases_released += 1
-            self._results.sent(request_id)
+            self._on_free(request_id)
 
     def _refuse_ranks(self, registrations: list[Registered], reason: str, now: float) -> None:
         """These and, when they come, those of the same request's other ranks."""

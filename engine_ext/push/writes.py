@@ -1,7 +1,13 @@
 """The WRITEs of push mode, from a match of offer and registration to NIXL's end.
 
     begin --> connecting --> moving --> (ended)
+                  |  ^ a part  |
+                  |  +---------+
                   +--------------------> (ended, with a problem)
+
+What a draft's blocks hold is written part by part, one after the other, while P computes the rest;
+only the last part tells D. Where P's request has lost its blocks in between, what it had then is
+written again, when NIXL has ended the part that was read from them.
 
 D keeps its blocks for as long as we may write: by our own clock we begin none after the time that D
 gave with the registration. A WRITE that has begun is watched until NIXL has ended it; an engine
@@ -15,8 +21,8 @@ from dataclasses import dataclass
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.inspection import QuarantineSeen
 from engine_ext.base.seldom import Seldom
-from engine_ext.base.types import Clock, PushOffer, num_blocks_in
-from engine_ext.layout.plan import Batch, PlanError
+from engine_ext.base.types import Clock, ConnectorStats, num_blocks_in
+from engine_ext.layout.plan import WHOLE, Batch, Part, PlanError
 from engine_ext.layout.ranks import RankError, TensorRank
 from engine_ext.push.tables import Held, Registered, RegistrationKey
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
@@ -38,22 +44,34 @@ logger.addFilter(Seldom())
 class Writing:
     held: Held
     registered: Registered
-    deadline: float
-    """For the handshake."""
+    connect_by: float | None = None
+    """Since a handshake runs."""
     peer: PeerHandle | None = None
     moving: Moving | None = None
+    part: Part = WHOLE
+    """That moves, or comes next."""
+    attempt: int = 0
+    """Of P's request, whose blocks were written until there."""
+    stopped: str | None = None
+    """Why no further part is written."""
     problem: str | None = None
     """Why nothing was, or will be, written."""
     began: float = 0.0
     num_blocks: int = 0
     num_bytes: int = 0
 
+    @property
+    def is_early(self) -> bool:
+        """The part that moves is not the last one."""
+        return self.part.until is not None
+
     def is_late(self, now: float) -> bool:
         return self.moving is not None and self.moving.is_late(now)
 
 
 class Writes:
-    """`on_end` is called once for each, when NIXL touches our blocks no more."""
+    """`on_end` is called once for each, when NIXL touches our blocks no more; `on_lapse` instead,
+    where D has not asked in time and is to ask anew."""
 
     def __init__(
         self,
@@ -63,7 +81,9 @@ class Writes:
         us: TensorRank,
         clock: Clock,
         report: Report,
+        stats: ConnectorStats,
         on_end: Callable[[Writing], None],
+        on_lapse: Callable[[Writing], None],
     ) -> None:
         self._agent = agent
         self._peers = peers
@@ -71,7 +91,9 @@ class Writes:
         self._us = us
         self._clock = clock
         self._report = report
+        self._stats = stats
         self._on_end = on_end
+        self._on_lapse = on_lapse
         self._writing: dict[RegistrationKey, Writing] = {}
 
     def __len__(self) -> int:
@@ -102,9 +124,8 @@ class Writes:
         """A WRITE to this peer is under way."""
         return any(writing.peer is peer for writing in self._writing.values())
 
-    def begin(self, held: Held, registered: Registered, now: float) -> None:
-        deadline = now + self._config.handshake_timeout
-        self._writing[registered.key] = Writing(held, registered, deadline)
+    def begin(self, held: Held, registered: Registered) -> None:
+        self._writing[registered.key] = Writing(held, registered)
 
     def refresh(self, registered: Registered) -> bool:
         """True: it is among these, and may begin for longer now."""
@@ -114,12 +135,30 @@ class Writes:
         writing.registered.deadline = max(writing.registered.deadline, registered.deadline)
         return True
 
+    def touches(self, request_id: str) -> bool:
+        """NIXL may read this request's blocks."""
+        return any(
+            one.moving is not None and one.held.offer.request_id == request_id
+            for one in self._writing.values()
+        )
+
     def withdraw(self, key: RegistrationKey) -> bool:
         """True: it is among these, and does not begin if it has not yet."""
         writing = self._writing.get(key)
-        if writing is not None and writing.moving is None:
-            self._end(writing, "withdrawn")
+        if writing is not None:
+            self._stop(writing, "withdrawn")
         return writing is not None
+
+    def give_up(self, held: Held, reason: str) -> None:
+        for writing in [one for one in self._writing.values() if one.held is held]:
+            self._stop(writing, reason)
+
+    def _stop(self, writing: Writing, reason: str) -> None:
+        """A part under way ends as NIXL says; if it is the last one, it may end well."""
+        if writing.moving is None:
+            self._end(writing, reason)
+        else:
+            writing.stopped = writing.stopped or reason
 
     def step(self, now: float) -> None:
         for writing in list(self._writing.values()):
@@ -133,47 +172,92 @@ class Writes:
 
     def _advance(self, writing: Writing, now: float) -> None:
         if writing.moving is None:
-            self._connect(writing, now)
+            self._go_on(writing, now)
         elif writing.moving.has_ended(self._agent, now):
-            problem = writing.moving.problem
-            self._end(writing, None if problem is None else f"WRITE: {problem}")
+            self._part_ended(writing, writing.moving)
 
-    def _connect(self, writing: Writing, now: float) -> None:
-        registered = writing.registered
-        peer = self._peers.connect(registered.address, now, rank_of(registered.message, self._us))
-        if peer is None and now >= writing.deadline:
-            raise PeerError(f"no handshake within {self._config.handshake_timeout:g} s")
+    def _part_ended(self, writing: Writing, moved: Moving) -> None:
+        if moved.problem is not None:
+            self._end(writing, f"WRITE: {moved.problem}")
+        elif writing.part.until is None:
+            self._end(writing)
+        else:
+            writing.part = Part(since=writing.part.until)
+            writing.moving = writing.peer = None
+            if writing.stopped is not None:
+                self._end(writing, writing.stopped)
+
+    def _go_on(self, writing: Writing, now: float) -> None:
+        """With what P has computed since the last part."""
+        held, registered = writing.held, writing.registered
+        if held.is_draft and registered.deadline <= now:
+            self._lapse(writing)
+            return
+        if writing.attempt != held.offer.attempt:
+            writing.attempt, writing.part = held.offer.attempt, WHOLE
+        until = held.offer.num_tokens if held.is_draft else None
+        if until is not None and until <= writing.part.since:
+            return
+        peer = self._connect(writing, now)
         if peer is None:
             return
+        writing.part = writing.part._replace(until=until)
+        batch = self._plan(peer, writing)
+        begins = self._clock()
+        writing.began = writing.began or begins
+        if peer.layout.skips_write or not len(batch.local):
+            self._pass_over(writing, peer)
+            return
+        if begins > registered.deadline:
+            raise PeerError("it is too late to begin")
+        writing.peer = peer
+        writing.num_blocks += batch.num_blocks
+        writing.num_bytes += batch.num_bytes
+        self._stats.early_writes += writing.is_early
+        self._stats.early_blocks += batch.num_blocks if writing.is_early else 0
+        notification = b"" if writing.is_early else _done(registered, self._us.size)
+        transfer = self._agent.start_write(peer, batch.local, batch.remote, notification)
+        writing.moving = Moving(transfer, begins + self._config.transfer_timeout)
+
+    def _connect(self, writing: Writing, now: float) -> PeerHandle | None:
+        """None while a handshake runs."""
+        registered = writing.registered
+        peer = self._peers.connect(registered.address, now, rank_of(registered.message, self._us))
+        if peer is None:
+            writing.connect_by = writing.connect_by or now + self._config.handshake_timeout
+            if now >= writing.connect_by:
+                raise PeerError(f"no handshake within {self._config.handshake_timeout:g} s")
+            return None
         if peer.name != registered.sender:
             raise PeerError("the agent that registered is not there any more")
         if any(one.is_late(now) for one in self._writing.values() if one.peer is peer):
             raise PeerError("an earlier WRITE to this engine has not ended")
-        batch = self._plan(peer, writing.held.offer, registered.message)
-        done = _done(registered, self._us.size)
-        writing.began = now
-        if peer.layout.skips_write or not len(batch.local):
-            self._agent.notify(peer.name, done)
-            self._end(writing)
+        writing.connect_by = None
+        return peer
+
+    def _pass_over(self, writing: Writing, peer: PeerHandle) -> None:
+        """This part is another rank's, or D did not ask for it."""
+        if writing.part.until is not None:
+            writing.part = Part(since=writing.part.until)
             return
-        begins = self._clock()
-        if begins > registered.deadline:
-            raise PeerError("it is too late to begin")
-        writing.peer, writing.began = peer, begins
-        writing.num_blocks, writing.num_bytes = batch.num_blocks, batch.num_bytes
-        transfer = self._agent.start_write(peer, batch.local, batch.remote, done)
-        writing.moving = Moving(transfer, begins + self._config.transfer_timeout)
+        self._agent.notify(peer.name, _done(writing.registered, self._us.size))
+        self._end(writing)
 
     @staticmethod
-    def _plan(peer: PeerHandle, offer: PushOffer, message: PushRegistered) -> Batch:
+    def _plan(peer: PeerHandle, writing: Writing) -> Batch:
+        offer, message = writing.held.offer, writing.registered.message
         first_token, last_token = None, offer.num_tokens
         if message.disagg is not None:
             if message.disagg.digest != offer.digest:
                 raise PlanError("the two engines' prompts differ")
             first_token, last_token = message.disagg.first_token, message.disagg.last_token
         return peer.layout.to_write(
-            offer.block_ids, message.local_block_ids, first_token, last_token
+            offer.block_ids, message.local_block_ids, first_token, last_token, writing.part
         )
+
+    def _lapse(self, writing: Writing) -> None:
+        del self._writing[writing.registered.key]
+        self._on_lapse(writing)
 
     def _stumble(self, writing: Writing, problem: str) -> None:
         """A fault of ours frees nothing that is still written from."""

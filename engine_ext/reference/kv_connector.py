@@ -41,6 +41,9 @@ class SchedulerHalf(Protocol):
     def on_step(
         self, request_id: str, block_ids: BlockIds, num_computed_tokens: int, num_new_tokens: int
     ) -> None: ...
+    def on_preempted(self, request_id: str) -> None:
+        """Its blocks go to others; it is computed again later."""
+
     def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy: ...
     def has_pending_work(self) -> bool: ...
     def release(self, engine_id: str, request_id: str) -> bool:

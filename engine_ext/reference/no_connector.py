@@ -44,6 +44,9 @@ class NoSchedulerHalf:
     ) -> None:
         pass
 
+    def on_preempted(self, request_id: str) -> None:
+        pass
+
     def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy:
         return "fail"
 

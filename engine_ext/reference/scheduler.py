@@ -313,6 +313,10 @@ class Scheduler:
         return begun.fit_in(seq.num_output_tokens, seq.sampling.logprobs)
 
     def _send_back(self, seq: Sequence) -> None:
+        try:
+            self._connector.on_preempted(seq.request_id)
+        except Exception:
+            logger.exception("connector: on_preempted raised for %s", seq.request_id)
         self.queues.remove(seq)
         self._blocks.free(seq)
         seq.num_computed_tokens = 0

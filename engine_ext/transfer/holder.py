@@ -6,7 +6,6 @@ from collections.abc import Callable
 from engine_ext.base.types import ConnectorStats, LeaseGrant
 from engine_ext.transfer.leases import LeaseTable
 from engine_ext.transfer.readers import Readers
-from engine_ext.transfer.results import Results
 from engine_ext.wire.notifications import Gone, Heartbeat, Read, ReadAck, ReadDone, Renew, Renewed
 
 logger = logging.getLogger(__name__)
@@ -14,15 +13,15 @@ logger = logging.getLogger(__name__)
 
 class Holder:
     """`alias`: our own id of what a reader may call a request. `on_read` and `on_unread` are told
-    of each lease that ended here, and when."""
+    of each lease that ended here, and when, and `on_free` of each."""
 
     def __init__(
         self,
         leases: LeaseTable,
         readers: Readers,
         extension: float,
-        results: Results,
         stats: ConnectorStats,
+        on_free: Callable[[str], None],
         alias: Callable[[str], str],
         on_read: Callable[[str], None],
         on_unread: Callable[[str, float], None],
@@ -30,8 +29,8 @@ class Holder:
         self._leases = leases
         self._readers = readers
         self._extension = extension
-        self._results = results
         self._stats = stats
+        self._on_free = on_free
         self._alias = alias
         self._on_read = on_read
         self._on_unread = on_unread
@@ -58,7 +57,7 @@ class Holder:
             self._tell_gone(request_id)
         for request_id in self._leases.reap(now):
             self._on_unread(request_id, now)
-            self._results.sent(request_id)
+            self._on_free(request_id)
 
     def heartbeat(self, sender: str, message: Heartbeat, now: float) -> None:
         """A stock reader's: it believes in the lease from now on, and hears nothing."""
@@ -112,7 +111,7 @@ class Holder:
     def _confirmed(self, request_id: str) -> None:
         self._stats.leases_released += 1
         self._on_read(request_id)
-        self._results.sent(request_id)
+        self._on_free(request_id)
 
     def _tell_gone(self, request_id: str) -> None:
         """Not stock, which has no word for it, and would be taken for one of ours from then on."""

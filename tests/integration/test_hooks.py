@@ -26,8 +26,9 @@ RECOVERY = {"fail_load", "fail_loads", "fail_finish"}
 """Called when another hook has raised."""
 TAKING = {"build_connector_meta", "get_transfer_results"}
 """Handing out what they took is the last thing they do: nothing can raise after it."""
-IDLE = {"on_step", "load_failure_policy", "revoke"}
-"""Not called where nothing is staged, no load fails and every answer is taken."""
+IDLE = {"on_step", "on_preempted", "load_failure_policy", "revoke"}
+"""Not called where nothing is staged or pushed, nobody is preempted, no load fails and every answer
+is taken."""
 OUTSIDE = {"set_wake", "stats", "inspect"}
 """Called by the engine's start and by pages, not by a step."""
 

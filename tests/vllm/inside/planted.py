@@ -13,9 +13,10 @@ TAKING = {"build_connector_meta", "get_transfer_results"}
 """Handing out what they took is the last thing they do: nothing can raise after it."""
 OUTSIDE = {
     *("set_handshake_metadata", "register_kv_caches", "get_handshake_payload", "set_wake"),
-    *("stats", "shutdown", "on_step", "wait_for_save", "release", "revoke", "inspect"),
+    *("stats", "shutdown", "wait_for_save", "release", "revoke", "inspect"),
+    *("on_step", "on_preempted", "wants_steps_of"),
 }
-"""Not called by vLLM's steps."""
+"""Not called by vLLM's steps, or in push mode alone."""
 IDLE = {"has_pending_work", "load_failure_policy"}
 """Called where there are no requests, or after a failed load."""
 

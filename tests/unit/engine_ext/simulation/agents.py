@@ -40,6 +40,8 @@ class SimTransfer:
     state: TransferState = TransferState.RUNNING
     has_told: bool = False
     is_discarded: bool = False
+    is_void: bool = False
+    """A part of a prompt whose request has lost its blocks: whatever it carries is written anew."""
     is_unknowable: bool = False
     """Its remote was removed, and NIXL does not say any more how it goes."""
     to_land: set[int] = field(default_factory=set)
@@ -137,7 +139,8 @@ class SimAgent:
         state = transfer.state
         if state is TransferState.DONE and not transfer.has_told:
             transfer.has_told = True
-            self.network.send(self.name, transfer.remote_name, transfer.notification)
+            if transfer.notification:
+                self.network.send(self.name, transfer.remote_name, transfer.notification)
         self._leave("poll")
         return state
 

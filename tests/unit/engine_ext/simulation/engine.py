@@ -124,6 +124,8 @@ class SimEngine:
         self.loop = self._new_loop()
         self.loading: dict[str, SimRequest] = {}
         """Parked or orphaned: a load may write into their blocks."""
+        self.computing: dict[str, SimRequest] = {}
+        """P legs whose prompts are computed piece by piece."""
         self.running: dict[str, SimRequest] = {}
         self.held: dict[str, SimRequest] = {}
         """Finished, and their blocks kept until they are reported."""
@@ -185,13 +187,45 @@ class SimEngine:
 
     def finish(self, request: SimRequest) -> dict[str, Any] | None:
         """A P leg has its one token: its blocks are leased; None where no block was free."""
-        blocks = self.memory.take(num_blocks_of(len(request.prompt_token_ids)), request.request_id)
-        if blocks is None:
+        if not request.blocks and not self.begin(request):
             self.abort(request)
             return None
-        request.blocks = blocks
+        del self.computing[request.request_id]
         self._compute(request)
         return self._finish(request, FinishStatus.LENGTH_CAPPED)
+
+    def begin(self, request: SimRequest) -> bool:
+        """A P leg is admitted; False where no block is free."""
+        blocks = self.memory.take(num_blocks_of(len(request.prompt_token_ids)), request.request_id)
+        if blocks is None:
+            return False
+        request.blocks = blocks
+        self.computing[request.request_id] = request
+        self.scheduler.update_state_after_alloc(request, (tuple(blocks),), 0)
+        return True
+
+    def compute(self, request: SimRequest, num_tokens: int) -> None:
+        """So far the prompt of a P leg has come after a step, which the next step tells."""
+        if request.is_over or not (request.blocks or self.begin(request)):
+            return
+        self.memory.fill(request.blocks, request.prompt_token_ids[:num_tokens])
+        request.num_computed_tokens = num_tokens
+        self._note("has computed", f"{num_tokens} tokens of {request.request_id}")
+        blocks = (tuple(request.blocks),)
+        self.scheduler.on_step(request.request_id, blocks, num_tokens, num_new_tokens=1)
+        self.wake()
+
+    def preempt(self, request: SimRequest) -> None:
+        """Its blocks go to others at once, whatever is written from them."""
+        if request.request_id not in self.computing:
+            return
+        self._note("preempts", request.request_id)
+        del self.computing[request.request_id]
+        self.scheduler.on_preempted(request.request_id)
+        self.network.lose_source(self.agent, request.blocks)
+        self._give_back(request)
+        request.num_computed_tokens = 0
+        self.wake()
 
     def decode(
         self, request_id: str, tokens: list[int], params: Any, *, seconds: float = 0.0
@@ -235,12 +269,13 @@ class SimEngine:
             return
         self._note("aborts", request.request_id)
         self.running.pop(request.request_id, None)
+        self.computing.pop(request.request_id, None)
         decision = self._request_finished(request, FinishStatus.ABORTED)
         is_loading = request.request_id in self.loading
         if is_loading and decision.delay_free:
             del self.loading[request.request_id]
             self.fenced.add(request.request_id)
-        if request.blocks and (decision.delay_free or not is_loading):
+        if decision.delay_free or (request.blocks and not is_loading):
             self._part_with(request, decision)
         self.wake()
 
@@ -287,7 +322,8 @@ class SimEngine:
     def is_at_rest(self) -> bool:
         return not self.agent.is_alive or (
             len(self.free) == NUM_BLOCKS
-            and not (self.loading or self.running or self.held or self.loop.num_open)
+            and not (self.loading or self.computing or self.running or self.held)
+            and not self.loop.num_open
         )
 
     def assert_empty(self) -> None:

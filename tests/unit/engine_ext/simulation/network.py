@@ -123,17 +123,23 @@ class Network:
             list(remote),
             notification,
             [agent.memory.owner[block] for block in local],
-            _request_of(notification) if kind == "WRITE" else "",
+            self._written_to(remote_name, remote, notification) if kind == "WRITE" else "",
         )
         if kind == "WRITE" and self.writes_are_bounded:
             transfer.cut_at = agent.clock_read_at + agent.write_seconds
-        self.shared.setdefault(frozenset((agent.name, remote_name)), []).append(notification)
+        if notification:
+            self.shared.setdefault(frozenset((agent.name, remote_name)), []).append(notification)
         agent.on_start(transfer)
         self.transfers.append(transfer)
         self.num_writes += kind == "WRITE"
         self.note(agent.name, f"begins {transfer}", f"{local} with {remote} of {remote_name}")
         self._schedule(transfer)
         return transfer
+
+    def _written_to(self, remote_name: str, remote: Sequence[int], notification: bytes) -> str:
+        """A part that is not the last one tells nobody whose it is: it is whoever has the block."""
+        owner = self.agents[remote_name].memory.owner[remote[0]]
+        return _request_of(notification) if notification else owner or "nobody"
 
     def _schedule(self, transfer: SimTransfer) -> None:
         weather, count = self.weather, len(transfer.local)
@@ -190,7 +196,7 @@ class Network:
     def _check_move(self, transfer: SimTransfer, index: int) -> None:
         local, remote = transfer.local[index], transfer.remote[index]
         ours = transfer.agent
-        if ours.memory.owner[local] != transfer.owners[index]:
+        if ours.memory.owner[local] != transfer.owners[index] and not transfer.is_void:
             self.violate(ours.name, f"block {local} changed hands during {transfer}")
         if transfer.kind == "WRITE":
             self._check_landing(transfer, remote)
@@ -278,7 +284,7 @@ class Network:
         """A transfer that may still read or write this block of `agent`, for all that can be known:
         an own one that NIXL has not ended, or another's WRITE that will land there."""
         for transfer in self.transfers:
-            if transfer.agent is agent and block in transfer.local:
+            if transfer.agent is agent and block in transfer.local and not transfer.is_void:
                 return transfer
             if transfer.kind == "WRITE" and transfer.remote_name == agent.name:
                 landing = {transfer.remote[index] for index in transfer.to_land}
@@ -286,6 +292,12 @@ class Network:
                 if block in landing and may_land:
                     return transfer
         return None
+
+    def lose_source(self, agent: SimAgent, blocks: Sequence[int]) -> None:
+        """What moves from these blocks of `agent` is not to be believed."""
+        for transfer in self.transfers:
+            if transfer.agent is agent and not {*blocks}.isdisjoint(transfer.local):
+                transfer.is_void = True
 
     # Handshakes.
 

@@ -250,6 +250,8 @@ class Scenario:
         leg = SimRequest(f"{base}-{self.count:07x}a", prompt, {"do_remote_decode": True})
         leg.kv_transfer_params["transfer_id"] = transfer
         leg.computes_for = self._soon()
+        if self.random.random() < 0.5:
+            self._compute_in_parts(prefiller, leg)
         prefiller.when_able(partial(self._prefill, prefiller, leg))
         if self.stock_reader is not None and self.random.random() < 0.3:
             self.stock_reader.register(prefiller, f"{base}-{self.count:07x}e", prompt)
@@ -257,6 +259,18 @@ class Scenario:
         waiting = SimRequest(f"{base}-{self.count:07x}d", prompt, params)
         waiting.computes_for = self._soon()
         decoder.when_able(partial(self._queue, decoder, waiting))
+
+    def _compute_in_parts(self, prefiller: SimEngine, leg: SimRequest) -> None:
+        """Its blocks are lost in between, perhaps, and all is computed again."""
+        at, done = 0.0, 0
+        while done < len(leg.prompt_token_ids):
+            done = min(done + self.random.choice([2, 4, 5]), len(leg.prompt_token_ids))
+            step = partial(prefiller.compute, leg, done)
+            if self.random.random() < 0.3:
+                step, done = partial(prefiller.preempt, leg), 0
+            at += self._soon()
+            self.network.later(at, partial(prefiller.when_able, step))
+        leg.computes_for += at
 
     def _abort_later(self, engine: SimEngine, leg: SimRequest) -> None:
         self.network.later(self._soon(), partial(engine.when_able, partial(engine.abort, leg)))

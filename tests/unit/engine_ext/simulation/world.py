@@ -104,7 +104,7 @@ class World:
         name = engine.name
         endless = {t for t in self.network.transfers if t.agent is engine.agent}
         stuck = {block for transfer in endless for block in transfer.local}
-        kept = sorted([*engine.loading, *engine.running, *engine.held])
+        kept = sorted([*engine.loading, *engine.computing, *engine.running, *engine.held])
         excused = [one for one in kept if stuck & set(_request(engine, one).blocks)]
         for request_id in sorted(set(kept) - set(excused)):
             self.network.violate(name, f"{request_id} never came to its end")
@@ -138,7 +138,7 @@ class World:
 def _request(engine: SimEngine, request_id: str) -> SimRequest:
     return next(
         where[request_id]
-        for where in (engine.loading, engine.running, engine.held)
+        for where in (engine.loading, engine.computing, engine.running, engine.held)
         if request_id in where
     )
 

@@ -181,6 +181,9 @@ class FakeScheduler:
     ) -> None:
         pass
 
+    def on_preempted(self, request_id: str) -> None:
+        pass
+
     def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy:
         return self.policy
 
