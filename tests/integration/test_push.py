@@ -4,7 +4,8 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.integration.processes import Launcher, Server, metric, post_and_leave
 
 PUSH = "DisaggPushConnector"
 PUSHED = "disagg_engine_kv_pushes_ok_total"
+EARLY = "disagg_engine_kv_early_blocks_total"
 FETCHED = "disagg_engine_prompt_tokens_fetched_total"
 
 
@@ -72,6 +74,11 @@ def both_legs(
 
 def released(server: Server, but: int = 0) -> bool:
     return metric(server, "disagg_engine_kv_leases_active") <= but
+
+
+def has_all(server: Server) -> bool:
+    """Its blocks, free."""
+    return metric(server, "disagg_engine_blocks_free") == metric(server, "disagg_engine_blocks")
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -174,6 +181,79 @@ def test_a_decode_that_is_aborted_frees_the_prefiller_and_is_not_written(
     prefill(prefiller, prompt, request_id=request_id)
     wait_for(lambda: released(prefiller, but=1), "P's blocks are freed", 5)
     assert metric(prefiller, PUSHED) == pushed
+
+
+# While the prompt is computed.
+
+
+@pytest.fixture(scope="module")
+def slow(launcher: Launcher) -> Iterator[Server]:
+    """A prefiller that computes two blocks a step."""
+    options = ("--max-prefill-tokens-per-step", "64", "--no-enable-prefix-caching")
+    with launcher.engine("slow", *options, connector=PUSH) as server:
+        yield server
+
+
+@contextmanager
+def prefilled_halfway(
+    slow: Server, decoder: Server, prompt: str
+) -> Iterator[tuple[ExitStack, ExitStack]]:
+    """Both legs of a request, of which D has a part: closed, the client of P's leg, or D's, has
+    left."""
+    where = coordinates_in(slow.get("/disagg/identity").json()["ranks"][0])
+    request_id, early = str(uuid.uuid4()), metric(slow, EARLY)
+    with ExitStack() as prefilling, ExitStack() as decoding:
+        body = decode_body(prompt, push_params(where, request_id))
+        decoding.enter_context(post_and_leave(decoder, body, request_id))
+        waiting = "disagg_engine_requests_waiting_for_remote_kv"
+        wait_for(lambda: metric(decoder, waiting) == 1, "D has registered")
+        prefilling.enter_context(post_and_leave(slow, prefill_body(prompt), request_id))
+        wait_for(lambda: metric(slow, EARLY) > early, "the first part is written", poll=0.0)
+        yield prefilling, decoding
+
+
+def test_a_long_prompt_is_written_while_it_is_computed(
+    slow: Server, decoder: Server, alone: Server
+) -> None:
+    where = coordinates_in(slow.get("/disagg/identity").json()["ranks"][0])
+    early, pushed = metric(slow, EARLY), metric(slow, PUSHED)
+    prompts = [text_of(length, 4500 + length) for length in (1500, 1100, 700)]
+    right = complete_all(alone, prompts)
+    with ThreadPoolExecutor(3) as pool:
+        got = list(pool.map(partial(both_legs, slow, decoder, where), prompts))
+    assert differences(right, got) == []
+    # Of 1500 tokens, 46 blocks are full. What still moves when the last step ends goes with it.
+    assert metric(slow, EARLY) - early > (46 + 34 + 21) / 2
+    assert metric(slow, PUSHED) - pushed == 3
+    wait_for(lambda: released(slow), "P's blocks are freed")
+
+
+def test_a_prompt_that_is_given_up_halfway_is_not_believed(
+    slow: Server, decoder: Server, alone: Server
+) -> None:
+    missed = "disagg_engine_kv_pushes_missed_total"
+    before = metric(decoder, missed)
+    with prefilled_halfway(slow, decoder, text_of(3000, 4600)) as (prefilling, _):
+        prefilling.close()
+        wait_for(lambda: metric(decoder, missed) == before + 1, "D hears that it has failed", 5)
+        wait_for(lambda: has_all(slow) and has_all(decoder), "all blocks are free", 5)
+    prompt = text_of(300, 4601)
+    where = coordinates_in(slow.get("/disagg/identity").json()["ranks"][0])
+    assert differences([complete(alone, prompt)], [both_legs(slow, decoder, where, prompt)]) == []
+
+
+def test_a_decoder_whose_client_leaves_halfway_is_written_no_more(
+    slow: Server, decoder: Server
+) -> None:
+    with prefilled_halfway(slow, decoder, text_of(3000, 4700)) as (prefilling, decoding):
+        pushed = metric(slow, PUSHED)
+        decoding.close()
+        wait_for(lambda: has_all(decoder), "D's blocks are free", 5)
+        early = metric(slow, EARLY)
+        assert metric(slow, "disagg_engine_requests_running") == 1
+        wait_for(lambda: has_all(slow), "P has finished, for nobody, and its blocks are free")
+        assert (metric(slow, EARLY), metric(slow, PUSHED)) == (early, pushed)
+        assert metric(slow, "disagg_engine_kv_leases_expired_total") == 0
 
 
 def test_a_prefill_that_never_comes_ends_by_policy(
