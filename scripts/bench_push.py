@@ -6,6 +6,10 @@ The engines are set up to push. One router asks them one after the other (--tran
 decoder registers when the prefiller has answered), the other both at once. The cases take turns, so
 that a machine's mood cancels out; one request at a time: neither engines nor router are saturated.
 A line for each length: medians, the ratio, and the quartile distance over the median.
+
+Then the hand-over without a router: from the prefiller's answer to the decoder's first token, where
+the decoder registers after that answer, and where it waits from the start and is written most of
+the prompt while the rest is computed; and how many of its blocks were left for the last WRITE.
 """
 
 from __future__ import annotations
@@ -17,8 +21,9 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,6 +40,11 @@ from tests.conftest import find_free_ports  # noqa: E402
 
 MODES = ("pull", "push")
 WARM_UP = 128
+BLOCK = 32
+"""Tokens of one of the reference engine's blocks."""
+WAITING = "disagg_engine_requests_waiting_for_remote_kv"
+
+Params = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -44,12 +54,19 @@ class Result:
     push_ms: float
     pull_spread: float
     push_spread: float
+    handover_pull_ms: float
+    handover_push_ms: float
+    blocks: int
+    blocks_left: float
+    """For the last WRITE, where the decoder waited from the start."""
 
     def line(self) -> str:
         spreads = f"{self.pull_spread:.0%} {self.push_spread:.0%}"
         return (
             f"{self.tokens:8,d} tokens   pull {self.pull_ms:8.1f} ms   push {self.push_ms:8.1f} ms"
             f"   ratio {self.push_ms / self.pull_ms:.2f}   spread {spreads}"
+            f"   hand-over {self.handover_pull_ms:.1f} and {self.handover_push_ms:.1f} ms"
+            f"   left {self.blocks_left:.0f} of {self.blocks} blocks"
         )
 
 
@@ -73,25 +90,87 @@ def main() -> int:
 def _measured(family: Family, lengths: list[int], repeats: int) -> list[Result]:
     print("starting a prefiller, a decoder and two routers", file=sys.stderr)
     try:
-        with _routers(family, max(lengths)) as routers, httpx.Client(timeout=300) as client:
-            return [_measure(client, routers, length, repeats) for length in lengths]
+        engines = _engines(family, max(lengths))
+        with httpx.Client(timeout=300) as client:
+            routers = _routers(family, engines, client)
+            return [_measure(client, routers, engines, length, repeats) for length in lengths]
     finally:
         family.stop()
 
 
-def _measure(client: httpx.Client, routers: dict[str, str], length: int, repeats: int) -> Result:
+def _measure(
+    client: httpx.Client, routers: dict[str, str], engines: Engines, length: int, repeats: int
+) -> Result:
     words = random.Random(length)
     took: dict[str, list[float]] = {mode: [] for mode in MODES}
+    handed: dict[str, list[float]] = {mode: [] for mode in MODES}
+    left = []
     for number in range(repeats + 1):
         for mode in MODES:
             prompt = [words.randrange(1, VOCABULARY) for _ in range(length)]
             first_after = ask(client, routers[mode], "tiny", prompt, {"max_tokens": 2}).first_after
-            if number:  # the first round warms up
-                took[mode].append(first_after * 1000)
-    pull, push = (statistics.median(took[mode]) for mode in MODES)
-    result = Result(length, pull, push, _spread(took["pull"]), _spread(took["push"]))
+            early = engines.num_early_blocks(client)
+            hand_over = engines.hand_over(client, [VOCABULARY - token for token in prompt], mode)
+            if not number:  # the first round warms up
+                continue
+            took[mode].append(first_after * 1000)
+            handed[mode].append(hand_over * 1000)
+            if mode == "push":
+                left.append(-(-length // BLOCK) - (engines.num_early_blocks(client) - early))
+    result = Result(
+        tokens=length,
+        pull_ms=statistics.median(took["pull"]),
+        push_ms=statistics.median(took["push"]),
+        pull_spread=_spread(took["pull"]),
+        push_spread=_spread(took["push"]),
+        handover_pull_ms=statistics.median(handed["pull"]),
+        handover_push_ms=statistics.median(handed["push"]),
+        blocks=-(-length // BLOCK),
+        blocks_left=statistics.median(left),
+    )
     print(result.line(), flush=True)
     return result
+
+
+@dataclass(frozen=True)
+class Engines:
+    prefiller: Child
+    decoder: Child
+
+    def num_early_blocks(self, client: httpx.Client) -> float:
+        return _metric(client, self.prefiller, "disagg_engine_kv_early_blocks_total")
+
+    def hand_over(self, client: httpx.Client, prompt: list[int], mode: str) -> float:
+        """Seconds from the prefiller's answer to the decoder's first token."""
+        (rank,) = client.get(f"{self.prefiller.url}/disagg/identity").json()["ranks"]
+        params = {key: value for key, value in rank.items() if key != "prefix_proof"}
+        params |= {"do_remote_prefill": True, "remote_request_id": str(uuid.uuid4())}
+        params["transfer_id"] = str(uuid.uuid4())
+        with ThreadPoolExecutor(1) as pool:
+            if mode == "pull":
+                answered = self._prefill(client, prompt, params)
+                return self._decode(client, prompt, params) - answered
+            first = pool.submit(self._decode, client, prompt, params)
+            while not _metric(client, self.decoder, WAITING):
+                time.sleep(0.001)
+            answered = self._prefill(client, prompt, params)
+            return first.result() - answered
+
+    def _prefill(self, client: httpx.Client, prompt: list[int], params: Params) -> float:
+        asked = {"do_remote_decode": True, "transfer_id": params["transfer_id"]}
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": asked}
+        client.post(f"{self.prefiller.url}/v1/completions", json=body).raise_for_status()
+        return time.perf_counter()
+
+    def _decode(self, client: httpx.Client, prompt: list[int], params: Params) -> float:
+        began = time.perf_counter()
+        fields: Params = {"max_tokens": 2, "kv_transfer_params": params}
+        return began + ask(client, self.decoder.url, "tiny", prompt, fields).first_after
+
+
+def _metric(client: httpx.Client, engine: Child, name: str) -> float:
+    lines = client.get(f"{engine.url}/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} "))
 
 
 def _spread(values: list[float]) -> float:
@@ -101,8 +180,7 @@ def _spread(values: list[float]) -> float:
     return (third - first) / statistics.median(values)
 
 
-@contextmanager
-def _routers(family: Family, longest: int) -> Iterator[dict[str, str]]:
+def _engines(family: Family, longest: int) -> Engines:
     model = str(family.directory / "tiny")
     make = [sys.executable, "-m", "engine_ext.reference.tiny_model", model]
     family.start("model", [*make, "--max-positions", str(longest + 1024)], "").process.wait()
@@ -114,13 +192,16 @@ def _routers(family: Family, longest: int) -> Iterator[dict[str, str]]:
     ]
     for engine in engines:
         until_ready(engine, "/health")
-    routers = {mode: _router(family, mode, engines) for mode in MODES}
+    return Engines(*engines)
+
+
+def _routers(family: Family, engines: Engines, client: httpx.Client) -> dict[str, str]:
+    both = [engines.prefiller, engines.decoder]
+    routers = {mode: _router(family, mode, both) for mode in MODES}
     for router in routers.values():
         until_ready(router, "/ready")
-    with httpx.Client(timeout=60) as client:
-        for router in routers.values():
-            ask(client, router.url, "tiny", [1] * WARM_UP, {"max_tokens": 1})
-    yield {mode: router.url for mode, router in routers.items()}
+        ask(client, router.url, "tiny", [1] * WARM_UP, {"max_tokens": 1})
+    return {mode: router.url for mode, router in routers.items()}
 
 
 def _router(family: Family, mode: str, engines: list[Child]) -> Child:

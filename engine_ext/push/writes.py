@@ -101,9 +101,11 @@ class Writes:
 
     @property
     def is_busy(self) -> bool:
-        """One moves that somebody waits for."""
-        moving = [writing.moving for writing in self._writing.values() if writing.moving]
-        return any(one.problem is None for one in moving)
+        """One moves that somebody waits for: not for a part while P computes the rest."""
+        return any(
+            one.moving is not None and one.moving.problem is None and not one.held.is_draft
+            for one in self._writing.values()
+        )
 
     def num_blocks_quarantined(self, now: float) -> int:
         """Of WRITEs that should be over."""

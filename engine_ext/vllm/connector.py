@@ -47,6 +47,7 @@ from engine_ext.vllm.guard import guarded, nothing
 from engine_ext.vllm.log import speak_as_vllm
 from engine_ext.vllm.news import NewsListener, NewsSender
 from engine_ext.vllm.owed import Owed
+from engine_ext.vllm.prompts import Prompts
 from engine_ext.vllm.request import RequestView
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._news: NewsListener | None = None
         self._differences = Differences()
         self._owed = Owed()
+        self._prompts = Prompts()
         self._unheard = NO_RESULTS
         """What our half was told while it raised; it is told once more."""
         if role is KVConnectorRole.SCHEDULER:
@@ -141,7 +143,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(nothing)
     def on_new_request(self, request: Request) -> None:
-        self.scheduler.on_new_request(self._view(request))
+        view = self._view(request)
+        self.scheduler.on_new_request(view)
+        if self.scheduler.wants_steps_of(view.request_id) and support.is_on(features.EARLY_WRITES):
+            self._prompts.follow(view)
 
     @guarded(lambda: NOTHING)
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Matched:
@@ -172,7 +177,16 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda: DisaggMetadata(EMPTY_STEP))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What cannot be built goes with a later step."""
+        self._tell_prompts(scheduler_output)
         return DisaggMetadata(self.scheduler.build_connector_meta())
+
+    @guarded(nothing)
+    def _tell_prompts(self, scheduler_output: SchedulerOutput) -> None:
+        """What cannot be told is written later."""
+        for name in self._prompts.preempted(scheduler_output):
+            self.scheduler.on_preempted(name)
+        for step in self._prompts.computed(scheduler_output):
+            self.scheduler.on_step(*step)
 
     @guarded(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -201,6 +215,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> Finished:
         view = self._view(request)
+        self._prompts.forget(view.request_id)
         decision = self.scheduler.request_finished(view, _by_group(block_ids), view.finish_status)
         return self._kept(request, decision)
 
@@ -282,7 +297,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing is saved: other engines read, or are written to, when a request has finished."""
+        """Nothing is saved: other engines read, or are written to, out of the cache itself."""
 
     @guarded(nothing)
     def wait_for_save(self) -> None:

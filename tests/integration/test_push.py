@@ -245,7 +245,7 @@ def test_a_prompt_that_is_given_up_halfway_is_not_believed(
 def test_a_decoder_whose_client_leaves_halfway_is_written_no_more(
     slow: Server, decoder: Server
 ) -> None:
-    with prefilled_halfway(slow, decoder, text_of(3000, 4700)) as (prefilling, decoding):
+    with prefilled_halfway(slow, decoder, text_of(3000, 4700)) as (_, decoding):
         pushed = metric(slow, PUSHED)
         decoding.close()
         wait_for(lambda: has_all(decoder), "D's blocks are free", 5)

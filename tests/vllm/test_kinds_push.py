@@ -11,7 +11,7 @@ from tests.vllm.hybrid_model import write_hybrid_model
 from tests.vllm.measures import COMPUTED, counted, freed
 from tests.vllm.mla_model import write_mla_model
 from tests.vllm.servers import PUSH, SCHEDULER, Fleet, Kind
-from tests.vllm.test_push import both_legs
+from tests.vllm.test_push import CHUNKS, both_legs
 
 LENGTHS = (1, 33, 64, 96, 129, 500, 1500)
 ENDING = (95, 127, 159, 255)
@@ -35,7 +35,7 @@ def test_pushed_prompts_and_a_turn_are_those_of_one_engine_alone(
 ) -> None:
     model = write(tmp_path)
     with fleet.servers(
-        Kind(f"{name}-push-p", PUSH, (*SCHEDULER, UNCACHED), model),
+        Kind(f"{name}-push-p", PUSH, (*SCHEDULER, *CHUNKS, UNCACHED), model),
         Kind(f"{name}-push-d", PUSH, (*SCHEDULER, UNCACHED), model),
     ) as (prefiller, decoder):
         for length in lengths:
@@ -44,6 +44,7 @@ def test_pushed_prompts_and_a_turn_are_those_of_one_engine_alone(
             turn = both_legs(prefiller, decoder, prompt)
             assert differences([right], [turn.answer]) == [], length
         assert counted(prefiller, "pushes_ok") >= len(LENGTHS)
+        assert counted(prefiller, "early_blocks") > 0
         prompt = tokens_of(300, 7700)
         turn = both_legs(prefiller, decoder, prompt)
         longer = [*prompt, *turn.answer.tokens, *tokens_of(50, 7701)]

@@ -23,10 +23,14 @@ from tests.vllm.measures import FETCHED, RUNNING, counted, nothing_left, prompts
 from tests.vllm.servers import PUSH, SCHEDULER, Fleet, Kind
 from tests.vllm.test_several import several_are_read_once
 
+CHUNK = 256
+"""Tokens of a prompt that the prefill engine computes in one step."""
+CHUNKS = ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "64")
+
 
 @pytest.fixture(scope="module")
 def pair(fleet: Fleet) -> Iterator[list[Server]]:
-    kinds = (Kind(name, PUSH, SCHEDULER) for name in ("push-p", "push-d"))
+    kinds = Kind("push-p", PUSH, (*SCHEDULER, *CHUNKS)), Kind("push-d", PUSH, SCHEDULER)
     with fleet.servers(*kinds) as servers:
         yield servers
 
@@ -68,6 +72,33 @@ def test_pushed_prompts_are_those_of_one_vllm_alone(pair: list[Server], alone: S
         turns = list(pool.map(partial(both_legs, prefiller, decoder), prompts()))
     right = [complete(alone, prompt) for prompt in prompts()]
     assert differences(right, [turn.answer for turn in turns]) == []
+
+
+def test_prompts_are_written_while_they_are_computed(pair: list[Server], alone: Server) -> None:
+    prefiller, decoder = pair
+    asked = [tokens_of(length, 6600 + length) for length in (1700, 1000, 1400)]
+    early, pushed = counted(prefiller, "early_blocks"), counted(prefiller, "pushes_ok")
+    for prompt in asked:
+        turn = both_legs(prefiller, decoder, prompt)
+        assert differences([complete(alone, prompt)], [turn.answer]) == []
+    # Of 1700 tokens, six chunks come before the last. What still moves then goes with the last.
+    blocks = sum((len(prompt) - 1) // CHUNK * CHUNK // 32 for prompt in asked)
+    assert blocks / 3 < counted(prefiller, "early_blocks") - early <= blocks
+    wait_for(lambda: counted(prefiller, "pushes_ok") == pushed + len(asked), "all were pushed")
+
+
+def test_a_prompt_that_is_given_up_halfway_leaves_no_block(pair: list[Server]) -> None:
+    prefiller, decoder = pair
+    request_id, prompt = str(uuid.uuid4()), tokens_of(2000, 6700)
+    told = {"do_remote_prefill": True, "remote_request_id": request_id, **where(prefiller)}
+    early, missed = counted(prefiller, "early_blocks"), counted(decoder, "pushes_missed")
+    with nothing_left(*pair), ThreadPoolExecutor(1) as legs:
+        d_leg = legs.submit(decoder.post, "/v1/completions", decode_body(prompt, told), request_id)
+        wait_for(lambda: counted(decoder, "pushes_active") == 1, "D has registered")
+        with post_and_leave(prefiller, prefill_body(prompt), request_id):
+            wait_for(lambda: counted(prefiller, "early_blocks") > early, "a part is written")
+        assert d_leg.result(timeout=30).status_code == 500
+        assert counted(decoder, "pushes_missed") == missed + 1
 
 
 def test_turns_compute_only_what_is_new_and_are_pushed(pair: list[Server], alone: Server) -> None:

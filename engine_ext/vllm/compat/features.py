@@ -420,6 +420,28 @@ _FIELDS = (
 )
 """What our HTTP server says to our scheduler class."""
 
+EARLY_WRITES = Feature(
+    "early_writes",
+    "prompts are pushed when they are computed, not before",
+    (
+        Name(
+            f"{SCHED}.output:SchedulerOutput",
+            has=(
+                "num_scheduled_tokens",
+                "preempted_req_ids",
+                "scheduled_cached_reqs",
+                "scheduled_new_reqs",
+            ),
+        ),
+        Name(f"{SCHED}.output:NewRequestData", has=("block_ids", "num_computed_tokens", "req_id")),
+        Name(
+            f"{SCHED}.output:CachedRequestData",
+            has=("new_block_ids", "num_computed_tokens", "req_ids", "resumed_req_ids"),
+        ),
+    ),
+)
+"""What a step computes, and into which blocks."""
+
 THRESHOLD = Feature(
     "cache_hit_threshold",
     "no request is refused for its cache hits",
@@ -568,6 +590,7 @@ OPTIONAL = (
     FAILURE_POLICY,
     REST,
     LAST_WINDOW,
+    EARLY_WRITES,
     THRESHOLD,
     BEGUN,
 )

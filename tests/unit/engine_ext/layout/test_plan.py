@@ -12,6 +12,7 @@ from engine_ext.base.types import CacheGeometry, Region
 from engine_ext.layout.match import match_peer
 from engine_ext.layout.plan import (
     Batch,
+    Part,
     PeerLayout,
     PlanError,
     Side,
@@ -149,8 +150,9 @@ def test_every_byte_of_a_read_comes_once_from_its_place(case: Case) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(cases())
-def test_every_byte_of_a_write_goes_once_to_its_place(case: Case) -> None:
+@given(cases(), st.lists(st.integers(1, 8), max_size=3).map(sorted))
+def test_every_byte_of_a_write_goes_once_to_its_place(case: Case, computed: list[int]) -> None:
+    """In parts, of which the last but one end after so many of the writer's blocks."""
     truth = case.prefill[0].model.kv(case.loaded().stop)
     blocks = range(case.first_token, case.num_tokens, case.decode[0].block_size)
     registered = tuple(case.decode_blocks[t // case.decode[0].block_size] for t in blocks)
@@ -162,11 +164,14 @@ def test_every_byte_of_a_write_goes_once_to_its_place(case: Case) -> None:
             plan = match(writer, target)
             if plan.skips_write:
                 continue
-            ours = (tuple(case.prefill_blocks),)
-            batch = plan.to_write(ours, (registered,), case.first_token, case.num_tokens)
-            touched[rank] += carry_out(
-                batch, (writer, plan.local), (target, plan.remote), write=True
-            )
+            ends = [number * writer.block_size for number in computed]
+            parts = [*map(Part, [0, *ends], ends), Part(since=ends[-1] if ends else 0)]
+            for number, part in zip([*computed, None], parts, strict=True):
+                ours = (tuple(case.prefill_blocks[:number]),)
+                batch = plan.to_write(ours, (registered,), case.first_token, case.num_tokens, part)
+                touched[rank] += carry_out(
+                    batch, (writer, plan.local), (target, plan.remote), write=True
+                )
     for target, right, times in zip(case.decode, expected, touched, strict=True):
         assert (target.memory == right).all()
         assert times.max() == 1
@@ -394,6 +399,14 @@ def test_a_holder_that_keeps_less_than_the_window_is_refused() -> None:
     # What the reader has given up itself, it need not be given.
     batch = plan.to_write((full_list, full_list), (full_list, (0, 0, 0, 0, 5)), 0, 20)
     assert batch.num_blocks == 6
+
+
+def test_a_group_with_a_window_goes_with_the_last_part() -> None:
+    plan = match(windowed(), windowed())
+    ours, theirs = (1, 2, 3, 4, 5), (6, 7, 8, 9, 10)
+    early = plan.to_write((ours[:3], (0, 2, 3)), (theirs, theirs), 0, 20, Part(until=12))
+    last = plan.to_write((ours, (0, 0, 3, 4, 5)), (theirs, theirs), 0, 20, Part(since=12))
+    assert (early.num_blocks, last.num_blocks) == (3, 2 + 3)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
