@@ -7,10 +7,10 @@ tokens is considered; `update_state_after_alloc` after its blocks were allocated
 `request_finished` before its blocks are freed.
 
 Worker half, where the KV memory is: `register_kv_caches` once; per step `start_load_kv`, then the
-forward pass, `wait_for_save` and `get_transfer_results`. With host buffers, and
-where prompts are pushed while they are computed (`wants_steps`), the scheduler half is told by
-`on_step` of each request in a step, before `build_connector_meta`, and by `on_preempted` of each
-that lost its blocks.
+forward pass, `wait_for_save` and `get_transfer_results`. With host buffers, and where prompts are
+pushed while they are computed (`wants_steps`), the scheduler half is told by `on_step` of each
+request in a step, before `build_connector_meta`, and by `on_preempted` of each that lost its
+blocks.
 
 An engine with several tensor ranks has one scheduler half and a worker half per rank: each step's
 metadata goes to all of them, and the host makes one of what they report: an id counts once every

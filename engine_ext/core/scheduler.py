@@ -247,5 +247,7 @@ class SchedulerConnector:
 
 
 def _can_write_early(geometry: CacheGeometry) -> bool:
-    """Host buffers have a step's KV when the step has ended; groups with a window go last."""
-    return not geometry.is_staged and None in geometry.group_windows
+    """Host buffers have a step's KV when the step has ended, state is a request's only at its end,
+    and groups with a window go last."""
+    is_in_place = not geometry.is_staged and not geometry.uses_mamba
+    return is_in_place and None in geometry.group_windows

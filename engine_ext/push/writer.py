@@ -102,7 +102,16 @@ class PushWriter:
         self._replies = Replies(readers, stats)
         self._checks = Checks(peers, config.access.peers, us, self._replies, self._welcome)
         self._writes = Writes(
-            agent, peers, config, us, clock, report, stats, self._ended, self._lapsed
+            agent,
+            peers,
+            config,
+            us,
+            clock,
+            report,
+            stats,
+            self._ended,
+            self._lapsed,
+            self._release,
         )
 
     @property
@@ -374,6 +383,13 @@ class PushWriter:
         else:
             landing = 0.0 if writing.moving is None else self._config.landing_seconds
             self._replies.refuse(registered, writing.problem, landing)
+        self._release(writing)
+
+    def _release(self, writing: Writing) -> None:
+        """Once."""
+        if writing.is_released:
+            return
+        writing.is_released = True
         held = writing.held
         held.num_writing -= 1
         if not held.is_draft:

@@ -54,6 +54,8 @@ class Writing:
     """Of P's request, whose blocks were written until there."""
     stopped: str | None = None
     """Why no further part is written."""
+    is_released: bool = False
+    """Nobody's blocks are kept for it any more."""
     problem: str | None = None
     """Why nothing was, or will be, written."""
     began: float = 0.0
@@ -65,13 +67,19 @@ class Writing:
         """The part that moves is not the last one."""
         return self.part.until is not None
 
+    @property
+    def is_void(self) -> bool:
+        """What moves is read from blocks that P's request has lost."""
+        return self.attempt != self.held.offer.attempt
+
     def is_late(self, now: float) -> bool:
         return self.moving is not None and self.moving.is_late(now)
 
 
 class Writes:
     """`on_end` is called once for each, when NIXL touches our blocks no more; `on_lapse` instead,
-    where D has not asked in time and is to ask anew."""
+    where D has not asked in time and is to ask anew. `on_release` may come before: what is still
+    under way is not read from blocks of the request, and no more will be."""
 
     def __init__(
         self,
@@ -84,6 +92,7 @@ class Writes:
         stats: ConnectorStats,
         on_end: Callable[[Writing], None],
         on_lapse: Callable[[Writing], None],
+        on_release: Callable[[Writing], None],
     ) -> None:
         self._agent = agent
         self._peers = peers
@@ -94,6 +103,7 @@ class Writes:
         self._stats = stats
         self._on_end = on_end
         self._on_lapse = on_lapse
+        self._on_release = on_release
         self._writing: dict[RegistrationKey, Writing] = {}
 
     def __len__(self) -> int:
@@ -109,18 +119,20 @@ class Writes:
 
     def num_blocks_quarantined(self, now: float) -> int:
         """Of WRITEs that should be over."""
-        late = [writing.held.offer for writing in self._writing.values() if writing.is_late(now)]
-        return sum(num_blocks_in(offer.block_ids) for offer in late)
+        return sum(num_blocks_in(one.held.offer.block_ids) for one in self._late(now))
 
     def quarantined(self, now: float) -> Iterator[QuarantineSeen]:
-        for writing in self._writing.values():
-            if writing.moving is not None and writing.moving.is_late(now):
-                yield QuarantineSeen(
-                    writing.held.offer.request_id,
-                    writing.registered.message.decode_engine_id,
-                    num_blocks_in(writing.held.offer.block_ids),
-                    now - writing.moving.deadline,
-                )
+        for writing in self._late(now):
+            assert writing.moving is not None
+            yield QuarantineSeen(
+                writing.held.offer.request_id,
+                writing.registered.message.decode_engine_id,
+                num_blocks_in(writing.held.offer.block_ids),
+                now - writing.moving.deadline,
+            )
+
+    def _late(self, now: float) -> list[Writing]:
+        return [one for one in self._writing.values() if one.is_late(now) and not one.is_void]
 
     def uses(self, peer: PeerHandle) -> bool:
         """A WRITE to this peer is under way."""
@@ -140,7 +152,7 @@ class Writes:
     def touches(self, request_id: str) -> bool:
         """NIXL may read this request's blocks."""
         return any(
-            one.moving is not None and one.held.offer.request_id == request_id
+            one.moving is not None and not one.is_void and one.held.offer.request_id == request_id
             for one in self._writing.values()
         )
 
@@ -161,6 +173,8 @@ class Writes:
             self._end(writing, reason)
         else:
             writing.stopped = writing.stopped or reason
+            if writing.is_void:
+                self._on_release(writing)
 
     def step(self, now: float) -> None:
         for writing in list(self._writing.values()):
@@ -177,6 +191,8 @@ class Writes:
             self._go_on(writing, now)
         elif writing.moving.has_ended(self._agent, now):
             self._part_ended(writing, writing.moving)
+        elif (reason := writing.stopped or writing.moving.problem) is not None:
+            self._stop(writing, reason)
 
     def _part_ended(self, writing: Writing, moved: Moving) -> None:
         if moved.problem is not None:

@@ -108,7 +108,8 @@ class StagedTransfers:
         self._unsaved.difference_update(cancel.request_id for cancel in meta.cancels)
         lost = [grant.request_id for grant in meta.grants if grant.request_id in self._unsaved]
         self._unsaved.difference_update(lost)
-        return replace(meta, revokes=(*meta.revokes, *lost))
+        offers = tuple(offer for offer in meta.offers if offer.request_id not in lost)
+        return replace(meta, revokes=(*meta.revokes, *lost), offers=offers)
 
     def save(self, orders: Iterable[SaveOrder]) -> None:
         """A request whose blocks cannot be saved is revoked when it is to be read."""

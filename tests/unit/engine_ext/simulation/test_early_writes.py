@@ -9,7 +9,7 @@ import pytest
 from engine_ext.transfer.agent import TransferState
 from engine_ext.wire.notifications import PushDone, decode_notification, encode_read_done
 from tests.unit.engine_ext.simulation.agents import SimTransfer
-from tests.unit.engine_ext.simulation.memory import BLOCK_SIZE
+from tests.unit.engine_ext.simulation.memory import BLOCK_SIZE, NUM_BLOCKS
 from tests.unit.engine_ext.simulation.pair import LONGEST, Pair, tokens
 from tests.unit.engine_ext.simulation.world import CALM, SimRequest, Weather
 
@@ -194,6 +194,30 @@ def test_a_prompt_that_ends_right_after_it_was_preempted_is_written_anew() -> No
     assert halfway.until_reported()
     memory.give_back(others)
     halfway.settle()
+
+
+@pytest.mark.parametrize("withdrawn", ["before", "after", "by silence"])
+def test_what_a_preempted_prompt_has_now_is_not_kept_for_a_part_that_never_ends(
+    withdrawn: str,
+) -> None:
+    halfway = Halfway(4 * BLOCK_SIZE, Weather(transfer=2.0, never=1.0))
+    halfway.until_moving()
+    if withdrawn == "before":
+        halfway.decoder.abort(halfway.waiting)
+        halfway.world.pass_time(0.5)
+    halfway.prefiller.preempt(halfway.leg)
+    halfway.prefiller.finish(halfway.leg)
+    halfway.world.pass_time(0.5)
+    if withdrawn == "after":
+        halfway.decoder.abort(halfway.waiting)
+    if withdrawn == "by silence":
+        halfway.decoder.die()
+    halfway.world.pass_time(LONGEST)
+    assert len(halfway.prefiller.free) == NUM_BLOCKS
+    assert halfway.prefiller.stats.quarantined_blocks_active == 0
+    if withdrawn != "by silence":
+        assert not halfway.until_reported()
+        assert len(halfway.decoder.free) == NUM_BLOCKS
 
 
 def test_a_prompt_that_is_preempted_and_then_given_up_leaves_nothing() -> None:

@@ -158,8 +158,8 @@ class Machine(RuleBasedStateMachine):
 
     @staticmethod
     def give_up(engine: SimEngine, request: SimRequest) -> None:
-        """What only waits for the router waits no longer."""
-        if not request.blocks:
+        """What only waits for the router waits no longer, nor does a prompt half computed."""
+        if not request.blocks or request.request_id in engine.computing:
             engine.abort(request)
 
     def abort(self, engine: SimEngine, request: SimRequest) -> None:
@@ -313,6 +313,15 @@ class PushMachine(Machine):
     @rule(leg=consumes(prefilling))
     def prefill_finishes(self, leg: SimRequest) -> None:
         self.prefiller.when_able(partial(self.finish, leg))
+
+    @rule(leg=prefilling, num_tokens=st.sampled_from([4, 6, 8]))
+    def prefill_goes_on(self, leg: SimRequest, num_tokens: int) -> None:
+        if leg.num_computed_tokens < num_tokens:
+            self.prefiller.when_able(partial(self.prefiller.compute, leg, num_tokens))
+
+    @rule(leg=prefilling)
+    def prefill_is_preempted(self, leg: SimRequest) -> None:
+        self.prefiller.when_able(partial(self.prefiller.preempt, leg))
 
     @rule(leg=consumes(prefilling))
     def prefill_is_aborted(self, leg: SimRequest) -> None:

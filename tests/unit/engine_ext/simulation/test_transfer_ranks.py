@@ -420,6 +420,71 @@ def test_ranks_that_register_before_the_prefill_ends_are_all_written(launch: Lau
     assert rank.results.take() == SENT
 
 
+def draft(rank: Rank) -> None:
+    """The first of its two blocks is computed."""
+    rank.apply(StepMetadata(drafts=(PushOffer("p-1", ((1,),), 16, b"x"),)))
+
+
+def test_each_rank_of_d_is_written_early_whenever_it_registers(launch: Launch) -> None:
+    rank = launch(1, 2)
+    register(rank, 0)
+    draft(rank)
+    rank.step_until(lambda: len(rank.agent.transfers) == 1)
+    register(rank, 1)
+    rank.step_until(lambda: len(rank.agent.transfers) == 2)
+    finish(rank, DONE, DONE)
+    assert rank.stats.early_writes == 2
+    assert not rank.results.take()
+    offer(rank)
+    rank.step_until(lambda: len(rank.agent.transfers) == 4)
+    finish(rank, DONE, DONE, DONE, DONE)
+    assert rank.results.take() == SENT
+    assert rank.stats.pushes_ok == 2
+
+
+def test_a_rank_that_registers_when_the_prefill_has_ended_joins_the_others(launch: Launch) -> None:
+    rank = launch(1, 2)
+    register(rank, 0)
+    draft(rank)
+    rank.step_until(lambda: len(rank.agent.transfers) == 1)
+    offer(rank)
+    finish(rank, DONE)
+    rank.step_until(lambda: len(rank.agent.transfers) == 2)
+    register(rank, 1)
+    rank.step_until(lambda: len(rank.agent.transfers) == 3)
+    finish(rank, DONE, DONE, DONE)
+    assert rank.results.take() == SENT
+
+
+def test_a_prefill_that_is_given_up_halfway_is_refused_to_every_rank(launch: Launch) -> None:
+    rank = launch(1, 2)
+    register(rank, 0)
+    draft(rank)
+    rank.step_until(lambda: rank.agent.transfers)
+    rank.apply(StepMetadata(cancels=(LeaseCancel("p-1"),), fences=("p-1",)))
+    rank.step()
+    assert not rank.results.take()
+    finish(rank, DONE)
+    assert refusals(rank, 1) == ["agent-0"]
+    assert rank.results.take() == SENT
+    register(rank, 1)
+    assert refusals(rank, 2) == ["agent-0", "agent-1"]
+
+
+def test_ranks_that_withdraw_halfway_leave_nothing_to_wait_for(launch: Launch) -> None:
+    rank = launch(1, 2)
+    register(rank, 0)
+    draft(rank)
+    rank.step_until(lambda: rank.agent.transfers)
+    for their_rank in (0, 1):
+        rank.hears(wire.Withdraw("d-1", 1, "p-1"), their_rank)
+    finish(rank, DONE)
+    assert refusals(rank, 2) == ["agent-0", "agent-1"]
+    offer(rank)
+    assert rank.results.take() == SENT
+    assert len(rank.agent.transfers) == 1
+
+
 def refusals(rank: Rank, number: int) -> list[str]:
     """Who is told that nothing will be written, once so many are."""
 

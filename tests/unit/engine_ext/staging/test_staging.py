@@ -13,6 +13,7 @@ from engine_ext.base.types import (
     LeaseGrant,
     PeerAddress,
     PullOrder,
+    PushOffer,
     Region,
     RemoteSource,
     SaveOrder,
@@ -120,8 +121,11 @@ def test_what_cannot_be_saved_is_revoked_with_its_grant(
 ) -> None:
     staging.is_broken = True
     staged.save([SaveOrder("a", IDS), SaveOrder("b", IDS)])
-    both = StepMetadata(grants=(LeaseGrant("a", 30), LeaseGrant("c", 30)))
-    assert staged.begin(both).revokes == ("a",)
+    offers = PushOffer("a", IDS, 10, b""), PushOffer("c", IDS, 10, b"")
+    both = StepMetadata(grants=(LeaseGrant("a", 30), LeaseGrant("c", 30)), offers=offers)
+    begun = staged.begin(both)
+    assert begun.revokes == ("a",)
+    assert begun.offers == offers[1:], "what is not there is not pushed"
     staged.begin(StepMetadata(cancels=(LeaseCancel("b"),)))
     assert staged.begin(StepMetadata(grants=(LeaseGrant("b", 30),))).revokes == ()
 
