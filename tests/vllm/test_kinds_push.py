@@ -20,10 +20,11 @@ UNCACHED = "--no-enable-prefix-caching"
 
 
 @pytest.mark.parametrize(
-    ("name", "write", "lengths"),
+    ("name", "write", "lengths", "is_early"),
     [
-        ("hybrid", write_hybrid_model, (*LENGTHS, *ENDING)),
-        ("mla", write_mla_model, LENGTHS),
+        ("hybrid", write_hybrid_model, (*LENGTHS, *ENDING), True),
+        # vLLM's CPU build computes a prompt in one step there, so all is written at its end.
+        ("mla", write_mla_model, LENGTHS, False),
     ],
 )
 def test_pushed_prompts_and_a_turn_are_those_of_one_engine_alone(
@@ -32,6 +33,7 @@ def test_pushed_prompts_and_a_turn_are_those_of_one_engine_alone(
     name: str,
     write: Callable[[Path], Path],
     lengths: tuple[int, ...],
+    is_early: bool,
 ) -> None:
     model = write(tmp_path)
     with fleet.servers(
@@ -44,7 +46,7 @@ def test_pushed_prompts_and_a_turn_are_those_of_one_engine_alone(
             turn = both_legs(prefiller, decoder, prompt)
             assert differences([right], [turn.answer]) == [], length
         assert counted(prefiller, "pushes_ok") >= len(LENGTHS)
-        assert counted(prefiller, "early_blocks") > 0
+        assert (counted(prefiller, "early_blocks") > 0) is is_early
         prompt = tokens_of(300, 7700)
         turn = both_legs(prefiller, decoder, prompt)
         longer = [*prompt, *turn.answer.tokens, *tokens_of(50, 7701)]
