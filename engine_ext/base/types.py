@@ -324,6 +324,11 @@ NO_RESULTS = TransferResults()
 SHARED = -1
 """The group of a region that all KV-cache groups share."""
 
+STATE = 0
+"""In place of a group's window: its layers keep no tokens but a state (Mamba, linear attention). A
+request has one block of it, which stands for all the tokens that were computed, and for no fewer.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Region:
@@ -365,10 +370,13 @@ class CacheGeometry:
     None: only engines laid out exactly alike can be read."""
     tp_rank: int = 0
     group_windows: tuple[int | None, ...] = (None,)
-    """Per KV-cache group: the tokens of its sliding window, None for full attention."""
-    uses_mamba: bool = False
+    """Per KV-cache group: the tokens of its sliding window, None for full attention, or STATE."""
     is_staged: bool = False
     """KV travels by way of host memory, see staging.py."""
+
+    @property
+    def has_state(self) -> bool:
+        return STATE in self.group_windows
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.proof import NoProof, PrefixProof
-from engine_ext.base.types import CacheGeometry, EngineRequest, RemoteSource
+from engine_ext.base.types import STATE, CacheGeometry, EngineRequest, RemoteSource
 from engine_ext.core.params import Role
 from engine_ext.layout.plan import without_holes
 
@@ -26,7 +26,8 @@ class Loadable:
 
         A host that has all of them computes the last one again. Where a group has a window,
         vLLM's block manager has by then given up the block in which that token's window begins, if
-        it begins at the end of one; so the last token is left to compute."""
+        it begins at the end of one; so the last token is left to compute. A state that knows the
+        last token would count it twice."""
         if request.content_keys is None:
             return 0
         has_windows = any(window is not None for window in self._windows)
@@ -46,7 +47,8 @@ class Loadable:
             return 0
         most = min(self._held_tokens(source), self.most_tokens(request))
         tokens = min(most, self._proven_tokens(request, proof, most))
-        return tokens if self._windows_reach(source, tokens) else 0
+        is_there = self._windows_reach(source, tokens) and self._state_is_of(source, tokens)
+        return tokens if is_there else 0
 
     @staticmethod
     def _proven_tokens(request: EngineRequest, proof: PrefixProof | NoProof, most: int) -> int:
@@ -87,14 +89,18 @@ class Loadable:
         return all(
             (end - len(ids)) * block_size <= max(0, num_tokens - window + 1)
             for ids, window in zip(kept, self._windows, strict=False)
-            if window is not None
+            if window is not None and window != STATE
         )
+
+    def _state_is_of(self, source: RemoteSource, num_tokens: int) -> bool:
+        """A state is of all that the remote has computed: there is none of fewer tokens."""
+        return STATE not in self._windows or source.num_tokens == num_tokens
 
     def _may_pull_turn(
         self, source: RemoteSource, proof: PrefixProof | NoProof, unix_time: float
     ) -> bool:
         """Without proof it is the operator's word that counts, and only a stock engine is read."""
-        if not self._config.bidirectional:
+        if not self._config.bidirectional or STATE in self._windows:
             return False
         if source.expires_at is not None and source.expires_at <= unix_time:
             return False

@@ -52,7 +52,7 @@ class SchedulerConnector:
         geometry: CacheGeometry,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
-        refuse_unsupported(geometry, identity)
+        refuse_unsupported(config, geometry, identity)
         self._config = config
         self._identity = identity
         self._unix_time = unix_time
@@ -63,6 +63,8 @@ class SchedulerConnector:
         self._holds = Holds(self._orders, answers, config, geometry)
         self._saves = SavePlanner(geometry.block_size) if geometry.is_staged else None
         self._drafts = Drafts(self._orders, geometry.block_size)
+        self._keeps_turns = config.bidirectional and not geometry.has_state
+        self._has_state = geometry.has_state
         self._writes_early = config.transfer_mode == "push" and _can_write_early(geometry)
         self._listener: HandshakeServer | None = None
         self._proofs_unreadable = 0
@@ -87,6 +89,19 @@ class SchedulerConnector:
             self._listener.close()
             self._listener = None
 
+    def backs_off(self, request: EngineRequest) -> int | None:
+        """Of a prompt from whose state another engine goes on: how many of its last tokens are to
+        be left out, for that engine computes the last one again, and a state that knows it would
+        count it twice. Then one token is to be sampled, no more: a state stands for all that was
+        ever computed. None: not such a prompt. To be asked before `on_new_request`, which is told
+        of what is left."""
+        if not self._has_state or request.content_keys is None:
+            return None
+        params = parse(request.kv_transfer_params, self._config.transfer_mode)
+        if params.role is not Role.PREFILL:
+            return None
+        return 0 if params.hands_over or len(request.token_ids) < 2 else 1
+
     def on_new_request(self, request: EngineRequest) -> None:
         params = parse(
             request.kv_transfer_params, self._config.transfer_mode, self._config.access.peers
@@ -99,7 +114,7 @@ class SchedulerConnector:
             self._holds.expect_reader(request, params.transfer_id, params.hands_over)
             if self._writes_early:
                 self._drafts.expect(request, params.transfer_id)
-        elif params.retain and self._config.bidirectional and not is_sibling:
+        elif params.retain and self._keeps_turns and not is_sibling:
             self._holds.expect_next_turn(request.request_id, params.may_be_read_by_stock)
         if is_sibling:
             return
@@ -249,5 +264,5 @@ class SchedulerConnector:
 def _can_write_early(geometry: CacheGeometry) -> bool:
     """Host buffers have a step's KV when the step has ended, state is a request's only at its end,
     and groups with a window go last."""
-    is_in_place = not geometry.is_staged and not geometry.uses_mamba
+    is_in_place = not geometry.is_staged and not geometry.has_state
     return is_in_place and None in geometry.group_windows

@@ -11,10 +11,14 @@ class UnsupportedError(ValueError):
     """The engine cannot start like this; the message is one line that names why."""
 
 
-def refuse_unsupported(geometry: CacheGeometry, identity: EngineIdentity) -> None:
+def refuse_unsupported(
+    config: ConnectorConfig, geometry: CacheGeometry, identity: EngineIdentity
+) -> None:
     """Raises UnsupportedError for a model or a parallelism whose KV we cannot move."""
+    mode = config.transfer_mode
     unsupported = _first(
-        ("Mamba and other state-space layers", geometry.uses_mamba),
+        ("push with layers that keep a state", geometry.has_state and mode == "push"),
+        ("host buffers with layers that keep a state", geometry.has_state and geometry.is_staged),
         (f"pipeline parallel size {identity.pp_size}", identity.pp_size != 1),
         (f"decode context parallel size {identity.dcp_size}", identity.dcp_size != 1),
         (f"prefill context parallel size {identity.pcp_size}", identity.pcp_size != 1),

@@ -71,7 +71,7 @@ class WorkerConnector:
         open_agent: AgentFactory | None = None,
         clock: Clock = boottime,
     ) -> None:
-        refuse_unsupported(geometry, identity)
+        refuse_unsupported(config, geometry, identity)
         self._config = config
         self._geometry = geometry
         self._identity = identity

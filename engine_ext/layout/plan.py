@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine_ext.base.types import BlockIds, Region
+from engine_ext.base.types import STATE, BlockIds, Region
 from engine_ext.layout.ranks import TensorRank
 
 Indices = npt.NDArray[np.int32]
@@ -233,6 +233,8 @@ class PeerLayout:
         """In ascending local order: NIXL merges descriptors only where both sides ascend by one,
         and block allocators hand out descending ids."""
         window = self.windows[group]
+        if window == STATE:
+            return _state("local", local), _state("remote", remote)
         positions = np.arange(first_token // self.unit, -(-last_token // self.unit))
         here = self._units("local", local, self.local, positions, window)
         there = self._units("remote", remote, self.remote, positions, window)
@@ -266,6 +268,13 @@ class PeerLayout:
         except OverflowError:
             raise PlanError(f"{name} block ids beyond 63 bits") from None
         return Units(ids[np.maximum(index + 1, 0)], positions % per_block)
+
+
+def _state(name: str, blocks: Blocks) -> Units:
+    """Of all tokens, whichever are asked for. Raises PlanError."""
+    if len(blocks.ids) != 1:
+        raise PlanError(f"{len(blocks.ids)} {name} blocks of a state, which has one")
+    return Units(np.array(blocks.ids, dtype=np.int64), np.zeros(1, dtype=np.int64))
 
 
 def _blocks(tokens: int, side: Side) -> int:

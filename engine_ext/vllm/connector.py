@@ -48,7 +48,7 @@ from engine_ext.vllm.log import speak_as_vllm
 from engine_ext.vllm.news import NewsListener, NewsSender
 from engine_ext.vllm.owed import Owed
 from engine_ext.vllm.prompts import Prompts
-from engine_ext.vllm.request import RequestView
+from engine_ext.vllm.request import RequestView, back_off
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +144,9 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(nothing)
     def on_new_request(self, request: Request) -> None:
         view = self._view(request)
+        num_left = self.scheduler.backs_off(view)
+        if num_left is not None:
+            back_off(request, num_left)
         self.scheduler.on_new_request(view)
         if self.scheduler.wants_steps_of(view.request_id) and support.is_on(features.EARLY_WRITES):
             self._prompts.follow(view)

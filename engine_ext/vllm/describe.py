@@ -1,26 +1,27 @@
 """vLLM's configuration and memory, in the core's words."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm import __version__ as vllm_version
 from vllm import envs
-from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
 from engine_ext.base.access import OPEN
 from engine_ext.base.config import CONNECTORS, ConnectorConfig
-from engine_ext.base.types import SHARED, CacheGeometry, EngineIdentity, Region
+from engine_ext.base.types import SHARED, STATE, CacheGeometry, EngineIdentity, Region
 from engine_ext.pages import identity
 from engine_ext.vllm.compat import features, support
 
@@ -74,6 +75,7 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         "sleep mode (the KV cache gets other memory)": vllm_config.model_config.enable_sleep_mode,
         "KV-cache groups of different block sizes": len(_block_sizes(kv_cache_config)) > 1,
         "KV-cache groups that are not transferred": _has_private_groups(kv_cache_config),
+        **dict.fromkeys(_problems_of_state(kv_cache_config), True),
     }
     found = [name for name, present in problems.items() if present]
     if found:
@@ -93,7 +95,7 @@ def names_media(vllm_config: VllmConfig) -> bool:
 def _unknown_kinds(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[str]:
     """Kinds of attention whose blocks are not simply those of the tokens, or of the last ones."""
     model = vllm_config.model_config
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    specs = _specs(kv_cache_config)
     return {type(spec).__name__ for spec in specs if not _is_known(spec, model)}
 
 
@@ -103,11 +105,28 @@ def _is_known(spec: KVCacheSpec, model: ModelConfig) -> bool:
     if type(spec) is MLAAttentionSpec:
         is_sparse = hasattr(model.hf_text_config, "index_topk") or spec.tokens_per_state != 1
         return bool(model.use_mla) and not is_sparse
+    if type(spec) is MambaSpec:
+        return support.is_on(features.STATE_LAYERS)
     return type(spec) in (FullAttentionSpec, SlidingWindowSpec)
 
 
+def _problems_of_state(kv_cache_config: KVCacheConfig) -> Iterator[str]:
+    """A request has to have one block of it, the last state's."""
+    for spec in _specs(kv_cache_config):
+        if isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "none":
+            yield "prefix caching of layers that keep a state (--no-enable-prefix-caching)"
+        if isinstance(spec, MambaSpec) and spec.num_speculative_blocks:
+            yield "speculation with layers that keep a state"
+
+
+def _specs(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
+    return [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+
+
 def _block_sizes(kv_cache_config: KVCacheConfig) -> set[int]:
-    return {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
+    """Of tokens: a state's is the longest request's."""
+    specs = _specs(kv_cache_config)
+    return {spec.block_size for spec in specs if not isinstance(spec, MambaSpec)}
 
 
 def _has_private_groups(kv_cache_config: KVCacheConfig) -> bool:
@@ -115,10 +134,19 @@ def _has_private_groups(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def _windows(kv_cache_config: KVCacheConfig) -> tuple[int | None, ...]:
-    specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
-    return tuple(
-        spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs
-    )
+    return tuple(_window(spec) for spec in _specs(kv_cache_config))
+
+
+def _window(spec: KVCacheSpec) -> int | None:
+    if isinstance(spec, MambaSpec):
+        return STATE
+    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+
+
+def _has_state(model: ModelConfig) -> bool:
+    """Some of its layers keep a state instead of tokens. Known before there is a cache."""
+    is_known = support.is_on(features.STATE_LAYERS)
+    return is_known and bool(model.is_hybrid or model.is_attention_free)
 
 
 def scheduler_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheGeometry:
@@ -138,15 +166,17 @@ def cache_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> C
         num_blocks=kv_cache_config.num_blocks,
         kv_cache_layout=cache.get_resolved_kv_cache_layout().name,
         attn_backend_name=get_current_attn_backends(vllm_config)[0].get_name(),
-        num_kv_heads=_num_kv_heads(vllm_config),
+        num_kv_heads=_num_kv_heads(vllm_config.model_config),
         tp_rank=get_tensor_model_parallel_rank(),
         group_windows=_windows(kv_cache_config),
     )
 
 
-def _num_kv_heads(vllm_config: VllmConfig) -> int:
-    """Of latent attention every rank has the one vector that all heads are made of."""
-    model = vllm_config.model_config
+def _num_kv_heads(model: ModelConfig) -> int | None:
+    """Of latent attention every rank has the one vector that all heads are made of. None: how a
+    state is divided among ranks is the model's own affair."""
+    if _has_state(model):
+        return None
     return 1 if model.use_mla else int(model.get_total_num_kv_heads())
 
 
@@ -172,8 +202,8 @@ def engine_identity(
 
 def _stock_hash(vllm_config: VllmConfig, backend: str, mode: str) -> str | None:
     """What stock engines compare with their own."""
-    if not support.is_on(features.STOCK_PEERS):
-        return None
+    if not support.is_on(features.STOCK_PEERS) or _has_state(vllm_config.model_config):
+        return None  # stock moves a state piece by piece
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
         compute_nixl_compatibility_hash,
     )
@@ -202,7 +232,14 @@ def _factors(vllm_config: VllmConfig, backend: str, config: ConnectorConfig) -> 
         "hybrid_kv_cache_manager": str(not scheduler.disable_hybrid_kv_cache_manager),
         "speculative_decoding": str(_speculation(vllm_config.speculative_config)),
         "transfer_mode": config.transfer_mode,
+        **(_factors_of_state(cache) if _has_state(model) else {}),
     }
+
+
+def _factors_of_state(cache: CacheConfig) -> dict[str, str]:
+    """A block's length does not tell them."""
+    kinds = cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
+    return {"state": " ".join((*kinds, str(envs.VLLM_SSM_CONV_STATE_LAYOUT)))}
 
 
 def _speculation(config: Any) -> str | None:
@@ -261,6 +298,8 @@ def begins(vllm_config: VllmConfig) -> bool:
     plugin says it, in this process, and shows it to the workers, in theirs."""
     if not _schedules(vllm_config) or not support.is_on(features.BEGUN):
         return False
+    if _has_state(vllm_config.model_config):
+        return False
     from engine_ext.vllm.compat import begun_answer, begun_worker
 
     return begun_answer.is_installed() and begun_worker.is_installed()
@@ -274,10 +313,11 @@ def _schedules(vllm_config: VllmConfig) -> bool:
 
 
 def _capabilities(vllm_config: VllmConfig, config: ConnectorConfig | None) -> tuple[str, ...]:
+    has_state = _has_state(vllm_config.model_config)
     judges = _schedules(vllm_config) and support.is_on(features.THRESHOLD)
     threshold = ("cache_hit_threshold",) if judges else ()
     begun = ("begun", "hand_back") if begins(vllm_config) else ()
-    hands_over = () if config is None else ("hand_over",)
+    hands_over = () if config is None or has_state else ("hand_over",)
     # Ranks know nothing of each other: each would read for its own ones of several answers.
     is_one = vllm_config.parallel_config.data_parallel_size == 1
     shares = ("shared_loads",) if config is not None and is_one else ()
@@ -304,7 +344,8 @@ def regions(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfi
         region = _region(name, kv_caches[name], kv_cache_config.num_blocks, groups[name])
         first = found.setdefault(region.base_addr, region)
         if first.group != region.group:
-            found[region.base_addr] = replace(first, group=SHARED)
+            longest = max(first.block_len, region.block_len)  # a state may fill less of a block
+            found[region.base_addr] = replace(first, group=SHARED, block_len=longest)
     return list(found.values())
 
 

@@ -85,3 +85,12 @@ class RequestView:
     @property
     def finish_status(self) -> FinishStatus:
         return _STATUS.get(self._request.status, FinishStatus.ERROR)
+
+
+def back_off(request: Request, num_left: int) -> None:
+    """Before anything is computed; see `SchedulerConnector.backs_off`."""
+    request.max_tokens = 1
+    for _ in range(num_left):
+        request.prompt_token_ids.pop()
+        request._all_token_ids.pop()
+        request.num_prompt_tokens -= 1

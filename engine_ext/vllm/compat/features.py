@@ -124,6 +124,7 @@ CACHE = Feature(
         Name("vllm.v1.kv_cache_interface:FullAttentionSpec", has=("block_size",)),
         Name("vllm.v1.kv_cache_interface:MLAAttentionSpec", has=("tokens_per_state",)),
         Name("vllm.v1.kv_cache_interface:SlidingWindowSpec", has=("sliding_window",)),
+        Name("vllm.v1.kv_cache_interface:MambaSpec"),
         Name(
             "vllm.config:CacheConfig",
             has=(
@@ -365,6 +366,22 @@ LAST_WINDOW = Feature(
     ),
 )
 
+STATE_LAYERS = Feature(
+    "state_layers",
+    "models with layers that keep a state (Mamba, linear attention) are refused",
+    (
+        Name(
+            "vllm.v1.kv_cache_interface:MambaSpec",
+            has=("mamba_cache_mode", "num_speculative_blocks"),
+        ),
+        Name("vllm.config:CacheConfig", has=("mamba_cache_dtype", "mamba_ssm_cache_dtype")),
+        Name("vllm.config:ModelConfig", has=("is_attention_free", "is_hybrid")),
+        Name("vllm.envs", has=("VLLM_SSM_CONV_STATE_LAYOUT",)),
+        Name("vllm.v1.request:Request", has=("_all_token_ids", "max_tokens")),
+    ),
+)
+"""One block of each request is its state, and a prompt's last token can be left out."""
+
 _ENDS = (
     Name(f"{SCHED}.scheduler:Scheduler.schedule"),
     Name(
@@ -591,6 +608,7 @@ OPTIONAL = (
     REST,
     LAST_WINDOW,
     EARLY_WRITES,
+    STATE_LAYERS,
     THRESHOLD,
     BEGUN,
 )

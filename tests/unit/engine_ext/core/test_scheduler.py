@@ -7,6 +7,7 @@ import pytest
 from engine_ext.base.config import ConnectorConfig, TransferMode
 from engine_ext.base.proof import ContentKey, Keys
 from engine_ext.base.types import (
+    STATE,
     CacheGeometry,
     EngineIdentity,
     FinishStatus,
@@ -713,3 +714,65 @@ def test_a_remote_that_gave_up_what_a_window_needs_is_not_read(listed: int, load
     if not loaded:
         decoder.update_state_after_alloc(request, BLOCKS * 2, 0)
         assert len(decoder.build_connector_meta().declines) == 1
+
+
+# Layers that keep a state.
+
+
+def with_state(engine_id: str, **settings: Any) -> SchedulerConnector:
+    geometry = CacheGeometry(16, 32, group_windows=(None, STATE))
+    config = ConnectorConfig(engine_id=engine_id, **settings)
+    return SchedulerConnector(config, EngineIdentity(engine_id, "10.0.0.2", 5600), geometry)
+
+
+@pytest.mark.parametrize(
+    ("params", "num_tokens", "num_left"),
+    [
+        ({"do_remote_decode": True}, 100, 1),
+        ({"do_remote_decode": True}, 1, 0),
+        ({"do_remote_decode": True, "hand_over": True}, 100, 0),
+        ({"do_remote_prefill": True}, 100, None),
+        ({"do_remote_decode": 3}, 100, None),
+        (None, 100, None),
+    ],
+)
+def test_a_prefill_stops_before_the_token_that_its_reader_computes(
+    params: Any, num_tokens: int, num_left: int | None
+) -> None:
+    request = Request("r", params, num_prompt_tokens=num_tokens)
+    assert with_state("p").backs_off(request) == num_left
+    assert make("p").backs_off(request) is None
+
+
+def test_what_nobody_can_read_is_computed_whole() -> None:
+    request = Request("r", {"do_remote_decode": True}, content_keys=None)
+    assert with_state("p").backs_off(request) is None
+
+
+@pytest.mark.parametrize(("computed", "loaded"), [(98, 98), (99, 99), (100, 0)])
+def test_a_state_is_read_only_where_it_is_of_just_those_tokens(computed: int, loaded: int) -> None:
+    """Of 100 tokens the last is computed again, which a state of all has in it already."""
+    prefiller, decoder = with_state("p"), with_state("d")
+    done = Request("p-1", {"do_remote_decode": True}, num_computed_tokens=computed)
+    prefiller.on_new_request(done)
+    blocks = BLOCKS[0], (9,)
+    params = prefiller.request_finished(done, blocks, FinishStatus.LENGTH_CAPPED)[1]
+    assert params is not None
+    assert params["remote_block_ids"][1] == [9]
+    request = Request("d-1", params)
+    decoder.on_new_request(request)
+    assert decoder.get_num_new_matched_tokens(request, 0) == (loaded, loaded > 0)
+    decoder.update_state_after_alloc(request, blocks, loaded)
+    meta = decoder.build_connector_meta()
+    assert (len(meta.pulls), len(meta.declines)) == ((1, 0) if loaded else (0, 1))
+
+
+def test_a_state_is_of_no_turn() -> None:
+    """A token may be computed behind the answer's end before the engine knows of the end."""
+    decoder = with_state("d", bidirectional=True)
+    assert not turn(decoder, "t", told(answer_of_p(), retain=True))
+    reader = with_state("p", bidirectional=True)
+    leg = {**told(retained("t-1", make("d2", bidirectional=True))), "do_remote_decode": True}
+    request = Request("p-1", leg, num_prompt_tokens=200)
+    reader.on_new_request(request)
+    assert reader.get_num_new_matched_tokens(request, 0) == (0, False)

@@ -3,38 +3,40 @@ from dataclasses import replace
 import pytest
 
 from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.types import CacheGeometry, EngineIdentity, Region
+from engine_ext.base.types import STATE, CacheGeometry, EngineIdentity, Region
 from engine_ext.core.connector import build_connector
 from engine_ext.core.support import UnsupportedError, refuse_unsupported_memory
 from engine_ext.core.worker import WorkerConnector
 from tests.unit.engine_ext.core.fakes import FakeAgent, regions
 
 CONFIG = ConnectorConfig(engine_id="e")
+PUSH = replace(CONFIG, transfer_mode="push")
 GEOMETRY = CacheGeometry(block_size=16, num_blocks=32)
+STATES = replace(GEOMETRY, group_windows=(None, STATE))
 IDENTITY = EngineIdentity("e", "127.0.0.1", 1)
 
 
 @pytest.mark.parametrize(
-    ("geometry", "identity", "word"),
+    ("config", "geometry", "identity", "word"),
     [
-        (replace(GEOMETRY, uses_mamba=True), IDENTITY, "Mamba"),
-        (GEOMETRY, replace(IDENTITY, pp_size=2), "pipeline parallel size 2"),
-        (GEOMETRY, replace(IDENTITY, dcp_size=2), "decode context parallel size 2"),
-        (GEOMETRY, replace(IDENTITY, pcp_size=2), "prefill context parallel size 2"),
+        (PUSH, STATES, IDENTITY, "push with layers that keep a state"),
+        (CONFIG, replace(STATES, is_staged=True), IDENTITY, "host buffers with layers that keep"),
+        (CONFIG, GEOMETRY, replace(IDENTITY, pp_size=2), "pipeline parallel size 2"),
+        (CONFIG, GEOMETRY, replace(IDENTITY, dcp_size=2), "decode context parallel size 2"),
+        (CONFIG, GEOMETRY, replace(IDENTITY, pcp_size=2), "prefill context parallel size 2"),
     ],
 )
 def test_what_cannot_be_moved_is_refused_at_start_by_name(
-    geometry: CacheGeometry, identity: EngineIdentity, word: str
+    config: ConnectorConfig, geometry: CacheGeometry, identity: EngineIdentity, word: str
 ) -> None:
     with pytest.raises(UnsupportedError, match=word) as caught:
-        WorkerConnector(CONFIG, geometry, identity)
+        WorkerConnector(config, geometry, identity)
     assert "\n" not in str(caught.value)
 
 
 def test_a_host_of_both_halves_is_refused_alike() -> None:
-    geometry = replace(GEOMETRY, uses_mamba=True)
-    with pytest.raises(UnsupportedError, match="Mamba"):
-        build_connector(CONFIG, geometry, host="127.0.0.1", port=1, model_factors={})
+    with pytest.raises(UnsupportedError, match="keep a state"):
+        build_connector(PUSH, STATES, host="127.0.0.1", port=1, model_factors={})
 
 
 VRAM = tuple(replace(region, mem_type="VRAM") for region in regions())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext.base.types import CacheGeometry, Region
+from engine_ext.base.types import STATE, CacheGeometry, Region
 from engine_ext.layout.match import match_peer
 from engine_ext.layout.plan import (
     Batch,
@@ -407,6 +407,26 @@ def test_a_group_with_a_window_goes_with_the_last_part() -> None:
     early = plan.to_write((ours[:3], (0, 2, 3)), (theirs, theirs), 0, 20, Part(until=12))
     last = plan.to_write((ours, (0, 0, 3, 4, 5)), (theirs, theirs), 0, 20, Part(since=12))
     assert (early.num_blocks, last.num_blocks) == (3, 2 + 3)
+
+
+def test_a_state_is_one_block_whichever_tokens_are_read() -> None:
+    caches = [replace(windowed(), windows=(None, STATE)) for _ in range(2)]
+    plan = match(*caches)
+    batch = plan.to_read(((1, 2, 3), (9,)), ((4, 5, 6), (7,)), 0, 11, 11)
+    assert batch.num_blocks == 3 + 1
+    only = plan.to_read(((), (9,)), ((), (7,)), 0, 0, 0)
+    assert only.num_blocks == 1
+    assert carry_out(only, (caches[1], plan.remote), (caches[0], plan.local), write=False).any()
+
+
+@pytest.mark.parametrize("ids", [(), (7, 8)])
+def test_a_state_in_more_or_fewer_blocks_is_refused(ids: tuple[int, ...]) -> None:
+    caches = [replace(windowed(), windows=(None, STATE)) for _ in range(2)]
+    plan = match(*caches)
+    with pytest.raises(PlanError, match="remote blocks of a state"):
+        plan.to_read(((1,), (9,)), ((4,), ids), 0, 4, 4)
+    with pytest.raises(PlanError, match="local blocks of a state"):
+        plan.to_read(((1,), ids), ((4,), (9,)), 0, 4, 4)
 
 
 @pytest.mark.parametrize("groups", [1, 3])

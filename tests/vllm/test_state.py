@@ -1,0 +1,96 @@
+"""Layers that keep a state of all tokens, not keys and values of each: Mamba-2 beside attention.
+
+The model is that of tests/vllm/state_model.py. The prefill engine stops before the prompt's last
+token, which the decode engine computes.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.integration.legs import decode, prefill
+from tests.integration.oracle import complete, differences, tokens_of
+from tests.integration.processes import Launcher, Server, metric
+from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
+from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
+from tests.vllm.state_model import write_state_model
+
+LENGTHS = (1, 2, 31, 32, 33, 128, 129, 257, 700, 1500)
+UNCACHED = "--no-enable-prefix-caching"
+CHUNKS = ("--max-num-batched-tokens", "256", "--max-num-seqs", "64")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_state_model(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture(scope="module")
+def pair(fleet: Fleet, model: Path) -> Iterator[list[Server]]:
+    options = (*SCHEDULER, UNCACHED)
+    kinds = (
+        Kind("state-p", OURS, (*options, *CHUNKS), model),
+        Kind("state-d", OURS, options, model),
+    )
+    with fleet.servers(*kinds) as servers:
+        yield servers
+
+
+def test_prompts_are_those_of_one_engine_alone(pair: list[Server]) -> None:
+    prefiller, decoder = pair
+    fetched, computed = metric(decoder, FETCHED), metric(decoder, COMPUTED)
+    with nothing_left(*pair):
+        for length in LENGTHS:
+            prompt = tokens_of(length, 9000 + length)
+            right = complete(prefiller, prompt)
+            turn = decode(decoder, prompt, prefill(prefiller, prompt))
+            assert differences([right], [turn.answer]) == [], length
+    assert metric(decoder, FETCHED) - fetched == sum(LENGTHS) - len(LENGTHS)
+    assert metric(decoder, COMPUTED) - computed == len(LENGTHS)
+
+
+def test_a_prompt_that_only_begins_alike_takes_no_state(pair: list[Server]) -> None:
+    """Keys and values of what is alike would do; the state is of all."""
+    prefiller, decoder = pair
+    prompt = tokens_of(300, 9100)
+    other = [*prompt[:250], *tokens_of(50, 9101)]
+    right, fetched = complete(prefiller, other), metric(decoder, FETCHED)
+    with nothing_left(*pair):
+        turn = decode(decoder, other, prefill(prefiller, prompt))
+    assert differences([right], [turn.answer]) == []
+    assert metric(decoder, FETCHED) == fetched
+
+
+def test_routed_answers_are_those_of_one_engine_alone(
+    fleet: Fleet, model: Path, pair: list[Server]
+) -> None:
+    """Several at once, and a conversation, whose second turn is computed as if it were a first."""
+    prefiller, decoder = pair
+    launcher = Launcher(fleet.logs, model, fleet.free_ports)
+    asked = [tokens_of(length, 9200 + length) for length in (40, 300, 301, 600, 900)]
+    right = [complete(prefiller, prompt) for prompt in asked]
+    with (
+        launcher.router([prefiller], [decoder], "--decode-first-turns", "0") as router,
+        nothing_left(*pair),
+    ):
+        fetched = metric(decoder, FETCHED)
+        with ThreadPoolExecutor(3) as pool:
+            got = list(pool.map(partial(complete, router), asked))
+        assert differences(right, got) == []
+        assert metric(decoder, FETCHED) - fetched == sum(map(len, asked)) - len(asked)
+        first = complete(router, asked[1], conversation_id="states")
+        longer = [*asked[1], *first.tokens, *tokens_of(20, 9300)]
+        second = complete(router, longer, conversation_id="states")
+        assert differences([complete(prefiller, longer)], [second]) == []
+
+
+def test_cached_prefixes_are_refused_by_name_at_start(fleet: Fleet, model: Path) -> None:
+    """vLLM then keeps several states of a request, at places of its own choice."""
+    cached = Kind("cached", OURS, ("--enable-prefix-caching",), model)
+    with pytest.raises(AssertionError, match="died"), fleet.server(cached):
+        pass
+    (log,) = fleet.logs.glob("cached-*.log")
+    assert "not support prefix caching of layers that keep a state" in log.read_text()
