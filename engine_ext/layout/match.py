@@ -239,8 +239,9 @@ class _Matcher:
 
     def _heads(self, rank: TensorRank) -> range:
         if self._geometry.num_kv_heads is None:
+            needed = "how a state is divided" if self._geometry.has_state else "num_kv_heads"
             raise PlanError(
-                "the engines' memory is laid out differently, and num_kv_heads is not known"
+                f"the engines' memory is laid out differently, and {needed} is not known"
             )
         return rank.heads(self._geometry.num_kv_heads)
 
