@@ -2,7 +2,8 @@
 # On a machine with a CUDA device: two engines on one GPU answer as one alone, in the GPU's memory and
 # through host buffers, with prompts of 16,000 tokens, our reference engine and vLLM where it is
 # installed; then what transfers take, against a copy within the device and beside a busy thread of
-# Python. One command, ten to thirty minutes; a table, and ${OUT:-build/gpu}/check.json:
+# Python. One command, ten to thirty minutes; a table, ${OUT:-build/gpu}/check.json, and what each step
+# answered in answers.txt beside it:
 #
 #     scripts/gpu_check.sh [--without-vllm]
 #

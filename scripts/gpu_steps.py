@@ -9,10 +9,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,10 +48,12 @@ class Done:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
+    answers = options.out / "answers.txt"
+    answers.unlink(missing_ok=True)
     done: list[Done] = []
     for step in steps(options):
         print(f"== {step.name}", file=sys.stderr, flush=True)
-        done.append(run(step))
+        done.append(run(step, answers))
         print(_line(done[-1]), flush=True)
     if not options.without_vllm and importlib.util.find_spec("vllm") is None:
         done.append(Done("vLLM", "skipped", 0.0, "it is not installed beside this Python"))
@@ -71,8 +79,10 @@ def steps(options: argparse.Namespace) -> list[Step]:
     found = [
         Step("tokens: two engines against one", (*EQUALITY, *device, *short), 600),
         Step("tokens: in the device's memory", (*EQUALITY, *device, *long, "--buffers", own), 900),
-        Step("tokens: through host buffers", (*EQUALITY, *device, *long, "--buffers", "cpu"), 900),
     ]
+    if own != "cpu":
+        host = (*EQUALITY, *device, *long, "--buffers", "cpu")
+        found.append(Step("tokens: through host buffers", host, 900))
     if not options.without_vllm and importlib.util.find_spec("vllm") is not None:
         vllm = (*EQUALITY, *device, "--engine", "vllm")
         found.append(Step("tokens: vLLM", (*vllm, *long), 1800))
@@ -84,24 +94,52 @@ def steps(options: argparse.Namespace) -> list[Step]:
     return found
 
 
-def run(step: Step) -> Done:
+def run(step: Step, said_by_all: Path) -> Done:
+    """What it says of its progress is passed on at once; its answer goes into the file, too."""
     started = time.monotonic()
-    try:
-        ended = subprocess.run(
+    with tempfile.TemporaryFile("w+") as answer:
+        process = subprocess.Popen(
             [sys.executable, *step.arguments],
-            capture_output=True,
+            stdout=answer,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=step.seconds,
-            check=False,
+            start_new_session=True,  # with the engines that it starts
         )
-    except subprocess.TimeoutExpired:
+        progress: deque[str] = deque(maxlen=20)
+        passing = threading.Thread(target=_pass_on, args=(process, progress), daemon=True)
+        passing.start()
+        try:
+            code = process.wait(step.seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end_group(process)
+        passing.join(10)
+        answer.seek(0)
+        told = answer.read()
+    with said_by_all.open("a") as file:
+        file.write(f"== {step.name}\n{told}\n")
+    if code is None:
         return Done(step.name, "failed", step.seconds, f"it took longer than {step.seconds:g} s")
-    sys.stderr.write(ended.stderr)
-    seconds = time.monotonic() - started
-    is_well = ended.returncode == 0
-    told = (ended.stdout if is_well else ended.stderr or ended.stdout).strip().splitlines()
-    said = told[-1][-LAST_WORDS:] if told else f"exit code {ended.returncode}"
-    return Done(step.name, "ok" if is_well else "failed", seconds, said)
+    lines = (told if code == 0 else "".join(progress) or told).strip().splitlines()
+    said = lines[-1][-LAST_WORDS:] if lines else f"exit code {code}"
+    return Done(step.name, "failed" if code else "ok", time.monotonic() - started, said)
+
+
+def _pass_on(process: subprocess.Popen[str], kept: deque[str]) -> None:
+    assert process.stderr is not None
+    with process.stderr as said:
+        for line in said:
+            sys.stderr.write(line)
+            sys.stderr.flush()
+            kept.append(line)
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    """Also what a step that failed has left behind."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _line(done: Done) -> str:

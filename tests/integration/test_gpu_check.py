@@ -10,6 +10,7 @@ import pytest
 
 from scripts import gpu_steps
 from scripts.gpu_steps import Step
+from tests.integration.processes import wait_for
 
 ROOT = Path(__file__).parents[2]
 BENCH = "--only copy --rounds 1 --layers 2 --block-kib 4 --blocks 4"
@@ -31,11 +32,12 @@ def test_all_steps_end_well_and_are_told(tmp_path: Path) -> None:
     done = check(tmp_path, "--bench", BENCH)
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads((tmp_path / "check.json").read_text())
-    assert [step["outcome"] for step in said["steps"]] == ["ok"] * 4 + ["skipped"]
-    assert all("every token equal" in step["said"] for step in said["steps"][:3])
+    assert [step["outcome"] for step in said["steps"]] == ["ok"] * 3 + ["skipped"]
+    assert all("every token equal" in step["said"] for step in said["steps"][:2])
     (row,) = said["figures"]["rows"]
     assert row["figures"]["of_copy"] > 0
-    assert len(done.stdout.splitlines()) == 5
+    assert len(done.stdout.splitlines()) == 4
+    assert row["case"] in (tmp_path / "answers.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,26 @@ def test_a_step_that_fails_is_named_and_the_others_run(
     assert f"gpu_check: failed: one: {said}" in capsys.readouterr().err
     told = json.loads((tmp_path / "check.json").read_text())["steps"]
     assert [step["outcome"] for step in told] == ["failed", "ok"]
+
+
+def test_a_step_that_takes_too_long_is_ended_with_what_it_has_started(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And what it said in the meantime was passed on."""
+    child = "import subprocess, sys; print('here', file=sys.stderr, flush=True)\n"
+    child += "one = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
+    child += f"open({str(tmp_path / 'pid')!r}, 'w').write(str(one.pid))\none.wait()"
+    done = gpu_steps.run(Step("one", ("-c", child), 3), tmp_path / "answers.txt")
+    assert done.outcome == "failed"
+    assert "here" in capfd.readouterr().err
+    pid = int((tmp_path / "pid").read_text())
+    wait_for(lambda: _has_ended(pid), "its child has ended")
+
+
+def _has_ended(pid: int) -> bool:
+    """Or waits for its new parent to notice."""
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or ") Z " in status.read_text()
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a CUDA device")
