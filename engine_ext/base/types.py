@@ -425,9 +425,9 @@ class ConnectorStats:
     pushes_active: int = 0
     """Registrations on D and WRITEs on P that have not ended."""
     early_writes: int = 0
-    """Of parts of a prompt that was computed yet, on P; they ended well."""
+    """That began on P while their prompt was still computed: all parts of a push but the last."""
     early_blocks: int = 0
-    """That these wrote."""
+    """That these carry."""
     pushes_received: int = 0
     """Registrations that were written, on D."""
     pushes_missed: int = 0

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 # Answers that could have shown something and did not, before it is taken for absent.
 ENOUGH = 3
-DP_RANK = re.compile(r"_dp\d+$")
+DP_RANK = re.compile(r"_dp(\d{1,6})$")
 
 
 class Coordinates(NamedTuple):
@@ -25,6 +25,12 @@ class Coordinates(NamedTuple):
 def instance_of(engine_id: str) -> str:
     """The id without the data-parallel rank that vLLM appends to it."""
     return DP_RANK.sub("", engine_id)
+
+
+def rank_in(engine_id: str) -> int | None:
+    """The data-parallel rank; None where there is but one."""
+    found = DP_RANK.search(engine_id)
+    return None if found is None else int(found[1])
 
 
 @dataclass(slots=True)
@@ -136,8 +142,7 @@ class Learned:
         if isinstance(mode, str):
             self._note_modes((mode,))
         if at is not None:
-            found = DP_RANK.search(at.remote_engine_id)
-            self.ranks = {**self.ranks, int(found[0][3:]) if found else 0: at}
+            self.ranks = {**self.ranks, rank_in(at.remote_engine_id) or 0: at}
 
     def _note_modes(self, modes: Iterable[str]) -> None:
         self.transfer_modes = frozenset(modes)

@@ -2,7 +2,7 @@
 
 A client's headers reach both engines, except those that belong to one connection or describe the
 body (which is written anew), and X-Request-Id (which is decided here). X-data-parallel-rank is
-passed to both legs untouched: the router does not know the engines' ranks.
+passed to both legs untouched; where a client sends none, ranks.py may choose one for a leg.
 
 So are X-Forwarded-*, Forwarded, traceparent and tracestate: what a gateway says of the client is
 what engines hear. Nothing is added, for the router's own client is that gateway, whoever asks; and

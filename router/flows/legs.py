@@ -27,7 +27,9 @@ from router.flows.handed_back import require_kept, take_back
 from router.flows.plan import Plan
 from router.flows.prefilled import Params, Prefilled
 from router.flows.push import Push
+from router.flows.ranks import chosen, line
 from router.flows.request import AS_SENT, PASSED, Body, Request
+from router.flows.reuse import Reuse
 from router.flows.screen import (
     cached_share,
     ends_at_once,
@@ -187,7 +189,8 @@ class Legs:
         answer: Answer | None = None
         self._begin(engine, tokens)
         try:
-            message = self._message(engine, body, push)
+            pinned = b"" if reuse is None else self._rank_of(reuse, engine)
+            message = self._message(engine, body, push, pinned)
             latest = started + gateway.limits.decode_first_byte_timeout
             if latest > request.latest:
                 latest = request.latest
@@ -253,6 +256,10 @@ class Legs:
             self._request.seat.decode_at(engine)
         if notes is not None:
             notes.sent(engine.name)
+
+    def _rank_of(self, reuse: Reuse, engine: Engine) -> bytes:
+        number = reuse.rank_at(engine)
+        return b"" if number is None or chosen(self._request) is not None else line(number)
 
     def _message(
         self, engine: Engine, body: Halves, push: Push | None, pinned: bytes = b""

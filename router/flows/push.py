@@ -15,9 +15,9 @@ import orjson
 from router.fleet.engine import Engine
 from router.fleet.learned import Coordinates
 from router.flows.prefilled import Params
+from router.flows.ranks import chosen, line
 from router.flows.request import Request
 
-RANK = b"x-data-parallel-rank"
 PUSHES = "push"
 
 
@@ -57,13 +57,11 @@ def push_of(request: Request, prefiller: Engine, decoder: Engine, forced: bool) 
 def _rank(request: Request, prefiller: Engine) -> tuple[Coordinates, bytes] | None:
     """The client's choice, if it made one; else each rank in turn."""
     ranks = prefiller.learned.ranks
-    headers = request.exchange.headers
-    chosen = next((value for name, value in headers if name == RANK), None)
-    if chosen is not None:
-        at = ranks.get(int(chosen)) if chosen.isdigit() else None
+    wanted = chosen(request)
+    if wanted is not None:
+        at = ranks.get(int(wanted)) if wanted.isdigit() else None
         return None if at is None else (at, b"")
     if not ranks:
         return None
     number = sorted(ranks)[request.number % len(ranks)]
-    pinned = b"" if len(ranks) == 1 else b"%s: %d\r\n" % (RANK, number)
-    return ranks[number], pinned
+    return ranks[number], b"" if len(ranks) == 1 else line(number)

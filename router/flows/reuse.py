@@ -11,7 +11,7 @@ from router.conversations.entry import Entry
 from router.conversations.guard import Fit, Verdict, cut, judge
 from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet
-from router.fleet.learned import instance_of
+from router.fleet.learned import instance_of, rank_in
 from router.fleet.spec import Intent, Role
 from router.flows.request import Body
 from router.policies.affinity import LoadBound
@@ -55,6 +55,15 @@ class Reuse(Struct, frozen=True):
             return 0
         extends = self.verdict.fit is Fit.HIT or self.verdict.reason == "rendering"
         return self.entry.size / max(1, self.turn.prompt.size) if extends else 0
+
+    def rank_at(self, engine: Engine) -> int | None:
+        """Of the decoder's data-parallel ranks, by its own page, the one that has it: the others'
+        caches are of other conversations. None where there is but one."""
+        engine_id = None if self.entry is None else self.entry.engine_id
+        if engine is not self.decoder or engine_id is None or len(engine.learned.ranks) < 2:
+            return None
+        number = rank_in(engine_id)
+        return number if number in engine.learned.ranks else None
 
     def offer(self, prefiller: Engine) -> Offer:
         """What this prefiller may pull."""

@@ -86,6 +86,46 @@ async def test_the_next_turns_prefiller_gets_the_decoders_params_verbatim(
         assert all("conversation_id" not in request.json for request in engine.requests)
 
 
+def two_ranks() -> dict[str, Any]:
+    where = {"remote_host": "10.1.1.1", "remote_port": 5601, "remote_engine_id": "decoder-1"}
+    return {"capabilities": [], "ranks": [{"dp_rank": rank, **where} for rank in range(2)]}
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "identity", "said", "expected"),
+    [
+        ("decoder-1_dp1", two_ranks(), None, "1"),
+        ("decoder-1_dp0", two_ranks(), None, "0"),
+        ("decoder-1_dp1", two_ranks(), "0", "0"),
+        ("decoder-1_dp7", two_ranks(), None, None),
+        ("decoder-1", two_ranks(), None, None),
+        ("decoder-1_dp1", None, None, None),
+    ],
+    ids=["its", "its first", "the client's", "one it has not", "none", "an engine's mere name"],
+)
+async def test_a_turn_goes_to_the_rank_of_its_decoder_that_has_the_last_one(
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    engine_id: str,
+    identity: dict[str, Any] | None,
+    said: str | None,
+    expected: str | None,
+) -> None:
+    d.identity, d.usual = identity, decoding(kept={**KEPT, "remote_engine_id": engine_id})
+    router = await start_router()
+    (engine,) = router.gateway.fleet.candidates(Role.DECODE)
+    await eventually(lambda: engine.learned.asked)
+    headers = None if said is None else {"x-data-parallel-rank": said}
+    await chat(router, ASKED, headers)
+    assert d.last.header("x-data-parallel-rank") == said
+    await chat(router, AGAIN, headers)
+    assert d.last.header("x-data-parallel-rank") == expected
+    assert p.last.header("x-data-parallel-rank") == said
+    await chat(router, ASKED, headers, conversation_id="another")
+    assert d.last.header("x-data-parallel-rank") == said
+
+
 async def test_an_entry_is_used_once(router: Router, p: MockEngine, d: MockEngine) -> None:
     await chat(router, ASKED)
     d.usual = decoding(kept=None)
