@@ -63,6 +63,8 @@ class ConnectorConfig:
     handshake_timeout: float = 5.0
     registration_timeout: float | None = None
     """How long D waits for P's WRITE; None: as long as it would keep a turn."""
+    writes_early: bool = True
+    """As P in push mode: what is computed of a prompt is written while the rest is."""
     write_bound: float = 1200.0
     """What we promise as P: the longest from the beginning of a WRITE until it has landed, or never
     will, if only because our machine is gone. RDMA gives up within seconds; TCP after 15 minutes
@@ -121,6 +123,7 @@ class ConnectorConfig:
             "cross_layers_blocks": extra.get("enable_cross_layers_blocks"),
             "buffer_device": top.get("kv_buffer_device"),
             "registration_timeout": extra.get("push_registration_timeout"),
+            "writes_early": extra.get("push_while_computing"),
             "write_bound": extra.get("push_write_bound"),
             "enforce_handshake_compat": extra.get("enforce_handshake_compat"),
             "bidirectional": extra.get("bidirectional_kv_xfer"),
@@ -254,6 +257,7 @@ _EXTRA: dict[str, Check] = {
     "hand_back": _switch,
     "enable_cross_layers_blocks": _switch,
     "push_registration_timeout": _seconds,
+    "push_while_computing": _switch,
     "push_write_bound": _seconds,
     "side_channel_secret_file": read_secret,
     "side_channel_mode": _one_of("required", "mixed"),

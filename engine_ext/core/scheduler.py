@@ -65,7 +65,8 @@ class SchedulerConnector:
         self._drafts = Drafts(self._orders, geometry.block_size)
         self._keeps_turns = config.bidirectional and not geometry.has_state
         self._has_state = geometry.has_state
-        self._writes_early = config.transfer_mode == "push" and _can_write_early(geometry)
+        is_pushing = config.transfer_mode == "push" and config.writes_early
+        self._writes_early = is_pushing and _can_write_early(geometry)
         self._listener: HandshakeServer | None = None
         self._proofs_unreadable = 0
 

@@ -776,3 +776,29 @@ def test_a_state_is_of_no_turn() -> None:
     request = Request("p-1", leg, num_prompt_tokens=200)
     reader.on_new_request(request)
     assert reader.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+# What is pushed while it is computed.
+
+
+@pytest.mark.parametrize(
+    ("settings", "windows", "is_early"),
+    [
+        ({"transfer_mode": "push"}, (None,), True),
+        ({"transfer_mode": "push"}, (None, 64), True),
+        ({"transfer_mode": "push"}, (64,), False),
+        ({"transfer_mode": "push", "writes_early": False}, (None,), False),
+        ({}, (None,), False),
+    ],
+)
+def test_who_is_told_of_a_prompt_that_is_being_computed(
+    settings: dict[str, Any], windows: tuple[int | None, ...], is_early: bool
+) -> None:
+    geometry = CacheGeometry(16, 32, group_windows=windows)
+    config = ConnectorConfig(engine_id="p", **settings)
+    prefiller = SchedulerConnector(config, EngineIdentity("p", "10.0.0.2", 5600), geometry)
+    prefiller.on_new_request(Request("r", {"do_remote_decode": True}))
+    assert prefiller.wants_steps_of("r") is is_early
+    prefiller.on_step("r", BLOCKS * len(windows), 48, 16)
+    drafts = prefiller.build_connector_meta().drafts
+    assert [draft.num_tokens for draft in drafts] == ([48] if is_early else [])
