@@ -321,6 +321,8 @@ def _capabilities(vllm_config: VllmConfig, config: ConnectorConfig | None) -> tu
     # Ranks know nothing of each other: each would read for its own ones of several answers.
     is_one = vllm_config.parallel_config.data_parallel_size == 1
     shares = ("shared_loads",) if config is not None and is_one else ()
+    if config is not None and has_state:
+        config = replace(config, bidirectional=False)  # a state is of no turn
     ours = identity.capabilities_of(config)
     says_more = support.is_on(features.STREAMS)
     streams = ("streamed_kv_transfer_params", "tell_token_ids") if says_more else ()

@@ -247,7 +247,8 @@ def note_no_turns(gateway: Gateway, engine: Engine) -> None:
         learned.is_reported = True
         logger.warning(
             "conversations reuse nothing at %s engine %s: it was started without "
-            '"bidirectional_kv_xfer": true in its kv_connector_extra_config',
+            '"bidirectional_kv_xfer": true in its kv_connector_extra_config, or its model keeps a '
+            "state that is of no turn",
             engine.role,
             engine.name,
         )

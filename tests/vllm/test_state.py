@@ -85,6 +85,8 @@ def test_routed_answers_are_those_of_one_engine_alone(
         longer = [*asked[1], *first.tokens, *tokens_of(20, 9300)]
         second = complete(router, longer, conversation_id="states")
         assert differences([complete(prefiller, longer)], [second]) == []
+    said = set(decoder.get("/disagg/identity").json()["capabilities"])
+    assert said & {"prefix_proof", "turns", "begun", "hand_over", "hand_back"} == {"prefix_proof"}
 
 
 def test_cached_prefixes_are_refused_by_name_at_start(fleet: Fleet, model: Path) -> None:
