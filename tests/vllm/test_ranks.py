@@ -1,11 +1,12 @@
 """A decode engine of two data-parallel ranks: each pulls and keeps turns by itself, and a turn goes
 to the rank that has the last one in its cache."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
-from tests.integration.oracle import complete, differences, tokens_of
+from tests.integration.oracle import Answer, complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric, wait_for
 from tests.vllm.measures import FETCHED, nothing_left
 from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
@@ -36,25 +37,30 @@ def answered(decoder: Server) -> list[float]:
     return [metric(decoder, name.format(rank)) for rank in RANKS]
 
 
+def asked_for(decoder: Server, ask: Callable[[], Answer]) -> tuple[Answer, int]:
+    """The answer, and the rank that gave it."""
+    before = answered(decoder)
+    answer = ask()
+    wait_for(lambda: sum(answered(decoder)) == sum(before) + 1, "it is counted")
+    after = answered(decoder)
+    return answer, [now - then for now, then in zip(after, before, strict=True)].index(1)
+
+
 def test_turns_are_those_of_one_vllm_and_stay_at_their_rank(
     router: Server, prefiller: Server, decoder: Server, alone: Server
 ) -> None:
     homes = set()
     with nothing_left(prefiller):
         for number in range(6):
-            prompt, name = tokens_of(LENGTH, 9500 + number), f"rank-{number}"
-            before = answered(decoder)
-            first = complete(router, prompt, conversation_id=name)
-            between = answered(decoder)
+            prompt = tokens_of(LENGTH, 9500 + number)
+            ask = partial(complete, router, conversation_id=f"rank-{number}")
+            first, home = asked_for(decoder, partial(ask, prompt))
             longer = [*prompt, *first.tokens, *tokens_of(40, 9600 + number)]
             fetched = metric(decoder, FETCHED)
-            second = complete(router, longer, conversation_id=name)
+            second, rank = asked_for(decoder, partial(ask, longer))
             assert differences([complete(alone, prompt)], [first]) == []
             assert differences([complete(alone, longer)], [second]) == []
+            assert rank == home
             assert metric(decoder, FETCHED) - fetched < LENGTH, "the rest was in its cache"
-            home = [after - earlier for after, earlier in zip(between, before, strict=True)]
-            wait_for(lambda: sum(answered(decoder)) == sum(between) + 1, "it is counted")  # noqa: B023
-            after = answered(decoder)
-            assert [now - then for now, then in zip(after, between, strict=True)] == home
-            homes.add(home.index(1))
-    assert homes == set(RANKS)
+            homes.add(home)
+    assert homes == set(RANKS), "or they were all of one, for another reason"
