@@ -151,7 +151,7 @@ class Engines:
                 answered = self._prefill(client, prompt, params)
                 return self._decode(client, prompt, params) - answered
             first = pool.submit(self._decode, client, prompt, params)
-            while not _metric(client, self.decoder, WAITING):
+            while not (first.done() or _metric(client, self.decoder, WAITING)):
                 time.sleep(0.001)
             answered = self._prefill(client, prompt, params)
             return first.result() - answered

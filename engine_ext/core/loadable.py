@@ -20,6 +20,7 @@ class Loadable:
         self._config = config
         self._block_size = geometry.block_size
         self._windows: Sequence[int | None] = geometry.group_windows
+        self._has_state = geometry.has_state
 
     def most_tokens(self, request: EngineRequest) -> int:
         """0 for a request whose KV depends on what nobody can tell.
@@ -94,13 +95,13 @@ class Loadable:
 
     def _state_is_of(self, source: RemoteSource, num_tokens: int) -> bool:
         """A state is of all that the remote has computed: there is none of fewer tokens."""
-        return STATE not in self._windows or source.num_tokens == num_tokens
+        return not self._has_state or source.num_tokens == num_tokens
 
     def _may_pull_turn(
         self, source: RemoteSource, proof: PrefixProof | NoProof, unix_time: float
     ) -> bool:
         """Without proof it is the operator's word that counts, and only a stock engine is read."""
-        if not self._config.bidirectional or STATE in self._windows:
+        if not self._config.bidirectional or self._has_state:
             return False
         if source.expires_at is not None and source.expires_at <= unix_time:
             return False

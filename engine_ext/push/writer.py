@@ -187,8 +187,7 @@ class PushWriter:
 
     def _abandon(self, held: Held, reason: str, now: float) -> None:
         """What has been written of a draft is not believed, and no more is."""
-        if held.request is not None and not held.is_complete:
-            self._failed.add((whole_id(held.request.request_id),), now)
+        self._fail_missing(held, now)
         self._writes.give_up(held, reason)
 
     def registered(self, message: PushRegistered, sender: str, now: float) -> None:
@@ -369,8 +368,7 @@ class PushWriter:
 
     def _close(self, held: Held, now: float) -> None:
         """Ranks of D are missing: from now on their registrations come too late."""
-        if held.request is not None:
-            self._failed.add((whole_id(held.request.request_id),), now)
+        self._fail_missing(held, now)
         held.num_readers = 0
         self.forget(held.offer.request_id)
         self._end_if_last(held)
@@ -409,11 +407,15 @@ class PushWriter:
         if held.num_writing or held.request is None:
             return
         now = self._clock()
-        if not held.is_complete:
-            self._failed.add((whole_id(held.request.request_id),), now)
+        self._fail_missing(held, now)
         self._unwanted.add((whole_id(held.offer.request_id),), now)
         held.request = None
         held.senders.clear()
+
+    def _fail_missing(self, held: Held, now: float) -> None:
+        """Ranks of D that have not registered are refused when they do."""
+        if held.request is not None and not held.is_complete:
+            self._failed.add((whole_id(held.request.request_id),), now)
 
     def _end_if_last(self, held: Held) -> None:
         """Those it was written to are done with it; others may believe in its lease yet."""

@@ -1,6 +1,6 @@
 """vLLM's configuration and memory, in the core's words."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +67,8 @@ def _config_in(given: KVTransferConfig) -> ConnectorConfig:
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raises ValueError naming what the connector cannot move."""
     parallel = vllm_config.parallel_config
+    states = [spec for spec in _specs(kv_cache_config) if isinstance(spec, MambaSpec)]
+    are_cached = any(spec.mamba_cache_mode != "none" for spec in states)
     problems = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
@@ -75,7 +77,9 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         "sleep mode (the KV cache gets other memory)": vllm_config.model_config.enable_sleep_mode,
         "KV-cache groups of different block sizes": len(_block_sizes(kv_cache_config)) > 1,
         "KV-cache groups that are not transferred": _has_private_groups(kv_cache_config),
-        **dict.fromkeys(_problems_of_state(kv_cache_config), True),
+        # A request has to have one block of a state, the last one's.
+        "prefix caching of layers that keep a state (--no-enable-prefix-caching)": are_cached,
+        "speculation with layers that keep a state": any(s.num_speculative_blocks for s in states),
     }
     found = [name for name, present in problems.items() if present]
     if found:
@@ -108,15 +112,6 @@ def _is_known(spec: KVCacheSpec, model: ModelConfig) -> bool:
     if type(spec) is MambaSpec:
         return support.is_on(features.STATE_LAYERS)
     return type(spec) in (FullAttentionSpec, SlidingWindowSpec)
-
-
-def _problems_of_state(kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    """A request has to have one block of it, the last state's."""
-    for spec in _specs(kv_cache_config):
-        if isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "none":
-            yield "prefix caching of layers that keep a state (--no-enable-prefix-caching)"
-        if isinstance(spec, MambaSpec) and spec.num_speculative_blocks:
-            yield "speculation with layers that keep a state"
 
 
 def _specs(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:

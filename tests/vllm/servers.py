@@ -30,6 +30,10 @@ STOCK: dict[str, Any] = {
     "kv_connector_extra_config": {"bidirectional_kv_xfer": True},
 }
 SCHEDULER = ("--scheduler-cls", "engine_ext.vllm.scheduler.DisaggScheduler")
+UNCACHED = "--no-enable-prefix-caching"
+CHUNK = 256
+"""Tokens of a prompt that an engine with these options computes in one step."""
+CHUNKS = ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "64")
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "OMP_NUM_THREADS": "1",

@@ -11,7 +11,7 @@ from tests.integration.oracle import Answer, complete, differences, tokens_of
 from tests.integration.processes import Server, metric
 from tests.vllm.hybrid_model import WINDOW, write_hybrid_model
 from tests.vllm.measures import FETCHED, counted, nothing_left
-from tests.vllm.servers import OURS, SCHEDULER, STOCK, Fleet, Kind
+from tests.vllm.servers import OURS, SCHEDULER, STOCK, UNCACHED, Fleet, Kind
 
 LENGTHS = (1, 33, 63, 64, 65, 96, 97, 128, 129, 200, 500, 1500)
 ENDING = (95, 127, 159, 191, 255, 319)
@@ -20,7 +20,6 @@ whoever computed them: when it computes that token, it has given the block up. A
 too, so that our D computes those prompts itself."""
 
 
-UNCACHED = "--no-enable-prefix-caching"
 PAIRS = ("ours", "our P, stock D", "stock P, our D")
 FIRST_TURN, NEW = tokens_of(300, 3), tokens_of(40, 4)
 PLAIN = tokens_of(400, 1)

@@ -10,13 +10,12 @@ from tests.integration.processes import metric, wait_for
 from tests.vllm.hybrid_model import write_hybrid_model
 from tests.vllm.measures import COMPUTED, counted, freed
 from tests.vllm.mla_model import write_mla_model
-from tests.vllm.servers import PUSH, SCHEDULER, Fleet, Kind
-from tests.vllm.test_push import CHUNKS, both_legs
+from tests.vllm.servers import CHUNKS, PUSH, SCHEDULER, UNCACHED, Fleet, Kind
+from tests.vllm.test_push import both_legs
 
 LENGTHS = (1, 33, 64, 96, 129, 500, 1500)
 ENDING = (95, 127, 159, 255)
 """The last token's window of the hybrid model begins with the last token of a block."""
-UNCACHED = "--no-enable-prefix-caching"
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,8 @@ from tests.integration.legs import (
 from tests.integration.oracle import Prompt, complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric, post_and_leave, wait_for
 from tests.vllm.measures import FETCHED, RUNNING, counted, nothing_left, prompts
-from tests.vllm.servers import PUSH, SCHEDULER, Fleet, Kind
+from tests.vllm.servers import CHUNK, CHUNKS, PUSH, SCHEDULER, Fleet, Kind
 from tests.vllm.test_several import several_are_read_once
-
-CHUNK = 256
-"""Tokens of a prompt that the prefill engine computes in one step."""
-CHUNKS = ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "64")
 
 
 @pytest.fixture(scope="module")

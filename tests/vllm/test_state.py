@@ -15,12 +15,10 @@ from tests.integration.legs import decode, prefill
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
-from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
+from tests.vllm.servers import CHUNKS, OURS, SCHEDULER, UNCACHED, Fleet, Kind
 from tests.vllm.state_model import write_state_model
 
 LENGTHS = (1, 2, 31, 32, 33, 128, 129, 257, 700, 1500)
-UNCACHED = "--no-enable-prefix-caching"
-CHUNKS = ("--max-num-batched-tokens", "256", "--max-num-seqs", "64")
 
 
 @pytest.fixture(scope="module")

@@ -52,6 +52,13 @@ class Halfway:
             lambda: self.network.num_writes == num_writes + 1 and not self.network.transfers
         )
 
+    def until_begun(self) -> None:
+        """The first part moves, or has ended where that takes no time."""
+        if self.network.weather is SLOW:
+            self.until_moving()
+        else:
+            self.until_written(1)
+
     def until_reported(self) -> bool:
         self.world.until(lambda: ASKED in self.decoder.outcomes, LONGEST)
         return self.decoder.outcomes[ASKED]
@@ -115,12 +122,10 @@ def test_chunks_that_come_while_a_part_moves_go_together() -> None:
 @pytest.mark.parametrize("weather", [CALM, SLOW])
 def test_a_prompt_that_is_given_up_in_the_middle_is_not_believed(weather: Weather) -> None:
     halfway = Halfway(weather=weather)
-    if weather is SLOW:
-        transfer = halfway.until_moving()
-    else:
-        halfway.until_written(1)
+    halfway.until_begun()
     halfway.prefiller.abort(halfway.leg)
     if weather is SLOW:
+        transfer = halfway.until_moving()
         halfway.world.pass_time(0.5)
         assert halfway.prefiller.held, "its blocks are read yet"
         assert ASKED not in halfway.decoder.outcomes, "its blocks are written yet"
@@ -134,10 +139,7 @@ def test_a_prompt_that_is_given_up_in_the_middle_is_not_believed(weather: Weathe
 @pytest.mark.parametrize("weather", [CALM, SLOW])
 def test_a_decoder_that_withdraws_in_the_middle_is_written_no_more(weather: Weather) -> None:
     halfway = Halfway(weather=weather)
-    if weather is SLOW:
-        halfway.until_moving()
-    else:
-        halfway.until_written(1)
+    halfway.until_begun()
     halfway.decoder.abort(halfway.waiting)
     halfway.world.pass_time(0.5)
     assert bool(halfway.decoder.held) is (weather is SLOW), "its blocks wait for the part's end"
@@ -168,10 +170,7 @@ def test_another_attempt_gets_what_the_one_that_left_was_written() -> None:
 def test_a_preempted_prompt_is_written_anew(weather: Weather) -> None:
     """In slow weather the part under way reads what others have put into P's blocks."""
     halfway = Halfway(weather=weather)
-    if weather is SLOW:
-        halfway.until_moving()
-    else:
-        halfway.until_written(1)
+    halfway.until_begun()
     halfway.prefiller.preempt(halfway.leg)
     halfway.world.pass_time(0.1)
     halfway.compute(3 * BLOCK_SIZE)
