@@ -77,7 +77,7 @@ class RouterProtocol(asyncio.Protocol):
         self._loop = _loop or asyncio.get_running_loop()
         self._app = cast(ASGIApp, config.loaded_app)
         self._app_state = app_state
-        self._keep_alive = config.timeout_keep_alive
+        self._keep_alive: float = cast(Any, config).timeout_keep_alive  # which may be a float
         self._server = server_state
         self.transport: asyncio.Transport = cast(asyncio.Transport, None)
         self._inbound = Inbound(self.gateway)

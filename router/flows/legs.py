@@ -137,6 +137,8 @@ class Legs:
                 raise EngineUnavailableError(STOPPED % engine.role)
             if engine.breaker.succeeded():
                 gateway.fleet.answered(engine)
+            self._note(engine, prefilled, started)
+            return prefilled
         except asyncio.CancelledError:
             if answer is not None:
                 gateway.spawn(release.late(request, gateway, answer))
@@ -144,6 +146,11 @@ class Legs:
             raise
         finally:
             self._end(engine, tokens, answer)
+
+    def _note(self, engine: Engine, prefilled: Prefilled, started: float) -> None:
+        """A prefiller has done its part, and holds KV from now on."""
+        request, gateway = self._request, self._gateway
+        record, seat, notes = request.record, request.seat, self.plan.route.prefill_notes
         record.prefill_done = moment = now()
         record.prefill_usage = prefilled.usage
         if seat is not None:
@@ -162,7 +169,6 @@ class Legs:
             self.holder = engine
             if gateway.tells_moved:
                 record.offered = prefilled.params.raw
-        return prefilled
 
     def let_go(self, is_read: bool = False) -> None:
         """No decoder will read what a prefiller holds, or one has."""
