@@ -4,6 +4,8 @@
 # make test-vllm-all   what is too long for that, and all of it inside 0.33 too: an hour
 # make test-k8s   build an API server, fetch Helm and gateways: the chart, discovery, Envoy and Traefik
 # make test-clients   install OpenAI's, Anthropic's and others' clients: each asks a router
+# make compiled   this checkout again in build/compiled, with the router's hot path compiled: a minute, gcc
+# make test-compiled   that, and the router's tests there
 # make test-lowest   the router's tests with the lowest versions that pyproject.toml admits
 # make simulate   ten thousand seeds of a world in which everything goes wrong
 # make soak   thousands of requests, clients that leave, engines killed and frozen, forged messages
@@ -16,7 +18,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-vllm test-vllm-all test-k8s test-clients test-lowest simulate soak chaos check docs install clean help
+.PHONY: demo test test-vllm test-vllm-all test-k8s test-clients test-lowest compiled test-compiled simulate soak chaos check docs install clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -57,6 +59,18 @@ test-clients: $(STAMP)
 
 test-lowest:
 	PYTHON="$(PYTHON)" scripts/test_lowest -n 2 --dist loadfile $(ARGS)
+
+compiled: $(STAMP)
+	@$(BIN)/python scripts/compile_router.py build/compiled
+
+# The tests of it that put a request through whole: the rest is as it was.
+COMPILED := $(addprefix tests/unit/router/,api conversations dialects flows upstream test_front.py \
+	test_hostile.py test_preempted.py test_resume.py test_stalled.py test_traces.py)
+
+test-compiled: compiled
+	@scripts/install_redis
+	@cd build/compiled && VENV="$(abspath $(VENV))" scripts/test $(COMPILED) \
+		tests/integration/test_robustness.py -n 2 --dist loadfile $(ARGS)
 
 simulate: $(STAMP)
 	@$(BIN)/python -m tests.unit.engine_ext.simulation.run $(ARGS)

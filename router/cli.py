@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 from router.parser import Parser
@@ -89,7 +90,7 @@ def parser() -> Parser:
     )
     general = made.add_argument_group("General")
     general.add_argument("-h", "--help", action="help", help="Show this and exit.")
-    text = f"{PROGRAM} {version(PROGRAM)}"
+    text = f"{PROGRAM} {version(PROGRAM)}{' (compiled)' if _is_compiled() else ''}"
     general.add_argument("--version", action="version", version=text, help="Show it and exit.")
     groups = {"General": general}
     for name, field in Settings.model_fields.items():
@@ -98,6 +99,12 @@ def parser() -> Parser:
             groups[title] = made.add_argument_group(title)
         groups[title].add_argument(*_spellings(name), dest=name, **_options(name))
     return made
+
+
+def _is_compiled() -> bool:
+    """Whether this is a build of scripts/compile_router.py. Looks, and imports no module of it."""
+    found = find_spec("router.upstream.answer")
+    return found is not None and not str(found.origin).endswith(".py")
 
 
 def _spellings(name: str) -> list[str]:

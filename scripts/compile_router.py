@@ -1,0 +1,115 @@
+"""Compiles the router's hot path, as a hook of the build: the wheel is then of one platform.
+
+    HATCH_BUILD_HOOK_ENABLE_CUSTOM=1 pip wheel --no-deps .   # needs gcc and Python's headers
+    python scripts/compile_router.py build/compiled          # this checkout again, compiled there
+
+The source is one: mypyc makes C of the modules below as they stand. They are compiled as one group,
+for what pays is that calls among them are C calls: one by one they are slower than Python. A wheel
+without the hook is pure, as editable installs are: what is compiled does not follow its source.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+# What every request passes. Flows before their legs, fronts last: the order of reading, no more.
+HOT = (
+    *(f"upstream/{name}" for name in ("answer", "connection", "deadlines", "pool")),
+    *(f"upstream/{name}" for name in ("repeated", "sse")),
+    *(f"flows/{name}" for name in ("bodies", "deliver", "dispatch", "headers", "legs")),
+    *(f"flows/{name}" for name in ("plan", "run", "screen", "traced")),
+    *(f"api/{name}" for name in ("inbound", "outbound", "protocol", "wire")),
+)
+# Seconds; it takes one minute.
+PATIENCE = 900
+LEFT_OUT = shutil.ignore_patterns("__pycache__", ".*", "build", "dist", "*.so")
+
+
+class CompileError(Exception):
+    pass
+
+
+def compile_router(folder: Path) -> list[str]:
+    """Compiles `folder`/router in place. The paths of what came of it, relative to `folder`. Raises
+    CompileError, with the compiler's last words."""
+    command = [sys.executable, "-m", "mypyc", "--ignore-missing-imports"]
+    try:
+        done = subprocess.run(
+            [*command, *(f"router/{name}.py" for name in HOT)],
+            cwd=folder,
+            env={**os.environ, "MYPYC_OPT_LEVEL": "2", "MYPYC_DEBUG_LEVEL": "0"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=PATIENCE,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CompileError(f"mypyc has not ended in {PATIENCE} s") from error
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    found = [path.name for path in sorted(folder.glob(f"*{suffix}"))]  # the group's
+    found += [f"router/{name}{suffix}" for name in HOT]
+    lacking = [path for path in found if not (folder / path).is_file()]
+    if done.returncode or lacking or len(found) == len(HOT):
+        raise CompileError("\n".join(done.stdout.splitlines()[-20:]))
+    return found
+
+
+class CompiledRouter(BuildHookInterface[Any]):
+    """Adds the compiled modules beside their sources, which tracebacks quote."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if version == "editable":  # a source that is changed would go on as it was
+            return
+        self._folder = tempfile.TemporaryDirectory()
+        self.app.display_waiting(f"compiling {len(HOT)} modules of the router: about a minute")
+        folder = Path(self._folder.name)
+        shutil.copytree(Path(self.root) / "router", folder / "router", ignore=LEFT_OUT)
+        try:
+            compiled = compile_router(folder)
+        except CompileError as error:
+            self.app.abort(f"the router was not compiled: {error}")
+        build_data["pure_python"] = False
+        build_data["infer_tag"] = True
+        build_data["force_include"].update({str(folder / path): path for path in compiled})
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        if version != "editable":
+            self._folder.cleanup()
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        print("usage: compile_router.py FOLDER", file=sys.stderr)
+        return 2
+    root, folder = Path(__file__).resolve().parent.parent, Path(sys.argv[1])
+    if folder.exists() and not list(folder.glob("*__mypyc*.so")):
+        print(f"compile_router: {folder} is there, and was not made by this", file=sys.stderr)
+        return 2
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(root, folder, ignore=LEFT_OUT)
+    # Beside it mypyc would take the project for its own.
+    project = (folder / "pyproject.toml").rename(folder / "pyproject.later")
+    print(f"compiling {len(HOT)} modules of the router: about a minute", flush=True)
+    try:
+        compile_router(folder)
+    except CompileError as error:
+        print(f"the router was not compiled: {error}", file=sys.stderr)
+        return 1
+    project.rename(folder / "pyproject.toml")
+    for name in ("build", ".mypy_cache"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    print(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
