@@ -11,6 +11,7 @@ without the hook is pure, as editable installs are: what is compiled does not fo
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,16 +22,20 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-# What every request passes. Flows before their legs, fronts last: the order of reading, no more.
+# What every request passes, but for what a compiled module would read otherwise: errors, and what
+# msgspec decodes, whose bounds stand in annotations (docs/development.md).
 HOT = (
     *(f"upstream/{name}" for name in ("answer", "connection", "deadlines", "pool")),
     *(f"upstream/{name}" for name in ("repeated", "sse")),
     *(f"flows/{name}" for name in ("bodies", "deliver", "dispatch", "headers", "legs")),
-    *(f"flows/{name}" for name in ("plan", "run", "screen", "traced")),
+    *(f"flows/{name}" for name in ("plan", "reuse", "run", "screen", "traced")),
+    *(f"conversations/{name}" for name in ("conversations", "guard", "identity", "prompt")),
     *(f"api/{name}" for name in ("inbound", "outbound", "protocol", "wire")),
 )
 # Seconds; it takes one minute.
 PATIENCE = 900
+# What a class of msgspec's does not keep when it is compiled: its options, and its fields' bounds.
+LOST = re.compile(r"^class \w+\((?:msgspec\.)?Struct,.*$|^.*\bMeta\(.*$", re.MULTILINE)
 LEFT_OUT = shutil.ignore_patterns("__pycache__", ".*", "build", "dist", "*.so")
 
 
@@ -41,6 +46,9 @@ class CompileError(Exception):
 def compile_router(folder: Path) -> list[str]:
     """Compiles `folder`/router in place. The paths of what came of it, relative to `folder`. Raises
     CompileError, with the compiler's last words."""
+    for name in HOT:
+        if lost := LOST.findall((folder / f"router/{name}.py").read_text(encoding="utf-8")):
+            raise CompileError(f"{name}: compiled, {lost[0]} would be lost")
     command = [sys.executable, "-m", "mypyc", "--ignore-missing-imports"]
     try:
         done = subprocess.run(
@@ -102,6 +110,7 @@ def main() -> int:
     try:
         compile_router(folder)
     except CompileError as error:
+        shutil.rmtree(folder)
         print(f"the router was not compiled: {error}", file=sys.stderr)
         return 1
     project.rename(folder / "pyproject.toml")

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import httptools
-from msgspec import Struct
 
 from router.api.endpoints import HOT, hot_endpoint
 from router.flows.admission import Held
@@ -28,6 +27,7 @@ from router.flows.errors import (
 from router.flows.exchange import Header
 from router.flows.limits import Limits
 from router.upstream.repeated import Repeated, without_length
+from router.values import Thing
 
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 CODING = b"transfer-encoding"
@@ -43,7 +43,7 @@ class Bounds(Protocol):
         """Why who asks may not come in, as far as the head tells."""
 
 
-class Incoming(Struct, eq=False):
+class Incoming(Thing):
     """One request. `endpoint` is one that flows serve, None where that is for the application;
     `size` counts the bytes of its body, as far as they are held."""
 
@@ -53,7 +53,7 @@ class Incoming(Struct, eq=False):
     headers: Sequence[Header]
     http_1_1: bool
     keep_alive: bool
-    pieces: list[bytes] = []
+    pieces: list[bytes] = []  # noqa: RUF012 - msgspec makes one for each
     size: int = 0
     is_complete: bool = False
     is_weighed: bool = False

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from msgspec import Struct
-
 from router.api import wire
 from router.flows.exchange import Header, Relayed
+from router.values import Thing
 
 NO_CONTENT = 204  # has no length either (RFC 9110, 8.6)
 
@@ -28,7 +27,7 @@ class Line(Protocol):
     def abort(self) -> None: ...
 
 
-class Outbound(Struct, eq=False):
+class Outbound(Thing):
     """`is_paused`: the client does not keep up, so writing is better put off. Once `is_over`,
     nothing is written any more: all is, or the client has left."""
 

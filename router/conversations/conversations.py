@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import orjson
 
-from router.conversations.entry import MOST_MARKS, Entry, Inexact
+from router.conversations.entry import MOST, MOST_MARKS, Entry, Inexact, Mark
 from router.conversations.identity import Conversation, Header, Identity
-from router.conversations.prompt import MOST, Mark, Prompt, prompt_of
+from router.conversations.prompt import Prompt, prompt_of
 from router.conversations.said import Json, Said
 from router.conversations.scope import Scope, rewrites_history, scope_of
 from router.conversations.store import Store, StoreError, UnverifiedError

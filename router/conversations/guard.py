@@ -11,8 +11,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-from router.conversations.entry import Entry
-from router.conversations.prompt import Mark, Prompt
+from router.conversations.entry import Entry, Mark
+from router.conversations.prompt import Prompt
 from router.conversations.said import Json
 from router.conversations.scope import Scope
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from operator import itemgetter
 
-from msgspec import Struct
-
-from router.conversations.prompt import ChatPrompt, Mark, Prompt
+from router.conversations.entry import Mark
+from router.conversations.prompt import ChatPrompt, Prompt
 from router.conversations.said import Json
+from router.values import Value
 
 Header = tuple[bytes, bytes]
 PREFIX = "prefix"
@@ -24,7 +24,7 @@ NAME = itemgetter(0)
 OPENING = 2  # messages that stay the same in all turns: system and first question
 
 
-class Conversation(Struct, frozen=True):
+class Conversation(Value, frozen=True):
     """One request's place in its conversation.
 
     `take_key`: where the last turn left something. `session`: stable over all turns. `keep_key`:

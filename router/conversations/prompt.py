@@ -11,26 +11,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import orjson
-from msgspec import Meta, Struct
 
+from router.conversations.entry import DIGEST_BYTES, Mark
 from router.conversations.said import REASONING_KEYS, Json, Said, has_reasoning, holds_trace
+from router.values import Value
 
-DIGEST_BYTES = 16
-MOST = 2**53
 # Of a message that is nothing but text.
 PLAIN = ("role", "content")
-Count = Annotated[int, Meta(ge=0, le=MOST)]
-
-
-class Mark(Struct, frozen=True):
-    """A beginning of a prompt: how long, which, and how many tokens it was, where known."""
-
-    count: Count
-    digest: Annotated[str, Meta(max_length=2 * DIGEST_BYTES)]
-    tokens: Count | None = None
 
 
 class Prompt(Protocol):
@@ -54,7 +44,7 @@ class Prompt(Protocol):
         """The prompt followed by what was answered, as a next turn would repeat it."""
 
 
-class ChatPrompt(Struct, frozen=True):
+class ChatPrompt(Value, frozen=True):
     chain: tuple[str, ...]
     size: int
     plain: int
@@ -77,7 +67,7 @@ class ChatPrompt(Struct, frozen=True):
         return Mark(self.count + 1, _chained(self.chain[-1], canonical(message)))
 
 
-class TextPrompt(Struct, frozen=True):
+class TextPrompt(Value, frozen=True):
     text: str
     kind: str = "text"
     has_media: bool = False
@@ -106,7 +96,7 @@ class TextPrompt(Struct, frozen=True):
         return Mark(len(whole), _digest(whole.encode("utf-8", "surrogatepass")))
 
 
-class TokenPrompt(Struct, frozen=True):
+class TokenPrompt(Value, frozen=True):
     token_ids: Sequence[int]
     kind: str = "tokens"
     has_media: bool = False

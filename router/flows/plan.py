@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from enum import StrEnum
 from itertools import islice
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from router.fleet.engine import Engine
@@ -23,6 +22,7 @@ from router.flows.reuse import Reuse
 from router.policies.chunks import tokens_of
 from router.policies.round_robin import in_turn
 from router.policies.route import Route
+from router.values import Value
 
 # Bytes of a request whose prefill costs a decoder little, whether or not it was asked for.
 SHORT = 4096
@@ -42,7 +42,7 @@ class Mode(StrEnum):
 ALONE, PULL, PUSH = Mode
 
 
-class Plan(Struct, frozen=True):
+class Plan(Value, frozen=True):
     """`flow` and `why_alone` are for the books. `threshold` above 0: the first decoder is asked
     first, and may reject; `scatter`: so are these, at once; `was_skipped`: it would be, if it were
     known to do so. `reuse`: of a turn, whose answer is kept for the next."""

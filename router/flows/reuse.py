@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from msgspec import Struct
-
 from router.conversations.conversations import Turn
 from router.conversations.entry import Entry
 from router.conversations.guard import Fit, Verdict, cut, judge
@@ -15,6 +13,7 @@ from router.fleet.learned import instance_of, rank_in
 from router.fleet.spec import Intent, Role
 from router.flows.request import Body
 from router.policies.affinity import LoadBound
+from router.values import Value
 
 # Differences that an engine finds by itself when it compares token hashes.
 SEEN_BY_PROOF = ("history", "reasoning", "rendering")
@@ -33,7 +32,7 @@ class Offer(NamedTuple):
         return held if type(held) is int and held > 0 else 0
 
 
-class Reuse(Struct, frozen=True):
+class Reuse(Value, frozen=True):
     """What recalling the last turn came to. `entry` and `verdict` are there together: a last turn
     at a decoder that still has it. That is `decoder`, if it may be asked: one that is draining is
     only read from, and the conversation goes on elsewhere. `unproven` is the setting

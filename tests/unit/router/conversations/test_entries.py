@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.conversations.conversations import Conversations, Found, Turn
-from router.conversations.entry import Entry
+from router.conversations.entry import Entry, Mark
 from router.conversations.guard import cut, judge
 from router.conversations.identity import Identity
 from router.conversations.memory_store import MemoryStore
-from router.conversations.prompt import Mark, prompt_of
+from router.conversations.prompt import prompt_of
 from router.conversations.said import said_in
 from router.conversations.scope import Scope, scope_of
 
