@@ -43,9 +43,10 @@ class CompileError(Exception):
     pass
 
 
-def compile_router(folder: Path) -> list[str]:
-    """Compiles `folder`/router in place. The paths of what came of it, relative to `folder`. Raises
-    CompileError, with the compiler's last words."""
+def compile_router(root: Path, folder: Path) -> list[str]:
+    """Copies `root`/router there, where mypyc sees no project, and compiles it. The paths of what
+    came of it, relative to `folder`. Raises CompileError, with the compiler's last words."""
+    shutil.copytree(root / "router", folder / "router", ignore=LEFT_OUT)
     for name in HOT:
         if lost := LOST.findall((folder / f"router/{name}.py").read_text(encoding="utf-8")):
             raise CompileError(f"{name}: compiled, {lost[0]} would be lost")
@@ -80,9 +81,8 @@ class CompiledRouter(BuildHookInterface[Any]):
         self._folder = tempfile.TemporaryDirectory()
         self.app.display_waiting(f"compiling {len(HOT)} modules of the router: about a minute")
         folder = Path(self._folder.name)
-        shutil.copytree(Path(self.root) / "router", folder / "router", ignore=LEFT_OUT)
         try:
-            compiled = compile_router(folder)
+            compiled = compile_router(Path(self.root), folder)
         except CompileError as error:
             self.app.abort(f"the router was not compiled: {error}")
         build_data["pure_python"] = False
@@ -102,20 +102,17 @@ def main() -> int:
     if folder.exists() and not list(folder.glob("*__mypyc*.so")):
         print(f"compile_router: {folder} is there, and was not made by this", file=sys.stderr)
         return 2
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(root, folder, ignore=LEFT_OUT)
-    # Beside it mypyc would take the project for its own.
-    project = (folder / "pyproject.toml").rename(folder / "pyproject.later")
     print(f"compiling {len(HOT)} modules of the router: about a minute", flush=True)
-    try:
-        compile_router(folder)
-    except CompileError as error:
-        shutil.rmtree(folder)
-        print(f"the router was not compiled: {error}", file=sys.stderr)
-        return 1
-    project.rename(folder / "pyproject.toml")
-    for name in ("build", ".mypy_cache"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            compiled = compile_router(root, Path(scratch))
+        except CompileError as error:
+            print(f"the router was not compiled: {error}", file=sys.stderr)
+            return 1
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(root, folder, ignore=LEFT_OUT)
+        for path in compiled:
+            shutil.copy(Path(scratch) / path, folder / path)
     print(folder)
     return 0
 

@@ -23,9 +23,11 @@ def prefill(
     prompt: Prompt,
     previous: dict[str, Any] | None = None,
     request_id: str | None = None,
+    model: str = "tiny",
 ) -> dict[str, Any]:
     """The P leg; returns P's kv_transfer_params. `previous`: what D answered to the last turn."""
-    response = server.post("/v1/completions", prefill_body(prompt, previous), request_id=request_id)
+    body = {**prefill_body(prompt, previous), "model": model}
+    response = server.post("/v1/completions", body, request_id=request_id)
     assert response.status_code == 200, response.text
     params: dict[str, Any] = response.json()["kv_transfer_params"]
     return params
@@ -61,9 +63,10 @@ def decode(
     params: dict[str, Any],
     max_tokens: int = 12,
     request_id: str | None = None,
+    model: str = "tiny",
 ) -> Turn:
     """The D leg."""
-    body = decode_body(prompt, params, max_tokens)
+    body = {**decode_body(prompt, params, max_tokens), "model": model}
     response = server.post("/v1/completions", body, request_id=request_id)
     assert response.status_code == 200, response.text
     said = response.json()

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.integration.legs import decode_body, prefill_body
+from tests.integration.legs import decode, prefill
 from tests.integration.oracle import Answer, Prompt, complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric
 from tests.integration.talk import turns
@@ -32,12 +32,8 @@ def pair(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lis
 def split(pair: list[Server], prompt: Prompt, at: str, then: str) -> Answer:
     """Prefilled as one model, decoded as another."""
     prefiller, decoder = pair
-    said = prefiller.post("/v1/completions", {**prefill_body(prompt), "model": at})
-    assert said.status_code == 200, said.text
-    body = {**decode_body(prompt, said.json()["kv_transfer_params"]), "model": then}
-    answer = decoder.post("/v1/completions", body)
-    assert answer.status_code == 200, answer.text
-    return Answer.in_body(answer.json())
+    params = prefill(prefiller, prompt, model=at)
+    return decode(decoder, prompt, params, model=then).answer
 
 
 @pytest.mark.parametrize("model", MODELS)
