@@ -57,6 +57,7 @@ class Holds:
         self._answers = answers
         self._config = config
         self._block_size = geometry.block_size
+        self._has_state = geometry.has_state
         self._expected: dict[str, ForReader | ForNextTurn] = {}
         self._held: set[str] = set()
         self._keeps_turns = True
@@ -146,8 +147,10 @@ class Holds:
         self._orders.grants.append(LeaseGrant(request.request_id, self._config.lease_duration))
         if self._config.transfer_mode == "push":
             num_tokens = request.num_computed_tokens
-            # Who registers knows the request as it came, or all that is handed over to it.
-            known = num_tokens if reader.hands_over else min(num_tokens, reader.num_tokens)
+            # Who registers knows the request as it came, or all that is handed over to it; a state
+            # is of all, whoever knows them.
+            is_all = reader.hands_over or self._has_state
+            known = num_tokens if is_all else min(num_tokens, reader.num_tokens)
             content = digest(request.token_ids, keys, known)
             name, transfer_id = request.request_id, reader.transfer_id
             self._orders.offers.append(

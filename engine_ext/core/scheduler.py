@@ -124,7 +124,10 @@ class SchedulerConnector:
         elif params.target is not None:
             most, told = self._loadable.most_tokens(request), params.target.num_tokens
             num_tokens = most if told is None else min(most, told)
-            self._loads.await_push(request.request_id, params.target, num_tokens)
+            target = params.target
+            if self._has_state:  # which is to be of these, and of no more
+                target = replace(target, num_tokens=num_tokens)
+            self._loads.await_push(request.request_id, target, num_tokens)
 
     def _offer(self, request: EngineRequest, params: TransferParams, source: RemoteSource) -> None:
         if source.address.engine_id == self._identity.engine_id:

@@ -15,9 +15,7 @@ def refuse_unsupported(
     config: ConnectorConfig, geometry: CacheGeometry, identity: EngineIdentity
 ) -> None:
     """Raises UnsupportedError for a model or a parallelism whose KV we cannot move."""
-    mode = config.transfer_mode
     unsupported = _first(
-        ("push with layers that keep a state", geometry.has_state and mode == "push"),
         ("host buffers with layers that keep a state", geometry.has_state and geometry.is_staged),
         (f"pipeline parallel size {identity.pp_size}", identity.pp_size != 1),
         (f"decode context parallel size {identity.dcp_size}", identity.dcp_size != 1),

@@ -4,6 +4,7 @@ The model is that of tests/vllm/state_model.py. The prefill engine stops before 
 token, which the decode engine computes.
 """
 
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.legs import decode, prefill
+from tests.integration.legs import decode, decode_body, prefill, prefill_body
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric
-from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
-from tests.vllm.servers import CHUNKS, OURS, SCHEDULER, UNCACHED, Fleet, Kind
+from tests.integration.processes import Launcher, Server, metric, wait_for
+from tests.vllm.measures import COMPUTED, FETCHED, counted, nothing_left
+from tests.vllm.servers import CHUNKS, OURS, PUSH, SCHEDULER, UNCACHED, Fleet, Kind
 from tests.vllm.state_model import write_state_model
+from tests.vllm.test_push import both_legs, where
 
 LENGTHS = (1, 2, 31, 32, 33, 128, 129, 257, 700, 1500)
 
@@ -85,6 +87,70 @@ def test_routed_answers_are_those_of_one_engine_alone(
         assert differences([complete(prefiller, longer)], [second]) == []
     said = set(decoder.get("/disagg/identity").json()["capabilities"])
     assert said & {"prefix_proof", "turns", "begun", "hand_over", "hand_back"} == {"prefix_proof"}
+
+
+@pytest.fixture(scope="module")
+def pushing(fleet: Fleet, model: Path) -> Iterator[list[Server]]:
+    options = (*SCHEDULER, UNCACHED)
+    kinds = (
+        Kind("state-push-p", PUSH, (*options, *CHUNKS), model),
+        Kind("state-push-d", PUSH, options, model),
+    )
+    with fleet.servers(*kinds) as servers:
+        yield servers
+
+
+def test_pushed_prompts_are_those_of_one_engine_alone(pushing: list[Server]) -> None:
+    """Written when the last of it is computed: there is one state, which changes till then."""
+    prefiller, decoder = pushing
+    fetched, computed = metric(decoder, FETCHED), metric(decoder, COMPUTED)
+    with nothing_left(*pushing):
+        for length in LENGTHS:
+            prompt = tokens_of(length, 9400 + length)
+            right = complete(prefiller, prompt)
+            turn = both_legs(prefiller, decoder, prompt)
+            assert differences([right], [turn.answer]) == [], length
+    assert metric(decoder, FETCHED) - fetched == sum(LENGTHS) - len(LENGTHS)
+    assert metric(decoder, COMPUTED) - computed == len(LENGTHS)
+    assert counted(prefiller, "early_blocks") == 0
+
+
+def test_a_state_of_another_prompt_is_not_written(pushing: list[Server]) -> None:
+    """Nor one of the same prompt with a token more, which P computes where it is to hand over what
+    it samples."""
+    prefiller, decoder = pushing
+    prompt = tokens_of(300, 9500)
+    other = [*prompt[:298], prompt[298] ^ 1, prompt[299]]
+    right = complete(prefiller, prompt)
+    for asked, more in ((other, {}), (prompt, {"hand_over": True})):
+        request_id, fetched = str(uuid.uuid4()), metric(decoder, FETCHED)
+        told = {"do_remote_prefill": True, "remote_request_id": request_id, **where(prefiller)}
+        body = prefill_body(asked)
+        body["kv_transfer_params"] |= more
+        with nothing_left(*pushing), ThreadPoolExecutor(2) as legs:
+            p_leg = legs.submit(prefiller.post, "/v1/completions", body, request_id)
+            d_leg = legs.submit(
+                decoder.post, "/v1/completions", decode_body(prompt, told), request_id
+            )
+            assert p_leg.result(timeout=60).status_code == 200
+            assert d_leg.result(timeout=60).status_code == 500
+        assert metric(decoder, FETCHED) == fetched
+    assert differences([right], [both_legs(prefiller, decoder, prompt).answer]) == []
+
+
+def test_routed_pushes_are_those_of_one_engine_alone(
+    fleet: Fleet, model: Path, pushing: list[Server]
+) -> None:
+    prefiller, decoder = pushing
+    launcher = Launcher(fleet.logs, model, fleet.free_ports)
+    asked = [tokens_of(length, 9600 + length) for length in (40, 300, 301, 600, 900)]
+    right = [complete(prefiller, prompt) for prompt in asked]
+    pushed = counted(prefiller, "pushes_ok")
+    with launcher.router([prefiller], [decoder]) as router, nothing_left(*pushing):
+        with ThreadPoolExecutor(3) as pool:
+            got = list(pool.map(partial(complete, router), asked))
+        assert differences(right, got) == []
+        wait_for(lambda: counted(prefiller, "pushes_ok") == pushed + len(asked), "all were pushed")
 
 
 def test_cached_prefixes_are_refused_by_name_at_start(fleet: Fleet, model: Path) -> None:

@@ -767,6 +767,29 @@ def test_a_state_is_read_only_where_it_is_of_just_those_tokens(computed: int, lo
     assert (len(meta.pulls), len(meta.declines)) == ((1, 0) if loaded else (0, 1))
 
 
+@pytest.mark.parametrize("num_told", [None, 98, 99])
+@pytest.mark.parametrize("computed", [97, 98, 99, 100])
+def test_a_state_is_written_only_where_it_is_of_just_the_tokens_that_are_awaited(
+    computed: int, num_told: int | None
+) -> None:
+    """Of the prompt's 100 tokens the last is left out; `num_told`: P has answered before."""
+    prefiller, decoder = (with_state(name, transfer_mode="push") for name in "pd")
+    leg = Request("p-1", {"do_remote_decode": True}, 99)
+    prefiller.on_new_request(leg)
+    assert not prefiller.wants_steps_of("p-1"), "no part of it is written early"
+    leg.num_computed_tokens, leg.answer = computed, (1000 + 99,)
+    prefiller.request_finished(leg, (BLOCKS[0], (9,)), FinishStatus.LENGTH_CAPPED)
+    (offer,) = prefiller.build_connector_meta().offers
+    request = Request("d-1", answer_of_p(remote_num_tokens=num_told), 100)
+    decoder.on_new_request(request)
+    wanted = num_told or 99
+    assert decoder.get_num_new_matched_tokens(request, 0) == (wanted, True)
+    decoder.update_state_after_alloc(request, (BLOCKS[0], (5,)), wanted)
+    (registration,) = decoder.build_connector_meta().registrations
+    assert registration.last_token == wanted
+    assert (registration.digest == offer.digest) == (computed == wanted)
+
+
 def test_a_state_is_of_no_turn() -> None:
     """A token may be computed behind the answer's end before the engine knows of the end."""
     decoder = with_state("d", bidirectional=True)

@@ -10,17 +10,15 @@ from engine_ext.core.worker import WorkerConnector
 from tests.unit.engine_ext.core.fakes import FakeAgent, regions
 
 CONFIG = ConnectorConfig(engine_id="e")
-PUSH = replace(CONFIG, transfer_mode="push")
 GEOMETRY = CacheGeometry(block_size=16, num_blocks=32)
-STATES = replace(GEOMETRY, group_windows=(None, STATE))
+STAGED_STATES = replace(GEOMETRY, group_windows=(None, STATE), is_staged=True)
 IDENTITY = EngineIdentity("e", "127.0.0.1", 1)
 
 
 @pytest.mark.parametrize(
     ("config", "geometry", "identity", "word"),
     [
-        (PUSH, STATES, IDENTITY, "push with layers that keep a state"),
-        (CONFIG, replace(STATES, is_staged=True), IDENTITY, "host buffers with layers that keep"),
+        (CONFIG, STAGED_STATES, IDENTITY, "host buffers with layers that keep"),
         (CONFIG, GEOMETRY, replace(IDENTITY, pp_size=2), "pipeline parallel size 2"),
         (CONFIG, GEOMETRY, replace(IDENTITY, dcp_size=2), "decode context parallel size 2"),
         (CONFIG, GEOMETRY, replace(IDENTITY, pcp_size=2), "prefill context parallel size 2"),
@@ -36,7 +34,7 @@ def test_what_cannot_be_moved_is_refused_at_start_by_name(
 
 def test_a_host_of_both_halves_is_refused_alike() -> None:
     with pytest.raises(UnsupportedError, match="keep a state"):
-        build_connector(PUSH, STATES, host="127.0.0.1", port=1, model_factors={})
+        build_connector(CONFIG, STAGED_STATES, host="127.0.0.1", port=1, model_factors={})
 
 
 VRAM = tuple(replace(region, mem_type="VRAM") for region in regions())

@@ -429,6 +429,16 @@ def test_a_state_in_more_or_fewer_blocks_is_refused(ids: tuple[int, ...]) -> Non
         plan.to_read(((1,), ids), ((4,), (9,)), 0, 4, 4)
 
 
+def test_a_state_is_written_to_none_but_who_says_of_which_tokens() -> None:
+    caches = [replace(windowed(), windows=(None, STATE)) for _ in range(2)]
+    plan = match(*caches)
+    batch = plan.to_write(((1, 2, 3), (9,)), ((4, 5, 6), (7,)), 0, 11)
+    assert batch.num_blocks == 3 + 1
+    assert carry_out(batch, (caches[0], plan.local), (caches[1], plan.remote), write=True).any()
+    with pytest.raises(PlanError, match="of which tokens"):
+        plan.to_write(((1, 2, 3), (9,)), ((4, 5, 6), (7,)), None, 11)
+
+
 @pytest.mark.parametrize("groups", [1, 3])
 def test_another_number_of_groups_is_refused(groups: int) -> None:
     plan = match(windowed(), windowed())
