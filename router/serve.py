@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -49,6 +50,9 @@ BACKSTOP = 6
 BACKLOG = 4096
 # Requests leave hardly any cycles behind, so there is little to collect.
 RARELY = (50_000, 20, 50)
+# Of malloc.h. Bytes: the most that glibc would come to by itself.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+KEPT_FREE = 64 * 1024 * 1024
 
 
 class BindError(Exception):
@@ -197,6 +201,7 @@ async def _serve(
     gc.collect()
     gc.freeze()  # what lives from here on dies young; the rest need not be looked at again
     gc.set_threshold(*RARELY)
+    _keep_freed_memory()
     secured = settings.served_tls()
     if secured is not None and secured.file is not None:
         app.state.watched["tls"], app.state.certificates["tls"] = secured.file, secured
@@ -329,6 +334,16 @@ def announce(settings: Settings, listeners: Listeners) -> None:
                 "settings there",
                 address,
             )
+
+
+def _keep_freed_memory() -> None:
+    """glibc gives back what is free at its heap's end, and takes it again for the next large body,
+    page by page, until it has seen a larger one freed. What it keeps then, it is told to keep at
+    once. Other C libraries have no word for it."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, KEPT_FREE // 2)
+        mallopt(M_TRIM_THRESHOLD, KEPT_FREE)
 
 
 def _allow_many_connections() -> None:

@@ -22,14 +22,19 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-# What every request passes, but for what a compiled module would read otherwise: errors, and what
-# msgspec decodes, whose bounds stand in annotations (docs/development.md).
+# What every request passes, but for what a compiled module would read otherwise: errors, and fields
+# whose bounds stand in annotations (docs/development.md).
 HOT = (
     *(f"upstream/{name}" for name in ("answer", "connection", "deadlines", "pool")),
     *(f"upstream/{name}" for name in ("repeated", "sse")),
-    *(f"flows/{name}" for name in ("bodies", "deliver", "dispatch", "headers", "legs")),
-    *(f"flows/{name}" for name in ("plan", "reuse", "run", "screen", "traced")),
-    *(f"conversations/{name}" for name in ("conversations", "guard", "identity", "prompt")),
+    *(f"flows/{name}" for name in ("bodies", "deliver", "dispatch", "gateway", "headers", "legs")),
+    *(
+        f"flows/{name}"
+        for name in ("plan", "prefilled", "request", "reuse", "run", "screen", "traced")
+    ),
+    *(f"conversations/{name}" for name in ("conversations", "guard", "identity", "memory_store")),
+    *(f"conversations/{name}" for name in ("prompt", "said", "scope")),
+    "policies/route",
     *(f"api/{name}" for name in ("inbound", "outbound", "protocol", "wire")),
 )
 # Seconds; it takes one minute.

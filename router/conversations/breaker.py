@@ -21,6 +21,8 @@ class Breaker:
     After `pause` seconds one call tries again, and the others still do not wait for it.
     """
 
+    waits = True
+
     def __init__(
         self,
         store: Shelf,

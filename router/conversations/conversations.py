@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
 import orjson
 
-from router.conversations.entry import MOST, MOST_MARKS, Entry, Inexact, Mark
+from router.conversations.entry import MOST, MOST_MARKS, Entry, Inexact, Mark, Scope
 from router.conversations.identity import Conversation, Header, Identity
 from router.conversations.prompt import Prompt, prompt_of
 from router.conversations.said import Json, Said
-from router.conversations.scope import Scope, rewrites_history, scope_of
+from router.conversations.scope import rewrites_history, scope_of
 from router.conversations.store import Store, StoreError, UnverifiedError
+from router.values import Thing, Value
 
 # A store keeps an entry longer than it is valid, so that "came too late" can be told from "never
 # was there".
@@ -34,8 +33,7 @@ class Found(StrEnum):
     STORE_FAILED = "store_failed"
 
 
-@dataclass(slots=True)
-class Turn:
+class Turn(Thing):
     """One request of a conversation: what it asks, and what the last turn left for it."""
 
     conversation: Conversation
@@ -46,7 +44,7 @@ class Turn:
     entry: Entry | None = None
 
 
-class Kept(NamedTuple):
+class Kept(Value, frozen=True):
     """Whether a turn could be kept, and the entries that nobody will take any more."""
 
     done: bool
@@ -67,6 +65,11 @@ class Conversations:
         self._identity = identity
         self._ttl = ttl
         self._clock = clock
+
+    @property
+    def waits(self) -> bool:
+        """See the store."""
+        return self._store.waits
 
     def turn_of(self, headers: Sequence[Header], body: Json) -> Turn | None:
         """None for a request that belongs to no conversation, or that cannot be compared."""

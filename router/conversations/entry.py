@@ -13,24 +13,35 @@ from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from router.conversations.said import Json
-from router.conversations.scope import Scope
 
 VERSION = 1
 DIGEST_BYTES = 16
+SCOPE_BYTES = 8
 MOST = 2**53
 MOST_MARKS = 16
 Count = Annotated[int, Meta(ge=0, le=MOST)]
 Text = Annotated[str, Meta(max_length=512)]
 Time = Annotated[float, Meta(ge=0, le=1e11)]
 Inexact = Literal["", "reasoning", "rendering"]
+Digest = Annotated[str, Meta(max_length=2 * DIGEST_BYTES)]
+ScopeDigest = Annotated[str, Meta(max_length=2 * SCOPE_BYTES)]
 
 
 class Mark(Struct, frozen=True):
     """A beginning of a prompt: how long, which, and how many tokens it was, where known."""
 
     count: Count
-    digest: Annotated[str, Meta(max_length=2 * DIGEST_BYTES)]
+    digest: Digest
     tokens: Count | None = None
+
+
+class Scope(Struct, frozen=True):
+    """What must be the same in two turns besides their messages, as digests. `model` is what KV
+    depends on although no token shows it."""
+
+    model: ScopeDigest
+    tools: ScopeDigest
+    template: ScopeDigest
 
 
 class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fields=True):

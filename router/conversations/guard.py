@@ -9,12 +9,11 @@ longest beginning that was a whole prompt before; what the last turn *generated*
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import NamedTuple
 
-from router.conversations.entry import Entry, Mark
+from router.conversations.entry import Entry, Mark, Scope
 from router.conversations.prompt import Prompt
 from router.conversations.said import Json
-from router.conversations.scope import Scope
+from router.values import Value
 
 # The end of a prompt is the start of an answer, which templates write in another way once the
 # answer is there; and text is tokenized otherwise at its end. So the last tokens are never safe.
@@ -28,7 +27,7 @@ class Fit(StrEnum):
     MISMATCH = "mismatch"
 
 
-class Verdict(NamedTuple):
+class Verdict(Value, frozen=True):
     """`tokens`: how many leading tokens, all of them prompt before, are surely the same."""
 
     fit: Fit

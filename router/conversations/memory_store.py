@@ -16,6 +16,8 @@ class Kept(NamedTuple):
 class MemoryStore:
     """A Store that ends with its process. An entry is read once, so its age is its last use."""
 
+    waits = False
+
     def __init__(
         self, max_entries: int, max_bytes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:

@@ -26,6 +26,8 @@ class RedisStore:
     says nothing of Redis: it is removed, and told as a value that no router put there.
     """
 
+    waits = True
+
     def __init__(self, url: str, password: str | None, timeout: float) -> None:
         self._timeout = timeout
         self._client, self._others = connect(url, password, timeout)

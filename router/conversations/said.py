@@ -7,14 +7,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import orjson
-from msgspec import Struct
+
+from router.values import Value
 
 Json = dict[str, Any]
 REASONING_KEYS = frozenset(("reasoning", "reasoning_content"))
 THINK_MARK = re.compile("</?think>")
 
 
-class Said(Struct, frozen=True):
+class Said(Value, frozen=True):
     """The only choice of an answer. `message` for a chat, `text` and `token_ids` otherwise."""
 
     message: Json | None = None

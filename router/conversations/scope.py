@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
-from typing import Annotated
 
 import orjson
-from msgspec import Meta, Struct
 
+from router.conversations.entry import SCOPE_BYTES, Scope
 from router.conversations.said import Json
 
 MODEL = ("model", "cache_salt", "mm_processor_kwargs")
@@ -25,17 +24,7 @@ TEMPLATE = (
 )
 # Templates that may write an empty trace before an answer and leave it out of the history.
 THINKING = ("enable_thinking", "thinking")
-DIGEST_BYTES = 8
 SHORT = 256
-Digest = Annotated[str, Meta(max_length=2 * DIGEST_BYTES)]
-
-
-class Scope(Struct, frozen=True):
-    """Digests. `model` is what KV depends on although no token shows it."""
-
-    model: Digest
-    tools: Digest
-    template: Digest
 
 
 def scope_of(body: Json) -> Scope:
@@ -58,13 +47,16 @@ def _present(body: Json, names: tuple[str, ...]) -> Json:
 
 
 def _digest(content: Json) -> str:
+    if not content:
+        return NOTHING
     raw = orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
     return _known(raw) if len(raw) <= SHORT else _hashed(raw)
 
 
 def _hashed(raw: bytes) -> str:
-    return hashlib.blake2b(raw, digest_size=DIGEST_BYTES).hexdigest()
+    return hashlib.blake2b(raw, digest_size=SCOPE_BYTES).hexdigest()
 
 
 # A model's name comes with every turn, and most have no tools.
 _known = lru_cache(maxsize=256)(_hashed)
+NOTHING = _hashed(b"{}")

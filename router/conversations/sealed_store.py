@@ -28,6 +28,8 @@ class SealedStore:
     `life` seconds, in which it could be used.
     """
 
+    waits = True
+
     def __init__(
         self,
         store: Shelf,

@@ -16,6 +16,9 @@ class UnverifiedError(StoreError):
 class Store(Protocol):
     """Bytes by key, each readable once. Every method may raise StoreError."""
 
+    waits: bool
+    """For others. Where it does not, what was begun is done: nothing can cut it off between."""
+
     async def take(self, key: str) -> bytes | None:
         """Removes and returns the value. Of any number of takers, in any process, one gets it."""
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 # Answers that could have shown something and did not, before it is taken for absent.
 ENOUGH = 3
-DP_RANK = re.compile(r"_dp(\d{1,6})$")
+RANKED = "_dp"
+DP_RANK = re.compile(RANKED + r"(\d{1,6})$")
 
 
 class Coordinates(NamedTuple):
@@ -24,7 +25,7 @@ class Coordinates(NamedTuple):
 
 def instance_of(engine_id: str) -> str:
     """The id without the data-parallel rank that vLLM appends to it."""
-    return DP_RANK.sub("", engine_id)
+    return DP_RANK.sub("", engine_id) if RANKED in engine_id else engine_id
 
 
 def rank_in(engine_id: str) -> int | None:

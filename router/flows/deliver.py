@@ -125,7 +125,7 @@ async def _respond_turn(
     if content is not None:
         params = content.pop(KV_PARAMS, None)
         raw = raw if params is None else _written(content)
-        await gateway.finish(keep(params, said_in(content)))
+        await _finish(gateway, keep(params, said_in(content)))
         if request.exact and request.body.get("stream") and reemit.is_answer(content):
             raw, given = reemit.events(content, request.body), EVENT_STREAM
     passed = headers.to_client(given, request.record.request_id)
@@ -160,8 +160,17 @@ async def _relay_turn(
     _note_stream(gateway, engine, tail.params is not None)
     if tail.params is None and answer.is_read:
         note_done(request)  # its client has the last event, and may leave now
-    await gateway.finish(keep(tail.params, tail.said()))
+    await _finish(gateway, keep(tail.params, tail.said()))
     await exchange.finish(tail.last)
+
+
+async def _finish(gateway: Gateway, keeping: Keeping) -> None:
+    """Even if the request is given up meanwhile, where there is a meanwhile."""
+    conversations = gateway.conversations
+    if conversations is not None and conversations.waits:
+        await gateway.finish(keeping)
+    else:
+        await keeping
 
 
 async def _keep(
@@ -179,9 +188,9 @@ async def _keep(
         engine.learned.note_kept(params)
         if prompt_tokens is None and said is not None:
             prompt_tokens = said.prompt_tokens
-        done, lost = await conversations.keep(turn, engine.name, params, said, prompt_tokens)
-        kept = "kept" if done else "not_kept"
-        for entry in lost:
+        left = await conversations.keep(turn, engine.name, params, said, prompt_tokens)
+        kept = "kept" if left.done else "not_kept"
+        for entry in left.lost:
             give_up_turn(request, gateway, entry)
     elif params is None:
         note_no_turns(gateway, engine)

@@ -16,7 +16,7 @@ from router.flows.gateway import Gateway
 from router.flows.heartbeat import Beating
 from router.flows.plan import Plan, make_plan
 from router.flows.release import give_up_turn
-from router.flows.request import SEVERAL, Request
+from router.flows.request import SEVERAL, Request, next_number
 from router.flows.reuse import find_reuse
 from router.flows.run import Run
 from router.policies.route import Route
@@ -123,7 +123,7 @@ def _open_books(exchange: Exchange, gateway: Gateway) -> Request:
         shared_headers += gateway.engine_line
     if gateway.watch is not None:
         gateway.watch.opened(record)
-    return Request(exchange, record, shared_headers, latest)
+    return Request(exchange, record, shared_headers, latest, next_number())
 
 
 def _note_disconnect(record: Record, gateway: Gateway) -> None:

@@ -16,6 +16,7 @@ from router.conversations.said import cached_tokens_of, prompt_tokens_of
 from router.flows.begun import WIDTH, begun_in
 from router.flows.handover import LENGTH, STOP, finish_in
 from router.upstream.errors import BrokenAnswerError
+from router.values import Value
 
 Body = dict[str, Any]
 ABSENT = msgspec.Raw(b"null")
@@ -24,7 +25,7 @@ PROOF, BEGUN = b'"prefix_proof"', b'"begun"'
 PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*"((?:[A-Za-z0-9+/]{4})+)"')
 
 
-class Params(msgspec.Struct, frozen=True):
+class Params(Value, frozen=True):
     """kv_transfer_params: `raw` is a JSON object, and not an empty one. `begins`: a decoder that
     can is to go on from the tokens that they tell."""
 
@@ -84,7 +85,7 @@ def with_field(params: Params | None, field: bytes) -> Params:
 RETAIN = Params(b'{"retain":true}')
 
 
-class _Answer(msgspec.Struct, gc=False):
+class _Answer(msgspec.Struct):
     choices: msgspec.Raw = ABSENT
     kv_transfer_params: msgspec.Raw = ABSENT
     usage: msgspec.Raw = ABSENT

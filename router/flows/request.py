@@ -8,7 +8,6 @@ from random import getrandbits
 from typing import TYPE_CHECKING, Any
 
 import orjson
-from msgspec import Struct, field
 
 from router.callers.door import Stay
 from router.conversations.conversations import Conversations, Turn
@@ -21,6 +20,7 @@ from router.flows.headers import CONVERSATION_STREAM
 from router.flows.limits import Limits
 from router.policies.chunks import BYTES_PER_TOKEN
 from router.telemetry.record import Record
+from router.values import Thing
 
 if TYPE_CHECKING:
     from router.flows.admission import Seat
@@ -57,12 +57,10 @@ AS_SENT = frozenset((PASSED, CLIENT_PARAMS))
 # Ids of legs are this process's own: two clients may send the same X-Request-Id, and in push mode
 # legs of the same id are one request.
 _process, _legs = f"{getrandbits(40):010x}", count()
+next_number = count().__next__
 
 
-_next_number = count().__next__
-
-
-class Request(Struct, eq=False):
+class Request(Thing):
     """`latest` is the loop time when everything must be over; `shared_headers` go to both legs.
 
     `body` is what engines may see of the client's, never changed. `alone` says why two engines
@@ -74,7 +72,9 @@ class Request(Struct, eq=False):
     record: Record
     shared_headers: bytes
     latest: float
-    body: Body = {}
+    number: int
+    """Of those that this process has had: what spreads requests goes by it."""
+    body: Body = {}  # noqa: RUF012 - each Struct has its own
     alone: str = ""
     turn: Turn | None = None
     threshold: float = 0.0
@@ -86,7 +86,6 @@ class Request(Struct, eq=False):
     """Content-Type of a body that is no JSON, and goes to an engine as it is."""
     tokens: int = 0
     """Of the prompt, as roughly as its bytes tell: a measure of load."""
-    number: int = field(default_factory=_next_number)
     seat: Seat | None = None
     """Its place at engines, where these have limits."""
     stay: Stay | None = None
@@ -162,9 +161,11 @@ class Request(Struct, eq=False):
     def _mode(self, body: Body, default: str) -> str:
         mode = body.get(STREAM_FIELD)
         if mode is None:
-            headers = self.exchange.headers
-            given = next((value for name, value in headers if name == CONVERSATION_STREAM), b"")
-            mode = given.decode("latin-1").lower() or default
+            mode = default
+            for name, value in self.exchange.headers:
+                if name == CONVERSATION_STREAM:
+                    mode = value.decode("latin-1").lower() or default
+                    break
         if mode not in MODES:
             raise BadRequestError(f"{STREAM_FIELD} must be one of {', '.join(MODES)}")
         return str(mode)

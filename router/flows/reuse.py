@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from router.conversations.conversations import Turn
 from router.conversations.entry import Entry
 from router.conversations.guard import Fit, Verdict, cut, judge
@@ -19,7 +17,7 @@ from router.values import Value
 SEEN_BY_PROOF = ("history", "reasoning", "rendering")
 
 
-class Offer(NamedTuple):
+class Offer(Value, frozen=True):
     """What a prefiller is told to pull, None for nothing; the rest is for the books."""
 
     outcome: str
@@ -69,9 +67,9 @@ class Reuse(Value, frozen=True):
         if self.entry is None or self.verdict is None:
             return Offer(self.outcome, self.reason)
         if prefiller.group != self.group:
-            return Offer(Fit.MISMATCH.value, "group")
+            return Offer(Fit.MISMATCH, "group")
         if self.verdict.reason == "model":
-            return Offer(self.verdict.fit.value, self.verdict.reason)
+            return Offer(self.verdict.fit, self.verdict.reason)
         return self._offer(self.entry, self.verdict, prefiller)
 
     def _offer(self, entry: Entry, verdict: Verdict, prefiller: Engine) -> Offer:
@@ -79,12 +77,12 @@ class Reuse(Value, frozen=True):
         proven = entry.is_proven and prefiller.learned.proves_prefix
         if proven and (whole or not self.turn.prompt.has_media):
             fit = Fit.CUT if verdict.reason in SEEN_BY_PROOF else verdict.fit
-            return Offer(fit.value, verdict.reason, entry.params)
+            return Offer(fit, verdict.reason, entry.params)
         if whole and self.unproven == "whole":
-            return Offer(verdict.fit.value, verdict.reason, entry.params)
+            return Offer(verdict.fit, verdict.reason, entry.params)
         params = None if self.unproven == "off" else cut(entry.params, verdict.tokens)
         fit = Fit.MISMATCH if params is None else Fit.CUT
-        return Offer(fit.value, verdict.reason or "unproven", params)
+        return Offer(fit, verdict.reason or "unproven", params)
 
 
 # The last turn's KV is used up, and was of no use.
@@ -95,18 +93,19 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Reu
     """What recalling the last turn came to."""
     entry = turn.entry
     if entry is None:
-        return Reuse(turn, unproven, turn.found.value)
+        return Reuse(turn, unproven, turn.found)
     decoder = fleet.named(entry.decoder)
     if decoder is None or not decoder.role.plays(Role.DECODE) or not _is_same(decoder, entry):
         return Reuse(turn, unproven, "decoder_gone")
     home: Engine | None = decoder
     if decoder.intent is not Intent.SERVING:
         home = None
-    elif bound.exceeded(decoder, fleet.candidates(Role.DECODE)):
+    elif decoder.in_flight >= bound.floor and bound.exceeded(
+        decoder, fleet.candidates(Role.DECODE)
+    ):
         return Reuse(turn, unproven, "decoder_overloaded")
     verdict = judge(entry, turn.prompt, turn.scope)
-    fit, reason = verdict.fit.value, verdict.reason
-    return Reuse(turn, unproven, fit, reason, home, entry, verdict, decoder.group)
+    return Reuse(turn, unproven, verdict.fit, verdict.reason, home, entry, verdict, decoder.group)
 
 
 def _is_same(decoder: Engine, entry: Entry) -> bool:

@@ -521,7 +521,7 @@ class Run:
             if offer.params is not None and self._plan.reuse.entry is not None:
                 record.reused_from = self._plan.reuse.entry.decoder
             metrics.conversation_turns.add((offer.outcome, offer.reason))
-            metrics.conversation_tokens.inc(offer.tokens)
+            metrics.conversation_tokens.add((), offer.tokens)
 
     def _give_up_unread(self) -> None:
         """What the last turn left, if no prefiller has read it."""

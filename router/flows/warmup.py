@@ -26,7 +26,7 @@ from router.flows.legs import Legs
 from router.flows.plan import PULL, PUSH, Plan, mode_of
 from router.flows.prefilled import Prefilled
 from router.flows.push import Push, push_of
-from router.flows.request import Request
+from router.flows.request import Request, next_number
 from router.policies.route import Route
 from router.telemetry.record import Record
 from router.upstream.deadlines import now
@@ -240,7 +240,8 @@ class Warmer:
         moment = now()
         exchange = Unheard(asyncio.get_running_loop(), moment)
         record = Record(ENDPOINT, moment, f"warm-up-{self._random.getrandbits(64):016x}")
-        made = Request(exchange, record, self._gateway.engine_line, moment + PATIENCE)
+        line, latest = self._gateway.engine_line, moment + PATIENCE
+        made = Request(exchange, record, line, latest, next_number())
         made.body, made.tokens = body, TOKENS
         return made
 

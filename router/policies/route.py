@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from msgspec import Struct
-
 from router.fleet.engine import Engine
 from router.fleet.snapshot import Pool
 from router.policies.affinity import first
 from router.policies.candidate import Ask, Policy
 from router.policies.groups import group_of
 from router.policies.notes import Notes
+from router.values import Value
 
 
-class Route(Struct, frozen=True):
+class Route(Value, frozen=True):
     """Either sequence may be empty: nobody of that role may be asked. Notes are for a policy that
     remembers.
 

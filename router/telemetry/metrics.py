@@ -225,12 +225,13 @@ class Metrics:
             act="docs/conversations.md has each outcome and reason. Hits fall: decoders "
             "forget too soon, or clients change what was said.",
         )
-        self.conversation_tokens = made.counter(
+        self.conversation_tokens = made.tally(
             "conversation_tokens_offered",
             "Tokens of last turns that prefillers were told to pull from decoders.",
             act="Tokens that need not be computed again; falls with the hits of "
             "conversation_turns.",
         )
+        self.conversation_tokens.add((), 0)  # is there before there are some
         self.conversation_kept = made.tally(
             "conversation_kept",
             "Turns that ended, by what they left for the next.",

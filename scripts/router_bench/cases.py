@@ -45,7 +45,8 @@ def cases() -> Mapping[str, Case]:
         Case("burst", _same(KB, burst), total=3000, chunks=STREAMED_CHUNKS, goal=0.2),
         Case("paced", _same(KB, paced), total=256, chunks=STREAMED_CHUNKS, goal=0.75),
         Case("paced-1000", _same(KB, paced), 1000, 1000, STREAMED_CHUNKS, goal=0.75),
-        Case("turn", _turns()),
+        Case("turn", _turns(b"x-session-id")),
+        Case("turn-alone", _turns(b"x-no-session")),
     ]
     return {case.name: case for case in made}
 
@@ -62,13 +63,14 @@ def _same(size: int, fields: Mapping[str, object] | None = None) -> Requests:
     return lambda connection, number: request
 
 
-def _turns() -> Requests:
-    """Conversations of TURNS turns; each one repeats what was said before."""
+def _turns(names: bytes) -> Requests:
+    """Conversations of TURNS turns; each one repeats what was said before. `names`: the header that
+    names one, or that nobody reads: then they are requests of the same bytes, each by itself."""
     bodies = [_post_turn(turn) for turn in range(TURNS)]
 
     def request(connection: int, number: int) -> bytes:
         head, body = bodies[number % TURNS]
-        return head % (connection, number // TURNS) + body
+        return head % (names, connection, number // TURNS) + body
 
     return request
 
@@ -77,7 +79,7 @@ def _post_turn(turn: int) -> tuple[bytes, bytes]:
     asked = _said("user", "a" * KB)
     messages = [asked, *[_said("assistant", "x"), asked] * turn]
     body = orjson.dumps({"model": "m", "messages": messages})
-    return _head(len(body)) + b"x-session-id: bench-%d-%d\r\n\r\n", body
+    return _head(len(body)) + b"%b: bench-%d-%d\r\n\r\n", body
 
 
 def _post(fields: Mapping[str, object]) -> bytes:

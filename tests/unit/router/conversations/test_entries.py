@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.conversations.conversations import Conversations, Found, Turn
-from router.conversations.entry import Entry, Mark
+from router.conversations.entry import Entry, Mark, Scope
 from router.conversations.guard import cut, judge
 from router.conversations.identity import Identity
 from router.conversations.memory_store import MemoryStore
 from router.conversations.prompt import prompt_of
 from router.conversations.said import said_in
-from router.conversations.scope import Scope, scope_of
+from router.conversations.scope import scope_of
+from tests.unit.router.conversations.around import Around
 
 NOW = 1000.0
 SCALARS = st.one_of(
@@ -56,12 +57,14 @@ ODD = st.sampled_from([1e308, -1e308, -1, 2**63, 2**64 - 1, "x" * 999, [[]] * 99
 TOKENS = st.none() | st.integers(-(2**63), 2**64 - 1)
 
 
-class Shelf(MemoryStore):
-    """Shows what is on it."""
+class Open(Around):
+    """Shows what was put there last; empty: nothing."""
 
-    @property
-    def values(self) -> list[bytes]:
-        return [kept.value for kept in self._kept.values()]
+    last = b""
+
+    async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
+        self.last = value
+        return await super().put(key, value, seconds)
 
 
 def turn_of(conversations: Conversations, body: dict[str, Any]) -> Turn:
@@ -72,7 +75,7 @@ def turn_of(conversations: Conversations, body: dict[str, Any]) -> Turn:
 
 async def written(body: dict[str, Any], params: dict[str, Any], said: Any, tokens: Any) -> bytes:
     """What two turns of a conversation leave, as it lies in the store; empty if they left none."""
-    shelf = Shelf(9, 10**6)
+    shelf = Open(MemoryStore(9, 10**6))
     conversations = Conversations(
         shelf, Identity(["conversation_id"], "authorization"), 450, lambda: NOW
     )
@@ -81,7 +84,7 @@ async def written(body: dict[str, Any], params: dict[str, Any], said: Any, token
         await conversations.recall(turn)
         assert turn.found in (Found.NEW, Found.ENTRY), "what a turn leaves can be read"
         await conversations.keep(turn, "d:1", params, said, tokens)
-    return (shelf.values or [b""])[0]
+    return shelf.last
 
 
 @given(BODIES, PARAMS, ANSWERS, TOKENS)

@@ -9,6 +9,7 @@ import orjson
 import pytest
 from redis import Redis
 
+from router.conversations.conversations import Kept
 from router.conversations.redis_store import NAMESPACE
 from router.conversations.seal import MAC_BYTES, Seal
 from tests.redis_server import KEY, RedisServer, running_redis
@@ -184,10 +185,10 @@ async def test_what_was_forged_and_is_replaced_is_no_turn_to_give_up(
     assert conversations is not None
     turn = conversations.turn_of((), {"model": "m", "messages": ASKED, "conversation_id": "c"})
     assert turn is not None
-    assert await conversations.keep(turn, "d:1", KEPT, None, None) == (True, [])
-    _, (lost,) = await conversations.keep(turn, "d:1", KEPT, None, None)
+    assert await conversations.keep(turn, "d:1", KEPT, None, None) == Kept(True, [])
+    (lost,) = (await conversations.keep(turn, "d:1", KEPT, None, None)).lost
     assert lost.params == KEPT
     writer.delete(key)
     writer.rpush(key, PLANTED)
-    assert await conversations.keep(turn, "d:1", KEPT, None, None) == (True, [])
+    assert await conversations.keep(turn, "d:1", KEPT, None, None) == Kept(True, [])
     assert lying(writer)[1]

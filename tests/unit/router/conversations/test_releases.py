@@ -14,6 +14,7 @@ from router.fleet.engine import Engine
 from router.fleet.spec import Role
 from router.flows.deliver import Tail
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.conversations.around import Around
 from tests.unit.router.conversations.engines import KEPT, PROOF, decoding, prefilling, stream
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, SAID, chat, offered, turns
 from tests.unit.router.harness import Router, eventually, post
@@ -291,7 +292,7 @@ async def test_an_answer_whose_client_leaves_while_it_is_being_stored_is_kept(
 ) -> None:
     asked, go_on = asyncio.Event(), asyncio.Event()
 
-    class Slow(MemoryStore):
+    class Slow(Around):
         async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
             asked.set()
             await go_on.wait()
@@ -299,7 +300,7 @@ async def test_an_answer_whose_client_leaves_while_it_is_being_stored_is_kept(
 
     conversations = router.gateway.conversations
     assert conversations is not None
-    conversations._store = Slow(10, 100_000)
+    conversations._store = Slow(MemoryStore(10, 100_000))
     body = {"model": "m", "messages": ASKED, "conversation_id": "c"}
     async with router.socket() as client:
         await client.send(post(json.dumps(body).encode(), "/v1/chat/completions"))

@@ -137,6 +137,8 @@ async def test_memory_drops_what_has_expired() -> None:
 class Failing:
     """A Store that fails until told otherwise."""
 
+    waits = True
+
     def __init__(self) -> None:
         self.calls = 0
         self.broken = True

@@ -17,6 +17,7 @@ from router.dialects.responses import chat_of
 from router.flows.errors import BadRequestError, StoreFailedError
 from tests.redis_server import running_redis
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.conversations.around import Around
 from tests.unit.router.dialects.chats import HELLO, events_of, thinks_and_calls, whole
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
 from tests.unit.router.mock_engine import STREAM_HEAD, MockEngine, Peer, Received
@@ -378,23 +379,23 @@ async def test_memory_is_bounded() -> None:
     "strange", [b"", b"{", b"[]", b"{}", b'{"v":1}', b'{"v":2,"root":"a"}', b"[" * 9999]
 )
 async def test_what_lies_there_that_is_none_is_not_found(strange: bytes) -> None:
-    class Strange(MemoryStore):
+    class Strange(Around):
         async def read(self, key: str) -> bytes | None:
             return strange
 
     with pytest.raises(UnknownResponseError):
-        await Responses(Strange(1, 1), "authorization", 1).find("t", "a")
+        await Responses(Strange(MemoryStore(1, 1)), "authorization", 1).find("t", "a")
 
 
 async def test_a_store_that_fails_costs_what_was_said_before_and_no_request() -> None:
-    class Failing(MemoryStore):
+    class Failing(Around):
         async def read(self, key: str) -> bytes | None:
             raise StoreError("no connection")
 
         async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
             raise StoreError("no connection")
 
-    kept = Responses(Failing(1, 1), "authorization", 1)
+    kept = Responses(Failing(MemoryStore(1, 1)), "authorization", 1)
     await kept.keep("t", "a", KEPT)
     with pytest.raises(StoreFailedError):
         await kept.find("t", "a")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from router.fleet.spec import Role
-from router.flows.errors import NoEngineError
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, decoding, delta, prefilling, sse
 from tests.unit.router.conversations.test_releases import CAPABLE, PAGE, given_back, told
@@ -133,10 +133,15 @@ async def test_a_turn_that_was_taken_and_cannot_be_planned_is_given_back(
 ) -> None:
     await last_turn(router)
 
-    def gone(*_: object) -> None:
-        raise NoEngineError("no decode engine is healthy")
+    known = router.gateway.fleet.snapshot
 
-    monkeypatch.setattr(router.gateway, "route", gone)
+    class Going:
+        """There is somebody to ask, and when it comes to that there is nobody."""
+
+        pools = Mock(side_effect=[known.pools("m"), ()])
+        any_model, contexts = known.any_model, known.contexts
+
+    monkeypatch.setattr(router.gateway.fleet, "snapshot", Going())
     await next_turn(router, 503)
     assert given_back(d) == [KEPT]
 
