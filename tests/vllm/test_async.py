@@ -12,9 +12,10 @@ from engine_ext.base.begun import Begun
 from tests.integration.legs import Turn, decode, prefill_body
 from tests.integration.oracle import Prompt, complete, differences, tokens_of
 from tests.integration.processes import Server, metric
+from tests.vllm import forced_async
 from tests.vllm.begun_answers import ask, begin, body_of, differ, hand_over, pairs, taken_over
-from tests.vllm.forced_async import write_plugin
 from tests.vllm.measures import FETCHED, nothing_left, prompts
+from tests.vllm.plugins import write_plugin
 from tests.vllm.servers import OURS, Fleet, Kind
 
 ASYNC = ("--scheduler-cls", "engine_ext.vllm.scheduler.DisaggAsyncScheduler", "--async-scheduling")
@@ -23,7 +24,7 @@ RANKS = (0, 1)
 
 @pytest.fixture(scope="module")
 def pair(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    plugin = write_plugin(tmp_path_factory.mktemp("plugin"))
+    plugin = write_plugin(tmp_path_factory.mktemp("plugin"), forced_async)
     path = os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", os.getcwd())])
     environment = {"PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "DEBUG"}
     kinds = (

@@ -10,10 +10,10 @@ import pytest
 
 from tests.integration.oracle import Answer, complete, differences, streamed, text_of
 from tests.integration.processes import Launcher, Server, metric
-from tests.vllm import begun_answers
+from tests.vllm import begun_answers, forced_async
 from tests.vllm.begun_answers import PATHS, ask, body_of, differ
-from tests.vllm.forced_async import write_plugin
 from tests.vllm.measures import nothing_left
+from tests.vllm.plugins import write_plugin
 from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
 from tests.vllm.test_async import ASYNC
 
@@ -25,7 +25,7 @@ SYNC, AHEAD = 0, 1
 
 @pytest.fixture(scope="module")
 def small(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    plugin = write_plugin(tmp_path_factory.mktemp("plugin"))
+    plugin = write_plugin(tmp_path_factory.mktemp("plugin"), forced_async)
     path = os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", os.getcwd())])
     kinds = (
         Kind("small", OURS, (*SCHEDULER, *FEW)),

@@ -1,8 +1,8 @@
 """Decoders that guess ahead: what they had guessed wrongly is in nobody's KV, and nobody's answer.
 
 Greedy: then what is guessed changes no token. By the prompt's own words (`ngram`), which only the
-decoder need do, and by a draft model, whose KV moves with the model's: the same one here, so that
-what it guesses is mostly right.
+decoder need do; by a draft model, whose KV moves with the model's: the same one here, so that what
+it guesses is mostly right; and by EAGLE, whose layers stand behind the model's and move as they do.
 """
 
 import json
@@ -15,8 +15,9 @@ from tests.integration.legs import decode, decode_body, prefill
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric
 from tests.integration.talk import Talk, turns
+from tests.vllm.eagle_model import write_eagle_model
 from tests.vllm.measures import COMPUTED, FETCHED, counted, nothing_left
-from tests.vllm.servers import OURS, SCHEDULER, TRUSTING, Fleet, Kind
+from tests.vllm.servers import OURS, SCHEDULER, TRUSTING, UNCACHED, Fleet, Kind
 
 DRAFTED = r"vllm:spec_decode_num_draft_tokens_total\{.*"
 ACCEPTED = r"vllm:spec_decode_num_accepted_tokens_total\{.*"
@@ -48,17 +49,27 @@ def guessing(fleet: Fleet) -> Iterator[Server]:
 def drafting(fleet: Fleet) -> Iterator[list[Server]]:
     options = speculating(method="draft_model", model=str(fleet.model), num_speculative_tokens=3)
     with fleet.servers(
-        Kind("drafting-p", TRUSTING, (*options, "--no-enable-prefix-caching")),
+        Kind("drafting-p", TRUSTING, (*options, UNCACHED)),
         Kind("drafting-d", OURS, options),
     ) as servers:
         yield servers
 
 
-@pytest.fixture(params=["ngram", "draft model"])
+@pytest.fixture(scope="module")
+def eagles(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    draft = write_eagle_model(tmp_path_factory.mktemp("eagle"), fleet.model)
+    options = speculating(method="eagle", model=str(draft), num_speculative_tokens=3)
+    with fleet.servers(
+        Kind("eagle-p", TRUSTING, (*options, UNCACHED)), Kind("eagle-d", OURS, options)
+    ) as servers:
+        yield servers
+
+
+@pytest.fixture(params=["ngram", "drafting", "eagles"])
 def pair(request: pytest.FixtureRequest) -> list[Server]:
     if request.param == "ngram":
         return [request.getfixturevalue("prefiller"), request.getfixturevalue("guessing")]
-    servers: list[Server] = request.getfixturevalue("drafting")
+    servers: list[Server] = request.getfixturevalue(request.param)
     return servers
 
 
