@@ -11,6 +11,7 @@ from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -161,18 +162,27 @@ def cache_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> C
         num_blocks=kv_cache_config.num_blocks,
         kv_cache_layout=cache.get_resolved_kv_cache_layout().name,
         attn_backend_name=get_current_attn_backends(vllm_config)[0].get_name(),
-        num_kv_heads=_num_kv_heads(vllm_config.model_config),
+        num_kv_heads=_num_kv_heads(vllm_config.model_config, kv_cache_config),
         tp_rank=get_tensor_model_parallel_rank(),
         group_windows=_windows(kv_cache_config),
     )
 
 
-def _num_kv_heads(model: ModelConfig) -> int | None:
+def _num_kv_heads(model: ModelConfig, kv_cache_config: KVCacheConfig) -> int | None:
     """Of latent attention every rank has the one vector that all heads are made of. None: how a
-    state is divided among ranks is the model's own affair."""
-    if _has_state(model):
+    state is divided among ranks is the model's own affair, and so is what no cut by heads fits."""
+    if _has_state(model) or not _is_cut_by_heads(kv_cache_config):
         return None
     return 1 if model.use_mla else int(model.get_total_num_kv_heads())
+
+
+def _is_cut_by_heads(kv_cache_config: KVCacheConfig) -> bool:
+    """Every layer's block is of the same heads, each with the keys and values of the block's
+    tokens. Some backends lay data and scales apart, or all keys before all values, and layers of
+    other heads may share the memory of a block."""
+    specs = [spec for spec in _specs(kv_cache_config) if isinstance(spec, AttentionSpec)]
+    heads = {(spec.num_kv_heads, spec.state_content_size_bytes) for spec in specs}
+    return len(heads) <= 1 and all(spec.num_head_slots is None for spec in specs)
 
 
 def engine_identity(
@@ -353,10 +363,12 @@ def _natural(name: str) -> list[tuple[int, int | str]]:
 
 def _region(name: str, cache: torch.Tensor, num_blocks: int, group: int) -> Region:
     block = cache[0]
-    if cache.shape[0] != num_blocks or not block.is_contiguous():
+    is_split = cache.shape[0] != num_blocks
+    if is_split or not block.is_contiguous():
+        way_out = "a --block-size of the kernel's" if is_split else "VLLM_KV_CACHE_LAYOUT=LBHNC"
         raise ValueError(
             f"KV cache of {name} has shape {tuple(cache.shape)} and strides {cache.stride()}: "
-            "blocks must come first, each in one piece (set VLLM_KV_CACHE_LAYOUT=LBHNC)"
+            f"blocks must come first, each in one piece (set {way_out})"
         )
     return Region(
         name=name,

@@ -122,6 +122,10 @@ CACHE = Feature(
         Name("vllm.v1.kv_cache_interface:KVCacheGroupSpec", has=("kv_cache_spec", "layer_names")),
         Name("vllm.v1.kv_cache_interface:KVCacheSpec", has=("block_size",)),
         Name("vllm.v1.kv_cache_interface:FullAttentionSpec", has=("block_size",)),
+        Name(
+            "vllm.v1.kv_cache_interface:AttentionSpec",
+            has=("num_kv_heads", "num_head_slots", "state_content_size_bytes"),
+        ),
         Name("vllm.v1.kv_cache_interface:MLAAttentionSpec", has=("tokens_per_state",)),
         Name("vllm.v1.kv_cache_interface:SlidingWindowSpec", has=("sliding_window",)),
         Name("vllm.v1.kv_cache_interface:MambaSpec"),

@@ -1,0 +1,484 @@
+"""Runs with one release of vLLM: `python -m tests.vllm.inside.layouts RESULTS`.
+
+The KV cache of each of vLLM's attention backends for CUDA, as vLLM itself lays it out: its backend
+class customizes the spec, its functions choose the layout, size the cache, allocate it (in host
+memory) and cut it into views. Our code is given those views, and where it says a block lies, or the
+heads and tokens that go to another engine, is compared with the views the kernels use.
+
+Writes one JSON object: the names of all of vLLM's backends, and by kind the verdict on each case:
+RIGHT, WRONG (our code has named other bytes, and not said so), or the error it refuses with.
+"""
+
+import contextlib
+import ctypes
+import functools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import MagicMock, patch
+
+import numpy as np
+import torch
+from vllm.config import CacheConfig, KVTransferConfig
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends import fa_utils
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.utils import (
+    get_supported_kv_cache_layouts,
+    resolve_kv_cache_layout,
+)
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    get_kv_quant_mode,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import (
+    allocate_kv_cache,
+    customize_attention_spec,
+    prepare_kernel_block_sizes,
+)
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:  # 0.32
+    from vllm.v1.core import kv_cache_utils as planning
+
+from engine_ext.base.types import CacheGeometry, Region
+from engine_ext.core.worker import WorkerConnector
+from engine_ext.layout.match import match_peer
+from engine_ext.layout.plan import PlanError, Rows
+from engine_ext.layout.ranks import TensorRank
+from engine_ext.vllm import describe
+from engine_ext.wire.handshake import AgentMetadata
+
+RIGHT, WRONG = "right", "wrong"
+LAYERS = tuple(f"model.layers.{number}.self_attn.attn" for number in (2, 9, 10, 11))
+NUM_BLOCKS = 10
+NUM_HEADS = 4
+HEAD_SIZE = 64
+LATENT_SIZE = 576
+WINDOW = 1 << 10
+"""Of tokens, wider than what is moved."""
+BYTES_OF = {"auto": torch.bfloat16}
+"""Every other kind of cache is one of bytes."""
+
+
+class Kind(NamedTuple):
+    """A backend, and what it is to keep."""
+
+    backend: str
+    cache_dtype: str = "auto"
+    head_size_v: int = HEAD_SIZE
+    windows: tuple[int, int] | None = None
+    """Every second layer has a sliding window: its heads, and their size."""
+
+    @property
+    def name(self) -> str:
+        dtype = "" if self.cache_dtype == "auto" else f" {self.cache_dtype}"
+        windows = f" windows {self.windows}" if self.windows else ""
+        return f"{self.backend}{dtype}{windows}"
+
+    def has_window(self, layer: str) -> bool:
+        return self.windows is not None and LAYERS.index(layer) % 2 == 1
+
+    def num_heads(self, layer: str) -> int:
+        return self.windows[0] if self.windows and self.has_window(layer) else NUM_HEADS
+
+
+KINDS = (
+    Kind("FLASH_ATTN"),
+    Kind("FLASH_ATTN", "fp8"),
+    Kind("FLASH_ATTN_DIFFKV", head_size_v=32),
+    Kind("FLASH_ATTN", windows=(NUM_HEADS, HEAD_SIZE)),
+    Kind("FLASH_ATTN", windows=(NUM_HEADS, 48)),  # padded to a page of the other layers
+    Kind("FLASH_ATTN", windows=(2 * NUM_HEADS, HEAD_SIZE // 2)),
+    Kind("FLASHINFER"),
+    Kind("FLASHINFER", "nvfp4"),
+    Kind("TRITON_ATTN"),
+    Kind("TRITON_ATTN", "int8_per_token_head"),
+    Kind("TRITON_ATTN_DIFFKV", head_size_v=32),
+    Kind("TRITON_FLASH_ATTN"),
+    Kind("TRITON_FLASHINFER"),
+    Kind("FLEX_ATTENTION"),
+    Kind("TURBOQUANT", "turboquant_4bit_nc"),
+    Kind("HPC_ATTN"),
+    Kind("B12X"),
+    Kind("FLASHMLA"),
+    Kind("TRITON_MLA"),
+    Kind("CUTLASS_MLA"),
+    Kind("FLASHINFER_MLA"),
+    Kind("FLASH_ATTN_MLA"),
+    Kind("TOKENSPEED_MLA"),
+)
+
+
+class _Kernels(ModuleType):
+    """Stands for a module of kernels that is not there: has every name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return MagicMock(name=name)
+
+
+@contextlib.contextmanager
+def _pretended_kernels() -> Iterator[None]:
+    """Enough for the modules of vLLM's backends to be imported."""
+    names = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils")
+    needed = ("flash_attn_varlen_func", "get_scheduler_metadata", "reshape_and_cache_flash")
+    missing = [name for name in names if name not in sys.modules]
+    sys.modules.update({name: _Kernels(name) for name in missing})
+    with contextlib.ExitStack() as stack:
+        for name in needed:
+            if not hasattr(fa_utils, name):
+                stack.enter_context(patch.object(fa_utils, name, None, create=True))
+        yield
+    for name in missing:
+        del sys.modules[name]
+
+
+@functools.cache
+def backend_of(kind: Kind) -> Any:
+    member = AttentionBackendEnum[kind.backend]
+    with _pretended_kernels():
+        try:
+            return member.get_class()
+        except AssertionError:  # its module allocates memory of a GPU while it is imported
+            sys.modules.pop(member.get_path(include_classname=False), None)
+            with patch.object(torch, "empty"):
+                return member.get_class()
+
+
+def spec_of(kind: Kind, layer: str, block_size: int, ranks: int) -> Any:
+    """As the attention layer builds it and the model runner customizes it."""
+    backend = backend_of(kind)
+    common: dict[str, Any] = {
+        "block_size": block_size,
+        "dtype": BYTES_OF.get(kind.cache_dtype, torch.uint8),
+        "kv_quant_mode": get_kv_quant_mode(kind.cache_dtype),
+    }
+    spec: Any
+    if backend.is_mla():
+        spec = MLAAttentionSpec(
+            num_kv_heads=1, head_size=LATENT_SIZE, cache_dtype_str=kind.cache_dtype, **common
+        )
+    elif kind.windows and kind.has_window(layer):
+        heads, size = kind.windows
+        spec = SlidingWindowSpec(
+            num_kv_heads=heads // ranks, head_size=size, sliding_window=WINDOW, **common
+        )
+    else:
+        spec = FullAttentionSpec(
+            num_kv_heads=NUM_HEADS // ranks,
+            head_size=HEAD_SIZE,
+            head_size_v=kind.head_size_v,
+            **common,
+        )
+    return customize_attention_spec(backend, spec)
+
+
+def block_sizes(backend: Any) -> list[int]:
+    """Two that need no splitting, where there are two, of which one is a multiple of the other."""
+    sizes = backend.get_supported_kernel_block_sizes()
+    if any(isinstance(size, MultipleOf) for size in sizes):
+        base = max(16, *(size.base for size in sizes if isinstance(size, MultipleOf)))
+        return [base, 2 * base]
+    return sorted(sizes)[:2]
+
+
+def config_of(backend: Any, block_size: int, layout: str | None, ranks: int) -> Any:
+    """What vLLM and our code ask of a VllmConfig, as far as they ask here."""
+    cache = CacheConfig(block_size=block_size)
+    cache.num_gpu_blocks_override = NUM_BLOCKS
+    cache.kv_cache_layout = layout
+    return SimpleNamespace(
+        cache_config=cache,
+        attention_config=SimpleNamespace(hisparse_config=None),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        speculative_config=None,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="DisaggConnector",
+            kv_connector_module_path="engine_ext.vllm",
+            kv_role="kv_both",
+        ),
+        model_config=SimpleNamespace(
+            use_mla=backend.is_mla(),
+            is_hybrid=False,
+            is_attention_free=False,
+            enable_sleep_mode=False,
+            hf_text_config=SimpleNamespace(),
+            get_total_num_kv_heads=lambda: NUM_HEADS,
+        ),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=ranks,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One worker's cache, and what our code says of it. Raises ValueError where it refuses."""
+
+    kind: Kind
+    backend: Any
+    block_size: int
+    rank: TensorRank
+    caches: dict[str, torch.Tensor]
+    groups: dict[str, int]
+    """By layer."""
+    regions: list[Region]
+    geometry: CacheGeometry
+
+    @classmethod
+    def of(cls, kind: Kind, layout: str, block_size: int, rank: int = 0, ranks: int = 1) -> "Rank":
+        backend = backend_of(kind)
+        config = config_of(backend, block_size, layout, ranks)
+        specs = {layer: spec_of(kind, layer, block_size, ranks) for layer in LAYERS}
+        groups = planning.get_kv_cache_groups(config, specs)
+        cache: KVCacheConfig = planning.get_kv_cache_config_from_groups(config, groups, 1 << 40)
+        attention: Any = [
+            [SimpleNamespace(backend=backend, kv_cache_spec=group.kv_cache_spec)]
+            for group in groups
+        ]
+        caches = allocate_kv_cache(
+            cache,
+            torch.device("cpu"),
+            KVCacheLayout[layout],
+            prepare_kernel_block_sizes(cache, attention),
+        )
+        describe.refuse_unsupported(config, cache)
+        with (
+            patch.object(describe, "get_current_attn_backends", lambda _: [backend]),
+            patch.object(describe, "get_tensor_model_parallel_rank", lambda: rank),
+        ):
+            geometry = describe.cache_geometry(config, cache)
+        regions = describe.regions(caches, cache)
+        in_group = {
+            layer: number for number, group in enumerate(groups) for layer in group.layer_names
+        }
+        place = TensorRank(rank, ranks)
+        return cls(kind, backend, block_size, place, caches, in_group, regions, geometry)
+
+    @property
+    def metadata(self) -> AgentMetadata:
+        """What the handshake says."""
+        worker: Any = SimpleNamespace(
+            _regions=self.regions,
+            _geometry=self.geometry,
+            _identity=SimpleNamespace(engine_id="there", tp_size=self.rank.size),
+            _config=SimpleNamespace(lease_extension=1.0, write_bound=1.0),
+        )
+        return WorkerConnector._metadata(worker, b"")
+
+    def heads(self, layer: str) -> range:
+        return range(1) if self.backend.is_mla() else self.rank.heads(self.kind.num_heads(layer))
+
+    def parts(self, layer: str) -> list[torch.Tensor]:
+        """What the kernels take the cache for: bytes by [block, head, token], keys first."""
+        cache = self.caches[layer]
+        module: Any = sys.modules[self.backend.__module__]
+        if self.kind.backend == "B12X":
+            kernels = SimpleNamespace(
+                num_kv_heads=len(self.heads(layer)),
+                head_size=HEAD_SIZE,
+                kv_cache_dtype="auto",
+                kv_torch_dtype=cache.dtype,
+            )
+            planes = module.B12xPagedAttentionImpl._kv_cache_views(kernels, cache)
+            views = [plane.transpose(1, 2) for plane in planes]
+        elif self.kind.cache_dtype == "nvfp4":
+            data, scales, order = module._nvfp4_kv_views(cache, len(self.heads(layer)))
+            views = [*data, *scales]
+            views = views if order == "HND" else [view.transpose(1, 2) for view in views]
+        else:
+            views = [cache]
+        return [view.view(torch.uint8) for view in views]
+
+
+Blocks = tuple[tuple[int, ...], ...]
+"""By group: a block is only ever of one."""
+
+
+class Model:
+    """What a model has computed: distinct bytes for each layer, head and token."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self._random = torch.Generator().manual_seed(1)
+        self._known: dict[tuple[str, int], torch.Tensor] = {}
+
+    def _of(self, rank: Rank, layer: str, head: int) -> list[torch.Tensor]:
+        """[token, byte], by part."""
+        sizes = [part.shape[-1] for part in rank.parts(layer)]
+        if (layer, head) not in self._known:
+            shape = (self.num_tokens, sum(sizes))
+            self._known[layer, head] = torch.randint(
+                0, 256, shape, dtype=torch.uint8, generator=self._random
+            )
+        known: Any = self._known[layer, head]
+        return list(known.split(sizes, dim=-1))
+
+    def _places(self, rank: Rank, blocks: Blocks) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Pairs of what a part of a block holds, and what it should."""
+        for layer, group in rank.groups.items():
+            parts = rank.parts(layer)
+            for index, head in enumerate(rank.heads(layer)):
+                for part, known in zip(parts, self._of(rank, layer, head), strict=True):
+                    for place, block in enumerate(blocks[group]):
+                        tokens = slice(place * rank.block_size, (place + 1) * rank.block_size)
+                        yield part[block, index], known[tokens]
+
+    def fill(self, rank: Rank, blocks: Blocks) -> None:
+        for held, known in self._places(rank, blocks):
+            held.copy_(known)
+
+    def is_in(self, rank: Rank, blocks: Blocks) -> bool:
+        return all(torch.equal(held, known) for held, known in self._places(rank, blocks))
+
+
+def whole_blocks(rank: Rank) -> str:
+    """A block's bytes are those that our code names, and no others. Of a region that groups share,
+    a block has the length of the longest."""
+    storage = next(iter(rank.caches.values())).untyped_storage()
+    memory = torch.tensor([], dtype=torch.uint8).set_(storage)
+    regions = {region.base_addr: region for region in rank.regions}
+    shares = len(set(rank.groups.values())) > 1
+    is_right = shares or [region.name for region in rank.regions] == list(LAYERS)
+    for layer in LAYERS:
+        view = rank.caches[layer].view(torch.uint8)
+        region = regions[view.data_ptr()]
+        length = view[0].numel()
+        for block in (0, 4, NUM_BLOCKS - 1):
+            view[block] = 1
+            start = region.base_addr + block * region.block_stride - storage.data_ptr()
+            named = memory[start : start + region.block_len]
+            is_right &= int(named.sum()) == int(memory.sum()) == length
+            is_right &= len(named) == length or (shares and length < len(named))
+            view[block] = 0
+    return RIGHT if is_right else WRONG
+
+
+def _addresses(rows: Rows, descriptors: Sequence[int]) -> list[tuple[int, int]]:
+    """Address and length of NIXL's descriptors, which are numbered through the rows."""
+    ends = np.cumsum(rows[:, 4].astype(np.int64))
+    found = []
+    for number in descriptors:
+        row = int(np.searchsorted(ends, number, side="right"))
+        address, length, _, stride, count = (int(value) for value in rows[row])
+        found.append((address + (number - int(ends[row]) + count) * stride, length))
+    return found
+
+
+def moved(theirs: Sequence[Rank], ours: Sequence[Rank], *, permute: bool = False) -> str:
+    """Each of our ranks reads a prompt of all ranks that hold some of its heads."""
+    size, other = ours[0].block_size, theirs[0].block_size
+    num_tokens = 2 * max(size, other)
+    # Neither in order nor at the same places.
+    groups = len(set(ours[0].groups.values()))
+    local: Blocks = ((4, 1, 5, 3), (8, 9, 2, 6))[:groups]
+    remote: Blocks = ((2, 5, 1, 7), (6, 3, 8, 4))[:groups]
+    local = tuple(ids[: num_tokens // size] for ids in local)
+    remote = tuple(ids[: num_tokens // other] for ids in remote)
+    model = Model(num_tokens)
+    for rank in theirs:
+        model.fill(rank, remote)
+    for here in ours:
+        for number in here.rank.faces(len(theirs)):
+            there = theirs[number]
+            layout = match_peer(
+                here.geometry,
+                here.regions,
+                there.metadata,
+                here.rank,
+                there.rank,
+                permute=permute,
+            )
+            if layout.skips_read:
+                continue
+            batch = layout.to_read(local, remote, 0, num_tokens, num_tokens)
+            for (to, length), (source, same) in zip(
+                _addresses(layout.local.rows, batch.local.tolist()),
+                _addresses(layout.remote.rows, batch.remote.tolist()),
+                strict=True,
+            ):
+                assert length == same
+                ctypes.memmove(to, source, length)
+    return RIGHT if all(model.is_in(rank, local) for rank in ours) else WRONG
+
+
+def starts_with(kind: Kind) -> str:
+    """The layout that vLLM chooses for an engine with our connector."""
+    backend = backend_of(kind)
+    size = block_sizes(backend)[0]
+    names = [layout.name for layout in get_supported_kv_cache_layouts([backend])]
+    config = config_of(backend, size, None, 1)
+    specs = [spec_of(kind, layer, size, 1) for layer in LAYERS]
+    return str(resolve_kv_cache_layout(config, [names], specs).name)
+
+
+def verdicts(kind: Kind) -> Iterator[tuple[str, str]]:
+    backend = backend_of(kind)
+    small, *larger = block_sizes(backend)
+    layouts = [
+        layout.name
+        for layout in get_supported_kv_cache_layouts([backend])
+        if layout.is_block_compact or not kind.windows  # vLLM takes no other for several kinds
+    ]
+    yield "starts with", starts_with(kind)
+    for layout in layouts:
+        yield layout, verdict(lambda layout=layout: whole_blocks(Rank.of(kind, layout, small)))
+    if "LBHNC" not in layouts:
+        return
+
+    def engine(ranks: int = 1, size: int = small, layout: str = "LBHNC") -> list[Rank]:
+        return [Rank.of(kind, layout, size, rank, ranks) for rank in range(ranks)]
+
+    yield "alike", verdict(lambda: moved(engine(), engine()))
+    yield "alike, of two ranks", verdict(lambda: moved(engine(2), engine(2)))
+    yield "from two ranks to one", verdict(lambda: moved(engine(2), engine()))
+    yield "from one rank to two", verdict(lambda: moved(engine(), engine(2)))
+    if "LBNHC" in layouts and not backend.is_mla():
+        # Of one head, a block is in one piece whatever the layout.
+        alone = functools.partial(engine, NUM_HEADS, layout="LBNHC")
+        yield "from LBNHC, one head a rank", verdict(lambda: moved(alone(), engine()))
+        yield "permuted from it", verdict(lambda: moved(alone(), engine(), permute=True))
+    if "BLHNC" in layouts:
+        yield "to BLHNC", verdict(lambda: moved(engine(), engine(layout="BLHNC")))
+    for size in larger:
+        yield "to larger blocks", verdict(lambda size=size: moved(engine(), engine(size=size)))
+        yield "to smaller blocks", verdict(lambda size=size: moved(engine(size=size), engine()))
+    sizes = backend.get_supported_kernel_block_sizes()
+    if any(isinstance(size, MultipleOf) for size in sizes):
+        return
+    if backend.supports_block_size(most := 2 * max(sizes)):
+        split = verdict(lambda: whole_blocks(Rank.of(kind, "LBHNC", most)))
+        yield "blocks of two kernel blocks", split
+
+
+def verdict(case: Any) -> str:
+    try:
+        return str(case())
+    except (ValueError, PlanError) as error:
+        return str(error)
+
+
+if __name__ == "__main__":
+    results = {
+        "backends": sorted(AttentionBackendEnum.__members__),
+        "verdicts": {kind.name: dict(verdicts(kind)) for kind in KINDS},
+    }
+    Path(sys.argv[1]).write_text(json.dumps(results))
