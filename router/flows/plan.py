@@ -29,6 +29,7 @@ SHORT = 4096
 # Why a decoder alone answers a prompt of which it lacks little.
 SHORT_PROMPT = "short"
 SAME_ENGINE = "same_engine"
+EMBEDS = "prompt_embeds"
 # Why a prefiller alone answers.
 ONE_TOKEN = "one_token"
 
@@ -70,6 +71,9 @@ def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limit
         if not others:
             return Plan("decode_only", ALONE, route, SAME_ENGINE, reuse=reuse)
         route = replace(route, prefillers=others)
+    if EMBEDS in request.body and route.prefillers and route.prefillers[0].learned.proves_prefix:
+        # It gives nothing away that no token tells of: its work would be for nobody.
+        return Plan("decode_only", ALONE, route, EMBEDS)
     if _is_one_token(request, route, limits):
         route = replace(route, decoders=route.prefillers, prefillers=())
         return Plan("prefill_only", ALONE, route, ONE_TOKEN)

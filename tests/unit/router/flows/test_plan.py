@@ -59,6 +59,19 @@ def test_what_cannot_be_shared_is_done_alone_whatever_else_is_asked(why: str) ->
     assert (plan.threshold, plan.was_skipped, plan.reuse) == (0, False, None)
 
 
+@pytest.mark.parametrize(("proves", "is_alone"), [(True, True), (False, False)])
+def test_embeddings_are_no_work_for_who_tells_by_tokens_what_it_holds(
+    proves: bool, is_alone: bool
+) -> None:
+    """A stock prefiller hands over whatever it has computed."""
+    asked = request(body={"prompt_embeds": "eA=="})
+    given = route(decoder())
+    given.prefillers[0].learned.proves_prefix = proves
+    plan = make_plan(asked, given, None, limits())
+    assert (plan.mode is Mode.ALONE) == is_alone
+    assert plan.why_alone == ("prompt_embeds" if is_alone else "")
+
+
 @pytest.mark.parametrize(
     ("fields", "flow"),
     [({}, "pull"), ({"threshold": 0.5}, "decode_first"), ({"turn": True}, "turn")],
