@@ -32,6 +32,9 @@ SCHEDULERS = "engine_ext.vllm.scheduler"
 STATELESS = frozenset(("ngram", "suffix"))
 """Ways of speculation that keep nothing of a request at an engine but its tokens."""
 
+WAYS_OUT = {"ChunkedLocalAttentionSpec": " (start with --disable-hybrid-kv-cache-manager)"}
+"""Of kinds of cache that vLLM can also keep in a way that we know."""
+
 CONFIG_KEYS = (
     "kv_connector",
     "kv_role",
@@ -101,7 +104,8 @@ def _unknown_kinds(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
     """Kinds of attention whose blocks are not simply those of the tokens, or of the last ones."""
     model = vllm_config.model_config
     specs = _specs(kv_cache_config)
-    return {type(spec).__name__ for spec in specs if not _is_known(spec, model)}
+    unknown = {type(spec).__name__ for spec in specs if not _is_known(spec, model)}
+    return {f"{name}{WAYS_OUT.get(name, '')}" for name in unknown}
 
 
 def _is_known(spec: KVCacheSpec, model: ModelConfig) -> bool:
