@@ -50,9 +50,10 @@ BACKSTOP = 6
 BACKLOG = 4096
 # Requests leave hardly any cycles behind, so there is little to collect.
 RARELY = (50_000, 20, 50)
-# Of malloc.h. Bytes: the most that glibc would come to by itself.
+# Of malloc.h. Bytes: what glibc comes to by itself when a block of 32 MiB has been freed.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_FREE = 64 * 1024 * 1024
+SET_UP = frozenset(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"))
 
 
 class BindError(Exception):
@@ -338,10 +339,10 @@ def announce(settings: Settings, listeners: Listeners) -> None:
 
 def _keep_freed_memory() -> None:
     """glibc gives back what is free at its heap's end, and takes it again for the next large body,
-    page by page, until it has seen a larger one freed. What it keeps then, it is told to keep at
-    once. Other C libraries have no word for it."""
+    page by page, until it has seen one of 32 MiB freed: it is told to behave so from the start.
+    Whoever has set it up otherwise is asked nothing. Other C libraries have no word for it."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    if mallopt is not None and SET_UP.isdisjoint(os.environ):
         mallopt(M_MMAP_THRESHOLD, KEPT_FREE // 2)
         mallopt(M_TRIM_THRESHOLD, KEPT_FREE)
 

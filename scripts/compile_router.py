@@ -40,7 +40,12 @@ HOT = (
 # Seconds; it takes one minute.
 PATIENCE = 900
 # What a class of msgspec's does not keep when it is compiled: its options, and its fields' bounds.
-LOST = re.compile(r"^class \w+\((?:msgspec\.)?Struct,.*$|^.*\bMeta\(.*$", re.MULTILINE)
+LOST = re.compile(
+    r"^class \w+\(\s*(?:msgspec\.)?Struct,[^)]*"
+    r"|^class \w+\(\s*(?:Value|Thing),[^)]*\b(?!frozen=)\w+=[^)]*"
+    r"|^.*\bMeta\(.*$",
+    re.MULTILINE,
+)
 LEFT_OUT = shutil.ignore_patterns("__pycache__", ".*", "build", "dist", "*.so")
 
 

@@ -159,8 +159,8 @@ class PeerLayout:
         `remote` names. Of a part that is not the last one, `local` may end earlier. Raises
         PlanError."""
         self._check_groups(local, remote)
-        if first_token is None and STATE in self.windows:
-            raise PlanError("a state, for whom does not say of which tokens")
+        if STATE in self.windows and (first_token is None or part.until is not None):
+            raise PlanError("a state, for whom does not say of which tokens, or not of all of them")
         theirs = [Blocks(ids, _blocks(last_token, self.remote) - len(ids)) for ids in remote]
         if any(blocks.first < 0 for blocks in theirs):
             raise PlanError(f"more remote blocks than {last_token} tokens need")

@@ -76,7 +76,7 @@ def _add_delta(message: Json, delta: Json) -> None:
             for part in _dicts(value):
                 _add_call(calls, part)
         elif isinstance(value, str) and name != "role":
-            message[name] = (message.get(name) or "") + value
+            message[name] = _longer(message.get(name), value)
         elif value is not None:
             message[name] = value
 
@@ -91,7 +91,12 @@ def _add_call(calls: list[Json], part: Json) -> None:
         return
     for name, value in (function or {}).items():
         if isinstance(value, str):
-            call["function"][name] = (call["function"].get(name) or "") + value
+            call["function"][name] = _longer(call["function"].get(name), value)
+
+
+def _longer(text: object, more: str) -> str:
+    """What was no text is none."""
+    return text + more if isinstance(text, str) else more
 
 
 def events_in(raw: bytes) -> Iterator[Json]:

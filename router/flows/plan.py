@@ -71,9 +71,8 @@ def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limit
         if not others:
             return Plan("decode_only", ALONE, route, SAME_ENGINE, reuse=reuse)
         route = replace(route, prefillers=others)
-    if EMBEDS in request.body and route.prefillers and route.prefillers[0].learned.proves_prefix:
-        # It gives nothing away that no token tells of: its work would be for nobody.
-        return Plan("decode_only", ALONE, route, EMBEDS)
+    if EMBEDS in request.body and _is_work_for_nobody(request, route):
+        return Plan("decode_only", ALONE, route, EMBEDS, reuse=reuse)
     if _is_one_token(request, route, limits):
         route = replace(route, decoders=route.prefillers, prefillers=())
         return Plan("prefill_only", ALONE, route, ONE_TOKEN)
@@ -94,6 +93,16 @@ def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limit
     if threshold and not (route.decoders and may_reject(request, route.decoders[0])):
         return Plan(flow, mode, route, was_skipped=True, reuse=reuse)
     return Plan(flow, mode, route, threshold=threshold, reuse=reuse)
+
+
+def _is_work_for_nobody(request: Request, route: Route) -> bool:
+    """A prefill of embeddings, where an engine gives nothing away, or takes nothing, that no token
+    tells of."""
+    body = request.body
+    if not body.get(EMBEDS) or "messages" in body:  # as good as not there
+        return False
+    first = (*route.prefillers[:1], *route.decoders[:1])
+    return any(engine.learned.proves_prefix for engine in first)
 
 
 def _is_one_token(request: Request, route: Route, limits: Limits) -> bool:

@@ -15,7 +15,7 @@ from router.conversations.guard import MARGIN_TOKENS, Fit, cut, judge
 from router.conversations.identity import Identity
 from router.conversations.memory_store import MemoryStore
 from router.conversations.prompt import prompt_of
-from router.conversations.said import Said, said_in
+from router.conversations.said import Said, said_by, said_in
 from router.conversations.scope import scope_of
 
 JSON_VALUES = st.recursive(
@@ -323,3 +323,20 @@ async def test_an_entry_is_valid_for_less_than_the_decoder_keeps_its_blocks() ->
         assert turn is not None
         await desk.conversations.recall(turn)
         assert (turn.entry, turn.found.value) == (None, "expired")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [({"a": 1}, "text"), ([], "text"), (3, "text"), ("te", "xt")]
+)
+def test_what_was_no_text_is_none(before: object, after: str) -> None:
+    """A strange engine's: whatever it streams, what it said is read or is nothing."""
+    calls = [[{"index": 0, "function": {"name": name}}] for name in (before, after)]
+    deltas = [
+        {"content": before, "tool_calls": calls[0]},
+        {"content": after, "tool_calls": calls[1]},
+    ]
+    said = said_by([{"choices": [{"index": 0, "delta": delta}]} for delta in deltas])
+    assert said is not None
+    assert said.message is not None
+    assert said.message["content"] == "text"
+    assert said.message["tool_calls"][0]["function"]["name"] == "text"

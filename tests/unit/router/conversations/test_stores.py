@@ -235,3 +235,12 @@ async def test_every_kind_of_url_makes_a_client(url: str) -> None:
 def test_a_sentinel_url_needs_a_master() -> None:
     with pytest.raises(ValueError, match="master"):
         connect("redis+sentinel://host", None, 0.1)
+
+
+def test_a_store_that_does_not_wait_is_done_at_once() -> None:
+    """What a turn leaves is kept without a task then, so nothing could cut it off in between."""
+    store = MemoryStore(10, 1000)
+    assert not store.waits
+    for work in (store.put("k", b"v", 5), store.read("k"), store.take("k"), store.close()):
+        with pytest.raises(StopIteration):
+            work.send(None)

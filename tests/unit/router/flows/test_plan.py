@@ -59,14 +59,25 @@ def test_what_cannot_be_shared_is_done_alone_whatever_else_is_asked(why: str) ->
     assert (plan.threshold, plan.was_skipped, plan.reuse) == (0, False, None)
 
 
-@pytest.mark.parametrize(("proves", "is_alone"), [(True, True), (False, False)])
-def test_embeddings_are_no_work_for_who_tells_by_tokens_what_it_holds(
-    proves: bool, is_alone: bool
+@pytest.mark.parametrize(
+    ("body", "proves", "is_alone"),
+    [
+        ({"prompt_embeds": "eA=="}, "prefiller", True),
+        ({"prompt_embeds": ["eA=="], "prompt": None}, "decoder", True),
+        ({"prompt_embeds": "eA=="}, "", False),
+        ({"prompt_embeds": None, "prompt": "hello"}, "prefiller", False),
+        ({"prompt_embeds": [], "prompt": "hello"}, "prefiller", False),
+        ({"prompt_embeds": "eA==", "messages": []}, "prefiller", False),
+    ],
+)
+def test_embeddings_are_prefilled_for_nobody_who_goes_by_tokens(
+    body: dict[str, Any], proves: str, is_alone: bool
 ) -> None:
-    """A stock prefiller hands over whatever it has computed."""
-    asked = request(body={"prompt_embeds": "eA=="})
+    """Between two stock engines they are handed over like any prompt."""
+    asked = request(body=body)
     given = route(decoder())
-    given.prefillers[0].learned.proves_prefix = proves
+    given.prefillers[0].learned.proves_prefix = proves == "prefiller"
+    given.decoders[0].learned.proves_prefix = proves == "decoder"
     plan = make_plan(asked, given, None, limits())
     assert (plan.mode is Mode.ALONE) == is_alone
     assert plan.why_alone == ("prompt_embeds" if is_alone else "")
