@@ -100,9 +100,7 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Reu
     home: Engine | None = decoder
     if decoder.intent is not Intent.SERVING:
         home = None
-    elif decoder.in_flight >= bound.floor and bound.exceeded(
-        decoder, fleet.candidates(Role.DECODE)
-    ):
+    elif not bound.is_far(decoder) and bound.exceeded(decoder, fleet.candidates(Role.DECODE)):
         return Reuse(turn, unproven, "decoder_overloaded")
     verdict = judge(entry, turn.prompt, turn.scope)
     return Reuse(turn, unproven, verdict.fit, verdict.reason, home, entry, verdict, decoder.group)

@@ -33,9 +33,12 @@ class LoadBound:
         mean = sum(map(legs, looked_at)) / max(1, len(looked_at))
         return max(self.floor - 1, int(self.factor * mean))
 
+    def is_far(self, engine: Loaded) -> bool:
+        """The engine has so few legs that nobody else's matter."""
+        return engine.in_flight < self.floor
+
     def exceeded(self, engine: Loaded, candidates: Sequence[Loaded], chance: int = 0) -> bool:
-        few = engine.in_flight < self.floor
-        return not few and engine.in_flight > self.limit(candidates, chance)
+        return not self.is_far(engine) and engine.in_flight > self.limit(candidates, chance)
 
 
 def first(candidates: Sequence[L], preferred: L) -> list[L]:

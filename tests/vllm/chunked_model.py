@@ -5,14 +5,13 @@ The weights are those of the tiny model, whose answers depend on every token of 
 has a norm on its queries, which Llama 4 has without a weight: here the projection is as strong.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load, save
 
-from engine_ext.reference.tiny_model import TinyModel, Weights, write_tiny_model
+from engine_ext.reference.tiny_model import TinyModel, Weights
+from tests.vllm.changed_model import write_changed_model
 
 CHUNK = 64
 MODEL = TinyModel()
@@ -32,12 +31,7 @@ LLAMA4: dict[str, Any] = {
 
 
 def write_chunked_model(directory: Path) -> Path:
-    write_tiny_model(directory, MODEL)
-    weights = directory / "model.safetensors"
-    weights.write_bytes(save(_as_llama4(load(weights.read_bytes())), {"format": "pt"}))
-    config = directory / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | LLAMA4))
-    return directory
+    return write_changed_model(directory, MODEL, LLAMA4, _as_llama4)
 
 
 def _as_llama4(qwen: Weights) -> Weights:

@@ -1,13 +1,12 @@
 """A tiny Qwen3-MoE: the tiny model, whose MLPs are cut into experts. Each token has two of them."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load, save
 
-from engine_ext.reference.tiny_model import TinyModel, Weights, write_tiny_model
+from engine_ext.reference.tiny_model import TinyModel, Weights
+from tests.vllm.changed_model import write_changed_model
 
 EXPERTS = 4
 MODEL = TinyModel()
@@ -24,12 +23,7 @@ QWEN_MOE: dict[str, Any] = {
 
 
 def write_experts_model(directory: Path) -> Path:
-    write_tiny_model(directory, MODEL)
-    weights = directory / "model.safetensors"
-    weights.write_bytes(save(_with_experts(load(weights.read_bytes())), {"format": "pt"}))
-    config = directory / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | QWEN_MOE))
-    return directory
+    return write_changed_model(directory, MODEL, QWEN_MOE, _with_experts)
 
 
 def _with_experts(dense: Weights) -> Weights:

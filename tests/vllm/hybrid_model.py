@@ -6,15 +6,15 @@ both are undone here, so that attention outweighs the token that was just read. 
 is one of its own: with the embeddings' a model of random weights repeats its input.
 """
 
-import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load, save
 
-from engine_ext.reference.tiny_model import TinyModel, Weights, write_tiny_model
+from engine_ext.reference.tiny_model import TinyModel, Weights
+from tests.vllm.changed_model import write_changed_model
 
 WINDOW = 64
 NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -28,17 +28,13 @@ GEMMA: dict[str, Any] = {
 
 def write_hybrid_model(directory: Path) -> Path:
     model = TinyModel()
-    write_tiny_model(directory, model)
-    weights = directory / "model.safetensors"
-    weights.write_bytes(save(_as_gemma(load(weights.read_bytes()), model), {"format": "pt"}))
-    config = directory / "config.json"
     kinds = ["sliding_attention", "full_attention"] * (model.layers // 2)
     changed = {"layer_types": kinds, "query_pre_attn_scalar": model.head_dim}
-    config.write_text(json.dumps(json.loads(config.read_text()) | GEMMA | changed))
-    return directory
+    as_gemma = partial(_as_gemma, model)
+    return write_changed_model(directory, model, GEMMA | changed, as_gemma)
 
 
-def _as_gemma(qwen: Weights, model: TinyModel) -> Weights:
+def _as_gemma(model: TinyModel, qwen: Weights) -> Weights:
     gemma = {name: value - 1 if value.ndim == 1 else value for name, value in qwen.items()}
     gemma["model.embed_tokens.weight"] /= np.float32(math.sqrt(model.hidden))
     for layer in range(model.layers):

@@ -6,11 +6,11 @@ heads of a query for its tokens, so that an answer depends on what else was in i
 engine alone says something else when it computes the same tokens again.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
-from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
+from engine_ext.reference.tiny_model import TinyModel
+from tests.vllm.changed_model import write_changed_model
 
 MODEL = TinyModel(latent=512, rotated=64, attention_sharpness=4.0)
 DEEPSEEK: dict[str, Any] = {
@@ -38,7 +38,4 @@ DEEPSEEK: dict[str, Any] = {
 
 
 def write_mla_model(directory: Path) -> Path:
-    write_tiny_model(directory, MODEL)
-    config = directory / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | DEEPSEEK))
-    return directory
+    return write_changed_model(directory, MODEL, DEEPSEEK)

@@ -81,6 +81,17 @@ class Fleet:
             yield [each.result() for each in starting]
 
     @contextmanager
+    def pair(
+        self, name: str, transfer: Mapping[str, Any], model: Path, *options: str
+    ) -> Iterator[list[Server]]:
+        """A prefill engine, which computes a prompt in chunks, and a decode engine: neither has a
+        prefix cache."""
+        plain = (*SCHEDULER, UNCACHED, *options)
+        first = Kind(f"{name}-p", transfer, (*plain, *CHUNKS), model)
+        with self.servers(first, Kind(f"{name}-d", transfer, plain, model)) as servers:
+            yield servers
+
+    @contextmanager
     def _start(self, kind: Kind, port: int, side_channel: int) -> Iterator[Server]:
         model = str(kind.model or self.model)
         command = ["vllm.entrypoints.openai.api_server", "--model", model]

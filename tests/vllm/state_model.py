@@ -4,14 +4,13 @@ The states forget slowly, over 10 to 1,000 tokens: with the usual decay a token 
 the next few, and a state that is another prompt's would not be seen in an answer.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save
 
-from engine_ext.reference.tiny_model import VOCAB_SIZE, TinyModel, Weights, write_tiny_model
+from engine_ext.reference.tiny_model import VOCAB_SIZE, TinyModel, Weights
+from tests.vllm.changed_model import write_changed_model
 
 MODEL = TinyModel(layers=2, hidden=64, heads=4, kv_heads=2, intermediate=128)
 INNER, HEADS, STATE_SIZE, WIDTH = 128, 8, 16, 4
@@ -34,12 +33,8 @@ FALCON: dict[str, Any] = {
 
 
 def write_state_model(directory: Path) -> Path:
-    write_tiny_model(directory, MODEL)
-    weights = dict(_weights(np.random.default_rng(0)))
-    (directory / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
-    config = directory / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | FALCON))
-    return directory
+    weights = _weights(np.random.default_rng(0))
+    return write_changed_model(directory, MODEL, FALCON, lambda _: weights)
 
 
 def _weights(random: np.random.Generator) -> Weights:

@@ -11,10 +11,9 @@ from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, metric
 from tests.vllm.chunked_model import CHUNK, write_chunked_model
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
-from tests.vllm.servers import CHUNKS, OURS, SCHEDULER, UNCACHED, Fleet, Kind
+from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
 
 LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 129, 500, 1500)
-KEPT = (*SCHEDULER, UNCACHED, "--disable-hybrid-kv-cache-manager")
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(fleet: Fleet, model: Path) -> Iterator[list[Server]]:
-    kinds = (
-        Kind("chunked-p", OURS, (*KEPT, *CHUNKS), model),
-        Kind("chunked-d", OURS, KEPT, model),
-    )
-    with fleet.servers(*kinds) as servers:
+    with fleet.pair("chunked", OURS, model, "--disable-hybrid-kv-cache-manager") as servers:
         yield servers
 
 

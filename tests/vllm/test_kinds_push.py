@@ -10,7 +10,7 @@ from tests.integration.processes import metric, wait_for
 from tests.vllm.hybrid_model import write_hybrid_model
 from tests.vllm.measures import COMPUTED, counted, freed
 from tests.vllm.mla_model import write_mla_model
-from tests.vllm.servers import CHUNKS, PUSH, SCHEDULER, UNCACHED, Fleet, Kind
+from tests.vllm.servers import PUSH, Fleet
 from tests.vllm.test_push import both_legs
 
 LENGTHS = (1, 33, 64, 96, 129, 500, 1500)
@@ -35,10 +35,7 @@ def test_pushed_prompts_and_a_turn_are_those_of_one_engine_alone(
     is_early: bool,
 ) -> None:
     model = write(tmp_path)
-    with fleet.servers(
-        Kind(f"{name}-push-p", PUSH, (*SCHEDULER, *CHUNKS, UNCACHED), model),
-        Kind(f"{name}-push-d", PUSH, (*SCHEDULER, UNCACHED), model),
-    ) as (prefiller, decoder):
+    with fleet.pair(f"{name}-push", PUSH, model) as (prefiller, decoder):
         for length in lengths:
             prompt = tokens_of(length, 7600 + length)
             right = complete(prefiller, prompt)

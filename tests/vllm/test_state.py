@@ -5,20 +5,22 @@ token, which the decode engine computes.
 """
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.integration.legs import decode, decode_body, prefill, prefill_body
-from tests.integration.oracle import complete, differences, tokens_of
+from tests.integration.legs import Turn, decode, decode_body, prefill, prefill_body
+from tests.integration.oracle import Prompt, complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric, wait_for
 from tests.vllm.measures import COMPUTED, FETCHED, counted, nothing_left
-from tests.vllm.servers import CHUNKS, OURS, PUSH, SCHEDULER, UNCACHED, Fleet, Kind
+from tests.vllm.servers import OURS, PUSH, Fleet, Kind
 from tests.vllm.state_model import write_state_model
 from tests.vllm.test_push import both_legs, where
+
+Legs = Callable[[Server, Server, Prompt], Turn]
 
 LENGTHS = (1, 2, 31, 32, 33, 128, 129, 257, 700, 1500)
 
@@ -30,26 +32,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(fleet: Fleet, model: Path) -> Iterator[list[Server]]:
-    options = (*SCHEDULER, UNCACHED)
-    kinds = (
-        Kind("state-p", OURS, (*options, *CHUNKS), model),
-        Kind("state-d", OURS, options, model),
-    )
-    with fleet.servers(*kinds) as servers:
+    with fleet.pair("state", OURS, model) as servers:
         yield servers
 
 
-def test_prompts_are_those_of_one_engine_alone(pair: list[Server]) -> None:
-    prefiller, decoder = pair
+def prompts_are_right(servers: list[Server], legs: Legs, seed: int) -> None:
+    """As those of one engine alone; of each the decode engine computes the last token."""
+    prefiller, decoder = servers
     fetched, computed = metric(decoder, FETCHED), metric(decoder, COMPUTED)
-    with nothing_left(*pair):
+    with nothing_left(*servers):
         for length in LENGTHS:
-            prompt = tokens_of(length, 9000 + length)
+            prompt = tokens_of(length, seed + length)
             right = complete(prefiller, prompt)
-            turn = decode(decoder, prompt, prefill(prefiller, prompt))
+            turn = legs(prefiller, decoder, prompt)
             assert differences([right], [turn.answer]) == [], length
     assert metric(decoder, FETCHED) - fetched == sum(LENGTHS) - len(LENGTHS)
     assert metric(decoder, COMPUTED) - computed == len(LENGTHS)
+
+
+def pulled(prefiller: Server, decoder: Server, prompt: Prompt) -> Turn:
+    return decode(decoder, prompt, prefill(prefiller, prompt))
+
+
+def test_prompts_are_those_of_one_engine_alone(pair: list[Server]) -> None:
+    prompts_are_right(pair, pulled, 9000)
 
 
 def test_a_prompt_that_only_begins_alike_takes_no_state(pair: list[Server]) -> None:
@@ -91,28 +97,14 @@ def test_routed_answers_are_those_of_one_engine_alone(
 
 @pytest.fixture(scope="module")
 def pushing(fleet: Fleet, model: Path) -> Iterator[list[Server]]:
-    options = (*SCHEDULER, UNCACHED)
-    kinds = (
-        Kind("state-push-p", PUSH, (*options, *CHUNKS), model),
-        Kind("state-push-d", PUSH, options, model),
-    )
-    with fleet.servers(*kinds) as servers:
+    with fleet.pair("state-push", PUSH, model) as servers:
         yield servers
 
 
 def test_pushed_prompts_are_those_of_one_engine_alone(pushing: list[Server]) -> None:
     """Written when the last of it is computed: there is one state, which changes till then."""
-    prefiller, decoder = pushing
-    fetched, computed = metric(decoder, FETCHED), metric(decoder, COMPUTED)
-    with nothing_left(*pushing):
-        for length in LENGTHS:
-            prompt = tokens_of(length, 9400 + length)
-            right = complete(prefiller, prompt)
-            turn = both_legs(prefiller, decoder, prompt)
-            assert differences([right], [turn.answer]) == [], length
-    assert metric(decoder, FETCHED) - fetched == sum(LENGTHS) - len(LENGTHS)
-    assert metric(decoder, COMPUTED) - computed == len(LENGTHS)
-    assert counted(prefiller, "early_blocks") == 0
+    prompts_are_right(pushing, both_legs, 9400)
+    assert counted(pushing[0], "early_blocks") == 0
 
 
 def test_a_state_of_another_prompt_is_not_written(pushing: list[Server]) -> None:
