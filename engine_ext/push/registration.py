@@ -30,6 +30,8 @@ from engine_ext.base.inspection import QuarantineSeen
 from engine_ext.base.seldom import Seldom
 from engine_ext.base.states import after
 from engine_ext.base.types import (
+    STATE,
+    BlockIds,
     CacheGeometry,
     ConnectorStats,
     EngineIdentity,
@@ -393,18 +395,13 @@ class Registrations:
 
     def _message(self, waiting: Waiting, begin_by: float) -> PushRegistered:
         registration, target = waiting.registration, waiting.registration.target
-        first = registration.first_token // self._geometry.block_size
-        last = -(-registration.last_token // self._geometry.block_size)
         return PushRegistered(
             request_id=registration.request_id,
             decode_engine_id=self._identity.engine_id,
             decode_host=self._identity.host,
             decode_port=self._identity.port,
             decode_tp_size=self._identity.tp_size,
-            local_block_ids=without_holes(
-                tuple(ids[first:last] for ids in registration.local_block_ids),
-                self._geometry.group_windows,
-            ),
+            local_block_ids=self._awaited(registration),
             remote_engine_id=target.address.engine_id,
             remote_host=target.address.host,
             remote_port=target.address.port,
@@ -421,6 +418,15 @@ class Registrations:
                 tp_rank=self._geometry.tp_rank,
             ),
         )
+
+    def _awaited(self, registration: PushRegistration) -> BlockIds:
+        """Those of the tokens that are to be written, and of a state the one that it has."""
+        first = registration.first_token // self._geometry.block_size
+        last = -(-registration.last_token // self._geometry.block_size)
+        windows = self._geometry.group_windows
+        groups = zip(registration.local_block_ids, windows, strict=True)
+        awaited = tuple(ids if window == STATE else ids[first:last] for ids, window in groups)
+        return without_holes(awaited, windows)
 
     def _find(self, request_id: str, sender: str, generation: int) -> Waiting | None:
         waiting = self._waiting.get(request_id)

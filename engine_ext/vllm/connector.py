@@ -32,6 +32,7 @@ from engine_ext.base.config import LoadFailurePolicy
 from engine_ext.base.types import (
     EMPTY_STEP,
     NO_RESULTS,
+    STATE,
     BlockIds,
     FinishDecision,
     StepMetadata,
@@ -81,6 +82,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         support.say()
         describe.refuse_unsupported(vllm_config, kv_cache_config)
         self._config = describe.connector_config(vllm_config)
+        self._windows = describe.windows(kv_cache_config)
         self._view = functools.partial(RequestView, names_media=describe.names_media(vllm_config))
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
@@ -125,6 +127,12 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         return self.build_kv_connector_stats(changed) if changed else None
 
     # Scheduler side.
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """vLLM may find keys and values of more tokens than it has a state of: a load brings the
+        state, with however few tokens."""
+        return True
 
     @property
     def scheduler(self) -> SchedulerConnector:
@@ -174,7 +182,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         if num_external_tokens > 0:
             self._owed.load(str(request.request_id))
             _note_loading(request, num_external_tokens)
-        block_ids = _by_group(blocks.get_block_ids())
+        block_ids = self._by_group(blocks.get_block_ids())
         self.scheduler.update_state_after_alloc(self._view(request), block_ids, num_external_tokens)
 
     @guarded(lambda: DisaggMetadata(EMPTY_STEP))
@@ -219,7 +227,9 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> Finished:
         view = self._view(request)
         self._prompts.forget(view.request_id)
-        decision = self.scheduler.request_finished(view, _by_group(block_ids), view.finish_status)
+        decision = self.scheduler.request_finished(
+            view, self._by_group(block_ids), view.finish_status
+        )
         return self._kept(request, decision)
 
     def _kept(self, request: Request, decision: FinishDecision) -> Finished:
@@ -331,6 +341,12 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             if self._news is not None:
                 stack.callback(self._news.close)
 
+    def _by_group(self, block_ids: tuple[list[int], ...]) -> BlockIds:
+        """Where vLLM caches prefixes, it lists states of earlier tokens, or holes, before the
+        request's own."""
+        groups = zip(block_ids, self._windows, strict=True)
+        return tuple(tuple(ids[-1:] if window == STATE else ids) for ids, window in groups)
+
     def _make_scheduler(self) -> SchedulerConnector:
         identity = describe.engine_identity(self._vllm_config, self._config, geometry=None)
         geometry = describe.scheduler_geometry(self._vllm_config, self._kv_cache_config)
@@ -375,7 +391,3 @@ def ours_in(connector: object) -> DisaggConnector | None:
     """An engine's connector, if it is ours, or that one of its several (vLLM's MultiConnector)."""
     among = (connector, *getattr(connector, "sub_connectors", ()))
     return next((each for each in among if isinstance(each, DisaggConnector)), None)
-
-
-def _by_group(block_ids: tuple[list[int], ...]) -> BlockIds:
-    return tuple(tuple(group) for group in block_ids)

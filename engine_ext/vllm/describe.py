@@ -1,6 +1,6 @@
 """vLLM's configuration and memory, in the core's words."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,7 +72,6 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     """Raises ValueError naming what the connector cannot move."""
     parallel = vllm_config.parallel_config
     states = [spec for spec in _specs(kv_cache_config) if isinstance(spec, MambaSpec)]
-    are_cached = any(spec.mamba_cache_mode != "none" for spec in states)
     problems = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
@@ -81,13 +80,17 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         "sleep mode (the KV cache gets other memory)": vllm_config.model_config.enable_sleep_mode,
         "KV-cache groups of different block sizes": len(_block_sizes(kv_cache_config)) > 1,
         "KV-cache groups that are not transferred": _has_private_groups(kv_cache_config),
-        # A request has to have one block of a state, the last one's.
-        "prefix caching of layers that keep a state (--no-enable-prefix-caching)": are_cached,
+        **{f"states kept in mode {mode}": True for mode in _unknown_modes(states)},
         "speculation with layers that keep a state": any(s.num_speculative_blocks for s in states),
     }
     found = [name for name, present in problems.items() if present]
     if found:
         raise ValueError(f"DisaggConnector does not support {', '.join(found)} yet")
+
+
+def _unknown_modes(states: Sequence[MambaSpec]) -> set[str]:
+    """Known are a state for each request, and one more where its prefix is cached, before it."""
+    return {spec.mamba_cache_mode for spec in states} - {"none", "align"}
 
 
 def names_media(vllm_config: VllmConfig) -> bool:
@@ -133,7 +136,8 @@ def _has_private_groups(kv_cache_config: KVCacheConfig) -> bool:
     return len(kv_cache_config.transfer_group_ids) < len(kv_cache_config.kv_cache_groups)
 
 
-def _windows(kv_cache_config: KVCacheConfig) -> tuple[int | None, ...]:
+def windows(kv_cache_config: KVCacheConfig) -> tuple[int | None, ...]:
+    """By group; see `CacheGeometry.group_windows`."""
     return tuple(_window(spec) for spec in _specs(kv_cache_config))
 
 
@@ -154,7 +158,7 @@ def scheduler_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     return CacheGeometry(
         vllm_config.cache_config.block_size,
         kv_cache_config.num_blocks,
-        group_windows=_windows(kv_cache_config),
+        group_windows=windows(kv_cache_config),
     )
 
 
@@ -168,7 +172,7 @@ def cache_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> C
         attn_backend_name=get_current_attn_backends(vllm_config)[0].get_name(),
         num_kv_heads=_num_kv_heads(vllm_config.model_config, kv_cache_config),
         tp_rank=get_tensor_model_parallel_rank(),
-        group_windows=_windows(kv_cache_config),
+        group_windows=windows(kv_cache_config),
     )
 
 

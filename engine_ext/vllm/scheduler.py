@@ -280,14 +280,15 @@ class DisaggMixin:
         manager = self.kv_cache_manager  # type: ignore[attr-defined] # vLLM's
         counted, manager.log_stats = manager.log_stats, False
         try:
-            local = int(self._get_local_prefix_cache_hit(request)[1])  # type: ignore[attr-defined] # vLLM's
+            _, local, _, lacks_state = self._get_local_prefix_cache_hit(request)  # type: ignore[attr-defined] # vLLM's
+            alone = manager.get_computed_blocks(request)[1] if lacks_state else local
         finally:
             manager.log_stats = counted
         if self.connector is None:  # type: ignore[attr-defined] # vLLM's
-            return local, 0
+            return alone, 0
         aligned = local - local % self.block_size  # type: ignore[attr-defined] # vLLM's
         external, _ = self.connector.get_num_new_matched_tokens(request, aligned)  # type: ignore[attr-defined] # vLLM's
-        return aligned if external else local, external
+        return aligned if external else alone, external
 
 
 def _refuse_without(feature: features.Feature, asked: str) -> None:

@@ -4,6 +4,7 @@ The model is that of tests/vllm/state_model.py. The prefill engine stops before 
 token, which the decode engine computes.
 """
 
+import json
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -145,10 +146,11 @@ def test_routed_pushes_are_those_of_one_engine_alone(
         wait_for(lambda: counted(prefiller, "pushes_ok") == pushed + len(asked), "all were pushed")
 
 
-def test_cached_prefixes_are_refused_by_name_at_start(fleet: Fleet, model: Path) -> None:
-    """vLLM then keeps several states of a request, at places of its own choice."""
-    cached = Kind("cached", OURS, ("--enable-prefix-caching",), model)
-    with pytest.raises(AssertionError, match="died"), fleet.server(cached):
+def test_speculation_is_refused_by_name_at_start(fleet: Fleet, model: Path) -> None:
+    """vLLM then keeps a state for each guess, and the right one among them."""
+    config = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    guessing = Kind("guessing", OURS, ("--speculative-config", json.dumps(config)), model)
+    with pytest.raises(AssertionError, match="died"), fleet.server(guessing):
         pass
-    (log,) = fleet.logs.glob("cached-*.log")
-    assert "not support prefix caching of layers that keep a state" in log.read_text()
+    (log,) = fleet.logs.glob("guessing-*.log")
+    assert "not support speculation with layers that keep a state" in log.read_text()

@@ -472,7 +472,9 @@ THRESHOLD = Feature(
         *STREAMS.needs,
         Name(f"{SCHED}.scheduler:Scheduler._get_local_prefix_cache_hit", ("self", "request")),
         Name(f"{SCHED}.scheduler:Scheduler", has=("block_size",)),
-        Name("vllm.v1.core.kv_cache_manager:KVCacheManager", has=("log_stats",)),
+        Name(
+            "vllm.v1.core.kv_cache_manager:KVCacheManager", has=("get_computed_blocks", "log_stats")
+        ),
     ),
 )
 
