@@ -330,6 +330,18 @@ request has one block of it, which stands for all the tokens that were computed,
 """
 
 
+def chunked(num_tokens: int) -> int:
+    """In place of a group's window: a token sees those of its own chunk, which are so many (Llama
+    4's local attention)."""
+    return -num_tokens
+
+
+def first_seen(window: int, position: int) -> int:
+    """The first of the tokens that the one at `position` sees; through a window or in its chunk."""
+    is_chunk = window < 0
+    return position - position % -window if is_chunk else max(0, position - window + 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """One registered stretch of KV memory: `num_blocks` blocks of one layer, or of all `members`.
@@ -370,7 +382,8 @@ class CacheGeometry:
     None: only engines laid out exactly alike can be read."""
     tp_rank: int = 0
     group_windows: tuple[int | None, ...] = (None,)
-    """Per KV-cache group: the tokens of its sliding window, None for full attention, or STATE."""
+    """Per KV-cache group: the tokens of its sliding window, None for full attention, STATE, or what
+    `chunked` makes of a chunk's."""
     is_staged: bool = False
     """KV travels by way of host memory, see staging.py."""
 

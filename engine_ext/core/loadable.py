@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.proof import NoProof, PrefixProof
-from engine_ext.base.types import STATE, CacheGeometry, EngineRequest, RemoteSource
+from engine_ext.base.types import STATE, CacheGeometry, EngineRequest, RemoteSource, first_seen
 from engine_ext.core.params import Role
 from engine_ext.layout.plan import without_holes
 
@@ -88,7 +88,7 @@ class Loadable:
         end = -(-source.num_tokens // block_size)
         kept = without_holes(source.block_ids, self._windows)
         return all(
-            (end - len(ids)) * block_size <= max(0, num_tokens - window + 1)
+            (end - len(ids)) * block_size <= first_seen(window, num_tokens)
             for ids, window in zip(kept, self._windows, strict=False)
             if window is not None and window != STATE
         )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine_ext.base.types import STATE, BlockIds, Region
+from engine_ext.base.types import STATE, BlockIds, Region, first_seen
 from engine_ext.layout.ranks import TensorRank
 
 Indices = npt.NDArray[np.int32]
@@ -241,12 +241,12 @@ class PeerLayout:
         here = self._units("local", local, self.local, positions, window)
         there = self._units("remote", remote, self.remote, positions, window)
         if window is not None:
-            needed = (positions + 1) * self.unit > last_token - window
+            needed = (positions + 1) * self.unit > first_seen(window, last_token - 1)
             ours, theirs = here.blocks != NULL_BLOCK, there.blocks != NULL_BLOCK
             wanted, given = (ours, theirs) if into_local else (theirs, ours)
             if (wanted & needed & ~given).any():
                 holder = "the remote keeps" if into_local else "we keep"
-                raise PlanError(f"{holder} less than the window of {window} tokens")
+                raise PlanError(f"{holder} less than the window of {abs(window)} tokens")
             kept = wanted & given
             here, there = _take(here, kept), _take(there, kept)
         order = np.lexsort((here.places, here.blocks))

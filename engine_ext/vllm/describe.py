@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_bac
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -22,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from engine_ext.base.access import OPEN
 from engine_ext.base.config import CONNECTORS, ConnectorConfig
-from engine_ext.base.types import SHARED, STATE, CacheGeometry, EngineIdentity, Region
+from engine_ext.base.types import SHARED, STATE, CacheGeometry, EngineIdentity, Region, chunked
 from engine_ext.pages import identity
 from engine_ext.vllm.compat import features, support
 
@@ -31,9 +32,6 @@ SCHEDULERS = "engine_ext.vllm.scheduler"
 
 STATELESS = frozenset(("ngram", "suffix"))
 """Ways of speculation that keep nothing of a request at an engine but its tokens."""
-
-WAYS_OUT = {"ChunkedLocalAttentionSpec": " (start with --disable-hybrid-kv-cache-manager)"}
-"""Of kinds of cache that vLLM can also keep in a way that we know."""
 
 CONFIG_KEYS = (
     "kv_connector",
@@ -107,8 +105,7 @@ def _unknown_kinds(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
     """Kinds of attention whose blocks are not simply those of the tokens, or of the last ones."""
     model = vllm_config.model_config
     specs = _specs(kv_cache_config)
-    unknown = {type(spec).__name__ for spec in specs if not _is_known(spec, model)}
-    return {f"{name}{WAYS_OUT.get(name, '')}" for name in unknown}
+    return {type(spec).__name__ for spec in specs if not _is_known(spec, model)}
 
 
 def _is_known(spec: KVCacheSpec, model: ModelConfig) -> bool:
@@ -119,7 +116,7 @@ def _is_known(spec: KVCacheSpec, model: ModelConfig) -> bool:
         return bool(model.use_mla) and not is_sparse
     if type(spec) is MambaSpec:
         return support.is_on(features.STATE_LAYERS)
-    return type(spec) in (FullAttentionSpec, SlidingWindowSpec)
+    return type(spec) in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 
 def _specs(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
@@ -144,6 +141,8 @@ def windows(kv_cache_config: KVCacheConfig) -> tuple[int | None, ...]:
 def _window(spec: KVCacheSpec) -> int | None:
     if isinstance(spec, MambaSpec):
         return STATE
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return chunked(spec.attention_chunk_size)
     return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
 
 

@@ -36,6 +36,9 @@ DEEPSEEK: dict[str, Any] = {
 }
 """vLLM asks for the shape of experts, of which no layer has any."""
 
+BACKEND = ("--attention-backend", "CPU_MLA")
+"""For servers of it: where a CPU has AMX, vLLM takes a backend that knows no float32."""
+
 
 def write_mla_model(directory: Path) -> Path:
     return write_changed_model(directory, MODEL, DEEPSEEK)

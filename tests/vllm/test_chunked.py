@@ -1,5 +1,5 @@
-"""Chunked local attention (Llama 4). With the hybrid KV-cache manager off, each layer keeps all of
-its blocks, and all are moved; with it, vLLM gives them up chunk by chunk, and we refuse."""
+"""Chunked local attention (Llama 4). vLLM gives such layers' blocks up chunk by chunk; without its
+hybrid KV-cache manager each layer keeps all of them, and all are moved."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, metric
 from tests.vllm.chunked_model import CHUNK, write_chunked_model
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
-from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
+from tests.vllm.servers import OURS, Fleet
 
 LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 129, 500, 1500)
 
@@ -21,13 +21,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chunked_model(tmp_path_factory.mktemp("chunked"))
 
 
-@pytest.fixture(scope="module")
-def pair(fleet: Fleet, model: Path) -> Iterator[list[Server]]:
-    with fleet.pair("chunked", OURS, model, "--disable-hybrid-kv-cache-manager") as servers:
+@pytest.fixture(scope="module", params=["by-chunk", "kept"])
+def pair(fleet: Fleet, model: Path, request: pytest.FixtureRequest) -> Iterator[list[Server]]:
+    keeps = ("--disable-hybrid-kv-cache-manager",) if request.param == "kept" else ()
+    with fleet.pair(request.param, OURS, model, *keeps) as servers:
         yield servers
 
 
+def gives_up(server: Server) -> bool:
+    return server.name.startswith("by-chunk")
+
+
 def test_prompts_are_those_of_one_engine_alone(pair: list[Server]) -> None:
+    """Of blocks that are given up, D computes the last token itself."""
     prefiller, decoder = pair
     fetched = metric(decoder, FETCHED)
     with nothing_left(*pair):
@@ -36,7 +42,8 @@ def test_prompts_are_those_of_one_engine_alone(pair: list[Server]) -> None:
             right = complete(prefiller, prompt, max_tokens=2 * CHUNK)
             turn = decode(decoder, prompt, prefill(prefiller, prompt), max_tokens=2 * CHUNK)
             assert differences([right], [turn.answer]) == [], length
-    assert metric(decoder, FETCHED) - fetched == sum(LENGTHS) - 1
+    computed = len(LENGTHS) if gives_up(decoder) else 1
+    assert metric(decoder, FETCHED) - fetched == sum(LENGTHS) - computed
 
 
 def test_an_answer_depends_on_tokens_of_other_chunks(pair: list[Server]) -> None:
@@ -59,12 +66,16 @@ def test_turns_prefill_only_what_is_new(pair: list[Server]) -> None:
     assert metric(prefiller, COMPUTED) - before == len(longer) - turn.params["remote_num_tokens"]
 
 
-def test_blocks_that_are_given_up_chunk_by_chunk_are_refused_at_start(
-    fleet: Fleet, model: Path
-) -> None:
-    kind = Kind("by-chunk", OURS, SCHEDULER, model)
-    with pytest.raises(AssertionError, match="died"), fleet.server(kind):
-        pass
-    (log,) = fleet.logs.glob("by-chunk-*.log")
-    said = log.read_text()
-    assert "not support KV cache of ChunkedLocalAttentionSpec (start with --disable-hybrid-" in said
+def test_a_turn_that_goes_back_a_chunk_is_computed_again(pair: list[Server]) -> None:
+    """The decoder has given up what that chunk's layers would need."""
+    prefiller, decoder = pair
+    prompt = tokens_of(300, 10_300)
+    asked = {**prefill(prefiller, prompt), "retain": True}
+    turn = decode(decoder, prompt, asked, max_tokens=CHUNK)
+    assert turn.params is not None
+    edited = [*prompt[:290], prompt[290] ^ 1, *tokens_of(50, 10_301)]
+    right, before = complete(prefiller, edited), metric(prefiller, COMPUTED)
+    again = take_turn(prefiller, decoder, edited, turn.params)
+    assert differences([right], [again.answer]) == []
+    found = 0 if gives_up(decoder) else 288
+    assert metric(prefiller, COMPUTED) - before == len(edited) - found

@@ -1,4 +1,4 @@
-"""Push with models of other attention than most: latent, and sliding windows beside full."""
+"""Push with other attention than most models have: latent; windows, or chunks, beside full."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,9 +7,10 @@ import pytest
 
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import metric, wait_for
+from tests.vllm.chunked_model import write_chunked_model
 from tests.vllm.hybrid_model import write_hybrid_model
 from tests.vllm.measures import COMPUTED, counted, freed
-from tests.vllm.mla_model import write_mla_model
+from tests.vllm.mla_model import BACKEND, write_mla_model
 from tests.vllm.servers import PUSH, Fleet
 from tests.vllm.test_push import both_legs
 
@@ -22,6 +23,7 @@ ENDING = (95, 127, 159, 255)
     ("name", "write", "lengths", "is_early"),
     [
         ("hybrid", write_hybrid_model, (*LENGTHS, *ENDING), True),
+        ("chunked", write_chunked_model, (*LENGTHS, *ENDING), True),
         # vLLM's CPU build computes a prompt in one step there, so all is written at its end.
         ("mla", write_mla_model, LENGTHS, False),
     ],
@@ -34,8 +36,8 @@ def test_pushed_prompts_and_a_turn_are_those_of_one_engine_alone(
     lengths: tuple[int, ...],
     is_early: bool,
 ) -> None:
-    model = write(tmp_path)
-    with fleet.pair(f"{name}-push", PUSH, model) as (prefiller, decoder):
+    model, options = write(tmp_path), BACKEND if name == "mla" else ()
+    with fleet.pair(f"{name}-push", PUSH, model, *options) as (prefiller, decoder):
         for length in lengths:
             prompt = tokens_of(length, 7600 + length)
             right = complete(prefiller, prompt)

@@ -10,7 +10,7 @@ from tests.integration.legs import decode, prefill, take_turn
 from tests.integration.oracle import Answer, complete, differences, tokens_of
 from tests.integration.processes import Server, metric
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
-from tests.vllm.mla_model import write_mla_model
+from tests.vllm.mla_model import BACKEND, write_mla_model
 from tests.vllm.servers import OURS, SCHEDULER, STOCK, TRUSTING, Fleet, Kind
 
 LENGTHS = (1, 15, 16, 17, 33, 100, 257, 700, 1500)
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def right(fleet: Fleet, model: Path) -> Right:
     """It has ended before the others start: they need much memory."""
     prompts = [PLAIN, CHANGED, FIRST_TURN, *(tokens_of(length, length) for length in LENGTHS)]
-    with fleet.server(Kind("mla-alone", None, (), model)) as alone:
+    with fleet.server(Kind("mla-alone", None, BACKEND, model)) as alone:
         answers = {tuple(prompt): complete(alone, prompt) for prompt in prompts}
         longer = [*FIRST_TURN, *answers[tuple(FIRST_TURN)].tokens]
         return {**answers, tuple(longer): complete(alone, longer)}
@@ -45,9 +45,9 @@ def right(fleet: Fleet, model: Path) -> Right:
 @pytest.fixture(scope="module")
 def servers(fleet: Fleet, model: Path, right: Right) -> Iterator[dict[str, Server]]:
     kinds = (
-        Kind("stock", STOCK, (), model),
-        Kind("one", TRUSTING, SCHEDULER, model),
-        Kind("ranks", OURS, (*SCHEDULER, "--tensor-parallel-size", "2"), model),
+        Kind("stock", STOCK, BACKEND, model),
+        Kind("one", TRUSTING, (*SCHEDULER, *BACKEND), model),
+        Kind("ranks", OURS, (*SCHEDULER, *BACKEND, "--tensor-parallel-size", "2"), model),
     )
     with fleet.servers(*kinds) as started:
         yield {kind.name: server for kind, server in zip(kinds, started, strict=True)}

@@ -128,6 +128,7 @@ CACHE = Feature(
         ),
         Name("vllm.v1.kv_cache_interface:MLAAttentionSpec", has=("tokens_per_state",)),
         Name("vllm.v1.kv_cache_interface:SlidingWindowSpec", has=("sliding_window",)),
+        Name("vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec", has=("attention_chunk_size",)),
         Name("vllm.v1.kv_cache_interface:MambaSpec"),
         Name(
             "vllm.config:CacheConfig",

@@ -15,6 +15,7 @@ from engine_ext.base.types import (
     LeaseGrant,
     RemoteSource,
     TransferResults,
+    chunked,
 )
 from engine_ext.core.scheduler import SchedulerConnector
 from tests.unit.engine_ext.core.fakes import Request, told
@@ -714,6 +715,17 @@ def test_a_remote_that_gave_up_what_a_window_needs_is_not_read(listed: int, load
     if not loaded:
         decoder.update_state_after_alloc(request, BLOCKS * 2, 0)
         assert len(decoder.build_connector_meta().declines) == 1
+
+
+@pytest.mark.parametrize(("listed", "loaded"), [(4, 99), (3, 99), (2, 0)])
+def test_a_remote_that_gave_up_what_a_chunk_needs_is_not_read(listed: int, loaded: int) -> None:
+    """Of 100 tokens in 7 blocks; the token behind 99 sees from 64 on, in block 4."""
+    geometry = CacheGeometry(16, 32, group_windows=(None, chunked(64)))
+    config = ConnectorConfig(engine_id="d")
+    decoder = SchedulerConnector(config, EngineIdentity("d", "10.0.0.2", 5600), geometry)
+    whole = list(BLOCKS[0])
+    request = offered(decoder, remote_block_ids=[whole, [0, *whole[-listed:]]])
+    assert decoder.get_num_new_matched_tokens(request, 0) == (loaded, loaded > 0)
 
 
 # Layers that keep a state.

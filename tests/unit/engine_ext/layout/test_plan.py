@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext.base.types import STATE, CacheGeometry, Region
+from engine_ext.base.types import STATE, CacheGeometry, Region, chunked
 from engine_ext.layout.match import match_peer
 from engine_ext.layout.plan import (
     Batch,
@@ -399,6 +399,23 @@ def test_a_holder_that_keeps_less_than_the_window_is_refused() -> None:
     # What the reader has given up itself, it need not be given.
     batch = plan.to_write((full_list, full_list), (full_list, (0, 0, 0, 0, 5)), 0, 20)
     assert batch.num_blocks == 6
+
+
+@pytest.mark.parametrize(("num_tokens", "needed"), [(16, 2), (17, 1), (20, 1), (21, 2), (24, 2)])
+def test_of_a_chunk_its_own_blocks_are_needed(num_tokens: int, needed: int) -> None:
+    """Chunks of 8 tokens, blocks of 4: those in which the last token's chunk lies."""
+    caches = [replace(windowed(), windows=(None, chunked(8))) for _ in range(2)]
+    plan = match(*caches)
+    number = -(-num_tokens // 4)
+    full_list = tuple(range(1, number + 1))
+    for kept in range(1, number + 1):
+        theirs = full_list, holes(full_list, kept)
+        if kept < needed:
+            with pytest.raises(PlanError, match="window of 8 tokens"):
+                plan.to_read((full_list, full_list), theirs, 0, num_tokens, num_tokens)
+        else:
+            batch = plan.to_read((full_list, full_list), theirs, 0, num_tokens, num_tokens)
+            assert batch.num_blocks == number + kept
 
 
 def test_a_group_with_a_window_goes_with_the_last_part() -> None:
