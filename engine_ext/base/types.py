@@ -91,12 +91,14 @@ class FinishDecision(NamedTuple):
 
 
 class PeerAddress(NamedTuple):
-    """Which engine, where its side channel is, and how many tensor ranks answer there."""
+    """Which engine, where its side channel is, and how many ranks answer there: `tp_size` of each
+    of its `pp_size` stages."""
 
     engine_id: str
     host: str
     port: int
     tp_size: int = 1
+    pp_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,6 +383,7 @@ class CacheGeometry:
     """Of the model, over all ranks; 1 for latent attention (MLA), of which each rank has the whole.
     None: only engines laid out exactly alike can be read."""
     tp_rank: int = 0
+    pp_rank: int = 0
     group_windows: tuple[int | None, ...] = (None,)
     """Per KV-cache group: the tokens of its sliding window, None for full attention, STATE, or what
     `chunked` makes of a chunk's."""

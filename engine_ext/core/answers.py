@@ -69,7 +69,7 @@ class Answers:
             "remote_port": self._identity.port,
             "tp_size": self._identity.tp_size,
             "dcp_size": 1,
-            "pp_size": 1,
+            "pp_size": self._identity.pp_size,
             "remote_num_tokens": num_tokens,
             "transfer_mode": self._mode,
             "remote_block_size": self._block_size,

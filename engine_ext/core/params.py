@@ -176,7 +176,7 @@ def _num_tokens(raw: dict[Any, Any]) -> int | None:
 
 
 def _refuse_other_parallelism(raw: dict[Any, Any]) -> None:
-    for key in ("pp_size", "dcp_size", "pcp_size"):
+    for key in ("dcp_size", "pcp_size"):
         if raw.get(key) not in (None, 1):
             raise _InvalidError(f"{key} is not 1: not supported")
 
@@ -187,6 +187,7 @@ def _address(raw: dict[Any, Any]) -> PeerAddress:
         host=_field(raw, "remote_host", _identifier),
         port=_field(raw, "remote_port", _integer(1, 65535)),
         tp_size=_field(raw, "tp_size", _integer(1, 1024), default=1),
+        pp_size=_field(raw, "pp_size", _integer(1, 1024), default=1),
     )
 
 

@@ -17,7 +17,6 @@ def refuse_unsupported(
     """Raises UnsupportedError for a model or a parallelism whose KV we cannot move."""
     unsupported = _first(
         ("host buffers with layers that keep a state", geometry.has_state and geometry.is_staged),
-        (f"pipeline parallel size {identity.pp_size}", identity.pp_size != 1),
         (f"decode context parallel size {identity.dcp_size}", identity.dcp_size != 1),
         (f"prefill context parallel size {identity.pcp_size}", identity.pcp_size != 1),
     )

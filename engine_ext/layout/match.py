@@ -39,11 +39,13 @@ def match_peer(
     them: TensorRank = ALONE,
     *,
     permute: bool = False,
+    in_part: bool = False,
 ) -> PeerLayout:
     """Lines a remote rank's memory up with ours. Raises PlanError naming what does not fit.
 
     `permute`: another order of heads and tokens inside a block is accepted; it costs a descriptor
-    per head and token.
+    per head and token. `in_part`: either engine has several stages, and the rank may have some of
+    our layers only, or none; who asks looks whether the others have the rest.
     """
     if (unsupported := unsupported_by(remote)) is not None:
         raise PlanError(f"{unsupported} there: not supported")
@@ -53,7 +55,7 @@ def match_peer(
     _check_block_sizes(geometry, remote)
     try:
         matcher = _Matcher(geometry, remote, us, them)
-        for span in _spans(local, _remote_regions(local, remote)):
+        for span in _spans(local, _remote_regions(local, remote, in_part), in_part):
             matcher.add(span)
         return matcher.finish()
     except (LayoutError, RankError, OverflowError) as error:
@@ -143,6 +145,7 @@ class _Matcher:
         self._theirs = self._side(remote.block_size)
         self._unit_bytes = [0] * len(geometry.group_windows)
         self._regions: dict[str, Region] = {}
+        self._layers: list[str] = []
         self._is_alike = (
             geometry.block_size == remote.block_size
             and geometry.kv_cache_layout == remote.kv_cache_layout
@@ -152,6 +155,7 @@ class _Matcher:
     def add(self, span: Span) -> None:
         ours, theirs = span.ours, span.theirs
         self._regions[theirs.name] = theirs
+        self._layers += (ours.layers[place] for place in span.our_layers)
         _require(f"KV-cache group of {ours.name}", ours.group, theirs.group)
         if theirs.block_stride < theirs.block_len:
             raise PlanError(f"block_stride of {theirs.name} is less than its block_len")
@@ -171,7 +175,8 @@ class _Matcher:
             self._unit,
             self._geometry.group_windows,
             tuple(self._unit_bytes),
-            *spare,
+            tuple(self._layers),
+            *(is_so or not self._layers for is_so in spare),
         )
 
     def _side(self, block_size: int) -> _Rows:
@@ -253,7 +258,7 @@ class _Matcher:
         return common
 
 
-def _spans(local: Sequence[Region], remote: Sequence[Region]) -> Iterator[Span]:
+def _spans(local: Sequence[Region], remote: Sequence[Region], in_part: bool) -> Iterator[Span]:
     """Region by region where both have the same layers in a region, else layer by layer."""
     alike = {region.layers: region for region in remote}
     place = {layer: (r, i) for r in remote for i, layer in enumerate(r.layers)}
@@ -264,18 +269,23 @@ def _spans(local: Sequence[Region], remote: Sequence[Region]) -> Iterator[Span]:
             continue
         for i, layer in enumerate(ours.layers):
             if layer not in place:
+                if in_part:
+                    continue
                 raise PlanError(f"the peer has no region {layer}")
             theirs, there = place[layer]
             yield Span(ours, theirs, range(i, i + 1), range(there, there + 1))
 
 
-def _remote_regions(local: Sequence[Region], remote: AgentMetadata) -> list[Region]:
+def _remote_regions(local: Sequence[Region], remote: AgentMetadata, in_part: bool) -> list[Region]:
     """Named by the peer, else in the order of ours."""
     number = len(remote.kv_caches_base_addr)
+    if in_part and remote.region_names is None:
+        raise PlanError("several stages, and the peer does not name its layers")
     names = remote.region_names or [region.name for region in local]
     _require("number of regions", number, len(names))
     layers = remote.block_layers or [[name] for name in names]
-    _require("number of layers", sum(len(r.layers) for r in local), sum(map(len, layers)))
+    if not in_part:
+        _require("number of layers", sum(len(r.layers) for r in local), sum(map(len, layers)))
     groups = remote.region_group_ids or [0] * number
     if len({region.group for region in local}) == 1:
         groups = [local[0].group] * number

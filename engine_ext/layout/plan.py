@@ -122,6 +122,8 @@ class PeerLayout:
     windows: tuple[int | None, ...]
     unit_bytes: tuple[int, ...]
     """By group."""
+    layers: tuple[str, ...] = ()
+    """Ours, which that rank has."""
     skips_read: bool = False
     """A neighbour of this rank holds the same heads, and we read them from there."""
     skips_write: bool = False

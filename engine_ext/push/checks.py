@@ -78,7 +78,7 @@ class Checks:
     def _check(self, registered: Registered, now: float) -> None:
         try:
             rank = rank_of(registered.message, self._us)
-            peer = self._peers.connect(registered.address, now, rank)
+            peer = self._peers.connect(registered.address, now, *rank)
             is_theirs = peer is not None and peer.name == registered.sender
             if peer is not None and is_theirs:
                 peer.layout.check_registered(registered.message.local_block_ids)

@@ -416,6 +416,8 @@ class Registrations:
                 remote_request_id=target.remote_request_id,
                 begin_by=begin_by,
                 tp_rank=self._geometry.tp_rank,
+                pp_rank=self._geometry.pp_rank,
+                pp_size=self._identity.pp_size,
             ),
         )
 

@@ -92,6 +92,7 @@ class Registered:
             message.decode_host,
             message.decode_port,
             message.decode_tp_size,
+            message.disagg.pp_size if message.disagg else 1,
         )
 
 

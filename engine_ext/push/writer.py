@@ -357,7 +357,8 @@ class PushWriter:
 
     def _num_readers(self, registered: Registered) -> int:
         """How many ranks of D register with us."""
-        return max(1, registered.message.decode_tp_size // self._us.size)
+        of_stage = max(1, registered.message.decode_tp_size // self._us.size)
+        return of_stage * registered.address.pp_size
 
     def _leave(self, held: Held, sender: str) -> None:
         """A rank of D withdraws where others of it have registered."""

@@ -240,7 +240,7 @@ class Writes:
     def _connect(self, writing: Writing, now: float) -> PeerHandle | None:
         """None while a handshake runs."""
         registered = writing.registered
-        peer = self._peers.connect(registered.address, now, rank_of(registered.message, self._us))
+        peer = self._peers.connect(registered.address, now, *rank_of(registered.message, self._us))
         if peer is None:
             writing.connect_by = writing.connect_by or now + self._config.handshake_timeout
             if now >= writing.connect_by:
@@ -307,13 +307,17 @@ class Writes:
         )
 
 
-def rank_of(message: PushRegistered, us: TensorRank) -> int:
-    """Of D, the rank that registered; stock does not say which. Raises RankError, PlanError."""
+def rank_of(message: PushRegistered, us: TensorRank) -> tuple[int, int]:
+    """Of D, the tensor rank that registered, and its stage; stock does not say which. Raises
+    RankError, PlanError."""
     faced = us.faces(message.decode_tp_size)
     rank = message.disagg.tp_rank if message.disagg else faced[0]
     if rank not in faced or (len(faced) > 1 and message.disagg is None):
         raise PlanError(f"rank {us} here does not know which rank of D registered")
-    return rank
+    stage, stages = (message.disagg.pp_rank, message.disagg.pp_size) if message.disagg else (0, 1)
+    if stage >= stages:
+        raise PlanError(f"stage {stage} of {stages}")
+    return rank, stage
 
 
 def _done(registered: Registered, world_size: int) -> bytes:

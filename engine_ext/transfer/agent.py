@@ -187,6 +187,8 @@ class NixlAgent:
 
     def prepare(self, name: str, layout: PeerLayout) -> Any:
         mem_types = {region.mem_type for region in layout.regions}
+        if not mem_types:
+            return None  # Another stage's layers.
         if len(mem_types) != 1:
             raise AgentError(f"the peer's regions mix memory types {sorted(mem_types)}")
         with _errors("prepare the remote agent's blocks"):
@@ -195,6 +197,8 @@ class NixlAgent:
         return Prepared(local, remote)
 
     def unprepare(self, peer: PeerHandle) -> None:
+        if peer.descriptors is None:
+            return
         with _errors("drop the remote agent's blocks"):
             self._nixl.release_dlist_handle(peer.descriptors.remote)
 

@@ -16,7 +16,7 @@ from engine_ext.base.seldom import Seldom
 from engine_ext.base.types import CacheGeometry, ConnectorStats, EngineIdentity, PeerAddress, Region
 from engine_ext.layout.match import match_peer
 from engine_ext.layout.plan import ALONE, PeerLayout, PlanError
-from engine_ext.layout.ranks import RankError, TensorRank
+from engine_ext.layout.ranks import MAX_FACED, RankError, TensorRank
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
 from engine_ext.transfer.leases import NEVER
 from engine_ext.wire.dial import Dialer, Handshake, PeerRank, TcpDialer
@@ -94,6 +94,7 @@ class Peers:
         self._config = config
         self._geometry = geometry
         self._regions = regions
+        self._layers = sorted(layer for region in regions for layer in region.layers)
         self._identity = identity
         self._stats = stats
         self._is_in_use = is_in_use
@@ -113,7 +114,7 @@ class Peers:
         return len(self._ready)
 
     def seen(self, now: float) -> Iterator[PeerSeen]:
-        for (address, rank), ready in self._ready.items():
+        for (address, rank, _), ready in self._ready.items():
             yield PeerSeen(
                 address.engine_id,
                 address.host,
@@ -124,15 +125,15 @@ class Peers:
             )
 
     def connect(
-        self, address: PeerAddress, now: float, rank: int | None = None
+        self, address: PeerAddress, now: float, rank: int | None = None, stage: int = 0
     ) -> PeerHandle | None:
-        """That rank of the engine, by default the first that we face; None while its handshake
-        runs.
+        """That rank of the engine's stage, by default the first that we face; None while its
+        handshake runs.
 
         The first call starts the handshake; a call after it failed raises PeerError, once per
         `step`, and the next one starts a new one.
         """
-        peer = PeerRank(address, self._faced(address)[0] if rank is None else rank)
+        peer = PeerRank(address, self._faced(address)[0] if rank is None else rank, stage)
         if (ready := self._ready.get(peer)) is not None:
             ready.used_at = now
             return ready.handle
@@ -143,10 +144,19 @@ class Peers:
         return None
 
     def connect_all(self, address: PeerAddress, now: float) -> list[PeerHandle] | None:
-        """Every rank of the engine that we face; None while a handshake runs. Else as `connect`."""
-        handles = [self.connect(address, now, rank) for rank in self._faced(address)]
+        """Every rank of the engine that we face, in each of its stages; None while a handshake
+        runs. Else as `connect`."""
+        faced, stages = self._faced(address), range(address.pp_size)
+        if len(faced) * len(stages) > MAX_FACED:
+            raise PeerError(f"{len(stages)} stages of {len(faced)} ranks: at most {MAX_FACED}")
+        handles = [self.connect(address, now, rank, stage) for rank in faced for stage in stages]
         ready = [handle for handle in handles if handle is not None]
-        return ready if len(ready) == len(handles) else None
+        if len(ready) < len(handles):
+            return None
+        if self._has_stages(address):
+            for first in range(0, len(ready), len(stages)):
+                self._check_layers(ready[first : first + len(stages)])
+        return ready
 
     def step(self, now: float) -> None:
         """Moves every handshake on. Failures are seen by `connect` until the next step."""
@@ -179,6 +189,18 @@ class Peers:
         for connecting in self._connecting.values():
             connecting.client.close()
         self._dialer.close()
+
+    def _has_stages(self, address: PeerAddress) -> bool:
+        """It, or we: a rank there may have some of our layers, or none."""
+        return address.pp_size > 1 or self._identity.pp_size > 1
+
+    def _check_layers(self, stages: list[PeerHandle]) -> None:
+        """Each of our layers is one stage's there, and one's only."""
+        found = sorted(layer for peer in stages for layer in peer.layout.layers)
+        if found != self._layers:
+            raise PeerError(
+                f"{len(found)} layers here of {len(self._layers)} in its {len(stages)} stages"
+            )
 
     def _faced(self, address: PeerAddress) -> range:
         try:
@@ -256,12 +278,13 @@ class Peers:
             raise PeerError(f"engine {metadata.engine_id} answers where {expected} was")
         self._make_room()
         them = TensorRank(peer.rank, peer.address.tp_size)
-        self._ready[peer] = Ready(self._introduce(them, metadata), since=now, used_at=now)
+        handle = self._introduce(them, metadata, self._has_stages(peer.address))
+        self._ready[peer] = Ready(handle, since=now, used_at=now)
         self._connecting.pop(peer).client.close()
         self._stats.handshakes_ok += 1
         logger.info("connected to %s", peer)
 
-    def _introduce(self, them: TensorRank, metadata: AgentMetadata) -> PeerHandle:
+    def _introduce(self, them: TensorRank, metadata: AgentMetadata, has_stages: bool) -> PeerHandle:
         if metadata.tensor_rank not in (None, them):
             raise PeerError(f"{TensorRank(*metadata.tensor_rank)} answers where {them} was")
         layout = match_peer(
@@ -271,6 +294,7 @@ class Peers:
             self._us,
             them,
             permute=self._config.permute_layout,
+            in_part=has_stages,
         )
         name = self._agent.add_remote(metadata.agent_metadata)
         try:
@@ -289,7 +313,7 @@ class Peers:
             metadata.disagg_ext == EXTENSION_VERSION,
             metadata.lease_extension,
             metadata.write_bound,
-            self._us.facing(them.size),
+            self._us.facing(them.size) * self._identity.pp_size,
         )
         try:
             if handle.has_extension:

@@ -9,7 +9,7 @@ from vllm import __version__ as vllm_version
 from vllm import envs
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -71,7 +71,6 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     parallel = vllm_config.parallel_config
     states = [spec for spec in _specs(kv_cache_config) if isinstance(spec, MambaSpec)]
     problems = {
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         **{f"KV cache of {kind}": True for kind in _unknown_kinds(vllm_config, kv_cache_config)},
@@ -171,6 +170,7 @@ def cache_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> C
         attn_backend_name=get_current_attn_backends(vllm_config)[0].get_name(),
         num_kv_heads=_num_kv_heads(vllm_config.model_config, kv_cache_config),
         tp_rank=get_tensor_model_parallel_rank(),
+        pp_rank=get_pp_group().rank_in_group,
         group_windows=windows(kv_cache_config),
     )
 
@@ -207,6 +207,7 @@ def engine_identity(
         host,
         port,
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
+        pp_size=vllm_config.parallel_config.pipeline_parallel_size,
         compat_factors=factors,
         compat_hash=compat_hash,
     )

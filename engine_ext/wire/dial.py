@@ -20,10 +20,14 @@ MAX_LOOKUPS = 64
 class PeerRank(NamedTuple):
     address: PeerAddress
     rank: int
+    """Tensor rank."""
+    stage: int = 0
+    """Pipeline rank."""
 
     def __str__(self) -> str:
-        engine_id, host, port, _ = self.address
-        return f"engine {engine_id} at {host}:{port}, rank {self.rank}"
+        engine_id, host, port, _, pp_size = self.address
+        stage = f" of stage {self.stage}" if pp_size > 1 else ""
+        return f"engine {engine_id} at {host}:{port}, rank {self.rank}{stage}"
 
 
 class Handshake(Protocol):
@@ -62,10 +66,10 @@ class TcpDialer:
 
     def connect(self, address: str, peer: PeerRank) -> HandshakeClient:
         """`address`: the peer's host, looked up. Raises WireError where it is not allowed."""
-        _, host, port, _ = peer.address
+        _, host, port, _, _ = peer.address
         if not self._access.peers.admit(address):
             raise WireError(f"{host} ({address}) is not one of this engine's allowed_peers")
-        return HandshakeClient(address, port, (0, peer.rank), self._access, host)
+        return HandshakeClient(address, port, (peer.stage, peer.rank), self._access, host)
 
     def close(self) -> None:
         """Handshakes are closed by those who began them."""

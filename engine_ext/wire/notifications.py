@@ -22,6 +22,7 @@ MAX_NOTIFICATION_BYTES = 16 << 10
 MAX_RECEIVED_BYTES = 1 << 20
 """What is longer is not decoded: two hundred thousand block ids are in reach."""
 MAX_TP_SIZE = 1024
+MAX_PP_SIZE = 64
 
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 """Of a request, a transfer or an engine: peers' names are kept, each for some time."""
@@ -135,6 +136,9 @@ class PushExtension(msgspec.Struct, frozen=True):
     """By P's clock: no WRITE may begin after this."""
     tp_rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TP_SIZE)] = 0
     """Whose blocks these are, of `decode_tp_size`."""
+    pp_rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_PP_SIZE)] = 0
+    pp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_PP_SIZE)] = 1
+    """D's stages, and which of them has these blocks."""
 
 
 class PushRegistered(msgspec.Struct, frozen=True, kw_only=True):

@@ -158,6 +158,7 @@ CACHE = Feature(
         Name("vllm.v1.kv_cache_layout:KVCacheLayout", has=("LBHNC",)),
         Name(f"{KV}.utils:get_current_attn_backends", ("vllm_config",)),
         Name("vllm.distributed.parallel_state:get_tensor_model_parallel_rank", ()),
+        Name("vllm.distributed.parallel_state:get_pp_group", ()),
     ),
 )
 """Where a token's KV lies."""

@@ -41,7 +41,7 @@ def test_prefill_skeleton_of_the_router_makes_us_a_prefiller() -> None:
 def test_full_answer_of_a_prefiller_is_a_source() -> None:
     source = parse({**GOOD, "transfer_mode": "pull", "unknown": [1]}).source
     assert source is not None
-    assert source.address == ("e", "10.0.0.1", 5600, 1)
+    assert source.address == ("e", "10.0.0.1", 5600, 1, 1)
     assert source.num_tokens == 40
     assert source.block_ids == ((3, 2, 1),)
 
@@ -109,7 +109,7 @@ def test_any_value_of_any_field_is_parsed_without_an_exception(key: str, value: 
     assert (params.source is not None) == (params.role is Role.DECODE)
 
 
-@pytest.mark.parametrize("key", ["pp_size", "dcp_size", "pcp_size"])
+@pytest.mark.parametrize("key", ["dcp_size", "pcp_size"])
 def test_parallelism_that_is_not_supported_is_named_and_the_request_computed_here(key: str) -> None:
     params = parse({**GOOD, key: 2})
     assert params.role is Role.NONE
@@ -117,10 +117,11 @@ def test_parallelism_that_is_not_supported_is_named_and_the_request_computed_her
     assert key in params.problem
 
 
-def test_the_number_of_tensor_ranks_is_part_of_the_address() -> None:
-    source = parse({**GOOD, "tp_size": 4}).source
+def test_the_numbers_of_ranks_are_part_of_the_address() -> None:
+    source = parse({**GOOD, "tp_size": 4, "pp_size": 2}).source
     assert source is not None
     assert source.address.tp_size == source.tp_size == 4
+    assert source.address.pp_size == 2
 
 
 def test_a_host_outside_of_the_allowed_peers_is_not_followed_in_either_role_or_mode() -> None:

@@ -19,7 +19,6 @@ IDENTITY = EngineIdentity("e", "127.0.0.1", 1)
     ("config", "geometry", "identity", "word"),
     [
         (CONFIG, STAGED_STATES, IDENTITY, "host buffers with layers that keep"),
-        (CONFIG, GEOMETRY, replace(IDENTITY, pp_size=2), "pipeline parallel size 2"),
         (CONFIG, GEOMETRY, replace(IDENTITY, dcp_size=2), "decode context parallel size 2"),
         (CONFIG, GEOMETRY, replace(IDENTITY, pcp_size=2), "prefill context parallel size 2"),
     ],

@@ -329,6 +329,59 @@ def test_a_single_head_lies_alike_in_either_order_of_heads_and_tokens() -> None:
     assert len(plan.local.rows) == len(plan.remote.rows) == model.layers
 
 
+# Pipeline stages.
+
+
+def stage_of(cache: RankCache, layers: slice) -> AgentMetadata:
+    """What a rank says that has these layers alone."""
+    said = cache.metadata()
+    said.kv_caches_base_addr = said.kv_caches_base_addr[layers]
+    said.block_lens = said.block_lens[layers]
+    said.block_strides = said.block_strides[layers]
+    said.region_group_ids = [0] * len(said.block_lens)
+    said.region_names = cache.names[layers]
+    said.block_layers = [[name] for name in said.region_names]
+    return said
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_layers_are_read_from_the_stages_that_have_them(cut: int) -> None:
+    model = Model(layers=3, heads=2, head_bytes=2)
+    holder, reader = RankCache(model), RankCache(model, seed=2)
+    kv, theirs, ours = model.kv(40), (3, 2, 1), (4, 5, 6)
+    holder.store(kv, theirs)
+    expected = reader.after(kv, ours, range(40))
+    for layers in (slice(cut), slice(cut, None)):
+        said = stage_of(holder, layers)
+        plan = match_peer(reader.geometry(), reader.regions(), said, in_part=True)
+        assert plan.layers == tuple(reader.names[layers])
+        batch = plan.to_read((ours,), (theirs,), 0, 40, 40)
+        carry_out(batch, (holder, plan.remote), (reader, plan.local), write=False)
+    # Whole blocks are moved, the last of them with what lies behind its tokens.
+    reader.blocks[6, :, :, 8:] = RankCache(model, seed=2).blocks[6, :, :, 8:]
+    assert (reader.memory == expected).all()
+
+
+def test_a_rank_of_other_layers_is_neither_read_nor_written() -> None:
+    model = Model(layers=3, heads=2, head_bytes=2)
+    cache = RankCache(model)
+    said = stage_of(cache, slice(2, None))
+    plan = match_peer(cache.geometry(), cache.regions()[:2], said, in_part=True)
+    assert plan.layers == ()
+    assert plan.skips_read
+    assert plan.skips_write
+    with pytest.raises(PlanError, match="number of layers differs"):
+        match_peer(cache.geometry(), cache.regions()[:2], said)
+
+
+def test_a_stage_that_does_not_name_its_layers_is_refused() -> None:
+    cache = RankCache(Model(2, 1, 4))
+    said = cache.metadata()
+    said.region_names = None
+    with pytest.raises(PlanError, match="does not name its layers"):
+        match_peer(cache.geometry(), cache.regions(), said, in_part=True)
+
+
 # Sliding windows.
 
 WINDOWED = Model(layers=2, heads=1, head_bytes=2)

@@ -42,20 +42,27 @@ class Everybody:
     """A dialer: every engine answers, each with an agent of its name, but for `silent` ones."""
 
     dialled: list[Answered] = field(default_factory=list)
+    layers: dict[int, slice] = field(default_factory=dict)
+    """Those of a stage; all, where nothing is said."""
 
     def dial(self, peer: PeerRank) -> Answered:
         name = peer.address.engine_id
-        handshake = Answered(None if name.startswith("silent") else payload_of(name))
+        handshake = Answered(None if name.startswith("silent") else self._say(name, peer.stage))
         self.dialled.append(handshake)
         return handshake
+
+    def _say(self, name: str, stage: int) -> HandshakePayload:
+        return payload_of(name, stage, self.layers.get(stage, slice(None)))
 
     def close(self) -> None:
         pass
 
 
-def payload_of(engine_id: str) -> HandshakePayload:
-    agent = f"agent of {engine_id}"
-    metadata = metadata_of(engine_id, agent, regions(), disagg_ext=EXTENSION_VERSION)
+def payload_of(engine_id: str, stage: int = 0, layers: slice = slice(None)) -> HandshakePayload:
+    agent = f"agent of {engine_id}" + (f", stage {stage}" if stage else "")
+    held = regions()[layers]
+    names = [region.name for region in held]
+    metadata = metadata_of(engine_id, agent, held, disagg_ext=EXTENSION_VERSION, region_names=names)
     return decode_payload(encode_payload(metadata, FACTORS))
 
 
@@ -132,6 +139,37 @@ def test_an_engine_known_by_two_addresses_is_removed_with_the_second(known: Know
     assert set(known.agent.peers) == {"agent of p"}
     known.peers.step(3 * TTL)
     assert len(known.agent.peers) == 1  # The double counts twice what NIXL counts once.
+
+
+@pytest.mark.parametrize(
+    ("stages", "problem"),
+    [
+        ((1, 1), None),
+        ((2, 1), "3 layers here of 2"),
+        ((2, 2), "4 layers here of 2"),
+    ],
+)
+def test_of_an_engine_of_two_stages_each_layer_is_found_once(
+    known: Known, stages: tuple[int, int], problem: str | None
+) -> None:
+    """`stages`: how many layers each says that it has, the first the first ones."""
+    known.dialer.layers = {0: slice(stages[0]), 1: slice(2 - stages[1], 2)}
+    address = PeerAddress("p", "10.0.0.1", 5600, pp_size=2)
+    assert known.peers.connect_all(address, 0) is None
+    known.peers.step(0)
+    if problem is not None:
+        with pytest.raises(PeerError, match=problem):
+            known.peers.connect_all(address, 0)
+        return
+    handles = known.peers.connect_all(address, 0)
+    assert handles is not None
+    assert [len(handle.layout.layers) for handle in handles] == list(stages)
+
+
+def test_stages_and_ranks_together_are_bounded(known: Known) -> None:
+    with pytest.raises(PeerError, match="at most 64"):
+        known.peers.connect_all(PeerAddress("p", "10.0.0.1", 5600, pp_size=65), 0)
+    assert not known.dialer.dialled
 
 
 def test_handshakes_under_way_are_bounded(known: Known, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,141 @@
+"""Pipeline parallel in vLLM: a stage reads its layers where the other engine's stages have them."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from tests.integration.legs import decode, decode_body, prefill, take_turn
+from tests.integration.oracle import complete, differences, tokens_of
+from tests.integration.processes import Launcher, Server, metric
+from tests.vllm import mended_pipeline
+from tests.vllm.measures import COMPUTED, FETCHED, counted, nothing_left
+from tests.vllm.plugins import write_plugin
+from tests.vllm.servers import CHUNKS, OURS, PUSH, SCHEDULER, Fleet, Kind
+from tests.vllm.test_push import both_legs
+
+Servers = dict[str, Server]
+
+STAGES = ("--pipeline-parallel-size", "2")
+PAIRS = {
+    "alike": ("even", "even2"),
+    "unlike": ("even", "uneven"),
+    "to one": ("uneven", "one"),
+    "from one": ("one", "even"),
+}
+LENGTHS = (1, 31, 32, 33, 257, 700, 1500)
+
+
+@pytest.fixture(scope="module")
+def mended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    plugin = write_plugin(tmp_path_factory.mktemp("plugin"), mended_pipeline)
+    return {"PYTHONPATH": os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", os.getcwd())])}
+
+
+@pytest.fixture(scope="module")
+def servers(fleet: Fleet, mended: dict[str, str]) -> Iterator[Servers]:
+    """`even`: two layers in each stage; `uneven`: one in the first, three in the second."""
+    staged = (*SCHEDULER, *STAGES)
+    uneven = {**mended, "VLLM_PP_LAYER_PARTITION": "1,3"}
+    kinds = {
+        "one": Kind("pp-one", OURS, SCHEDULER),
+        "even": Kind("pp-even", OURS, staged, environment=mended),
+        "even2": Kind("pp-even2", OURS, staged, environment=mended),
+        "uneven": Kind("pp-uneven", OURS, staged, environment=uneven),
+    }
+    with fleet.servers(*kinds.values()) as started:
+        yield dict(zip(kinds, started, strict=True))
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_prompts_are_those_of_one_engine_alone(servers: Servers, pair: str) -> None:
+    prefiller, decoder = (servers[name] for name in PAIRS[pair])
+    with nothing_left(prefiller, decoder):
+        for length in LENGTHS:
+            prompt = tokens_of(length, list(PAIRS).index(pair) * 10_000 + length)
+            fetched = metric(decoder, FETCHED)
+            turn = decode(decoder, prompt, prefill(prefiller, prompt))
+            assert metric(decoder, FETCHED) - fetched in (length, length - 1)
+            assert differences([complete(servers["one"], prompt)], [turn.answer]) == [], length
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_turns_prefill_only_what_is_new(servers: Servers, pair: str) -> None:
+    """Each stage of P reads its layers of the last turn from D's."""
+    prefiller, decoder = (servers[name] for name in PAIRS[pair])
+    prompt = tokens_of(300, list(PAIRS).index(pair) * 10_000 + 7)
+    asked = {**prefill(prefiller, prompt), "retain": True}
+    turn = decode(decoder, prompt, asked, max_tokens=100)
+    assert turn.params is not None
+    longer = [*prompt, *turn.answer.tokens, *tokens_of(50, 8)]
+    before = metric(prefiller, COMPUTED)
+    again = take_turn(prefiller, decoder, longer, turn.params)
+    new = len(longer) - turn.params["remote_num_tokens"]
+    assert metric(prefiller, COMPUTED) - before <= new
+    assert differences([complete(servers["one"], longer)], [again.answer]) == []
+
+
+@pytest.mark.parametrize(("reader", "stages"), [("one", 1), ("one", 3), ("even2", 1)])
+def test_an_engine_that_has_not_all_layers_there_is_not_read(
+    servers: Servers, reader: str, stages: int
+) -> None:
+    """What is told of its stages is not as it is: a part is not taken for the whole."""
+    decoder, prompt = servers[reader], tokens_of(300, 40 + stages + len(reader))
+    fetched = metric(decoder, FETCHED)
+    params = {**prefill(servers["even"], prompt), "pp_size": stages}
+    body = decode_body(prompt, params)
+    assert decoder.post("/v1/completions", body).status_code == 500
+    assert metric(decoder, FETCHED) == fetched
+    again = decode(decoder, prompt, prefill(servers["even"], prompt))
+    assert differences([complete(servers["uneven"], prompt)], [again.answer]) == []
+
+
+def test_routed_answers_are_those_of_one_engine_alone(fleet: Fleet, servers: Servers) -> None:
+    """Several at once, and a conversation."""
+    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
+    prefiller, decoder = servers["even"], servers["uneven"]
+    asked = [tokens_of(length, 11_000 + length) for length in (40, 300, 301, 600, 900)]
+    right = [complete(servers["one"], prompt) for prompt in asked]
+    with (
+        launcher.router([prefiller], [decoder], "--decode-first-turns", "0") as router,
+        nothing_left(prefiller, seconds=40),
+    ):
+        with ThreadPoolExecutor(3) as pool:
+            assert differences(right, list(pool.map(partial(complete, router), asked))) == []
+        prompt = asked[1]
+        for number in range(3):
+            answer = complete(router, prompt, conversation_id="stages")
+            assert differences([complete(servers["one"], prompt)], [answer]) == []
+            prompt = [*prompt, *answer.tokens, *tokens_of(20, 11_100 + number)]
+
+
+@pytest.fixture(scope="module")
+def pushing(fleet: Fleet, mended: dict[str, str]) -> Iterator[Servers]:
+    staged = (*SCHEDULER, *STAGES, *CHUNKS)
+    uneven = {**mended, "VLLM_PP_LAYER_PARTITION": "1,3"}
+    kinds = {
+        "even": Kind("pp-push-even", PUSH, staged, environment=mended),
+        "uneven": Kind("pp-push-uneven", PUSH, staged, environment=uneven),
+        "one": Kind("pp-push-one", PUSH, (*SCHEDULER, *CHUNKS)),
+    }
+    with fleet.servers(*kinds.values()) as started:
+        yield dict(zip(kinds, started, strict=True))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("pair", ["even uneven", "uneven one", "one even"])
+def test_pushed_prompts_are_those_of_one_engine_alone(pushing: Servers, pair: str) -> None:
+    """Each stage of P writes its layers to those of D's that have them, while it computes."""
+    prefiller, decoder = (pushing[name] for name in pair.split())
+    pushed, early = counted(prefiller, "pushes_ok"), counted(prefiller, "early_blocks")
+    with nothing_left(prefiller):  # D keeps the turns.
+        for length in LENGTHS:
+            prompt = tokens_of(length, 20_000 + len(pair) * 1000 + length)
+            fetched = metric(decoder, FETCHED)
+            turn = both_legs(prefiller, decoder, prompt)
+            assert metric(decoder, FETCHED) - fetched in (length, length - 1)
+            assert differences([complete(pushing["one"], prompt)], [turn.answer]) == [], length
+    assert counted(prefiller, "pushes_ok") - pushed >= len(LENGTHS)
+    assert counted(prefiller, "early_blocks") > early
