@@ -115,6 +115,8 @@ class WorkerConnector:
             self._metadata(agent.metadata()),
             self._identity.compat_factors,
             self._identity.compat_hash,
+            # A stock engine of as many stages would read the first one's layers into each of its.
+            is_for_stock=self._identity.pp_size == 1,
         )
         loop = TransferLoop(
             agent,

@@ -127,7 +127,7 @@ def _rank(engine: Engine, at: SideChannel, dialer: TcpDialer, deadline: float) -
         "remote_port": at.port,
         "tp_size": engine.tp_size,
         "pp_size": engine.pp_size,
-        "compatibility_hash": payload.compatibility_hash,
+        "compatibility_hash": payload.fits,
         "compatibility_factors": payload.compat_factors,
         "block_size": metadata.block_size,
         "num_blocks": metadata.num_blocks,

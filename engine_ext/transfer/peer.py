@@ -62,7 +62,7 @@ def compatibility_problem(
     ours: Mapping[str, str], payload: HandshakePayload, our_hash: str | None = None
 ) -> str | None:
     """Why the peer's model or cache is not ours, naming each field; None when it is."""
-    if payload.compatibility_hash == (our_hash or compatibility_hash(ours)):
+    if payload.fits == (our_hash or compatibility_hash(ours)):
         return None
     theirs = payload.compat_factors
     if theirs is None:

@@ -115,6 +115,10 @@ _PER_REGION = (
 )
 
 
+NOT_FOR_STOCK = "several pipeline stages: for engines with DisaggConnector"
+"""In place of a hash: stock's log shows it."""
+
+
 class HandshakePayload(msgspec.Struct, kw_only=True):
     """The outer map. Stock ignores the keys it does not know, so ours may carry more.
 
@@ -126,6 +130,13 @@ class HandshakePayload(msgspec.Struct, kw_only=True):
     compat_factors: Annotated[dict[Text, Text], msgspec.Meta(max_length=MAX_FACTORS)] | None = None
     challenge: Challenge | None = None
     """The listener knows more to say to who proves to hold the secret (mixed mode)."""
+    hash_among_ours: Text | None = None
+    """Where `compatibility_hash` is `NOT_FOR_STOCK`."""
+
+    @property
+    def fits(self) -> str:
+        """What engines that fit together have alike."""
+        return self.hash_among_ours or self.compatibility_hash
 
 
 class _Preface(msgspec.Struct):
@@ -164,13 +175,20 @@ def decode_request(message: bytes) -> Question:
 
 
 def encode_payload(
-    metadata: AgentMetadata, factors: Mapping[str, str], compat_hash: str | None = None
+    metadata: AgentMetadata,
+    factors: Mapping[str, str],
+    compat_hash: str | None = None,
+    *,
+    is_for_stock: bool = True,
 ) -> bytes:
+    """`is_for_stock` False: stock engines compare hashes, and find that theirs is another."""
+    fits = compat_hash or compatibility_hash(factors)
     return msgspec.msgpack.encode(
         HandshakePayload(
-            compatibility_hash=compat_hash or compatibility_hash(factors),
+            compatibility_hash=fits if is_for_stock else NOT_FOR_STOCK,
             agent_metadata_bytes=msgspec.msgpack.encode(metadata),
             compat_factors=dict(factors),
+            hash_among_ours=None if is_for_stock else fits,
         )
     )
 

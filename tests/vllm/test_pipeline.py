@@ -13,7 +13,7 @@ from tests.integration.processes import Launcher, Server, metric
 from tests.vllm import mended_pipeline
 from tests.vllm.measures import COMPUTED, FETCHED, counted, nothing_left
 from tests.vllm.plugins import write_plugin
-from tests.vllm.servers import CHUNKS, OURS, PUSH, SCHEDULER, Fleet, Kind
+from tests.vllm.servers import CHUNKS, OURS, PUSH, SCHEDULER, STOCK, Fleet, Kind
 from tests.vllm.test_push import both_legs
 
 Servers = dict[str, Server]
@@ -139,3 +139,27 @@ def test_pushed_prompts_are_those_of_one_engine_alone(pushing: Servers, pair: st
             assert differences([complete(pushing["one"], prompt)], [turn.answer]) == [], length
     assert counted(prefiller, "pushes_ok") - pushed >= len(LENGTHS)
     assert counted(prefiller, "early_blocks") > early
+
+
+@pytest.mark.more
+def test_stock_engines_take_no_stage_for_another(fleet: Fleet, mended: dict[str, str]) -> None:
+    """A stock decode engine of two stages would read the first one's layers into each of its. Ours
+    reads those of a stock prefill engine, which names them."""
+    kinds = (
+        Kind("pp-ours", OURS, (*SCHEDULER, *STAGES), environment=mended),
+        Kind("pp-stock", STOCK, STAGES, environment=mended),
+        Kind("pp-stock-one", STOCK),
+    )
+    with fleet.servers(*kinds) as (ours, stock, stock_one):
+        for reader in (stock, stock_one):
+            prompt = tokens_of(300, 12_000 + len(reader.name))
+            body = decode_body(prompt, prefill(ours, prompt))
+            fetched = metric(reader, FETCHED)
+            response = reader.post("/v1/completions", body)
+            assert metric(reader, FETCHED) == fetched
+            assert response.status_code == 500
+            assert "several pipeline stages" in reader.log.read_text()
+        prompt = tokens_of(300, 12_100)
+        right = complete(stock_one, prompt)
+        turn = decode(ours, prompt, prefill(stock_one, prompt))
+        assert differences([right], [turn.answer]) == []

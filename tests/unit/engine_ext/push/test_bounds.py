@@ -107,6 +107,7 @@ def registration(
     host: str = "10.0.0.2",
     tp_size: int = 2,
     blocks: Sequence[int] = (1, 2),
+    stage: tuple[int, int] = (0, 1),
 ) -> PushRegistered:
     return PushRegistered(
         request_id=f"d-{number}",
@@ -119,7 +120,7 @@ def registration(
         remote_host="10.0.0.1",
         remote_port=5600,
         remote_tp_size=2,
-        disagg=PushExtension(number, 0, 32, b"digest", f"p-{number}", 1000.0),
+        disagg=PushExtension(number, 0, 32, b"digest", f"p-{number}", 1000.0, 0, *stage),
     )
 
 
@@ -128,6 +129,14 @@ def test_a_registration_of_an_address_outside_is_refused_and_not_kept(
 ) -> None:
     prefiller.hears(registration(1), registration(2, host="192.0.2.1"))
     assert prefiller.refusals == ["192.0.2.1 is not one of our allowed_peers"]
+    assert prefiller.loop.num_open == 1
+
+
+def test_a_registration_of_a_stage_that_there_is_not_is_refused_and_not_kept(
+    prefiller: Prefiller,
+) -> None:
+    prefiller.hears(registration(1, stage=(2, 2)), registration(2, stage=(1, 2)))
+    assert prefiller.refusals == ["stage 2 of 2"]
     assert prefiller.loop.num_open == 1
 
 

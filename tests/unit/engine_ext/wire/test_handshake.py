@@ -16,6 +16,7 @@ from engine_ext.wire.handshake import (
     MAX_LAYERS,
     MAX_REFUSAL_BYTES,
     MAX_REGIONS,
+    NOT_FOR_STOCK,
     AgentMetadata,
     HandshakePayload,
     RefusedError,
@@ -156,3 +157,13 @@ def test_a_short_answer_that_was_not_proven_may_say_why() -> None:
     prover.take([encode_refusal("prove it", CHALLENGE), b"clock"])
     with pytest.raises(RefusedError, match="too old"):
         prover.take([encode_refusal("the challenge is too old"), b"clock"])
+
+
+def test_a_stock_engine_finds_no_hash_of_its_own_where_it_is_not_meant() -> None:
+    factors = {"model": "m"}
+    meant = decode_payload(encode_payload(METADATA, factors, "vLLM's"))
+    assert meant.compatibility_hash == meant.fits == "vLLM's"
+    other = decode_payload(encode_payload(METADATA, factors, "vLLM's", is_for_stock=False))
+    assert other.compatibility_hash == NOT_FOR_STOCK
+    assert other.fits == "vLLM's"
+    assert as_stock(other).compatibility_hash == NOT_FOR_STOCK
