@@ -149,7 +149,7 @@ def test_half_its_answers_come_within_fifty_milliseconds_while_eight_clients_abu
         assert abusers.stdout.readline() == "at it\n"
         times = [answer_seconds(listener.port) for _ in range(60)]
         counted, _ = abusers.communicate("enough\n", timeout=30)
-    assert int(counted) > 100, "they were not at it"
+    assert int(counted) > len(times), "they were not at it"
     assert statistics.median(times) < 0.05
 
 
