@@ -149,8 +149,8 @@ def test_routed_pushes_are_those_of_one_engine_alone(
 def test_speculation_is_refused_by_name_at_start(fleet: Fleet, model: Path) -> None:
     """vLLM then keeps a state for each guess, and the right one among them."""
     config = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    guessing = Kind("guessing", OURS, ("--speculative-config", json.dumps(config)), model)
+    guessing = Kind("stateful", OURS, ("--speculative-config", json.dumps(config)), model)
     with pytest.raises(AssertionError, match="died"), fleet.server(guessing):
         pass
-    (log,) = fleet.logs.glob("guessing-*.log")
+    (log,) = fleet.logs.glob("stateful-*.log")
     assert "not support speculation with layers that keep a state" in log.read_text()

@@ -264,6 +264,7 @@ class Rank:
         with (
             patch.object(describe, "get_current_attn_backends", lambda _: [backend]),
             patch.object(describe, "get_tensor_model_parallel_rank", lambda: rank),
+            patch.object(describe, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0)),
         ):
             geometry = describe.cache_geometry(config, cache)
         regions = describe.regions(caches, cache)
