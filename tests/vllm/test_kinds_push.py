@@ -23,7 +23,9 @@ ENDING = (95, 127, 159, 255)
     ("name", "write", "lengths", "is_early"),
     [
         ("hybrid", write_hybrid_model, (*LENGTHS, *ENDING), True),
-        ("chunked", write_chunked_model, (*LENGTHS, *ENDING), True),
+        pytest.param(
+            *("chunked", write_chunked_model, (*LENGTHS, *ENDING), True), marks=pytest.mark.more
+        ),
         # vLLM's CPU build computes a prompt in one step there, so all is written at its end.
         ("mla", write_mla_model, LENGTHS, False),
     ],

@@ -146,6 +146,7 @@ def test_routed_pushes_are_those_of_one_engine_alone(
         wait_for(lambda: counted(prefiller, "pushes_ok") == pushed + len(asked), "all were pushed")
 
 
+@pytest.mark.more
 def test_speculation_is_refused_by_name_at_start(fleet: Fleet, model: Path) -> None:
     """vLLM then keeps a state for each guess, and the right one among them."""
     config = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}

@@ -1,0 +1,83 @@
+"""Pipeline parallel in vLLM: pushed, between stages that are alike, beside stock engines. In a file
+of its own: servers of several stages need much memory."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.legs import decode, decode_body, prefill
+from tests.integration.oracle import complete, differences, tokens_of
+from tests.integration.processes import metric
+from tests.vllm.measures import FETCHED, counted, nothing_left
+from tests.vllm.servers import CHUNKS, OURS, PUSH, SCHEDULER, STOCK, Fleet, Kind
+from tests.vllm.test_pipeline import LENGTHS, STAGES, Servers, mended
+from tests.vllm.test_push import both_legs
+
+__all__ = ["mended"]
+
+pytestmark = pytest.mark.more
+
+
+@pytest.fixture(scope="module")
+def pushing(fleet: Fleet, mended: dict[str, str]) -> Iterator[Servers]:
+    staged = (*SCHEDULER, *STAGES, *CHUNKS)
+    uneven = {**mended, "VLLM_PP_LAYER_PARTITION": "1,3"}
+    kinds = {
+        "even": Kind("pp-push-even", PUSH, staged, environment=mended),
+        "uneven": Kind("pp-push-uneven", PUSH, staged, environment=uneven),
+        "one": Kind("pp-push-one", PUSH, (*SCHEDULER, *CHUNKS)),
+    }
+    with fleet.servers(*kinds.values()) as started:
+        yield dict(zip(kinds, started, strict=True))
+
+
+@pytest.mark.parametrize("pair", ["even uneven", "uneven one", "one even"])
+def test_pushed_prompts_are_those_of_one_engine_alone(pushing: Servers, pair: str) -> None:
+    """Each stage of P writes its layers to those of D's that have them, while it computes."""
+    prefiller, decoder = (pushing[name] for name in pair.split())
+    pushed, early = counted(prefiller, "pushes_ok"), counted(prefiller, "early_blocks")
+    with nothing_left(prefiller):  # D keeps the turns.
+        for length in LENGTHS:
+            prompt = tokens_of(length, 20_000 + len(pair) * 1000 + length)
+            fetched = metric(decoder, FETCHED)
+            turn = both_legs(prefiller, decoder, prompt)
+            assert metric(decoder, FETCHED) - fetched in (length, length - 1)
+            assert differences([complete(pushing["one"], prompt)], [turn.answer]) == [], length
+    assert counted(prefiller, "pushes_ok") - pushed >= len(LENGTHS)
+    assert counted(prefiller, "early_blocks") > early
+
+
+def test_stages_that_are_alike_pull(fleet: Fleet, mended: dict[str, str]) -> None:
+    kinds = [
+        Kind(f"pp-alike-{side}", OURS, (*SCHEDULER, *STAGES), environment=mended) for side in "pd"
+    ]
+    with fleet.servers(*kinds) as (prefiller, decoder), nothing_left(prefiller, decoder):
+        for length in LENGTHS:
+            prompt = tokens_of(length, 30_000 + length)
+            fetched = metric(decoder, FETCHED)
+            turn = decode(decoder, prompt, prefill(prefiller, prompt))
+            assert metric(decoder, FETCHED) - fetched in (length, length - 1)
+            assert differences([complete(prefiller, prompt)], [turn.answer]) == [], length
+
+
+def test_stock_engines_take_no_stage_for_another(fleet: Fleet, mended: dict[str, str]) -> None:
+    """A stock decode engine of two stages would read the first one's layers into each of its. Ours
+    reads those of a stock prefill engine, which names them."""
+    kinds = (
+        Kind("pp-ours", OURS, (*SCHEDULER, *STAGES), environment=mended),
+        Kind("pp-stock", STOCK, STAGES, environment=mended),
+        Kind("pp-stock-one", STOCK),
+    )
+    with fleet.servers(*kinds) as (ours, stock, stock_one):
+        for reader in (stock, stock_one):
+            prompt = tokens_of(300, 12_000 + len(reader.name))
+            body = decode_body(prompt, prefill(ours, prompt))
+            fetched = metric(reader, FETCHED)
+            response = reader.post("/v1/completions", body)
+            assert metric(reader, FETCHED) == fetched
+            assert response.status_code == 500
+            assert "several pipeline stages" in reader.log.read_text()
+        prompt = tokens_of(300, 12_100)
+        right = complete(stock_one, prompt)
+        turn = decode(ours, prompt, prefill(stock_one, prompt))
+        assert differences([right], [turn.answer]) == []
