@@ -158,7 +158,6 @@ class PushTarget:
     tp_size: int
     remote_request_id: str
     """What the router told both engines, or P's own id where the router asked P first."""
-    pp_size: int = 1
     transfer_id: str | None = None
     num_tokens: int | None = None
     """That P holds, where it has answered already."""

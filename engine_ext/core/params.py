@@ -161,7 +161,6 @@ def _target(raw: dict[Any, Any]) -> PushTarget:
     return PushTarget(
         address=_address(raw),
         tp_size=_field(raw, "tp_size", _integer(1, 1024), default=1),
-        pp_size=_field(raw, "pp_size", _integer(1, 1024), default=1),
         remote_request_id=_field(raw, "remote_request_id", _notifiable),
         transfer_id=_optional_identifier(raw, "transfer_id"),
         num_tokens=_num_tokens(raw),

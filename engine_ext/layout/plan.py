@@ -125,9 +125,11 @@ class PeerLayout:
     layers: tuple[str, ...] = ()
     """Ours, which that rank has."""
     skips_read: bool = False
-    """A neighbour of this rank holds the same heads, and we read them from there."""
+    """A neighbour of this rank holds the same heads, and we read them from there; or this one has
+    none of our layers."""
     skips_write: bool = False
-    """A neighbour of ours holds the same heads, and writes them."""
+    """A neighbour of ours holds the same heads, and writes them; or that rank has none of our
+    layers."""
 
     def to_read(
         self,

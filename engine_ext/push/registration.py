@@ -406,7 +406,7 @@ class Registrations:
             remote_host=target.address.host,
             remote_port=target.address.port,
             remote_tp_size=target.tp_size,
-            remote_pp_size=target.pp_size,
+            remote_pp_size=target.address.pp_size,
             transfer_id=target.transfer_id,
             disagg=PushExtension(
                 generation=waiting.generation,

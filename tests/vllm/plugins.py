@@ -1,5 +1,6 @@
 """Plugins of vLLM's, for the servers of one test: a module here that has a `register`."""
 
+import os
 from pathlib import Path
 from types import ModuleType
 
@@ -13,3 +14,10 @@ def write_plugin(directory: Path, module: ModuleType) -> Path:
     entry = f"[vllm.general_plugins]\n{name} = {module.__name__}:register\n"
     (metadata / "entry_points.txt").write_text(entry)
     return directory
+
+
+def found_in(directory: Path) -> dict[str, str]:
+    """The environment of a server that looks into this directory before all others."""
+    return {
+        "PYTHONPATH": os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", os.getcwd())])
+    }

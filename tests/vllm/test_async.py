@@ -1,7 +1,6 @@
 """Engines that schedule ahead of the model, as vLLM does on GPUs, with `DisaggAsyncScheduler`; the
 prefill engine has two data-parallel ranks."""
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,7 +14,7 @@ from tests.integration.processes import Server, metric
 from tests.vllm import forced_async
 from tests.vllm.begun_answers import ask, begin, body_of, differ, hand_over, pairs, taken_over
 from tests.vllm.measures import FETCHED, nothing_left, prompts
-from tests.vllm.plugins import write_plugin
+from tests.vllm.plugins import found_in, write_plugin
 from tests.vllm.servers import OURS, Fleet, Kind
 
 ASYNC = ("--scheduler-cls", "engine_ext.vllm.scheduler.DisaggAsyncScheduler", "--async-scheduling")
@@ -25,8 +24,7 @@ RANKS = (0, 1)
 @pytest.fixture(scope="module")
 def pair(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     plugin = write_plugin(tmp_path_factory.mktemp("plugin"), forced_async)
-    path = os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", os.getcwd())])
-    environment = {"PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "DEBUG"}
+    environment = {**found_in(plugin), "VLLM_LOGGING_LEVEL": "DEBUG"}
     kinds = (
         Kind("async-p", OURS, (*ASYNC, "--data-parallel-size", "2"), environment=environment),
         Kind("async-d", OURS, ASYNC, environment=environment),

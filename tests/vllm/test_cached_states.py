@@ -4,8 +4,6 @@ states of earlier tokens, and holes.
 `plain` caches nothing. What it answers by itself is right, and it is a decode engine, too.
 """
 
-import os
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.legs import decode, decode_body, prefill
+from tests.integration.legs import decode, prefill
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric
 from tests.vllm import mended_states
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
-from tests.vllm.plugins import write_plugin
+from tests.vllm.plugins import found_in, write_plugin
 from tests.vllm.servers import CHUNKS, OURS, PUSH, SCHEDULER, UNCACHED, Fleet, Kind
 from tests.vllm.state_model import write_state_model
-from tests.vllm.test_push import both_legs, where
-from tests.vllm.test_state import LENGTHS
+from tests.vllm.test_push import both_legs
+from tests.vllm.test_state import LENGTHS, is_not_written, pulled
 from tests.vllm.test_threshold import finish_reason
 
 CACHED = "--enable-prefix-caching"
@@ -37,8 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    plugin = write_plugin(tmp_path_factory.mktemp("plugin"), mended_states)
-    return {"PYTHONPATH": os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", os.getcwd())])}
+    return found_in(write_plugin(tmp_path_factory.mktemp("plugin"), mended_states))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +56,7 @@ def test_prompts_are_those_of_one_engine_alone(servers: list[Server], of: str) -
         prompt = tokens_of(length, len(of) * 10_000 + length)
         right, fetched = complete(plain, prompt), metric(decoder, FETCHED)
         with nothing_left(prefiller, decoder):
-            turn = decode(decoder, prompt, prefill(prefiller, prompt))
+            turn = pulled(prefiller, decoder, prompt)
         assert differences([right], [turn.answer]) == [], length
         assert metric(decoder, FETCHED) - fetched == length - 1
 
@@ -73,7 +70,7 @@ def test_a_history_that_both_have_is_neither_computed_nor_moved(servers: list[Se
         right = complete(plain, prompt)
         computed, fetched = metric(prefiller, COMPUTED), metric(decoder, FETCHED)
         with nothing_left(prefiller, decoder):
-            answer = decode(decoder, prompt, prefill(prefiller, prompt)).answer
+            answer = pulled(prefiller, decoder, prompt).answer
         assert differences([right], [answer]) == []
         new = len(prompt) if turn == 0 else len(answer.tokens) + 40 + 2 * BLOCK
         assert metric(prefiller, COMPUTED) - computed <= new
@@ -88,7 +85,7 @@ def test_of_a_prompt_that_begins_alike_the_state_is_its_own(servers: list[Server
     others = [[*prompt[:at], prompt[at] ^ 1, *prompt[at + 1 :]] for at in (31, 32, 250, 480, 498)]
     for asked in (prompt, *others, prompt[:480], prompt):
         with nothing_left(prefiller, decoder):
-            answer = decode(decoder, asked, prefill(prefiller, asked)).answer
+            answer = pulled(prefiller, decoder, asked).answer
         assert differences([complete(plain, asked)], [answer]) == []
 
 
@@ -110,7 +107,7 @@ def test_after_a_load_that_failed_all_is_computed_from_a_state_that_is_there(
     prefiller, decoder, plain = servers
     prompt = tokens_of(600, 9820)
     with nothing_left(prefiller, decoder):
-        decode(decoder, prompt, prefill(prefiller, prompt))
+        pulled(prefiller, decoder, prompt)
         longer = [*prompt, *tokens_of(90, 9821)]
         params = prefill(prefiller, longer)
         decode(decoder, longer, params)
@@ -183,13 +180,6 @@ def test_a_state_of_another_prompt_is_not_written(
     prefiller, decoder = pushing
     prompt = tokens_of(300, 9990)
     other = [*prompt[:298], prompt[298] ^ 1, prompt[299]]
-    request_id, fetched = str(uuid.uuid4()), metric(decoder, FETCHED)
-    told = {"do_remote_prefill": True, "remote_request_id": request_id, **where(prefiller)}
-    with nothing_left(*pushing), ThreadPoolExecutor(2) as legs:
-        p_leg = legs.submit(prefill, prefiller, other, None, request_id)
-        d_leg = legs.submit(decoder.post, "/v1/completions", decode_body(prompt, told), request_id)
-        p_leg.result(timeout=60)
-        assert d_leg.result(timeout=60).status_code == 500
-    assert metric(decoder, FETCHED) == fetched
+    is_not_written(pushing, other, prompt)
     answer = both_legs(prefiller, decoder, prompt).answer
     assert differences([complete(servers[-1], prompt)], [answer]) == []

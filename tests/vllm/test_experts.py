@@ -2,7 +2,6 @@
 of one engine and the data-parallel ranks of another. On a CPU vLLM 0.32 needs help with that: see
 tests/vllm/mended_experts.py. The engine that answers alone has neither expert parallel nor help."""
 
-import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from tests.integration.processes import Server, metric
 from tests.vllm import mended_experts
 from tests.vllm.experts_model import EXPERTS, write_experts_model
 from tests.vllm.measures import FETCHED, nothing_left
-from tests.vllm.plugins import write_plugin
+from tests.vllm.plugins import found_in, write_plugin
 from tests.vllm.servers import OURS, SCHEDULER, UNCACHED, Fleet, Kind
 
 LENGTHS = (1, 32, 33, 100, 257, 700, 1500)
@@ -39,9 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def servers(
     fleet: Fleet, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Servers]:
-    plugin = write_plugin(tmp_path_factory.mktemp("plugin"), mended_experts)
-    path = os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", os.getcwd())])
-    mended = {"PYTHONPATH": path}
+    mended = found_in(write_plugin(tmp_path_factory.mktemp("plugin"), mended_experts))
     kinds = {
         "alone": Kind("experts-alone", None, (), model),
         "tensor": Kind("experts-tensor", OURS, TENSOR, model, mended),

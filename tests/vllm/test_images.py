@@ -2,7 +2,6 @@
 taken for another image's. The model is that of tests/vllm/image_model.py."""
 
 import base64
-import os
 import struct
 import uuid
 import zlib
@@ -14,10 +13,12 @@ import numpy as np
 import pytest
 
 from tests.integration.legs import PREFILL
+from tests.integration.oracle import Answer, differences
 from tests.integration.processes import Launcher, Server, metric
 from tests.vllm.image_model import IMAGE_TOKENS, SIZE, write_image_model
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
 from tests.vllm.mended_images import write_mended_images
+from tests.vllm.plugins import found_in
 from tests.vllm.servers import OURS, PUSH, SCHEDULER, UNCACHED, Fleet, Kind
 from tests.vllm.test_push import where
 
@@ -25,16 +26,13 @@ pytestmark = pytest.mark.more
 
 Message = dict[str, Any]
 BEFORE = "Look at this, and then say what it is: "
-CLOSE = 1e-3
-"""Of log-probabilities."""
 
 
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = [str(write_mended_images(tmp_path_factory.mktemp("mended")))]
-    path.append(os.environ.get("PYTHONPATH", os.getcwd()))
+    mended = write_mended_images(tmp_path_factory.mktemp("mended"))
     model = write_image_model(tmp_path_factory.mktemp("images"))
-    return {"model": model, "environment": {"PYTHONPATH": os.pathsep.join(path)}}
+    return {"model": model, "environment": found_in(mended)}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +73,7 @@ def said(
     server: Server, messages: list[Message], name: str | None = None, **more: Any
 ) -> dict[str, Any]:
     body = {"model": "tiny", "messages": messages, "max_tokens": 12, "temperature": 0}
-    body |= {"logprobs": True, "ignore_eos": True, **more}
+    body |= {"logprobs": True, "ignore_eos": True, "return_token_ids": True, **more}
     response = server.post("/v1/chat/completions", body, request_id=name)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
@@ -89,11 +87,15 @@ def prefilled(server: Server, messages: list[Message], name: str | None = None) 
 
 def are_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """By tokens and by log-probabilities."""
-    first, second = (answer["choices"][0]["logprobs"]["content"] for answer in (one, other))
-    pairs = list(zip(first, second, strict=True))
-    return len(pairs) == 12 and all(
-        a["token"] == b["token"] and abs(a["logprob"] - b["logprob"]) < CLOSE for a, b in pairs
-    )
+    return differences([_answer_in(one)], [_answer_in(other)]) == []
+
+
+def _answer_in(body: dict[str, Any]) -> Answer:
+    """Of a chat; of 12 tokens."""
+    choice = body["choices"][0]
+    logprobs = tuple(token["logprob"] for token in choice["logprobs"]["content"])
+    assert len(choice["token_ids"]) == len(logprobs) == 12
+    return Answer(tuple(choice["token_ids"]), logprobs, choice["message"]["content"])
 
 
 def test_an_image_counts(servers: list[Server]) -> None:
@@ -137,11 +139,8 @@ def test_an_image_by_a_name_of_the_clients_is_not_moved(servers: list[Server]) -
     fetched = metric(decoder, FETCHED)
     for image in (7, 8):
         messages = asked(image, uuid=f"mine-{image}")
-        response = prefiller.post(
-            "/v1/chat/completions",
-            {"model": "tiny", "messages": messages, "max_tokens": 1, "kv_transfer_params": PREFILL},
-        )
-        assert response.json().get("kv_transfer_params") is None
+        answer = said(prefiller, messages, max_tokens=1, kv_transfer_params=PREFILL)
+        assert answer.get("kv_transfer_params") is None
         assert are_alike(said(decoder, messages), said(alone, asked(image)))
     assert metric(decoder, FETCHED) == fetched
 

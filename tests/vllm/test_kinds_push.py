@@ -20,14 +20,14 @@ ENDING = (95, 127, 159, 255)
 
 
 @pytest.mark.parametrize(
-    ("name", "write", "lengths", "is_early"),
+    ("name", "write", "lengths", "is_early", "options"),
     [
-        ("hybrid", write_hybrid_model, (*LENGTHS, *ENDING), True),
+        ("hybrid", write_hybrid_model, (*LENGTHS, *ENDING), True, ()),
         pytest.param(
-            *("chunked", write_chunked_model, (*LENGTHS, *ENDING), True), marks=pytest.mark.more
+            "chunked", write_chunked_model, (*LENGTHS, *ENDING), True, (), marks=pytest.mark.more
         ),
         # vLLM's CPU build computes a prompt in one step there, so all is written at its end.
-        ("mla", write_mla_model, LENGTHS, False),
+        ("mla", write_mla_model, LENGTHS, False, BACKEND),
     ],
 )
 def test_pushed_prompts_and_a_turn_are_those_of_one_engine_alone(
@@ -37,8 +37,9 @@ def test_pushed_prompts_and_a_turn_are_those_of_one_engine_alone(
     write: Callable[[Path], Path],
     lengths: tuple[int, ...],
     is_early: bool,
+    options: tuple[str, ...],
 ) -> None:
-    model, options = write(tmp_path), BACKEND if name == "mla" else ()
+    model = write(tmp_path)
     with fleet.pair(f"{name}-push", PUSH, model, *options) as (prefiller, decoder):
         for length in lengths:
             prompt = tokens_of(length, 7600 + length)

@@ -1,9 +1,10 @@
 """Pipeline parallel in vLLM: a stage reads its layers where the other engine's stages have them."""
 
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,9 @@ from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric
 from tests.vllm import mended_pipeline
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
-from tests.vllm.plugins import write_plugin
+from tests.vllm.plugins import found_in, write_plugin
 from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
+from tests.vllm.test_state import Legs, pulled
 
 Servers = dict[str, Server]
 
@@ -28,34 +30,51 @@ LENGTHS = (1, 31, 32, 33, 257, 700, 1500)
 
 @pytest.fixture(scope="module")
 def mended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    plugin = write_plugin(tmp_path_factory.mktemp("plugin"), mended_pipeline)
-    return {"PYTHONPATH": os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", os.getcwd())])}
+    return found_in(write_plugin(tmp_path_factory.mktemp("plugin"), mended_pipeline))
+
+
+@contextmanager
+def engines(
+    fleet: Fleet, name: str, transfer: Mapping[str, Any], mended: dict[str, str], *options: str
+) -> Iterator[Servers]:
+    """`even`: two layers in each stage; `uneven`: one in the first, three in the second."""
+    whole = (*SCHEDULER, *options)
+    staged = (*whole, *STAGES)
+    uneven = {**mended, "VLLM_PP_LAYER_PARTITION": "1,3"}
+    kinds = {
+        "one": Kind(f"{name}-one", transfer, whole),
+        "even": Kind(f"{name}-even", transfer, staged, environment=mended),
+        "uneven": Kind(f"{name}-uneven", transfer, staged, environment=uneven),
+    }
+    with fleet.servers(*kinds.values()) as started:
+        yield dict(zip(kinds, started, strict=True))
+
+
+def prompts_are_right(
+    prefiller: Server, decoder: Server, alone: Server, legs: Legs, seed: int
+) -> None:
+    """As those of one engine alone; nothing of them is computed at the decode engine but, at most,
+    the last token."""
+    for length in LENGTHS:
+        prompt = tokens_of(length, seed + length)
+        fetched = metric(decoder, FETCHED)
+        turn = legs(prefiller, decoder, prompt)
+        assert metric(decoder, FETCHED) - fetched in (length, length - 1)
+        assert differences([complete(alone, prompt)], [turn.answer]) == [], length
 
 
 @pytest.fixture(scope="module")
 def servers(fleet: Fleet, mended: dict[str, str]) -> Iterator[Servers]:
-    """`even`: two layers in each stage; `uneven`: one in the first, three in the second."""
-    staged = (*SCHEDULER, *STAGES)
-    uneven = {**mended, "VLLM_PP_LAYER_PARTITION": "1,3"}
-    kinds = {
-        "one": Kind("pp-one", OURS, SCHEDULER),
-        "even": Kind("pp-even", OURS, staged, environment=mended),
-        "uneven": Kind("pp-uneven", OURS, staged, environment=uneven),
-    }
-    with fleet.servers(*kinds.values()) as started:
-        yield dict(zip(kinds, started, strict=True))
+    with engines(fleet, "pp", OURS, mended) as started:
+        yield started
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_prompts_are_those_of_one_engine_alone(servers: Servers, pair: str) -> None:
     prefiller, decoder = (servers[name] for name in PAIRS[pair])
     with nothing_left(prefiller, decoder):
-        for length in LENGTHS:
-            prompt = tokens_of(length, list(PAIRS).index(pair) * 10_000 + length)
-            fetched = metric(decoder, FETCHED)
-            turn = decode(decoder, prompt, prefill(prefiller, prompt))
-            assert metric(decoder, FETCHED) - fetched in (length, length - 1)
-            assert differences([complete(servers["one"], prompt)], [turn.answer]) == [], length
+        seed = list(PAIRS).index(pair) * 10_000
+        prompts_are_right(prefiller, decoder, servers["one"], pulled, seed)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -85,13 +104,9 @@ def test_an_engine_that_has_not_all_layers_there_is_not_read(
     body = decode_body(prompt, params)
     assert decoder.post("/v1/completions", body).status_code == 500
     assert metric(decoder, FETCHED) == fetched
-    again = decode(decoder, prompt, prefill(servers["even"], prompt))
-    assert (
-        differences(
-            [complete(servers["one" if reader == "uneven" else "uneven"], prompt)], [again.answer]
-        )
-        == []
-    )
+    again = pulled(servers["even"], decoder, prompt)
+    other = servers["uneven" if reader == "one" else "one"]
+    assert differences([complete(other, prompt)], [again.answer]) == []
 
 
 def test_routed_answers_are_those_of_one_engine_alone(fleet: Fleet, servers: Servers) -> None:

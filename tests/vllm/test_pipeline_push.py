@@ -5,13 +5,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.legs import decode, decode_body, prefill
+from tests.integration.legs import decode_body, prefill
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import metric
 from tests.vllm.measures import FETCHED, counted, nothing_left
 from tests.vllm.servers import CHUNKS, OURS, PUSH, SCHEDULER, STOCK, Fleet, Kind
-from tests.vllm.test_pipeline import LENGTHS, STAGES, Servers, mended
+from tests.vllm.test_pipeline import (
+    LENGTHS,
+    STAGES,
+    Servers,
+    engines,
+    mended,
+    prompts_are_right,
+)
 from tests.vllm.test_push import both_legs
+from tests.vllm.test_state import pulled
 
 __all__ = ["mended"]
 
@@ -20,15 +28,8 @@ pytestmark = pytest.mark.more
 
 @pytest.fixture(scope="module")
 def pushing(fleet: Fleet, mended: dict[str, str]) -> Iterator[Servers]:
-    staged = (*SCHEDULER, *STAGES, *CHUNKS)
-    uneven = {**mended, "VLLM_PP_LAYER_PARTITION": "1,3"}
-    kinds = {
-        "even": Kind("pp-push-even", PUSH, staged, environment=mended),
-        "uneven": Kind("pp-push-uneven", PUSH, staged, environment=uneven),
-        "one": Kind("pp-push-one", PUSH, (*SCHEDULER, *CHUNKS)),
-    }
-    with fleet.servers(*kinds.values()) as started:
-        yield dict(zip(kinds, started, strict=True))
+    with engines(fleet, "pp-push", PUSH, mended, *CHUNKS) as started:
+        yield started
 
 
 @pytest.mark.parametrize("pair", ["even uneven", "uneven one", "one even"])
@@ -37,12 +38,8 @@ def test_pushed_prompts_are_those_of_one_engine_alone(pushing: Servers, pair: st
     prefiller, decoder = (pushing[name] for name in pair.split())
     pushed, early = counted(prefiller, "pushes_ok"), counted(prefiller, "early_blocks")
     with nothing_left(prefiller):  # D keeps the turns.
-        for length in LENGTHS:
-            prompt = tokens_of(length, 20_000 + len(pair) * 1000 + length)
-            fetched = metric(decoder, FETCHED)
-            turn = both_legs(prefiller, decoder, prompt)
-            assert metric(decoder, FETCHED) - fetched in (length, length - 1)
-            assert differences([complete(pushing["one"], prompt)], [turn.answer]) == [], length
+        seed = 20_000 + len(pair) * 1000
+        prompts_are_right(prefiller, decoder, pushing["one"], both_legs, seed)
     assert counted(prefiller, "pushes_ok") - pushed >= len(LENGTHS)
     assert counted(prefiller, "early_blocks") > early
 
@@ -52,12 +49,7 @@ def test_stages_that_are_alike_pull(fleet: Fleet, mended: dict[str, str]) -> Non
         Kind(f"pp-alike-{side}", OURS, (*SCHEDULER, *STAGES), environment=mended) for side in "pd"
     ]
     with fleet.servers(*kinds) as (prefiller, decoder), nothing_left(prefiller, decoder):
-        for length in LENGTHS:
-            prompt = tokens_of(length, 30_000 + length)
-            fetched = metric(decoder, FETCHED)
-            turn = decode(decoder, prompt, prefill(prefiller, prompt))
-            assert metric(decoder, FETCHED) - fetched in (length, length - 1)
-            assert differences([complete(prefiller, prompt)], [turn.answer]) == [], length
+        prompts_are_right(prefiller, decoder, prefiller, pulled, 30_000)
 
 
 def test_stock_engines_take_no_stage_for_another(fleet: Fleet, mended: dict[str, str]) -> None:
@@ -79,5 +71,5 @@ def test_stock_engines_take_no_stage_for_another(fleet: Fleet, mended: dict[str,
             assert "several pipeline stages" in reader.log.read_text()
         prompt = tokens_of(300, 12_100)
         right = complete(stock_one, prompt)
-        turn = decode(ours, prompt, prefill(stock_one, prompt))
+        turn = pulled(stock_one, ours, prompt)
         assert differences([right], [turn.answer]) == []

@@ -1,7 +1,6 @@
 """Decoders of vLLM whose caches are too small for what they are asked, one of which schedules ahead
 of the model: what they hand back, a prefiller computes and one of them goes on with."""
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +12,7 @@ from tests.integration.processes import Launcher, Server, metric
 from tests.vllm import begun_answers, forced_async
 from tests.vllm.begun_answers import PATHS, ask, body_of, differ
 from tests.vllm.measures import nothing_left
-from tests.vllm.plugins import write_plugin
+from tests.vllm.plugins import found_in, write_plugin
 from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
 from tests.vllm.test_async import ASYNC
 
@@ -26,10 +25,9 @@ SYNC, AHEAD = 0, 1
 @pytest.fixture(scope="module")
 def small(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     plugin = write_plugin(tmp_path_factory.mktemp("plugin"), forced_async)
-    path = os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", os.getcwd())])
     kinds = (
         Kind("small", OURS, (*SCHEDULER, *FEW)),
-        Kind("small-ahead", OURS, (*ASYNC, *FEW), environment={"PYTHONPATH": path}),
+        Kind("small-ahead", OURS, (*ASYNC, *FEW), environment=found_in(plugin)),
     )
     with fleet.servers(*kinds) as servers:
         yield servers

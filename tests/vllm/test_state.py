@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,6 +109,21 @@ def test_pushed_prompts_are_those_of_one_engine_alone(pushing: list[Server]) -> 
     assert counted(pushing[0], "early_blocks") == 0
 
 
+def is_not_written(servers: list[Server], asked: Prompt, prompt: Prompt, **more: Any) -> None:
+    """P computes the one where D awaits the other; `more` is told to P."""
+    prefiller, decoder = servers
+    request_id, fetched = str(uuid.uuid4()), metric(decoder, FETCHED)
+    told = {"do_remote_prefill": True, "remote_request_id": request_id, **where(prefiller)}
+    body = prefill_body(asked)
+    body["kv_transfer_params"] |= more
+    with nothing_left(*servers), ThreadPoolExecutor(2) as legs:
+        p_leg = legs.submit(prefiller.post, "/v1/completions", body, request_id)
+        d_leg = legs.submit(decoder.post, "/v1/completions", decode_body(prompt, told), request_id)
+        assert p_leg.result(timeout=60).status_code == 200
+        assert d_leg.result(timeout=60).status_code == 500
+    assert metric(decoder, FETCHED) == fetched
+
+
 def test_a_state_of_another_prompt_is_not_written(pushing: list[Server]) -> None:
     """Nor one of the same prompt with a token more, which P computes where it is to hand over what
     it samples."""
@@ -115,19 +131,8 @@ def test_a_state_of_another_prompt_is_not_written(pushing: list[Server]) -> None
     prompt = tokens_of(300, 9500)
     other = [*prompt[:298], prompt[298] ^ 1, prompt[299]]
     right = complete(prefiller, prompt)
-    for asked, more in ((other, {}), (prompt, {"hand_over": True})):
-        request_id, fetched = str(uuid.uuid4()), metric(decoder, FETCHED)
-        told = {"do_remote_prefill": True, "remote_request_id": request_id, **where(prefiller)}
-        body = prefill_body(asked)
-        body["kv_transfer_params"] |= more
-        with nothing_left(*pushing), ThreadPoolExecutor(2) as legs:
-            p_leg = legs.submit(prefiller.post, "/v1/completions", body, request_id)
-            d_leg = legs.submit(
-                decoder.post, "/v1/completions", decode_body(prompt, told), request_id
-            )
-            assert p_leg.result(timeout=60).status_code == 200
-            assert d_leg.result(timeout=60).status_code == 500
-        assert metric(decoder, FETCHED) == fetched
+    is_not_written(pushing, other, prompt)
+    is_not_written(pushing, prompt, prompt, hand_over=True)
     assert differences([right], [both_legs(prefiller, decoder, prompt).answer]) == []
 
 
