@@ -80,7 +80,10 @@ class SchedulerConnector:
         return self._proofs_unreadable
 
     def set_handshake_metadata(self, payloads: Mapping[Rank, bytes]) -> None:
-        """Starts the listener. Raises OSError when the side channel cannot be bound."""
+        """Starts the listener. Told again, as by vLLM 0.33 when it wakes up, it goes on: a worker
+        registers its memory once. Raises OSError when the side channel cannot be bound."""
+        if self._listener is not None:
+            return
         self._listener = HandshakeServer(
             self._identity.host, self._identity.port, payloads, self._config.access
         )

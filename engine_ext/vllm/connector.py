@@ -282,6 +282,12 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.set_wake(NewsSender(self._config.engine_id))
         self._worker.register_kv_caches(describe.regions(kv_caches, self._kv_cache_config))
 
+    def unregister_kv_caches(self) -> None:
+        """vLLM 0.33 goes to sleep. Raises where that would take the memory that others read:
+        without sleep mode, at which we do not start, none but this allocator's."""
+        if self._vllm_config.model_config.enable_cumem_allocator:
+            raise RuntimeError("DisaggConnector does not support /sleep: the KV cache would move")
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if self._worker is None:
             return None

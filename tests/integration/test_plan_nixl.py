@@ -355,6 +355,19 @@ def test_one_rank_that_does_not_answer_fails_the_whole_load(launch: Launch, mode
     assert prefiller.results() == SENT
 
 
+def test_an_engine_that_is_told_its_payloads_again_goes_on(launch: Launch) -> None:
+    """As by vLLM 0.33 when it wakes up; its port is taken, by itself."""
+    prefiller = launch("p", settings=BLOCKS_OF_16)
+    decoder = launch("d", settings=BLOCKS_OF_16)
+    prefiller.scheduler.set_handshake_metadata(
+        {(0, 0): prefiller.workers[0].get_handshake_payload()}
+    )
+    theirs, ours = table(prefiller, 19, step=-1), table(decoder, 5)
+    order(prefiller, decoder, used(prefiller, theirs), used(decoder, ours))
+    assert decoder.results() == OK
+    assert prefiller.results() == SENT
+
+
 def test_a_rank_that_answers_for_another_is_refused(
     launch: Launch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -106,13 +106,14 @@ def test_a_turn_pulls_no_guess(fleet: Fleet, pair: list[Server], alone: Server) 
 def test_what_was_guessed_behind_an_answers_end_is_not_told_of(drafting: list[Server]) -> None:
     """A stock reader has no other word for how far the blocks are the answer's. One of four
     lengths, one after the other, ends in the midst of each step's guesses: there the answer's last
-    token has KV too, for it was guessed."""
+    token has KV too, for it was guessed; in vLLM 0.33 none does."""
     prompt, beyond = repeating(60, 480), []
     for max_tokens in range(20, 24):
         turn = decode(drafting[1], prompt, {"retain": True}, max_tokens)
         assert turn.params is not None
         beyond.append(turn.params["remote_num_tokens"] - len(prompt) - max_tokens)
-    assert (min(beyond), max(beyond)) == (-1, 0)
+    assert min(beyond) == -1
+    assert max(beyond) <= 0
 
 
 def test_a_draft_models_kv_is_asked_of_nobody_who_has_none(

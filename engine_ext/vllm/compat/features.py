@@ -143,6 +143,7 @@ CACHE = Feature(
             "vllm.config:ModelConfig",
             has=(
                 "dtype",
+                "enable_cumem_allocator",
                 "enable_sleep_mode",
                 "get_head_size",
                 "get_total_num_hidden_layers",

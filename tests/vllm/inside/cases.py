@@ -45,12 +45,13 @@ ASYNC = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
 STARTING = {
     "set_xfer_handshake_metadata_pp_aware",
     "register_kv_caches",
+    "unregister_kv_caches",
     "get_handshake_metadata",
     "get_required_kvcache_layout",
     "build_kv_connector_stats",
     "build_prom_metrics",
 }
-"""vLLM calls these while it starts, and does not start if they raise."""
+"""vLLM calls these while it starts or before it sleeps, and does neither if they raise."""
 PAGES = {"inspect"}
 """Called by `inspect_worker` alone, which lets nothing out."""
 
@@ -364,6 +365,14 @@ def what_cannot_be_is_refused_by_name(model: Path) -> None:
     assert "sleep mode" in refusal(refuse)
 
 
+def a_kv_cache_that_others_read_does_not_sleep(model: Path) -> None:
+    engine = Engine(model)
+    worker: Any = engine.ranks[0].connector
+    worker.unregister_kv_caches()
+    worker._vllm_config.model_config.enable_cumem_allocator = True
+    assert "/sleep" in refusal(worker.unregister_kv_caches)
+
+
 def what_sparse_attention_keeps_is_refused(model: Path) -> None:
     latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
     compressed = replace(latent, tokens_per_state=4)
@@ -392,7 +401,7 @@ def a_permuted_layout_is_passed_on(model: Path) -> None:
 def refusal(action: Callable[[], Any]) -> str:
     try:
         action()
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         return str(error)
     raise AssertionError("not refused")
 
@@ -412,6 +421,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         what_ended_elsewhere_is_declined,
         a_global_threshold_without_the_plugin_is_refused_at_start,
         what_cannot_be_is_refused_by_name,
+        a_kv_cache_that_others_read_does_not_sleep,
         what_sparse_attention_keeps_is_refused,
         a_permuted_layout_is_passed_on,
     ):
