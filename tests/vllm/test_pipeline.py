@@ -63,6 +63,20 @@ def prompts_are_right(
         assert differences([complete(alone, prompt)], [turn.answer]) == [], length
 
 
+def a_turn_is_right(prefiller: Server, decoder: Server, alone: Server, seed: int) -> None:
+    """As one engine alone says; P computes only what is new."""
+    prompt = tokens_of(300, seed)
+    asked = {**prefill(prefiller, prompt), "retain": True}
+    turn = decode(decoder, prompt, asked, max_tokens=100)
+    assert turn.params is not None
+    longer = [*prompt, *turn.answer.tokens, *tokens_of(50, 8)]
+    before = metric(prefiller, COMPUTED)
+    again = take_turn(prefiller, decoder, longer, turn.params)
+    new = len(longer) - turn.params["remote_num_tokens"]
+    assert metric(prefiller, COMPUTED) - before <= new
+    assert differences([complete(alone, longer)], [again.answer]) == []
+
+
 @pytest.fixture(scope="module")
 def servers(fleet: Fleet, mended: dict[str, str]) -> Iterator[Servers]:
     with engines(fleet, "pp", OURS, mended) as started:
@@ -81,16 +95,7 @@ def test_prompts_are_those_of_one_engine_alone(servers: Servers, pair: str) -> N
 def test_turns_prefill_only_what_is_new(servers: Servers, pair: str) -> None:
     """Each stage of P reads its layers of the last turn from D's."""
     prefiller, decoder = (servers[name] for name in PAIRS[pair])
-    prompt = tokens_of(300, list(PAIRS).index(pair) * 10_000 + 7)
-    asked = {**prefill(prefiller, prompt), "retain": True}
-    turn = decode(decoder, prompt, asked, max_tokens=100)
-    assert turn.params is not None
-    longer = [*prompt, *turn.answer.tokens, *tokens_of(50, 8)]
-    before = metric(prefiller, COMPUTED)
-    again = take_turn(prefiller, decoder, longer, turn.params)
-    new = len(longer) - turn.params["remote_num_tokens"]
-    assert metric(prefiller, COMPUTED) - before <= new
-    assert differences([complete(servers["one"], longer)], [again.answer]) == []
+    a_turn_is_right(prefiller, decoder, servers["one"], list(PAIRS).index(pair) * 10_000 + 7)
 
 
 @pytest.mark.parametrize(("reader", "stages"), [("one", 1), ("one", 3), ("uneven", 1)])
