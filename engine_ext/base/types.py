@@ -362,6 +362,8 @@ class Region:
     """KV-cache group, an index into `CacheGeometry.group_windows`, or SHARED."""
     members: tuple[str, ...] = ()
     """Where one block holds several layers: their names, in the order they lie there."""
+    tenants: tuple[str, ...] = ()
+    """Of SHARED memory, by group: the layer whose blocks of that group lie there, or no name."""
 
     @property
     def layers(self) -> tuple[str, ...]:

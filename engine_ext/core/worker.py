@@ -257,5 +257,6 @@ class WorkerConnector:
             lease_extension=self._config.lease_extension,
             write_bound=self._config.write_bound,
             block_layers=[list(region.layers) for region in regions],
+            region_tenants=[list(region.tenants) for region in regions],
             tensor_rank=(self._geometry.tp_rank, self._identity.tp_size),
         )

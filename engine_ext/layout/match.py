@@ -1,7 +1,7 @@
 """Lines a remote rank's memory up with ours, once per handshake."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -55,11 +55,30 @@ def match_peer(
     _check_block_sizes(geometry, remote)
     try:
         matcher = _Matcher(geometry, remote, us, them)
-        for span in _spans(local, _remote_regions(local, remote, in_part), in_part):
+        theirs = _remote_regions(local, remote, in_part)
+        if in_part:
+            local, theirs = one_by_one(local), one_by_one(theirs)
+        for span in _spans(local, theirs, in_part):
             matcher.add(span)
         return matcher.finish()
     except (LayoutError, RankError, OverflowError) as error:
         raise PlanError(str(error)) from None
+
+
+def one_by_one(regions: Sequence[Region]) -> list[Region]:
+    """Memory that layers of several groups share as a region for each of them: another engine's
+    stages may have others of them together. Raises PlanError where it is not told who they are."""
+    found: list[Region] = []
+    for region in regions:
+        if region.group != SHARED:
+            found.append(region)
+            continue
+        if not any(region.tenants):
+            raise PlanError(f"several stages, and it is not told which layers share {region.name}")
+        for group, layer in enumerate(region.tenants):
+            if layer:
+                found.append(replace(region, name=layer, group=group, members=(), tenants=()))
+    return found
 
 
 def _check_layouts(ours: str, theirs: str, permute: bool) -> None:
@@ -287,9 +306,10 @@ def _remote_regions(local: Sequence[Region], remote: AgentMetadata, in_part: boo
     if not in_part:
         _require("number of layers", sum(len(r.layers) for r in local), sum(map(len, layers)))
     groups = remote.region_group_ids or [0] * number
-    if len({region.group for region in local}) == 1:
+    if not in_part and len({region.group for region in local}) == 1:
         groups = [local[0].group] * number
     counts = remote.region_num_blocks or [remote.num_blocks] * number
+    tenants = remote.region_tenants or [[]] * number
     types = remote.region_mem_types or [local[0].mem_type] * number
     return [
         Region(
@@ -302,6 +322,7 @@ def _remote_regions(local: Sequence[Region], remote: AgentMetadata, in_part: boo
             types[i],
             groups[i],
             tuple(layers[i]),
+            tuple(tenants[i]),
         )
         for i in range(number)
     ]

@@ -14,7 +14,7 @@ from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.inspection import PeerSeen
 from engine_ext.base.seldom import Seldom
 from engine_ext.base.types import CacheGeometry, ConnectorStats, EngineIdentity, PeerAddress, Region
-from engine_ext.layout.match import match_peer
+from engine_ext.layout.match import match_peer, one_by_one
 from engine_ext.layout.plan import ALONE, PeerLayout, PlanError
 from engine_ext.layout.ranks import MAX_FACED, RankError, TensorRank
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
@@ -94,7 +94,6 @@ class Peers:
         self._config = config
         self._geometry = geometry
         self._regions = regions
-        self._layers = sorted(layer for region in regions for layer in region.layers)
         self._identity = identity
         self._stats = stats
         self._is_in_use = is_in_use
@@ -197,10 +196,9 @@ class Peers:
     def _check_layers(self, stages: list[PeerHandle]) -> None:
         """Each of our layers is one stage's there, and one's only."""
         found = sorted(layer for peer in stages for layer in peer.layout.layers)
-        if found != self._layers:
-            raise PeerError(
-                f"{len(found)} layers here of {len(self._layers)} in its {len(stages)} stages"
-            )
+        ours = sorted(layer for region in one_by_one(self._regions) for layer in region.layers)
+        if found != ours:
+            raise PeerError(f"{len(found)} layers here of {len(ours)} in its {len(stages)} stages")
 
     def _faced(self, address: PeerAddress) -> range:
         try:

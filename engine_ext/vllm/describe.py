@@ -354,14 +354,20 @@ def regions(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfi
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
         for layer in group.layer_names
     }
-    found: dict[int, Region] = {}
+    found: dict[int, list[Region]] = {}
     for name in sorted(kv_caches.keys() & groups.keys(), key=_natural):
         region = _region(name, kv_caches[name], kv_cache_config.num_blocks, groups[name])
-        first = found.setdefault(region.base_addr, region)
-        if first.group != region.group:
-            longest = max(first.block_len, region.block_len)  # a state may fill less of a block
-            found[region.base_addr] = replace(first, group=SHARED, block_len=longest)
-    return list(found.values())
+        found.setdefault(region.base_addr, []).append(region)
+    return [_in_one(layers, len(kv_cache_config.kv_cache_groups)) for layers in found.values()]
+
+
+def _in_one(layers: list[Region], num_groups: int) -> Region:
+    first, tenants = layers[0], {layer.group: layer.name for layer in layers}
+    if len(tenants) == 1:
+        return first
+    longest = max(layer.block_len for layer in layers)  # a state may fill less of a block
+    by_group = tuple(tenants.get(group, "") for group in range(num_groups))
+    return replace(first, group=SHARED, block_len=longest, tenants=by_group)
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:

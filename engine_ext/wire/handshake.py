@@ -102,6 +102,8 @@ class AgentMetadata(msgspec.Struct, kw_only=True):
     block_layers: Annotated[list[Layers], msgspec.Meta(max_length=MAX_REGIONS)] | None = None
     """Per region, the layers that one block holds, in their order; stock neither sends nor reads
     it. Stock's `region_members` are layers that share the memory."""
+    region_tenants: Annotated[list[Texts], msgspec.Meta(max_length=MAX_REGIONS)] | None = None
+    """Per region, by group, those that share the memory; stock neither sends nor reads it."""
 
 
 _PER_REGION = (
@@ -110,6 +112,7 @@ _PER_REGION = (
     "region_num_blocks",
     "region_group_ids",
     "block_layers",
+    "region_tenants",
     "region_names",
     "region_mem_types",
 )

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,16 +36,21 @@ def mended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @contextmanager
 def engines(
-    fleet: Fleet, name: str, transfer: Mapping[str, Any], mended: dict[str, str], *options: str
+    fleet: Fleet,
+    name: str,
+    transfer: Mapping[str, Any],
+    mended: dict[str, str],
+    *options: str,
+    model: Path | None = None,
 ) -> Iterator[Servers]:
     """`even`: two layers in each stage; `uneven`: one in the first, three in the second."""
     whole = (*SCHEDULER, *options)
     staged = (*whole, *STAGES)
     uneven = {**mended, "VLLM_PP_LAYER_PARTITION": "1,3"}
     kinds = {
-        "one": Kind(f"{name}-one", transfer, whole),
-        "even": Kind(f"{name}-even", transfer, staged, environment=mended),
-        "uneven": Kind(f"{name}-uneven", transfer, staged, environment=uneven),
+        "one": Kind(f"{name}-one", transfer, whole, model),
+        "even": Kind(f"{name}-even", transfer, staged, model, mended),
+        "uneven": Kind(f"{name}-uneven", transfer, staged, model, uneven),
     }
     with fleet.servers(*kinds.values()) as started:
         yield dict(zip(kinds, started, strict=True))

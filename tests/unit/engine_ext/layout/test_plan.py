@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext.base.types import STATE, CacheGeometry, Region, chunked
+from engine_ext.base.types import SHARED, STATE, CacheGeometry, Region, chunked
 from engine_ext.layout.match import match_peer
 from engine_ext.layout.plan import (
     Batch,
@@ -372,6 +372,54 @@ def test_a_rank_of_other_layers_is_neither_read_nor_written() -> None:
     assert plan.skips_write
     with pytest.raises(PlanError, match="number of layers differs"):
         match_peer(cache.geometry(), cache.regions()[:2], said)
+
+
+SHARES: dict[str, Region] = {
+    "whole": Region("a0", 0x1000, 64, 64, 8, group=SHARED, tenants=("a0", "b0")),
+    "rest of whole": Region("a1", 0x2000, 64, 64, 8, group=0),
+    "stage": Region("a1", 0x5000, 64, 64, 8, group=SHARED, tenants=("a1", "b0")),
+}
+"""Of an engine with all of a0, a1 and b0, and of one's stage that has the last two: a0 and a1 are
+of one group, b0 is of another, and shares the memory of the group's first layer there."""
+
+
+def said_of(regions: list[Region]) -> AgentMetadata:
+    said = RankCache(Model(len(regions), 1, 4)).metadata()
+    said.kv_caches_base_addr = [region.base_addr for region in regions]
+    said.block_lens = said.block_strides = [64] * len(regions)
+    said.region_num_blocks = [8] * len(regions)
+    said.region_group_ids = [region.group for region in regions]
+    said.region_names = [region.name for region in regions]
+    said.block_layers = [list(region.layers) for region in regions]
+    said.region_tenants = [list(region.tenants) for region in regions]
+    return said
+
+
+def test_a_stage_reads_each_layer_where_it_is_whoever_shares_its_memory() -> None:
+    """Both have a region a1 that layers share; behind the name is not b0 but at one of them."""
+    geometry = CacheGeometry(16, 8, group_windows=(None, 8))
+    said = said_of([SHARES["whole"], SHARES["rest of whole"]])
+    plan = match_peer(geometry, [SHARES["stage"]], said, in_part=True)
+    assert plan.layers == ("a1", "b0")
+    assert plan.local.rows[:, 0].tolist() == [0x5000, 0x5000]
+    assert plan.remote.rows[:, 0].tolist() == [0x2000, 0x1000]
+    for side in (plan.local, plan.remote):
+        assert [table.starts.tolist() for table in side.groups] == [[[0]], [[8]]]
+
+
+def test_a_stage_that_does_not_say_who_shares_its_memory_is_refused() -> None:
+    geometry = CacheGeometry(16, 8, group_windows=(None, 8))
+    said = said_of([SHARES["whole"], SHARES["rest of whole"]])
+    said.region_tenants = None
+    with pytest.raises(PlanError, match="not told which layers share a0"):
+        match_peer(geometry, [SHARES["stage"]], said, in_part=True)
+
+
+def test_a_layer_of_another_group_there_is_refused() -> None:
+    geometry = CacheGeometry(16, 8, group_windows=(None, 8))
+    said = said_of([SHARES["whole"], replace(SHARES["rest of whole"], group=1)])
+    with pytest.raises(PlanError, match="KV-cache group of a1 differs: 0 here, 1 there"):
+        match_peer(geometry, [replace(SHARES["rest of whole"], group=0)], said, in_part=True)
 
 
 def test_a_stage_that_does_not_name_its_layers_is_refused() -> None:
