@@ -8,7 +8,7 @@ own deadline, and those of an engine's ranks run together.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.inspection import PeerSeen
@@ -196,9 +196,15 @@ class Peers:
     def _check_layers(self, stages: list[PeerHandle]) -> None:
         """Each of our layers is one stage's there, and one's only."""
         found = sorted(layer for peer in stages for layer in peer.layout.layers)
-        ours = sorted(layer for region in one_by_one(self._regions) for layer in region.layers)
-        if found != ours:
-            raise PeerError(f"{len(found)} layers here of {len(ours)} in its {len(stages)} stages")
+        if found != self._layers:
+            raise PeerError(
+                f"{len(found)} layers here of {len(self._layers)} in its {len(stages)} stages"
+            )
+
+    @cached_property
+    def _layers(self) -> list[str]:
+        """Asked for where there are stages: without, those that share memory need not be told."""
+        return sorted(layer for region in one_by_one(self._regions) for layer in region.layers)
 
     def _faced(self, address: PeerAddress) -> range:
         try:

@@ -94,6 +94,9 @@ class Engine:
         self._aggregate = Aggregate(self.tp_size)
         for worker, cache in zip(self.workers, self.caches, strict=True):
             worker.register_kv_caches(cache.regions())
+        self.tell_payloads()
+
+    def tell_payloads(self) -> None:
         self.scheduler.set_handshake_metadata(
             {(0, rank): w.get_handshake_payload() for rank, w in enumerate(self.workers)}
         )
@@ -359,9 +362,7 @@ def test_an_engine_that_is_told_its_payloads_again_goes_on(launch: Launch) -> No
     """As by vLLM 0.33 when it wakes up; its port is taken, by itself."""
     prefiller = launch("p", settings=BLOCKS_OF_16)
     decoder = launch("d", settings=BLOCKS_OF_16)
-    prefiller.scheduler.set_handshake_metadata(
-        {(0, 0): prefiller.workers[0].get_handshake_payload()}
-    )
+    prefiller.tell_payloads()
     theirs, ours = table(prefiller, 19, step=-1), table(decoder, 5)
     order(prefiller, decoder, used(prefiller, theirs), used(decoder, ours))
     assert decoder.results() == OK

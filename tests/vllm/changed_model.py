@@ -5,9 +5,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors.numpy import load, save
 
 from engine_ext.reference.tiny_model import TinyModel, Weights, write_tiny_model
+
+
+def normal(random: np.random.Generator) -> Callable[..., Any]:
+    """Draws weights of the shape it is given; `scale` is their deviation, 0.1 by default."""
+
+    def drawn(*shape: int, scale: float = 0.1) -> Any:
+        return random.normal(0, scale, shape).astype(np.float32)
+
+    return drawn
 
 
 def write_changed_model(

@@ -7,6 +7,8 @@ import pytest
 from engine_ext.reference.tiny_model import write_tiny_model
 from tests.conftest import find_free_ports
 from tests.integration.processes import Server
+from tests.vllm import mended_pipeline
+from tests.vllm.plugins import found_in, write_plugin
 from tests.vllm.servers import OURS, SCHEDULER, TRUSTING, Fleet, Kind
 
 
@@ -50,3 +52,9 @@ def prefiller(trio: list[Server]) -> Server:
 @pytest.fixture(scope="session")
 def decoder(trio: list[Server]) -> Server:
     return trio[2]
+
+
+@pytest.fixture(scope="session")
+def stages_mended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of an engine of several pipeline stages."""
+    return found_in(write_plugin(tmp_path_factory.mktemp("stages"), mended_pipeline))

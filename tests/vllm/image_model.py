@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from engine_ext.reference.tiny_model import VOCAB_SIZE, TinyModel, Weights
-from tests.vllm.changed_model import write_changed_model
+from tests.vllm.changed_model import normal, write_changed_model
 
 IMAGE, IMAGE_ID = "<image>", VOCAB_SIZE
 MODEL = TinyModel()
@@ -75,9 +75,7 @@ def _config(language: dict[str, Any]) -> dict[str, Any]:
 def _as_llava(language: Weights) -> Weights:
     random = np.random.default_rng(1)
 
-    def drawn(*shape: int, scale: float = 0.1) -> Any:
-        return random.normal(0, scale, shape).astype(np.float32)
-
+    drawn = normal(random)
     weights = {f"language_model.{name}": _with_row(name, w) for name, w in language.items()}
     hidden = 64
     tower = "vision_tower.vision_model"

@@ -1,8 +1,7 @@
 """A tiny Qwen3-Next: three layers of gated delta nets, which keep a state, to one of attention;
 each layer has a mixture of experts.
 
-The states forget slowly, over 10 to 1,000 tokens: with the usual decay a token is forgotten after
-the next few, and a state that is another prompt's would not be seen in an answer.
+The states forget as slowly as those of tests/vllm/state_model.py.
 """
 
 from pathlib import Path
@@ -11,17 +10,20 @@ from typing import Any
 import numpy as np
 
 from engine_ext.reference.tiny_model import VOCAB_SIZE, TinyModel, Weights
-from tests.vllm.changed_model import write_changed_model
+from tests.vllm.changed_model import normal, write_changed_model
+from tests.vllm.state_model import slow_decays
 
 MODEL = TinyModel(layers=4, hidden=128, heads=4, kv_heads=2, intermediate=128)
 KEY_HEADS, VALUE_HEADS, HEAD, WIDTH = 1, 2, 128, 4
 """Of a delta net, and of how many tokens it takes a mean at once."""
 KEYS, VALUES = KEY_HEADS * HEAD, VALUE_HEADS * HEAD
 EXPERTS, EXPERT = 4, 64
+INTERVAL = 4
+"""Of so many layers the last has attention."""
 NEXT: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",
-    "full_attention_interval": 4,
+    "full_attention_interval": INTERVAL,
     "linear_num_key_heads": KEY_HEADS,
     "linear_num_value_heads": VALUE_HEADS,
     "linear_key_head_dim": HEAD,
@@ -44,8 +46,7 @@ def write_qwen_next(directory: Path) -> Path:
 
 
 def _weights(random: np.random.Generator) -> Weights:
-    def drawn(*shape: int, scale: float = 0.1) -> Any:
-        return random.normal(0, scale, shape).astype(np.float32)
+    drawn = normal(random)
 
     def full(size: int, value: float) -> Any:
         return np.full(size, value, dtype=np.float32)
@@ -74,7 +75,7 @@ def _weights(random: np.random.Generator) -> Weights:
         }
         for expert in range(EXPERTS):
             of_layer |= mlp(f"mlp.experts.{expert}")
-        if layer % 4 == 3:
+        if layer % INTERVAL == INTERVAL - 1:
             of_layer |= {
                 "self_attn.q_proj.weight": drawn(2 * queries, hidden),
                 "self_attn.k_proj.weight": drawn(keys, hidden),
@@ -84,12 +85,11 @@ def _weights(random: np.random.Generator) -> Weights:
                 "self_attn.k_norm.weight": full(head, 0),
             }
         else:
-            decays = np.geomspace(0.001, 0.1, VALUE_HEADS, dtype=np.float32)
             of_layer |= {
                 "linear_attn.in_proj_qkvz.weight": drawn(2 * KEYS + 2 * VALUES, hidden),
                 "linear_attn.in_proj_ba.weight": drawn(2 * VALUE_HEADS, hidden),
                 "linear_attn.conv1d.weight": drawn(2 * KEYS + VALUES, 1, WIDTH, scale=0.5),
-                "linear_attn.A_log": np.log(decays),
+                "linear_attn.A_log": np.log(slow_decays(VALUE_HEADS)),
                 "linear_attn.dt_bias": full(VALUE_HEADS, 1),
                 "linear_attn.norm.weight": full(HEAD, 1),
                 "linear_attn.out_proj.weight": drawn(hidden, VALUES),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from engine_ext.reference.tiny_model import VOCAB_SIZE, TinyModel, Weights
-from tests.vllm.changed_model import write_changed_model
+from tests.vllm.changed_model import normal, write_changed_model
 
 MODEL = TinyModel(layers=2, hidden=64, heads=4, kv_heads=2, intermediate=128)
 INNER, HEADS, STATE_SIZE, WIDTH = 128, 8, 16, 4
@@ -32,21 +32,24 @@ FALCON: dict[str, Any] = {
 }
 
 
+def slow_decays(heads: int) -> Any:
+    """Of a token, per head: what of it is forgotten with each one that follows."""
+    return np.geomspace(0.001, 0.1, heads, dtype=np.float32)
+
+
 def write_state_model(directory: Path) -> Path:
     weights = _weights(np.random.default_rng(0))
     return write_changed_model(directory, MODEL, FALCON, lambda _: weights)
 
 
 def _weights(random: np.random.Generator) -> Weights:
-    def drawn(*shape: int, scale: float = 0.1) -> Any:
-        return random.normal(0, scale, shape).astype(np.float32)
+    drawn = normal(random)
 
     def ones(size: int) -> Any:
         return np.ones(size, dtype=np.float32)
 
     hidden, wide = MODEL.hidden, MODEL.intermediate
     queries, keys = MODEL.heads * MODEL.head_dim, MODEL.kv_heads * MODEL.head_dim
-    decays = np.geomspace(0.001, 0.1, HEADS, dtype=np.float32)
     weights: Weights = {
         "model.embed_tokens.weight": drawn(VOCAB_SIZE, hidden),
         "lm_head.weight": drawn(VOCAB_SIZE, hidden),
@@ -66,7 +69,7 @@ def _weights(random: np.random.Generator) -> Weights:
             "mamba.in_proj.weight": drawn(INNER + MIXED + HEADS, hidden),
             "mamba.conv1d.weight": drawn(MIXED, 1, WIDTH, scale=0.5),
             "mamba.conv1d.bias": drawn(MIXED),
-            "mamba.A_log": np.log(decays),
+            "mamba.A_log": np.log(slow_decays(HEADS)),
             "mamba.D": ones(HEADS),
             "mamba.dt_bias": ones(HEADS),
             "mamba.out_proj.weight": drawn(hidden, INNER),

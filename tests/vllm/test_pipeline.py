@@ -12,9 +12,7 @@ import pytest
 from tests.integration.legs import decode, decode_body, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric
-from tests.vllm import mended_pipeline
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
-from tests.vllm.plugins import found_in, write_plugin
 from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
 from tests.vllm.test_state import Legs, pulled
 
@@ -29,27 +27,22 @@ PAIRS = {
 LENGTHS = (1, 31, 32, 33, 257, 700, 1500)
 
 
-@pytest.fixture(scope="module")
-def mended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return found_in(write_plugin(tmp_path_factory.mktemp("plugin"), mended_pipeline))
-
-
 @contextmanager
 def engines(
     fleet: Fleet,
     name: str,
     transfer: Mapping[str, Any],
-    mended: dict[str, str],
+    stages_mended: dict[str, str],
     *options: str,
     model: Path | None = None,
 ) -> Iterator[Servers]:
     """`even`: two layers in each stage; `uneven`: one in the first, three in the second."""
     whole = (*SCHEDULER, *options)
     staged = (*whole, *STAGES)
-    uneven = {**mended, "VLLM_PP_LAYER_PARTITION": "1,3"}
+    uneven = {**stages_mended, "VLLM_PP_LAYER_PARTITION": "1,3"}
     kinds = {
         "one": Kind(f"{name}-one", transfer, whole, model),
-        "even": Kind(f"{name}-even", transfer, staged, model, mended),
+        "even": Kind(f"{name}-even", transfer, staged, model, stages_mended),
         "uneven": Kind(f"{name}-uneven", transfer, staged, model, uneven),
     }
     with fleet.servers(*kinds.values()) as started:
@@ -84,8 +77,8 @@ def a_turn_is_right(prefiller: Server, decoder: Server, alone: Server, seed: int
 
 
 @pytest.fixture(scope="module")
-def servers(fleet: Fleet, mended: dict[str, str]) -> Iterator[Servers]:
-    with engines(fleet, "pp", OURS, mended) as started:
+def servers(fleet: Fleet, stages_mended: dict[str, str]) -> Iterator[Servers]:
+    with engines(fleet, "pp", OURS, stages_mended) as started:
         yield started
 
 

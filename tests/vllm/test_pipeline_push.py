@@ -15,20 +15,17 @@ from tests.vllm.test_pipeline import (
     STAGES,
     Servers,
     engines,
-    mended,
     prompts_are_right,
 )
 from tests.vllm.test_push import both_legs
 from tests.vllm.test_state import pulled
 
-__all__ = ["mended"]
-
 pytestmark = pytest.mark.more
 
 
 @pytest.fixture(scope="module")
-def pushing(fleet: Fleet, mended: dict[str, str]) -> Iterator[Servers]:
-    with engines(fleet, "pp-push", PUSH, mended, *CHUNKS) as started:
+def pushing(fleet: Fleet, stages_mended: dict[str, str]) -> Iterator[Servers]:
+    with engines(fleet, "pp-push", PUSH, stages_mended, *CHUNKS) as started:
         yield started
 
 
@@ -44,20 +41,23 @@ def test_pushed_prompts_are_those_of_one_engine_alone(pushing: Servers, pair: st
     assert counted(prefiller, "early_blocks") > early
 
 
-def test_stages_that_are_alike_pull(fleet: Fleet, mended: dict[str, str]) -> None:
+def test_stages_that_are_alike_pull(fleet: Fleet, stages_mended: dict[str, str]) -> None:
     kinds = [
-        Kind(f"pp-alike-{side}", OURS, (*SCHEDULER, *STAGES), environment=mended) for side in "pd"
+        Kind(f"pp-alike-{side}", OURS, (*SCHEDULER, *STAGES), environment=stages_mended)
+        for side in "pd"
     ]
     with fleet.servers(*kinds) as (prefiller, decoder), nothing_left(prefiller, decoder):
         prompts_are_right(prefiller, decoder, prefiller, pulled, 30_000)
 
 
-def test_stock_engines_take_no_stage_for_another(fleet: Fleet, mended: dict[str, str]) -> None:
+def test_stock_engines_take_no_stage_for_another(
+    fleet: Fleet, stages_mended: dict[str, str]
+) -> None:
     """A stock decode engine of two stages would read the first one's layers into each of its. Ours
     reads those of a stock prefill engine, which names them."""
     kinds = (
-        Kind("pp-ours", OURS, (*SCHEDULER, *STAGES), environment=mended),
-        Kind("pp-stock", STOCK, STAGES, environment=mended),
+        Kind("pp-ours", OURS, (*SCHEDULER, *STAGES), environment=stages_mended),
+        Kind("pp-stock", STOCK, STAGES, environment=stages_mended),
         Kind("pp-stock-one", STOCK),
     )
     with fleet.servers(*kinds) as (ours, stock, stock_one):

@@ -13,11 +13,11 @@ import pytest
 
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric
-from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
+from tests.vllm.measures import FETCHED, nothing_left
 from tests.vllm.qwen_next_model import write_qwen_next
 from tests.vllm.servers import CHUNK, OURS, PUSH, Fleet
 from tests.vllm.test_push import both_legs
-from tests.vllm.test_state import Legs, pulled
+from tests.vllm.test_state import prompts_are_right, pulled
 
 HAS_BFLOAT16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 pytestmark = [
@@ -45,23 +45,18 @@ def pushing(fleet: Fleet, model: Path) -> Iterator[list[Server]]:
         yield servers
 
 
-def prompts_are_right(servers: list[Server], legs: Legs, seed: int) -> None:
-    """Of each the decode engine computes the last token. The first one's change is seen."""
-    prefiller, decoder = servers
-    fetched, computed = metric(decoder, FETCHED), metric(decoder, COMPUTED)
-    with nothing_left(*servers):
-        for length in LENGTHS:
-            prompt = tokens_of(length, seed + length)
-            right = complete(prefiller, prompt)
-            assert differences([right], [legs(prefiller, decoder, prompt).answer]) == [], length
-            other = complete(prefiller, [prompt[0] ^ 1, *prompt[1:]])
-            assert differences([right], [other]) != []
-    assert metric(decoder, FETCHED) - fetched == sum(LENGTHS) - len(LENGTHS)
-    assert metric(decoder, COMPUTED) - computed == len(LENGTHS)
+def first_tokens_are_seen(prefiller: Server, seed: int) -> None:
+    """In the answers to the prompts of `prompts_are_right`."""
+    for length in LENGTHS:
+        prompt = tokens_of(length, seed + length)
+        right = complete(prefiller, prompt)
+        other = complete(prefiller, [prompt[0] ^ 1, *prompt[1:]])
+        assert differences([right], [other]) != []
 
 
 def test_prompts_are_those_of_one_engine_alone(pair: list[Server]) -> None:
-    prompts_are_right(pair, pulled, 9000)
+    prompts_are_right(pair, pulled, 9000, LENGTHS)
+    first_tokens_are_seen(pair[0], 9000)
 
 
 def test_routed_answers_are_those_of_one_engine_alone(
@@ -86,4 +81,5 @@ def test_routed_answers_are_those_of_one_engine_alone(
 
 
 def test_pushed_prompts_are_those_of_one_engine_alone(pushing: list[Server]) -> None:
-    prompts_are_right(pushing, both_legs, 9400)
+    prompts_are_right(pushing, both_legs, 9400, LENGTHS)
+    first_tokens_are_seen(pushing[0], 9400)

@@ -11,11 +11,9 @@ from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, metric, post_and_leave, wait_for
 from tests.vllm.measures import RUNNING, WAITING, nothing_left
 from tests.vllm.servers import OURS, PUSH, SCHEDULER, Fleet, Kind
-from tests.vllm.test_pipeline import STAGES, Servers, a_turn_is_right, mended, prompts_are_right
+from tests.vllm.test_pipeline import STAGES, Servers, a_turn_is_right, prompts_are_right
 from tests.vllm.test_push import both_legs
 from tests.vllm.test_state import pulled
-
-__all__ = ["mended"]
 
 pytestmark = pytest.mark.more
 
@@ -23,14 +21,14 @@ RANKS = ("--tensor-parallel-size", "2")
 PAIRS = ("both one", "one both", "both staged", "staged both")
 
 
-@pytest.fixture(scope="module", params=[OURS, PUSH], ids=["pull", "push"])
+@pytest.fixture(scope="module")
 def servers(
-    request: pytest.FixtureRequest, fleet: Fleet, mended: dict[str, str]
+    request: pytest.FixtureRequest, fleet: Fleet, stages_mended: dict[str, str]
 ) -> Iterator[Servers]:
     transfer = request.param
     kinds = {
-        "both": Kind("tp-pp", transfer, (*SCHEDULER, *STAGES, *RANKS), environment=mended),
-        "staged": Kind("pp-beside", transfer, (*SCHEDULER, *STAGES), environment=mended),
+        "both": Kind("tp-pp", transfer, (*SCHEDULER, *STAGES, *RANKS), environment=stages_mended),
+        "staged": Kind("pp-beside", transfer, (*SCHEDULER, *STAGES), environment=stages_mended),
         "one": Kind("one-beside", transfer, SCHEDULER),
     }
     with fleet.servers(*kinds.values()) as started:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.oracle import complete, differences, tokens_of
 from tests.vllm.hybrid_model import write_hybrid_model
 from tests.vllm.measures import nothing_left
 from tests.vllm.servers import OURS, SCHEDULER, UNCACHED, Fleet, Kind
@@ -16,24 +15,21 @@ from tests.vllm.test_pipeline import (
     Servers,
     a_turn_is_right,
     engines,
-    mended,
     prompts_are_right,
 )
 from tests.vllm.test_state import pulled
-
-__all__ = ["mended"]
 
 pytestmark = pytest.mark.more
 
 
 @pytest.fixture(scope="module")
 def windowed(
-    fleet: Fleet, mended: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+    fleet: Fleet, stages_mended: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Servers]:
     """Windows at the first layer and the third. `uneven` has the last three in one stage, and
     there the second shares with the third, not with the first."""
     model = write_hybrid_model(tmp_path_factory.mktemp("windows"))
-    with engines(fleet, "windows", OURS, mended, model=model) as started:
+    with engines(fleet, "windows", OURS, stages_mended, model=model) as started:
         yield started
 
 
@@ -47,14 +43,11 @@ def test_prompts_are_those_of_one_engine_alone(windowed: Servers, pair: str) -> 
 
 
 def test_a_state_in_each_stage(
-    fleet: Fleet, mended: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+    fleet: Fleet, stages_mended: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     model = write_state_model(tmp_path_factory.mktemp("states"))
-    staged = Kind("states-staged", OURS, (*SCHEDULER, UNCACHED, *STAGES), model, mended)
+    staged = Kind("states-staged", OURS, (*SCHEDULER, UNCACHED, *STAGES), model, stages_mended)
     one = Kind("states-one", OURS, (*SCHEDULER, UNCACHED), model)
     with fleet.servers(staged, one) as (stages, alone):
         for prefiller, decoder in ((stages, alone), (alone, stages)):
-            for length in (2, 33, 300, 1500):
-                prompt = tokens_of(length, 95_000 + length)
-                answer = pulled(prefiller, decoder, prompt).answer
-                assert differences([complete(alone, prompt)], [answer]) == []
+            prompts_are_right(prefiller, decoder, alone, pulled, 95_000)

@@ -6,7 +6,7 @@ token, which the decode engine computes.
 
 import json
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -38,18 +38,20 @@ def pair(fleet: Fleet, model: Path) -> Iterator[list[Server]]:
         yield servers
 
 
-def prompts_are_right(servers: list[Server], legs: Legs, seed: int) -> None:
+def prompts_are_right(
+    servers: list[Server], legs: Legs, seed: int, lengths: Sequence[int] = LENGTHS
+) -> None:
     """As those of one engine alone; of each the decode engine computes the last token."""
     prefiller, decoder = servers
     fetched, computed = metric(decoder, FETCHED), metric(decoder, COMPUTED)
     with nothing_left(*servers):
-        for length in LENGTHS:
+        for length in lengths:
             prompt = tokens_of(length, seed + length)
             right = complete(prefiller, prompt)
             turn = legs(prefiller, decoder, prompt)
             assert differences([right], [turn.answer]) == [], length
-    assert metric(decoder, FETCHED) - fetched == sum(LENGTHS) - len(LENGTHS)
-    assert metric(decoder, COMPUTED) - computed == len(LENGTHS)
+    assert metric(decoder, FETCHED) - fetched == sum(lengths) - len(lengths)
+    assert metric(decoder, COMPUTED) - computed == len(lengths)
 
 
 def pulled(prefiller: Server, decoder: Server, prompt: Prompt) -> Turn:
