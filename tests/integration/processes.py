@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,8 +57,19 @@ def cpu_seconds(processes: list[int]) -> float:
 
 def family(pid: int) -> list[int]:
     """The process and all that it started, and they: vLLM is an engine and workers besides."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    try:
+        threads = Path(f"/proc/{pid}/task").iterdir()
+        children = [child for t in threads for child in (t / "children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []  # it has ended since its parent named it
     return [pid, *(each for child in children for each in family(int(child)))]
+
+
+def kill_family(pid: int) -> None:
+    """All at once: a vLLM whose server alone is killed leaves an engine and its memory behind."""
+    for each in family(pid):
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
 
 
 def wait_until_stopped(pid: int) -> None:
@@ -118,8 +129,8 @@ class Server:
                 os.kill(pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """As the kernel's out-of-memory killer would."""
-        self.process.send_signal(signal.SIGKILL)
+        """As its machine would be lost: it, and all that it started."""
+        kill_family(self.process.pid)
         self.process.wait(timeout=10)
 
 
@@ -154,8 +165,7 @@ def serving(
         try:
             process.wait(timeout=20)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(timeout=10)
+            server.kill()
 
 
 def _answers(server: Server, path: str) -> bool:

@@ -1,10 +1,9 @@
 """Decoders of vLLM that die or are stopped in mid-stream: another one goes on, token for token."""
 
-import os
-import signal
+from collections.abc import Callable
 
 from tests.integration.oracle import all_streamed, complete, differences, text_of
-from tests.integration.processes import Launcher, Server, family, metric, wait_for
+from tests.integration.processes import Launcher, Server, metric, wait_for
 from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
 
 LONG = 150
@@ -23,13 +22,11 @@ def test_streams_go_on_at_another_decoder(
     launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
     victims = [Kind(name, OURS, SCHEDULER) for name in ("killed", "stopped")]
     with fleet.servers(*victims) as (killed, stopped):
-        for victim, number in ((killed, signal.SIGKILL), (stopped, signal.SIGTERM)):
+        for victim, end_it in ((killed, killed.kill), (stopped, stopped.process.terminate)):
 
-            def end(victim: Server = victim, number: int = number) -> None:
+            def end(victim: Server = victim, end_it: Callable[[], None] = end_it) -> None:
                 wait_for(lambda: metric(victim, RUNNING) > 0, "some are at the victim", 60)
-                whole = family(victim.process.pid) if number == signal.SIGKILL else []
-                for pid in whole or [victim.process.pid]:
-                    os.kill(pid, number)
+                end_it()
 
             # Five engines share two cores: one whose load fails for that is one more move.
             with launcher.router([prefiller], [decoder, victim], *SOON, *OFTEN) as router:

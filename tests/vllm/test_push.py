@@ -214,6 +214,5 @@ def test_engines_that_die_in_mid_transfer_are_survived(
         with ThreadPoolExecutor(4) as pool:
             answers = [pool.submit(complete, router, prompt) for prompt in asked]
             wait_for(lambda: counted(victim, counter) > before, "one was pushed")  # noqa: B023 - now
-            victim.process.kill()
-            victim.process.wait()
+            victim.kill()
             assert differences(right, [answer.result(timeout=180) for answer in answers]) == []

@@ -3,8 +3,6 @@
 One server with one place, which plays both.
 """
 
-import os
-import signal
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +12,7 @@ import pytest
 
 from tests.integration.legs import decode, decode_body, prefill, prefill_body, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Server, family, metric, post_and_leave, wait_for
+from tests.integration.processes import Server, metric, post_and_leave, wait_for
 from tests.vllm.measures import RUNNING, WAITING, freed, nothing_left
 from tests.vllm.servers import ONE_WAY, SCHEDULER, Fleet, Kind
 
@@ -83,9 +81,7 @@ def test_a_decoder_killed_with_requests_in_its_queue_costs_the_prefiller_one_lea
         clients.enter_context(busy(dying))
         for prompt in prompts:
             clients.enter_context(queued(dying, prompt, prefill(prefiller, prompt)))
-        for pid in family(dying.process.pid):
-            os.kill(pid, signal.SIGKILL)
-        dying.process.wait(timeout=10)
+        dying.kill()
         assert not freed(prefiller)
         wait_for(lambda: freed(prefiller), "P's blocks are freed by the end of their leases", 15)
     for prompt in prompts:
