@@ -79,19 +79,22 @@ class Loadable:
         return held if source.num_tokens is None else min(held, source.num_tokens)
 
     def _windows_reach(self, source: RemoteSource, num_tokens: int) -> bool:
-        """Whether the remote keeps what the token behind `num_tokens` sees through a window: its
-        lists end with its own last token, which it has to name, and it may have gone further than
-        we can follow."""
+        """Whether the remote keeps what the token behind `num_tokens` sees through a window, and
+        all else of our blocks in which that is: its lists end with its own last token, which it has
+        to name, and it may have gone further than we can follow."""
         if source.num_tokens is None:
             return all(window is None for window in self._windows)
         block_size = source.block_size or self._block_size
         end = -(-source.num_tokens // block_size)
         kept = without_holes(source.block_ids, self._windows)
         return all(
-            (end - len(ids)) * block_size <= first_seen(window, num_tokens)
+            (end - len(ids)) * block_size <= self._block_start(first_seen(window, num_tokens))
             for ids, window in zip(kept, self._windows, strict=False)
             if window is not None and window != STATE
         )
+
+    def _block_start(self, token: int) -> int:
+        return token - token % self._block_size
 
     def _state_is_of(self, source: RemoteSource, num_tokens: int) -> bool:
         """A state is of all that the remote has computed: there is none of fewer tokens."""

@@ -245,7 +245,7 @@ class PeerLayout:
         here = self._units("local", local, self.local, positions, window)
         there = self._units("remote", remote, self.remote, positions, window)
         if window is not None:
-            needed = (positions + 1) * self.unit > first_seen(window, last_token - 1)
+            needed = self._ends(positions, into_local) > first_seen(window, last_token - 1)
             ours, theirs = here.blocks != NULL_BLOCK, there.blocks != NULL_BLOCK
             wanted, given = (ours, theirs) if into_local else (theirs, ours)
             if (wanted & needed & ~given).any():
@@ -255,6 +255,12 @@ class PeerLayout:
             here, there = _take(here, kept), _take(there, kept)
         order = np.lexsort((here.places, here.blocks))
         return _take(here, order), _take(there, order)
+
+    def _ends(self, positions: npt.NDArray[np.int64], into_local: bool) -> npt.NDArray[np.int64]:
+        """The token behind the block that each of these units is written into: a block of which one
+        token is needed is needed whole, for its prefix cache knows it by all that are in it."""
+        block_size = (self.local if into_local else self.remote).block_size
+        return (positions * self.unit // block_size + 1) * block_size
 
     def _units(
         self,

@@ -131,8 +131,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """vLLM may find keys and values of more tokens than it has a state of: a load brings the
-        state, with however few tokens."""
-        return True
+        state, with however few tokens. Of a window it brings no more than these tokens."""
+        return set(describe.windows(self._kv_cache_config)) <= {None, STATE}
 
     @property
     def scheduler(self) -> SchedulerConnector:

@@ -20,7 +20,12 @@ from vllm.config import KVTransferConfig
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
@@ -390,6 +395,19 @@ def what_sparse_attention_keeps_is_refused(model: Path) -> None:
         assert describe._unknown_kinds(given, groups) == expected
 
 
+def a_hit_that_windows_lag_behind_is_not_local(model: Path) -> None:
+    """A load brings a state whole, and of a window no token before the first that is loaded."""
+    sizes: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8}
+    full = FullAttentionSpec(**sizes, dtype=torch.float32)
+    window = SlidingWindowSpec(**sizes, dtype=torch.float32, sliding_window=20)
+    state = MambaSpec(block_size=16, shapes=((1,),), dtypes=(torch.float32,))
+    for specs, expected in (((full, state), True), ((full, state, window), False)):
+        groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+        connector: Any = DisaggConnector.__new__(DisaggConnector)
+        connector._kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
+        assert connector.supports_divergent_local_hybrid_hits is expected
+
+
 def a_permuted_layout_is_passed_on(model: Path) -> None:
     transfer = KVTransferConfig(
         kv_connector="DisaggConnector", kv_role="kv_both", enable_permute_local_kv=True
@@ -423,6 +441,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         what_cannot_be_is_refused_by_name,
         a_kv_cache_that_others_read_does_not_sleep,
         what_sparse_attention_keeps_is_refused,
+        a_hit_that_windows_lag_behind_is_not_local,
         a_permuted_layout_is_passed_on,
     ):
         yield plain.__name__, plain

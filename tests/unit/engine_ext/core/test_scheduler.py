@@ -717,6 +717,21 @@ def test_a_remote_that_gave_up_what_a_window_needs_is_not_read(listed: int, load
         assert len(decoder.build_connector_meta().declines) == 1
 
 
+@pytest.mark.parametrize(("listed", "loaded"), [(5, 99), (4, 0)])
+def test_a_remote_that_gave_up_the_beginning_of_a_larger_block_is_not_read(
+    listed: int, loaded: int
+) -> None:
+    """Of 100 tokens in its 7 blocks of 16 and our 4 of 32; the token behind 99 sees from 51 on, and
+    our block begins with 32."""
+    geometry = CacheGeometry(32, 32, group_windows=(None, 49))
+    config = ConnectorConfig(engine_id="d")
+    decoder = SchedulerConnector(config, EngineIdentity("d", "10.0.0.2", 5600), geometry)
+    whole = list(BLOCKS[0])
+    told = {"remote_block_ids": [whole, [0, *whole[-listed:]]], "remote_block_size": 16}
+    request = offered(decoder, **told)
+    assert decoder.get_num_new_matched_tokens(request, 0) == (loaded, loaded > 0)
+
+
 @pytest.mark.parametrize(("listed", "loaded"), [(4, 99), (3, 99), (2, 0)])
 def test_a_remote_that_gave_up_what_a_chunk_needs_is_not_read(listed: int, loaded: int) -> None:
     """Of 100 tokens in 7 blocks; the token behind 99 sees from 64 on, in block 4."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext.base.types import SHARED, STATE, CacheGeometry, Region, chunked
+from engine_ext.base.types import SHARED, STATE, CacheGeometry, Region, chunked, first_seen
 from engine_ext.layout.match import match_peer
 from engine_ext.layout.plan import (
     Batch,
@@ -500,6 +500,58 @@ def test_a_holder_that_keeps_less_than_the_window_is_refused() -> None:
     # What the reader has given up itself, it need not be given.
     batch = plan.to_write((full_list, full_list), (full_list, (0, 0, 0, 0, 5)), 0, 20)
     assert batch.num_blocks == 6
+
+
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("window", [8, chunked(12)])
+@pytest.mark.parametrize(
+    ("held_in", "filled", "outcomes"),
+    [
+        (4, 4, {"filled"}),
+        (8, 4, {"filled"}),
+        (8, 2, {"filled"}),
+        (4, 8, {"filled", "{} less than the window of {} tokens"}),
+        (2, 8, {"filled", "{} less than the window of {} tokens"}),
+    ],
+)
+def test_a_block_of_a_window_is_filled_whole_or_not_at_all(
+    held_in: int, filled: int, outcomes: set[str], window: int, write: bool
+) -> None:
+    """Whose prefix cache knows a block by its tokens would take the rest for written, too. Larger
+    blocks begin where smaller ones may have been given up."""
+    seen = set()
+    for num_tokens in range(9, 33):
+        holder, reader = (
+            replace(windowed(), block_size=size, num_blocks=17, windows=(None, window))
+            for size in (held_in, filled)
+        )
+        kv = WINDOWED.kv(num_tokens)
+        full_lists = [tuple(range(1, -(-num_tokens // size) + 1)) for size in (held_in, filled)]
+        kept = [
+            tuple(block * (block * size > first_seen(window, num_tokens)) for block in ids)
+            for ids, size in zip(full_lists, (held_in, filled), strict=True)
+        ]
+        holder.store(kv, full_lists[0])
+        theirs, ours = ((ids, in_window) for ids, in_window in zip(full_lists, kept, strict=True))
+        try:
+            if write:
+                plan = match(holder, reader)
+                batch = plan.to_write(theirs, ours, 0, num_tokens)
+                carry_out(batch, (holder, plan.local), (reader, plan.remote), write=True)
+            else:
+                plan = match(reader, holder)
+                batch = plan.to_read(ours, theirs, 0, num_tokens, num_tokens)
+                carry_out(batch, (holder, plan.remote), (reader, plan.local), write=False)
+        except PlanError as error:
+            seen.add(str(error))
+            continue
+        seen.add("filled")
+        for position in range(num_tokens):
+            if block := kept[1][position // filled]:
+                got = reader.blocks[block, 1, :, position % filled]
+                assert (got == kv[1, :, position]).all(), (num_tokens, position)
+    keeper = "we keep" if write else "the remote keeps"
+    assert seen == {outcome.format(keeper, abs(window)) for outcome in outcomes}
 
 
 @pytest.mark.parametrize(("num_tokens", "needed"), [(16, 2), (17, 1), (20, 1), (21, 2), (24, 2)])
