@@ -21,6 +21,7 @@ class Loadable:
         self._block_size = geometry.block_size
         self._windows: Sequence[int | None] = geometry.group_windows
         self._has_state = geometry.has_state
+        self._lookahead = geometry.lookahead
 
     def most_tokens(self, request: EngineRequest) -> int:
         """0 for a request whose KV depends on what nobody can tell.
@@ -28,11 +29,13 @@ class Loadable:
         A host that has all of them computes the last one again. Where a group has a window,
         vLLM's block manager has by then given up the block in which that token's window begins, if
         it begins at the end of one; so the last token is left to compute. A state that knows the
-        last token would count it twice."""
+        last token would count it twice. And where KV depends on tokens to come, more is computed
+        again: those that the remote had guessed, or sampled, are not these."""
         if request.content_keys is None:
             return 0
         has_windows = any(window is not None for window in self._windows)
-        return len(request.token_ids) - has_windows
+        num_left = self._lookahead if self._lookahead > 1 else has_windows
+        return max(0, len(request.token_ids) - num_left)
 
     def tokens(
         self,
@@ -46,25 +49,28 @@ class Loadable:
         or may be, where there is no proof and the remote may be a stock engine."""
         if role is Role.PREFILL and not self._may_pull_turn(source, proof, unix_time):
             return 0
-        most = min(self._held_tokens(source), self.most_tokens(request))
-        tokens = min(most, self._proven_tokens(request, proof, most))
+        held = min(self._held_tokens(source), len(request.token_ids))
+        shared = min(held, self._proven_tokens(request, proof, held))
+        tokens = min(shared, self.most_tokens(request))
+        if shared < len(request.token_ids):
+            tokens = max(0, min(tokens, shared - self._lookahead))
         is_there = self._windows_reach(source, tokens) and self._state_is_of(source, tokens)
         return tokens if is_there else 0
 
     @staticmethod
-    def _proven_tokens(request: EngineRequest, proof: PrefixProof | NoProof, most: int) -> int:
+    def _proven_tokens(request: EngineRequest, proof: PrefixProof | NoProof, held: int) -> int:
         if proof is NoProof.ABSENT:
-            return most
+            return held
         keys = request.content_keys
         if isinstance(proof, NoProof) or keys is None:
             return 0
         proven = proof.proven_tokens(request.token_ids, keys)
-        if proven < most:
+        if proven < held:
             logger.info(
                 "request %s: %d of %d remote tokens are this request's",
                 request.request_id,
                 proven,
-                most,
+                held,
             )
         return proven
 

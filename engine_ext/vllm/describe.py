@@ -157,7 +157,14 @@ def scheduler_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         vllm_config.cache_config.block_size,
         kv_cache_config.num_blocks,
         group_windows=windows(kv_cache_config),
+        lookahead=_lookahead(vllm_config),
     )
+
+
+def _lookahead(vllm_config: VllmConfig) -> int:
+    if not support.is_on(features.LOOKAHEAD):
+        return 0
+    return int(vllm_config.num_prefill_lookahead_tokens)
 
 
 def cache_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheGeometry:

@@ -389,6 +389,13 @@ STATE_LAYERS = Feature(
 )
 """One block of each request is its state, and a prompt's last token can be left out."""
 
+LOOKAHEAD = Feature(
+    "lookahead",
+    "behind what was loaded, layers that guess (EAGLE's, MTP's) guess worse",
+    (Name("vllm.config:VllmConfig", has=("num_prefill_lookahead_tokens",)),),
+)
+"""Their keys and values depend on tokens to come; see CacheGeometry.lookahead."""
+
 _ENDS = (
     Name(f"{SCHED}.scheduler:Scheduler.schedule"),
     Name(
@@ -618,6 +625,7 @@ OPTIONAL = (
     LAST_WINDOW,
     EARLY_WRITES,
     STATE_LAYERS,
+    LOOKAHEAD,
     THRESHOLD,
     BEGUN,
 )

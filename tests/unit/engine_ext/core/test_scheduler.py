@@ -681,6 +681,33 @@ def test_where_a_group_has_a_window_the_last_token_is_left_to_compute(
     assert (order.first_token, order.last_token) == (32, loaded)
 
 
+@pytest.mark.parametrize(
+    ("lookahead", "windows", "other", "loaded"),
+    [
+        (1, (None,), 100, 100),  # the host computes the last one of all again
+        (1, (None,), 64, 63),
+        (1, (64, None), 100, 99),
+        (1, (64, None), 64, 63),
+        (3, (None,), 100, 97),
+        (3, (64, None), 100, 97),
+        (3, (None,), 64, 61),
+        (3, (None,), 0, 0),
+    ],
+)
+def test_no_kv_is_taken_that_depends_on_tokens_that_are_not_known_to_be_the_same(
+    lookahead: int, windows: tuple[int | None, ...], other: int, loaded: int
+) -> None:
+    """From token `other` on, of 100, the remote's are others."""
+    geometry = CacheGeometry(16, 32, group_windows=windows, lookahead=lookahead)
+    config = ConnectorConfig(engine_id="d")
+    decoder = SchedulerConnector(config, EngineIdentity("d", "10.0.0.2", 5600), geometry)
+    blocks = [list(group) for group in BLOCKS * len(windows)]
+    params, others = answer_of_p(remote_block_ids=blocks), range(other + 1, 101)
+    request = Request("d-1", params, num_prompt_tokens=other, answer=others)
+    decoder.on_new_request(request)
+    assert decoder.get_num_new_matched_tokens(request, 0) == (loaded, loaded > 0)
+
+
 @pytest.mark.parametrize("proof", ["as it was", "none"])
 @pytest.mark.parametrize("number", [99, None])
 def test_a_window_is_not_placed_by_a_number_that_got_lost_or_changed_on_the_way(

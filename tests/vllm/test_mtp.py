@@ -1,0 +1,123 @@
+"""DeepSeek's multi-token prediction (MTP) over latent attention: a module guesses what follows, and
+its keys and values move with the model's.
+
+No token shows whether these are right: a wrong guess costs a step and nothing else. So guesses are
+counted: as many are right as where the decoder computed the prompt itself, and fewer where P's
+module is another one.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.legs import Turn, decode, prefill
+from tests.integration.oracle import Answer, complete, differences, tokens_of
+from tests.integration.processes import Server, metric
+from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
+from tests.vllm.mla_model import BACKEND
+from tests.vllm.mtp_model import write_mtp_model
+from tests.vllm.servers import OURS, PUSH, Fleet, Kind
+from tests.vllm.test_push import both_legs
+from tests.vllm.test_speculation import ACCEPTED, DRAFTED, speculating
+
+pytestmark = pytest.mark.more
+
+MTP = (*BACKEND, *speculating(method="mtp", num_speculative_tokens=2, attention_backend=BACKEND[1]))
+LENGTHS = (5, 31, 33, 64, 100, 257, 700)
+LAX = {**OURS, "kv_connector_extra_config": {"enforce_handshake_compat": False}}
+PROMPTS = [tokens_of(length, 8000 + length) for length in LENGTHS]
+NUM_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("mtp")
+    return {
+        "well": write_mtp_model(directory / "well"),
+        "badly": write_mtp_model(directory / "badly", guesses_well=False),
+    }
+
+
+@pytest.fixture(scope="module")
+def right(fleet: Fleet, models: dict[str, Path]) -> list[Answer]:
+    """Of an engine that guesses nothing. It has ended before the others start."""
+    with fleet.server(Kind("mtp-alone", None, BACKEND, models["well"])) as alone:
+        return [complete(alone, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module", params=["pull", "push"])
+def pair(
+    request: pytest.FixtureRequest, fleet: Fleet, models: dict[str, Path], right: list[Answer]
+) -> Iterator[list[Server]]:
+    transfer = {"pull": OURS, "push": PUSH}[request.param]
+    kinds = [Kind(f"mtp-{request.param}-{side}", transfer, MTP, models["well"]) for side in "pd"]
+    with fleet.servers(*kinds) as servers:
+        yield servers
+
+
+def through(pair: list[Server], prompt: list[int], previous: Any = None) -> Turn:
+    first, second = pair
+    if "push" in first.name:
+        return both_legs(first, second, prompt, previous, NUM_TOKENS)
+    params = prefill(first, prompt, previous)
+    return decode(second, prompt, {**params, "retain": True}, NUM_TOKENS)
+
+
+def guessed(server: Server, ask: Callable[[], list[Answer]]) -> tuple[list[Answer], float]:
+    """What is answered, and how many tokens of it were guessed."""
+    before = metric(server, ACCEPTED)
+    answers = ask()
+    return answers, metric(server, ACCEPTED) - before
+
+
+def computed_by(server: Server) -> list[Answer]:
+    return [complete(server, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+def moved(pair: list[Server]) -> list[Answer]:
+    return [through(pair, prompt).answer for prompt in PROMPTS]
+
+
+def test_as_much_is_guessed_right_as_in_one_engine_alone(
+    pair: list[Server], right: list[Answer]
+) -> None:
+    first, second = pair
+    drafted = metric(second, DRAFTED)
+    answers, accepted = guessed(second, partial(computed_by, second))
+    assert differences(right, answers) == []
+    assert 0.1 < accepted / (metric(second, DRAFTED) - drafted) < 0.9
+    fetched = metric(second, FETCHED)
+    with nothing_left(first):
+        answers, accepted_of_loaded = guessed(second, partial(moved, pair))
+    assert differences(right, answers) == []
+    assert accepted_of_loaded == accepted
+    assert metric(second, FETCHED) - fetched == sum(LENGTHS)
+
+
+def test_as_much_is_guessed_right_behind_a_turn(pair: list[Server]) -> None:
+    """P computes the last token of what it pulls once more: D's module had seen another behind."""
+    first, second = pair
+    prompt = tokens_of(300, 8100)
+    turn = through(pair, prompt)
+    prompt = [*prompt, *turn.answer.tokens, *tokens_of(40, 8101)]
+    alone = guessed(second, lambda: [complete(second, prompt, NUM_TOKENS)])
+    computed = metric(first, COMPUTED)
+    again = guessed(second, lambda: [through(pair, prompt, turn.params).answer])
+    assert differences(alone[0], again[0]) == []
+    assert again[1] == alone[1]
+    assert metric(first, COMPUTED) - computed < 100, "the turn was pulled"
+
+
+def test_another_modules_keys_and_values_are_seen(
+    fleet: Fleet, models: dict[str, Path], right: list[Answer]
+) -> None:
+    """The planted error, else the counts would prove nothing."""
+    kinds = [Kind(f"mtp-{name}", LAX, MTP, model) for name, model in models.items()]
+    with fleet.servers(*kinds) as (good, bad):
+        _, alone = guessed(good, partial(computed_by, good))
+        answers, accepted = guessed(good, partial(moved, [bad, good]))
+        assert differences(right, answers) == []
+        assert accepted < alone
