@@ -56,6 +56,7 @@ def match_peer(
     try:
         matcher = _Matcher(geometry, remote, us, them)
         theirs = _remote_regions(local, remote, in_part)
+        _check_tenants(theirs, len(geometry.group_windows))
         if in_part:
             local, theirs = one_by_one(local), one_by_one(theirs)
         for span in _spans(local, theirs, in_part):
@@ -79,6 +80,15 @@ def one_by_one(regions: Sequence[Region]) -> list[Region]:
             if layer:
                 found.append(replace(region, name=layer, group=group, members=(), tenants=()))
     return found
+
+
+def _check_tenants(remote: Sequence[Region], num_groups: int) -> None:
+    """Before they are made regions of: a peer may name as many as fit into its handshake."""
+    for region in remote:
+        if region.tenants and len(region.tenants) != num_groups:
+            raise PlanError(
+                f"KV-cache groups differ: {num_groups} here, {len(region.tenants)} there"
+            )
 
 
 def _check_layouts(ours: str, theirs: str, permute: bool) -> None:
@@ -176,6 +186,8 @@ class _Matcher:
         self._regions[theirs.name] = theirs
         self._layers += (ours.layers[place] for place in span.our_layers)
         _require(f"KV-cache group of {ours.name}", ours.group, theirs.group)
+        if self._remote.region_tenants is not None:
+            _require(f"who shares the memory of {ours.name}", ours.tenants, theirs.tenants)
         if theirs.block_stride < theirs.block_len:
             raise PlanError(f"block_stride of {theirs.name} is less than its block_len")
         if self._is_alike and len(span.our_layers) == len(ours.layers) == len(theirs.layers):

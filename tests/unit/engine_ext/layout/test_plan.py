@@ -415,6 +415,33 @@ def test_a_stage_that_does_not_say_who_shares_its_memory_is_refused() -> None:
         match_peer(geometry, [SHARES["stage"]], said, in_part=True)
 
 
+OTHER_TENANTS: dict[str, tuple[str, ...]] = {
+    "groups the other way round": ("b0", "a0"),
+    "another layer": ("a0", "b1"),
+    "another model's": ("a0", "c0"),
+    "nobody": (),
+}
+
+
+@pytest.mark.parametrize("tenants", OTHER_TENANTS.values(), ids=OTHER_TENANTS)
+def test_memory_that_other_layers_share_there_is_refused(tenants: tuple[str, ...]) -> None:
+    """It has the name of one of them, and each group's blocks are moved whole."""
+    geometry = CacheGeometry(16, 8, group_windows=(None, 8))
+    ours = SHARES["whole"]
+    assert match_peer(geometry, [ours], said_of([ours])).layers == ("a0",)
+    with pytest.raises(PlanError, match="who shares the memory of a0 differs"):
+        match_peer(geometry, [ours], said_of([replace(ours, tenants=tenants)]))
+
+
+@pytest.mark.parametrize("in_part", [False, True])
+def test_layers_of_more_groups_than_ours_share_no_memory(in_part: bool) -> None:
+    """As many as fit into a handshake would be made regions of."""
+    geometry = CacheGeometry(16, 8, group_windows=(None, 8))
+    said = said_of([replace(SHARES["whole"], tenants=("a0", *["x"] * 4000))])
+    with pytest.raises(PlanError, match="KV-cache groups differ: 2 here, 4001 there"):
+        match_peer(geometry, [SHARES["whole"]], said, in_part=in_part)
+
+
 def test_a_layer_of_another_group_there_is_refused() -> None:
     geometry = CacheGeometry(16, 8, group_windows=(None, 8))
     said = said_of([SHARES["whole"], replace(SHARES["rest of whole"], group=1)])
