@@ -383,6 +383,9 @@ class CacheGeometry:
     num_kv_heads: int | None = None
     """Of the model, over all ranks; 1 for latent attention (MLA), of which each rank has the whole.
     None: only engines laid out exactly alike can be read."""
+    is_cut_by_tokens: bool = True
+    """False: a head's part of a block is not its tokens one behind the other (vLLM's CPU_ATTN has
+    all keys before all values), so that only blocks of as many tokens are alike."""
     tp_rank: int = 0
     pp_rank: int = 0
     group_windows: tuple[int | None, ...] = (None,)

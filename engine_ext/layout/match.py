@@ -105,6 +105,11 @@ def _check_block_sizes(geometry: CacheGeometry, remote: AgentMetadata) -> None:
     larger, smaller = max(ours, theirs), min(ours, theirs)
     if smaller < 1 or larger % smaller or larger // smaller > MAX_RATIO:
         raise PlanError(f"block_size differs: {ours} here, {theirs} there, not multiples")
+    if ours != theirs and not geometry.is_cut_by_tokens:
+        raise PlanError(
+            f"block_size differs: {ours} here, {theirs} there, and {geometry.attn_backend_name} "
+            "has all keys of a block before all values"
+        )
     if ours != theirs and geometry.num_kv_heads is None:
         raise PlanError(
             f"block_size differs: {ours} here, {theirs} there, and num_kv_heads is not known"

@@ -33,6 +33,10 @@ SCHEDULERS = "engine_ext.vllm.scheduler"
 STATELESS = frozenset(("ngram", "suffix"))
 """Ways of speculation that keep nothing of a request at an engine but its tokens."""
 
+KEYS_BEFORE_VALUES = frozenset(("CPU_ATTN",))
+"""Backends whose blocks have all keys of a head before all its values, and in an order of the
+CPU's liking."""
+
 CONFIG_KEYS = (
     "kv_connector",
     "kv_role",
@@ -170,11 +174,13 @@ def _lookahead(vllm_config: VllmConfig) -> int:
 def cache_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheGeometry:
     """Of this worker: only workers have a tensor rank."""
     cache = vllm_config.cache_config
+    backend = get_current_attn_backends(vllm_config)[0].get_name()
     return CacheGeometry(
         block_size=cache.block_size,
         num_blocks=kv_cache_config.num_blocks,
         kv_cache_layout=cache.get_resolved_kv_cache_layout().name,
-        attn_backend_name=get_current_attn_backends(vllm_config)[0].get_name(),
+        attn_backend_name=backend,
+        is_cut_by_tokens=backend not in KEYS_BEFORE_VALUES,
         num_kv_heads=_num_kv_heads(vllm_config.model_config, kv_cache_config),
         tp_rank=get_tensor_model_parallel_rank(),
         pp_rank=get_pp_group().rank_in_group,

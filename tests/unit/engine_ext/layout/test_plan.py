@@ -638,6 +638,15 @@ def test_a_state_is_written_to_none_but_who_says_of_which_tokens() -> None:
         plan.to_write(((1, 2, 3), (9,)), ((4, 5, 6), (7,)), 0, 11, Part(until=8))
 
 
+@pytest.mark.parametrize("size", [2, 8])
+def test_blocks_that_are_not_cut_by_tokens_are_of_one_size(size: int) -> None:
+    ours, theirs = replace(windowed(), block_size=4), replace(windowed(), block_size=size)
+    geometry = replace(ours.geometry(), is_cut_by_tokens=False)
+    with pytest.raises(PlanError, match=f"4 here, {size} there, and CPU_ATTN has all keys"):
+        match_peer(geometry, ours.regions(), theirs.metadata())
+    assert match_peer(geometry, ours.regions(), ours.metadata()).unit == 4
+
+
 @pytest.mark.parametrize("groups", [1, 3])
 def test_another_number_of_groups_is_refused(groups: int) -> None:
     plan = match(windowed(), windowed())
