@@ -31,11 +31,12 @@ class Loadable:
         it begins at the end of one; so the last token is left to compute. A state that knows the
         last token would count it twice. And where KV depends on tokens to come, more is computed
         again: those that the remote had guessed, or sampled, are not these."""
-        if request.content_keys is None:
-            return 0
+        return 0 if request.content_keys is None else self._most_of(len(request.token_ids))
+
+    def _most_of(self, num_tokens: int) -> int:
         has_windows = any(window is not None for window in self._windows)
         num_left = self._lookahead if self._lookahead > 1 else has_windows
-        return max(0, len(request.token_ids) - num_left)
+        return max(0, num_tokens - num_left)
 
     def tokens(
         self,
@@ -49,22 +50,28 @@ class Loadable:
         or may be, where there is no proof and the remote may be a stock engine."""
         if role is Role.PREFILL and not self._may_pull_turn(source, proof, unix_time):
             return 0
-        held = min(self._held_tokens(source), len(request.token_ids))
-        shared = min(held, self._proven_tokens(request, proof, held))
-        tokens = min(shared, self.most_tokens(request))
-        if shared < len(request.token_ids):
-            tokens = max(0, min(tokens, shared - self._lookahead))
+        if request.content_keys is None:
+            return 0
+        token_ids = request.token_ids  # asked for once: a host may copy them
+        held = min(self._held_tokens(source), len(token_ids))
+        shared = min(held, self._proven_tokens(request, token_ids, proof, held))
+        most = self._most_of(len(token_ids))
+        if shared < len(token_ids):
+            most = min(most, shared - self._lookahead)
+        tokens = max(0, min(shared, most))
         is_there = self._windows_reach(source, tokens) and self._state_is_of(source, tokens)
         return tokens if is_there else 0
 
     @staticmethod
-    def _proven_tokens(request: EngineRequest, proof: PrefixProof | NoProof, held: int) -> int:
+    def _proven_tokens(
+        request: EngineRequest, token_ids: Sequence[int], proof: PrefixProof | NoProof, held: int
+    ) -> int:
         if proof is NoProof.ABSENT:
             return held
         keys = request.content_keys
         if isinstance(proof, NoProof) or keys is None:
             return 0
-        proven = proof.proven_tokens(request.token_ids, keys)
+        proven = proof.proven_tokens(token_ids, keys)
         if proven < held:
             logger.info(
                 "request %s: %d of %d remote tokens are this request's",

@@ -74,8 +74,12 @@ def decode(
 
 
 def take_turn(
-    prefiller: Server, decoder: Server, prompt: Prompt, previous: dict[str, Any] | None = None
+    prefiller: Server,
+    decoder: Server,
+    prompt: Prompt,
+    previous: dict[str, Any] | None = None,
+    max_tokens: int = 12,
 ) -> Turn:
     """Both legs of one turn of a conversation, whose KV the decoder is asked to keep."""
     params = prefill(prefiller, prompt, previous)
-    return decode(decoder, prompt, {**params, "retain": True})
+    return decode(decoder, prompt, {**params, "retain": True}, max_tokens)

@@ -65,13 +65,6 @@ def family(pid: int) -> list[int]:
     return [pid, *(each for child in children for each in family(int(child)))]
 
 
-def kill_family(pid: int) -> None:
-    """All at once: a vLLM whose server alone is killed leaves an engine and its memory behind."""
-    for each in family(pid):
-        with suppress(ProcessLookupError):
-            os.kill(each, signal.SIGKILL)
-
-
 def wait_until_stopped(pid: int) -> None:
     status = Path(f"/proc/{pid}/stat")
     wait_for(lambda: status.read_text().rpartition(") ")[2][0] == "T", f"{pid} is stopped")
@@ -129,8 +122,11 @@ class Server:
                 os.kill(pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """As its machine would be lost: it, and all that it started."""
-        kill_family(self.process.pid)
+        """As its machine would be lost: a vLLM whose server alone is killed leaves an engine and
+        its memory behind."""
+        for pid in family(self.process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait(timeout=10)
 
 

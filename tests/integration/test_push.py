@@ -391,8 +391,7 @@ def test_an_engine_that_dies_in_mid_transfer_is_survived(
             wait_for(
                 lambda: metric(victim, counted) > before, "one was pushed, others are under way"
             )
-            victim.process.kill()
-            victim.process.wait()
+            victim.kill()
             assert differences(right, answers.result(timeout=120)) == []
         for engine in (p1, p2, d1, d2):
             if engine is not victim:

@@ -9,6 +9,7 @@ from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wait_for
 
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
+GRANTED = "disagg_engine_kv_leases_granted_total"
 UNCACHED = "--no-enable-prefix-caching"
 """Of a prefill engine, which would find the last turn in its own cache and pull nothing."""
 
@@ -62,9 +63,6 @@ def test_a_turns_params_are_used_once(prefiller: Server, decoder: Server, alone:
         again = take_turn(prefiller, decoder, longer, turn.params)
         assert differences([right], [again.answer]) == []
         assert metric(prefiller, COMPUTED) - before == len(longer) - reused
-
-
-GRANTED = "disagg_engine_kv_leases_granted_total"
 
 
 def test_a_turn_is_kept_unless_the_proxy_says_no(prefiller: Server, decoder: Server) -> None:

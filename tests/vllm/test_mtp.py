@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.legs import Turn, decode, prefill
+from tests.integration.legs import Turn, take_turn
 from tests.integration.oracle import Answer, complete, differences, tokens_of
 from tests.integration.processes import Server, metric
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
@@ -21,12 +21,11 @@ from tests.vllm.mla_model import BACKEND
 from tests.vllm.mtp_model import write_mtp_model
 from tests.vllm.servers import OURS, PUSH, Fleet, Kind
 from tests.vllm.test_push import both_legs
-from tests.vllm.test_speculation import ACCEPTED, DRAFTED, speculating
+from tests.vllm.test_speculation import ACCEPTED, DRAFTED, LENGTHS, speculating
 
 pytestmark = pytest.mark.more
 
 MTP = (*BACKEND, *speculating(method="mtp", num_speculative_tokens=2, attention_backend=BACKEND[1]))
-LENGTHS = (5, 31, 33, 64, 100, 257, 700)
 LAX = {**OURS, "kv_connector_extra_config": {"enforce_handshake_compat": False}}
 PROMPTS = [tokens_of(length, 8000 + length) for length in LENGTHS]
 NUM_TOKENS = 40
@@ -60,10 +59,8 @@ def pair(
 
 def through(pair: list[Server], prompt: list[int], previous: Any = None) -> Turn:
     first, second = pair
-    if "push" in first.name:
-        return both_legs(first, second, prompt, previous, NUM_TOKENS)
-    params = prefill(first, prompt, previous)
-    return decode(second, prompt, {**params, "retain": True}, NUM_TOKENS)
+    legs = both_legs if "push" in first.name else take_turn
+    return legs(first, second, prompt, previous, NUM_TOKENS)
 
 
 def guessed(server: Server, ask: Callable[[], list[Answer]]) -> tuple[list[Answer], float]:

@@ -36,6 +36,11 @@ def make(
     return SchedulerConnector(config, identity, CacheGeometry(16, 32), lambda: now)
 
 
+def decoder_of(geometry: CacheGeometry) -> SchedulerConnector:
+    config = ConnectorConfig(engine_id="d")
+    return SchedulerConnector(config, EngineIdentity("d", "10.0.0.2", 5600), geometry)
+
+
 def answer_of_p(**changes: Any) -> dict[str, Any]:
     """What a prefill engine answers for a prompt of 100 tokens."""
     prefiller = make("p")
@@ -671,8 +676,7 @@ def test_where_a_group_has_a_window_the_last_token_is_left_to_compute(
     windows: tuple[int | None, ...], loaded: int
 ) -> None:
     geometry = CacheGeometry(16, 32, group_windows=windows)
-    config = ConnectorConfig(engine_id="d")
-    decoder = SchedulerConnector(config, EngineIdentity("d", "10.0.0.2", 5600), geometry)
+    decoder = decoder_of(geometry)
     blocks = BLOCKS * len(windows)
     request = offered(decoder, remote_block_ids=[list(group) for group in blocks])
     assert decoder.get_num_new_matched_tokens(request, 32) == (loaded - 32, True)
@@ -699,8 +703,7 @@ def test_no_kv_is_taken_that_depends_on_tokens_that_are_not_known_to_be_the_same
 ) -> None:
     """From token `other` on, of 100, the remote's are others."""
     geometry = CacheGeometry(16, 32, group_windows=windows, lookahead=lookahead)
-    config = ConnectorConfig(engine_id="d")
-    decoder = SchedulerConnector(config, EngineIdentity("d", "10.0.0.2", 5600), geometry)
+    decoder = decoder_of(geometry)
     blocks = [list(group) for group in BLOCKS * len(windows)]
     params, others = answer_of_p(remote_block_ids=blocks), range(other + 1, 101)
     request = Request("d-1", params, num_prompt_tokens=other, answer=others)
@@ -715,9 +718,7 @@ def test_a_window_is_not_placed_by_a_number_that_got_lost_or_changed_on_the_way(
 ) -> None:
     """Its list ends with the remote's last token, and only the number of tokens says where."""
     geometry = CacheGeometry(16, 32, group_windows=(None, 49))
-    decoder = SchedulerConnector(
-        ConnectorConfig(engine_id="d"), EngineIdentity("d", "10.0.0.2", 5600), geometry
-    )
+    decoder = decoder_of(geometry)
     whole = list(BLOCKS[0])
     changes = {
         "remote_block_ids": [whole, whole],
@@ -734,8 +735,7 @@ def test_a_window_is_not_placed_by_a_number_that_got_lost_or_changed_on_the_way(
 def test_a_remote_that_gave_up_what_a_window_needs_is_not_read(listed: int, loaded: int) -> None:
     """Of 100 tokens in 7 blocks; the token behind 99 sees from 51 on, in block 3."""
     geometry = CacheGeometry(16, 32, group_windows=(None, 49))
-    config = ConnectorConfig(engine_id="d")
-    decoder = SchedulerConnector(config, EngineIdentity("d", "10.0.0.2", 5600), geometry)
+    decoder = decoder_of(geometry)
     whole = list(BLOCKS[0])
     request = offered(decoder, remote_block_ids=[whole, [0, *whole[-listed:]]])
     assert decoder.get_num_new_matched_tokens(request, 0) == (loaded, loaded > 0)
@@ -751,8 +751,7 @@ def test_a_remote_that_gave_up_the_beginning_of_a_larger_block_is_not_read(
     """Of 100 tokens in its 7 blocks of 16 and our 4 of 32; the token behind 99 sees from 51 on, and
     our block begins with 32."""
     geometry = CacheGeometry(32, 32, group_windows=(None, 49))
-    config = ConnectorConfig(engine_id="d")
-    decoder = SchedulerConnector(config, EngineIdentity("d", "10.0.0.2", 5600), geometry)
+    decoder = decoder_of(geometry)
     whole = list(BLOCKS[0])
     told = {"remote_block_ids": [whole, [0, *whole[-listed:]]], "remote_block_size": 16}
     request = offered(decoder, **told)
@@ -763,8 +762,7 @@ def test_a_remote_that_gave_up_the_beginning_of_a_larger_block_is_not_read(
 def test_a_remote_that_gave_up_what_a_chunk_needs_is_not_read(listed: int, loaded: int) -> None:
     """Of 100 tokens in 7 blocks; the token behind 99 sees from 64 on, in block 4."""
     geometry = CacheGeometry(16, 32, group_windows=(None, chunked(64)))
-    config = ConnectorConfig(engine_id="d")
-    decoder = SchedulerConnector(config, EngineIdentity("d", "10.0.0.2", 5600), geometry)
+    decoder = decoder_of(geometry)
     whole = list(BLOCKS[0])
     request = offered(decoder, remote_block_ids=[whole, [0, *whole[-listed:]]])
     assert decoder.get_num_new_matched_tokens(request, 0) == (loaded, loaded > 0)
