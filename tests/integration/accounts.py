@@ -1,4 +1,5 @@
-"""What engines had counted when they ended, and what must be true of it after a day of work."""
+"""What engines had counted when they were about to end, and what must be true of it after a day of
+work."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ ZERO_OF_DECODE = (
 )
 
 
-def lost_by_prefill(counts: Counts) -> list[str]:
-    """A line for each promise that was not kept: all KV that was offered has been read, or given
-    up by somebody who said so."""
-    found = _never(counts, *ZERO, "leases_revoked", "confirmations_late")
+def lost_by_prefill(counts: Counts, given_up: int = 0) -> list[str]:
+    """A line for each promise that was not kept: all KV that was offered has been read, or that of
+    at most so many requests `given_up` by somebody who said so."""
+    found = _never(counts, *ZERO, "confirmations_late")
     granted, released = counts["leases_granted"], counts["leases_released"]
-    if granted != released:
-        found.append(f"{granted} leases granted and {released} released")
+    revoked = counts["leases_revoked"]
+    if granted != released + revoked or revoked > given_up:
+        found.append(f"{granted} leases granted, {released} released and {revoked} revoked")
     return found + _blocks(counts)
 
 

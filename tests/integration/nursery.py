@@ -1,7 +1,7 @@
 """Reference engines that start in a second: forked from a process that has imported torch already.
 
-Each leaves its last words when it ends by itself: what it had counted, when there is nobody left to
-ask it over HTTP.
+Each leaves its last words when it ends by itself: what it had counted when there was nobody left to
+ask it over HTTP, and nothing had been ended by force.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from socket import socket
 from typing import Any
 
 from router.children import die_with
@@ -58,7 +57,7 @@ class Engine:
         self._process.close()
 
     def last_words(self) -> Counts:
-        """The numbers of ConnectorStats and EngineStats, when it had stopped."""
+        """The numbers of ConnectorStats and EngineStats, when it had waited for its readers."""
         words: Counts = json.loads(self._words.read_text())
         return words
 
@@ -75,9 +74,9 @@ def _live(
     from engine_ext.reference import cli, host
 
     class Remembered(host.Host):
-        def run(self, bound: socket, *, shutdown_timeout: int) -> None:
-            super().run(bound, shutdown_timeout=shutdown_timeout)
+        def _stop(self) -> None:
             words.write_text(json.dumps(_counts(self.engine)))
+            super()._stop()
 
     host.Host = Remembered  # type: ignore[misc] # the command makes it
     sys.exit(cli.main(arguments))

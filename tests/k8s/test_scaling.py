@@ -37,6 +37,7 @@ SERVICE = "router-disagg-router"
 ROUTERS = "app.kubernetes.io/instance=router"
 ROLES = ("prefill", "decode")
 MOST = 3
+CLIENTS = 5
 FINISHED = "disagg_engine_requests_finished_total"
 MODELS = {"blue": "/models/v1", "green": "/models/v2"}
 """Two versions that say the same, and take each other for strangers: KV that goes from one to the
@@ -254,7 +255,7 @@ def test_a_fleet_is_scaled_and_rolled_out_and_no_client_notices(
 ) -> None:
     world.install_engines("blue")
     publish(world)
-    with Load(world.url, asked, 5) as clients:
+    with Load(world.url, asked, CLIENTS) as clients:
         clients.goes_on(10, MUCH)
         grow(world, clients)
         lose_the_api_server(world, clients)
@@ -272,7 +273,7 @@ def test_a_fleet_that_pushes_is_scaled_and_warmed_ahead_and_no_client_notices(
 ) -> None:
     world.install_engines("blue")
     publish(world)
-    with Load(world.url, asked, 5) as clients:
+    with Load(world.url, asked, CLIENTS) as clients:
         clients.goes_on(10, MUCH)
         world.scale("blue", 2)
         wait_for("2 + 2", lambda: world.has("blue", 2), MUCH)
@@ -302,10 +303,13 @@ def uninstall(world: World, group: str) -> None:
 
 
 def nothing_was_lost(world: World, clients: Load) -> None:
+    """A decoder that leaves without a word, or with its prefiller, may do so in the very moment in
+    which it is to be asked to read; then the router gives up what was prefilled, and says so."""
     assert not clients.troubles
     for name, engine in world.containers.engines.items():
         counts = engine.last_words()
-        lost = lost_by_prefill(counts) if "-prefill-" in name else lost_by_decode(counts)
+        is_prefill = "-prefill-" in name
+        lost = lost_by_prefill(counts, CLIENTS) if is_prefill else lost_by_decode(counts)
         assert not lost, f"{name}: {lost}, {json.dumps(counts)}"
     assert not sum(n for name, n in world.told().items() if name.startswith(SHORTCUTS))
 
