@@ -1,14 +1,21 @@
 """Other releases of vLLM than the build that most tests run in: scripts/install_vllm."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from tests.vllm.servers import Fleet
 
 BUILD = "0.32.0"
 """The CPU build."""
-NEXT = "0.33.0"
+WHEELS = Path(__file__).parents[2] / "scripts" / "vllm_wheels.txt"
+LAID_OVER = re.findall(r"^vllm\S*==(\S+)", WHEELS.read_text(), re.MULTILINE)
+"""The others, whose Python runs on its compiled parts."""
+NEXT = LAID_OVER[-1]
 """The newest that is supported."""
+RELEASES = [BUILD, pytest.param(NEXT, marks=pytest.mark.more)]
 LENGTHS = (1, 31, 32, 33, 64, 100, 257, 700, 1500)
 """Of prompts."""
 

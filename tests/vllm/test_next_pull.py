@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from engine_ext.vllm.compat import features
-from tests.integration.legs import prefill
+from tests.integration.legs import decode_body, prefill
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric
 from tests.integration.talk import Talk, turns
 from tests.vllm.measures import COMPUTED, FETCHED, counted, nothing_left
-from tests.vllm.releases import LENGTHS, NEXT, of_next
+from tests.vllm.releases import BUILD, LENGTHS, NEXT, of_next
 from tests.vllm.servers import OURS, SCHEDULER, TRUSTING, Fleet, Kind
 
 # They ask for a prefiller, a decoder and one that answers alone: here for this file's.
@@ -127,3 +127,10 @@ def test_streams_say_their_params_once(pair: list[Server]) -> None:
     said = decoder.post("/v1/completions", {**body, "kv_transfer_params": params})
     assert said.text.count('"kv_transfer_params"') == 1
     assert said.text.endswith("data: [DONE]\n\n")
+
+
+def test_engines_of_two_releases_part_in_words(trio: list[Server], decoder: Server) -> None:
+    prompt = tokens_of(100, 7900)
+    response = decoder.post("/v1/completions", decode_body(prompt, prefill(trio[1], prompt)))
+    assert response.status_code == 500
+    assert f"vllm_version ({NEXT} here, {BUILD} there)" in decoder.log.read_text()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.vllm.releases import BUILD, NEXT, python_of
+from tests.vllm.releases import BUILD, LAID_OVER, NEXT, python_of
 from tests.vllm.servers import ENVIRONMENT, Fleet
 
 
@@ -19,10 +19,14 @@ class Fits(NamedTuple):
 
 RELEASES = {
     "0.31.0": Fits(("connector",), ("pages", "begun")),
-    BUILD: Fits(),
-    NEXT: Fits(),
+    "0.32.0": Fits(),
+    "0.33.0": Fits(),
 }
 """What is off with each."""
+
+
+def test_each_release_that_is_installed_is_looked_at() -> None:
+    assert set(RELEASES) == {BUILD, *LAID_OVER}
 
 
 def run_inside(python: Path, *arguments: str) -> None:

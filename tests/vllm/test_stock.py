@@ -1,4 +1,5 @@
-"""A fleet may mix stock vLLM (NixlConnector, turns on both sides) and ours, either way round."""
+"""A fleet may mix stock vLLM (NixlConnector, turns on both sides) and ours, either way round, in
+each release. Pushed: test_stock_push."""
 
 from collections.abc import Iterator
 
@@ -9,20 +10,41 @@ from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric
 from tests.integration.talk import Talk, turns
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
-from tests.vllm.servers import STOCK, Fleet, Kind
+from tests.vllm.releases import BUILD, RELEASES, of_next
+from tests.vllm.servers import OURS, SCHEDULER, STOCK, TRUSTING, UNCACHED, Fleet, Kind
+
+BESIDE = Kind("stock", STOCK, (UNCACHED,))
 
 
-@pytest.fixture(scope="module")
-def stock(fleet: Fleet) -> Iterator[Server]:
-    with fleet.server(Kind("stock", STOCK, ("--no-enable-prefix-caching",))) as server:
-        yield server
+@pytest.fixture(scope="module", params=RELEASES)
+def three(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[list[Server]]:
+    """A prefill and a decode engine of ours, and a stock one."""
+    if request.param == BUILD:
+        ours = [request.getfixturevalue(name) for name in ("prefiller", "decoder")]
+        with fleet.server(BESIDE) as stock:
+            yield [*ours, stock]
+        return
+    with of_next(fleet).servers(
+        Kind("next-p", TRUSTING, (*SCHEDULER, UNCACHED)), Kind("next-d", OURS, SCHEDULER), BESIDE
+    ) as servers:
+        # A stock decoder gives nothing back to a prefiller that it has never pulled from.
+        prompt = tokens_of(40, 7400)
+        decode(servers[2], prompt, prefill(servers[0], prompt))
+        yield servers
 
 
-@pytest.fixture(name="pair", params=["our P, stock D", "stock P, our D"])
-def either_way(
-    request: pytest.FixtureRequest, prefiller: Server, decoder: Server, stock: Server
-) -> tuple[Server, Server]:
+@pytest.fixture(params=["our P, stock D", "stock P, our D"])
+def pair(request: pytest.FixtureRequest, three: list[Server]) -> tuple[Server, Server]:
+    prefiller, decoder, stock = three
     return (prefiller, stock) if request.param == "our P, stock D" else (stock, decoder)
+
+
+@pytest.fixture
+def alone(pair: tuple[Server, Server], three: list[Server]) -> Server:
+    """Without params, and without a prefix cache, either answers by itself: the one that does not
+    prefill here, for that one's work is counted."""
+    prefiller, _, stock = three
+    return stock if pair[0] is prefiller else prefiller
 
 
 def test_prompts_are_those_of_one_vllm_alone(pair: tuple[Server, Server], alone: Server) -> None:

@@ -12,7 +12,7 @@ from tests.integration.legs import decode, prefill
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, metric
 from tests.vllm.measures import COMPUTED, FETCHED, counted, nothing_left
-from tests.vllm.releases import of_next
+from tests.vllm.releases import BUILD, RELEASES, of_next
 from tests.vllm.servers import PUSH, SCHEDULER, STOCK, UNCACHED, Fleet, Kind
 from tests.vllm.test_push import both_legs
 
@@ -30,11 +30,9 @@ BY_REQUEST: dict[str, Any] = {
 LENGTHS = (1, 31, 32, 33, 200, 700, 1500)
 
 
-@pytest.fixture(
-    scope="module", params=["0.32", pytest.param("0.33", marks=pytest.mark.more)], name="three"
-)
-def engines(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[list[Server]]:
-    release = fleet if request.param == "0.32" else of_next(fleet)
+@pytest.fixture(scope="module", params=RELEASES)
+def three(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[list[Server]]:
+    release = fleet if request.param == BUILD else of_next(fleet)
     with release.servers(
         Kind("beside-stock-p", BY_REQUEST, (*SCHEDULER, UNCACHED)),
         Kind("beside-stock-d", BY_REQUEST, (*SCHEDULER, UNCACHED)),

@@ -362,12 +362,16 @@ def what_cannot_be_is_refused_by_name(model: Path) -> None:
         given: Any = SimpleNamespace(kv_transfer_config=KVTransferConfig(**transfer))
         config = describe.connector_config(given)
         assert key in refusal(partial(refuse_unsupported_memory, config, geometry, [region]))
-    engine = Engine(model)
-    engine.scheduler.vllm_config.model_config.enable_sleep_mode = True
-    refuse = partial(
-        describe.refuse_unsupported, engine.scheduler.vllm_config, engine.scheduler.kv_cache_config
-    )
-    assert "sleep mode" in refusal(refuse)
+    for part, option, value, named in (
+        ("model_config", "enable_sleep_mode", True, "sleep mode"),
+        ("parallel_config", "decode_context_parallel_size", 2, "decode context parallelism"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "prefill context parallelism"),
+    ):
+        scheduler = Engine(model).scheduler
+        setattr(getattr(scheduler.vllm_config, part), option, value)
+        refuse = describe.refuse_unsupported
+        said = refusal(partial(refuse, scheduler.vllm_config, scheduler.kv_cache_config))
+        assert named in said
 
 
 def a_kv_cache_that_others_read_does_not_sleep(model: Path) -> None:
