@@ -393,6 +393,9 @@ class CacheGeometry:
     `chunked` makes of a chunk's."""
     is_staged: bool = False
     """KV travels by way of host memory, see staging.py."""
+    may_load: bool = True
+    """False: the host may hand a block out while a step under way still writes into it. Nothing is
+    loaded into any."""
     lookahead: int = 0
     """How many of the tokens behind its own a position's KV depends on: some layers that guess
     (EAGLE's, MTP's) take the next token, and each further MTP module one more."""

@@ -113,6 +113,11 @@ class Holds:
         self._keeps_turns = False
         self._orders.revokes += self._turns.clear()
 
+    def end_turns(self) -> bool:
+        """True: none is left, for none was firm."""
+        self._orders.revokes += self._turns.clear()
+        return not len(self._turns)
+
     def keep_turns(self) -> None:
         self._keeps_turns = True
 

@@ -22,16 +22,19 @@ class Loadable:
         self._windows: Sequence[int | None] = geometry.group_windows
         self._has_state = geometry.has_state
         self._lookahead = geometry.lookahead
+        self._may_load = geometry.may_load
 
     def most_tokens(self, request: EngineRequest) -> int:
-        """0 for a request whose KV depends on what nobody can tell.
+        """0 for a request whose KV depends on what nobody can tell, and where nothing is loaded.
 
         A host that has all of them computes the last one again. Where a group has a window,
         vLLM's block manager has by then given up the block in which that token's window begins, if
         it begins at the end of one; so the last token is left to compute. A state that knows the
         last token would count it twice. And where KV depends on tokens to come, more is computed
         again: those that the remote had guessed, or sampled, are not these."""
-        return 0 if request.content_keys is None else self._most_of(len(request.token_ids))
+        if request.content_keys is None or not self._may_load:
+            return 0
+        return self._most_of(len(request.token_ids))
 
     def _most_of(self, num_tokens: int) -> int:
         has_windows = any(window is not None for window in self._windows)
@@ -50,7 +53,7 @@ class Loadable:
         or may be, where there is no proof and the remote may be a stock engine."""
         if role is Role.PREFILL and not self._may_pull_turn(source, proof, unix_time):
             return 0
-        if request.content_keys is None:
+        if request.content_keys is None or not self._may_load:
             return 0
         token_ids = request.token_ids  # asked for once: a host may copy them
         held = min(self._held_tokens(source), len(token_ids))

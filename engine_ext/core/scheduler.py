@@ -204,6 +204,11 @@ class SchedulerConnector:
         """The engine goes on: turns are kept again."""
         self._holds.keep_turns()
 
+    def end_turns(self) -> bool:
+        """What was computed until now is not what would be computed from now on. False: the turns
+        that are firm stay, for nobody could tell their readers."""
+        return self._holds.end_turns()
+
     def release(self, engine_id: str, request_id: str) -> bool:
         """Nobody will read this request's KV. True: it was held. A reader who comes all the same
         is told, and finds it for a moment more."""

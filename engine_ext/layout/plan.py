@@ -245,9 +245,9 @@ class PeerLayout:
         here = self._units("local", local, self.local, positions, window)
         there = self._units("remote", remote, self.remote, positions, window)
         if window is not None:
-            needed = self._ends(positions, into_local) > first_seen(window, last_token - 1)
             ours, theirs = here.blocks != NULL_BLOCK, there.blocks != NULL_BLOCK
             wanted, given = (ours, theirs) if into_local else (theirs, ours)
+            needed = self._needed(positions, window, last_token, into_local)
             if (wanted & needed & ~given).any():
                 holder = "the remote keeps" if into_local else "we keep"
                 raise PlanError(f"{holder} less than the window of {abs(window)} tokens")
@@ -256,11 +256,20 @@ class PeerLayout:
         order = np.lexsort((here.places, here.blocks))
         return _take(here, order), _take(there, order)
 
-    def _ends(self, positions: npt.NDArray[np.int64], into_local: bool) -> npt.NDArray[np.int64]:
-        """The token behind the block that each of these units is written into: a block of which one
-        token is needed is needed whole, for its prefix cache knows it by all that are in it."""
-        block_size = (self.local if into_local else self.remote).block_size
-        return (positions * self.unit // block_size + 1) * block_size
+    def _needed(
+        self,
+        positions: npt.NDArray[np.int64],
+        window: int,
+        last_token: int,
+        into_local: bool,
+    ) -> npt.NDArray[np.bool_]:
+        """All that our host has made room for: it would share it, filled or not. Of another's
+        blocks those in which what is seen through the window begins, whole."""
+        if into_local:
+            return np.ones(len(positions), dtype=np.bool_)
+        block_size = self.remote.block_size
+        ends = (positions * self.unit // block_size + 1) * block_size
+        return ends > first_seen(window, last_token - 1)
 
     def _units(
         self,

@@ -35,9 +35,11 @@ from dataclasses import dataclass, field
 from engine_ext.base.inspection import LeaseSeen, ReaderSeen
 
 NEVER = float("-inf")
+FOREVER = float("inf")
 
 MAX_READERS = 1024
-"""Most readers of one lease that are granted a horizon; others must ask after each READ."""
+"""Most readers of one lease that are counted. More are granted no horizon, and must ask after each
+READ."""
 
 
 class LeaseState(enum.Enum):
@@ -84,6 +86,8 @@ class Lease:
     confirmed: set[str] = field(default_factory=set)
     horizons: dict[str, float] = field(default_factory=dict)
     """By reader: until when it may believe that the lease holds."""
+    looked_at_next: float = FOREVER
+    """Of its entries in the table's queue the earliest, if it has one."""
 
     @property
     def is_counted(self) -> bool:
@@ -111,8 +115,8 @@ class LeaseTable:
         self._extension = extension
         self._grace = grace
         self._leases: dict[str, Lease] = {}
-        # One entry per held lease, at the end that it had when last looked at; renewals only move
-        # the lease, looking at the entry puts it back where it belongs.
+        # An entry for each held lease, at its end or before; renewals only move the lease, looking
+        # at the entry puts it back where it belongs. One more where the end has come nearer.
         self._by_end: list[tuple[float, str]] = []
         self._num_held = 0
 
@@ -193,9 +197,10 @@ class LeaseTable:
         lease = self._leases.get(request_id)
         if lease is None:
             return False
-        lease.confirmed.add(reader)
+        if len(lease.confirmed) < MAX_READERS:
+            lease.confirmed.add(reader)
         lease.horizons.pop(reader, None)
-        lease.num_readers = max(lease.num_readers, readers)
+        lease.num_readers = max(lease.num_readers, min(readers, MAX_READERS))
         return self._ends_if_unread(request_id, lease, now)
 
     def take(self, request_id: str) -> bool:
@@ -260,13 +265,18 @@ class LeaseTable:
         due: dict[str, Lease] = {}
         later: dict[str, Lease] = {}
         while self._by_end and self._by_end[0][0] <= now:
-            _, request_id = heapq.heappop(self._by_end)
+            moment, request_id = heapq.heappop(self._by_end)
             lease = self._leases.get(request_id)
             if lease is not None and lease.state is not LeaseState.EXPECTED:
+                if moment >= lease.looked_at_next:
+                    lease.looked_at_next = FOREVER
                 (due if lease.ends_at() <= now else later)[request_id] = lease
         for request_id, lease in (*due.items(), *later.items()):
             self._look_again(request_id, lease)
         return list(due)
 
     def _look_again(self, request_id: str, lease: Lease) -> None:
-        heapq.heappush(self._by_end, (lease.ends_at(), request_id))
+        end = lease.ends_at()
+        if end < lease.looked_at_next:
+            lease.looked_at_next = end
+            heapq.heappush(self._by_end, (end, request_id))

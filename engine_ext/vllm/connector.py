@@ -69,6 +69,11 @@ class DisaggHandshake(KVConnectorHandshakeMetadata):
 Matched = tuple[int | None, bool]
 Finished = tuple[bool, dict[str, Any] | None]
 
+LOADS_NOTHING = (
+    "with kv_role kv_producer vLLM hands out blocks into which steps under way still write: "
+    "nothing is loaded, and turns are computed. Use kv_both"
+)
+
 NOTHING: Matched = (0, False)
 NOT_KEPT: Finished = (False, None)
 
@@ -94,6 +99,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         """What our half was told while it raised; it is told once more."""
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler()
+            if not describe.may_load(vllm_config):
+                logger.warning(LOADS_NOTHING)
             _install_engine_loop()
 
     @classmethod
@@ -131,8 +138,14 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """vLLM may find keys and values of more tokens than it has a state of: a load brings the
-        state, with however few tokens. Of a window it brings no more than these tokens."""
-        return set(describe.windows(self._kv_cache_config)) <= {None, STATE}
+        state, with however few tokens."""
+        return describe.lets_hits_diverge(self._kv_cache_config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whatever kv_role says: any request may be a prefill leg, of which an answer that came
+        before a preemption would be told without KV."""
+        return True
 
     @property
     def scheduler(self) -> SchedulerConnector:
@@ -246,6 +259,11 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def drain(self) -> None:
         """The engine leaves or pauses: nothing is kept for later. Readers may go on."""
         self.scheduler.drain()
+
+    @guarded(bool)
+    def reset_cache(self) -> bool:
+        """The model's weights are others now, say. False: some turns stay, see `end_turns`."""
+        return self.scheduler.end_turns()
 
     @guarded(nothing)
     def resume(self) -> None:

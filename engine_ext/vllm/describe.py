@@ -146,7 +146,18 @@ def _window(spec: KVCacheSpec) -> int | None:
         return STATE
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return chunked(spec.attention_chunk_size)
-    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+    if not isinstance(spec, SlidingWindowSpec):
+        return None
+    # Where layers that guess look ahead, vLLM keeps as many tokens more.
+    more = spec.extra_retained_tokens if support.is_on(features.LOOKAHEAD) else 0
+    return int(spec.sliding_window + more)
+
+
+def lets_hits_diverge(kv_cache_config: KVCacheConfig) -> bool:
+    """Of full attention and states alone, one kind of each: vLLM tells us how much of the first
+    kind it has, and a load fills no more of another, nor of a window, than the tokens it is for."""
+    kinds = {spec for spec in _specs(kv_cache_config) if not isinstance(spec, MambaSpec)}
+    return len(kinds) <= 1 and set(windows(kv_cache_config)) <= {None, STATE}
 
 
 def _has_state(model: ModelConfig) -> bool:
@@ -161,8 +172,16 @@ def scheduler_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         vllm_config.cache_config.block_size,
         kv_cache_config.num_blocks,
         group_windows=windows(kv_cache_config),
+        may_load=may_load(vllm_config),
         lookahead=_lookahead(vllm_config),
     )
+
+
+def may_load(vllm_config: VllmConfig) -> bool:
+    """With several steps under way, vLLM hands out the blocks of a request that was aborted while
+    one of them still writes there, unless kv_role says that the engine loads."""
+    loads: bool = vllm_config.kv_transfer_config.is_kv_consumer
+    return loads or vllm_config.max_concurrent_batches <= 1
 
 
 def _lookahead(vllm_config: VllmConfig) -> int:
@@ -228,8 +247,12 @@ def engine_identity(
 
 def _stock_hash(vllm_config: VllmConfig, backend: str, mode: str) -> str | None:
     """What stock engines compare with their own."""
-    if not support.is_on(features.STOCK_PEERS) or _has_state(vllm_config.model_config):
-        return None  # stock moves a state piece by piece
+    if not support.is_on(features.STOCK_PEERS):
+        return None
+    # Stock moves a state piece by piece. And where guesses look further ahead, it leaves out a
+    # prompt's end: as it pairs blocks from the end, it would take each for its neighbour.
+    if _has_state(vllm_config.model_config) or _lookahead(vllm_config) > 1:
+        return None
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
         compute_nixl_compatibility_hash,
     )

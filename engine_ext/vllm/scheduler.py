@@ -57,6 +57,9 @@ class DisaggMixin:
         """Refused, or handed back: not told yet."""
         self._wake: Callable[[], None] | None = None
         self._news = threading.Event()
+        if self.vllm_config.max_concurrent_batches > 1:  # type: ignore[attr-defined] # vLLM's
+            # Whatever kv_role is, and MultiConnector's own: see describe.may_load.
+            self.defer_block_free = True
         config = transfer_config(self.vllm_config)  # type: ignore[attr-defined] # vLLM's
         extra = {} if config is None else config.kv_connector_extra_config
         if support.is_on(features.LAST_WINDOW):

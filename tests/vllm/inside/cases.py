@@ -111,6 +111,7 @@ def ends(engine: Engine) -> None:
     engine.scheduler.connector.drain()
     engine.step_until(engine.is_empty)
     engine.scheduler.connector.resume()
+    engine.scheduler.reset_connector_cache()
     engine.step()
 
 
@@ -362,13 +363,14 @@ def what_cannot_be_is_refused_by_name(model: Path) -> None:
         given: Any = SimpleNamespace(kv_transfer_config=KVTransferConfig(**transfer))
         config = describe.connector_config(given)
         assert key in refusal(partial(refuse_unsupported_memory, config, geometry, [region]))
-    for part, option, value, named in (
+    unfit: tuple[tuple[str, str, Any, str], ...] = (
         ("model_config", "enable_sleep_mode", True, "sleep mode"),
         ("parallel_config", "decode_context_parallel_size", 2, "decode context parallelism"),
         ("parallel_config", "prefill_context_parallel_size", 2, "prefill context parallelism"),
-    ):
+    )
+    for part, option, given, named in unfit:
         scheduler = Engine(model).scheduler
-        setattr(getattr(scheduler.vllm_config, part), option, value)
+        setattr(getattr(scheduler.vllm_config, part), option, given)
         refuse = describe.refuse_unsupported
         said = refusal(partial(refuse, scheduler.vllm_config, scheduler.kv_cache_config))
         assert named in said
@@ -400,16 +402,55 @@ def what_sparse_attention_keeps_is_refused(model: Path) -> None:
 
 
 def a_hit_that_windows_lag_behind_is_not_local(model: Path) -> None:
-    """A load brings a state whole, and of a window no token before the first that is loaded."""
+    """A load brings a state whole, and of a window no token before the first that is loaded; of a
+    second kind of full attention vLLM may have less than it says."""
     sizes: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8}
     full = FullAttentionSpec(**sizes, dtype=torch.float32)
     window = SlidingWindowSpec(**sizes, dtype=torch.float32, sliding_window=20)
     state = MambaSpec(block_size=16, shapes=((1,),), dtypes=(torch.float32,))
-    for specs, expected in (((full, state), True), ((full, state, window), False)):
+    other = replace(full, num_kv_heads=2)
+    for specs, expected in (
+        ((full, state), True),
+        ((full, full, state), True),
+        ((full, other, state), False),
+        ((full, state, window), False),
+    ):
         groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
         connector: Any = DisaggConnector.__new__(DisaggConnector)
         connector._kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
         assert connector.supports_divergent_local_hybrid_hits is expected
+
+
+def of_a_window_the_tokens_that_guesses_need_are_kept_too(model: Path) -> None:
+    sizes: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8}
+    window = SlidingWindowSpec(
+        **sizes, dtype=torch.float32, sliding_window=64, extra_retained_tokens=2
+    )
+    given: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=window)])
+    assert describe.windows(given) == (66,)
+
+
+def stock_and_ours_do_not_meet_where_stock_leaves_out_a_prompts_end(model: Path) -> None:
+    plain = SimpleNamespace(is_hybrid=False, is_attention_free=False)
+    given: Any = SimpleNamespace(model_config=plain, num_prefill_lookahead_tokens=3)
+    assert describe._stock_hash(given, "FLASH_ATTN", "pull") is None
+    assert describe._stock_hash(Engine(model).scheduler.vllm_config, "FLASH_ATTN", "pull")
+
+
+def what_kv_role_says_of_loads_is_heard(model: Path) -> None:
+    """vLLM keeps the blocks of an aborted request from its steps under way for consumers alone."""
+    for role, batches, loads in (
+        ("kv_both", 2, True),
+        ("kv_consumer", 2, True),
+        ("kv_producer", 2, False),
+        ("kv_producer", 1, True),
+    ):
+        transfer = KVTransferConfig(kv_connector="DisaggConnector", kv_role=role)
+        given: Any = SimpleNamespace(kv_transfer_config=transfer, max_concurrent_batches=batches)
+        assert describe.may_load(given) is loads
+    connector = Engine(model).scheduler.connector
+    connector._kv_transfer_config.kv_role = "kv_consumer"
+    assert connector.requires_kv_delivery
 
 
 def a_permuted_layout_is_passed_on(model: Path) -> None:
@@ -446,6 +487,9 @@ def cases() -> Iterator[tuple[str, Case]]:
         a_kv_cache_that_others_read_does_not_sleep,
         what_sparse_attention_keeps_is_refused,
         a_hit_that_windows_lag_behind_is_not_local,
+        of_a_window_the_tokens_that_guesses_need_are_kept_too,
+        stock_and_ours_do_not_meet_where_stock_leaves_out_a_prompts_end,
+        what_kv_role_says_of_loads_is_heard,
         a_permuted_layout_is_passed_on,
     ):
         yield plain.__name__, plain

@@ -36,8 +36,8 @@ def make(
     return SchedulerConnector(config, identity, CacheGeometry(16, 32), lambda: now)
 
 
-def decoder_of(geometry: CacheGeometry) -> SchedulerConnector:
-    config = ConnectorConfig(engine_id="d")
+def decoder_of(geometry: CacheGeometry, **settings: Any) -> SchedulerConnector:
+    config = ConnectorConfig(engine_id="d", **settings)
     return SchedulerConnector(config, EngineIdentity("d", "10.0.0.2", 5600), geometry)
 
 
@@ -655,6 +655,30 @@ def test_an_engine_that_drains_gives_up_waiting_turns_and_keeps_leases() -> None
     assert decoder.build_connector_meta().revokes == ("t-1",)
     decoder.drain()
     assert not decoder.has_pending_work()
+
+
+def test_turns_of_other_weights_end_but_those_that_stock_may_read() -> None:
+    decoder = make("d", bidirectional=True, retain_share=0.5)
+    proven = answer_of_p()
+    stock = {key: value for key, value in proven.items() if key != "prefix_proof"}
+    assert turn(decoder, "t-0", proven)
+    assert decoder.end_turns()
+    assert decoder.build_connector_meta().revokes == ("t-0",)
+    assert turn(decoder, "t-1", stock)
+    assert not decoder.end_turns()
+    assert turn(decoder, "t-2", proven)
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_where_nothing_may_be_loaded_all_is_computed_and_the_holder_hears_of_it(mode: str) -> None:
+    decoder = decoder_of(CacheGeometry(16, 32, may_load=False), transfer_mode=mode)
+    request = Request("d-1", answer_of_p())
+    decoder.on_new_request(request)
+    assert decoder.get_num_new_matched_tokens(request, 0) == (0, False)
+    decoder.update_state_after_alloc(request, BLOCKS, 0)
+    meta = decoder.build_connector_meta()
+    assert (meta.pulls, meta.registrations) == ((), ())
+    assert [len(meta.declines), len(meta.withdrawals)] == ([1, 0] if mode == "pull" else [0, 1])
 
 
 def test_what_is_released_by_name_is_revoked_once_and_nothing_else_is() -> None:

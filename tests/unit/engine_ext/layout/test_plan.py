@@ -481,12 +481,11 @@ def test_a_window_is_read_by_position_and_its_holes_are_left_alone(
     holder.store(kv, ids[0])
     holder.blocks[list(ids[1])] = holder.blocks[list(ids[0])]
     theirs = ids[0], holes(ids[1], kept)
-    ours = (10, 9, 8, 7, 6), holes((1, 2, 3, 4, 5), 4)
+    ours = (10, 9, 8, 7, 6), holes((1, 2, 3, 4, 5), 3)
     expected = reader.after(kv, ours[0], range(20), layers=[0])
     reader_memory = reader.memory.copy()
     reader.memory[:] = expected
-    both = ours[1] if kept == 4 else holes(ours[1], 3)
-    expected = reader.after(kv, both, range(20), layers=[1])
+    expected = reader.after(kv, ours[1], range(20), layers=[1])
     reader.memory[:] = reader_memory
     plan = match(reader, holder)
     if is_short:
@@ -495,6 +494,15 @@ def test_a_window_is_read_by_position_and_its_holes_are_left_alone(
     batch = plan.to_read(ours, theirs, 0, 20, 20)
     carry_out(batch, (holder, plan.remote), (reader, plan.local), write=False)
     assert (reader.memory == expected).all()
+
+
+def test_a_block_that_is_there_for_no_window_is_filled_all_the_same() -> None:
+    """Else our host would share it with the next prompt that begins alike, as it was."""
+    plan = match(windowed(), windowed())
+    ours, theirs = (10, 9, 8, 7, 6), (1, 2, 3, 4, 5)
+    lists = (ours, holes(ours, 4)), (theirs, holes(theirs, 3))
+    with pytest.raises(PlanError, match="the remote keeps less than the window of 8 tokens"):
+        plan.to_read(*lists, 0, 20, 20)
 
 
 def test_groups_that_share_their_memory_are_each_moved_in_their_own_blocks() -> None:
@@ -589,13 +597,13 @@ def test_of_a_chunk_its_own_blocks_are_needed(num_tokens: int, needed: int) -> N
     number = -(-num_tokens // 4)
     full_list = tuple(range(1, number + 1))
     for kept in range(1, number + 1):
-        theirs = full_list, holes(full_list, kept)
+        ours, theirs = (full_list, holes(full_list, needed)), (full_list, holes(full_list, kept))
         if kept < needed:
             with pytest.raises(PlanError, match="window of 8 tokens"):
-                plan.to_read((full_list, full_list), theirs, 0, num_tokens, num_tokens)
+                plan.to_read(ours, theirs, 0, num_tokens, num_tokens)
         else:
-            batch = plan.to_read((full_list, full_list), theirs, 0, num_tokens, num_tokens)
-            assert batch.num_blocks == number + kept
+            batch = plan.to_read(ours, theirs, 0, num_tokens, num_tokens)
+            assert batch.num_blocks == number + needed
 
 
 def test_a_group_with_a_window_goes_with_the_last_part() -> None:

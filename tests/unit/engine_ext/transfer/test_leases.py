@@ -57,6 +57,29 @@ def test_a_lease_behind_a_longer_one_expires_on_time() -> None:
     assert ended(leases, 31) == ["short"]
 
 
+def test_confirmations_that_end_nothing_take_no_memory() -> None:
+    """Forged, of a lease whose request somebody knows."""
+    leases = table()
+    leases.grant("a", now=0, seconds=30)
+    for number in range(3 * MAX_READERS):
+        assert not leases.confirm("a", 1, readers=10**9, reader="always the same")
+        if number < MAX_READERS - 2:
+            assert not leases.confirm("a", 1, readers=10**9, reader=f"reader {number}")
+    assert len(leases._by_end) == 1
+    assert leases.confirm("a", 1, readers=2, reader="the last that is counted")
+    assert len(leases) == 0
+
+
+def test_a_lease_whose_readers_have_confirmed_ends_with_the_last_horizon() -> None:
+    """Before the end at which it was to be looked at."""
+    leases = table()
+    leases.grant("a", now=0, seconds=30)
+    assert leases.renew("a", "slow", now=0) == EXTENSION
+    assert not leases.confirm("a", 1, readers=1, reader="quick")
+    assert leases.reap(EXTENSION - 0.1) == []
+    assert leases.reap(EXTENSION) == ["a"]
+
+
 def test_a_confirmation_ends_the_lease_once() -> None:
     leases = table()
     leases.grant("a", now=0, seconds=30)
