@@ -17,8 +17,10 @@ import pytest
 from tests.integration.legs import Turn, decode, decode_body, prefill, prefill_body
 from tests.integration.oracle import Prompt, complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric, wait_for
+from tests.vllm import planted_state
 from tests.vllm.measures import COMPUTED, FETCHED, counted, nothing_left
-from tests.vllm.servers import OURS, PUSH, Fleet, Kind
+from tests.vllm.plugins import found_in, write_plugin
+from tests.vllm.servers import OURS, PUSH, SCHEDULER, UNCACHED, Fleet, Kind
 from tests.vllm.state_model import write_state_model
 from tests.vllm.test_push import both_legs, where
 
@@ -60,6 +62,19 @@ def pulled(prefiller: Server, decoder: Server, prompt: Prompt) -> Turn:
 
 def test_prompts_are_those_of_one_engine_alone(pair: list[Server]) -> None:
     prompts_are_right(pair, pulled, 9000)
+
+
+@pytest.mark.more
+def test_a_state_that_is_another_is_seen(
+    fleet: Fleet, model: Path, pair: list[Server], tmp_path: Path
+) -> None:
+    """The planted error, else equal tokens would prove nothing of states."""
+    environment = found_in(write_plugin(tmp_path, planted_state))
+    kind = Kind("spoilt", OURS, (*SCHEDULER, UNCACHED), model, environment)
+    with fleet.server(kind) as spoilt:
+        for prompt in (tokens_of(length, 9050 + length) for length in LENGTHS[2:]):
+            turn = pulled(pair[0], spoilt, prompt)
+            assert differences([complete(pair[0], prompt)], [turn.answer]), len(prompt)
 
 
 def test_a_prompt_that_only_begins_alike_takes_no_state(pair: list[Server]) -> None:
