@@ -356,6 +356,8 @@ def begins(vllm_config: VllmConfig) -> bool:
 
 def _schedules(vllm_config: VllmConfig) -> bool:
     """It is our scheduler class."""
+    if not support.is_on(features.SCHEDULER):
+        return False
     named = vllm_config.scheduler_config.scheduler_cls
     name = named if isinstance(named, str) else getattr(named, "__module__", "")
     return name.startswith(SCHEDULERS)

@@ -9,14 +9,13 @@ from engine_ext.base.begun import KEY, Begun
 UNFIT = (
     "use_beam_search",
     "echo",
-    "suffix",
-    "prompt_embeds",
     "prompt_logprobs",
     "logprob_token_ids",
     "truncate_prompt_tokens",
-    "return_prompt_text",
     "thinking_token_budget",
 )
+UNFIT_OF_CHATS = ("return_prompt_text",)
+UNFIT_OF_COMPLETIONS = ("suffix", "prompt_embeds")
 """Fields that need the prompt's text, its log-probabilities or several answers at once, or that
 keep a count of the answer that we do not set."""
 
@@ -56,7 +55,8 @@ def refusal(begun: Begun, asked: Asked) -> str | None:
 
 def unfit(request: Any) -> list[str]:
     """Fields for which an answer cannot begin in the middle, be it here or elsewhere."""
-    found = [name for name in UNFIT if getattr(request, name, None) not in (None, False)]
+    fields = UNFIT + UNFIT_OF_CHATS + UNFIT_OF_COMPLETIONS
+    found = [name for name in fields if getattr(request, name, None) not in (None, False)]
     if (request.n or 1) != 1:
         found.append("n")
     prompt = getattr(request, "prompt", None)

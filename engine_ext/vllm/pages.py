@@ -81,17 +81,15 @@ async def release_kv(request: Request) -> JSONResponse:
         names = release.parse(json.loads(body))
     except (ValueError, RecursionError) as error:  # JSON's own included
         return _error(str(error), HTTPStatus.BAD_REQUEST)
-    core = request.app.state.engine_client.engine_core
-    answers = await core.call_utility_all_async(RELEASE, *names)
+    answers = await _core(request.app.state).call_utility_all_async(RELEASE, *names)
     return JSONResponse({"released": any(answers)})
 
 
 async def tell_leases(request: Request) -> JSONResponse:
-    core = request.app.state.engine_client.engine_core
     asked = request.query_params.get(leases.ASKED)
     try:
         async with asyncio.timeout(leases.ANSWER_SECONDS):
-            answers = await core.call_utility_all_async(LEASES, asked)
+            answers = await _core(request.app.state).call_utility_all_async(LEASES, asked)
     except TimeoutError:
         return _error("the engine's step takes too long", HTTPStatus.SERVICE_UNAVAILABLE)
     ranks = [
@@ -103,6 +101,10 @@ async def tell_leases(request: Request) -> JSONResponse:
     if problems:
         return _error(problems[0], HTTPStatus.SERVICE_UNAVAILABLE)
     return JSONResponse(leases.page(ranks))
+
+
+def _core(state: Any) -> Any:
+    return state.engine_client.engine_core
 
 
 def _leases_in_engine(core: Any, asked: str | None) -> list[dict[str, Any] | str]:

@@ -7,6 +7,7 @@ test finds every import of vLLM's in this package that is not here.
 
 from dataclasses import dataclass
 
+from engine_ext.vllm import fit
 from engine_ext.vllm.compat.names import ANY, Name
 
 KV = "vllm.distributed.kv_transfer.kv_connector"
@@ -14,6 +15,7 @@ BASE = f"{KV}.v1.base"
 SCHED = "vllm.v1.core.sched"
 OPENAI = "vllm.entrypoints.openai"
 SERVING = f"{OPENAI}.chat_completion.serving", f"{OPENAI}.completion.serving"
+APP_STATE = "vllm.entrypoints.launchers.api_server.app_state:init_app_state"
 PROTOCOL = (
     f"{OPENAI}.chat_completion.protocol:ChatCompletionRequest",
     f"{OPENAI}.completion.protocol:CompletionRequest",
@@ -46,10 +48,13 @@ CONNECTOR = Feature(
                 "on_new_request",
                 "register_kv_caches",
                 "request_finished",
+                "save_kv_layer",
                 "set_xfer_handshake_metadata_pp_aware",
                 "shutdown",
                 "start_load_kv",
                 "update_connector_output",
+                "wait_for_layer_load",
+                "wait_for_save",
                 "_kv_cache_config",
                 "_vllm_config",
             ),
@@ -155,11 +160,24 @@ CACHE = Feature(
             ),
         ),
         Name("vllm.config:SchedulerConfig", has=("disable_hybrid_kv_cache_manager",)),
-        Name("vllm.config:VllmConfig", has=("kv_transfer_config", "speculative_config")),
+        Name("vllm.config:SpeculativeConfig", has=("method", "num_speculative_tokens")),
+        Name(
+            "vllm.config:VllmConfig",
+            has=(
+                "cache_config",
+                "kv_transfer_config",
+                "model_config",
+                "parallel_config",
+                "scheduler_config",
+                "speculative_config",
+            ),
+        ),
+        Name("vllm.v1.attention.backend:AttentionBackend.get_name", ()),
         Name("vllm.v1.kv_cache_layout:KVCacheLayout", has=("LBHNC",)),
         Name(f"{KV}.utils:get_current_attn_backends", ("vllm_config",)),
         Name("vllm.distributed.parallel_state:get_tensor_model_parallel_rank", ()),
         Name("vllm.distributed.parallel_state:get_pp_group", ()),
+        Name("vllm.distributed.parallel_state:GroupCoordinator", has=("rank_in_group",)),
     ),
 )
 """Where a token's KV lies."""
@@ -223,7 +241,16 @@ METRICS = Feature(
     "metrics",
     "what moves is not counted in /metrics",
     (
-        Name(f"{KV}.v1.metrics:KVConnectorStats", has=("aggregate", "data", "is_empty", "reduce")),
+        Name(f"{BASE}:KVConnectorBase_V1.get_kv_connector_stats", ("self",)),
+        Name(f"{BASE}:KVConnectorBase_V1.build_kv_connector_stats", ("data",)),
+        Name(
+            f"{BASE}:KVConnectorBase_V1.build_prom_metrics",
+            ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
+        ),
+        Name(
+            f"{KV}.v1.metrics:KVConnectorStats",
+            has=("aggregate", "data", "is_empty", "reduce", "reset"),
+        ),
         Name(
             f"{KV}.v1.metrics:KVConnectorPromMetrics.__init__",
             ("self", "vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
@@ -256,13 +283,17 @@ LEAVING = Feature(
     (
         Name("vllm.v1.engine.core:EngineCoreProc.run_busy_loop", ("self",)),
         Name("vllm.v1.engine.core:EngineCoreProc._handle_shutdown", ("self",)),
-        Name("vllm.v1.engine.core:EngineCoreProc", has=("input_queue", "shutdown_state")),
+        Name(
+            "vllm.v1.engine.core:EngineCoreProc",
+            has=("input_queue", "scheduler", "shutdown_state", "vllm_config"),
+        ),
         Name("vllm.v1.engine.core:DPEngineCoreProc.run_busy_loop", ("self",)),
         Name("vllm.v1.engine.core:EngineShutdownState", has=("REQUESTED",)),
         Name("vllm.v1.engine:EngineCoreRequestType", has=("WAKEUP",)),
         Name("vllm.config:VllmConfig", has=("shutdown_timeout",)),
         Name(f"{SCHED}.interface:PauseState", has=("UNPAUSED",)),
         Name(f"{SCHED}.scheduler:Scheduler.set_pause_state", ("self", "pause_state")),
+        Name(f"{SCHED}.scheduler:Scheduler", has=("connector",)),
     ),
 )
 
@@ -271,11 +302,14 @@ PAGES = Feature(
     "no /disagg/identity, /disagg/release and /disagg/leases",
     (
         Name("vllm.entrypoints.launchers.app:attach_endpoint_plugins"),
+        Name(APP_STATE, has=("engine_client", "vllm_config")),
+        Name("vllm.v1.engine.async_llm:AsyncLLM", has=("engine_core",)),
         Name(
             "vllm.entrypoints.serve.exception_handling.error_response:create_error_response",
             ("message", "err_type", "status_code"),
         ),
         Name("vllm.v1.engine.core:EngineCore", has=("model_executor", "scheduler")),
+        Name(f"{SCHED}.scheduler:Scheduler", has=("connector",)),
         Name("vllm.v1.executor:Executor.collective_rpc", ("self", "method", "timeout", "args")),
         Name("vllm.v1.engine.core_client:AsyncMPClient.call_utility_all_async", ("self", "method")),
         Name("vllm.distributed.kv_transfer:get_kv_transfer_group", ()),
@@ -312,6 +346,7 @@ RENDERS = Feature(
     "renders",
     "it is not known whether another engine renders messages as this one",
     (
+        Name(APP_STATE, has=("online_renderer", "vllm_config")),
         Name(
             "vllm.renderers.online_renderer:OnlineRenderer",
             has=("chat_template", "default_chat_template_kwargs", "renderer"),
@@ -330,6 +365,7 @@ SCHEDULER = Feature(
             has=("connector", "kv_cache_manager", "requests", "vllm_config"),
         ),
         Name(f"{SCHED}.async_scheduler:AsyncScheduler"),
+        Name("vllm.config:SchedulerConfig", has=("scheduler_cls",)),
         Name(f"{SCHED}.interface:PauseState", has=("UNPAUSED",)),
         Name(f"{SCHED}.output:SchedulerOutput"),
         Name("vllm.v1.engine:EngineCoreOutput"),
@@ -377,6 +413,7 @@ STATE_LAYERS = Feature(
     "state_layers",
     "models with layers that keep a state (Mamba, linear attention) are refused",
     (
+        Name(f"{BASE}:KVConnectorBase_V1", has=("supports_divergent_local_hybrid_hits",)),
         Name(
             "vllm.v1.kv_cache_interface:MambaSpec",
             has=("mamba_cache_mode", "num_speculative_blocks"),
@@ -539,6 +576,11 @@ BEGUN = Feature(
             ("self", "engine_core_outputs"),
         ),
         Name(
+            "vllm.v1.engine.output_processor:OutputProcessorOutput",
+            has=("request_outputs",),
+        ),
+        Name("vllm.v1.engine.output_processor:RequestOutputCollector.put", ("self", "output")),
+        Name(
             "vllm.v1.engine.output_processor:OutputProcessor.abort_requests",
             ("self", "request_ids", "internal"),
         ),
@@ -576,15 +618,25 @@ BEGUN = Feature(
         ),
         Name("vllm.v1.engine.detokenizer:IncrementalDetokenizer.num_output_tokens", ("self",)),
         Name("vllm.v1.engine.logprobs:LogprobsProcessor", has=("logprobs", "num_logprobs")),
+        Name("vllm.logprobs:Logprob", has=("logprob",)),
         Name(
             "vllm.v1.outputs:LogprobsLists",
             ("logprob_token_ids", "logprobs", "sampled_token_ranks"),
         ),
-        Name(f"{SERVING[0]}:OpenAIServingChat", has=("engine_client", "model_config")),
+        Name(
+            f"{SERVING[0]}:OpenAIServingChat", has=("engine_client", "model_config", "parser_cls")
+        ),
         Name(f"{SERVING[1]}:OpenAIServingCompletion", has=("engine_client", "model_config")),
+        Name("vllm.v1.engine.async_llm:AsyncLLM", has=("vllm_config",)),
         Name("vllm.config:ModelConfig", has=("get_vocab_size", "max_model_len")),
-        Name(PROTOCOL[0], has=("logprobs", "messages", "top_logprobs")),
-        Name(PROTOCOL[1], has=("logprobs", "prompt")),
+        Name(
+            PROTOCOL[0],
+            has=("logprobs", "max_completion_tokens", "max_tokens", "messages", "top_logprobs"),
+        ),
+        Name(PROTOCOL[1], has=("logprobs", "max_tokens", "prompt")),
+        *(Name(at, has=fit.UNFIT) for at in PROTOCOL),
+        Name(PROTOCOL[0], has=fit.UNFIT_OF_CHATS),
+        Name(PROTOCOL[1], has=fit.UNFIT_OF_COMPLETIONS),
         Name(
             "vllm.v1.engine:EngineCoreRequest",
             has=("abort_immediately", "prompt_token_ids", "request_id", "sampling_params"),

@@ -18,7 +18,8 @@ class Name:
     """The first parameters, in their order. Whatever follows them has a default, unless ANY says
     that it is passed on as it comes."""
     has: tuple[str, ...] = ()
-    """Members, fields and methods of a class, and what its `__init__` sets; names in a module."""
+    """Members, fields and methods of a class, and what its `__init__` sets; what a function sets;
+    names in a module."""
     uses: tuple[str, ...] = ()
     """All that the function's code names, in any order."""
 
@@ -63,7 +64,7 @@ def _attributes(found: Any) -> Iterator[str]:
     yield from dir(found)
     for fields in ("__dataclass_fields__", "model_fields"):
         yield from getattr(found, fields, ())
-    for cls in getattr(found, "__mro__", ()):
-        code = getattr(inspect.unwrap(cls.__init__), "__code__", None)
+    for function in (found, *(cls.__init__ for cls in getattr(found, "__mro__", ()))):
+        code = getattr(inspect.unwrap(function), "__code__", None)
         steps = () if code is None else dis.get_instructions(code)
         yield from (each.argval for each in steps if each.opname == "STORE_ATTR")

@@ -79,6 +79,10 @@ class Example:
         return abs(self.kept)
 
 
+def fill(example: Example) -> None:
+    example.kept = 3
+
+
 BEGUN = ("worker", "hand_over", "prompt", "answer")
 AT = f"{__name__}:Example"
 
@@ -90,6 +94,7 @@ AT = f"{__name__}:Example"
         Name(f"{AT}.call", ("self", "one", "two")),
         Name(f"{AT}.call", ("self", "one", ANY)),
         Name(f"{AT}.call", uses=("abs", "kept")),
+        Name(f"{__name__}:fill", has=("kept",)),
     ],
 )
 def test_a_name_that_is_as_we_know_it_is_no_problem(name: Name) -> None:
@@ -112,6 +117,7 @@ def test_a_name_that_is_as_we_know_it_is_no_problem(name: Name) -> None:
             "Example.call takes (self, one, two, three), not (self, one)",
         ),
         (Name(f"{AT}.call", uses=("abs",)), "Example.call uses abs, kept, not abs"),
+        (Name(f"{__name__}:fill", has=("kept", "gone")), "fill has no gone"),
     ],
 )
 def test_a_name_that_is_another_is_named_with_what_it_is(name: Name, words: str) -> None:
