@@ -58,6 +58,15 @@ CONNECTOR = Feature(
                 "_kv_cache_config",
                 "_vllm_config",
             ),
+            asks=(
+                "build_connector_meta",
+                "get_num_new_matched_tokens",
+                "save_kv_layer",
+                "start_load_kv",
+                "update_state_after_alloc",
+                "wait_for_layer_load",
+                "wait_for_save",
+            ),
         ),
         Name(
             f"{BASE}:KVConnectorBase_V1.__init__",
@@ -73,6 +82,7 @@ CONNECTOR = Feature(
         ),
         Name(f"{BASE}:KVConnectorBase_V1.get_transfer_results", ("self", "finished_req_ids")),
         Name(f"{BASE}:KVConnectorBase_V1._get_connector_metadata", ("self",)),
+        Name(f"{BASE}:SupportsHMA", asks=("request_finished_all_groups",)),
         Name(f"{BASE}:SupportsHMA.request_finished_all_groups", ("self", "request", "block_ids")),
         Name(
             f"{BASE}:KVConnectorTransferResults",

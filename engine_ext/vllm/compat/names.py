@@ -22,6 +22,8 @@ class Name:
     names in a module."""
     uses: tuple[str, ...] = ()
     """All that the function's code names, in any order."""
+    asks: tuple[str, ...] = ()
+    """What a subclass must define, at most: ours defines it."""
 
 
 def problem(name: Name) -> str | None:
@@ -38,6 +40,9 @@ def problem(name: Name) -> str | None:
         return f"{name.at} takes ({takes}), not ({', '.join(name.takes)})"
     if name.uses and set(name.uses) != set(found.__code__.co_names):
         return f"{name.at} uses {', '.join(found.__code__.co_names)}, not {', '.join(name.uses)}"
+    more = sorted({*getattr(found, "__abstractmethods__", ())} - {*name.asks}) if name.asks else []
+    if more:
+        return f"{name.at} asks for {', '.join(more)}, too"
     return None
 
 

@@ -1,13 +1,14 @@
 """Runs with one release of vLLM: `python -m tests.vllm.inside.contract RESULTS`.
 
-Writes one JSON object: vLLM's version, the features that are off with the reason, and for each of
-the bytes that we and vLLM both write, the traceback where we do not read alike.
+Writes one JSON object: vLLM's version, the features that are off with the
+reason, and for each case its traceback where it fails: most are of bytes that we and vLLM both
+write and must read alike.
 """
 
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from vllm import __version__
 
 from engine_ext.core.admission import FINISH_REASON
 from engine_ext.vllm.compat import finish_reason, support
-from engine_ext.vllm.compat.features import REQUIRED
+from engine_ext.vllm.compat.features import OPTIONAL, REQUIRED
 from engine_ext.wire.handshake import GET_METADATA, AgentMetadata, HandshakePayload
 from engine_ext.wire.notifications import REGISTRATION_PREFIX
 
@@ -39,6 +40,9 @@ MEMORY: dict[str, Any] = {
     "region_names": ["model.layers.0.self_attn.attn"],
     "region_mem_types": ["DRAM"],
 }
+
+NEWER = {"unregister_kv_caches"}
+"""What we override and 0.32 does not have, nor need."""
 
 
 def a_handshake_is_read_alike() -> None:
@@ -67,6 +71,57 @@ def our_finish_reason_passes_between_vllms_processes() -> None:
     assert heard.finish_reason is said.finish_reason
 
 
+def nothing_of_our_connectors_is_left_abstract() -> None:
+    from engine_ext.vllm.connector import DisaggConnector, DisaggPushConnector
+
+    for cls in (DisaggConnector, DisaggPushConnector):
+        assert set(cls.__abstractmethods__) == set()
+
+
+def what_we_override_is_probed() -> None:
+    from engine_ext.vllm import connector, prefill_stats, scheduler, stats
+    from engine_ext.vllm.compat import told
+
+    classes = (
+        connector.DisaggConnector,
+        prefill_stats.BegunPrefillStats,
+        scheduler.DisaggAsyncScheduler,
+        scheduler.DisaggScheduler,
+        stats.DisaggPromMetrics,
+        stats.DisaggStats,
+        told.Told,
+    )
+    lacking = {cls.__name__: {*_overrides(cls)} - {*_probed(cls)} for cls in classes}
+    assert not any(lacking.values()), lacking
+
+
+def _overrides(cls: type) -> Iterator[str]:
+    """Of vLLM's, by our classes."""
+    for ours in cls.__mro__:
+        if ours.__module__.startswith("engine_ext."):
+            yield from (name for name in vars(ours) if name in _theirs(cls))
+
+
+def _theirs(cls: type) -> set[str]:
+    names = {name for each in cls.__mro__ if _is_theirs(each) for name in vars(each)}
+    return {name for name in names - NEWER if not name.startswith(("__", "_abc_"))}
+
+
+def _probed(cls: type) -> Iterator[str]:
+    """Of vLLM's that it derives from."""
+    theirs = {f"{each.__module__}:{each.__qualname__}" for each in filter(_is_theirs, cls.__mro__)}
+    for name in (name for feature in REQUIRED + OPTIONAL for name in feature.needs):
+        owner, _, attribute = name.at.rpartition(".")
+        if name.at in theirs:
+            yield from name.has
+        elif owner in theirs:
+            yield attribute
+
+
+def _is_theirs(cls: type) -> bool:
+    return cls.__module__.startswith("vllm.")
+
+
 def run(case: Callable[[], None]) -> str | None:
     try:
         case()
@@ -76,12 +131,17 @@ def run(case: Callable[[], None]) -> str | None:
 
 
 if __name__ == "__main__":
-    cases = (a_handshake_is_read_alike, our_finish_reason_passes_between_vllms_processes)
+    cases = (
+        a_handshake_is_read_alike,
+        our_finish_reason_passes_between_vllms_processes,
+        nothing_of_our_connectors_is_left_abstract,
+        what_we_override_is_probed,
+    )
     required = {each.name: support.reason(each) for each in REQUIRED}
     results = {
         "version": __version__,
         "refused": {name: why for name, why in required.items() if why},
         "missing": support.missing(),
-        "bytes": {case.__name__: run(case) for case in cases},
+        "cases": {case.__name__: run(case) for case in cases},
     }
     Path(sys.argv[1]).write_text(json.dumps(results))

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,11 @@ class Example:
         return abs(self.kept)
 
 
+class Asking(ABC):
+    @abstractmethod
+    def call(self) -> int: ...
+
+
 def fill(example: Example) -> None:
     example.kept = 3
 
@@ -95,6 +101,7 @@ AT = f"{__name__}:Example"
         Name(f"{AT}.call", ("self", "one", ANY)),
         Name(f"{AT}.call", uses=("abs", "kept")),
         Name(f"{__name__}:fill", has=("kept",)),
+        Name(f"{__name__}:Asking", asks=("call", "told")),
     ],
 )
 def test_a_name_that_is_as_we_know_it_is_no_problem(name: Name) -> None:
@@ -118,6 +125,7 @@ def test_a_name_that_is_as_we_know_it_is_no_problem(name: Name) -> None:
         ),
         (Name(f"{AT}.call", uses=("abs",)), "Example.call uses abs, kept, not abs"),
         (Name(f"{__name__}:fill", has=("kept", "gone")), "fill has no gone"),
+        (Name(f"{__name__}:Asking", asks=("told",)), "Asking asks for call, too"),
     ],
 )
 def test_a_name_that_is_another_is_named_with_what_it_is(name: Name, words: str) -> None:
