@@ -21,6 +21,7 @@ from engine_ext.vllm.compat import finish_reason, support
 from engine_ext.vllm.compat.features import OPTIONAL, REQUIRED
 from engine_ext.wire.handshake import GET_METADATA, AgentMetadata, HandshakePayload
 from engine_ext.wire.notifications import REGISTRATION_PREFIX
+from tests.vllm.inside import stock_notifications
 
 MEMORY: dict[str, Any] = {
     "engine_id": "e",
@@ -133,6 +134,7 @@ def run(case: Callable[[], None]) -> str | None:
 if __name__ == "__main__":
     cases = (
         a_handshake_is_read_alike,
+        *stock_notifications.CASES,
         our_finish_reason_passes_between_vllms_processes,
         nothing_of_our_connectors_is_left_abstract,
         what_we_override_is_probed,
