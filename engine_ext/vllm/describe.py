@@ -260,6 +260,15 @@ def _stock_hash(vllm_config: VllmConfig, backend: str, mode: str) -> str | None:
     return str(compute_nixl_compatibility_hash(vllm_config, backend, mode))
 
 
+def stock_version() -> dict[str, str]:
+    """Of this release's own protocol, which its hash contains."""
+    if not support.is_on(features.STOCK_PEERS):
+        return {}
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NIXL_CONNECTOR_VERSION
+
+    return {"connector": str(NIXL_CONNECTOR_VERSION)}
+
+
 def side_channel(vllm_config: VllmConfig) -> tuple[str, int]:
     rank: int = vllm_config.parallel_config.data_parallel_index
     return envs.VLLM_NIXL_SIDE_CHANNEL_HOST, envs.VLLM_NIXL_SIDE_CHANNEL_PORT + rank
@@ -314,7 +323,7 @@ def engine(vllm_config: VllmConfig) -> identity.Engine:
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         dp_size=parallel.data_parallel_size,
-        versions={"vllm": vllm_version},
+        versions={"vllm": vllm_version, **stock_version()},
         features=support.features(),
         missing=support.missing(),
     )

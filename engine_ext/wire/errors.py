@@ -7,6 +7,7 @@ import msgspec
 from engine_ext.base.config import MOST_SECONDS
 
 CONNECTOR_VERSION = 14
+"""Of stock's protocol, after which ours is made; what later ones add we can do without."""
 EXTENSION_VERSION = 2
 
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

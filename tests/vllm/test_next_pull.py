@@ -67,6 +67,7 @@ def router(fleet: Fleet, pair: list[Server]) -> Iterator[Server]:
 def test_it_says_that_all_of_ours_fits(pair: list[Server]) -> None:
     said = pair[0].get("/disagg/identity").json()
     assert said["versions"]["vllm"] == NEXT
+    assert said["versions"]["connector"] == "15"
     assert said["features"][3:] == OPTIONAL
     assert said["missing"] == {}
     promised = {"begun", "cache_hit_threshold", "streamed_kv_transfer_params", "turns"}

@@ -1,6 +1,6 @@
 """Runs with one release of vLLM: `python -m tests.vllm.inside.contract RESULTS`.
 
-Writes one JSON object: vLLM's version, the features that are off with the
+Writes one JSON object: the versions of vLLM and of its protocol, the features that are off with the
 reason, and for each case its traceback where it fails: most are of bytes that we and vLLM both
 write and must read alike.
 """
@@ -17,6 +17,7 @@ import msgspec
 from vllm import __version__
 
 from engine_ext.core.admission import FINISH_REASON
+from engine_ext.vllm import describe
 from engine_ext.vllm.compat import finish_reason, support
 from engine_ext.vllm.compat.features import OPTIONAL, REQUIRED
 from engine_ext.wire.handshake import GET_METADATA, AgentMetadata, HandshakePayload
@@ -142,6 +143,7 @@ if __name__ == "__main__":
     required = {each.name: support.reason(each) for each in REQUIRED}
     results = {
         "version": __version__,
+        "protocol": describe.stock_version().get("connector"),
         "refused": {name: why for name, why in required.items() if why},
         "missing": support.missing(),
         "cases": {case.__name__: run(case) for case in cases},
