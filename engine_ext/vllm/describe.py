@@ -251,7 +251,7 @@ def _stock_hash(vllm_config: VllmConfig, backend: str, mode: str) -> str | None:
         return None
     # Stock moves a state piece by piece. And where guesses look further ahead, it leaves out a
     # prompt's end: as it pairs blocks from the end, it would take each for its neighbour.
-    if _has_state(vllm_config.model_config) or _lookahead(vllm_config) > 1:
+    if _has_state(vllm_config.model_config) or _looks_further(vllm_config):
         return None
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
         compute_nixl_compatibility_hash,
@@ -267,6 +267,13 @@ def stock_version() -> dict[str, str]:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NIXL_CONNECTOR_VERSION
 
     return {"connector": str(NIXL_CONNECTOR_VERSION)}
+
+
+def _looks_further(vllm_config: VllmConfig) -> bool:
+    """Than to the next token: as far as is known."""
+    if not support.is_on(features.LOOKAHEAD):
+        return vllm_config.speculative_config is not None
+    return _lookahead(vllm_config) > 1
 
 
 def side_channel(vllm_config: VllmConfig) -> tuple[str, int]:

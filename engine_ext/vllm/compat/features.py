@@ -48,6 +48,8 @@ CONNECTOR = Feature(
                 "on_new_request",
                 "register_kv_caches",
                 "request_finished",
+                "requires_kv_delivery",
+                "reset_cache",
                 "save_kv_layer",
                 "set_xfer_handshake_metadata_pp_aware",
                 "shutdown",
@@ -102,6 +104,7 @@ CONNECTOR = Feature(
             has=(
                 "enable_permute_local_kv",
                 "engine_id",
+                "is_kv_consumer",
                 "kv_buffer_device",
                 "kv_connector",
                 "kv_connector_extra_config",
@@ -176,6 +179,7 @@ CACHE = Feature(
             has=(
                 "cache_config",
                 "kv_transfer_config",
+                "max_concurrent_batches",
                 "model_config",
                 "parallel_config",
                 "scheduler_config",
@@ -373,7 +377,7 @@ SCHEDULER = Feature(
     (
         Name(
             f"{SCHED}.scheduler:Scheduler",
-            has=("connector", "kv_cache_manager", "requests", "vllm_config"),
+            has=("connector", "defer_block_free", "kv_cache_manager", "requests", "vllm_config"),
         ),
         Name(f"{SCHED}.async_scheduler:AsyncScheduler"),
         Name("vllm.config:SchedulerConfig", has=("scheduler_cls",)),
@@ -440,7 +444,10 @@ STATE_LAYERS = Feature(
 LOOKAHEAD = Feature(
     "lookahead",
     "behind what was loaded, layers that guess (EAGLE's, MTP's) guess worse",
-    (Name("vllm.config:VllmConfig", has=("num_prefill_lookahead_tokens",)),),
+    (
+        Name("vllm.config:VllmConfig", has=("num_prefill_lookahead_tokens",)),
+        Name("vllm.v1.kv_cache_interface:SlidingWindowSpec", has=("extra_retained_tokens",)),
+    ),
 )
 """Their keys and values depend on tokens to come; see CacheGeometry.lookahead."""
 
