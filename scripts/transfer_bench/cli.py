@@ -4,7 +4,8 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +16,41 @@ from scripts.transfer_bench.report import Report
 
 PROGRAM = "bench_transfer"
 SECTIONS = ("throughput", "copy", "handshake", "handover", "step", "request", "idle")
-LARGE = frozenset(("throughput", "copy"))
-"""Sections for which all of the cache is made."""
 KIBIBYTE = 1024
 MEMORY_SHARE = 0.7
 """Most of the free memory that the two sides together may take."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: measured; 1: could not measure; 2: wrong options; 3: --strict, and noisy or missed."""
+    """0: measured; 1: could not measure all; 2: wrong options; 3: --strict, and noisy or missed."""
     parser = _parser()
     options = parser.parse_args(arguments)
     os.environ.setdefault("UCX_NET_DEVICES", "all")  # UCX otherwise looks for RDMA devices only.
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     try:
         _check_memory(options)
-        report = Report(_machine(options.device), _plain(options), options.max_spread)
-        report.header()
-        _measure(report, options)
     except BenchError as error:
         sys.stderr.write(f"{PROGRAM}: error: {error}\n")
         return 1
+    report = Report(_machine(options.device), _plain(options), options.max_spread)
+    report.header()
+    with tempfile.TemporaryDirectory() as directory:
+        sections = _sections(report, options, options.logs or Path(directory))
+        measure(report, {name: sections[name] for name in options.only or SECTIONS}, options.json)
     return _conclude(report, options)
 
 
-def _measure(report: Report, options: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        sections = _sections(report, options, Path(directory))
-        for name in options.only or SECTIONS:
-            sections[name]()
+def measure(report: Report, sections: Mapping[str, Callable[[], None]], file: Path | None) -> None:
+    """One that fails keeps none of the others from being measured, nor from being written: each is
+    at once, for the next may never end."""
+    for name, section in sections.items():
+        try:
+            section()
+        except BenchError as error:
+            report.say(f"{PROGRAM}: error: {name}: {error}")
+            report.failed.append(name)
+        if file is not None:
+            file.write_text(report.to_json())
 
 
 def _sections(
@@ -54,14 +61,15 @@ def _sections(
 
     device, rounds = options.device, options.rounds
     block_bytes = options.block_kib * KIBIBYTE
-    cache = Shape(options.layers, max(options.blocks) + 64, block_bytes)
+    most = Shape(options.layers, max(options.blocks), block_bytes)
+    cache = replace(most, blocks=most.blocks + 64)
     small = Shape(options.layers, max(options.handover_blocks) + 1, block_bytes)
     tiny = Shape(2, 64, 4096)
     return {
         "throughput": lambda: throughput.measure(
             report, throughput.Options(cache, device, options.blocks, rounds, options.seed)
         ),
-        "copy": lambda: copying.measure(report, cache, device, options.blocks, rounds),
+        "copy": lambda: copying.measure(report, most, device, options.blocks, rounds),
         "handshake": lambda: handshake.measure(
             report, device, options.layers, options.descriptors, rounds
         ),
@@ -82,7 +90,6 @@ def _sections(
 
 def _conclude(report: Report, options: argparse.Namespace) -> int:
     if options.json is not None:
-        options.json.write_text(report.to_json())
         report.say(f"written: {options.json}")
     for row in report.misses:
         report.say(f"missed: {row.section}: {row.case}: aim {row.aim}")
@@ -91,13 +98,16 @@ def _conclude(report: Report, options: argparse.Namespace) -> int:
             f"NOISY: some rounds differ by more than {report.max_spread:.0%}; those figures are "
             "not to be compared: run again on a quiet machine"
         )
+    if report.failed:
+        report.say(f"not measured: {', '.join(report.failed)}")
+        return 1
     return 3 if options.strict and (report.is_noisy or report.misses) else 0
 
 
 def _check_memory(options: argparse.Namespace) -> None:
-    if options.device != "cpu" or not LARGE.intersection(options.only or SECTIONS):
+    needed = needed_bytes(options)
+    if options.device != "cpu" or not needed:
         return
-    needed = 2 * options.layers * (max(options.blocks) + 64) * options.block_kib * KIBIBYTE
     limit = MEMORY_SHARE * available_bytes()
     if needed > limit:
         raise BenchError(
@@ -106,8 +116,16 @@ def _check_memory(options: argparse.Namespace) -> None:
         )
 
 
+def needed_bytes(options: argparse.Namespace) -> int:
+    """Of both sides, in that section for which most is made; the small ones are not counted."""
+    most = max(options.blocks)
+    sides = {"throughput": 2 * (most + 64), "copy": 3 * most}
+    blocks = max(sides.get(name, 0) for name in options.only or SECTIONS)
+    return int(blocks * options.layers * options.block_kib * KIBIBYTE)
+
+
 def _machine(device: str) -> dict[str, Any]:
-    return describe("nixl") | {"accelerator": accelerator(device)}
+    return describe("nixl", "torch") | {"accelerator": accelerator(device)}
 
 
 def _plain(options: argparse.Namespace) -> dict[str, Any]:
@@ -140,6 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-spread", type=float, default=0.25, help="quartile distance over median")
     add("--seed", type=int, default=0, help="of the random block ids")
     add("--json", type=Path, metavar="FILE", help="also write the figures there")
+    add("--logs", type=Path, metavar="DIR", help="keep the reference engine's log there")
     add("--strict", action="store_true", help="exit 3 when a figure is noisy or misses its aim")
     return parser
 

@@ -5,9 +5,10 @@ interpreter's lock now and then."""
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from scripts.transfer_bench.actor import Actor
-from scripts.transfer_bench.engine import BenchEngine, both_sides
+from scripts.transfer_bench.engine import BenchEngine, EngineSpec, both_sides
 from scripts.transfer_bench.memory import Shape
 from scripts.transfer_bench.report import Report, Row
 from scripts.transfer_bench.sample import Sample
@@ -19,6 +20,10 @@ SPIN_SECONDS = 0.2
 
 
 class Side(BenchEngine):
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        self.stamp(1)  # pages that nobody has written are all the same one
+
     def copy(self, num_bytes: int) -> float:
         return self.memory.copy(num_bytes)
 
@@ -62,7 +67,9 @@ class Spinner:
 def measure(
     report: Report, shape: Shape, device: str, num_blocks: Sequence[int], rounds: int
 ) -> None:
+    """`shape` is the holder's; the reader's is twice as large, for the copy within it."""
     spec_p, spec_d = both_sides(shape, device)
+    spec_d = replace(spec_d, shape=replace(shape, blocks=2 * shape.blocks))
     with Actor(Side, spec_p) as holder, Actor(Side, spec_d) as reader:
         for count in num_blocks:
             report.say(f"copy: {count} blocks")

@@ -47,7 +47,7 @@ class Memory(Protocol):
 
     def copy(self, size: int) -> float:
         """Seconds for so many bytes within this memory, as the device itself copies them; at most
-        half of it. What was there is overwritten."""
+        half of it, for nothing copies onto itself at once. The last half is overwritten."""
 
 
 class HostMemory:
@@ -71,9 +71,9 @@ class HostMemory:
         return self._words[:, list(block_ids), -1]
 
     def copy(self, size: int) -> float:
-        words, flat = size // 8, self._words.reshape(-1)
+        source, target = _halves(self._words.reshape(-1), size)
         started = time.monotonic()
-        flat[-words:] = flat[:words]
+        target[:] = source
         return time.monotonic() - started
 
 
@@ -102,12 +102,19 @@ class CudaMemory:
         return found
 
     def copy(self, size: int) -> float:
-        words, flat = size // 8, self._words.view(-1)
+        source, target = _halves(self._words.view(-1), size)
         self._torch.cuda.synchronize()
         started = time.monotonic()
-        flat[-words:].copy_(flat[:words])
+        target.copy_(source)
         self._torch.cuda.synchronize()
         return time.monotonic() - started
+
+
+def _halves(flat: Any, size: int) -> tuple[Any, Any]:
+    """So many bytes at the beginning, and as many at the end."""
+    words = size // 8
+    assert 0 < 2 * words <= len(flat), "a copy within itself overlaps"
+    return flat[:words], flat[-words:]
 
 
 def _marks(seed: int, layers: int, blocks: int) -> npt.NDArray[np.int64]:

@@ -48,6 +48,8 @@ class Report:
     out: TextIO = field(default_factory=lambda: sys.stdout)
     progress: TextIO = field(default_factory=lambda: sys.stderr)
     rows: list[Row] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    """Sections that could not be measured, or not all of them."""
 
     def say(self, text: str) -> None:
         print(text, file=self.progress, flush=True)
@@ -78,6 +80,7 @@ class Report:
             "options": self.options,
             "max_spread": self.max_spread,
             "noisy": self.is_noisy,
+            "failed": self.failed,
             "rows": rows,
         }
         return json.dumps(content, indent=2) + "\n"
