@@ -10,7 +10,7 @@ from scripts.bench.ports import free_ports
 from scripts.transfer_bench.actor import Actor
 from scripts.transfer_bench.engine import EngineSpec
 from scripts.transfer_bench.memory import Shape
-from scripts.transfer_bench.reference import ReferenceEngine
+from scripts.transfer_bench.reference import ReferenceEngine, Setup
 from scripts.transfer_bench.report import Aim, Report, Row
 from scripts.transfer_bench.sample import Sample
 from scripts.transfer_bench.stepping import SteppedEngine
@@ -60,7 +60,7 @@ def _connectors(report: Report, options: Options) -> None:
 
 def _reference_engine(report: Report, options: Options) -> None:
     report.say(f"idle: reference engine, {options.leases} leases")
-    with ReferenceEngine(options.directory, num_blocks=options.leases + 64) as engine:
+    with ReferenceEngine(options.directory, Setup(options.leases + 64)) as engine:
         report.add(
             _row(
                 "engine, nothing held",
