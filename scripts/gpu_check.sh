@@ -1,23 +1,46 @@
 #!/bin/sh
-# On a machine with a CUDA device: two engines on one GPU answer as one alone, in the GPU's memory and
-# through host buffers, with prompts of 16,000 tokens, our reference engine and vLLM where it is
-# installed; then what transfers take, against a copy within the device and beside a busy thread of
-# Python. One command, ten to thirty minutes; a table, ${OUT:-build/gpu}/check.json, and what each step
-# answered in answers.txt beside it:
+# On a machine with a CUDA device: two engines on one GPU answer as one alone, by tokens and
+# log-probabilities, pulled and pushed, in the GPU's memory and through host buffers, with prompts of
+# 16,000 tokens: our reference engine, and vLLM with the README's options. Then what transfers take,
+# against a copy within the device and beside a busy thread of Python. One command, ten to thirty
+# minutes:
 #
-#     scripts/gpu_check.sh [--without-vllm]
+#     scripts/gpu_check.sh [--without-vllm] [--without-reference] [--without-figures] [--strict]
 #
-# Without network, put the wheels that are missing into ./.whl beforehand, on a machine with the
-# same Python: pip download -d .whl -c constraints.txt nixl msgspec tokenizers (and vllm, for vLLM)
+# It prints a table, and leaves ${OUT:-build/gpu}/check.json and the engines' logs beside it. Exit
+# codes, and what counts as a failure: scripts/gpu_steps.py --help. vLLM that is not there and cannot be
+# installed is one, unless --without-vllm.
+#
+# What is missing is installed into the environment of $PYTHON, at versions that leave what is
+# installed as it is. vLLM wants a torch of its own (0.33: 2.14.0), so without one of another version:
+# a new environment is best (python3 -m venv .venv). Its kernels also want a C compiler and Python's
+# headers on the machine.
+#
+# Without network, put wheels into ./.whl beforehand, on a machine with the same Python, processor
+# and C library; 5 GB with vLLM:
+#
+#     pip download --only-binary :all: -d .whl nixl==1.5.1 torch msgspec numpy tokenizers safetensors \
+#         jinja2 fastapi uvicorn uvloop httptools orjson prometheus_client 'vllm==0.33.0'
+#
+# Where the GPU machine has torch and vLLM is not wanted, less is enough (nixl-cu12 where torch is for
+# CUDA 12):
+#
+#     pip download --only-binary :all: -d .whl --no-deps nixl==1.5.1 nixl-cu13==1.5.1
+#     pip download --only-binary :all: -d .whl msgspec tokenizers safetensors jinja2 fastapi uvicorn \
+#         uvloop httptools orjson prometheus_client
 #
 # NOT YET RUN on a GPU: none was at hand when this was written. The same steps pass on a CPU:
 #
-#     DEVICE=cpu scripts/gpu_check.sh
+#     DEVICE=cpu scripts/gpu_check.sh --without-vllm
 set -eu
 cd "$(dirname "$0")/.."
 DEVICE="${DEVICE:-cuda}"
 OUT="${OUT:-build/gpu}"
-MODULES="nixl msgspec numpy torch tokenizers safetensors jinja2 fastapi uvicorn uvloop httptools orjson"
+# All that the steps import, but for nixl: tests/unit/scripts/test_gpu_check.py compares.
+MODULES="torch numpy msgspec tokenizers safetensors jinja2 fastapi starlette pydantic uvicorn uvloop
+    httptools orjson prometheus_client"
+NIXL=$(sed -n 's/^nixl==//p' constraints.txt)
+VLLM="vllm>=0.32,<0.34"
 
 fail() {
     echo "gpu_check: error: $1" >&2
@@ -26,20 +49,41 @@ fail() {
 
 if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
-    [ -x "${VENV:-.venv}/bin/python" ] && PYTHON="${VENV:-.venv}/bin/python"
+    [ ! -x "${VENV:-.venv}/bin/python" ] || PYTHON="${VENV:-.venv}/bin/python"
 fi
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "Python 3.11 or newer is needed; set PYTHON"
 
 missing() {
-    "$PYTHON" - $MODULES <<'END'
+    "$PYTHON" - "$@" <<'END'
 import importlib.util
 import sys
 
-absent = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
-print(" ".join(absent))
+print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
 END
 }
+
+# Wheels that were carried here say what is wanted; without network an index costs minutes.
+pip_install() {
+    echo "installing: $*"
+    if [ -d .whl ] && "$PYTHON" -m pip install -q --no-index --find-links .whl "$@"; then
+        return
+    fi
+    timeout 1800 "$PYTHON" -m pip install -q --retries 1 "$@"
+}
+
+# Not setuptools and the like, which packages want of other versions and nothing here uses.
+keep_installed() {
+    "$PYTHON" -m pip list --format=freeze --exclude pip --exclude setuptools --exclude wheel \
+        >"$OUT/installed.txt" || fail "this Python has no pip; set PYTHON"
+}
+
+case " $* " in
+*" --without-vllm "* | *" --help "* | *" -h "*) vllm="" ;;
+*) vllm=$(missing vllm) ;;
+esac
+# A CPU's is another package: scripts/install_vllm.
+[ "$DEVICE" != cpu ] || vllm=""
 
 if [ "$DEVICE" != cpu ]; then
     command -v nvidia-smi >/dev/null || fail "no nvidia-smi: this machine has no CUDA device"
@@ -47,13 +91,24 @@ if [ "$DEVICE" != cpu ]; then
         fail "nvidia-smi does not answer"
 fi
 
-packages=$(missing)
-if [ -n "$packages" ]; then
-    echo "installing: $packages"
-    # shellcheck disable=SC2086  # A list of names.
-    timeout 300 "$PYTHON" -m pip install -q -c constraints.txt --retries 1 $packages ||
-        "$PYTHON" -m pip install -q --no-index --find-links .whl $packages ||
-        fail "pip has no network, and ./.whl does not hold: $packages (see this file's head)"
+mkdir -p "$OUT"
+# shellcheck disable=SC2086  # Lists of names.
+packages=$(missing $MODULES)
+if [ -n "$packages$vllm" ]; then
+    keep_installed
+    # shellcheck disable=SC2086
+    if [ -z "$vllm" ] || ! pip_install -c "$OUT/installed.txt" $packages "$VLLM"; then
+        [ -z "$vllm" ] || echo "gpu_check: error: vLLM cannot be installed, see above" >&2
+        [ -z "$packages" ] || pip_install -c "$OUT/installed.txt" $packages ||
+            fail "pip has no network, and ./.whl does not hold: $packages (see this file's head)"
+    fi
+fi
+# By itself: its package asks for builds for CUDA 12 and 13, of which one is used and may be there.
+if ! "$PYTHON" -c 'import nixl._api' 2>/dev/null; then
+    cuda=$("$PYTHON" -c 'import torch; print((torch.version.cuda or "13").partition(".")[0])')
+    pip_install --no-deps "nixl==$NIXL" "nixl-cu$cuda==$NIXL" ||
+        fail "pip has no network, and ./.whl does not hold nixl and nixl-cu$cuda, $NIXL"
+    "$PYTHON" -c 'import nixl._api' || fail "NIXL does not load"
 fi
 if [ "$DEVICE" != cpu ]; then
     "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||

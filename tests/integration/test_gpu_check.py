@@ -4,12 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
 from scripts import gpu_steps
+from scripts.bench.errors import BenchError
 from scripts.gpu_steps import Step
+from scripts.transfer_bench import equality
+from scripts.transfer_bench.reference import ReferenceEngine, Setup
 from tests.integration.processes import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -29,15 +34,31 @@ def check(out: Path, *options: str, device: str = "cpu") -> "subprocess.Complete
 
 
 def test_all_steps_end_well_and_are_told(tmp_path: Path) -> None:
-    done = check(tmp_path, "--bench", BENCH)
+    done = check(tmp_path, "--bench", BENCH, "--without-vllm")
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads((tmp_path / "check.json").read_text())
-    assert [step["outcome"] for step in said["steps"]] == ["ok"] * 3 + ["skipped"]
-    assert all("every token equal" in step["said"] for step in said["steps"][:2])
+    assert [step["outcome"] for step in said["steps"]] == ["ok"] * 4
+    assert all("every token equal" in step["said"] for step in said["steps"][:3])
     (row,) = said["figures"]["rows"]
     assert row["figures"]["of_copy"] > 0
-    assert len(done.stdout.splitlines()) == 4
-    assert row["case"] in (tmp_path / "answers.txt").read_text()
+    assert f"  {row['case']} " in done.stdout
+    assert [line[:2] for line in done.stdout.splitlines()[-4:]] == ["ok"] * 4
+    logs = sorted(path.parent.name for path in tmp_path.glob("logs/pushed/*/engine.log"))
+    assert logs == ["alone", "d", "p"]
+
+
+def test_an_engine_of_other_weights_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = write_tiny_model(tmp_path / "other", TinyModel(seed=1))
+
+    def start(directory: Path, setup: Setup) -> ReferenceEngine:
+        is_alone = directory.name == "alone"
+        return ReferenceEngine(directory, replace(setup, model=other) if is_alone else setup)
+
+    monkeypatch.setitem(equality.ENGINES, "reference", start)
+    with pytest.raises(BenchError, match="prompt of 33 tokens: tokens "):
+        equality.compare(Setup(0), lengths=(33,), logs=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +92,7 @@ def test_a_step_that_takes_too_long_is_ended_with_what_it_has_started(
     child = "import subprocess, sys; print('here', file=sys.stderr, flush=True)\n"
     child += "one = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
     child += f"open({str(tmp_path / 'pid')!r}, 'w').write(str(one.pid))\none.wait()"
-    done = gpu_steps.run(Step("one", ("-c", child), 3), tmp_path / "answers.txt")
+    done = gpu_steps.run(Step("one", ("-c", child), 3))
     assert done.outcome == "failed"
     assert "here" in capfd.readouterr().err
     pid = int((tmp_path / "pid").read_text())
