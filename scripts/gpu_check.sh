@@ -3,7 +3,7 @@
 # log-probabilities, pulled and pushed, in the GPU's memory and through host buffers, with prompts of
 # 16,000 tokens: our reference engine, and vLLM with the README's options. Then what transfers take,
 # against a copy within the device and beside a busy thread of Python. One command, ten to thirty
-# minutes:
+# minutes; in parts where a machine is lent for less:
 #
 #     scripts/gpu_check.sh [--without-vllm] [--without-reference] [--without-figures] [--strict]
 #
@@ -16,8 +16,8 @@
 # a new environment is best (python3 -m venv .venv). Its kernels also want a C compiler and Python's
 # headers on the machine.
 #
-# Without network, put wheels into ./.whl beforehand, on a machine with the same Python, processor
-# and C library; 5 GB with vLLM:
+# Without network, put wheels into ./.whl beforehand, on a machine with the same Python (or say
+# --python-version 3.12), processor and C library; gigabytes, with vLLM:
 #
 #     pip download --only-binary :all: -d .whl nixl==1.5.1 torch msgspec numpy tokenizers safetensors \
 #         jinja2 fastapi uvicorn uvloop httptools orjson prometheus_client 'vllm==0.33.0'

@@ -181,7 +181,7 @@ def run(step: Step) -> Done:
         late = f"it took longer than {step.seconds:g} s"
         return Done(step.name, "failed", step.seconds, late, told)
     lines = (told if code == 0 else "".join(progress) or told).strip().splitlines()
-    said = lines[-1][-LAST_WORDS:] if lines else f"exit code {code}"
+    said = lines[-1].strip()[-LAST_WORDS:] if lines else f"exit code {code}"
     outcome = {0: "ok", DOUBTFUL: "doubtful"}.get(code, "failed")
     return Done(step.name, outcome, time.monotonic() - started, said, told)
 

@@ -93,7 +93,7 @@ def _conclude(report: Report, options: argparse.Namespace) -> int:
         report.say(f"written: {options.json}")
     for row in report.misses:
         report.say(f"missed: {row.section}: {row.case}: aim {row.aim}")
-    if report.is_noisy:
+    if report.noisy:
         report.say(
             f"NOISY: some rounds differ by more than {report.max_spread:.0%}; those figures are "
             "not to be compared: run again on a quiet machine"
@@ -101,7 +101,11 @@ def _conclude(report: Report, options: argparse.Namespace) -> int:
     if report.failed:
         report.say(f"not measured: {', '.join(report.failed)}")
         return 1
-    return 3 if options.strict and (report.is_noisy or report.misses) else 0
+    if not options.strict or not (report.noisy or report.misses):
+        return 0
+    rows, missed, noisy = map(len, (report.rows, report.misses, report.noisy))
+    report.say(f"of {rows} rows {missed} missed an aim, {noisy} are noisy")
+    return 3
 
 
 def _check_memory(options: argparse.Namespace) -> None:

@@ -65,8 +65,8 @@ class Report:
         print(self._line(row), file=self.out, flush=True)
 
     @property
-    def is_noisy(self) -> bool:
-        return any(map(self._is_noisy, self.rows))
+    def noisy(self) -> list[Row]:
+        return list(filter(self._is_noisy, self.rows))
 
     @property
     def misses(self) -> list[Row]:
@@ -79,7 +79,7 @@ class Report:
             "machine": self.machine,
             "options": self.options,
             "max_spread": self.max_spread,
-            "noisy": self.is_noisy,
+            "noisy": bool(self.noisy),
             "failed": self.failed,
             "rows": rows,
         }

@@ -69,6 +69,16 @@ def test_all_that_the_steps_import_is_installed() -> None:
     assert others - {"nixl"} <= set(said[1].split())
 
 
+def test_the_wheels_to_carry_are_those_that_are_tested() -> None:
+    (nixl,) = re.findall(r"^nixl==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    (vllm,) = re.findall(
+        r"^vllm==(\S+)", (ROOT / "scripts/vllm_wheels.txt").read_text(), re.MULTILINE
+    )
+    said = CHECK.read_text()
+    assert set(re.findall(r"nixl(?:-cu13)?==([\d.]+)", said)) == {nixl}
+    assert re.findall(r"vllm==([\d.]+)", said) == [vllm]
+
+
 STUB = """\
 #!/bin/sh
 case "$*" in

@@ -10,7 +10,7 @@ from scripts.bench.errors import BenchError
 from scripts.transfer_bench import cli, copying
 from scripts.transfer_bench.engine import EngineSpec, Granted, Loaded
 from scripts.transfer_bench.memory import HostMemory, Shape
-from scripts.transfer_bench.report import Report, Row
+from scripts.transfer_bench.report import Aim, Report, Row
 
 
 def test_a_copy_is_of_half_the_memory_at_most() -> None:
@@ -75,3 +75,16 @@ def test_figures_are_kept_where_a_later_section_fails(tmp_path: Path) -> None:
     said = json.loads(file.read_text())
     assert said["failed"] == ["second"]
     assert len(said["rows"]) == 2
+
+
+def test_rows_in_doubt_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report({}, {}, 0.25)
+    for spread in (0.1, 0.3, 0.4):
+        report.add(Row("a section", "a case", {"ms": 3.0}, 9, spread, Aim("ms", spread * 10)))
+    given = cli._parser().parse_args([])
+    assert cli._conclude(report, given) == 0
+    given.strict = True
+    assert cli._conclude(report, given) == 3
+    assert capsys.readouterr().err.endswith("of 3 rows 1 missed an aim, 2 are noisy\n")
+    report.failed.append("idle")
+    assert cli._conclude(report, given) == 1
