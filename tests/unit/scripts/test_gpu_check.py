@@ -170,7 +170,8 @@ def test_figures_in_doubt_are_told_and_fail_where_that_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = "import sys; print('a table\\nof figures'); sys.exit(3)"
-    monkeypatch.setattr(gpu_steps, "steps", lambda _: [Step("bench", ("-c", code), 60)])
+    bench = Step("bench", ("-c", code), 60, may_doubt=True)
+    monkeypatch.setattr(gpu_steps, "steps", lambda _: [bench])
     arguments = ["--out", str(tmp_path), "--without-vllm"]
     assert gpu_steps.main(arguments) == 0
     said = capsys.readouterr()
