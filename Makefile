@@ -1,7 +1,7 @@
 # make demo   install, start prefill + decode engine + router, print curl lines
 # make test   install, run every test but those inside vLLM
 # make test-vllm   install vLLM's CPU build, run the connector inside it, and its core inside the newest
-# make test-vllm-all   what is too long for that, and all of it inside the newest too: an hour and a half
+# make test-vllm-all   what is too long for that, and all of it inside the newest too: well over an hour
 # make test-k8s   build an API server, fetch Helm and gateways: the chart, discovery, Envoy and Traefik
 # make test-clients   install OpenAI's, Anthropic's and others' clients: each asks a router
 # make compiled   this checkout again in build/compiled, with the router's hot path compiled: a minute, gcc

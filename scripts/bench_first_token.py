@@ -31,7 +31,7 @@ import httpx  # noqa: E402 # the checkout's own packages come first
 
 from router.children import ChildEndedError, Family  # noqa: E402
 from scripts.bench.machine import describe  # noqa: E402
-from scripts.bench_multiturn import start_engine, start_router, until_ready  # noqa: E402
+from scripts.bench_multiturn import lines_of, start_engine, start_router, until_ready  # noqa: E402
 
 ALONE, AGAIN, HANDED = "one engine alone", "P/D, sampled again", "P/D, P's token"
 WORDS = ("river", "stone", "lantern", "quiet", "orchard", "winter", "letter", "bridge", "copper")
@@ -113,8 +113,8 @@ def ask(client: httpx.Client, case: Case, prompt: str) -> float:
         if answer.status_code != 200:
             answer.read()
             raise SystemExit(f"{case.url} answered {answer.status_code}: {answer.text[:500]}")
-        for line in answer.iter_lines():
-            if not first and line.startswith("data: {") and _has_text(json.loads(line[6:])):
+        for line in lines_of(answer):
+            if not first and line.startswith(b"data: {") and _has_text(json.loads(line[6:])):
                 first = time.perf_counter() - started
     return first
 

@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -210,7 +210,7 @@ def ask(
         if answer.status_code != 200:
             answer.read()
             raise SystemExit(f"{url} answered {answer.status_code}: {answer.text[:500]}")
-        for line in answer.iter_lines():
+        for line in lines_of(answer):
             found = _tokens_in(line)
             if found and not tokens:
                 first_after = time.perf_counter() - started
@@ -218,8 +218,16 @@ def ask(
     return Spoken(tokens, first_after)
 
 
-def _tokens_in(line: str) -> list[int]:
-    if not line.startswith("data: {"):
+def lines_of(answer: httpx.Response) -> Iterator[bytes]:
+    """Not `iter_lines`, to which some of a model's characters are ends of lines."""
+    rest = b""
+    for some in answer.iter_bytes():
+        *lines, rest = (rest + some).split(b"\n")
+        yield from lines
+
+
+def _tokens_in(line: bytes) -> list[int]:
+    if not line.startswith(b"data: {"):
         return []
     choices = json.loads(line[6:]).get("choices") or [{}]
     return list(choices[0].get("token_ids") or [])
@@ -260,21 +268,30 @@ def _start(family: Family, longest: int) -> Servers:
 
 
 def start_engine(
-    family: Family, model: str, name: str, *flags: str, connector: str = "DisaggConnector"
+    family: Family,
+    model: str,
+    name: str,
+    *flags: str,
+    program: Sequence[str] = (sys.executable, "-m", ENGINE, "--num-threads", "1"),
+    environment: Mapping[str, str] | None = None,
+    transfer: Mapping[str, object] | None = None,
 ) -> Child:
+    """`transfer`: beside what every engine's `kv_transfer_config` has here."""
     port, side_channel = find_free_ports(2)
     config = {
-        "kv_connector": connector,
+        "kv_connector": "DisaggConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"bidirectional_kv_xfer": True},
+        **(transfer or {}),
     }
-    command = [sys.executable, "-m", ENGINE, "--model", model, "--served-model-name", "tiny"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--num-threads", "1"]
+    command = [*program, "--model", model, "--served-model-name", "tiny"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--kv-transfer-config", json.dumps(config), *flags]
     return family.start(
         name,
         command,
         f"http://127.0.0.1:{port}",
+        environment=environment,
         VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
         VLLM_NIXL_SIDE_CHANNEL_PORT=str(side_channel),
         UCX_NET_DEVICES=os.environ.get("UCX_NET_DEVICES", "all"),

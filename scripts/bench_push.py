@@ -1,6 +1,8 @@
 """Push over pull: the time to the first token through two routers before the same two engines.
 
 scripts/bench_push.py                          tiny model, prompts of 256 to 16,384 tokens
+scripts/bench_push.py --vllm                   the same engines in vLLM (scripts/install_vllm)
+scripts/bench_push.py --late                   nothing is written before a prompt is computed
 
 The engines are set up to push. One router asks them one after the other (--transfer-mode pull: the
 decoder registers when the prefiller has answered), the other both at once. The cases take turns, so
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +37,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.getenv("PYTHON
 import httpx  # noqa: E402 # the checkout's own packages come first
 
 from router.children import Child, ChildEndedError, Family  # noqa: E402
+from router.demo.engines import ENGINES, VLLM_ABSENT, VLLM_ON_CPU, find_vllm  # noqa: E402
 from scripts.bench.machine import describe  # noqa: E402
 from scripts.bench_multiturn import VOCABULARY, ask, start_engine, until_ready  # noqa: E402
 from tests.conftest import find_free_ports  # noqa: E402
@@ -42,7 +46,9 @@ MODES = ("pull", "push")
 WARM_UP = 128
 BLOCK = 32
 """Tokens of one of the reference engine's blocks."""
-WAITING = "disagg_engine_requests_waiting_for_remote_kv"
+WAITING = "disagg_engine_kv_pushes_active"
+CHUNK = 512
+"""Tokens that vLLM computes in one step here: by itself, all of these prompts."""
 
 Params = dict[str, object]
 
@@ -78,7 +84,7 @@ def main() -> int:
     print(describe(), file=sys.stderr)
     try:
         with tempfile.TemporaryDirectory(prefix="bench-push-") as directory:
-            results = _measured(Family(Path(directory)), options.lengths, options.repeats)
+            results = _measured(Family(Path(directory)), options)
     except ChildEndedError as error:
         print(f"bench_push.py: {error}", file=sys.stderr)
         return 1
@@ -87,10 +93,11 @@ def main() -> int:
     return 0
 
 
-def _measured(family: Family, lengths: list[int], repeats: int) -> list[Result]:
+def _measured(family: Family, options: argparse.Namespace) -> list[Result]:
     print("starting a prefiller, a decoder and two routers", file=sys.stderr)
+    lengths, repeats = options.lengths, options.repeats
     try:
-        engines = _engines(family, max(lengths))
+        engines = _engines(family, max(lengths), options)
         with httpx.Client(timeout=300) as client:
             routers = _routers(family, engines, client)
             return [_measure(client, routers, engines, length, repeats) for length in lengths]
@@ -170,7 +177,7 @@ class Engines:
 
 def _metric(client: httpx.Client, engine: Child, name: str) -> float:
     lines = client.get(f"{engine.url}/metrics").text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} "))
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
 def _spread(values: list[float]) -> float:
@@ -180,19 +187,42 @@ def _spread(values: list[float]) -> float:
     return (third - first) / statistics.median(values)
 
 
-def _engines(family: Family, longest: int) -> Engines:
+def _engines(family: Family, longest: int, options: argparse.Namespace) -> Engines:
     model = str(family.directory / "tiny")
     make = [sys.executable, "-m", "engine_ext.reference.tiny_model", model]
     family.start("model", [*make, "--max-positions", str(longest + 1024)], "").process.wait()
+    start = _started_in_vllm if options.vllm else start_engine
+    transfer: dict[str, object] = {"kv_connector": "DisaggPushConnector"}
+    if options.late:
+        transfer["kv_connector_extra_config"] = {"push_while_computing": False}
     engines = [
-        start_engine(
-            family, model, name, "--no-enable-prefix-caching", connector="DisaggPushConnector"
-        )
+        start(family, model, name, "--no-enable-prefix-caching", transfer=transfer)
         for name in ("prefill", "decode")
     ]
     for engine in engines:
         until_ready(engine, "/health")
     return Engines(*engines)
+
+
+def _started_in_vllm(
+    family: Family, model: str, name: str, *flags: str, transfer: Mapping[str, object]
+) -> Child:
+    python = find_vllm()
+    if python is None:
+        raise SystemExit(f"bench_push.py: {VLLM_ABSENT}")
+    flags += ("--block-size", str(BLOCK), "--enforce-eager", "--dtype", "float32")
+    flags += ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "64")
+    flags += ("--scheduler-cls", "engine_ext.vllm.scheduler.DisaggScheduler")
+    here = {"kv_connector_module_path": "engine_ext.vllm", "kv_buffer_device": "cpu"}
+    return start_engine(
+        family,
+        model,
+        name,
+        *flags,
+        program=[python, *ENGINES.vllm],
+        environment={**VLLM_ON_CPU, "OMP_NUM_THREADS": "1"},
+        transfer={**here, **transfer},
+    )
 
 
 def _routers(family: Family, engines: Engines, client: httpx.Client) -> dict[str, str]:
@@ -220,6 +250,8 @@ def _parser() -> argparse.ArgumentParser:
     lengths = [256, 1024, 4096, 16384]
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="in tokens")
     parser.add_argument("--repeats", type=int, default=9, help="rounds; default 9")
+    parser.add_argument("--vllm", action="store_true", help="engines in vLLM's CPU build")
+    parser.add_argument("--late", action="store_true", help="push_while_computing: false")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser
 
