@@ -7,6 +7,7 @@ readers is waited for.
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +35,9 @@ REST_SECONDS = 0.02
 """Longest pause between two steps that can only free blocks, where the engine must not sleep."""
 
 
+TOLD_SECONDS = 0.1
+"""For which steps go on where they can only hear what workers have begun: /metrics tells it."""
+
 NO_PLUGIN = (
     "VLLM_PLUGINS leaves out the plugin disagg, without which vLLM cannot say cache_threshold"
 )
@@ -56,10 +60,13 @@ class DisaggMixin:
         self._ended: list[tuple[Request, EngineCoreOutput]] = []
         """Refused, or handed back: not told yet."""
         self._wake: Callable[[], None] | None = None
+        self._awaits_kv_since = 0.0
+        """Since when there is nothing else, or 0."""
         self._news = threading.Event()
         if self.vllm_config.max_concurrent_batches > 1:  # type: ignore[attr-defined] # vLLM's
             # Whatever kv_role is, and MultiConnector's own: see describe.may_load.
             self.defer_block_free = True
+        self._has_near_workers = _are_near(self.vllm_config.parallel_config)  # type: ignore[attr-defined] # vLLM's
         config = transfer_config(self.vllm_config)  # type: ignore[attr-defined] # vLLM's
         extra = {} if config is None else config.kv_connector_extra_config
         if support.is_on(features.LAST_WINDOW):
@@ -167,9 +174,30 @@ class DisaggMixin:
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(said)
         return outputs
 
-    @part_of(features.THRESHOLD, features.BEGUN)
+    @part_of(features.REST, features.THRESHOLD, features.BEGUN)
     def has_requests(self) -> bool:
-        return bool(self._ended) or super().has_requests()  # type: ignore[misc] # vLLM's
+        if self._ended:
+            return True
+        if support.is_on(features.REST) and self._awaits_kv_alone():
+            self._awaits_kv_since = self._awaits_kv_since or time.monotonic()
+            if time.monotonic() - self._awaits_kv_since > TOLD_SECONDS:
+                return self._news.is_set()
+        else:
+            self._awaits_kv_since = 0.0
+        return bool(super().has_requests())  # type: ignore[misc] # vLLM's
+
+    def _awaits_kv_alone(self) -> bool:
+        """vLLM steps every millisecond while KV is on its way, for as long as a prompt takes to be
+        pushed, and its workers spin. All of them have to be here, to tell when it has come."""
+        if self.running or self._wake is None or not self._has_near_workers:  # type: ignore[attr-defined] # vLLM's
+            return False
+        if self._is_waited_for() or self.finished_req_ids or self.connector.has_pending_push_work():  # type: ignore[attr-defined] # vLLM's
+            return False
+        if self.finished_recving_kv_req_ids or self.failed_recving_kv_req_ids:  # type: ignore[attr-defined] # vLLM's
+            return False
+        waiting = (*self.waiting, *self.kv_holding_waiting)  # type: ignore[attr-defined] # vLLM's
+        parked = RequestStatus.WAITING_FOR_REMOTE_KVS
+        return bool(waiting) and all(request.status is parked for request in waiting)
 
     @part_of(features.REST)
     def has_finished_requests(self) -> bool:
@@ -292,6 +320,11 @@ class DisaggMixin:
         aligned = local - local % self.block_size  # type: ignore[attr-defined] # vLLM's
         external, _ = self.connector.get_num_new_matched_tokens(request, aligned)  # type: ignore[attr-defined] # vLLM's
         return aligned if external else alone, external
+
+
+def _are_near(parallel: Any) -> bool:
+    """Its workers are on this machine, and Ray has put none elsewhere."""
+    return parallel.nnodes == 1 and parallel.distributed_executor_backend in ("mp", "uni")
 
 
 def _refuse_without(feature: features.Feature, asked: str) -> None:

@@ -1,12 +1,13 @@
 """What vLLM and the connector in it count, and the prompts that tests send."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
 from engine_ext.base.histogram import Bucket
 from tests.integration.oracle import Prompt, tokens_of
-from tests.integration.processes import Server, metric, wait_for
+from tests.integration.processes import Server, cpu_seconds, family, metric, pause, wait_for
 
 COMPUTED = r'vllm:prompt_tokens_by_source_total\{.*source="local_compute"\}'
 FETCHED = r'vllm:prompt_tokens_by_source_total\{.*source="external_kv_transfer"\}'
@@ -38,6 +39,17 @@ def nothing_left(*servers: Server, seconds: float = 20) -> Iterator[None]:
 
 def _uses_at_most(server: Server, used: float) -> bool:
     return metric(server, USED) <= used
+
+
+def share_of_a_core(server: Server) -> float:
+    """Of an engine that waits for another. One window, between two of the looks that it takes a
+    minute after it last heard anything: each makes vLLM's workers spin for a second, as every step
+    does."""
+    pause(3, "the workers' spin after the step is over")
+    processes = family(server.process.pid)
+    before, started = cpu_seconds(processes), time.monotonic()
+    pause(15, "it waits")
+    return (cpu_seconds(processes) - before) / (time.monotonic() - started)
 
 
 def counted(server: Server, name: str) -> float:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,15 +10,7 @@ import pytest
 
 from tests.integration.legs import coordinates_in, decode, decode_body, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import (
-    Launcher,
-    Server,
-    cpu_seconds,
-    family,
-    metric,
-    pause,
-    wait_for,
-)
+from tests.integration.processes import Launcher, Server, metric, wait_for
 from tests.integration.stranger import handshake
 from tests.vllm.measures import (
     COMPUTED,
@@ -28,6 +19,7 @@ from tests.vllm.measures import (
     distributed,
     freed,
     prompts,
+    share_of_a_core,
 )
 from tests.vllm.servers import Fleet
 
@@ -137,16 +129,10 @@ def test_a_lost_turn_is_computed_although_the_policy_is_fail(
 def test_an_engine_that_waits_for_a_reader_uses_less_than_a_twentieth_of_a_core(
     prefiller: Server,
 ) -> None:
-    """One window, between two of the looks that it takes a minute after it last heard anything:
-    each makes vLLM's workers spin for a second, as every step does."""
     release(prefiller, prefill(prefiller, tokens_of(300, 60)))
     wait_for(lambda: freed(prefiller), "P has heard of an end")
     params = prefill(prefiller, tokens_of(300, 60))
-    pause(3, "the workers' spin after the step is over")
-    processes = family(prefiller.process.pid)
-    before, started = cpu_seconds(processes), time.monotonic()
-    pause(15, "the lease is waited for")
-    share = (cpu_seconds(processes) - before) / (time.monotonic() - started)
+    share = share_of_a_core(prefiller)
     assert counted(prefiller, "leases_active") == 1, "it waited all the time"
     release(prefiller, params)
     assert share < 0.05

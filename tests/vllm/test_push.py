@@ -19,7 +19,14 @@ from tests.integration.legs import (
 )
 from tests.integration.oracle import Prompt, complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric, post_and_leave, wait_for
-from tests.vllm.measures import FETCHED, RUNNING, counted, nothing_left, prompts
+from tests.vllm.measures import (
+    FETCHED,
+    RUNNING,
+    counted,
+    nothing_left,
+    prompts,
+    share_of_a_core,
+)
 from tests.vllm.servers import CHUNK, CHUNKS, PUSH, SCHEDULER, Fleet, Kind
 from tests.vllm.test_several import several_are_read_once
 
@@ -123,6 +130,23 @@ def test_between_engines_of_different_tensor_parallel_size(
         turn = both_legs(first, second, prompt)
         assert differences([complete(alone, prompt)], [turn.answer]) == [], length
     assert metric(second, FETCHED) - before == sum(lengths) - 1
+
+
+def test_an_engine_that_waits_for_a_prompt_uses_less_than_a_twentieth_of_a_core(
+    pair: list[Server], alone: Server
+) -> None:
+    prefiller, decoder = pair
+    prompt, request_id = tokens_of(300, 62), str(uuid.uuid4())
+    told = {"do_remote_prefill": True, "remote_request_id": request_id, **where(prefiller)}
+    with ThreadPoolExecutor(1) as leg:
+        turn = leg.submit(decode, decoder, prompt, told, 12, request_id)
+        wait_for(lambda: counted(decoder, "pushes_active") == 1, "D waits")
+        share = share_of_a_core(decoder)
+        assert counted(decoder, "pushes_active") == 1, "it waited all the time"
+        said = prefiller.post("/v1/completions", prefill_body(prompt), request_id)
+        assert said.status_code == 200
+        assert differences([complete(alone, prompt)], [turn.result(timeout=60).answer]) == []
+    assert share < 0.05
 
 
 @pytest.mark.parametrize("missing", ["everything", "remote_request_id", "remote_host", "tp_size"])

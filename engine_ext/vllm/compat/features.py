@@ -405,11 +405,26 @@ FAILURE_POLICY = Feature(
 
 REST = Feature(
     "rest",
-    "an engine steps all the time while it waits for readers",
+    "an engine steps all the time while it waits for readers, or for KV",
     (
         Name(f"{SCHED}.scheduler:Scheduler.has_finished_requests", ("self",)),
         Name(f"{SCHED}.scheduler:Scheduler.get_request_counts", ("self",)),
-        Name(f"{SCHED}.scheduler:Scheduler", has=("finished_req_ids", "pause_state")),
+        Name(f"{SCHED}.scheduler:Scheduler.has_requests", ("self",)),
+        Name(
+            f"{SCHED}.scheduler:Scheduler",
+            has=(
+                "connector",
+                "failed_recving_kv_req_ids",
+                "finished_recving_kv_req_ids",
+                "finished_req_ids",
+                "kv_holding_waiting",
+                "pause_state",
+                "running",
+                "waiting",
+            ),
+        ),
+        Name("vllm.v1.request:RequestStatus", has=("WAITING_FOR_REMOTE_KVS",)),
+        Name("vllm.config:ParallelConfig", has=("distributed_executor_backend", "nnodes")),
     ),
 )
 
