@@ -248,7 +248,7 @@ STOCK_PEERS = Feature(
             f"{KV}.v1.nixl.metadata:compute_nixl_compatibility_hash",
             ("vllm_config", "attn_backend_name", "transfer_mode"),
         ),
-        Name(f"{KV}.v1.nixl.metadata", has=("NIXL_CONNECTOR_VERSION",)),
+        Name(f"{KV}.v1.nixl.metadata:NIXL_CONNECTOR_VERSION", values=(13, 14, 15)),
     ),
 )
 

@@ -24,6 +24,8 @@ class Name:
     """All that the function's code names, in any order."""
     asks: tuple[str, ...] = ()
     """What a subclass must define, at most: ours defines it."""
+    values: tuple[object, ...] = ()
+    """One of which it is."""
 
 
 def problem(name: Name) -> str | None:
@@ -32,6 +34,8 @@ def problem(name: Name) -> str | None:
         found = _found(name.at)
     except Exception as error:
         return f"{name.at}: {error}"
+    if name.values and found not in name.values:
+        return f"{name.at} is {found}, not {' or '.join(map(str, name.values))}"
     missing = sorted(set(name.has) - set(_attributes(found))) if name.has else []
     if missing:
         return f"{name.at} has no {', '.join(missing)}"

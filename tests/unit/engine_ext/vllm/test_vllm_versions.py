@@ -102,6 +102,7 @@ AT = f"{__name__}:Example"
         Name(f"{AT}.call", uses=("abs", "kept")),
         Name(f"{__name__}:fill", has=("kept",)),
         Name(f"{__name__}:Asking", asks=("call", "told")),
+        Name(f"{AT}.shared", values=(0, 1)),
     ],
 )
 def test_a_name_that_is_as_we_know_it_is_no_problem(name: Name) -> None:
@@ -126,6 +127,7 @@ def test_a_name_that_is_as_we_know_it_is_no_problem(name: Name) -> None:
         (Name(f"{AT}.call", uses=("abs",)), "Example.call uses abs, kept, not abs"),
         (Name(f"{__name__}:fill", has=("kept", "gone")), "fill has no gone"),
         (Name(f"{__name__}:Asking", asks=("told",)), "Asking asks for call, too"),
+        (Name(f"{AT}.shared", values=(2, 3)), "Example.shared is 1, not 2 or 3"),
     ],
 )
 def test_a_name_that_is_another_is_named_with_what_it_is(name: Name, words: str) -> None:
