@@ -12,9 +12,10 @@
 # installed is one, unless --without-vllm.
 #
 # What is missing is installed into the environment of $PYTHON, at versions that leave what is
-# installed as it is. vLLM wants a torch of its own (0.33: 2.14.0), so without one of another version:
-# a new environment is best (python3 -m venv .venv). Its kernels also want a C compiler and Python's
-# headers on the machine.
+# installed as it is. Where the system's Python is managed, pip refuses: a new environment is best
+# (python3 -m venv .venv), also for vLLM, which wants a torch of its own (0.33: 2.14.0). Its kernels
+# want a C compiler and Python's headers on the machine, too. PYTHON and OUT are whole paths, or
+# taken from the checkout.
 #
 # Without network, put wheels into ./.whl beforehand, on a machine with the same Python (or say
 # --python-version 3.12), processor and C library; gigabytes, with vLLM:
@@ -54,6 +55,10 @@ fi
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "Python 3.11 or newer is needed; set PYTHON"
 
+case " $* " in
+*" --help "* | *" -h "*) exec "$PYTHON" scripts/gpu_steps.py --help ;;
+esac
+
 missing() {
     "$PYTHON" - "$@" <<'END'
 import importlib.util
@@ -79,7 +84,7 @@ keep_installed() {
 }
 
 case " $* " in
-*" --without-vllm "* | *" --help "* | *" -h "*) vllm="" ;;
+*" --without-vllm "*) vllm="" ;;
 *) vllm=$(missing vllm) ;;
 esac
 # A CPU's is another package: scripts/install_vllm.
@@ -100,14 +105,14 @@ if [ -n "$packages$vllm" ]; then
     if [ -z "$vllm" ] || ! pip_install -c "$OUT/installed.txt" $packages "$VLLM"; then
         [ -z "$vllm" ] || echo "gpu_check: error: vLLM cannot be installed, see above" >&2
         [ -z "$packages" ] || pip_install -c "$OUT/installed.txt" $packages ||
-            fail "pip has no network, and ./.whl does not hold: $packages (see this file's head)"
+            fail "pip could not install $packages: see above, and this file's head for wheels and environments"
     fi
 fi
 # By itself: its package asks for builds for CUDA 12 and 13, of which one is used and may be there.
 if ! "$PYTHON" -c 'import nixl._api' 2>/dev/null; then
     cuda=$("$PYTHON" -c 'import torch; print((torch.version.cuda or "13").partition(".")[0])')
     pip_install --no-deps "nixl==$NIXL" "nixl-cu$cuda==$NIXL" ||
-        fail "pip has no network, and ./.whl does not hold nixl and nixl-cu$cuda, $NIXL"
+        fail "pip could not install nixl and nixl-cu$cuda, $NIXL: see above, and this file's head"
     "$PYTHON" -c 'import nixl._api' || fail "NIXL does not load"
 fi
 if [ "$DEVICE" != cpu ]; then

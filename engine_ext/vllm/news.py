@@ -10,12 +10,17 @@ import socket
 import threading
 from collections.abc import Callable
 
+from engine_ext.base.seldom import Seldom
+
 logger = logging.getLogger(__name__)
+logger.addFilter(Seldom())
 
 PATIENCE_SECONDS = 60.0
 """News are assumed after this long, in case a datagram was lost. Each look costs a second of a
 core: vLLM's workers spin for so long after every step."""
 STOP_SECONDS = 5.0
+FAULT_SECONDS = 1.0
+"""After a socket's error, before it is asked again; news are assumed."""
 
 
 def _address(engine_id: str) -> str:
@@ -66,6 +71,8 @@ class NewsListener:
                 self._socket.recv(16)
             except TimeoutError:
                 pass  # Look all the same.
-            except OSError:
-                return
+            except OSError as error:
+                if self._stopping.wait(FAULT_SECONDS):
+                    return
+                logger.warning("news of transfers: %s", error)
             self._on_news()

@@ -60,13 +60,14 @@ class DisaggMixin:
         self._ended: list[tuple[Request, EngineCoreOutput]] = []
         """Refused, or handed back: not told yet."""
         self._wake: Callable[[], None] | None = None
+        self._hears_of_all = False
+        """Whatever is waited for is told by news."""
         self._awaits_kv_since = 0.0
         """Since when there is nothing else, or 0."""
         self._news = threading.Event()
-        if self.vllm_config.max_concurrent_batches > 1:  # type: ignore[attr-defined] # vLLM's
+        if self.connector is not None and self.vllm_config.max_concurrent_batches > 1:  # type: ignore[attr-defined] # vLLM's
             # Whatever kv_role is, and MultiConnector's own: see describe.may_load.
             self.defer_block_free = True
-        self._has_near_workers = _are_near(self.vllm_config.parallel_config)  # type: ignore[attr-defined] # vLLM's
         config = transfer_config(self.vllm_config)  # type: ignore[attr-defined] # vLLM's
         extra = {} if config is None else config.kv_connector_extra_config
         if support.is_on(features.LAST_WINDOW):
@@ -99,6 +100,12 @@ class DisaggMixin:
         connector = ours_in(self.connector)  # type: ignore[attr-defined] # vLLM's
         if connector is not None and connector.listen_for_news(self._on_news):
             self._wake = wake
+            self._hears_of_all = support.is_on(features.REST) and self._is_heard_alone(connector)
+
+    def _is_heard_alone(self, connector: object) -> bool:
+        """Another of MultiConnector's, one for encoders, workers elsewhere: these need steps."""
+        is_alone = connector is self.connector and self.ec_connector is None  # type: ignore[attr-defined] # vLLM's
+        return is_alone and _are_near(self.vllm_config.parallel_config)  # type: ignore[attr-defined] # vLLM's
 
     def _on_news(self) -> None:
         self._news.set()
@@ -188,8 +195,8 @@ class DisaggMixin:
 
     def _awaits_kv_alone(self) -> bool:
         """vLLM steps every millisecond while KV is on its way, for as long as a prompt takes to be
-        pushed, and its workers spin. All of them have to be here, to tell when it has come."""
-        if self.running or self._wake is None or not self._has_near_workers:  # type: ignore[attr-defined] # vLLM's
+        pushed, and its workers spin."""
+        if self.running or not self._hears_of_all:  # type: ignore[attr-defined] # vLLM's
             return False
         if self._is_waited_for() or self.finished_req_ids or self.connector.has_pending_push_work():  # type: ignore[attr-defined] # vLLM's
             return False
@@ -205,7 +212,7 @@ class DisaggMixin:
         waiting = bool(super().has_finished_requests())  # type: ignore[misc] # vLLM's
         if not waiting or self.finished_req_ids or self._has_live_requests():  # type: ignore[attr-defined] # vLLM's
             return waiting
-        if self._wake is not None and not self._is_waited_for():
+        if self._hears_of_all and not self._is_waited_for():
             return self._news.is_set()
         self._news.wait(REST_SECONDS)
         return True

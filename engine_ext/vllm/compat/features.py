@@ -414,6 +414,7 @@ REST = Feature(
             f"{SCHED}.scheduler:Scheduler",
             has=(
                 "connector",
+                "ec_connector",
                 "failed_recving_kv_req_ids",
                 "finished_recving_kv_req_ids",
                 "finished_req_ids",
