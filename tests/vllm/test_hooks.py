@@ -23,7 +23,7 @@ FAULTY = {
     "kv_connector_module_path": "tests.vllm.faulty",
     "kv_connector_extra_config": {"kv_lease_duration": LEASE_SECONDS},
 }
-PAUSING = {"drain", "resume"}
+PAUSING = {"drain", "end_turns", "resume"}
 """Not called while an engine works."""
 
 
