@@ -111,7 +111,7 @@ class Holds:
     def stop_keeping_turns(self) -> None:
         """No turn waits any more, but those that are firm. Leases run on, for their readers."""
         self._keeps_turns = False
-        self._orders.revokes += self._turns.clear()
+        self.end_turns()
 
     def end_turns(self) -> bool:
         """True: none is left, for none was firm."""

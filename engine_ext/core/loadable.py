@@ -32,9 +32,10 @@ class Loadable:
         it begins at the end of one; so the last token is left to compute. A state that knows the
         last token would count it twice. And where KV depends on tokens to come, more is computed
         again: those that the remote had guessed, or sampled, are not these."""
-        if request.content_keys is None or not self._may_load:
-            return 0
-        return self._most_of(len(request.token_ids))
+        return self._most_of(len(request.token_ids)) if self._loads(request) else 0
+
+    def _loads(self, request: EngineRequest) -> bool:
+        return self._may_load and request.content_keys is not None
 
     def _most_of(self, num_tokens: int) -> int:
         has_windows = any(window is not None for window in self._windows)
@@ -53,7 +54,7 @@ class Loadable:
         or may be, where there is no proof and the remote may be a stock engine."""
         if role is Role.PREFILL and not self._may_pull_turn(source, proof, unix_time):
             return 0
-        if request.content_keys is None or not self._may_load:
+        if not self._loads(request):
             return 0
         token_ids = request.token_ids  # asked for once: a host may copy them
         held = min(self._held_tokens(source), len(token_ids))

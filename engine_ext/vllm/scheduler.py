@@ -185,9 +185,10 @@ class DisaggMixin:
     def has_requests(self) -> bool:
         if self._ended:
             return True
-        if support.is_on(features.REST) and self._awaits_kv_alone():
-            self._awaits_kv_since = self._awaits_kv_since or time.monotonic()
-            if time.monotonic() - self._awaits_kv_since > TOLD_SECONDS:
+        if self._awaits_kv_alone():
+            now = time.monotonic()
+            self._awaits_kv_since = self._awaits_kv_since or now
+            if now - self._awaits_kv_since > TOLD_SECONDS:
                 return self._news.is_set()
         else:
             self._awaits_kv_since = 0.0
