@@ -1,17 +1,19 @@
-# make demo   install, start prefill + decode engine + router, print curl lines
-# make test   install, run every test but those inside vLLM
-# make test-vllm   install vLLM's CPU build, run the connector inside it, and its core inside the newest
-# make test-vllm-all   what is too long for that, and all of it inside the newest too: well over an hour
-# make test-k8s   build an API server, fetch Helm and gateways: the chart, discovery, Envoy and Traefik
-# make test-clients   install OpenAI's, Anthropic's and others' clients: each asks a router
-# make compiled   this checkout again in build/compiled, with the router's hot path compiled: a minute, gcc
-# make test-compiled   that, and the router's tests there
+# make demo          install, start a prefill engine, a decode engine and a router, print curl lines
+# make test          unit tests, simulation, one smoke test per promise    @TEST@
+# make test-changed  the fast tests of the folders you changed             under 30 s a folder
+# make test-all      make test, and slow, Redis, browser, real-engine tests @ALL@
+# make test-vllm     the connector inside vLLM's CPU build                 @VLLM@
+# make test-k8s      the chart, discovery, gateways on a real API server   @K8S@
+# make test-clients  OpenAI's, Anthropic's and other clients               @CLIENTS@
+# make test-compiled the router's tests with the hot path compiled (gcc)   @COMPILED@
+# make test-nightly  all of the above, whatever CI leaves out, and every test again in the newest vLLM
 # make test-lowest   the router's tests with the lowest versions that pyproject.toml admits
-# make simulate   ten thousand seeds of a world in which everything goes wrong
-# make soak   thousands of requests, clients that leave, engines killed and frozen, forged messages
-# make chaos  engines and routers killed, frozen and worse under load: what clients see of it
-# make check  lint, types, layers
-# make docs   build the documentation as a site (build/site), strictly
+# make compiled      this checkout again in build/compiled, with the router's hot path compiled
+# make simulate      ten thousand seeds of the simulated engines
+# make soak          thousands of requests while engines are killed and frozen
+# make chaos         failure drills under load: what clients see of each
+# make check         lint, types, layers
+# make docs          build the documentation as a site (build/site), strictly
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,7 +22,7 @@ STAMP := $(VENV)/.installed
 # Of vLLM, beside the build; the last one is the newest.
 RELEASES := $(shell sed -n 's/^vllm[^=]*==\([^ ]*\).*/\1/p' scripts/vllm_wheels.txt)
 
-.PHONY: demo test test-vllm test-vllm-all test-k8s test-clients test-lowest compiled test-compiled simulate soak chaos check docs install clean help
+.PHONY: demo test test-changed test-all test-nightly test-vllm test-vllm-nightly test-k8s test-clients test-lowest compiled test-compiled simulate soak chaos check docs install clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -34,21 +36,32 @@ $(STAMP): pyproject.toml constraints.txt scripts/install
 demo: $(STAMP)
 	@exec $(BIN)/disagg-router demo $(ARGS)
 
+# Markers: `slow` is what `make test` leaves out, `nightly` what CI leaves out as well.
 test: $(STAMP)
+	@VENV="$(VENV)" scripts/test tests/unit tests/smoke -m "not slow and not nightly" \
+		-n 2 --dist loadfile $(ARGS)
+
+test-changed: $(STAMP)
+	@$(BIN)/python scripts/test_changed $(ARGS)
+
+test-all: $(STAMP)
 	@scripts/install_redis
 	@scripts/install_browser
-	@VENV="$(VENV)" scripts/test -n 2 --dist loadfile $(ARGS)
+	@VENV="$(VENV)" scripts/test tests/unit tests/smoke tests/integration -n 2 --dist loadfile $(ARGS)
 
 test-vllm: $(STAMP)
 	PYTHON="$(PYTHON)" scripts/install_vllm $(RELEASES)
-	@VENV="$(VENV)" scripts/test tests/vllm -m "not more" --timeout 600 $(ARGS)
+	@VENV="$(VENV)" scripts/test tests/vllm -m "not nightly" --timeout 600 $(ARGS)
 
-test-vllm-all: $(STAMP)
+test-vllm-nightly: $(STAMP)
 	PYTHON="$(PYTHON)" scripts/install_vllm $(RELEASES)
 	@VENV="$(VENV)" scripts/test tests/vllm --timeout 600 $(ARGS)
 	@VENV="$(VENV)" DISAGG_VLLM_VENV="$$(PYTHON="$(PYTHON)" scripts/install_vllm $(RELEASES) | tail -n 1)" \
 		scripts/test tests/vllm --ignore-glob "*/test_next_*" --ignore-glob "*/test_stock*" \
 		--ignore tests/vllm/test_releases.py --ignore tests/vllm/test_layouts.py --timeout 600 $(ARGS)
+
+test-nightly: check docs test-all test-vllm-nightly test-k8s test-clients simulate soak chaos
+	@$(MAKE) test-compiled FAST=
 
 test-k8s: $(STAMP)
 	PYTHON="$(BIN)/python" scripts/install_helm
@@ -65,15 +78,18 @@ test-lowest:
 compiled: $(STAMP)
 	@$(BIN)/python scripts/compile_router.py build/compiled
 
-# The tests of it that put a request through whole: the rest is as it was. A plan is tested with
-# doubles, which compiled functions do not take.
+# The tests that send whole requests. A plan is tested with doubles, which compiled functions do
+# not take.
 COMPILED := $(addprefix tests/unit/router/,api conversations dialects flows upstream test_front.py \
 	test_hostile.py test_preempted.py test_resume.py test_stalled.py test_traces.py)
+
+# FAST= runs the slow ones, too.
+FAST = -m "not slow and not nightly"
 
 test-compiled: compiled
 	@scripts/install_redis
 	@cd build/compiled && VENV="$(abspath $(VENV))" scripts/test $(COMPILED) \
-		tests/integration/test_robustness.py --ignore tests/unit/router/flows/test_plan.py \
+		tests/smoke --ignore tests/unit/router/flows/test_plan.py $(FAST) \
 		-n 2 --dist loadfile $(ARGS)
 
 simulate: $(STAMP)

@@ -18,7 +18,7 @@ STATES = re.compile(
     r"|no such (?:model|thing)|no ranks"
 )
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
-NOT_IN_CI = "`make test-vllm-all`"
+NOT_IN_CI = "`make test-nightly`"
 IN_NEXT = re.compile(r"tests/vllm/test_(?:next_\w+|releases|layouts)\.py|tests/unit/")
 """Tests of the newest release that CI runs."""
 
@@ -48,10 +48,10 @@ def is_left_to_all(path: str, name: str) -> bool:
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     for node in tree.body:
         of_file = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
-        if of_file and "mark.more" in ast.unparse(node):
+        if of_file and "mark.nightly" in ast.unparse(node):
             return True
         if isinstance(node, ast.FunctionDef) and node.name == name:
-            return "pytest.mark.more" in map(ast.unparse, node.decorator_list)
+            return "pytest.mark.nightly" in map(ast.unparse, node.decorator_list)
     return False
 
 

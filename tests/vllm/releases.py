@@ -15,7 +15,7 @@ LAID_OVER = re.findall(r"^vllm\S*==(\S+)", WHEELS.read_text(), re.MULTILINE)
 """The others, whose Python runs on its compiled parts."""
 NEXT = LAID_OVER[-1]
 """The newest that is supported."""
-RELEASES = [BUILD, pytest.param(NEXT, marks=pytest.mark.more)]
+RELEASES = [BUILD, pytest.param(NEXT, marks=pytest.mark.nightly)]
 LENGTHS = (1, 31, 32, 33, 64, 100, 257, 700, 1500)
 """Of prompts."""
 

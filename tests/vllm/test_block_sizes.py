@@ -9,7 +9,7 @@ from tests.integration.processes import Server
 from tests.vllm.measures import counted, nothing_left
 from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
 
-pytestmark = pytest.mark.more
+pytestmark = pytest.mark.nightly
 
 PROMPT = tokens_of(300, 8200)
 

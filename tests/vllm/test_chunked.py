@@ -21,7 +21,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chunked_model(tmp_path_factory.mktemp("chunked"))
 
 
-@pytest.fixture(scope="module", params=["by-chunk", pytest.param("kept", marks=pytest.mark.more)])
+@pytest.fixture(
+    scope="module", params=["by-chunk", pytest.param("kept", marks=pytest.mark.nightly)]
+)
 def pair(fleet: Fleet, model: Path, request: pytest.FixtureRequest) -> Iterator[list[Server]]:
     keeps = ("--disable-hybrid-kv-cache-manager",) if request.param == "kept" else ()
     with fleet.pair(request.param, OURS, model, *keeps) as servers:

@@ -26,7 +26,7 @@ DATA_RANKS = {"alone": 1, "tensor": 1, "data": 2}
 
 Servers = dict[str, Server]
 
-pytestmark = pytest.mark.more
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

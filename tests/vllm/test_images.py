@@ -22,7 +22,7 @@ from tests.vllm.plugins import found_in
 from tests.vllm.servers import OURS, PUSH, SCHEDULER, UNCACHED, Fleet, Kind
 from tests.vllm.test_push import where
 
-pytestmark = pytest.mark.more
+pytestmark = pytest.mark.nightly
 
 Message = dict[str, Any]
 BEFORE = "Look at this, and then say what it is: "

@@ -24,7 +24,7 @@ ENDING = (95, 127, 159, 255)
     [
         ("hybrid", write_hybrid_model, (*LENGTHS, *ENDING), True, ()),
         pytest.param(
-            "chunked", write_chunked_model, (*LENGTHS, *ENDING), True, (), marks=pytest.mark.more
+            "chunked", write_chunked_model, (*LENGTHS, *ENDING), True, (), marks=pytest.mark.nightly
         ),
         # vLLM's CPU build computes a prompt in one step there, so all is written at its end.
         ("mla", write_mla_model, LENGTHS, False, BACKEND),

@@ -13,7 +13,7 @@ from tests.vllm.servers import PUSH, SCHEDULER, Fleet, Kind
 from tests.vllm.test_mla import LENGTHS, Right, model, right  # noqa: F401 # its fixtures
 from tests.vllm.test_push import both_legs
 
-pytestmark = pytest.mark.more
+pytestmark = pytest.mark.nightly
 
 
 def test_either_way_prompts_are_those_of_one_vllm_alone(

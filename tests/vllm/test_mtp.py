@@ -23,7 +23,7 @@ from tests.vllm.servers import OURS, PUSH, Fleet, Kind
 from tests.vllm.test_push import both_legs
 from tests.vllm.test_speculation import ACCEPTED, DRAFTED, LENGTHS, speculating
 
-pytestmark = pytest.mark.more
+pytestmark = pytest.mark.nightly
 
 MTP = (*BACKEND, *speculating(method="mtp", num_speculative_tokens=2, attention_backend=BACKEND[1]))
 LAX = {**OURS, "kv_connector_extra_config": {"enforce_handshake_compat": False}}

@@ -21,7 +21,7 @@ from tests.vllm.test_state import prompts_are_right, pulled
 
 HAS_BFLOAT16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 pytestmark = [
-    pytest.mark.more,
+    pytest.mark.nightly,
     pytest.mark.skipif(not HAS_BFLOAT16, reason="vLLM's delta nets want AVX-512 BF16 of a CPU"),
 ]
 IN_BFLOAT16 = ("--dtype", "bfloat16")

@@ -15,7 +15,7 @@ from tests.vllm.test_pipeline import STAGES, Servers, a_turn_is_right, prompts_a
 from tests.vllm.test_push import both_legs
 from tests.vllm.test_state import pulled
 
-pytestmark = pytest.mark.more
+pytestmark = pytest.mark.nightly
 
 RANKS = ("--tensor-parallel-size", "2")
 PAIRS = ("both one", "one both", "both staged", "staged both")

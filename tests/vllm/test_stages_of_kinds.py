@@ -19,7 +19,7 @@ from tests.vllm.test_pipeline import (
 )
 from tests.vllm.test_state import pulled
 
-pytestmark = pytest.mark.more
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

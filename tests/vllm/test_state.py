@@ -64,7 +64,7 @@ def test_prompts_are_those_of_one_engine_alone(pair: list[Server]) -> None:
     prompts_are_right(pair, pulled, 9000)
 
 
-@pytest.mark.more
+@pytest.mark.nightly
 def test_a_state_that_is_another_is_seen(
     fleet: Fleet, model: Path, pair: list[Server], tmp_path: Path
 ) -> None:
@@ -168,7 +168,7 @@ def test_routed_pushes_are_those_of_one_engine_alone(
         wait_for(lambda: counted(prefiller, "pushes_ok") == pushed + len(asked), "all were pushed")
 
 
-@pytest.mark.more
+@pytest.mark.nightly
 def test_speculation_is_refused_by_name_at_start(fleet: Fleet, model: Path) -> None:
     """vLLM then keeps a state for each guess, and the right one among them."""
     config = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}

@@ -1,4 +1,4 @@
-"""Fixtures: a prefiller, a decoder, and a router before them on either front."""
+"""Fixtures: a mock prefill engine, a mock decode engine, and a router that uses them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,6 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
     return {"uvloop": uvloop.new_event_loop}
 
 
-@pytest.fixture(params=["protocol", "asgi"])
-def front(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
 async def p() -> AsyncIterator[MockEngine]:
     async with running_engine(usual_prefill) as engine:
@@ -44,7 +39,7 @@ async def d() -> AsyncIterator[MockEngine]:
 
 
 @pytest.fixture
-async def start_router(front: str, p: MockEngine, d: MockEngine) -> AsyncIterator[StartRouter]:
+async def start_router(p: MockEngine, d: MockEngine) -> AsyncIterator[StartRouter]:
     """Starts a router before `p` and `d`, or others; it is ready when this returns."""
     async with contextlib.AsyncExitStack() as stack:
 
@@ -55,7 +50,7 @@ async def start_router(front: str, p: MockEngine, d: MockEngine) -> AsyncIterato
             **changes: Any,
         ) -> Router:
             settings = settings_for(p=ps or [p], d=ds or [d], **changes)
-            router = await stack.enter_async_context(running_router(settings, front))
+            router = await stack.enter_async_context(running_router(settings))
             await eventually(lambda: not router.gateway.fleet.missing())
             return router
 
@@ -65,11 +60,3 @@ async def start_router(front: str, p: MockEngine, d: MockEngine) -> AsyncIterato
 @pytest.fixture
 async def router(start_router: StartRouter) -> Router:
     return await start_router()
-
-
-@pytest.fixture
-async def hot(p: MockEngine, d: MockEngine) -> AsyncIterator[Router]:
-    """For what is decided before a request is one: behind ASGI that is the server's business."""
-    async with running_router(settings_for(p=[p], d=[d]), "protocol") as router:
-        await eventually(lambda: not router.gateway.fleet.missing())
-        yield router

@@ -1,4 +1,4 @@
-"""A router on a real socket, behind either front, and what tests ask of it."""
+"""A router that listens on a real socket, and a client for it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ class Router:
     app: FastAPI
     port: int
     client: httpx.AsyncClient
-    front: str
 
     @property
     def gateway(self) -> Gateway:
@@ -141,10 +140,14 @@ def post(body: bytes, path: str = "/v1/completions", headers: bytes = b"") -> by
 
 
 @contextlib.asynccontextmanager
-async def running_router(settings: Settings, front: str) -> AsyncIterator[Router]:
+async def running_router(settings: Settings, *, plain_asgi: bool = False) -> AsyncIterator[Router]:
+    """Start a router and stop it when the block ends; fail if it leaves a request or a slot behind.
+
+    `plain_asgi` serves every path through uvicorn's own protocol instead of the router's.
+    """
     app = build(settings)
     config = uvicorn_config(settings, app, settings.served_tls())
-    if front == "asgi":
+    if plain_asgi:
         config.http = HttpToolsProtocol
     config.load()
     protocol_class: Any = config.http_protocol_class
@@ -162,7 +165,7 @@ async def running_router(settings: Settings, front: str) -> AsyncIterator[Router
         async with httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{port}", timeout=10, verify=plain
         ) as client:
-            router = Router(app, port, client, front)
+            router = Router(app, port, client)
             try:
                 yield router
             finally:  # uvloop waits for ever for what a test that failed left open

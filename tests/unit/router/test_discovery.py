@@ -92,13 +92,13 @@ async def ask_all_the_time(router: Router, told: Counter[str], has_ended: asynci
 
 
 async def test_scaling_up_and_down_costs_no_client_anything(
-    tmp_path: Path, front: str, ps: list[MockEngine], ds: list[MockEngine]
+    tmp_path: Path, ps: list[MockEngine], ds: list[MockEngine]
 ) -> None:
     path = tmp_path / "engines.yaml"
     write(path, ps[:1], ds[:1])
     told: Counter[str] = Counter()
     has_ended = asyncio.Event()
-    async with running_router(discovering(engines_file=path), front) as router:
+    async with running_router(discovering(engines_file=path)) as router:
         clients = [
             asyncio.create_task(ask_all_the_time(router, told, has_ended)) for _ in range(CLIENTS)
         ]
@@ -123,11 +123,11 @@ async def test_scaling_up_and_down_costs_no_client_anything(
 
 
 async def test_what_is_removed_leaves_no_metrics_behind(
-    tmp_path: Path, front: str, ps: list[MockEngine], ds: list[MockEngine]
+    tmp_path: Path, ps: list[MockEngine], ds: list[MockEngine]
 ) -> None:
     path = tmp_path / "engines.yaml"
     write(path, ps[:2], ds[:1])
-    async with running_router(discovering(engines_file=path), front) as router:
+    async with running_router(discovering(engines_file=path)) as router:
 
         async def told() -> str:
             return (await router.client.get("/metrics")).text
@@ -150,11 +150,11 @@ async def test_what_is_removed_leaves_no_metrics_behind(
 
 
 async def test_a_file_that_breaks_later_is_told_and_takes_nothing_away(
-    tmp_path: Path, front: str, ps: list[MockEngine], ds: list[MockEngine]
+    tmp_path: Path, ps: list[MockEngine], ds: list[MockEngine]
 ) -> None:
     path = tmp_path / "engines.yaml"
     write(path, ps[:1], ds[:1])
-    async with running_router(discovering(engines_file=path), front) as router:
+    async with running_router(discovering(engines_file=path)) as router:
         await eventually(lambda: not router.gateway.fleet.missing())
         assert (await router.client.get("/ready")).json() == {"status": "ready"}
         assert router.metric("source_trouble", source="file") == 0
@@ -171,9 +171,7 @@ async def test_a_file_that_breaks_later_is_told_and_takes_nothing_away(
         assert router.metric("source_trouble", source="file") == 0
 
 
-async def test_pods_are_engines(
-    tmp_path: Path, front: str, ps: list[MockEngine], ds: list[MockEngine]
-) -> None:
+async def test_pods_are_engines(tmp_path: Path, ps: list[MockEngine], ds: list[MockEngine]) -> None:
     """From the settings to an answer. A router whose API server is away stays up, not ready, and is
     ready when that comes."""
     (tmp_path / "token").write_text("secret")
@@ -190,7 +188,7 @@ async def test_pods_are_engines(
             labels = {"llm-d.ai/role": role}
             server.put(pod(role, "127.0.0.1", labels=labels, ports={"http": engine.port}))
         await server.stop()
-        async with running_router(settings, front) as router:
+        async with running_router(settings) as router:
             answer = await router.client.get("/ready")
             assert answer.status_code == 503
             assert set(answer.json()["sources"]) == {"kubernetes:prefill", "kubernetes:decode"}
@@ -205,7 +203,7 @@ async def test_pods_are_engines(
 
 
 async def test_requests_wait_at_the_start_until_sources_have_spoken(
-    tmp_path: Path, front: str, ps: list[MockEngine], ds: list[MockEngine]
+    tmp_path: Path, ps: list[MockEngine], ds: list[MockEngine]
 ) -> None:
     (tmp_path / "token").write_text("secret")
     async with api_server() as server:
@@ -218,16 +216,16 @@ async def test_requests_wait_at_the_start_until_sources_have_spoken(
             kubernetes_decode_selector="a",
             kubernetes_port="http",
         )
-        async with running_router(settings, front) as router:
+        async with running_router(settings) as router:
             assert (await router.complete()).status_code == 200
 
 
 async def test_an_engine_that_drains_in_the_file_serves_again_when_it_does_not(
-    tmp_path: Path, front: str, ps: list[MockEngine], ds: list[MockEngine]
+    tmp_path: Path, ps: list[MockEngine], ds: list[MockEngine]
 ) -> None:
     path = tmp_path / "engines.yaml"
     write(path, ps[:1], ds[:1])
-    async with running_router(discovering(engines_file=path), front) as router:
+    async with running_router(discovering(engines_file=path)) as router:
         engine = router.engine(ds[0])
         await eventually(lambda: engine.health is Health.HEALTHY)
         write(path, ps[:1], ds[:1], draining=True)

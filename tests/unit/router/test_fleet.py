@@ -136,10 +136,10 @@ async def test_a_probe_has_one_deadline_for_all_of_it(
         await asyncio.gather(*filter(None, dripping))
 
 
-async def test_engines_not_probed_yet_are_asked(p: MockEngine, d: MockEngine, front: str) -> None:
+async def test_engines_not_probed_yet_are_asked(p: MockEngine, d: MockEngine) -> None:
     p.healthy = d.healthy = True
     settings = settings_for(p=[p], d=[d])
-    async with running_router(settings, front) as router:
+    async with running_router(settings) as router:
         assert (await router.complete()).status_code == 200
 
 

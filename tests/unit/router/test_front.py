@@ -30,12 +30,12 @@ async def test_every_spelling_is_served(router: Router, d: MockEngine, path: str
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", *SPELLINGS])
-async def test_what_follows_a_refused_body_is_never_answered(hot: Router, path: str) -> None:
+async def test_what_follows_a_refused_body_is_never_answered(router: Router, path: str) -> None:
     """However it is spelt: nobody knows where the next request would begin."""
     sent = post(BODY, path)[: -len(BODY)].replace(
         b"content-length: 14", b"content-length: 99999999"
     )
-    async with hot.socket() as client:
+    async with router.socket() as client:
         await client.send(sent + b"x" * 100)
         head, _ = await client.answer()
         assert status_of(head) == 413
@@ -47,8 +47,6 @@ async def test_what_follows_a_refused_body_is_never_answered(hot: Router, path: 
 @pytest.mark.parametrize("path", ["/v1/completions", *SPELLINGS, "/v1/models"])
 async def test_a_late_request_is_answered_once(start_router: StartRouter, path: str) -> None:
     router = await start_router(client_read_timeout=0.2)
-    if router.front != "protocol":
-        return
     async with router.socket() as client:
         await client.send(post(BODY, path)[:-3])
         head, _ = await client.answer()
@@ -57,7 +55,7 @@ async def test_a_late_request_is_answered_once(start_router: StartRouter, path: 
         assert await client.until_closed() == b""
 
 
-async def test_answers_come_in_the_order_of_the_requests(hot: Router, p: MockEngine) -> None:
+async def test_answers_come_in_the_order_of_the_requests(router: Router, p: MockEngine) -> None:
     may_answer = asyncio.Event()
 
     async def waits(request: Received, peer: Peer) -> None:
@@ -65,7 +63,7 @@ async def test_answers_come_in_the_order_of_the_requests(hot: Router, p: MockEng
         await usual_prefill(request, peer)
 
     p.scripts = [waits]
-    async with hot.socket() as client:
+    async with router.socket() as client:
         get = b"GET /version HTTP/1.1\r\nhost: a\r\n\r\n"
         await client.send(get + post(BODY) + get + post(BODY, "/v1/nothing") + get)
         assert b'"version"' in (await client.answer())[1]
@@ -78,8 +76,8 @@ async def test_answers_come_in_the_order_of_the_requests(hot: Router, p: MockEng
         assert b'"version"' in bodies[3]
 
 
-async def test_two_hosts_are_refused(hot: Router, d: MockEngine) -> None:
-    async with hot.socket() as client:
+async def test_two_hosts_are_refused(router: Router, d: MockEngine) -> None:
+    async with router.socket() as client:
         await client.send(post(BODY, headers=b"Host: other\r\n"))
         head, body = await client.answer()
         assert status_of(head) == 400
@@ -111,18 +109,18 @@ async def ask(router: Router, path: str) -> tuple[bytes, bytes]:
         return await client.answer()
 
 
-async def test_a_fault_of_the_application_is_a_500(hot: Router) -> None:
+async def test_a_fault_of_the_application_is_a_500(router: Router) -> None:
     def fails() -> None:
         raise ZeroDivisionError
 
-    serve(hot, "/fails", fails)
-    head, body = await ask(hot, "/fails")
+    serve(router, "/fails", fails)
+    head, body = await ask(router, "/fails")
     assert status_of(head) == 500
     assert b"InternalServerError" in body
-    assert (await hot.complete()).status_code == 200
+    assert (await router.complete()).status_code == 200
 
 
-async def test_an_answer_that_breaks_off_ends_its_connection(hot: Router) -> None:
+async def test_an_answer_that_breaks_off_ends_its_connection(router: Router) -> None:
     async def pieces() -> AsyncIterator[bytes]:
         yield b"some"
         raise ZeroDivisionError
@@ -130,23 +128,23 @@ async def test_an_answer_that_breaks_off_ends_its_connection(hot: Router) -> Non
     def breaks() -> Response:
         return StreamingResponse(pieces())
 
-    serve(hot, "/breaks", breaks)
-    async with hot.socket() as client:
+    serve(router, "/breaks", breaks)
+    async with router.socket() as client:
         await client.send(b"GET /breaks HTTP/1.1\r\nhost: a\r\n\r\n")
         assert not (await client.until_closed()).endswith(b"0\r\n\r\n")
 
 
-async def test_an_answer_shorter_than_it_says_ends_its_connection(hot: Router) -> None:
+async def test_an_answer_shorter_than_it_says_ends_its_connection(router: Router) -> None:
     def lies() -> Response:
         return Response(b"short", headers={"content-length": "50"})
 
-    serve(hot, "/lies", lies)
-    async with hot.socket() as client:
+    serve(router, "/lies", lies)
+    async with router.socket() as client:
         await client.send(b"GET /lies HTTP/1.1\r\nhost: a\r\n\r\n" * 2)
         assert (await client.until_closed()).count(b"HTTP/1.1") <= 1
 
 
-async def test_a_stream_waits_for_its_reader_and_hears_it_leave(hot: Router) -> None:
+async def test_a_stream_waits_for_its_reader_and_hears_it_leave(router: Router) -> None:
     sent, has_ended = 0, asyncio.Event()
 
     async def endless() -> AsyncIterator[bytes]:
@@ -162,8 +160,8 @@ async def test_a_stream_waits_for_its_reader_and_hears_it_leave(hot: Router) -> 
     def streams() -> Response:
         return StreamingResponse(endless())
 
-    serve(hot, "/streams", streams)
-    async with hot.socket() as client:
+    serve(router, "/streams", streams)
+    async with router.socket() as client:
         await client.send(b"GET /streams HTTP/1.1\r\nhost: a\r\n\r\n")
         await eventually(lambda: sent > 3)
         looks = 0
@@ -179,8 +177,6 @@ async def test_a_stream_waits_for_its_reader_and_hears_it_leave(hot: Router) -> 
 
 async def test_a_large_answer_that_nobody_reads_is_given_up(start_router: StartRouter) -> None:
     router = await start_router(stream_idle_timeout=0.2)
-    if router.front != "protocol":
-        return
 
     def large() -> Response:
         return Response(b"x" * 12_000_000)
@@ -193,7 +189,7 @@ async def test_a_large_answer_that_nobody_reads_is_given_up(start_router: StartR
 
 
 async def test_a_body_for_the_application_counts_as_held_until_it_has_answered(
-    hot: Router,
+    router: Router,
 ) -> None:
     goes_on = asyncio.Event()
 
@@ -201,10 +197,10 @@ async def test_a_body_for_the_application_counts_as_held_until_it_has_answered(
         await goes_on.wait()
         return Response(b"done")
 
-    serve(hot, "/waits", waits)
-    async with hot.socket() as client:
+    serve(router, "/waits", waits)
+    async with router.socket() as client:
         await client.send(post(b"x" * 1000, "/waits"))
-        await eventually(lambda: hot.gateway.held.size == 1000)
+        await eventually(lambda: router.gateway.held.size == 1000)
         goes_on.set()
         assert (await client.answer())[1] == b"done"
-        assert hot.gateway.held.size == 0
+        assert router.gateway.held.size == 0

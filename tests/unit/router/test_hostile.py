@@ -52,7 +52,7 @@ async def front(p: MockEngine, d: MockEngine) -> AsyncIterator[Router]:
         max_body_size=MIB,
         max_header_size=16 * 1024,
     )
-    async with running_router(settings, "protocol") as router:
+    async with running_router(settings) as router:
         await eventually(lambda: not router.gateway.fleet.missing())
         yield router
 
@@ -150,7 +150,7 @@ async def test_a_stranger_is_refused_before_he_sends_a_body(
 ) -> None:
     settings = settings_for(p=[p], d=[d], api_keys_file=no_keys(tmp_path))
     expect = b"expect: 100-continue\r\n" if case.endswith("expects") else b""
-    async with running_router(settings, "protocol") as router, router.socket() as client:
+    async with running_router(settings) as router, router.socket() as client:
         await client.send(LINE + expect + b"content-length: 1000000\r\n\r\n")
         async with asyncio.timeout(2):
             assert b" 401 " in (await client.head()).split(b"\r\n")[0]
@@ -424,7 +424,7 @@ async def test_a_whole_answer_that_nobody_reads_is_not_held_for_ever(
     d.usual = large
     headers = b"connection: close\r\n" if case.endswith("close") else b""
     settings = settings_for(p=[p], d=[d], stream_idle_timeout=0.5, keep_alive_timeout=0.5)
-    async with running_router(settings, "protocol") as router:
+    async with running_router(settings) as router:
         await eventually(lambda: not router.gateway.fleet.missing())
         open_before = router.metric("client_connections")
         with socket.socket() as client:

@@ -576,7 +576,7 @@ async def test_a_file_that_is_broken_at_start_is_one_line(
 
 
 async def test_without_keys_nothing_is_looked_at(p: MockEngine, d: MockEngine) -> None:
-    async with running_router(settings_for(p=[p], d=[d]), "protocol") as router:
+    async with running_router(settings_for(p=[p], d=[d])) as router:
         assert router.gateway.door is None
         assert not router.gateway.hides_credentials
         assert router.gateway.engine_line == b""

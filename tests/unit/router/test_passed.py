@@ -82,10 +82,10 @@ async def test_a_model_that_prefillers_alone_have_is_asked_of_them(
     assert p.last.path == "/v1/embeddings"
 
 
-async def test_a_dead_decoder_is_no_hindrance(front: str, p: MockEngine, d: MockEngine) -> None:
+async def test_a_dead_decoder_is_no_hindrance(p: MockEngine, d: MockEngine) -> None:
     async with (
         running_engine(d.usual) as dying,
-        running_router(settings_for(p=[p], d=[dying, d], health_interval=30), front) as router,
+        running_router(settings_for(p=[p], d=[dying, d], health_interval=30)) as router,
     ):
         await eventually(lambda: all(e.is_asked for e in router.gateway.fleet.engines))
         await dying.stop()

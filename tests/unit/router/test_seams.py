@@ -81,7 +81,7 @@ async def test_a_callers_key_is_not_told_to_engines_that_load_an_adapter(
 async def test_a_strangers_body_is_waited_for_nowhere(
     p: MockEngine, d: MockEngine, keys: Path, path: str, expects: bytes
 ) -> None:
-    async with running_router(settings_for(p=[p], d=[d], api_keys_file=keys), "protocol") as router:
+    async with running_router(settings_for(p=[p], d=[d], api_keys_file=keys)) as router:
         async with router.socket() as client:
             asked = post(b"x" * 1000, path, expects)
             await client.send(asked[:-900])
@@ -93,7 +93,7 @@ async def test_a_strangers_body_is_waited_for_nowhere(
 async def test_what_is_open_to_all_is_open_to_who_is_slow(
     p: MockEngine, d: MockEngine, keys: Path
 ) -> None:
-    async with running_router(settings_for(p=[p], d=[d], api_keys_file=keys), "protocol") as router:
+    async with running_router(settings_for(p=[p], d=[d], api_keys_file=keys)) as router:
         async with router.socket() as client:
             await client.send(GET.replace(b"\r\n\r\n", b"\r\ncontent-length: 10\r\n\r\nx"))
             head, _ = await client.answer()
@@ -117,7 +117,7 @@ async def test_a_page_may_read_what_its_keys_limits_say(
 
 
 async def test_a_pipeline_is_read_no_further_while_requests_of_it_wait(
-    hot: Router, p: MockEngine
+    router: Router, p: MockEngine
 ) -> None:
     """However many answers there are: with each, as much as one read brings would be added."""
     sent, gate = 0, asyncio.Event()
@@ -127,7 +127,7 @@ async def test_a_pipeline_is_read_no_further_while_requests_of_it_wait(
         await usual_prefill(request, peer)
 
     p.usual = waits
-    async with hot.socket() as client:
+    async with router.socket() as client:
         await client.send(WHOLE)
         await eventually(lambda: p.requests)
 
@@ -142,11 +142,11 @@ async def test_a_pipeline_is_read_no_further_while_requests_of_it_wait(
         while before != sent:
             before = sent
             await asyncio.sleep(0.2)
-        held = hot.gateway.held.size
+        held = router.gateway.held.size
         gate.set()
         for _ in range(50):
             await client.answer()
-        assert hot.gateway.held.size <= held + 15
+        assert router.gateway.held.size <= held + 15
         feeding.cancel()
 
 
@@ -204,15 +204,15 @@ def _has_come(url: str) -> bool:
         b"POST /acts HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
     ],
 )
-async def test_what_is_refused_does_nothing(hot: Router, sent: bytes) -> None:
+async def test_what_is_refused_does_nothing(router: Router, sent: bytes) -> None:
     acted: list[str] = []
 
     def acts() -> Response:
         acted.append("acted")
         return Response(b"done")
 
-    hot.app.add_api_route("/acts", acts, methods=["DELETE", "POST"])
-    async with hot.socket() as client:
+    router.app.add_api_route("/acts", acts, methods=["DELETE", "POST"])
+    async with router.socket() as client:
         await client.send(sent)
         head, _ = await client.answer()
         assert head.split(b" ")[1] in (b"400", b"413")
@@ -220,12 +220,12 @@ async def test_what_is_refused_does_nothing(hot: Router, sent: bytes) -> None:
     assert not acted
 
 
-async def test_an_answer_of_nothing_has_no_length(hot: Router, d: MockEngine) -> None:
+async def test_an_answer_of_nothing_has_no_length(router: Router, d: MockEngine) -> None:
     async def nothing(request: Received, peer: Peer) -> None:
         await peer.send(b"HTTP/1.1 204 No Content\r\n\r\n")
 
     d.usual = nothing
-    async with hot.socket() as client:
+    async with router.socket() as client:
         get = b"GET /version HTTP/1.1\r\nhost: a\r\n\r\n"
         await client.send(post(b'{"model":"m","input":"a"}', "/v1/embeddings") + get)
         head = await client.head()
@@ -241,8 +241,6 @@ def _refuses(port: int) -> bool:
 
 async def test_who_does_not_read_gains_no_time_by_asking_more(start_router: StartRouter) -> None:
     router = await start_router(stream_idle_timeout=0.3)
-    if router.front != "protocol":
-        return
     sent = 0
 
     async def endless() -> AsyncIterator[bytes]:

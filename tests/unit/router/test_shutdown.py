@@ -77,7 +77,6 @@ async def test_a_draining_router_keeps_no_connection(p: MockEngine, d: MockEngin
         assert await router.ended() == 0
 
 
-@pytest.mark.parametrize("front", ["protocol"])
 async def test_what_was_asked_ahead_on_a_connection_is_answered_before_it_ends(
     router: Router, p: MockEngine
 ) -> None:

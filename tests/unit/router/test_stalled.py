@@ -121,11 +121,9 @@ async def test_whole_answers_that_nobody_reads_are_held_a_few_times_at_most_and_
 
 @pytest.mark.parametrize("asked", [WHOLE, b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n"])
 async def test_answers_to_many_requests_do_not_pile_up_before_a_client_that_reads_none(
-    start_router: StartRouter, front: str, d: MockEngine, asked: bytes
+    start_router: StartRouter, d: MockEngine, asked: bytes
 ) -> None:
     """Whether a flow answers or FastAPI; and the connection is ended."""
-    if front == "asgi":
-        pytest.skip("another server's connections are its own")
 
     async def script(request: Received, peer: Peer) -> None:
         await peer.answer({"choices": [{"index": 0, "text": "x" * LARGE}]})
@@ -141,10 +139,8 @@ async def test_answers_to_many_requests_do_not_pile_up_before_a_client_that_read
 
 @pytest.mark.parametrize("close", [b"", b"connection: close\r\n"])
 async def test_a_client_that_reads_slowly_has_all_of_its_answer_and_the_next(
-    start_router: StartRouter, front: str, d: MockEngine, close: bytes
+    start_router: StartRouter, d: MockEngine, close: bytes
 ) -> None:
-    if front == "asgi":
-        pytest.skip("another server's connections are its own")
     text = "x" * 8 * LARGE
 
     async def script(request: Received, peer: Peer) -> None:

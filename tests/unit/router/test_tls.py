@@ -195,7 +195,7 @@ async def sealed(p: MockEngine, d: MockEngine, first: Signed) -> AsyncIterator[R
     """In this process, and with few connections."""
     files = {"tls_certfile": first.certificate, "tls_keyfile": first.key}
     settings = settings_for(p=[p], d=[d], max_connections=2, **files)
-    async with running_router(settings, "protocol") as router:
+    async with running_router(settings) as router:
         await eventually(lambda: not router.gateway.fleet.missing())
         yield router
 
@@ -499,7 +499,7 @@ async def before_tls(
             health_interval=0.05,
             **changes,
         )
-        async with running_router(settings, "protocol") as router:
+        async with running_router(settings) as router:
             yield router, p, d
 
 
@@ -596,7 +596,7 @@ async def test_a_tls_failure_is_the_engines_and_another_is_asked(
             engine_ca_file=ca.certificate,
             health_interval=0.05,
         )
-        async with running_router(settings, "protocol") as router:
+        async with running_router(settings) as router:
             await eventually(lambda: not router.gateway.fleet.missing())
             for _ in range(4):
                 assert (await router.complete()).status_code == 200
@@ -629,7 +629,7 @@ async def test_an_engine_of_a_file_may_change_to_tls_and_back(
             health_interval=0.05,
             health_timeout=0.5,
         )
-        async with running_router(settings, "protocol") as router:
+        async with running_router(settings) as router:
             assert not await is_ready(router)
             write("https", p.port, d.port)
             await eventually(lambda: not router.gateway.fleet.missing(), 10)

@@ -65,7 +65,7 @@ async def administered(
     def read_again() -> Settings:
         return settings_for(p=p, d=d, **given)
 
-    async with running_router(settings, "protocol") as router:
+    async with running_router(settings) as router:
         control = Control(settings, Alone(Member(settings, router.app)), read_again)
         tidying = asyncio.create_task(control.run())
         app = application(control)

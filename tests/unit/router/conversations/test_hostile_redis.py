@@ -44,7 +44,7 @@ async def shared(p: MockEngine, d: MockEngine, redis: RedisServer) -> AsyncItera
         "conversation_store_key": KEY,
         "conversation_store_timeout": 10,
     }
-    async with running_router(settings_for(p=[p], d=[d], **changes), "protocol") as router:
+    async with running_router(settings_for(p=[p], d=[d], **changes)) as router:
         await eventually(lambda: not router.gateway.fleet.missing())
         yield router
 

@@ -262,7 +262,7 @@ async def test_calls_are_gone_on_with(router: Router, d: MockEngine) -> None:
     )
 
 
-async def test_another_router_goes_on_with_it(front: str, p: MockEngine, d: MockEngine) -> None:
+async def test_another_router_goes_on_with_it(p: MockEngine, d: MockEngine) -> None:
     with running_redis() as redis:
         shared = {
             "conversation_store": redis.url,
@@ -271,7 +271,7 @@ async def test_another_router_goes_on_with_it(front: str, p: MockEngine, d: Mock
             "conversation_store_timeout": 20.0,
         }
         given = settings_for(p=[p], d=[d], **shared)
-        async with running_router(given, front) as one, running_router(given, front) as other:
+        async with running_router(given) as one, running_router(given) as other:
             await eventually(lambda: not one.gateway.fleet.missing())
             await eventually(lambda: not other.gateway.fleet.missing())
             first = (await one.client.post(PATH, json=ASKED)).json()

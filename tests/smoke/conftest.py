@@ -1,0 +1,44 @@
+"""One fleet of real engines for all smoke tests: processes that move KV over real NIXL."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+
+import pytest
+
+from engine_ext.reference.tiny_model import write_tiny_model
+from tests.conftest import find_free_ports
+from tests.integration.processes import BOTH_WAYS, CONNECTORS, Launcher, Server
+
+
+@dataclass(frozen=True)
+class SmokeFleet:
+    """`alone` computes everything by itself and is the oracle; `p` and `d` pull; `push_p` writes to
+    `push_d`. Only `d` has a prefix cache, so the prefill engines count every token they compute."""
+
+    alone: Server
+    p: Server
+    d: Server
+    push_p: Server
+    push_d: Server
+
+
+@pytest.fixture(scope="session")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    model = write_tiny_model(tmp_path_factory.mktemp("model"))
+    return Launcher(tmp_path_factory.mktemp("logs"), model, find_free_ports)
+
+
+@pytest.fixture(scope="session")
+def fleet(launcher: Launcher) -> Iterator[SmokeFleet]:
+    uncached, push = "--no-enable-prefix-caching", CONNECTORS["push"]
+    engines: list[AbstractContextManager[Server]] = [
+        launcher.engine("alone"),
+        launcher.engine("p", uncached, extra=BOTH_WAYS),
+        launcher.engine("d", extra=BOTH_WAYS),
+        launcher.engine("push-p", uncached, connector=push),
+        launcher.engine("push-d", uncached, connector=push),
+    ]
+    with ExitStack() as stack, ThreadPoolExecutor(len(engines)) as pool:
+        yield SmokeFleet(*pool.map(stack.enter_context, engines))
