@@ -2,6 +2,7 @@ import itertools
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -37,6 +38,13 @@ _ports = _own_ports()
 def find_free_ports(count: int) -> list[int]:
     """Ports nobody listened on a moment ago, all different."""
     return list(itertools.islice(_ports, count))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All of tests/integration is `slow`: real engines, many of them started for one test."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent / "integration"):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -1,3 +1,4 @@
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -5,6 +6,7 @@ import pytest
 
 from engine_ext.reference.tiny_model import write_tiny_model
 from tests.conftest import find_free_ports
+from tests.integration.fork_server import ForkServer
 from tests.integration.oracle import Answer, complete_all, thirty_six_prompts
 from tests.integration.processes import BOTH_WAYS, Launcher, Server
 
@@ -16,7 +18,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def launcher(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Launcher:
-    return Launcher(tmp_path_factory.mktemp("logs"), model, find_free_ports)
+    forks = ForkServer(Path(sys.executable), ["engine_ext.reference.host"], {})
+    return Launcher(tmp_path_factory.mktemp("logs"), model, find_free_ports, forks)
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import httpx
 
+from tests.integration.fork_server import Forked, ForkServer
+
 T = TypeVar("T")
 
 START_SECONDS = 120
@@ -75,7 +77,7 @@ class Server:
     """A process that serves HTTP on `port`."""
 
     name: str
-    process: "subprocess.Popen[bytes]"
+    process: "subprocess.Popen[bytes] | Forked"
     port: int
     log: Path
 
@@ -140,17 +142,17 @@ def serving(
     env: dict[str, str] | None = None,
     python: Path = Path(sys.executable),
     start_seconds: float = START_SECONDS,
+    fork_server: ForkServer | None = None,
 ) -> Iterator[Server]:
-    """Runs `python -m command...` until the block ends; enters when GET `ready` answers 200."""
+    """Runs `python -m command...` until the block ends; enters when GET `ready` answers 200.
+
+    With a fork server, which has its own Python, the process is forked there."""
     log = directory / f"{name}-{port}.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [str(python), "-m", *command],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **(env or {})},
-        )
+    process = (
+        fork_server.start(command, log, env or {})
+        if fork_server
+        else _start(python, command, log, env or {})
+    )
     server = Server(name, process, port, log)
     try:
         what = f"{name} on port {port}"
@@ -162,6 +164,19 @@ def serving(
             process.wait(timeout=20)
         except subprocess.TimeoutExpired:
             server.kill()
+
+
+def _start(
+    python: Path, command: list[str], log: Path, env: dict[str, str]
+) -> "subprocess.Popen[bytes]":
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [str(python), "-m", *command],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **env},
+        )
 
 
 def _answers(server: Server, path: str) -> bool:
@@ -188,11 +203,13 @@ def post_and_leave(
 
 @dataclass(frozen=True)
 class Launcher:
-    """Starts servers on free ports; `directory` takes their logs."""
+    """Starts servers on free ports; `directory` takes their logs. Engines are forked from
+    `fork_server`, if there is one."""
 
     directory: Path
     model: Path
     free_ports: Callable[[int], list[int]]
+    fork_server: ForkServer | None = None
 
     @contextmanager
     def engine(
@@ -225,7 +242,15 @@ class Launcher:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
         }
-        with serving(name, [*command, *options], port, self.directory, "/health", side) as server:
+        with serving(
+            name,
+            [*command, *options],
+            port,
+            self.directory,
+            "/health",
+            side,
+            fork_server=self.fork_server,
+        ) as server:
             yield server
             if server.process.poll() is None:
                 leaves_nothing_behind(server)

@@ -1,5 +1,6 @@
 """vLLM servers on the CPU, each with a connector or without one."""
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.integration.fork_server import ForkServer
 from tests.integration.processes import Server, serving
 
 OURS: dict[str, Any] = {
@@ -44,7 +46,19 @@ ENVIRONMENT = {
     # That it is set, to whatever it is, lets data-parallel ranks share a NUMA node in 0.33.
     "VLLM_CPU_SIM_MULTI_NUMA": "0",
 }
+PRELOADED = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "tests.vllm.inside.forked_workers",
+)
 START_SECONDS = 300
+
+
+@functools.cache
+def fork_server_of(python: Path) -> ForkServer:
+    """One for each release of vLLM: see `python`'s environment."""
+    return ForkServer(python, PRELOADED, ENVIRONMENT)
 
 
 @dataclass(frozen=True)
@@ -110,7 +124,7 @@ class Fleet:
             self.logs,
             "/health",
             {**ENVIRONMENT, **side, **kind.environment},
-            python=self.python,
             start_seconds=START_SECONDS,
+            fork_server=fork_server_of(self.python),
         ) as server:
             yield server

@@ -154,6 +154,7 @@ def test_a_host_that_is_not_ours_is_one_line(model: Path) -> None:
     assert "192.0.2.1" in failed(model, "--host", "192.0.2.1")
 
 
+@pytest.mark.slow
 def test_a_side_channel_in_use_is_one_line(model: Path) -> None:
     with taken_port() as port:
         said = failed(
@@ -225,6 +226,7 @@ def _stream_forever(port: int) -> Any:
     return httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_requests_finish_and_ends_with_status_0(
     number: signal.Signals, model: Path
@@ -279,6 +281,7 @@ def _wait_until_refused(port: int) -> None:
     raise AssertionError("the engine still accepts connections")
 
 
+@pytest.mark.slow
 def test_the_side_channel_is_what_the_kv_parameters_say(model: Path, unused_tcp_port: int) -> None:
     options = ("--kv-transfer-config", json.dumps(KV_CONFIG))
     body = {"prompt": "a" * 40, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}

@@ -17,6 +17,7 @@ llguidance = pytest.importorskip("llguidance")
 ENDLESS = json.dumps({"allOf": [{"type": "string", "pattern": f".*{n}.*"} for n in range(40)]})
 
 
+@pytest.mark.slow
 def test_a_grammar_without_end_is_refused_in_time(tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path / "model")
     compiler = GrammarCompiler(

@@ -66,6 +66,7 @@ async def greedy(engine: Engine, name: str, prompt: bytes) -> list[int]:
     return [token async for output in engine.generate(request) for token in output.token_ids]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [TinyModel(), TinyModel(latent=64)], ids=["heads", "latent"])
 async def test_one_changed_character_changes_most_of_the_answer(
     tmp_path: Path, model: TinyModel

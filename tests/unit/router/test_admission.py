@@ -361,6 +361,7 @@ async def test_who_leaves_the_queue_is_not_served_and_leaves_nothing_behind(
     assert router.metric("client_disconnects_total", stage="queue") == 1
 
 
+@pytest.mark.slow
 async def test_who_leaves_in_the_moment_of_its_turn_gives_its_seat_on(
     start_router: StartRouter, d: MockEngine
 ) -> None:
@@ -400,6 +401,7 @@ async def test_a_turns_entry_is_not_taken_while_it_waits(
         gate.let(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", [True, False])
 async def test_a_router_that_shuts_down_serves_its_queue_or_tells_it(
     p: MockEngine, d: MockEngine, ends: bool
@@ -477,6 +479,7 @@ async def test_held_bytes_are_let_go_however_a_request_ends(router: Router, d: M
     await eventually(lambda: not router.gateway.held.size)
 
 
+@pytest.mark.slow
 async def test_more_connections_are_told_and_health_is_answered_all_the_same(
     start_router: StartRouter,
 ) -> None:

@@ -79,6 +79,7 @@ def demo(mode: str, port: int, output: Path, *flags: str) -> Iterator[subprocess
         wait_for(lambda: not any(map(lives, family)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "number"),
     [("good", signal.SIGINT), ("stubborn", signal.SIGTERM), ("good", signal.SIGKILL)],
@@ -127,6 +128,7 @@ def test_the_first_example_streams_and_the_second_is_its_next_turn(tmp_path: Pat
     assert bodies[0]["conversation_id"] == bodies[1]["conversation_id"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "flags", "why"),
     [

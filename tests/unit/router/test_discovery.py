@@ -91,6 +91,7 @@ async def ask_all_the_time(router: Router, told: Counter[str], has_ended: asynci
             told[f"{streamed.status_code} {'whole' if is_whole else streamed.text}"] += 1
 
 
+@pytest.mark.slow
 async def test_scaling_up_and_down_costs_no_client_anything(
     tmp_path: Path, ps: list[MockEngine], ds: list[MockEngine]
 ) -> None:

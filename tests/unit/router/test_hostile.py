@@ -88,6 +88,7 @@ def hidden_in(name: str, path: bytes) -> bytes:
 CASES = [f"{name} | {spelling}" for name in (*SMUGGLED, *MORE) for spelling in SPELLINGS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 async def test_no_request_is_hidden_in_another_however_it_is_spelled(
     front: Router, p: MockEngine, d: MockEngine, case: str
@@ -233,6 +234,7 @@ def throw(port: int, data: bytes) -> list[int]:
     return answers.statuses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [f"bomb: {name}" for name in BOMBS])
 async def test_a_bomb_is_refused_or_taken_a_little_at_a_time(
     bombed: RouterProcess, name: str
@@ -309,6 +311,7 @@ def gone(clients: list[socket.socket], seconds: float) -> int:
     return len(clients) - len(left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("says", [b"", LINE, LINE + b"content-length: 1000\r\n\r\n{"])
 async def test_ten_thousand_connections_that_do_nothing_cost_little_and_end(
     p: MockEngine, d: MockEngine, says: bytes
@@ -349,6 +352,7 @@ async def test_beyond_the_most_connections_others_are_told_so_and_health_is_answ
         assert await asyncio.to_thread(ask) == [503, 200]
 
 
+@pytest.mark.slow
 async def test_bodies_that_never_end_are_held_no_further_than_all_may_be_together(
     p: MockEngine, d: MockEngine
 ) -> None:
@@ -383,6 +387,7 @@ async def flood(_: Received, peer: Peer) -> None:
             await peer.send(block)
 
 
+@pytest.mark.slow
 async def test_streams_that_nobody_reads_are_ended_and_their_engines_told(
     p: MockEngine, d: MockEngine
 ) -> None:

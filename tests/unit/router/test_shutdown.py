@@ -37,6 +37,7 @@ class PausedStream:
         await peer.send(chunk(event("b")) + chunk(DONE) + b"0\r\n\r\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_lets_running_streams_end(
     p: MockEngine, d: MockEngine, number: signal.Signals

@@ -50,6 +50,7 @@ async def endless_whole(request: Received, peer: Peer) -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "script"), [(STREAM, endless), (WHOLE, endless_whole)], ids=["stream", "whole"]
 )
@@ -90,6 +91,7 @@ async def test_a_prefill_answer_without_an_end_is_held_no_further_than_its_limit
     assert not d.requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [b"", b', "conversation_id": "c"'])
 async def test_whole_answers_that_nobody_reads_are_held_a_few_times_at_most_and_not_for_ever(
     p: MockEngine, d: MockEngine, fields: bytes
@@ -137,6 +139,7 @@ async def test_answers_to_many_requests_do_not_pile_up_before_a_client_that_read
     client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("close", [b"", b"connection: close\r\n"])
 async def test_a_client_that_reads_slowly_has_all_of_its_answer_and_the_next(
     start_router: StartRouter, d: MockEngine, close: bytes

@@ -95,6 +95,7 @@ async def until_its_end_is_told(client: httpx.AsyncClient, own: Signed) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--workers=2", "--conversation-store=off"]])
 async def test_clients_are_served_over_tls_and_a_new_certificate_is_taken_while_they_are(
     p: MockEngine,
@@ -150,6 +151,7 @@ async def test_clients_are_served_over_tls_and_a_new_certificate_is_taken_while_
         assert await router.ended() == 0
 
 
+@pytest.mark.slow
 async def test_a_worker_that_dies_while_a_file_is_broken_ends_no_other(
     p: MockEngine, d: MockEngine, ca: Authority, first: Signed, tmp_path: Path
 ) -> None:
@@ -173,6 +175,7 @@ async def test_a_worker_that_dies_while_a_file_is_broken_ends_no_other(
         await router.until(r"is healthy")
 
 
+@pytest.mark.slow
 async def test_a_handshake_that_is_not_finished_ends_soon(
     p: MockEngine, d: MockEngine, first: Signed
 ) -> None:
@@ -364,6 +367,7 @@ async def test_who_says_no_good_bye_keeps_no_router_from_ending(
             over.close()
 
 
+@pytest.mark.slow
 async def test_an_unfinished_handshake_keeps_no_router_from_ending(
     p: MockEngine, d: MockEngine, first: Signed
 ) -> None:
@@ -637,6 +641,7 @@ async def test_an_engine_of_a_file_may_change_to_tls_and_back(
             assert {e.spec.url[:8] for e in router.gateway.fleet.engines} == {"https://"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["client", "engine"])
 async def test_streams_that_nobody_reads_are_held_back_over_tls_too(
     ca: Authority, first: Signed, p: MockEngine, d: MockEngine, side: str

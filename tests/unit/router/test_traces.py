@@ -186,6 +186,7 @@ async def test_a_refused_request_and_one_nobody_can_read_are_spans_without_legs(
     assert not root.failed
 
 
+@pytest.mark.slow
 async def test_a_client_that_leaves_ends_its_spans(
     collector: Receiver, router: Router, d: MockEngine
 ) -> None:
@@ -250,6 +251,7 @@ async def test_in_a_push_each_engine_is_told_of_its_own_leg(
 # A collector that does not do its part.
 
 
+@pytest.mark.slow
 async def test_a_collector_that_hangs_holds_up_no_request_and_the_end_not_long(
     collector: Receiver, start_router: StartRouter
 ) -> None:
@@ -266,6 +268,7 @@ async def test_a_collector_that_hangs_holds_up_no_request_and_the_end_not_long(
     assert time.monotonic() - began < 2 * traces.PATIENCE + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("listens", [True, False])
 async def test_a_collector_that_is_gone_or_refuses_costs_requests_nothing(
     collector: Receiver,
@@ -371,6 +374,7 @@ def test_a_collector_without_the_extra_is_one_line(
     assert "disagg-router[otel]" in said.getMessage()
 
 
+@pytest.mark.slow
 async def test_each_worker_sends_its_own_before_it_ends(
     collector: Receiver, p: MockEngine, d: MockEngine
 ) -> None:
@@ -388,6 +392,7 @@ async def test_each_worker_sends_its_own_before_it_ends(
     assert [span.name for span in collector.spans].count(ROOT) == 1
 
 
+@pytest.mark.slow
 async def test_a_router_ends_soon_though_its_collector_hangs(
     collector: Receiver, p: MockEngine, d: MockEngine
 ) -> None:

@@ -52,6 +52,7 @@ async def family(
         yield router, pids
 
 
+@pytest.mark.slow
 async def test_workers_share_a_port_and_tell_one_set_of_figures(
     p: MockEngine, d: MockEngine
 ) -> None:
@@ -73,6 +74,7 @@ def _values(text: str, name: str) -> list[float]:
     return [float(line.rpartition(" ")[2]) for line in lines]
 
 
+@pytest.mark.slow
 async def test_a_worker_that_dies_is_replaced(p: MockEngine, d: MockEngine) -> None:
     async with family(p, d) as (router, pids):
         os.kill(pids[0], signal.SIGKILL)
@@ -88,6 +90,7 @@ async def test_a_worker_that_dies_is_replaced(p: MockEngine, d: MockEngine) -> N
         assert await router.ended() == 0
 
 
+@pytest.mark.slow
 async def test_a_signal_to_the_family_lets_running_streams_end(
     p: MockEngine, d: MockEngine
 ) -> None:
@@ -141,6 +144,7 @@ def _lives(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 async def test_a_second_signal_ends_the_family_at_once(p: MockEngine, d: MockEngine) -> None:
     async with family(p, d, "--shutdown-delay=60") as (router, pids):
         router.process.terminate()
@@ -168,6 +172,7 @@ def test_workers_refuse_a_store_that_they_cannot_share(
     assert "set --conversation-store to a Redis URL, or to off" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [(), ("--conversation-store-key=of the operator's",)])
 async def test_workers_reuse_each_others_turns_with_a_key_and_without(
     p: MockEngine, d: MockEngine, key: tuple[str, ...]
@@ -208,6 +213,7 @@ def _get(url: str) -> bytes:
         return content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [(), FAMILY[:2]])
 async def test_liveness_has_a_port_of_its_own(
     p: MockEngine, d: MockEngine, workers: tuple[str, ...]

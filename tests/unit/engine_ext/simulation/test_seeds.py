@@ -8,6 +8,7 @@ from tests.unit.engine_ext.simulation.scenario import KINDS
 SEEDS = 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_seed_breaks_what_no_fault_may_break(kind: str) -> None:
     failures = [

@@ -151,6 +151,7 @@ def trace_of(seed: int, hash_seed: str) -> str:
     return made.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 3])
 def test_a_seed_replays_step_by_step_whatever_the_order_of_sets(seed: int) -> None:
     assert trace_of(seed, "1") == trace_of(seed, "2")

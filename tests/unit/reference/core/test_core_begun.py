@@ -230,6 +230,7 @@ def test_what_may_not_end_the_answer_yet_does_not(
     assert len(merge(go_on(driver, alone, begun)).token_ids) >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_an_answers_form_is_kept_on(seed: int, driver: Driver, tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(

@@ -183,6 +183,7 @@ def begun_with(tokens: Sequence[int], prompt: Sequence[int], spoken: int, **more
     return {"kv_transfer_params": {"begun": {**wire, **more}}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("form", FORMS)
 async def test_two_streams_are_one(path: str, form: str, client: httpx.AsyncClient) -> None:
@@ -232,6 +233,7 @@ async def test_an_answer_that_is_not_streamed_is_whole(
         assert rounded(answer | names) == rounded(alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", CALLS)
 async def test_calls_go_on_where_they_were(form: str, client: httpx.AsyncClient) -> None:
     fields = {"tools": TOOLS, "temperature": 1.0, "seed": 5, "max_tokens": 120, "ignore_eos": False}

@@ -30,6 +30,7 @@ async def send(server: RunningServer, path: str, **body: object) -> asyncio.Stre
     return writer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize(("stream", "said"), [(False, 0), (False, 1), (True, 0), (True, 1)])
@@ -82,6 +83,7 @@ def breaking(after: int) -> Script:
     return script
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("stream", "after"), [(False, 0), (False, 2), (True, 0)])
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def is_back(choice: dict[str, Any]) -> bool:
     return reason == ("cache_threshold", "preempted")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("form", ["plain", "logprobs", "ids for names", "seeded"])
 async def test_whole_answers_tell_where_to_go_on(

@@ -334,6 +334,7 @@ BODIES = st.builds(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
 def test_no_body_makes_a_500(path: str, model: ServedModel) -> None:
     engine = FakeEngine(saying("a"))

@@ -159,6 +159,7 @@ async def test_a_stream_that_runs_on_an_engine_keeps_it(p: MockEngine, d: MockEn
         assert (await here.engine(d))["drained"]
 
 
+@pytest.mark.slow
 async def test_a_drain_survives_a_new_listing_and_ends_with_the_engine(
     tmp_path: Path, p: MockEngine, d: MockEngine
 ) -> None:

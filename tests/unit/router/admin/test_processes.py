@@ -141,6 +141,7 @@ async def drain_and_stop(router: RouterProcess, engine: MockEngine) -> None:
     await engine.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", WORKERS)
 async def test_scaling_by_hand_under_load_costs_no_client_anything(workers: int) -> None:
     """1+1, 3+3, 1+1: engines are added, drained by the command, and then stopped."""
@@ -171,6 +172,7 @@ async def test_scaling_by_hand_under_load_costs_no_client_anything(workers: int)
             await engine.start(engine.port)  # for running_engine to stop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", WORKERS)
 async def test_a_prefiller_is_drained_when_what_it_holds_was_read(
     p: MockEngine, d: MockEngine, workers: int
@@ -203,6 +205,7 @@ async def test_a_prefiller_is_drained_when_what_it_holds_was_read(
         assert [await one for one in asking] == [200] * 8
 
 
+@pytest.mark.slow
 async def test_a_worker_that_is_started_again_drains_still(p: MockEngine, d: MockEngine) -> None:
     async with administered(p, d, 2) as (router, api), running_engine(usual_decode) as other:
         entry = {"url": f"http://{name_of(other)}", "role": "decode"}
@@ -232,6 +235,7 @@ async def test_a_worker_that_is_started_again_drains_still(p: MockEngine, d: Moc
         assert len(other.requests) == 12
 
 
+@pytest.mark.slow
 async def test_a_worker_that_is_started_again_knows_what_a_file_said_that_is_broken_now(
     p: MockEngine, d: MockEngine, tmp_path: Path
 ) -> None:
@@ -273,6 +277,7 @@ def listing(*engines: MockEngine) -> str:
     return json.dumps({"engines": entries})
 
 
+@pytest.mark.slow
 async def test_nobody_is_drained_while_a_worker_stands_still(p: MockEngine, d: MockEngine) -> None:
     """It may have legs there of which nobody knows."""
     async with administered(p, d, 2) as (router, api):
@@ -293,6 +298,7 @@ async def test_nobody_is_drained_while_a_worker_stands_still(p: MockEngine, d: M
         await until(is_drained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", WORKERS)
 async def test_a_hangup_reads_settings_again(
     tmp_path: Path, p: MockEngine, d: MockEngine, workers: int
@@ -328,6 +334,7 @@ async def test_a_hangup_reads_settings_again(
         assert await router.ended() == 0
 
 
+@pytest.mark.slow
 async def test_a_family_without_an_admin_api_reads_settings_again(
     tmp_path: Path, p: MockEngine, d: MockEngine
 ) -> None:

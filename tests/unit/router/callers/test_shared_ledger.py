@@ -21,6 +21,8 @@ from tests.unit.router.harness import eventually
 from tests.unit.router.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.test_keys import KEY, WriteKeys, ask, entry, keys
 
+pytestmark = pytest.mark.slow  # a Redis server
+
 __all__ = ["keys"]
 LIMITED = Key("a", "0" * 64, None, 60, 6000, 2)
 

@@ -18,6 +18,8 @@ from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, offer
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
 from tests.unit.router.mock_engine import MockEngine
 
+pytestmark = pytest.mark.slow  # a Redis server
+
 PLANTED = b"planted"
 EVIL = {**KEPT, "remote_host": "planted.example", "remote_engine_id": "planted"}
 

@@ -18,6 +18,8 @@ from tests.redis_server import (
     running_tls_redis,
 )
 
+pytestmark = pytest.mark.slow  # a Redis server
+
 SECONDS = 20.0
 
 
@@ -95,6 +97,7 @@ async def test_a_sentinel_that_knows_no_such_master_is_a_store_error(tmp_path: P
         await store.close()
 
 
+@pytest.mark.slow
 async def test_a_cluster_that_comes_back_is_used_again() -> None:
     with running_cluster() as first:
         store = RedisStore(f"redis+cluster://127.0.0.1:{first.port}", PASSWORD, SECONDS)

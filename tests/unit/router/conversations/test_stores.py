@@ -32,8 +32,8 @@ def redis() -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.fixture(params=["memory", "redis"])
-async def store(request: pytest.FixtureRequest, redis: RedisServer) -> AsyncIterator[Shelf]:
+@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.slow)])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[Shelf]:
     made: Shelf = MemoryStore(100, 10_000)
     if request.param == "redis":
         made = RedisStore(redis.url, redis.password, 20.0)
@@ -54,6 +54,7 @@ async def test_what_is_read_stays(store: Shelf) -> None:
     assert await store.read("read") is None
 
 
+@pytest.mark.slow
 async def test_what_lies_in_redis_and_is_no_value_is_read_as_none_of_ours(
     redis: RedisServer,
 ) -> None:
@@ -78,6 +79,7 @@ async def test_of_fifty_takers_one_gets_it(store: Shelf) -> None:
     assert [value for value in taken if value is not None] == [b"x"]
 
 
+@pytest.mark.slow
 async def test_of_fifty_takers_in_two_clients_one_gets_it(redis: RedisServer) -> None:
     stores = [RedisStore(redis.url, redis.password, 20.0) for _ in range(2)]
     await stores[0].put("shared", b"x", 10)
@@ -87,6 +89,7 @@ async def test_of_fifty_takers_in_two_clients_one_gets_it(redis: RedisServer) ->
         await store.close()
 
 
+@pytest.mark.slow
 async def test_redis_forgets_by_itself(redis: RedisServer) -> None:
     store = RedisStore(redis.url, redis.password, 2.0)
     await store.put("short", b"x", 7)
@@ -207,6 +210,7 @@ async def test_a_redis_that_does_not_answer_costs_its_timeout() -> None:
         await store.close()
 
 
+@pytest.mark.slow
 async def test_a_redis_that_is_not_there_or_refuses_is_a_store_error(redis: RedisServer) -> None:
     for url, password in (("redis://127.0.0.1:1", None), (redis.url, "wrong")):
         store = RedisStore(url, password, 2.0)

@@ -452,6 +452,7 @@ async def test_a_leg_that_uses_an_entry_up_is_never_sent_twice(
     assert len(p.requests) == 3
 
 
+@pytest.mark.slow
 async def test_of_fifty_turns_at_two_routers_with_one_redis_one_reuses(
     p: MockEngine, d: MockEngine
 ) -> None:

@@ -262,6 +262,7 @@ async def test_calls_are_gone_on_with(router: Router, d: MockEngine) -> None:
     )
 
 
+@pytest.mark.slow
 async def test_another_router_goes_on_with_it(p: MockEngine, d: MockEngine) -> None:
     with running_redis() as redis:
         shared = {

@@ -57,6 +57,7 @@ async def lone_engine() -> AsyncIterator[tuple[MockEngine, asyncio.subprocess.Pr
         await process.communicate()
 
 
+@pytest.mark.slow
 async def test_a_frozen_engine_is_found_and_its_legs_end(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:

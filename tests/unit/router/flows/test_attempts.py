@@ -247,6 +247,7 @@ async def test_after_that_the_next_prefill_is_released_if_nobody_reads_it(
         assert (len(asked.prefills()), len(asked.releases())) == (2, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", ["drips", "never ends", "never begins"])
 @pytest.mark.parametrize("role", LEGS)
 async def test_a_5xx_is_known_by_its_head(

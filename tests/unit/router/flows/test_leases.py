@@ -83,6 +83,7 @@ class Books:
                 client.writer.transport.abort()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 async def test_every_prefill_is_read_or_released(
     start_router: StartRouter, p: MockEngine, d: MockEngine, seed: int

@@ -24,6 +24,7 @@ from tests.unit.router.page.test_stream import events_of, until
 from tests.unit.router.test_workers import BODY, family
 
 
+@pytest.mark.slow
 async def test_the_requests_of_all_workers_are_seen(p: MockEngine, d: MockEngine) -> None:
     async with (
         family(p, d, "--ui") as (router, pids),

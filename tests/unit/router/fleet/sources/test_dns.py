@@ -99,6 +99,7 @@ async def test_a_ttl_says_when_to_ask_again_within_reason(
     assert (await source(zone)._look())[1] == pause
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["servfail", "refused", "mute", "garbage", "away"])
 async def test_a_resolver_in_trouble_takes_nothing_away(zone: Zone, how: str) -> None:
     zone.has("decode.svc", "A", "10.0.0.1")

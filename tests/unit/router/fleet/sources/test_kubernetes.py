@@ -214,6 +214,7 @@ async def test_a_connection_whose_other_end_is_gone_is_no_quiet_fleet(
         await watched.lists("10.0.0.2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "complaint"),
     [
