@@ -68,7 +68,7 @@ def test_an_answer_in_drops_is_given_up_in_time(what: str) -> None:
         pytest.raises(EndlessError, match=r"within 0\.4 s"),
     ):
         remote.ask("GET", url)
-    
+
 
 @pytest.mark.parametrize(
     ("module", "main", "arguments"),

@@ -9,12 +9,12 @@ from typing import Any
 
 from vllm.platforms.cpu import CpuPlatform
 
-_check_and_update_config = CpuPlatform.check_and_update_config
+_original = CpuPlatform.check_and_update_config.__func__
 
 
-def check_and_update_config(vllm_config: Any) -> None:
-    _check_and_update_config(vllm_config)
+def check_and_update_config(cls: type, vllm_config: Any) -> None:
+    _original(cls, vllm_config)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
 
-CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
+CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
