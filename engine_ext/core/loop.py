@@ -288,8 +288,11 @@ class TransferLoop:
         )
 
     def _wait(self, now: float) -> float:
-        if self._pulls.is_busy or self._writer.writes.is_busy:
-            return READING_WAIT
+        moving = (self._pulls.youngest_began, self._writer.writes.youngest_began)
+        began = max((one for one in moving if one is not None), default=None)
+        if began is not None:
+            # A transfer that hangs must not cost the engine a core until its deadline.
+            return max(READING_WAIT, min(PATIENCE * (now - began), RECENT_WAIT))
         if self._peers.num_connecting:
             return RECENT_WAIT
         return max(RECENT_WAIT, min(PATIENCE * (now - self._last_event), self._longest_wait()))

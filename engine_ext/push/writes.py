@@ -110,11 +110,16 @@ class Writes:
         return len(self._writing)
 
     @property
-    def is_busy(self) -> bool:
-        """One moves that somebody waits for: not for a part while P computes the rest."""
-        return any(
-            one.moving is not None and one.moving.problem is None and not one.held.is_draft
-            for one in self._writing.values()
+    def youngest_began(self) -> float | None:
+        """When the youngest WRITE that a request waits for began. Nothing waits for a part while P
+        computes the rest."""
+        return max(
+            (
+                one.began
+                for one in self._writing.values()
+                if one.moving is not None and one.moving.problem is None and not one.held.is_draft
+            ),
+            default=None,
         )
 
     def num_blocks_quarantined(self, now: float) -> int:

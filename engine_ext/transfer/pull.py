@@ -114,9 +114,9 @@ class Pulls:
         """Let go of, and not ended."""
 
     @property
-    def is_busy(self) -> bool:
-        """A READ runs that somebody waits for, or its confirmation is awaited."""
-        return bool(self._reading or self._confirming)
+    def youngest_began(self) -> float | None:
+        """When the youngest READ began that a request waits for, confirmation included."""
+        return max((one.began for one in (*self._reading, *self._confirming)), default=None)
 
     @property
     def num_active(self) -> int:

@@ -25,6 +25,7 @@ from engine_ext.base.types import (
 from engine_ext.core.loop import (
     IDLE_WAIT,
     LEASED_WAIT,
+    PATIENCE,
     READING_WAIT,
     RECENT_WAIT,
     TransferLoop,
@@ -170,6 +171,17 @@ def test_a_read_is_reported_once_and_tells_the_prefiller(
     assert harness.stats.pulls_ok == 1
     harness.step()
     assert not harness.results.take()
+
+
+def test_a_read_that_hangs_is_polled_less_often_until_a_new_one_begins(
+    harness: Harness, prefiller: HandshakeServer
+) -> None:
+    harness.reading(source(port=prefiller.port))
+    assert harness.step() == READING_WAIT
+    assert harness.step(seconds=0.05) == pytest.approx(PATIENCE * 0.05)
+    assert harness.step(seconds=10) == RECENT_WAIT
+    harness.apply(StepMetadata(pulls=(pull(source(port=prefiller.port), "d-2"),)))
+    assert harness.step() == READING_WAIT
 
 
 def test_many_requests_to_one_engine_share_one_handshake(
