@@ -1,4 +1,3 @@
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -6,7 +5,6 @@ import pytest
 
 from engine_ext.reference.tiny_model import write_tiny_model
 from tests.conftest import find_free_ports
-from tests.integration.fork_server import ForkServer
 from tests.integration.oracle import Answer, complete_all, thirty_six_prompts
 from tests.integration.processes import BOTH_WAYS, Launcher, Server
 
@@ -18,8 +16,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def launcher(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Launcher:
-    forks = ForkServer(Path(sys.executable), ["engine_ext.reference.host"], {})
-    return Launcher(tmp_path_factory.mktemp("logs"), model, find_free_ports, forks)
+    return Launcher(tmp_path_factory.mktemp("logs"), model, find_free_ports)
 
 
 @pytest.fixture(scope="session")

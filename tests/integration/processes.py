@@ -203,13 +203,11 @@ def post_and_leave(
 
 @dataclass(frozen=True)
 class Launcher:
-    """Starts servers on free ports; `directory` takes their logs. Engines are forked from
-    `fork_server`, if there is one."""
+    """Starts servers on free ports; `directory` takes their logs."""
 
     directory: Path
     model: Path
     free_ports: Callable[[int], list[int]]
-    fork_server: ForkServer | None = None
 
     @contextmanager
     def engine(
@@ -242,15 +240,7 @@ class Launcher:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
         }
-        with serving(
-            name,
-            [*command, *options],
-            port,
-            self.directory,
-            "/health",
-            side,
-            fork_server=self.fork_server,
-        ) as server:
+        with serving(name, [*command, *options], port, self.directory, "/health", side) as server:
             yield server
             if server.process.poll() is None:
                 leaves_nothing_behind(server)

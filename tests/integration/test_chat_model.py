@@ -69,6 +69,7 @@ def conversation(server: Server, stream: bool, **fields: Any) -> list[tuple[str,
     return said
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stream", [False, True])
 def test_three_turns_equal_one_engine_and_reuse_what_was_said(
     launcher: Launcher, pair: tuple[Server, Server], expected: list[str], stream: bool

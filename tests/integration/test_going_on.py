@@ -277,6 +277,7 @@ def _delta(event: dict[str, Any]) -> str:
     return delta if isinstance(delta, str) else str(delta["text"])
 
 
+@pytest.mark.nightly
 def test_killed_at_random_again_and_again(
     launcher: Launcher, p: Server, right: list[Answer]
 ) -> None:

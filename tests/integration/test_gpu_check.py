@@ -19,7 +19,7 @@ from tests.integration.processes import wait_for
 
 ROOT = Path(__file__).parents[2]
 BENCH = "--only copy --rounds 1 --layers 2 --block-kib 4 --blocks 4"
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.nightly]
 
 
 def check(out: Path, *options: str, device: str = "cpu") -> "subprocess.CompletedProcess[str]":

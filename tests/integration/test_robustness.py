@@ -320,6 +320,7 @@ def test_r12_params_that_ask_for_nothing_pin_no_block(
     assert metric(decoder, "disagg_engine_kv_leases_active") == 0
 
 
+@pytest.mark.nightly
 def test_r13_an_idle_engine_and_one_that_holds_a_lease_use_two_percent_of_a_core_at_most(
     launcher: Launcher, mode: str
 ) -> None:

@@ -157,6 +157,7 @@ def leave(
     return fleet.end(prefiller, decoder)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_a_fleet_is_scaled_and_rolled_out_and_no_client_notices(
     fleet: Fleet, asked: list[Script]

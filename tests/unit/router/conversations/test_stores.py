@@ -36,7 +36,8 @@ def redis() -> Iterator[RedisServer]:
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[Shelf]:
     made: Shelf = MemoryStore(100, 10_000)
     if request.param == "redis":
-        made = RedisStore(redis.url, redis.password, 20.0)
+        server: RedisServer = request.getfixturevalue("redis")
+        made = RedisStore(server.url, server.password, 20.0)
     yield made
     await made.close()
 
