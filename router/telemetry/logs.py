@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from math import modf
 from select import PIPE_BUF
-from typing import Literal, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO
 
 import orjson
 
@@ -28,22 +28,37 @@ class Line(Protocol):
     def json(self) -> str: ...
 
 
-class TextFormatter(logging.Formatter):
+class VisibleFormatter(logging.Formatter):
+    """Formats a record as one line, of which no part can start another line or move a cursor.
+
+    Engines and clients choose parts of many messages. The lines of a traceback follow, indented.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 # logging's name
+        return visible(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 # logging's name
+        return "\n".join(f"    {visible(one)}" for one in super().formatException(ei).split("\n"))
+
+
+class TextFormatter(VisibleFormatter):
     def format(self, record: logging.LogRecord) -> str:
         lines: list[Line] | None = getattr(record, LINES, None)
         if lines is not None:
             level = record.levelname
-            return "\n".join([f"{_moment(line.at)} {level} {line.text()}" for line in lines])
+            return "\n".join(
+                [f"{_moment(line.at)} {level} {visible(line.text())}" for line in lines]
+            )
         return f"{_moment(record.created)} {record.levelname} {super().format(record)}"
 
 
-class ShortFormatter(logging.Formatter):
+class ShortFormatter(VisibleFormatter):
     """For a person who watches: the time of day, no level below warning."""
 
     def format(self, record: logging.LogRecord) -> str:
         lines: list[Line] | None = getattr(record, LINES, None)
         if lines is not None:
-            return "\n".join([f"{_time_of_day(line.at)} {line.short()}" for line in lines])
+            return "\n".join([f"{_time_of_day(line.at)} {visible(line.short())}" for line in lines])
         level = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
         return f"{_time_of_day(record.created)} {level}{super().format(record)}"
 
@@ -113,6 +128,15 @@ def set_level(level: str) -> None:
     logging.getLogger().setLevel(level.upper())
     for noisy in ("httpx", "httpcore", "uvicorn", "asyncio"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def visible(text: str) -> str:
+    """`text` with control and format characters (line breaks, ESC, bidirectional marks) escaped."""
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+    )
 
 
 def _blocks(text: str) -> Iterator[str]:
