@@ -375,9 +375,10 @@ async def test_a_router_ends_with_its_terminal(p: MockEngine, d: MockEngine, wor
 
 
 def _in_a_terminal(command: list[str]) -> tuple[subprocess.Popen[bytes], int]:
-    """With a session of its own, whose terminal is there as long as the other end is open."""
+    """With a session of its own, whose terminal is there as long as the other end is open. The
+    tests themselves may run under nohup, which ignores SIGHUP for all that they start."""
     master, slave = pty.openpty()
-    launch = ["setsid", "--ctty", "--wait", *command]
+    launch = ["env", "--default-signal=HUP", "setsid", "--ctty", "--wait", *command]
     process = subprocess.Popen(launch, stdin=slave, stdout=slave, stderr=slave)
     os.close(slave)
     return process, master
