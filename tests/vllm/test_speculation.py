@@ -66,7 +66,7 @@ def eagles(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
         yield servers
 
 
-@pytest.fixture(params=["ngram", "drafting", "eagles"])
+@pytest.fixture(params=["ngram", "drafting", pytest.param("eagles", marks=pytest.mark.nightly)])
 def pair(request: pytest.FixtureRequest) -> list[Server]:
     if request.param == "ngram":
         return [request.getfixturevalue("prefiller"), request.getfixturevalue("guessing")]
