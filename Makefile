@@ -1,19 +1,20 @@
-# make demo          install, start a prefill engine, a decode engine and a router, print curl lines
-# make test          unit tests, simulation, one smoke test per promise    @TEST@
-# make test-changed  the fast tests of the folders you changed             under 30 s a folder
-# make test-all      make test, and slow, Redis, browser, real-engine tests @ALL@
-# make test-vllm     the connector inside vLLM's CPU build                 @VLLM@
-# make test-k8s      the chart, discovery, gateways on a real API server   @K8S@
-# make test-clients  OpenAI's, Anthropic's and other clients               @CLIENTS@
-# make test-compiled the router's tests with the hot path compiled (gcc)   @COMPILED@
-# make test-nightly  all of the above, whatever CI leaves out, and every test again in the newest vLLM
-# make test-lowest   the router's tests with the lowest versions that pyproject.toml admits
-# make compiled      this checkout again in build/compiled, with the router's hot path compiled
-# make simulate      ten thousand seeds of the simulated engines
-# make soak          thousands of requests while engines are killed and frozen
-# make chaos         failure drills under load: what clients see of each
-# make check         lint, types, layers
-# make docs          build the documentation as a site (build/site), strictly
+# Times are of two cores, once everything is installed.
+# make demo           start a prefill engine, a decode engine and a router; print curl lines
+# make test           3 min: unit tests, simulation, one smoke test per promise
+# make test-changed   under 30 s a folder: the fast tests of the folders you changed
+# make test-all       20 min: make test, and slow tests, Redis, a browser, real engines in depth
+# make test-vllm      10 min: the connector inside vLLM's CPU builds (3 GB to install)
+# make test-k8s       3 min: the chart, discovery, gateways on a real API server
+# make test-clients   30 s: OpenAI's, Anthropic's and other clients
+# make test-compiled  2 min: the router's tests with the hot path compiled (needs gcc)
+# make test-nightly   hours: all of the above, what CI leaves out, all of it in the newest vLLM
+# make test-lowest    the router's tests with the lowest versions that pyproject.toml admits
+# make compiled       1 min: this checkout in build/compiled, with the router's hot path compiled
+# make simulate       ten thousand seeds of the simulated engines
+# make soak           thousands of requests while engines are killed and frozen
+# make chaos          4 min: failure drills under load, and what clients see of each
+# make check          30 s: lint, types, layers
+# make docs           10 s: the documentation as a site (build/site), strictly
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -25,7 +26,7 @@ RELEASES := $(shell sed -n 's/^vllm[^=]*==\([^ ]*\).*/\1/p' scripts/vllm_wheels.
 .PHONY: demo test test-changed test-all test-nightly test-vllm test-vllm-nightly test-k8s test-clients test-lowest compiled test-compiled simulate soak chaos check docs install clean help
 
 help:
-	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+	@sed -n '/^# make\|^# Times/s/^# //p' Makefile
 
 install: $(STAMP)
 
