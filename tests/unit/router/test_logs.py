@@ -1,4 +1,4 @@
-"""What engines and clients write cannot forge a log line nor send commands to a terminal."""
+"""Text from engines and clients cannot forge a log line or send commands to a terminal."""
 
 from __future__ import annotations
 
