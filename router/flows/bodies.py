@@ -41,13 +41,14 @@ OWN = frozenset(
         KV_PARAMS,
     )
 )
+# An engine may have a threshold of its own for requests that name none.
+NO_THRESHOLD = b'"cache_hit_threshold":0'
 # One token, not streamed, once: the prefiller computes the prompt and keeps its blocks.
-ONE_TOKEN = b'"max_tokens":1,"stream":false'
+ONE_TOKEN = b'"max_tokens":1,"stream":false,' + NO_THRESHOLD
 ONE_COMPLETION_TOKEN = b'"max_completion_tokens":1'
 # The token that it samples is the answer's first: so it is what the client would get.
 ONE_AT_LEAST = b'"min_tokens":1'
 KEEP_BLOCKS = b'"kv_transfer_params":' + orjson.dumps(PREFILL_PARAMS)
-NO_THRESHOLD = b'"cache_hit_threshold":0'
 
 
 # Bytes of which a copy costs less than a view.
@@ -67,6 +68,7 @@ class Bodies:
             body = body.copy()
             for name in own:
                 del body[name]
+            own.pop(THRESHOLD, None)  # the router's to say
         self._own = own
         written = write(body)
         # Up to where a leg's own fields begin; not copied where it is large.
@@ -77,7 +79,6 @@ class Bodies:
         self,
         last_turn: Body | None = None,
         transfer_id: str = "",
-        no_threshold: bool = False,
         hands_over: bool = False,
         journal: Journal | None = None,
     ) -> Halves:
@@ -85,14 +86,12 @@ class Bodies:
         compute. `hands_over`: a decoder is to go on from the token that it samples. `journal`: of
         what was said, which it computes like the prompt."""
         if journal is not None:
-            return self._with(self._going_on(journal, no_threshold))
+            return self._with(self._going_on(journal))
         fields = [ONE_TOKEN]
         if hands_over and self._own.get(MIN_TOKENS):
             fields.append(ONE_AT_LEAST)
         if MAX_COMPLETION_TOKENS in self._own:
             fields.append(ONE_COMPLETION_TOKEN)
-        if no_threshold or THRESHOLD in self._own:
-            fields.append(NO_THRESHOLD)
         if last_turn is None and not transfer_id and not hands_over:
             fields.append(KEEP_BLOCKS)
         else:
@@ -103,35 +102,32 @@ class Bodies:
             fields.append(_field(KV_PARAMS, {**params, **named}))
         return self._with(fields)
 
-    def _going_on(self, journal: Journal, no_threshold: bool) -> list[bytes]:
+    def _going_on(self, journal: Journal) -> list[bytes]:
         """What was said counts; one token more is sampled, and not used."""
         most = journal.said + 1
-        fields = [b'"max_tokens":%d,"stream":false' % most]
+        fields = [b'"max_tokens":%d,"stream":false,%s' % (most, NO_THRESHOLD)]
         if MAX_COMPLETION_TOKENS in self._own:
             fields.append(b'"max_completion_tokens":%d' % most)
-        if no_threshold or THRESHOLD in self._own:
-            fields.append(NO_THRESHOLD)
         return [*fields, b'%s,"begun":%s}' % (KEEP_BLOCKS[:-1], journal.begun())]
 
-    def decode(
-        self, params: Params | None, threshold: float | None = None, whole: bool = False
-    ) -> Halves:
-        """`threshold` is what the decoder's cache must hold, None what the client said of it.
+    def decode(self, params: Params | None, threshold: float = 0.0, whole: bool = False) -> Halves:
+        """`threshold`: what the decoder's cache must hold; of 0 it must answer in any case.
         `whole`: without streaming."""
         own = self._own
         if whole:
             own = {**own, "stream": False}
             own.pop("stream_options", None)
-        if threshold is not None:
-            own = {**own, THRESHOLD: threshold}
-        elif THRESHOLD in own:
-            own = {**own, THRESHOLD: 0}
         if params is not None and KV_PARAMS in own:
             own = {name: own[name] for name in own if name != KV_PARAMS}
         fields = [write(own)[1:-1]] if own else []
+        fields.append(NO_THRESHOLD if not threshold else b'"cache_hit_threshold":%a' % threshold)
         if params is not None:
             fields.append(b'"kv_transfer_params":' + params.raw)
         return self._with(fields)
+
+    def passed(self) -> Halves:
+        """To an endpoint that is not generation: as it was sent."""
+        return self._with([write(self._own)[1:-1]] if self._own else [])
 
     def _with(self, fields: list[bytes]) -> Halves:
         return self._start, self._comma + b",".join(fields) + b"}" if fields else b"}"
@@ -145,9 +141,7 @@ class AsSent(Bodies):
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
 
-    def decode(
-        self, params: Params | None, threshold: float | None = None, whole: bool = False
-    ) -> Halves:
+    def passed(self) -> Halves:
         return self._raw, b""
 
 

@@ -30,7 +30,8 @@ from router.flows.gateway import Gateway
 from router.flows.journal import Journal
 from router.flows.prefilled import Prefilled
 from router.flows.release import give_up_turn
-from router.flows.request import KV_PARAMS, Request
+from router.flows.request import KV_PARAMS, PASSED, Request
+from router.flows.screen import StreamEnd, failure_of
 from router.telemetry.usage import NEAR, usage_in
 from router.upstream.answer import LAST_BLOCKS, Answer
 from router.upstream.deadlines import now
@@ -46,7 +47,7 @@ EVENT_STREAM: list[Header] = [(b"content-type", b"text/event-stream; charset=utf
 JSON: list[Header] = [(b"content-type", b"application/json")]
 
 
-async def deliver(request: Request, gateway: Gateway, answer: Answer) -> None:
+async def deliver(request: Request, gateway: Gateway, engine: Engine, answer: Answer) -> None:
     """Passes the decoder's answer to the client as it comes."""
     note_first_byte(request, answer)
     passed = headers.to_client(answer.headers, request.record.request_id)
@@ -59,13 +60,16 @@ async def deliver(request: Request, gateway: Gateway, answer: Answer) -> None:
         request.event_stream = request.record.streamed = answer.is_event_stream
         idle = limits.stream_idle_timeout
         journal = request.journal if answer.is_event_stream else None
+        ending: StreamEnd | None = None
         if journal is not None:
             _write_down(journal, gateway, None)
             answer.tap = answer.journal = journal
+        elif answer.is_event_stream:
+            ending = answer.tap = StreamEnd(engine.role, None, request.alone != PASSED)
         try:
             await exchange.relay(answer.status, passed, answer, idle, request.latest)
         except asyncio.CancelledError:
-            if answer.is_read:
+            if answer.is_read and (ending is None or ending.failure is None):
                 note_done(request)
             raise
         finally:
@@ -73,6 +77,10 @@ async def deliver(request: Request, gateway: Gateway, answer: Answer) -> None:
         if journal is not None:
             require_end(journal)
             await exchange.finish(journal.last)
+        elif ending is not None:
+            if ending.failure is not None:
+                raise ending.failure
+            await exchange.finish(ending.last)
     note_done(request)
 
 
@@ -112,22 +120,26 @@ async def deliver_turn(
     if answer.is_event_stream:
         await _relay_turn(request, gateway, engine, answer, keep)
     else:
-        await _respond_turn(request, gateway, answer, keep)
+        await _respond_turn(request, gateway, engine, answer, keep)
     note_done(request)
 
 
 async def _respond_turn(
-    request: Request, gateway: Gateway, answer: Answer, keep: partial[Keeping]
+    request: Request, gateway: Gateway, engine: Engine, answer: Answer, keep: partial[Keeping]
 ) -> None:
     raw = await answer.read(gateway.limits.max_answer_size)
     request.record.usage = usage_in(raw)
     content, given = parsed(raw), answer.headers
-    if content is not None:
-        params = content.pop(KV_PARAMS, None)
-        raw = raw if params is None else _written(content)
-        await _finish(gateway, keep(params, said_in(content)))
-        if request.exact and request.body.get("stream") and reemit.is_answer(content):
-            raw, given = reemit.events(content, request.body), EVENT_STREAM
+    if content is None:
+        raise BrokenAnswerError("an answer that is not a JSON object")
+    failure = failure_of(content, engine.role)
+    if failure is not None:
+        raise failure
+    params = content.pop(KV_PARAMS, None)
+    raw = raw if params is None else _written(content)
+    await _finish(gateway, keep(params, said_in(content)))
+    if request.exact and request.body.get("stream") and reemit.is_answer(content):
+        raw, given = reemit.events(content, request.body), EVENT_STREAM
     passed = headers.to_client(given, request.record.request_id)
     await request.exchange.respond(answer.status, passed, raw)
 
@@ -138,7 +150,8 @@ async def _relay_turn(
     request.event_stream = request.record.streamed = True
     passed = headers.to_client(answer.headers, request.record.request_id)
     journal = request.journal
-    tail = answer.tap = Tail()
+    tail = Tail()
+    ending = answer.tap = StreamEnd(engine.role, tail, is_generation=True)
     if journal is not None:
         if isinstance(journal.inner, Tail):  # of what another decoder has begun
             tail = journal.inner
@@ -150,13 +163,15 @@ async def _relay_turn(
     except BaseException as error:
         if tail.params is not None:  # said to its end, which nobody waits for
             gateway.spawn(keep(tail.params, tail.said()))
-        elif isinstance(error, asyncio.CancelledError) and answer.is_read:
+        elif isinstance(error, asyncio.CancelledError) and answer.is_read and not ending.failure:
             note_done(request)
         raise
     finally:
         request.record.usage = usage_in(tail.end)
     if journal is not None:
         require_end(journal)
+    elif ending.failure is not None:
+        raise ending.failure
     _note_stream(gateway, engine, tail.params is not None)
     if tail.params is None and answer.is_read:
         note_done(request)  # its client has the last event, and may leave now

@@ -20,7 +20,9 @@ RequestError
 ├── EngineError              an engine answered 5xx
 │   ├── EngineUnavailableError   503
 │   ├── EngineOverloadedError    503 or 429, and when to come back
-│   └── PreemptedError           it has ended an answer for want of room, as it was asked to
+│   ├── PreemptedError           it has ended an answer for want of room, as it was asked to
+│   ├── RefusedMidwayError       it ends an answer midway, for the request is wrong
+│   └── EnginesDiedError         several have died at this request
 ├── ShuttingDownError
 ├── CrowdedError             the router's own limits; `reason` is for the books
 │   └── CrowdedTenantError       this tenant's share of them
@@ -182,6 +184,16 @@ class PreemptedError(EngineError):
     def __init__(self, begun: Begun | None = None) -> None:
         super().__init__("the decode engine had no room for all of this answer")
         self.begun = begun
+
+
+class RefusedMidwayError(EngineError):
+    """It has begun the answer, and then said that the request was wrong: not blamed for it."""
+
+
+class EnginesDiedError(EngineError):
+    """Several engines have died at this request; clients are told not to send it once more."""
+
+    headers: Headers = [(b"x-should-retry", b"false")]  # noqa: RUF012 # nobody changes it
 
 
 class ShuttingDownError(RequestError):

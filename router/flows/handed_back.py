@@ -10,8 +10,7 @@ import msgspec
 
 from router.conversations.said import Json
 from router.flows.begun import begun_in
-from router.flows.errors import EngineUnavailableError, PreemptedError
-from router.flows.screen import first_says, opening
+from router.flows.errors import PreemptedError
 from router.flows.trial import REJECTION
 from router.upstream.answer import Answer
 
@@ -34,30 +33,11 @@ class _Whole(msgspec.Struct, gc=False):
 _whole = msgspec.json.Decoder(_Whole).decode
 
 
-async def take_back(answer: Answer, limit: int) -> None:
-    """Raises PreemptedError for what was handed back, before anything of it is passed on; and as
-    `Answer.read` does."""
+def handed_back(answer: Answer, word: Json | None) -> PreemptedError | None:
+    """What it is to end so; `word`: of a stream, the first event that says something."""
     if answer.is_event_stream:
-        block = opening(answer.held())
-        found = PreemptedError() if first_says(block, NEEDLE, is_handed_back) else None
-    else:
-        found = _in_whole(await answer.all_of_it(limit))
-    if found is not None:
-        raise found
-
-
-def require_kept(begun: bytes, is_stream: bool) -> None:
-    """Raises EngineUnavailableError for what was handed back, and nobody had asked for that: an
-    engine may be configured to, and its page of identity be unread still. `begun`: a whole answer,
-    or a stream's opening."""
-    if begun.find(NEEDLE) < 0:
-        return
-    if is_stream:
-        is_back = first_says(begun, NEEDLE, is_handed_back)
-    else:
-        is_back = _in_whole(begun) is not None
-    if is_back:
-        raise EngineUnavailableError("the decode engine handed back what it was to answer")
+        return PreemptedError() if word is not None and is_handed_back(word) else None
+    return _in_whole(answer.held()) if answer.is_complete else None
 
 
 def is_handed_back(content: Json) -> bool:

@@ -37,6 +37,7 @@ USUAL = re.compile(rb': token_ids ((?:[A-Za-z0-9+/]{4})*)\ndata: \{"id"')
 FINISH = re.compile(rb'finish_reason"(?<="finish_reason")\s*:\s*"')
 DONE, DATA = b"[DONE]", (b"data: ", b"data:")
 ABORT = re.compile(rb'"finish_reason"\s*:\s*"abort"')
+FAILED = re.compile(rb'"finish_reason"\s*:\s*"error"')
 REFUSED = re.compile(rb'"finish_reason"\s*:\s*"cache_threshold"')
 BACK = re.compile(rb'"stop_reason"\s*:\s*"preempted"')
 REASON = re.compile(rb'"stop_reason"\s*:\s*"')
@@ -283,8 +284,8 @@ def _start_of_event(block: bytes, inside: int) -> int:
 
 
 def _is_whole(ending: bytes) -> bool:
-    """It says why the answer has ended, and not that it was aborted without a reason of its own: a
-    rejection has one."""
-    if FINISH.search(ending) is None:
+    """It says why the answer has ended, and not that the engine failed, or that it was aborted
+    without a reason of its own: a rejection has one."""
+    if FINISH.search(ending) is None or FAILED.search(ending) is not None:
         return False
     return ABORT.search(ending) is None or REASON.search(ending) is not None

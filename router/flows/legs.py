@@ -10,6 +10,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import NoReturn
 
+from router.conversations.said import Json
 from router.fleet.breaker import HALF_OPEN
 from router.fleet.engine import Engine
 from router.fleet.learned import Learned
@@ -23,7 +24,7 @@ from router.flows.errors import (
     RejectedError,
 )
 from router.flows.gateway import Gateway
-from router.flows.handed_back import require_kept, take_back
+from router.flows.handed_back import handed_back
 from router.flows.plan import Plan
 from router.flows.prefilled import Params, Prefilled
 from router.flows.push import Push
@@ -32,15 +33,13 @@ from router.flows.request import AS_SENT, PASSED, Body, Request
 from router.flows.reuse import Reuse
 from router.flows.screen import (
     cached_share,
-    ends_at_once,
-    is_cut_off,
-    is_rejected,
-    opening,
-    require_beginning,
-    tells_nothing,
-    tells_something,
+    failure_of,
+    first_word,
+    passed_word,
+    prefilled_word,
+    word_of,
 )
-from router.flows.trial import try_threshold
+from router.flows.trial import is_rejection, try_threshold
 from router.flows.words import in_own_terms
 from router.upstream.answer import Answer
 from router.upstream.deadlines import now
@@ -53,7 +52,6 @@ LEG_ERRORS = (UpstreamError, EngineError)
 SOUND = 1.0
 # Seconds and bytes for an engine that has failed to say why.
 LAST_WORDS = 1.0
-STOPPED = "the %s engine is being stopped, and ended the request"
 LAST_WORDS_SIZE = 256 * 1024
 
 
@@ -133,8 +131,7 @@ class Legs:
             if raw is None:
                 raw = await answer.read(limits.max_answer_size)
             prefilled = Prefilled(raw)
-            if prefilled.params is None and is_cut_off(raw):
-                raise EngineUnavailableError(STOPPED % engine.role)
+            self._require_answer(engine, prefilled_word(raw))
             if engine.breaker.succeeded():
                 gateway.fleet.answered(engine)
             self._note(engine, prefilled, started)
@@ -208,28 +205,12 @@ class Legs:
                 raise answer.error
             if answer.status != 200:
                 await self._refuse(engine, answer)
-            if answer.is_event_stream:
-                begun = opening(answer.held())
-                if tells_nothing(begun):
-                    await self._wait_for_more(answer)
-                    begun = opening(answer.held())
-                is_stopped = ends_at_once(begun)
-            else:
-                begun = answer.held()
-                is_stopped = is_cut_off(begun)
-            if is_stopped:
-                raise EngineUnavailableError(STOPPED % engine.role)
+            is_rejected = await self._is_rejected(engine, answer, threshold)
             if engine.breaker.succeeded():
                 gateway.fleet.answered(engine)
-            if self.may_come_back:
-                await take_back(answer, gateway.limits.max_answer_size)
-            elif request.alone not in AS_SENT:
-                require_kept(begun, answer.is_event_stream)
-            del begun  # of a large answer: it is passed on meanwhile
-            if threshold and await self._is_rejected(engine, answer, threshold):
+            if is_rejected:
                 return REJECTED
             if accept is not None:
-                await require_beginning(answer)
                 accept()
                 accept = None
                 self._decode_at(engine, started)
@@ -240,7 +221,7 @@ class Legs:
             if seat is not None:
                 seat.prefilled()
             if reuse is None:
-                await deliver(request, gateway, answer)
+                await deliver(request, gateway, engine, answer)
             else:
                 told = self._prompt_tokens
                 await deliver_turn(request, gateway, reuse.turn, engine, answer, told)
@@ -318,24 +299,48 @@ class Legs:
         if not learned.ranks and gateway.limits.transfer_mode != "pull":
             learned.note_transfer(params.content)
 
-    async def _wait_for_more(self, answer: Answer) -> None:
-        """Raises UpstreamError of an engine that has begun to answer: it has read its KV."""
-        try:
-            await tells_something(answer)
-        except UpstreamError:
-            self._request.record.first_byte = answer.first_body_at
-            raise
-
     async def _is_rejected(self, engine: Engine, answer: Answer, threshold: float) -> bool:
-        learned = engine.learned
-        if await is_rejected(answer):
+        """Whether the engine says that its cache holds less than the threshold it was given. Reads
+        as much as shows that, and leaves it in place. Raises what speaks against the answer."""
+        request, learned = self._request, engine.learned
+        if self.may_come_back and not answer.is_event_stream:
+            await answer.all_of_it(self._gateway.limits.max_answer_size)
+        word = await self._word(answer)
+        back = handed_back(answer, word)
+        if back is not None:
+            if self.may_come_back:
+                raise back
+            if request.alone not in AS_SENT:  # nobody has asked for that
+                raise EngineUnavailableError("the decode engine handed back what it was to answer")
+            return False
+        if word is not None and threshold and is_rejection(word):
             learned.note_rejected()
             return True
-        if learned.knows_threshold is None:
+        self._require_answer(engine, word)
+        if threshold and learned.knows_threshold is None:
             share = await cached_share(answer)
             if learned.note_accepted(threshold, share):
-                self._gateway.spawn(try_threshold(self._request, engine))
+                self._gateway.spawn(try_threshold(request, engine))
         return False
+
+    def _require_answer(self, engine: Engine, word: Json | None) -> None:
+        failure = None if word is None else failure_of(word, engine.role)
+        if failure is None:
+            return
+        if isinstance(failure, RejectedError) and engine.breaker.succeeded():
+            self._gateway.fleet.answered(engine)  # it had every right to refuse
+        raise failure
+
+    async def _word(self, answer: Answer) -> Json | None:
+        """What shows whether there is an answer; None if there surely is one."""
+        is_passed = self._request.alone == PASSED
+        if not answer.is_event_stream:
+            return passed_word(answer) if is_passed else word_of(answer)
+        try:
+            return await first_word(answer, not is_passed, self._request.journal is None)
+        except UpstreamError:  # of an engine that has begun to answer: it has read its KV
+            self._request.record.first_byte = answer.first_body_at
+            raise
 
 
 def _note_proof(learned: Learned, params: Params) -> None:

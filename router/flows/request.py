@@ -122,6 +122,7 @@ class Request(Thing):
             self.exact = self._mode(body, limits.conversation_stream) == "exact"
         if not CONSUMED.isdisjoint(body):
             body = {name: body[name] for name in body if name not in CONSUMED}
+        body = without_nested(body, THRESHOLD)
         if not has_params(body):
             self.alone = why_alone(body)
         elif limits.trust_client_kv_params:
@@ -199,10 +200,15 @@ def has_params(body: Body) -> bool:
 def without_params(body: Body) -> Body:
     """The body without kv_transfer_params, wherever an engine would read them."""
     rest = {name: value for name, value in body.items() if name != KV_PARAMS}
-    if _has_nested_params(rest):
-        extra = rest[EXTRA_ARGS]
-        rest[EXTRA_ARGS] = {name: extra[name] for name in extra if name != KV_PARAMS}
-    return rest
+    return without_nested(rest, KV_PARAMS)
+
+
+def without_nested(body: Body, name: str) -> Body:
+    """The body without that field of `vllm_xargs`, where vLLM's engines look for it as well."""
+    extra = body.get(EXTRA_ARGS)
+    if not isinstance(extra, dict) or name not in extra:
+        return body
+    return {**body, EXTRA_ARGS: {key: extra[key] for key in extra if key != name}}
 
 
 def _has_nested_params(body: Body) -> bool:

@@ -24,6 +24,7 @@ from router.flows.errors import (
     EngineOverloadedError,
     NoEngineError,
     PreemptedError,
+    RefusedMidwayError,
     RejectedError,
     UnknownModelError,
 )
@@ -44,7 +45,7 @@ from router.flows.moves import Moves, can_go_on
 from router.flows.plan import ALONE, PULL, SAME_ENGINE, Plan, may_reject
 from router.flows.prefilled import RETAIN, Params, Prefilled
 from router.flows.push import PUSHES, Push, push_of
-from router.flows.request import Body, Request
+from router.flows.request import PASSED, Body, Request
 from router.flows.reuse import USED_UP, Offer
 from router.flows.scatter import Scatter, places
 from router.flows.traced import legs_of
@@ -82,8 +83,8 @@ class Run:
     """One request under way: what failed so far, and what is held for it at engines."""
 
     __slots__ = ("_bodies", "_chances", "_failed", "_failure", "_fresh", "_gateway", "_is_spent",
-                 "_left", "_legs", "_mate", "_moves", "_offer", "_plan", "_preempted", "_rejected",
-                 "_request", "_unread")  # fmt: skip
+                 "_left", "_legs", "_mate", "_moves", "_offer", "_plan", "_preempted", "_request",
+                 "_unread")  # fmt: skip
 
     def __init__(self, request: Request, bodies: Bodies, plan: Plan, gateway: Gateway) -> None:
         self._request = request
@@ -104,7 +105,6 @@ class Run:
         self._fresh = False
         # The prefiller whose KV the decoder is to read.
         self._mate: Engine | None = None
-        self._rejected = False
         # Of a turn: what the last one left, as long as no prefiller has read it.
         self._unread = None if plan.reuse is None else plan.reuse.turn.entry
         self._is_spent = False
@@ -144,7 +144,6 @@ class Run:
             came = await self._first_of(several)
         else:
             came = await self._decode(self._keeping(None), self._plan.threshold)
-        self._rejected = came is REJECTED
         outcome = {REJECTED: "rejected", UNASKED: "skipped", AFRESH: "failed"}.get(came, "answered")
         self._gateway.metrics.decode_first.add((outcome,))
         if came is ANSWERED:
@@ -220,7 +219,7 @@ class Run:
                 return None
             offered = None if self._plan.reuse is None else self._offer_at(engine)
             hands_over = engine.learned.hands_over and self._hands_over(engine)
-            body = self._bodies.prefill(offered, "", self._rejected, hands_over, journal)
+            body = self._bodies.prefill(offered, "", hands_over, journal)
             try:
                 is_offered = offered is not None
                 prefilled = await self._legs.prefill(
@@ -332,7 +331,7 @@ class Run:
 
     async def _prefill_for(self, push: Push, engine: Engine) -> Prefilled:
         offered = None if self._plan.reuse is None else self._offer_at(engine)
-        body = self._bodies.prefill(offered, push.transfer_id, self._rejected)
+        body = self._bodies.prefill(offered, push.transfer_id)
         is_offered = offered is not None
         prefilled = await self._legs.prefill(engine, body, self._fresh, push, is_offered)
         if self._plan.reuse is not None:
@@ -408,9 +407,10 @@ class Run:
             )
 
     def _decode_body(self, params: Params | None, threshold: float) -> Halves:
-        required = threshold or (0 if self._rejected or self._preempted else None)
+        if self._request.alone == PASSED:
+            return self._bodies.passed()
         whole = self._request.exact and self._plan.reuse is not None
-        return self._bodies.decode(params, required, whole)
+        return self._bodies.decode(params, threshold, whole)
 
     def _hands_over(self, prefiller: Engine) -> bool:
         """Whether a decoder is to go on from the token that this prefiller samples."""
@@ -560,5 +560,5 @@ def _blame(gateway: Gateway, engine: Engine, error: LegError, is_its_fault: bool
         gateway.fleet.unreachable(engine, str(error))
     elif isinstance(error, EngineOverloadedError):
         gateway.fleet.cool(engine, error.retry_after or 1)
-    elif is_its_fault:
+    elif is_its_fault and not isinstance(error, RefusedMidwayError):
         gateway.fleet.failed(engine, str(error))

@@ -1,113 +1,204 @@
-"""Answers with status 200 that are none: read before anything of them reaches the client.
+"""Answers with status 200 that are none.
 
-An engine that is being stopped (vLLM: on SIGTERM at once, or when its time to drain is over) ends
-what it has and what still comes to it with the finish reason "abort". As long as the client has
-none of the text, another engine can answer.
-
-Decode first: what a decoder that was asked with `cache_hit_threshold` has answered. An engine that
-knows the field (vLLM RFC #24256) answers, or rejects at once with the finish reason
-"cache_threshold"; then the request takes another way, and the client hears nothing of it. An engine
-that does not know the field just answers, after a whole prefill: that is found out, and such an
-engine is not asked for long prompts again.
+An engine may say in an answer with status 200 that it has failed: an error object (vLLM's way of
+reporting a failed generation in a stream), a finish reason that only a broken-off answer has, a
+rejection that nobody asked for, or nothing at all. `failure_of` is the one place that tells these
+from answers. Legs ask it before anything reaches the client, so that another engine can answer;
+`StreamEnd` asks it of everything that follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Iterator
 
-from router.conversations.said import (
-    Json,
-    cached_tokens_of,
-    events_in,
-    parsed,
-    prompt_tokens_of,
+import orjson
+
+from router.conversations.said import Json, cached_tokens_of, parsed, prompt_tokens_of
+from router.fleet.spec import DECODE, Role
+from router.flows.bodies import message_in
+from router.flows.errors import (
+    JSON,
+    EngineError,
+    EngineUnavailableError,
+    RefusedMidwayError,
+    RejectedError,
 )
 from router.flows.trial import is_rejection
-from router.upstream.answer import Answer
+from router.upstream.answer import HIGH_WATER, Answer, Tap
 from router.upstream.errors import BrokenAnswerError
-from router.upstream.sse import BOUNDARIES, end_of_last_event
+from router.upstream.sse import end_of_last_event
 
-NEEDLE = b'"cache_threshold"'
-ABORT = "abort"
-ABORTED = b'"abort"'
-# As vLLM writes it into a whole answer: a longer needle is found at half the price.
-CUT_OFF = b'"finish_reason":"abort"'
-# Engines begin a chat's stream with an event for each choice that has a role and no text.
-ROLE, END, MOST_CHOICES = b'"role"', b"\n\n", 128
-
-
-async def tells_something(answer: Answer) -> None:
-    """Returns when it does, or has ended. Raises UpstreamError."""
-    await answer.until(lambda block: not tells_nothing(opening(block)))
-
-
-def ends_at_once(block: bytes) -> bool:
-    """Whether a stream that opens so was cut off by an engine that is being stopped, and has no
-    text that a client could have seen."""
-    return first_says(block, ABORTED, has_aborted)
+ABORT, ERROR = "abort", "error"
+# Finish reasons after which there is no answer. What begins with letters is found sooner.
+FINISH = re.compile(rb'finish_reason"(?<="finish_reason")\s*:\s*"([^"]*)"')
+BROKEN_OFF = frozenset((b"abort", b"error", b"cache_threshold"))
+ERROR_KEY = b'"error"'
+CHOICES = re.compile(rb'choices"(?<="choices")\s*:\s*\[\s*\{')
+# Text of a stream's first event: then nothing else needs to be known of it.
+TEXT = re.compile(rb'(?:"content"|"text"|"reasoning"|"reasoning_content")\s*:\s*"[^"]')
+DONE = b"[DONE]"
+# Fields of a choice and of its delta that say nothing of the answer.
+SILENT = frozenset(("index", "role", "delta", "finish_reason", "stop_reason"))
 
 
-def first_says(block: bytes, needle: bytes, is_none: Callable[[Json], bool]) -> bool:
-    """Whether a stream that opens so says that there is no answer, which has a `needle`."""
-    return block.find(needle) >= 0 and bool(_verdict(block, is_none))
+def failure_of(content: Json, role: Role) -> Exception | None:
+    """Why a whole answer, or an event of a stream, means that its engine has failed; None if it
+    does not.
+
+    RejectedError: by the code in its error object (4xx) it is the request that was wrong.
+    """
+    error = _error_in(content)
+    if error is not None:
+        return _told(error, role)
+    if is_rejection(content):
+        return EngineError(f"the {role} engine rejected a request that it was to answer")
+    for choice in _choices(content):
+        if choice.get("finish_reason") == ABORT:
+            return EngineUnavailableError(
+                f"the {role} engine is being stopped, and ended the request"
+            )
+        if choice.get("finish_reason") == ERROR:
+            return EngineError(f"the {role} engine failed during the answer")
+    return None
 
 
-def is_cut_off(raw: bytes) -> bool:
-    """The same of a whole answer that is not streamed. Each of them is asked: one look."""
-    content = parsed(raw) if raw.find(CUT_OFF) >= 0 else None
-    return content is not None and has_aborted(content)
+def _error_in(content: Json) -> object:
+    """The error object of what is no answer: OpenAI's, or vLLM's before 0.10, or an event's."""
+    error = content.get("error")
+    if error and not content.get("choices"):
+        return error
+    return content if ERROR in (content.get("object"), content.get("type")) else None
 
 
-def has_aborted(content: Json) -> bool:
-    """Without a reason of its own: a rejection has one."""
-    choices = content.get("choices")
-    return isinstance(choices, list) and any(
-        isinstance(choice, dict)
-        and choice.get("finish_reason") == ABORT
-        and choice.get("stop_reason") is None
-        for choice in choices
+def _told(error: object, role: Role) -> Exception:
+    said = error if isinstance(error, dict) else {"message": error}
+    code, message = said.get("code"), said.get("message")
+    if type(code) is int and 400 <= code < 500:
+        return RejectedError(code, JSON, orjson.dumps({"error": said}))
+    text = f": {message[:1000]}" if isinstance(message, str) else ""
+    return EngineError(f"the {role} engine answered with an error{text}")
+
+
+# Before the client has anything.
+
+
+async def first_word(
+    answer: Answer, is_generation: bool = True, looks_ahead: bool = True
+) -> Json | None:
+    """The first event of a stream that says more than a role, left in place; None if it surely is
+    text of the answer. `looks_ahead`: or else a failure among the events that came with it. Raises
+    UpstreamError, BrokenAnswerError for a stream that ends before it."""
+
+    def is_begun(block: bytes) -> bool:
+        return _is_surely_text(block) or _first_word(block, is_generation, False) is not None
+
+    held = await answer.until(is_begun)
+    if _is_surely_text(held):
+        return None
+    found = _first_word(held, is_generation, looks_ahead)
+    if found is None and len(held) <= HIGH_WATER:
+        raise BrokenAnswerError("an event stream that says nothing")
+    return found
+
+
+def word_of(answer: Answer) -> Json | None:
+    """The content of a generation's answer that is not streamed, left in place; None if it surely
+    is an answer, or so long that it is no failure's. Raises BrokenAnswerError for what is no JSON
+    object, or has no choices."""
+    raw = answer.held()
+    if not answer.is_complete:
+        if not raw.lstrip().startswith(b"{"):
+            raise BrokenAnswerError("an answer that is not JSON")
+        return None
+    return None if _is_surely_answer(raw) else _content_of(raw)
+
+
+def prefilled_word(raw: bytes) -> Json | None:
+    """The same of a prefiller's answer, of which nobody needs the choices."""
+    return parsed(raw) if _may_fail(raw) else None
+
+
+def passed_word(answer: Answer) -> Json | None:
+    """The same of an endpoint that may answer with a list, a text or bytes."""
+    raw, kind = answer.held(), answer.header(b"content-type") or b""
+    is_json = kind.startswith(b"application/json")
+    is_odd = kind.startswith(b"text/html") or (is_json and raw.lstrip()[:1] not in (b"{", b"["))
+    if not raw or is_odd:
+        raise BrokenAnswerError("an answer that is empty, HTML, or not JSON as it says")
+    return parsed(raw) if answer.is_complete and raw.find(ERROR_KEY) >= 0 else None
+
+
+def _content_of(raw: bytes) -> Json:
+    content = parsed(raw)
+    if content is None:
+        raise BrokenAnswerError("an answer that is not a JSON object")
+    if not _choices(content) and _error_in(content) is None:
+        raise BrokenAnswerError("an answer without choices")
+    return content
+
+
+def _is_surely_text(block: bytes) -> bool:
+    said = TEXT.search(block)
+    return said is not None and end_of_last_event(block) > said.end() and not _may_fail(block)
+
+
+def _is_surely_answer(raw: bytes) -> bool:
+    """Without decoding it."""
+    is_object = raw.startswith(b"{") and raw.endswith(b"}")
+    return is_object and CHOICES.search(raw) is not None and not _may_fail(raw)
+
+
+def _may_fail(said: bytes) -> bool:
+    return said.find(ERROR_KEY) >= 0 or not BROKEN_OFF.isdisjoint(FINISH.findall(said))
+
+
+def _first_word(block: bytes, is_generation: bool, looks_ahead: bool) -> Json | None:
+    first: Json | None = None
+    for _, event in _events(block):
+        if first is None and (not is_generation or _says_something(event)):
+            first = event
+            if not looks_ahead:
+                break
+        if first is not None and failure_of(event, DECODE) is not None:
+            return event
+    return first
+
+
+def _says_something(event: Json) -> bool:
+    """Whether an event is part of an answer, or instead of one: anything but a role alone."""
+    return _error_in(event) is not None or any(map(_is_said, _choices(event)))
+
+
+def _is_said(choice: Json) -> bool:
+    delta = choice.get("delta")
+    said = {**choice, **delta} if isinstance(delta, dict) else choice
+    return bool(choice.get("finish_reason")) or any(
+        value for name, value in said.items() if name not in SILENT
     )
 
 
-def tells_nothing(block: bytes) -> bool:
-    """What a stream opens with is no whole event, or roles alone: where there are more events than
-    roles, one of them is something else."""
-    events = block.count(END) or max(map(block.count, BOUNDARIES))
-    if events > min(MOST_CHOICES, block.count(ROLE)):
-        return False
-    return not any(map(_says_something, events_in(block[: end_of_last_event(block)])))
+def _choices(content: Json) -> list[Json]:
+    choices = content.get("choices")
+    if not isinstance(choices, list):
+        return []
+    return [choice for choice in choices if isinstance(choice, dict)]
 
 
-def opening(block: bytes) -> bytes:
-    """The first two events, where the second one says something or nothing comes after: of a burst
-    nobody looks at the rest."""
-    first = block.find(END)
-    second = block.find(END, first + len(END)) if first > 0 else -1
-    if second < 0 or block.startswith(b":") or block.find(ROLE, first, second) >= 0:
-        return block
-    return block[: second + len(END)]
-
-
-async def is_rejected(answer: Answer) -> bool:
-    """Reads as much of the answer as that takes, and leaves it in place. Raises UpstreamError."""
-    if answer.is_event_stream:
-        held = await answer.until(lambda block: _verdict(block, is_rejection) is not None)
-        return bool(_verdict(held, is_rejection))
-    held = await answer.until(lambda _: False)
-    content = parsed(held) if NEEDLE in held else None
-    return content is not None and is_rejection(content)
-
-
-async def require_beginning(answer: Answer) -> None:
-    """Of a stream for which others are left. Raises UpstreamError of one that says nothing, or that
-    it has failed."""
-    held = await answer.until(lambda block: _verdict(block, _is_error) is not None)
-    if not answer.is_event_stream or _verdict(held, _is_error) is not False:
-        raise BrokenAnswerError("a stream that does not begin with an answer")
-
-
-def _is_error(event: Json) -> bool:
-    return "error" in event
+def _events(block: bytes) -> Iterator[tuple[int, Json]]:
+    """The whole events that are JSON objects, each with the place where it begins."""
+    end = end_of_last_event(block)
+    if block.find(b"\n", 0, end) < 0:
+        block = block.replace(b"\r", b"\n")  # as long as it was
+    start = at = 0
+    while at < end:
+        line_end = block.find(b"\n", at, end)
+        line = block[at:line_end].rstrip(b"\r")
+        at = line_end + 1
+        if not line:
+            start = at
+        elif line.startswith(b"data:") and (content := parsed(line[5:])) is not None:
+            yield start, content
 
 
 async def cached_share(answer: Answer) -> float | None:
@@ -121,29 +212,50 @@ async def cached_share(answer: Answer) -> float | None:
     return cached / total if cached is not None and total else None
 
 
-def _verdict(block: bytes, is_none: Callable[[Json], bool]) -> bool | None:
-    """True when one of the events so far says that there is no answer, False when they answer, None
-    when they do neither."""
-    for event in events_in(block[: end_of_last_event(block)]):
-        if is_none(event):
-            return True
-        if _says_something(event):
-            return False
-    return None
+# While it passes to the client.
 
 
-def _says_something(event: Json) -> bool:
-    """Whether an event is part of an answer: anything but a role alone."""
-    if "error" in event:
-        return True
-    choices = event.get("choices")
-    if not isinstance(choices, list):
-        return False
-    return any(isinstance(choice, dict) and _is_answer(choice) for choice in choices)
+class StreamEnd:
+    """A Tap for a stream that no other engine can go on with.
 
+    Events pass until one says that the engine has failed; from there on nothing does. `failure` is
+    then what to raise once the stream is over, as it is for a stream of a generation that ends
+    without a finish reason and without [DONE]. `last` is what the stream's reader says at its end.
+    """
 
-def _is_answer(choice: Json) -> bool:
-    if choice.get("finish_reason") or choice.get("text"):
-        return True
-    delta = choice.get("delta")
-    return isinstance(delta, dict) and any(value for name, value in delta.items() if name != "role")
+    __slots__ = ("_inner", "_is_ended", "_role", "failure", "last")
+
+    def __init__(self, role: Role, inner: Tap | None, is_generation: bool) -> None:
+        self._role = role
+        self._inner = inner
+        self._is_ended = not is_generation
+        self.failure: Exception | None = None
+        self.last = b""
+
+    def passing(self, block: bytes, last: bool) -> bytes:
+        if self.failure is not None:
+            return b""
+        if _may_fail(block):
+            block = self._until_failure(block)
+        if not self._is_ended:
+            self._is_ended = FINISH.search(block) is not None or block.find(DONE) >= 0
+        if last and not self._is_ended and self.failure is None:
+            self.failure = BrokenAnswerError("an event stream that ended before its answer")
+            block = block[: end_of_last_event(block)]
+        is_last = last and self.failure is None
+        if self._inner is not None:
+            return self._inner.passing(block, is_last)
+        if is_last:
+            self.last, block = block, b""
+        return block
+
+    def _until_failure(self, block: bytes) -> bytes:
+        for start, event in _events(block):
+            failure = failure_of(event, self._role)
+            if failure is not None:
+                if isinstance(failure, RejectedError):
+                    text = f"the {self._role} engine ended the answer{message_in(failure.body)}"
+                    failure = RefusedMidwayError(text)
+                self.failure = failure
+                return block[:start]
+        return block

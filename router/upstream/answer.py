@@ -240,6 +240,11 @@ class Answer:
         self.check()
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all of the body is here."""
+        return self._done
+
+    @property
     def tail(self) -> bytes:
         """About the last that was relayed, as it came."""
         return b"".join(self._recent or ())

@@ -28,6 +28,9 @@ from tests.unit.router.mock_engine import (
     usual_decode,
 )
 
+WHOLE = b'{"choices":[{}]}'
+FRAMED = b"content-length: %d\r\n\r\n%b" % (len(WHOLE), WHOLE)
+
 
 def error_of(answer: httpx.Response) -> dict[str, object]:
     assert answer.headers["content-type"] == "application/json"
@@ -208,7 +211,7 @@ async def test_interim_answers_are_skipped(router: Router, engine: MockEngine) -
 async def test_an_answer_that_ends_with_its_connection_is_complete(
     router: Router, engine: MockEngine
 ) -> None:
-    engine.scripts = [raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n{}")]
+    engine.scripts = [raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n" + WHOLE)]
     assert (await router.complete()).status_code == 200
 
 
@@ -238,8 +241,8 @@ async def test_events_pass_as_they_come(router: Router, d: MockEngine) -> None:
 
     async def script(request: Received, peer: Peer) -> None:
         await peer.send(STREAM_HEAD)
-        for text in ("a", "b", "c"):
-            await peer.send(chunk(event(text)))
+        for block in (event("a"), event("b"), DONE):
+            await peer.send(chunk(block))
             await next_event.wait()
             next_event.clear()
         await peer.send(b"0\r\n\r\n")
@@ -251,7 +254,7 @@ async def test_events_pass_as_they_come(router: Router, d: MockEngine) -> None:
         async for block in answer.aiter_bytes():
             seen.append(block)
             next_event.set()
-    assert seen == [event("a"), event("b"), event("c")]
+    assert seen == [event("a"), event("b"), DONE]
 
 
 class BreakingStream:
@@ -322,7 +325,8 @@ async def test_a_stream_that_fails_before_its_first_byte_has_an_honest_status(
 async def test_an_answer_that_breaks_in_the_middle_never_looks_complete(
     router: Router, d: MockEngine, head: bytes
 ) -> None:
-    body = b" " * 500_000 if b"length" in head else chunk(b" " * 500_000)
+    start = b"{" + b" " * 500_000
+    body = start if b"length" in head else chunk(start)
     kind = b"content-type: application/json\r\n"
     d.scripts = [raw(b"HTTP/1.1 200 OK\r\n" + kind + head + b"\r\n" + body)]
     with pytest.raises(httpx.RemoteProtocolError):
@@ -387,9 +391,9 @@ async def test_it_is_retried_once(router: Router, engine: MockEngine) -> None:
 @pytest.mark.parametrize(
     "tail",
     [
-        b"connection: close\r\ncontent-length: 2\r\n\r\n{}",
-        b"content-length: 2\r\n\r\n{}HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",
-        b"content-length: 2\r\n\r\n{}garbage",
+        b"connection: close\r\n" + FRAMED,
+        FRAMED + b"HTTP/1.1 200 OK\r\n" + FRAMED,
+        FRAMED + b"garbage",
     ],
 )
 async def test_a_connection_that_may_not_be_reused_is_not(

@@ -8,7 +8,7 @@ from router.flows.cors import allowing, preflight
 from router.settings import Settings
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router
-from tests.unit.router.mock_engine import MockEngine, Peer, Received
+from tests.unit.router.mock_engine import USUAL, MockEngine, Peer, Received
 
 PAGE = "https://chat.example"
 PREFLIGHT = {
@@ -82,7 +82,7 @@ async def test_heartbeats_begin_a_stream_that_a_page_may_read(start_router: Star
 async def test_an_engine_does_not_say_who_may_read(router: Router, d: MockEngine) -> None:
     async def open_to_all(_: Received, peer: Peer) -> None:
         lines = {"access-control-allow-origin": "*", "access-control-allow-credentials": "true"}
-        await peer.answer({"choices": []}, headers=lines)
+        await peer.answer(USUAL, headers=lines)
 
     d.scripts = [open_to_all]
     answer = await router.client.post(HOT, json={"prompt": "x"}, headers={"origin": PAGE})

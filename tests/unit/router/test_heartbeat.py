@@ -276,13 +276,13 @@ async def test_the_head_is_that_of_the_decoder_whose_answer_it_is(
         peer.close()
 
     async def answers(request: Received, peer: Peer) -> None:
-        await peer.send(head(b"second") + chunk(DONE) + END)
+        await peer.send(head(b"second") + chunk(event("a") + DONE) + END)
 
     async with running_engine(usual_decode) as d2:
         d.scripts = d2.scripts = [breaks, answers]
         router = await start_router(ds=[d, d2], stream_heartbeat=5)
         answer = await router.stream()
-        assert (answer.headers["x-decoder"], answer.content) == ("second", DONE)
+        assert (answer.headers["x-decoder"], answer.content) == ("second", event("a") + DONE)
 
 
 async def test_nothing_is_left_of_a_request_that_is_over(router: Router, p: MockEngine) -> None:

@@ -380,7 +380,7 @@ async def test_a_client_cannot_ask_for_it(start: Start, d: MockEngine, d2: MockE
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_refusal_to_begin_is_the_clients_as_ever(
+async def test_a_refusal_to_begin_that_nobody_asked_for_is_no_answer(
     start: Start, d: MockEngine, d2: MockEngine, stream: bool
 ) -> None:
     """By the engine's own threshold, of a request that has said nothing."""
@@ -393,9 +393,9 @@ async def test_a_refusal_to_begin_is_the_clients_as_ever(
     router = await start()
     d.usual = d2.usual = refuses
     answer = await router.complete(stream=stream)
-    assert answer.status_code == 200
-    assert answer.text.count("cache_threshold") == 1
-    assert len(legs(d, d2)) == 1
+    assert answer.status_code == 502
+    assert "rejected a request that it was to answer" in answer.text
+    assert len(legs(d, d2)) == 2
     assert router.metric("resumes_total", kind="preempted", outcome="gone_on") == 0
 
 

@@ -29,6 +29,7 @@ async def test_the_prefiller_is_asked_for_one_token_and_to_keep_its_blocks(
         "max_tokens": 1,
         "max_completion_tokens": 1,
         "stream": False,
+        "cache_hit_threshold": 0,
         "logit_bias": {"5": 1.5},
         "seed": 2**63,
         "kv_transfer_params": {
@@ -54,6 +55,7 @@ async def test_the_decoder_gets_the_request_and_the_prefillers_params_and_keeps_
         "max_tokens": 7,
         "min_tokens": 3,
         "unknown": {"x": [1]},
+        "cache_hit_threshold": 0,
         "kv_transfer_params": {**PARAMS, "retain": False},
     }
 

@@ -554,7 +554,7 @@ async def test_a_client_that_leaves_takes_its_pipelined_requests_along(
 
 async def test_many_requests_at_once_do_not_mix(router: Router, d: MockEngine) -> None:
     async def echo(request: Received, peer: Peer) -> None:
-        await peer.answer({"echo": request.json["prompt"]})
+        await peer.answer(USUAL | {"echo": request.json["prompt"]})
 
     d.usual = echo
     answers = await asyncio.gather(*[router.complete(prompt=f"{i}") for i in range(50)])

@@ -32,6 +32,7 @@ from tests.unit.router.mock_engine import (
     Peer,
     Received,
     chunk,
+    event,
     running_engine,
     usual_decode,
 )
@@ -662,7 +663,7 @@ async def test_plain_requests_ask_a_decoder_to_keep_nothing(router: Router, d: M
 
 async def test_a_broken_stream_leaves_nothing(router: Router, p: MockEngine, d: MockEngine) -> None:
     async def breaks(request: Received, peer: Peer) -> None:
-        await peer.send(STREAM_HEAD + chunk(b'data: {"choices": []}\n\n'))
+        await peer.send(STREAM_HEAD + chunk(event("a")))
         peer.reset()
 
     d.scripts = [breaks]

@@ -23,6 +23,7 @@ from tests.unit.router.mock_engine import (
     DONE,
     PARAMS,
     STREAM_HEAD,
+    USUAL,
     MockEngine,
     Peer,
     Received,
@@ -310,14 +311,14 @@ async def test_an_engine_that_is_removed_ends_its_legs_and_one_that_drains_does_
 
         async def slow(request: Received, peer: Peer) -> None:
             await go_on.wait()
-            await peer.answer({"slow": True})
+            await peer.answer(USUAL | {"slow": True})
 
         d.scripts = [slow]
         asking = asyncio.create_task(asked.router.complete())
         await eventually(lambda: d.requests)
         fleet.drain(asked.engine)
         go_on.set()
-        assert (await asking).json() == {"slow": True}
+        assert (await asking).json() == USUAL | {"slow": True}
 
         asked.other.scripts = [falls_silent]
         asking = asyncio.create_task(asked.router.complete())

@@ -17,6 +17,7 @@ from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, turns
 from tests.unit.router.flows.failing import FAULTS, LIMITS, two_of
 from tests.unit.router.harness import Router, post
 from tests.unit.router.mock_engine import (
+    DONE,
     STREAM_HEAD,
     MockEngine,
     Peer,
@@ -180,7 +181,7 @@ async def test_an_event_that_cannot_be_written_again_does_not_hold_its_stream(
         await peer.send(STREAM_HEAD + chunk(EVENT))
         if not at_once:
             await seen.wait()
-        await peer.send(chunk(b"data: %b}\n\n" % DEEP) + b"0\r\n\r\n")
+        await peer.send(chunk(b"data: %b}\n\n" % DEEP + DONE) + b"0\r\n\r\n")
 
     d.scripts = [script]
     body = {"model": "m", "messages": ASKED, "conversation_id": "c", "stream": True}
@@ -189,7 +190,7 @@ async def test_an_event_that_cannot_be_written_again_does_not_hold_its_stream(
         async for block in answer.aiter_bytes():
             blocks.append(block)
             seen.set()
-    assert b"".join(blocks) == EVENT
+    assert b"".join(blocks) == EVENT + DONE
 
 
 async def test_a_whole_answer_that_cannot_be_written_again_is_a_broken_one(

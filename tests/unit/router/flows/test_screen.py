@@ -7,8 +7,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from router.flows.screen import ends_at_once, opening, tells_nothing, tells_something
-from router.upstream.answer import Answer
+from router.fleet.spec import DECODE
+from router.flows.screen import StreamEnd, failure_of, first_word
+from router.upstream.answer import HIGH_WATER, Answer
 from router.upstream.deadlines import Deadlines, now
 from tests.unit.router.flows.test_stopped_engines import CHAT_END, ROLE, TEXT_END, said
 from tests.unit.router.mock_engine import event
@@ -29,27 +30,21 @@ class Wire:
     def hang_up(self) -> None: ...
 
 
-async def judge(answer: Answer) -> bool:
-    """As a decode leg does it."""
-    if tells_nothing(opening(answer.held())):
-        await tells_something(answer)
-    return ends_at_once(opening(answer.held()))
-
-
 async def verdict(blocks: Iterable[bytes]) -> tuple[bool, bytes]:
-    """And what had come by then. Each block is looked at before the next one comes."""
+    """Whether the stream begins with a failure, and what had come when that was known. Each block
+    is looked at before the next one comes."""
     answer = Answer(Wire(), Deadlines(), now() + 60)
     answer.status, answer.is_event_stream = 200, True
     first, *others = blocks
     answer.feed(first, False)
-    judging = asyncio.create_task(judge(answer))
+    judging = asyncio.create_task(first_word(answer))
     for block in others:
         await asyncio.sleep(0)
         if judging.done():
             break
         answer.feed(block, False)
-    found = await asyncio.wait_for(judging, 5)
-    return found, answer.held()
+    word = await asyncio.wait_for(judging, 5)
+    return word is not None and failure_of(word, DECODE) is not None, answer.held()
 
 
 def in_bytes(stream: bytes) -> list[bytes]:
@@ -81,12 +76,67 @@ async def test_the_first_text_holds_nothing_up(start: bytes) -> None:
     assert await verdict([*in_bytes(start + TEXT), CHAT_END]) == (False, start + TEXT)
 
 
-@pytest.mark.parametrize("first", [b": waiting\n\n", event("a"), with_crlf(TEXT), b"x\r\r"])
-async def test_what_is_no_role_is_passed_at_once(first: bytes) -> None:
+@pytest.mark.parametrize("first", [event("a"), with_crlf(TEXT), said(text="", token_ids=[1])])
+async def test_what_is_part_of_an_answer_is_passed_at_once(first: bytes) -> None:
     assert await verdict([first, CHAT_END]) == (False, first)
 
 
+@pytest.mark.parametrize("first", [b": waiting\n\n", b": waiting\r\n\r\n", ROLE * 1000])
+async def test_what_is_none_is_not(first: bytes) -> None:
+    assert await verdict([first, CHAT_END]) == (True, first + CHAT_END)
+
+
 async def test_roles_without_end_are_not_held_without_end() -> None:
-    found, held = await verdict([ROLE] * 1000)
+    found, held = await verdict([ROLE * 1000] * 1000)
     assert not found
-    assert len(held) == 129 * len(ROLE)
+    assert len(held) < HIGH_WATER + 1001 * len(ROLE)
+
+
+async def test_a_failure_that_comes_with_the_first_text_is_seen() -> None:
+    assert (await verdict([TEXT + CHAT_END]))[0]
+
+
+FAILED_LATER = [
+    TEXT_END,
+    said(text="b", finish_reason="error"),
+    said(text="", finish_reason="cache_threshold"),
+    b'data: {"error": {"message": "CUDA died", "code": 500}}\n\n',
+    b'event: error\ndata: {"object": "error", "message": "CUDA died", "code": 500}\n\n',
+]
+
+
+@pytest.mark.parametrize("failed", FAILED_LATER)
+@pytest.mark.parametrize("boundary", [b"\n", b"\r\n", b"\r"])
+def test_nothing_passes_from_a_failure_on(failed: bytes, boundary: bytes) -> None:
+    """However the blocks are cut between the events, and whatever ends their lines."""
+    whole = TEXT + event("and") + failed + event("more") + b"data: [DONE]\n\n"
+    events = [one + b"\n\n" for one in whole.split(b"\n\n")[:-1]]
+    for cut in range(len(events)):
+        ending = StreamEnd(DECODE, None, is_generation=True)
+        blocks = [b"".join(events[:cut]), b"".join(events[cut:])]
+        blocks = [block.replace(b"\n", boundary) for block in blocks]
+        passed = b"".join(
+            ending.passing(block, last) for block, last in zip(blocks, (False, True), strict=True)
+        )
+        assert passed == (TEXT + event("and")).replace(b"\n", boundary)
+        assert ending.failure is not None
+        assert ending.last == b""
+
+
+@pytest.mark.parametrize(
+    ("events", "is_whole"),
+    [
+        (TEXT, False),
+        (TEXT + b"data: {", False),
+        (TEXT + b'data: {"choices": [{"text": "\\"finish_reason\\": \\"stop\\""', False),
+        (TEXT + b"data: [DONE]\n\n", True),
+        (TEXT + b"data: [DONE]", True),
+        (TEXT + said(text="", finish_reason="stop"), True),
+        (TEXT + said(text="", finish_reason="a reason of next year"), True),
+    ],
+)
+def test_a_stream_has_an_end(events: bytes, is_whole: bool) -> None:
+    ending = StreamEnd(DECODE, None, is_generation=True)
+    passed = ending.passing(events, True)
+    assert (ending.failure is None) == is_whole
+    assert (ending.last if is_whole else passed) == (events if is_whole else TEXT)

@@ -3,6 +3,7 @@ long as another engine can answer."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.unit.router.mock_engine import (
     Script,
     chunk,
     event,
+    is_release,
     running_engine,
     usual_decode,
     usual_prefill,
@@ -135,20 +137,26 @@ async def test_a_text_that_speaks_of_it_is_a_text(
     assert "abort" in answer.text
 
 
-async def test_what_the_client_has_some_of_goes_on_as_it_came(
+async def test_what_the_client_has_some_of_ends_with_an_error(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     router = await start_router()
-    d.usual = streaming(event("some"), TEXT_END)
-    answer = await router.stream()
-    assert answer.text == (event("some") + TEXT_END).decode()
-    assert len(d.requests) == 1
+    has_some = asyncio.Event()
 
+    async def stops(request: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD + chunk(event("some")))
+        await has_some.wait()
+        await peer.send(chunk(TEXT_END) + b"0\r\n\r\n")
 
-async def test_a_role_alone_reaches_the_client_when_the_stream_ends_with_it(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
-) -> None:
-    router = await start_router()
-    d.usual = streaming(ROLE)
-    answer = await router.stream()
-    assert answer.text == ROLE.decode()
+    d.usual = stops
+    body = {"model": "m", "prompt": "a", "stream": True}
+    async with router.client.stream("POST", "/v1/completions", json=body) as answer:
+        seen = []
+        async for block in answer.aiter_bytes():
+            seen.append(block)
+            has_some.set()
+    assert seen[0] == event("some")
+    assert b"abort" not in seen[1]
+    assert b"is being stopped" in seen[1]
+    await router.settled()
+    assert len([leg for leg in d.requests if not is_release(leg)]) == 1

@@ -1,0 +1,280 @@
+"""A status 200 is not yet an answer: what a decoder says in one that means that it has failed is
+retried while nothing was sent, is an error afterwards, and counts against the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router
+from tests.unit.router.mock_engine import (
+    DONE,
+    STREAM_HEAD,
+    MockEngine,
+    Peer,
+    Received,
+    Script,
+    chunk,
+    is_release,
+    running_engine,
+)
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
+BODY: dict[str, Any] = {
+    "model": "m",
+    "prompt": "a",
+    "messages": [{"role": "user", "content": "a"}],
+    "input": "a",
+    "max_tokens": 7,
+}
+END = b"0\r\n\r\n"
+
+
+def sse(content: object) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+def said(text: str, finish: str | None = None) -> bytes:
+    """An event that both a chat and a completion can have."""
+    choice = {"index": 0, "text": text, "delta": {"content": text}, "finish_reason": finish}
+    return sse({"id": "1", "object": "chunk", "choices": [choice]})
+
+
+def whole(text: str, finish: str = "stop", **more: object) -> dict[str, Any]:
+    message = {"role": "assistant", "content": text}
+    choice = {"index": 0, "text": text, "message": message, "finish_reason": finish, **more}
+    return {"id": "1", "object": "answer", "choices": [choice]}
+
+
+ROLE = sse({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+FAILED = {"error": {"message": "CUDA died", "type": "InternalServerError", "code": 500}}
+GOOD = (ROLE, said("good"), said("", "stop"), DONE)
+
+NO_WHOLE: dict[str, bytes] = {
+    "empty": b"",
+    "html": b"<html>nginx</html>",
+    "null": b"null",
+    "a list": b"[]",
+    "a number": b"1",
+    "an empty object": b"{}",
+    "half": b'{"choices": [{"text": "a',
+    "an error": json.dumps(FAILED).encode(),
+    "an error as text": b'{"error": "CUDA died"}',
+    "an error of vLLM before 0.10": b'{"object": "error", "message": "no", "code": 500}',
+    "no choices": b'{"choices": []}',
+    "choices that are none": b'{"choices": [null]}',
+    "aborted": json.dumps(whole("a", "abort")).encode(),
+    "failed": json.dumps(whole("a", "error")).encode(),
+    "rejected": json.dumps(whole("", "cache_threshold")).encode(),
+    "rejected as an abort": json.dumps(whole("", "abort", stop_reason="cache_threshold")).encode(),
+}
+NO_STREAM: dict[str, bytes] = {
+    "empty": b"",
+    "a role": ROLE,
+    "done": DONE,
+    "a role, and done": ROLE + DONE,
+    "a comment": b": ping\n\n",
+    "an error": sse(FAILED),
+    "a role, and an error": ROLE + sse(FAILED),
+    "a role, and an error, and done": ROLE + sse(FAILED) + DONE,
+    "an error with CRLF": sse(FAILED).replace(b"\n", b"\r\n"),
+    "an error event": b"event: error\n" + sse({"message": "no", "type": "error"}),
+    "half an event": said("good")[:30],
+    "no JSON": b"data: CUDA died\n\n",
+    "aborted": ROLE + said("", "abort") + DONE,
+    "failed": ROLE + said("", "error") + DONE,
+    "rejected": ROLE + said("", "cache_threshold") + DONE,
+    "html": b"<html>nginx</html>",
+}
+
+
+def answering(body: bytes) -> Script:
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.answer(body)
+
+    return script
+
+
+def streaming(*events: bytes) -> Script:
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.stream(*filter(None, events))
+
+    return script
+
+
+async def good(request: Received, peer: Peer) -> None:
+    if request.json.get("stream"):
+        await peer.stream(*GOOD)
+    else:
+        await peer.answer(whole("good"))
+
+
+async def ask(router: Router, path: str, stream: bool) -> httpx.Response:
+    unused = {"prompt", "messages", "input", "max_tokens"}
+    used = {
+        "/v1/completions": {"prompt", "max_tokens"},
+        "/v1/chat/completions": {"messages", "max_tokens"},
+        "/v1/messages": {"messages", "max_tokens"},
+        "/v1/responses": {"input"},
+    }[path]
+    body = {name: value for name, value in BODY.items() if name not in unused - used}
+    return await router.client.post(path, json={**body, "stream": stream})
+
+
+CASES = [
+    *((name, False, answering(body)) for name, body in NO_WHOLE.items()),
+    *((name, True, streaming(events)) for name, events in NO_STREAM.items()),
+    *((f"not streamed: {name}", True, answering(body)) for name, body in NO_WHOLE.items()),
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("stream", "script"), [one[1:] for one in CASES], ids=[c[0] for c in CASES]
+)
+async def test_another_decoder_answers(
+    start_router: StartRouter, d: MockEngine, path: str, stream: bool, script: Script
+) -> None:
+    async with running_engine(good) as other:
+        router = await start_router(ds=[d, other])
+        d.usual = script
+        for _ in range(2):
+            answer = await ask(router, path, stream)
+            assert answer.status_code == 200
+            assert "good" in answer.text
+            assert "error" not in answer.text.replace('"error":null', "")
+        assert len([leg for leg in d.requests if not is_release(leg)]) == 1
+        await router.settled()
+        assert router.engine(d).breaker._bad == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+async def test_where_there_is_no_other_it_is_an_error(
+    start_router: StartRouter, d: MockEngine, path: str, stream: bool
+) -> None:
+    router = await start_router()
+    d.usual = streaming(ROLE, sse(FAILED), DONE) if stream else answering(NO_WHOLE["an error"])
+    answer = await ask(router, path, stream)
+    assert answer.status_code == 502
+    assert "CUDA died" in answer.json()["error"]["message"]
+
+
+LATER = {
+    "an error": sse(FAILED) + DONE,
+    "aborted": said("", "abort") + DONE,
+    "failed": said("", "error") + DONE,
+    "rejected": said("", "cache_threshold") + DONE,
+    "nothing": b"",
+    "half an event": said("more")[:30],
+    "a comment": b": ping\n\n",
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("later", LATER.values(), ids=LATER)
+async def test_once_something_was_sent_the_stream_ends_with_an_error(
+    start_router: StartRouter,
+    d: MockEngine,
+    path: str,
+    later: bytes,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    router = await start_router()
+    is_seen = asyncio.Event()
+
+    async def breaks(request: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD + chunk(ROLE + said("some")))
+        await is_seen.wait()
+        await peer.send((chunk(later) if later else b"") + END)
+
+    d.usual = breaks
+    body = {**BODY, "stream": True}
+    for name in ("prompt", "messages", "input"):
+        is_used = {"prompt": PATHS[0], "messages": PATHS[1] + PATHS[2], "input": PATHS[3]}
+        if path not in is_used[name]:
+            del body[name]
+    if path == "/v1/responses":
+        del body["max_tokens"]
+    seen = b""
+    async with router.client.stream("POST", path, json=body) as answer:
+        async for block in answer.aiter_bytes():
+            seen += block
+            if b"some" in seen:
+                is_seen.set()
+    assert seen.count(b"some") >= 1
+    assert b"error" in seen
+    assert b"more" not in seen
+    for reason in (b"abort", b"cache_threshold", b"end_turn", b"response.completed", b"[DONE]"):
+        assert reason not in seen
+    await router.settled()
+    assert router.engine(d).breaker._bad == 1
+    router.gateway.books.flush()
+    assert (
+        router.gateway.metrics.registry.get_sample_value(
+            "disagg_router_requests_total",
+            {"flow": "pull", "endpoint": path, "outcome": "broken_stream", "status": "200"},
+        )
+        == 1
+    )
+
+
+async def test_a_request_that_is_wrong_is_no_fault_of_the_engine(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    """vLLM tells of what it finds wrong while it generates in a stream with status 200."""
+    async with running_engine(good) as other:
+        router = await start_router(ds=[d, other])
+        wrong = {"message": "no such grammar", "type": "BadRequestError", "code": 400}
+        d.usual = other.usual = streaming(ROLE, sse({"error": wrong}), DONE)
+        answer = await ask(router, "/v1/chat/completions", True)
+        assert answer.status_code == 400
+        assert answer.json()["error"] == wrong
+        assert len(d.requests) + len([r for r in other.requests if not is_release(r)]) <= 2
+        assert router.engine(d).breaker._bad == router.engine(other).breaker._bad == 0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_leg_that_must_answer_says_so(
+    start_router: StartRouter, d: MockEngine, n: int
+) -> None:
+    """Whatever threshold an engine has of its own, or the client hides for it."""
+    router = await start_router()
+    d.usual = good
+    xargs = {"cache_hit_threshold": 0.9, "mine": 1}
+    assert (await router.complete(n=n, vllm_xargs=xargs)).status_code == 200
+    assert d.last.json["cache_hit_threshold"] == 0
+    assert d.last.json["vllm_xargs"] == {"mine": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "answer", "status"),
+    [
+        ("/v1/embeddings", {"input": "a"}, b"", 502),
+        ("/v1/embeddings", {"input": "a"}, b"<html>", 502),
+        ("/v1/embeddings", {"input": "a"}, b"null", 502),
+        ("/v1/embeddings", {"input": "a"}, json.dumps(FAILED).encode(), 502),
+        ("/v1/embeddings", {"input": "a"}, b'{"data": []}', 200),
+        ("/rerank", {"query": "a"}, b"[]", 200),
+        ("/classify", {"input": "a"}, b'{"data": [{"label": "error"}]}', 200),
+        ("/v1/messages/count_tokens", {"messages": BODY["messages"]}, b"null", 502),
+    ],
+)
+async def test_endpoints_that_one_engine_answers(
+    start_router: StartRouter,
+    d: MockEngine,
+    path: str,
+    body: dict[str, Any],
+    answer: bytes,
+    status: int,
+) -> None:
+    router = await start_router()
+    d.usual = answering(answer)
+    told = await router.client.post(path, json={"model": "m", **body})
+    assert told.status_code == status
+    assert told.content == answer or status != 200
