@@ -47,7 +47,13 @@ ERRORS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-STOPS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+STOPS = {
+    "stop": "end_turn",
+    "function_call": "tool_use",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "content_filter": "refusal",
+}
 
 
 def chat_of(asked: Json) -> Json:

@@ -242,7 +242,7 @@ class Telling:
     def response(self, status: str | None = None) -> Json:
         """`status`: of one that is under way."""
         story, asked = self._story, self._asked
-        reason = INCOMPLETE.get(story.finish or "")
+        reason = story.finish if story.is_odd else INCOMPLETE.get(story.finish or "")
         if status is None:
             status = (
                 "failed" if story.error is not None else "incomplete" if reason else "completed"

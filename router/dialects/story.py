@@ -15,6 +15,9 @@ import orjson
 
 from router.conversations.said import Json
 
+# Finish reasons of an answer that is one, and of one that the engine has broken off.
+FINISHES = frozenset(("stop", "length", "tool_calls", "function_call", "content_filter"))
+BROKEN_OFF = frozenset(("abort", "error", "cache_threshold"))
 # Characters that one answer may have, or it is not for us to keep together.
 MOST = 16 * 1024 * 1024
 
@@ -109,8 +112,14 @@ class Story:
         if self._open is not None:
             block, self._open = self._open, None
             yield Step(Does.ENDS, block)
-        if self.finish is None and self.error is None:
+        is_cut = self.finish is None or self.finish in BROKEN_OFF
+        if is_cut and self.error is None:
             self.error = {"message": "the answer ended early", "type": "BadGatewayError"}
+
+    @property
+    def is_odd(self) -> bool:
+        """It has ended for a reason that is not known here, so perhaps before its end."""
+        return self.error is None and self.finish is not None and self.finish not in FINISHES
 
     @property
     def has_calls(self) -> bool:

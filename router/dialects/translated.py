@@ -20,7 +20,7 @@ from router.dialects.kept import KeptResponse, Responses
 from router.dialects.story import Step, Story
 from router.flows.bodies import write
 from router.flows.content import check_json
-from router.flows.errors import error_body, type_of_status
+from router.flows.errors import UntoldFinishError, error_body, type_of_status
 from router.flows.exchange import Before, Exchange, Header, Relayed
 from router.flows.gateway import Gateway
 from router.flows.request import PASSED, Request, parse_body
@@ -61,8 +61,13 @@ class Speaker(ABC):
     @abstractmethod
     def end(self) -> Iterator[bytes]: ...
 
+    def require_told(self) -> None:
+        """The story has ended. Raises UntoldFinishError for an end that the dialect has no word
+        for."""
+        return
+
     async def keep(self) -> None:
-        """The story has ended."""
+        """The story has ended, and can be told."""
         return
 
 
@@ -84,6 +89,10 @@ class MessagesSpeaker(Speaker):
 
     def failed(self, status: int, error: Json) -> Json:
         return messages.error_of(status, error)
+
+    def require_told(self) -> None:
+        if self.story.is_odd:
+            raise UntoldFinishError(f"the answer ended for the reason {self.story.finish!r}")
 
     def tell(self, steps: Iterable[Step]) -> Iterator[bytes]:
         return self._events.tell(steps)
@@ -151,7 +160,7 @@ class ResponsesSpeaker(Speaker):
         return self._telling.end()
 
     async def keep(self) -> None:
-        if self._is_kept and self.story.error is None:
+        if self._is_kept and self.story.error is None and not self.story.is_odd:
             messages = [*self._history, responses.said_in(self.story)]
             kept = KeptResponse(self._root, messages, self._telling.response())
             await self._kept.keep(self._tenant, self._name, kept)
@@ -183,6 +192,8 @@ class Translated(Before):
         super().__init__(front)
         self._speaker, self._most = speaker, most
         self._is_ended = False
+        # Translated by the time that the answer's end could not be told.
+        self._unsent = b""
 
     async def read(self, request: Request, gateway: Gateway) -> None:
         """Raises RequestError."""
@@ -195,7 +206,9 @@ class Translated(Before):
             return
         kind = next((value for name, value in headers if name == b"content-type"), b"")
         if kind.startswith(EVENT_STREAM):
-            told = self._translated(body) + self._last()
+            told = self._translated(body)
+            self._speaker.require_told()
+            told += self._last()
             await self._speaker.keep()
             await self._front.respond(status, headers, told)
             return
@@ -214,15 +227,22 @@ class Translated(Before):
             return
         passing = Passing(answer, self._translated)
         await self._front.relay(status, headers, passing, idle, latest)
-        if passing.is_over:
+        if passing.is_over:  # with heartbeats: the end has come by the same way
+            try:
+                self._speaker.require_told()
+            except UntoldFinishError as error:
+                self._speaker.story.error = {"message": str(error)}
             await self._end(b"")
 
     async def finish(self, tail: bytes) -> None:
-        await self._end(self._translated(tail))
+        self._unsent += self._translated(tail)
+        self._speaker.require_told()
+        await self._end(self._unsent)
 
     async def _tell(self, status: int, headers: Sequence[Header], content: Json) -> None:
         speaker = self._speaker
         steps = [*speaker.story.hear(content), *speaker.story.end()]
+        speaker.require_told()
         if speaker.streams:
             told = b"".join(speaker.tell(steps))
             await speaker.keep()

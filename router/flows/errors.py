@@ -17,6 +17,7 @@ RequestError
 ├── UnknownModelError        no engine serves the model
 ├── ForbiddenModelError      not for this key
 ├── CredentialError          an engine refused what the router itself showed it
+├── UntoldFinishError        an answer has ended in a way that a dialect cannot tell
 ├── EngineError              an engine answered 5xx
 │   ├── EngineUnavailableError   503
 │   ├── EngineOverloadedError    503 or 429, and when to come back
@@ -151,6 +152,11 @@ class CredentialError(RequestError):
     """Nothing that the client could mend."""
 
 
+class UntoldFinishError(RequestError):
+    """An answer's finish reason has no counterpart in its client's dialect: perhaps it is not
+    whole."""
+
+
 class EngineError(RequestError):
     kind = "status_5xx"
     phrase = "answered with an error"
@@ -242,6 +248,7 @@ SHAPES: dict[type[BaseException], Shape] = {
     RateLimitError: Shape(429, "rate_limit_error"),
     ForbiddenModelError: Shape(404, "invalid_request_error"),
     CredentialError: Shape(502, "BadGatewayError"),
+    UntoldFinishError: Shape(502, "BadGatewayError"),
     EngineUnavailableError: Shape(503, "ServiceUnavailableError"),
     EngineOverloadedError: Shape(503, "ServiceUnavailableError"),
     PreemptedError: Shape(503, "ServiceUnavailableError"),

@@ -224,6 +224,60 @@ async def test_once_something_was_sent_the_stream_ends_with_an_error(
     )
 
 
+@pytest.mark.parametrize("finish", ["repetition", "a reason of next year"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_end_that_a_dialect_cannot_tell_is_no_success(
+    start_router: StartRouter, d: MockEngine, stream: bool, finish: str
+) -> None:
+    """Every engine would end it so: nobody is blamed, and no other one is asked."""
+    router = await start_router()
+    events = (ROLE, said("some"), said("text", finish), DONE)
+    d.usual = (
+        streaming(*events) if stream else answering(json.dumps(whole("some", finish)).encode())
+    )
+    chat = await ask(router, "/v1/chat/completions", stream)
+    assert finish in chat.text, "as it came"
+
+    message = await ask(router, "/v1/messages", stream)
+    assert message.status_code == 502, "nothing was sent"
+    assert message.json()["error"]["message"] == f"the answer ended for the reason '{finish}'"
+
+    response = await ask(router, "/v1/responses", stream)
+    content = response.text if not stream else response.text.split("data: ")[-1]
+    told = json.loads(content)
+    told = told["response"] if stream else told
+    assert told["status"] == "incomplete"
+    assert told["incomplete_details"] == {"reason": finish}
+    again = {"model": "m", "input": "b", "previous_response_id": told["id"]}
+    assert (await router.client.post("/v1/responses", json=again)).status_code == 400
+    assert router.engine(d).breaker._bad == 0
+    assert len([leg for leg in d.requests if not is_release(leg)]) == 3
+
+
+@pytest.mark.parametrize("heartbeat", [0, 60])
+async def test_nor_in_a_stream_of_which_some_was_sent(
+    start_router: StartRouter, d: MockEngine, heartbeat: float
+) -> None:
+    router = await start_router(stream_heartbeat=heartbeat)
+    is_seen = asyncio.Event()
+
+    async def stops(request: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD + chunk(ROLE + said("some")))
+        await is_seen.wait()
+        await peer.send(chunk(said("more", "repetition") + DONE) + END)
+
+    d.usual = stops
+    body = {"model": "m", "messages": BODY["messages"], "max_tokens": 7, "stream": True}
+    seen = b""
+    async with router.client.stream("POST", "/v1/messages", json=body) as answer:
+        async for block in answer.aiter_bytes():
+            seen += block
+            is_seen.set()
+    assert seen.count(b"text_delta") == 2
+    assert b"for the reason 'repetition'" in seen
+    assert b"message_stop" not in seen
+
+
 async def test_a_request_that_is_wrong_is_no_fault_of_the_engine(
     start_router: StartRouter, d: MockEngine
 ) -> None:
