@@ -178,6 +178,8 @@ async def _refuse(request: Request, gateway: Gateway, error: Exception) -> None:
     record.error = f"{type(error).__name__}: {error}"
     if isinstance(error, errors.CrowdedError):
         gateway.metrics.refusals.add((error.reason,))
+    if isinstance(error, errors.EnginesDiedError):
+        gateway.throttle.warn("a request may kill engines", f"{record.request_id}: {error}")
     shape = errors.shape_of(error)
     if shape.status == 500:
         logger.error("request %s failed", record.request_id, exc_info=error)

@@ -8,6 +8,7 @@ Nothing waits between a prefiller's answer and the decoder's being asked: the bl
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from router.fleet.spec import DECODE, PREFILL, Role
 from router.flows import release
 from router.flows.attempts import RULES, Next, next_of
 from router.flows.bodies import Bodies, Halves
+from router.flows.deaths import MOST_DEATHS, is_suspicious, require_few
 from router.flows.deliver import deliver_prefilled
 from router.flows.errors import (
     EngineOverloadedError,
@@ -84,7 +86,7 @@ class Run:
 
     __slots__ = ("_bodies", "_chances", "_failed", "_failure", "_fresh", "_gateway", "_is_spent",
                  "_left", "_legs", "_mate", "_moves", "_offer", "_plan", "_preempted", "_request",
-                 "_unread")  # fmt: skip
+                 "_suspects", "_unread")  # fmt: skip
 
     def __init__(self, request: Request, bodies: Bodies, plan: Plan, gateway: Gateway) -> None:
         self._request = request
@@ -93,7 +95,9 @@ class Run:
         self._gateway = gateway
         self._legs = legs_of(request, plan, gateway)
         self._failed: list[Engine] = []
-        # Of those, who was asked besides others.
+        # Engines that may have died at it, and when: Unix time.
+        self._suspects: dict[Engine, float] = {}
+        # Of those that failed, who was asked besides others.
         self._chances = 0
         # Groups where nobody was left to ask. None is returned to, so this comes to an end.
         self._left: frozenset[str] = NONE
@@ -163,11 +167,17 @@ class Run:
             return CUT if self._after(*ended.failure) is Next.RESUME else AFRESH
         return REJECTED if ended.is_rejected else ANSWERED
 
+    def _suspect(self, engine: Engine, error: BaseException | None) -> None:
+        """Of having died, where that may be why a leg has failed."""
+        if isinstance(error, LEG_ERRORS) and is_suspicious(error.kind, error):
+            self._suspects.setdefault(engine, time.time())
+
     def _drop(self, error: LegError, engine: Engine, role: Role) -> None:
         """A leg has failed that nobody waits for."""
         self._gateway.note_failure(engine, role, error)
         if now() < self._request.latest:
             _blame(self._gateway, engine, error, RULES[error.kind].blames_engine)
+        self._suspect(engine, error)
         if error.kind != "stale":
             self._failed.append(engine)
             self._chances += 1
@@ -209,6 +219,8 @@ class Run:
         """None: there is no prefiller, and a decoder may do without."""
         self._mate = None
         while True:
+            if len(self._suspects) >= MOST_DEATHS:
+                await require_few(self._suspects)
             journal = self._going_on
             engine = self._first(self._plan.route.prefillers) or self._another(PREFILL)
             if engine is None:
@@ -242,6 +254,8 @@ class Run:
     async def _decode(self, params: Params | None, threshold: float = 0.0) -> Came:
         mate = self._mate
         while True:
+            if len(self._suspects) >= MOST_DEATHS:
+                await require_few(self._suspects)
             engine = self._first(self._plan.route.decoders, mate) or self._another(DECODE, mate)
             if engine is None:
                 if self._moves is not None and self._moves.starts_over():
@@ -287,6 +301,8 @@ class Run:
     async def _push(self) -> None:
         limits, route = self._gateway.limits, self._plan.route
         while True:
+            if len(self._suspects) >= MOST_DEATHS:
+                await require_few(self._suspects)
             if self._going_on is not None:
                 return await self._pull()
             prefiller = self._first(route.prefillers) or self._another(PREFILL)
@@ -325,6 +341,9 @@ class Run:
                     release.give_up(self._request, self._gateway, params, None)
         if is_answered:
             return None
+        for leg, engine in ((prefilling, prefiller), (decoding, decoder)):
+            if _has_failed(leg):
+                self._suspect(engine, leg.exception())
         if prefilling.done() and _has_failed(prefilling):
             return _failure_of(prefilling, prefiller, PREFILL)
         return _failure_of(decoding, decoder, DECODE)
@@ -474,6 +493,7 @@ class Run:
         may_go_on = moves.may_go_on(role, error)
         what = next_of(error.kind, role, request.exchange.started, may_go_on)
         self._failure = error
+        self._suspect(engine, error)
         if is_of_turn or (was_offered and error.kind == "stale"):
             self._is_spent = True  # it may have been read, and is read once
         if error.kind == "stale":
