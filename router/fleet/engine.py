@@ -37,6 +37,8 @@ class Engine:
     """It is new, and is being made known to others: see router.flows.warmup."""
     is_cooling: bool = False
     """It said that it has too much to do, and until when."""
+    has_failed_lately: bool = False
+    """Others are asked before it, for a moment: who fails fast looks idle."""
     reason: str = "not probed yet"
     failures: int = 0
     in_flight: int = 0

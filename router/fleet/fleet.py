@@ -22,6 +22,8 @@ logger = logging.getLogger("disagg_router.fleet")
 Later = Callable[[float, Callable[[], None]], object]
 # Seconds: the longest that an engine's "Retry-After" is believed.
 LONGEST_COOLING = 30.0
+# That others are asked before an engine that has failed a leg.
+AVOIDED = 1.0
 NO_CONTEXTS: Mapping[str, int] = {}
 
 
@@ -231,6 +233,9 @@ class Fleet:
 
     def failed(self, engine: Engine, reason: str) -> None:
         """A leg failed, and it was the engine's fault."""
+        if not engine.has_failed_lately:
+            engine.has_failed_lately = True
+            self._later(AVOIDED, lambda: _forgive(engine))
         pause = engine.breaker.failed()
         if pause is None:
             return
@@ -311,6 +316,10 @@ class Fleet:
         if self.groups != before:
             self.on_new_groups()
         self.on_new_snapshot()
+
+
+def _forgive(engine: Engine) -> None:
+    engine.has_failed_lately = False
 
 
 def _call_later(seconds: float, call: Callable[[], None]) -> object:

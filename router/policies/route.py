@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 from router.fleet.engine import Engine
 from router.fleet.snapshot import Pool
@@ -67,4 +68,7 @@ def _ordered(
         return engines, None
     policy = policies[group]
     notes = Notes(policy, ask) if ask.chunks and policy.remembers else None
-    return policy.order(engines, ask), notes
+    order = policy.order(engines, ask)
+    if order and order[0].has_failed_lately:  # it has little to do since it fails
+        order = sorted(order, key=attrgetter("has_failed_lately"))
+    return order, notes

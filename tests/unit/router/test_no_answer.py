@@ -332,3 +332,31 @@ async def test_endpoints_that_one_engine_answers(
     told = await router.client.post(path, json={"model": "m", **body})
     assert told.status_code == status
     assert told.content == answer or status != 200
+
+
+@pytest.mark.parametrize(
+    "policy", ["round_robin", "least_loaded", "power_of_two", "prefix", "session"]
+)
+async def test_an_engine_that_fails_fast_draws_no_load(
+    start_router: StartRouter, d: MockEngine, policy: str
+) -> None:
+    """Two of its answers in five are none, too few for its circuit to open. They come at once, so it
+    always looks idle."""
+
+    async def slow(request: Received, peer: Peer) -> None:
+        await asyncio.sleep(0.01)
+        await good(request, peer)
+
+    async with running_engine(slow) as d2, running_engine(slow) as d3:
+        router = await start_router(ds=[d, d2, d3], decode_policy=policy)
+        d.scripts = [slow, answering(b""), slow, answering(b""), slow] * 100
+        queue = iter(range(240))
+
+        async def client() -> None:
+            for number in queue:
+                answer = await router.complete(prompt=f"{number}", user=f"{number}")
+                assert answer.status_code == 200
+
+        await asyncio.gather(*[client() for _ in range(8)])
+        drawn = len([leg for leg in d.requests if not is_release(leg)])
+        assert drawn <= 240 / 3
