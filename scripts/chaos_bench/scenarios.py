@@ -79,7 +79,7 @@ def scenarios() -> Mapping[str, Scenario]:
         Scenario("busy-p", P, Fault.BUSY),
         Scenario("busy-d", D, Fault.BUSY),
         Scenario("rubbish-p", P, Fault.RUBBISH),
-        Scenario("rubbish-d", D, Fault.RUBBISH, aim=None),
+        Scenario("rubbish-d", D, Fault.RUBBISH),
         Scenario("reset-p", P, Fault.RESET),
         Scenario("reset-d", D, Fault.RESET),
         Scenario("slow-p", P, Fault.SLOW),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integration.oracle import complete, differences, text_of, tokens_of
-from tests.integration.processes import Launcher, Server, metric, wait_for
+from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wait_for
 
 ASKED = "disagg_engine_prompt_tokens_total"
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
@@ -169,3 +169,31 @@ def test_a_threshold_that_is_no_share_is_a_bad_request_at_router_and_engine(
         response = server.post("/v1/completions", body)
         assert response.status_code == 400
         assert "cache_hit_threshold" in response.json()["error"]["message"]
+
+
+def test_an_engine_with_a_threshold_of_its_own_answers_where_it_must(
+    launcher: Launcher, alone: Server
+) -> None:
+    """With a prefiller, of several choices, which one engine computes alone, and without one."""
+    own = ("--global-cache-hit-threshold", "0.5")
+    with launcher.engine("strict", *own, extra=BOTH_WAYS) as strict:
+        body = {"model": "tiny", "prompt": text_of(300, 60), "max_tokens": 4}
+        assert strict.post("/v1/completions", body).json()["choices"][0]["finish_reason"] == (
+            "cache_threshold"
+        )
+        with (
+            launcher.engine("doomed", *own, extra=BOTH_WAYS) as doomed,
+            launcher.router([doomed], [strict]) as server,
+        ):
+            for is_alive in (True, False):
+                if not is_alive:
+                    doomed.process.kill()
+                for number, path in enumerate(("/v1/completions", "/v1/chat/completions")):
+                    for stream in (False, True):
+                        seed = 70 + 4 * is_alive + 2 * number + stream
+                        assert said(server, path, stream, seed) == said(alone, path, stream, seed)
+                several = server.post("/v1/completions", {**body, "n": 2}).json()["choices"]
+                assert [choice["finish_reason"] for choice in several] == ["length", "length"]
+                message = {"role": "user", "content": text_of(300, 80 + is_alive)}
+                asked = {"model": "tiny", "max_tokens": 4, "messages": [message]}
+                assert server.post("/v1/messages", asked).json()["usage"]["output_tokens"] > 0
