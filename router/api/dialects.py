@@ -22,6 +22,7 @@ from router.dialects.translated import (
     Translated,
     authorized,
 )
+from router.exact_json import dumps
 from router.flows import headers
 from router.flows.errors import NotFoundError
 from router.flows.exchange import Header
@@ -65,7 +66,7 @@ async def get_response(name: str, request: Request) -> Response:
         found = await kept.find(kept.tenant(_headers(request)), name)
     except UnknownResponseError as error:
         raise _not_found(name) from error
-    return JSONResponse(found.response)
+    return Response(dumps(found.response), media_type="application/json")
 
 
 @router.delete(f"{responses.PATH}/{{name}}", summary="Forgets a response", tags=OPENAI)

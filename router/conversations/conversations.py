@@ -20,6 +20,8 @@ from router.values import Thing, Value
 # was there".
 AFTERLIFE = 300.0
 MARGIN_SHARE = 1 / 16
+# Of what an engine may say, in Unix seconds.
+LATEST = 1e11
 
 
 class Found(StrEnum):
@@ -162,6 +164,7 @@ class Conversations:
         """Our time limit, or a margin before the decoder's own where it tells it."""
         retained = params.get("retained_until")
         if isinstance(retained, int | float) and not isinstance(retained, bool):
+            retained = min(max(retained, 0), LATEST)  # an integer may be too large for a float
             return min(now + self._ttl, retained - (retained - now) * MARGIN_SHARE)
         return now + self._ttl
 

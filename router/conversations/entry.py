@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from router.conversations.said import Json
+from router.exact_json import dumps, loads
 
 VERSION = 1
 DIGEST_BYTES = 16
@@ -74,13 +75,13 @@ class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fiel
 
     def to_bytes(self) -> bytes:
         """Raises orjson.JSONEncodeError for params that no engine could be told either."""
-        return orjson.dumps({"v": VERSION, **asdict(self)}, default=asdict)
+        return dumps({"v": VERSION, **asdict(self)})
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Entry | None:
         """Total: None for what this version did not write."""
         try:
-            content = orjson.loads(raw)
+            content = loads(raw)
             if not isinstance(content, dict) or "v" not in content:  # which msgspec does without
                 return None
             return msgspec.convert(content, cls)

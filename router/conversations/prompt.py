@@ -17,6 +17,7 @@ import orjson
 
 from router.conversations.entry import DIGEST_BYTES, Mark
 from router.conversations.said import REASONING_KEYS, Json, Said, has_reasoning, holds_trace
+from router.exact_json import dumps
 from router.values import Value
 
 # Of a message that is nothing but text.
@@ -116,13 +117,13 @@ class TokenPrompt(Value, frozen=True):
     def digest_at(self, count: int) -> str | None:
         if not 0 <= count <= len(self.token_ids):
             return None
-        return _digest(orjson.dumps(self.token_ids[:count]))
+        return _digest(dumps(self.token_ids[:count]))
 
     def with_answer(self, said: Said) -> Mark | None:
         if said.token_ids is None:
             return None
         whole = [*self.token_ids, *said.token_ids]
-        return Mark(len(whole), _digest(orjson.dumps(whole)))
+        return Mark(len(whole), _digest(dumps(whole)))
 
 
 def prompt_of(body: Json) -> Prompt | None:
@@ -210,7 +211,7 @@ def _has_media(message: Json) -> bool:
 
 
 def _dump(value: object) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    return dumps(value, orjson.OPT_SORT_KEYS)
 
 
 def _chained(previous: str, content: bytes) -> str:

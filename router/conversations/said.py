@@ -8,10 +8,12 @@ from typing import Any
 
 import orjson
 
+from router.exact_json import loads
 from router.values import Value
 
 Json = dict[str, Any]
 REASONING_KEYS = frozenset(("reasoning", "reasoning_content"))
+MOST_TOKENS = 10**15
 THINK_MARK = re.compile("</?think>")
 
 
@@ -112,7 +114,7 @@ def events_in(raw: bytes) -> Iterator[Json]:
 def parsed(raw: bytes) -> Json | None:
     """A JSON object, or None."""
     try:
-        content = orjson.loads(raw)
+        content = loads(raw)
     except orjson.JSONDecodeError:
         return None
     return content if isinstance(content, dict) else None
@@ -138,14 +140,17 @@ def cached_tokens_of(answer: Json) -> int | None:
     """How much of the prompt the engine's cache held, where it tells."""
     usage = answer.get("usage")
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
-    value = details.get("cached_tokens") if isinstance(details, dict) else None
-    return value if type(value) is int else None
+    return _count(details.get("cached_tokens")) if isinstance(details, dict) else None
 
 
 def _usage(answer: Json, name: str) -> int | None:
     usage = answer.get("usage")
-    value = usage.get(name) if isinstance(usage, dict) else None
-    return value if type(value) is int else None
+    return _count(usage.get(name)) if isinstance(usage, dict) else None
+
+
+def _count(value: object) -> int | None:
+    """None, too, for a number that is no engine's: it may be too large for a float."""
+    return value if type(value) is int and 0 <= value <= MOST_TOKENS else None
 
 
 def _only_choice(answer: Json) -> Json | None:

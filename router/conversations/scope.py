@@ -9,6 +9,7 @@ import orjson
 
 from router.conversations.entry import SCOPE_BYTES, Scope
 from router.conversations.said import Json
+from router.exact_json import dumps
 
 MODEL = ("model", "cache_salt", "mm_processor_kwargs")
 TOOLS = ("tools", "functions")
@@ -49,7 +50,7 @@ def _present(body: Json, names: tuple[str, ...]) -> Json:
 def _digest(content: Json) -> str:
     if not content:
         return NOTHING
-    raw = orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
+    raw = dumps(content, orjson.OPT_SORT_KEYS)
     return _known(raw) if len(raw) <= SHORT else _hashed(raw)
 
 

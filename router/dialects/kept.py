@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 from router.conversations.identity import Header, Identity
 from router.conversations.said import Json
 from router.conversations.store import Shelf, StoreError
+from router.exact_json import dumps, loads
 from router.flows.errors import BadRequestError, StoreFailedError
 
 VERSION = 1
@@ -52,7 +53,7 @@ class Responses:
         if self._shelf is None:
             return
         try:
-            raw = orjson.dumps({"v": VERSION, **msgspec.structs.asdict(kept)})
+            raw = dumps({"v": VERSION, **msgspec.structs.asdict(kept)})
             await self._shelf.put(_key(tenant, name), raw, self._seconds)
         except (StoreError, orjson.JSONEncodeError):
             return
@@ -86,7 +87,7 @@ class Responses:
 def _read(raw: bytes) -> KeptResponse | None:
     """Total: None for what this version did not write."""
     try:
-        content = orjson.loads(raw)
+        content = loads(raw)
         if not isinstance(content, dict) or "v" not in content:
             return None
         return msgspec.convert(content, KeptResponse)

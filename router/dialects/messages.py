@@ -13,6 +13,7 @@ import orjson
 from router.conversations.said import Json
 from router.dialects.fields import items, mapping, plain, text, unknown, wrong
 from router.dialects.story import Block, Does, Kind, Step, Story
+from router.exact_json import dumps, loads
 
 PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
 # Read here, or without a meaning for an engine; anything else goes to it as it is.
@@ -232,7 +233,7 @@ def _url(source: Json, where: str) -> str:
 
 def _written(content: Json, where: str) -> str:
     try:
-        return orjson.dumps(content).decode()
+        return dumps(content).decode()
     except orjson.JSONEncodeError:
         raise wrong(where, "nested too deep") from None
 
@@ -335,7 +336,7 @@ def _delta(step: Step) -> Json:
 def _arguments(written: str) -> Json:
     """A model may write what is no JSON: then its words are shown as they are."""
     try:
-        read = orjson.loads(written or "{}")
+        read = loads(written.encode("utf-8", "surrogatepass") or b"{}")
     except orjson.JSONDecodeError:
         return {"INVALID_JSON": written}
     return read if isinstance(read, dict) else {"INVALID_JSON": written}
@@ -361,5 +362,5 @@ def _usage(story: Story) -> Json:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    content = orjson.dumps({"type": kind, **fields})
+    content = dumps({"type": kind, **fields})
     return b"event: %b\ndata: %b\n\n" % (kind.encode("ascii"), content)

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-import orjson
-
 from router.conversations.said import Json
 from router.dialects.fields import items, mapping, plain, text, unknown, wrong
 from router.dialects.story import Block, Does, Kind, Step, Story
+from router.exact_json import dumps
 
 PATH = "/v1/responses"
 MAX_OUTPUT = "max_output_tokens"
@@ -374,7 +373,7 @@ class Telling:
         return {"item_id": self._id(block), "output_index": block.number, "content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        content = orjson.dumps({"type": kind, "sequence_number": self._number, **fields})
+        content = dumps({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode("ascii"), content)
 

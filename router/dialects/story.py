@@ -14,6 +14,7 @@ from typing import NamedTuple
 import orjson
 
 from router.conversations.said import Json
+from router.exact_json import dumps
 
 # Finish reasons of an answer that is one, and of one that the engine has broken off.
 FINISHES = frozenset(("stop", "length", "tool_calls", "function_call", "content_filter"))
@@ -128,7 +129,7 @@ class Story:
     def _keep_logprobs(self, given: list[object]) -> None:
         """Unless they cannot be said again: nested beyond 250 levels."""
         try:
-            self._size += len(orjson.dumps(given))
+            self._size += len(dumps(given))
         except orjson.JSONEncodeError:
             return
         if self._size <= MOST:

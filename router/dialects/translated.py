@@ -18,6 +18,7 @@ from router.dialects import messages, responses
 from router.dialects.fields import text
 from router.dialects.kept import KeptResponse, Responses
 from router.dialects.story import Step, Story
+from router.exact_json import dumps
 from router.flows.bodies import write
 from router.flows.content import check_json
 from router.flows.errors import UntoldFinishError, error_body, type_of_status
@@ -250,7 +251,7 @@ class Translated(Before):
             await self._front.respond(status, given, told + b"".join(speaker.end()))
             return
         try:
-            whole = orjson.dumps(speaker.whole(content))
+            whole = dumps(speaker.whole(content))
         except orjson.JSONEncodeError as error:
             raise BrokenAnswerError(STRANGE) from error
         if speaker.story.error is not None:
@@ -264,9 +265,9 @@ class Translated(Before):
         if not isinstance(error, dict) or not isinstance(error.get("message"), str):
             error = _own_error(status, error, body)
         try:
-            told = orjson.dumps(self._speaker.failed(status, error))
+            told = dumps(self._speaker.failed(status, error))
         except orjson.JSONEncodeError:
-            told = orjson.dumps(self._speaker.failed(status, _own_error(status, STRANGE, b"")))
+            told = dumps(self._speaker.failed(status, _own_error(status, STRANGE, b"")))
         await self._front.respond(status, _with_type(headers, b"application/json"), told)
 
     def _translated(self, block: bytes) -> bytes:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import orjson
 
+from router.exact_json import dumps
 from router.flows.errors import BadRequestError
 from router.flows.fields import MAX_COMPLETION_TOKENS, MIN_TOKENS
 from router.flows.journal import Journal
@@ -48,7 +49,7 @@ ONE_TOKEN = b'"max_tokens":1,"stream":false,' + NO_THRESHOLD
 ONE_COMPLETION_TOKEN = b'"max_completion_tokens":1'
 # The token that it samples is the answer's first: so it is what the client would get.
 ONE_AT_LEAST = b'"min_tokens":1'
-KEEP_BLOCKS = b'"kv_transfer_params":' + orjson.dumps(PREFILL_PARAMS)
+KEEP_BLOCKS = b'"kv_transfer_params":' + dumps(PREFILL_PARAMS)
 
 
 # Bytes of which a copy costs less than a view.
@@ -152,7 +153,7 @@ def _field(name: str, value: Mapping[str, object]) -> bytes:
 def write(content: Mapping[str, object]) -> bytes:
     """Raises BadRequestError for what can be read but not written: nesting beyond 250 levels."""
     try:
-        return orjson.dumps(content)
+        return dumps(content)
     except orjson.JSONEncodeError as error:
         raise BadRequestError(f"the body cannot be forwarded: {error}") from error
 

@@ -22,6 +22,7 @@ import orjson
 
 from router.conversations.conversations import Turn
 from router.conversations.said import Json, Said, events_in, parsed, said_by, said_in
+from router.exact_json import dumps
 from router.fleet.engine import Engine
 from router.flows import headers, reemit
 from router.flows.errors import EngineUnavailableError, PreemptedError
@@ -243,7 +244,7 @@ def note_done(request: Request) -> None:
 def _written(content: Json) -> bytes:
     """Raises BrokenAnswerError for what can be read but not written: nesting beyond 250 levels."""
     try:
-        return orjson.dumps(content)
+        return dumps(content)
     except orjson.JSONEncodeError as error:
         raise BrokenAnswerError(f"it cannot be passed on: {error}") from error
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import orjson
 
 from router.conversations.said import parsed
+from router.exact_json import dumps
 from router.flows import headers as head
 from router.flows import reemit
 from router.flows.deliver import EVENT_STREAM
@@ -249,4 +250,4 @@ def _told(status: int, content: Body, asked: Body) -> bytes:
         return reemit.events(content, asked)
     if status >= 400 and "error" not in content:
         content = {"error": content}
-    return b"data: " + orjson.dumps(content) + b"\n\n"
+    return b"data: " + dumps(content) + b"\n\n"

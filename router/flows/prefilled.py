@@ -13,6 +13,7 @@ import msgspec
 import orjson
 
 from router.conversations.said import cached_tokens_of, prompt_tokens_of
+from router.exact_json import dumps, loads
 from router.flows.begun import WIDTH, begun_in
 from router.flows.handover import LENGTH, STOP, finish_in
 from router.upstream.errors import BrokenAnswerError
@@ -73,7 +74,7 @@ class Params(Value, frozen=True):
     def not_beginning(self) -> Params:
         """For a decoder that cannot, or that reads ids in another way."""
         content = {name: value for name, value in self.content.items() if name != "begun"}
-        return Params(orjson.dumps(content))
+        return Params(dumps(content))
 
 
 def with_field(params: Params | None, field: bytes) -> Params:
@@ -147,6 +148,6 @@ class Prefilled:
 
 def _read(raw: bytes) -> object:
     try:
-        return orjson.loads(raw)
+        return loads(raw)
     except orjson.JSONDecodeError:
         return None

@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 from uuid import uuid4
 
-import orjson
-
+from router.exact_json import dumps
 from router.fleet.engine import Engine
 from router.fleet.learned import Coordinates
 from router.flows.prefilled import Params
@@ -51,7 +50,7 @@ def push_of(request: Request, prefiller: Engine, decoder: Engine, forced: bool) 
         # As its answer would show. Else the decoder takes it for a stock engine, which cannot be
         # told that a turn is gone, and keeps each for its whole time, though it be to leave.
         params["proves_prefix"] = True
-    return Push(leg_id, transfer_id, pinned, Params(orjson.dumps(params)))
+    return Push(leg_id, transfer_id, pinned, Params(dumps(params)))
 
 
 def _rank(request: Request, prefiller: Engine) -> tuple[Coordinates, bytes] | None:

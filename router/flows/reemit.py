@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
-
+from router.exact_json import dumps
 from router.flows.request import Body
 
 DONE = b"data: [DONE]\n\n"
@@ -37,7 +36,7 @@ def events(answer: Body, request: Body) -> bytes:
     ]
     if with_usage:
         chunks.append({**head, "choices": [], "usage": answer.get("usage")})
-    return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks) + DONE
+    return b"".join(b"data: " + dumps(chunk) + b"\n\n" for chunk in chunks) + DONE
 
 
 def _pieces(choice: Body) -> list[Body]:

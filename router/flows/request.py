@@ -11,6 +11,7 @@ import orjson
 
 from router.callers.door import Stay
 from router.conversations.conversations import Conversations, Turn
+from router.exact_json import loads
 from router.flows.content import check_json
 from router.flows.errors import BadRequestError
 from router.flows.exchange import Exchange
@@ -175,7 +176,7 @@ class Request(Thing):
 def parse_body(raw: bytes) -> Body:
     """The request's JSON object. Raises BadRequestError."""
     try:
-        body = orjson.loads(raw)
+        body = loads(raw)
     except orjson.JSONDecodeError as error:
         raise BadRequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):

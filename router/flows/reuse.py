@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.conversations.conversations import Turn
-from router.conversations.entry import Entry
+from router.conversations.entry import MOST, Entry
 from router.conversations.guard import Fit, Verdict, cut, judge
 from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet
@@ -27,7 +27,7 @@ class Offer(Value, frozen=True):
     @property
     def tokens(self) -> int:
         held = None if self.params is None else self.params.get("remote_num_tokens")
-        return held if type(held) is int and held > 0 else 0
+        return held if type(held) is int and 0 < held <= MOST else 0
 
 
 class Reuse(Value, frozen=True):

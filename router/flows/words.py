@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import orjson
 
+from router.exact_json import dumps, loads
 from router.flows.fields import MAX_COMPLETION_TOKENS, MAX_TOKENS
 
 # vLLM to 0.14.
@@ -33,7 +34,7 @@ IN_ALL = re.compile(
 def in_own_terms(answer: bytes, asked: Mapping[str, object]) -> bytes:
     """The answer itself, unless it speaks of the one token that the client did not ask for."""
     try:
-        content = orjson.loads(answer)
+        content = loads(answer)
     except orjson.JSONDecodeError:
         return answer
     error = content.get("error", content) if isinstance(content, dict) else None
@@ -44,7 +45,7 @@ def in_own_terms(answer: bytes, asked: Mapping[str, object]) -> bytes:
     if said == message:
         return answer
     error["message"] = said
-    return orjson.dumps(content)
+    return dumps(content)
 
 
 def own_message(message: str, most: int | None) -> str:

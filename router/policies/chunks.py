@@ -14,6 +14,8 @@ from typing import Any
 
 import orjson
 
+from router.exact_json import dumps
+
 Body = dict[str, Any]
 
 TOKENS = 256
@@ -141,7 +143,7 @@ def _part_text(part: object) -> str:
 
 def _dump(value: object) -> str:
     try:
-        return orjson.dumps(value).decode()
+        return dumps(value).decode()
     except orjson.JSONEncodeError:
         return ""
 

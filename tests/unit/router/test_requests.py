@@ -46,7 +46,6 @@ def check_error(head: bytes, body: bytes, status: int) -> None:
         b"null",
         b"7",
         b'{"a": NaN}',
-        b'{"a": 1e999}',
         b'{"a": "\\ud800"}',
         b'{"a": "\xff"}',
         b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}",
