@@ -16,11 +16,11 @@ from router.upstream.answer import Answer
 from router.upstream.deadlines import Deadlines, now
 from router.upstream.errors import UpstreamError
 from router.upstream.pool import EnginePool, PoolLimits
+from router.upstream.sse import EVENT_LIMIT
 
 PATH = "/v1/chat/completions"
 DONE = b"[DONE]"
 LARGEST_ERROR = 64 * 1024
-LONGEST_EVENT = 16 * 1024 * 1024
 LIMITS = PoolLimits(
     connect_timeout=10.0, idle_connections=1024, idle_age=60.0, header_limit=64 * 1024
 )
@@ -121,7 +121,7 @@ class Reading:
     def write(self, block: bytes, last: bool) -> None:
         moment = self._clock()
         *events, self._rest = (self._rest + block).replace(b"\r\n", b"\n").split(b"\n\n")
-        if len(self._rest) > LONGEST_EVENT:
+        if len(self._rest) > EVENT_LIMIT:
             self._problem, self._rest = "an event without end", b""
         for event in events:
             self._event(event, moment)

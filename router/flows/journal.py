@@ -23,7 +23,7 @@ from typing import Protocol
 from router.flows.begun import WIDTH, Begun
 from router.flows.prefilled import PROMPT_IDS, Params, with_field
 from router.upstream.answer import Tap
-from router.upstream.sse import end_of_last_event
+from router.upstream.sse import EVENT_LIMIT, end_of_last_event
 
 # What is not known of the prompt yet has to be told, too.
 OUTPUT, ALL = b'"output"', b'"all"'
@@ -46,7 +46,7 @@ ID = re.compile(rb'^data: ?\{\s*"id"\s*:\s*("[^"\\]*")', re.MULTILINE)
 CREATED = re.compile(rb'"created"\s*:\s*\d+')
 END = b"\n\n"
 # Bytes behind a finish, which wait for the stream's end: a turn's params grow with its prompt.
-MOST_HELD = 8 * 1024 * 1024
+MOST_HELD = EVENT_LIMIT
 
 
 class Room(Protocol):

@@ -21,11 +21,12 @@ from router.upstream.deadlines import Deadlines, now
 from router.upstream.errors import (
     AnswerTimeoutError,
     AnswerTooLargeError,
+    EventTooLargeError,
     ReaderStalledError,
     SilenceError,
     UpstreamError,
 )
-from router.upstream.sse import HOLD_LIMIT, HOLD_LIMIT_OF_IDS, EventGate
+from router.upstream.sse import EventGate, end_of_last_event
 
 Headers = Sequence[tuple[bytes, bytes]]
 HIGH_WATER = 256 * 1024
@@ -210,14 +211,33 @@ class Answer:
     async def until(self, enough: Callable[[bytes], bool]) -> bytes:
         """What has come so far, left in place, as soon as `enough` of it is here.
 
-        Or when all is here, or HIGH_WATER bytes. Raises UpstreamError.
+        Or when all is here, or HIGH_WATER bytes, of a stream in whole events. Raises UpstreamError.
         """
         while True:
             self.check()
             block = self.held()
-            if self._done or len(block) > HIGH_WATER or enough(block):
+            if self._done or enough(block):
                 return block
+            ended = end_of_last_event(block) if self.is_event_stream else len(block)
+            if ended > HIGH_WATER:
+                return block
+            if self.is_event_stream:
+                await self._end_of_event(block[ended:])
+            else:
+                await self._news()
+
+    async def _end_of_event(self, begun: bytes) -> None:
+        """Return when a started event has ended, or the body. Raises UpstreamError."""
+        gate, looked_at = EventGate(), len(self._held)
+        passed = gate.passing(begun)
+        while not passed and not self._done:
+            if self._held_size > HIGH_WATER:  # reading has stopped, and this event is not all here
+                self._wire.resume()
             await self._news()
+            self.check()
+            for piece in self._held[looked_at:]:
+                passed += gate.passing(piece)
+            looked_at = len(self._held)
 
     async def relay(self, sink: Sink, idle: float, latest: float) -> None:
         """Passes the body to `sink` as it arrives, until it ends.
@@ -228,11 +248,11 @@ class Answer:
         self._sink, self._idle, self._latest = sink, idle, latest
         self._recent = deque(maxlen=LAST_BLOCKS)
         if self.is_event_stream:
-            self._gate = EventGate(HOLD_LIMIT if self.journal is None else HOLD_LIMIT_OF_IDS)
+            self._gate = EventGate()
         self._pass_on(sink, self._take())
+        self.check()
         if self._done:
             return
-        self.check()
         self.deadlines.watch(self)
         if not self._stalled:
             self._wire.resume()
@@ -306,7 +326,13 @@ class Answer:
         deadline = now() + self._idle
         self.deadline = deadline if deadline < self._latest else self._latest
         if self._gate is not None:
-            block = self._gate.passing(block)
+            try:
+                block = self._gate.passing(block)
+            except EventTooLargeError as error:
+                self.error = error
+                self.close()
+                self._wake()
+                return
             if self._done:
                 block += self._gate.rest()
         if block and self._recent is not None:

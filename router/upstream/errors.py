@@ -13,7 +13,8 @@ UpstreamError
 ├── AnswerTimeoutError           the engine was asked and did not answer in time
 │   └── SilenceError             not even with the beginning of an answer
 ├── BrokenAnswerError            not HTTP, ended early, or contradicts itself
-│   └── AnswerTooLargeError      more than the router is willing to hold
+│   ├── AnswerTooLargeError      more than the router is willing to hold
+│   └── EventTooLargeError       the same of one event of a stream
 └── ReaderStalledError           the client stopped reading, so the engine's answer cannot be taken
 
 `kind` is a metric label; `phrase` says it to a client, which is told neither addresses nor details.
@@ -89,6 +90,10 @@ class BrokenAnswerError(UpstreamError):
 class AnswerTooLargeError(BrokenAnswerError):
     kind = "answer_too_large"
     phrase = "sent too large an answer"
+
+
+class EventTooLargeError(BrokenAnswerError):
+    phrase = "sent too large an event"
 
 
 class ReaderStalledError(UpstreamError):

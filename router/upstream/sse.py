@@ -5,40 +5,75 @@ https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-inte
 
 from __future__ import annotations
 
+from router.upstream.errors import EventTooLargeError
+
 BOUNDARIES = (b"\n\n", b"\r\n\r\n", b"\r\r")
-HOLD_LIMIT = 256 * 1024
-# Where a comment tells the ids of a whole prompt, four characters each: two million of them.
-HOLD_LIMIT_OF_IDS = 8 * 1024 * 1024
+# Bytes of the longest boundary that may have come without its last byte.
+SEAM = 3
+# Bytes of one event. The largest that engines send tell the ids of a whole prompt, four characters
+# for each: of two million tokens they take 8 MiB.
+EVENT_LIMIT = 16 * 1024 * 1024
 
 
 class EventGate:
-    """Lets whole events pass and holds a started one back until its end is here.
+    """Pass whole events and hold a started one back until its end is here.
 
-    So a stream that breaks inside an event can still end with a well-formed error event. A stream
-    without any boundary in `limit` bytes is no event stream, and passes as it comes.
+    So whatever reads the events behind a gate never sees a piece of one, and a stream that breaks
+    inside an event can still end with a well-formed error event. An event is put together once,
+    however many reads it came in.
     """
 
-    __slots__ = ("_held", "_limit")
+    __slots__ = ("_held", "_limit", "_seam", "_size")
 
-    def __init__(self, limit: int = HOLD_LIMIT) -> None:
-        self._held = b""
+    def __init__(self, limit: int = EVENT_LIMIT) -> None:
+        self._held: list[bytes] = []
+        self._size = 0
+        # The end of what is held: a boundary may begin there.
+        self._seam = b""
         self._limit = limit
 
     def passing(self, block: bytes) -> bytes:
-        if self._held:
-            block, self._held = self._held + block, b""
+        """Return the whole events so far. Raises EventTooLargeError."""
+        if self._size:
+            return self._with_held(block)
         if block.endswith(BOUNDARIES):
             return block
         cut = end_of_last_event(block)
-        if len(block) - cut > self._limit:
-            return block
-        self._held = block[cut:]
+        self._hold(block[cut:])
         return block[:cut]
 
     def rest(self) -> bytes:
-        held, self._held = self._held, b""
+        """Return the event that has not ended."""
+        held = b"".join(self._held)
+        self._held, self._size, self._seam = [], 0, b""
         return held
+
+    def _with_held(self, block: bytes) -> bytes:
+        cut = end_of_last_event(self._seam + block) - len(self._seam)
+        if cut <= 0:
+            self._hold(block)
+            return b""
+        events = self.rest() + block[:cut]
+        if len(events) > self._limit and _end_of_first_event(events) > self._limit:
+            raise self._too_large()
+        self._hold(block[cut:])
+        return events
+
+    def _hold(self, piece: bytes) -> None:
+        self._size += len(piece)
+        if self._size > self._limit:
+            raise self._too_large()
+        if piece:
+            self._held.append(piece)
+            self._seam = (self._seam + piece[-SEAM:])[-SEAM:]
+
+    def _too_large(self) -> EventTooLargeError:
+        return EventTooLargeError(f"an event of more than {self._limit} bytes")
 
 
 def end_of_last_event(block: bytes) -> int:
     return max(at + len(mark) if (at := block.rfind(mark)) >= 0 else 0 for mark in BOUNDARIES)
+
+
+def _end_of_first_event(block: bytes) -> int:
+    return min(at + len(mark) for mark in BOUNDARIES if (at := block.find(mark)) >= 0)

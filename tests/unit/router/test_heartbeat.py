@@ -138,27 +138,22 @@ async def test_so_is_the_one_between_two_events_but_no_event_is_split(
     assert event("b") + COMMENT in stream.body
 
 
-async def test_a_stream_without_events_is_never_split(router: Router, d: MockEngine) -> None:
-    """Beyond what is held for an event's end, bytes pass as they come."""
+async def test_comments_stand_before_a_large_event_that_is_under_way(
+    router: Router, d: MockEngine
+) -> None:
     gate, half = asyncio.Event(), b"data: " + b"x" * 300_000
 
     async def script(request: Received, peer: Peer) -> None:
         await peer.send(STREAM_HEAD + chunk(half))
         await gate.wait()
-        await peer.send(chunk(b"y\n\n") + END)
+        await peer.send(chunk(b"y\n\n") + chunk(DONE) + END)
 
     d.scripts = [script]
-    async with router.socket() as client:
-        await client.send(post(STREAM))
-        body = b""
-        async with asyncio.timeout(5):
-            while body.count(b"x") < 300_000:
-                body += await client.reader.read(2**20)
-            await asyncio.sleep(3 * INTERVAL)
-            gate.set()
-            while not body.endswith(END):
-                body += await client.reader.read(2**20)
-        assert COMMENT not in body
+    stream = Stream(await asking(router))
+    await stream.until_heard(2)
+    assert stream.body.replace(COMMENT, b"") == b""
+    gate.set()
+    assert await stream.rest() == half + b"y\n\n" + DONE
 
 
 @pytest.mark.parametrize("fields", [{}, {"conversation_id": "c"}], ids=["", "turn"])

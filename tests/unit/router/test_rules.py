@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from itertools import pairwise
 
 import httptools
 import orjson
@@ -28,8 +29,8 @@ from router.telemetry.record import Record
 from router.telemetry.throttle import Throttle
 from router.telemetry.usage import tokens_of, usage_in
 from router.upstream import errors as upstream
-from router.upstream.errors import BrokenAnswerError
-from router.upstream.sse import HOLD_LIMIT, EventGate
+from router.upstream.errors import BrokenAnswerError, EventTooLargeError
+from router.upstream.sse import EventGate, end_of_last_event
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(),
@@ -151,18 +152,32 @@ def test_headers_nominated_by_connection_stay() -> None:
     assert headers.read(given)[1] == b"x-three: 3\r\n"
 
 
-@given(st.lists(st.sampled_from([b"data: a\n\n", b"data: b\r\n\r\n", b": c\n", b"data:"])))
-def test_a_gate_loses_nothing_and_cuts_between_events(pieces: list[bytes]) -> None:
-    gate = EventGate()
-    passed = [gate.passing(piece) for piece in pieces]
-    assert all(not block or block.endswith((b"\n\n", b"\r\n\r\n")) for block in passed)
-    assert b"".join(passed) + gate.rest() == b"".join(pieces)
+@given(
+    st.lists(st.sampled_from([b"data: a\n\n", b"data: b\r\n\r\n", b": c\n", b"data:", b"x\r\r"])),
+    st.lists(st.integers(0, 100)),
+)
+def test_a_gate_loses_nothing_and_cuts_between_events(events: list[bytes], cuts: list[int]) -> None:
+    gate, stream = EventGate(), b"".join(events)
+    places = sorted({0, len(stream), *(at for at in cuts if at < len(stream))})
+    passed = b""
+    for start, end in pairwise(places):
+        passed += gate.passing(stream[start:end])
+        assert passed == stream[: end_of_last_event(stream[:end])]
+    assert passed + gate.rest() == stream
 
 
-def test_a_stream_without_events_passes_a_gate() -> None:
-    gate = EventGate()
-    passed = b"".join(gate.passing(b"x" * 10_000) for _ in range(100))
-    assert len(passed) > 1_000_000 - HOLD_LIMIT - 1
+@pytest.mark.parametrize("size", [1, 7, 999])
+@pytest.mark.parametrize("ending", [b"\n\n", b"\r\n\r\n", b"\r\r", b""])
+def test_a_gate_refuses_an_event_above_its_limit(size: int, ending: bytes) -> None:
+    def passed(length: int) -> bytes:
+        gate, event = EventGate(1000), b"x" * (length - len(ending)) + ending
+        stream = event + b"data: y\n\n"
+        return b"".join(gate.passing(stream[at : at + size]) for at in range(0, 2000, size))
+
+    if ending:
+        assert len(passed(1000)) == 1009
+    with pytest.raises(EventTooLargeError):
+        passed(1001)
 
 
 def _leaves(kind: type[Exception]) -> list[type[Exception]]:
