@@ -82,7 +82,8 @@ compiled: $(STAMP)
 # The tests that send whole requests. A plan is tested with doubles, which compiled functions do
 # not take.
 COMPILED := $(addprefix tests/unit/router/,api conversations dialects flows upstream test_front.py \
-	test_hostile.py test_preempted.py test_resume.py test_stalled.py test_traces.py)
+	test_exact_json.py test_hostile.py test_large_events.py test_preempted.py test_resume.py \
+	test_stalled.py test_traces.py)
 
 # FAST= runs the slow ones, too.
 FAST = -m "not slow and not nightly"
