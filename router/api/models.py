@@ -7,12 +7,14 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from router.api.guard import CALLER
 from router.callers.keys import Key
+from router.conversations.said import parsed
+from router.exact_json import dumps
 from router.fleet.engine import Engine
-from router.fleet.probes import ANSWER_LIMIT, Model, json_of, models_in
+from router.fleet.probes import ANSWER_LIMIT, Model, models_in
 from router.fleet.spec import LEGS, Role
 from router.flows.errors import NoEngineError, UnknownModelError
 from router.flows.gateway import Gateway
@@ -34,7 +36,7 @@ async def models(request: Request) -> Response:
     found = await _models(request)
     if isinstance(found, Response):
         return found
-    return JSONResponse({"object": "list", "data": found})
+    return _json({"object": "list", "data": found})
 
 
 @router.get("/v1/models/{name:path}", summary="One of them")
@@ -44,7 +46,7 @@ async def one_model(name: str, request: Request) -> Response:
         return found
     for model in found:
         if model["id"] == name:
-            return JSONResponse(model)
+            return _json(model)
     raise UnknownModelError(name)
 
 
@@ -59,7 +61,7 @@ async def _models(request: Request) -> Sequence[Model] | Response:
     lists = [
         (told.engine, found)
         for told in answers
-        if told.answer.status == 200 and (found := models_in(json_of(told.answer))) is not None
+        if told.answer.status == 200 and (found := models_in(parsed(told.answer.body))) is not None
     ]
     if lists:
         alone = gateway.limits.without_prefiller == "decode"
@@ -90,6 +92,10 @@ def served(lists: Iterable[tuple[Engine, Sequence[Model]]], alone: bool) -> Sequ
         if Role.DECODE in plays and (alone or Role.PREFILL in plays)
     }
     return [model for name, model in found.items() if name in complete]
+
+
+def _json(content: object) -> Response:
+    return Response(dumps(content), media_type="application/json")
 
 
 async def _ask(engine: Engine, shown: str) -> Told | None:

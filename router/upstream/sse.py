@@ -23,18 +23,15 @@ class EventGate:
     however many reads it came in.
     """
 
-    __slots__ = ("_held", "_limit", "_seam", "_size")
+    __slots__ = ("_held", "_limit")
 
     def __init__(self, limit: int = EVENT_LIMIT) -> None:
-        self._held: list[bytes] = []
-        self._size = 0
-        # The end of what is held: a boundary may begin there.
-        self._seam = b""
+        self._held = bytearray()
         self._limit = limit
 
     def passing(self, block: bytes) -> bytes:
         """Return the whole events so far. Raises EventTooLargeError."""
-        if self._size:
+        if self._held:
             return self._with_held(block)
         if block.endswith(BOUNDARIES):
             return block
@@ -44,28 +41,27 @@ class EventGate:
 
     def rest(self) -> bytes:
         """Return the event that has not ended."""
-        held = b"".join(self._held)
-        self._held, self._size, self._seam = [], 0, b""
+        held = bytes(self._held)
+        self._held.clear()
         return held
 
     def _with_held(self, block: bytes) -> bytes:
-        cut = end_of_last_event(self._seam + block) - len(self._seam)
+        seam = bytes(self._held[-SEAM:])
+        cut = end_of_last_event(seam + block) - len(seam)
         if cut <= 0:
             self._hold(block)
             return b""
-        events = self.rest() + block[:cut]
+        self._held += block[:cut]
+        events = self.rest()
         if len(events) > self._limit and _end_of_first_event(events) > self._limit:
             raise self._too_large()
         self._hold(block[cut:])
         return events
 
     def _hold(self, piece: bytes) -> None:
-        self._size += len(piece)
-        if self._size > self._limit:
+        self._held += piece
+        if len(self._held) > self._limit:
             raise self._too_large()
-        if piece:
-            self._held.append(piece)
-            self._seam = (self._seam + piece[-SEAM:])[-SEAM:]
 
     def _too_large(self) -> EventTooLargeError:
         return EventTooLargeError(f"an event of more than {self._limit} bytes")

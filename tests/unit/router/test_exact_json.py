@@ -227,6 +227,16 @@ async def test_numbers_of_an_answer_that_becomes_a_stream(
     assert list(data_in(rest))[-1]["choices"][0]["logprobs"] == {"content": WRITTEN}
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/m"])
+async def test_numbers_of_models_are_listed_as_engines_wrote_them(
+    router: Router, p: MockEngine, d: MockEngine, path: str
+) -> None:
+    p.contexts = d.contexts = {"m": 25000000000000000001}
+    answer = await router.client.get(path)
+    assert answer.headers["content-type"] == "application/json"
+    assert '"max_model_len":25000000000000000001' in answer.text
+
+
 ASKS: dict[str, tuple[str, object]] = {
     "/v1/completions": ("prompt", "hi"),
     CHAT: ("messages", HI),
