@@ -14,6 +14,7 @@ from typing import Protocol, cast
 import httptools
 
 from router.upstream.answer import Answer, Headers
+from router.upstream.deadlines import now
 from router.upstream.errors import (
     BrokenAnswerError,
     DisconnectedError,
@@ -23,6 +24,10 @@ from router.upstream.errors import (
 from router.upstream.repeated import LENGTH, Header, Repeated, without_length
 
 NO_BODY = frozenset((204, 304))
+# Seconds after a request was sent in which the loss of a kept connection still means that the
+# engine had closed it before. The engine's FIN or reset needs one way through the network, and this
+# process a moment to look. A connection that is lost later had an engine that could work.
+STALE_WITHIN = 0.25
 
 
 class Owner(Protocol):
@@ -39,12 +44,12 @@ class EngineConnection(asyncio.Protocol):
 
     __slots__ = ("_answer", "_complete", "_head_done", "_header_limit", "_headers", "_heard",
                  "_hung_up", "_may_stay", "_overhead", "_owner", "_parser", "_pieces",
-                 "_repeated", "_until_close", "idle_since", "loop", "on_body",
+                 "_repeated", "_until_close", "asked_at", "idle_since", "loop", "on_body",
                  "transport")  # fmt: skip
 
     def __init__(self, owner: Owner, header_limit: int, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.idle_since = 0.0
+        self.asked_at = self.idle_since = 0.0
         self.transport: asyncio.Transport | None = None
         self._owner = owner
         self._header_limit = header_limit
@@ -68,6 +73,7 @@ class EngineConnection(asyncio.Protocol):
         """Sends a request, or fails its answer: a connection may be lost as soon as it is made."""
         assert self._answer is None, "one request at a time"
         self._heard = False
+        self.asked_at = now()
         answer.deadlines.watch(answer)
         if self.transport is None:
             answer.fail(self._unanswered(None))
@@ -196,7 +202,8 @@ class EngineConnection(asyncio.Protocol):
             transport.abort()
 
     def _unanswered(self, exc: Exception | None) -> DisconnectedError:
-        kind = StaleConnectionError if self.idle_since else DisconnectedError
+        is_stale = self.idle_since and now() - self.asked_at < STALE_WITHIN
+        kind = StaleConnectionError if is_stale else DisconnectedError
         return kind(f"the connection was lost: {exc or 'closed'}")
 
     # httptools.

@@ -8,7 +8,7 @@ UpstreamError
 ├── LocalError                   a limit of ours; nothing was sent, and the engine is not to blame
 │   └── UnresolvedError          no address for its name
 ├── DisconnectedError            the connection died before the first byte of an answer
-│   └── StaleConnectionError     a reused one, which the engine may have closed before it was asked
+│   └── StaleConnectionError     a reused one, lost so soon that the engine had closed it before
 ├── EngineLostError              the engine was declared dead while it was asked
 ├── AnswerTimeoutError           the engine was asked and did not answer in time
 │   └── SilenceError             not even with the beginning of an answer

@@ -124,6 +124,26 @@ async def test_a_failure_before_the_first_byte_does_what_the_table_says(
 
 
 @pytest.mark.parametrize("role", LEGS)
+async def test_an_engine_that_resets_a_kept_connection_late_is_blamed_and_not_asked_again(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, role: Role
+) -> None:
+    async with two_of(role, p, d, start_router) as asked:
+
+        async def resets_late(request: Received, peer: Peer) -> None:
+            for connection in asked.engine.pool._open:
+                connection.asked_at -= 4.0
+            peer.reset()
+
+        asked.first.scripts = [resets_late]
+        assert (await asked.router.complete()).status_code == 200
+        await asked.router.settled()
+        assert (len(asked.legs(asked.first)), len(asked.legs(asked.other))) == (1, 1)
+        assert asked.engine.breaker._bad == 1
+        labels = {"role": role, "kind": "disconnected"}
+        assert asked.router.metric("upstream_errors_total", **labels) == 1
+
+
+@pytest.mark.parametrize("role", LEGS)
 async def test_without_a_descriptor_the_client_is_told_and_no_engine_is_condemned(
     start_router: StartRouter, p: MockEngine, d: MockEngine, role: Role
 ) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
 from router.upstream.answer import Answer
+from router.upstream.connect import KNOWN_OPTIONS
 from router.upstream.connection import EngineConnection
 from router.upstream.errors import (
     BrokenAnswerError,
@@ -51,6 +53,46 @@ async def test_a_kept_connection_that_ends_unheard_is_stale_and_nobody_else_is_a
         await ask(pool)
     assert len(engine.requests) == 2
     assert {request.connection for request in engine.requests} == {1}
+
+
+@pytest.mark.parametrize("script", [saying(b""), reset])
+async def test_a_kept_connection_that_is_lost_late_is_not_stale(
+    pool: EnginePool, engine: MockEngine, script: Callable[[Received, Peer], Awaitable[None]]
+) -> None:
+    """The engine had the request for as long as it takes to work on it."""
+
+    async def late(request: Received, peer: Peer) -> None:
+        (connection,) = pool._open
+        connection.asked_at -= 4.0
+        await script(request, peer)
+
+    await body_of(pool)
+    engine.scripts = [late]
+    with pytest.raises(DisconnectedError) as caught:
+        await ask(pool)
+    assert type(caught.value) is DisconnectedError
+
+
+async def test_a_kept_connection_whose_engine_reads_nothing_of_a_body_is_not_stale(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the same engine would be asked again, and be waited for twice."""
+    last, name, _ = KNOWN_OPTIONS[-1]
+    assert name == socket.TCP_USER_TIMEOUT
+    options = (*KNOWN_OPTIONS[:-1], (last, name, 1000))
+    monkeypatch.setattr("router.upstream.connect.KNOWN_OPTIONS", options)
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(WHOLE)
+
+    async with deaf_engine(answer) as port:
+        pool = start_pool(port)
+        await body_of(pool)
+        assert pool.idle_count
+        async with asyncio.timeout(8):
+            with pytest.raises(DisconnectedError) as caught:
+                await pool.ask(MUCH, soon())
+        assert type(caught.value) is DisconnectedError
 
 
 async def test_a_fresh_connection_is_never_stale(pool: EnginePool, engine: MockEngine) -> None:
