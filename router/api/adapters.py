@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
 
 from router.api.guard import CALLER
 from router.callers import credential
@@ -20,6 +21,7 @@ from router.callers.keys import Key
 from router.fleet.engine import Engine
 from router.flows import headers
 from router.flows.content import check_json
+from router.flows.dispatch import CLIENT_LEFT
 from router.flows.entrance import entered
 from router.flows.errors import (
     BadRequestError,
@@ -86,6 +88,9 @@ async def _everywhere(request: Request, path: str) -> Response:
         answer = await _answer(request, key, record, shared + gateway.engine_line)
         record.status, record.stage = answer.status_code, "done"
         record.outcome = _outcome(answer.status_code)
+    except ClientDisconnect:  # before the end of its body; only other servers pass such a request
+        record.status, record.outcome = CLIENT_LEFT, "disconnected"
+        answer = Response(status_code=CLIENT_LEFT)
     except Exception as error:
         record.status, record.error = shape_of(error).status, f"{type(error).__name__}: {error}"
         record.outcome = "refused" if record.status < 500 else "failed"

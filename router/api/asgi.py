@@ -217,8 +217,10 @@ class BlockQueue:
         if self._size > HIGH_WATER and not last:
             self._answer.pause()
 
-    def stop(self, _: asyncio.Task[None]) -> None:
+    def stop(self, taking: asyncio.Task[None]) -> None:
         """Nothing more will come, whether the last block came or not."""
+        if not taking.cancelled():
+            taking.exception()  # or asyncio logs it, where the client has disconnected meanwhile
         self._stopped = True
         self._changed.set()
 

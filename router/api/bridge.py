@@ -49,7 +49,8 @@ async def answer(
     app: ASGIApp, scope: Scope, outbound: Outbound, refusal: RequestError | None = None
 ) -> None:
     """Runs the application until it has answered. Never raises: what it does wrong is logged, and
-    its client is told as well as what it already got allows."""
+    its client is told as well as what it already got allows. An application does nothing wrong that
+    returns without an answer after its client has disconnected."""
     bridge = Bridge(outbound, scope["method"] == "HEAD", refusal)
     try:
         await app(scope, bridge.receive, bridge.send)
@@ -59,7 +60,7 @@ async def answer(
         if not bridge.is_open:
             await outbound.respond(shape_of(error).status, headers_of(error), body_of(error))
     else:
-        if not bridge.is_open:
+        if not bridge.is_open and not outbound.is_over:
             logger.error("%s %s was not answered", scope["method"], scope["path"])
             await outbound.respond(500, JSON, body_of(Exception()))
     if not outbound.is_over:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 import pytest
 from fastapi.responses import Response, StreamingResponse
 
+from router.flows.passed import FORM_PATHS, JSON_PATHS
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.harness import Router, eventually, post, status_of
+from tests.unit.router.harness import (
+    Router,
+    eventually,
+    post,
+    running_router,
+    settings_for,
+    status_of,
+)
 from tests.unit.router.mock_engine import MockEngine, Peer, Received, usual_prefill
 
 BODY = b'{"prompt":"a"}'
@@ -204,3 +213,67 @@ async def test_a_body_for_the_application_counts_as_held_until_it_has_answered(
         goes_on.set()
         assert (await client.answer())[1] == b"done"
         assert router.gateway.held.size == 0
+
+
+# Clients that disconnect.
+
+JSON_BODY = b"""{
+    "model": "m", "max_tokens": 9, "input": "x",
+    "messages": [{"role": "user", "content": "x"}]
+}"""
+FORM = b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nm\r\n--b--\r\n'
+TYPES = {
+    BODY: b"application/json",
+    JSON_BODY: b"application/json",
+    FORM: b"multipart/form-data; boundary=b",
+}
+ASKED = {
+    "/v1/completions": BODY,
+    "/v1/chat/completions": JSON_BODY,
+    "/v1/messages": JSON_BODY,
+    "/v1/messages/count_tokens": JSON_BODY,
+    "/v1/responses": JSON_BODY,
+    **dict.fromkeys(JSON_PATHS, JSON_BODY),
+    **dict.fromkeys(FORM_PATHS, FORM),
+}
+
+
+@pytest.mark.parametrize("plain_asgi", [False, True], ids=["own front", "plain asgi"])
+async def test_a_client_that_disconnects_before_the_first_byte_is_no_error_in_the_log(
+    p: MockEngine, d: MockEngine, caplog: pytest.LogCaptureFixture, plain_asgi: bool
+) -> None:
+    async def hang(request: Received, peer: Peer) -> None:
+        await peer.wait_left()
+
+    p.usual = d.usual = hang
+    async with running_router(settings_for(p=[p], d=[d]), plain_asgi=plain_asgi) as router:
+        await eventually(lambda: not router.gateway.fleet.missing())
+        for number, (path, body) in enumerate(ASKED.items(), 1):
+            async with router.socket() as client:
+                await client.send(post(body, path, b"content-type: %b\r\n" % TYPES[body]))
+                await eventually(lambda: len(p.requests) + len(d.requests) == number)  # noqa: B023
+            await eventually(lambda: not router.gateway.running)
+        stages = ("prefill", "decode")
+        left = [router.metric("client_disconnects_total", stage=stage) for stage in stages]
+        assert sum(left) == len(ASKED)
+    assert not [
+        record.getMessage() for record in caplog.records if record.levelno > logging.WARNING
+    ]
+
+
+async def test_a_client_that_disconnects_in_its_body_is_no_error_in_the_log(
+    p: MockEngine, d: MockEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other servers than the router's own pass a request on before its body is there."""
+    settings = settings_for(p=[p], d=[d], lora_updates=True)
+    paths = [*ASKED, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
+    async with running_router(settings, plain_asgi=True) as router:
+        for path in paths:
+            async with router.socket() as client:
+                body = ASKED.get(path, JSON_BODY)
+                kind = b"content-type: %b\r\n" % TYPES[body]
+                await client.send(post(body, path, kind)[:-1])
+                assert (await router.client.get("/health")).status_code == 200, "it goes on"
+    assert not [
+        record.getMessage() for record in caplog.records if record.levelno > logging.WARNING
+    ]
