@@ -48,6 +48,7 @@ from router.telemetry.traces import tracer_of
 from router.tls import Secured
 from router.upstream.connect import Tls
 from router.upstream.deadlines import Deadlines
+from router.upstream.memory import AnswerMemory
 from router.upstream.pool import EnginePool, PoolLimits
 from router.watched import Watched
 
@@ -74,7 +75,8 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     has_own = settings.engine_ca_file or settings.engine_certfile
     if has_own and (pair := secured().file) is not None:  # what is wrong there is told at start
         watched["engine_tls"], certificates["engine_tls"] = pair, secured()
-    fleet = _fleet(settings, deadlines, secured)
+    answers = AnswerMemory(settings.max_held_answers)
+    fleet = _fleet(settings, deadlines, secured, answers)
     fleet.new_are_cold = settings.warm_up == EAGER
     fleet.weigh(settings.weights)
     roster = Roster(fleet, sources_of(settings, shared), settings.request_timeout)
@@ -90,9 +92,11 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     metrics.certificate_end.read = lambda: [
         ((name,), one.end) for name, one in certificates.items() if one.end is not None
     ]
-    gateway = Gateway(settings, fleet, metrics, _conversations(settings, store), tracer, door)
+    conversations = _conversations(settings, store)
+    gateway = Gateway(settings, fleet, metrics, conversations, tracer, door, answers)
     metrics.in_flight.set_function(lambda: len(gateway.running))
     metrics.held_bodies.set_function(lambda: gateway.held.size)
+    metrics.held_answers.set_function(lambda: answers.size)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
@@ -267,7 +271,12 @@ def _redis(settings: Settings) -> Shelf:
         raise SettingsError([f"--conversation-store: {error}"]) from error
 
 
-def _fleet(settings: Settings, deadlines: Deadlines, secured: Callable[[], Secured]) -> Fleet:
+def _fleet(
+    settings: Settings,
+    deadlines: Deadlines,
+    secured: Callable[[], Secured],
+    answers: AnswerMemory,
+) -> Fleet:
     """`secured` is asked for where an engine wants it."""
     limits = PoolLimits(
         connect_timeout=settings.connect_timeout,
@@ -280,7 +289,8 @@ def _fleet(settings: Settings, deadlines: Deadlines, secured: Callable[[], Secur
 
     def make_pool(spec: EngineSpec) -> EnginePool:
         tls = Tls(secured().context, name) if spec.tls else None
-        return EnginePool(spec.address.host, spec.address.port, limits, deadlines, tls)
+        address = spec.address
+        return EnginePool(address.host, address.port, limits, deadlines, tls, answers)
 
     secret = settings.engine_secret()
     credential = "" if secret is None else f"Bearer {secret}"

@@ -672,6 +672,13 @@ class Settings(BaseSettings):
         "Largest answer that is held whole: a prefiller's, and errors.",
         "SIZE",
     )
+    max_held_answers: ByteSize = _setting(
+        ByteSize(256 * 1024 * 1024),
+        "Connections",
+        "Most bytes of large answers held whole at once, those of all requests together; an answer "
+        "that goes beyond is answered 503. Answers up to 256 KiB do not count. 0: no limit.",
+        "SIZE",
+    )
 
     conversation_store: Annotated[str, BeforeValidator(_store)] = _setting(
         "memory",
@@ -965,6 +972,10 @@ class Settings(BaseSettings):
             problems.append("--group-weights names a group twice")
         if 0 < self.max_held_bodies < self.max_body_size:
             problems.append("--max-held-bodies is less than --max-body-size: a body would not fit")
+        if 0 < self.max_held_answers < self.max_answer_size:
+            problems.append(
+                "--max-held-answers is less than --max-answer-size: an answer would not fit"
+            )
         if self.workers > 1 and self.conversation_store == "memory":
             problems.append(
                 f"--workers {self.workers} cannot share a conversation store in memory: set "

@@ -26,6 +26,7 @@ class Tunables:
     max_connections: int
     max_engine_prefill_tokens: int
     max_engine_requests: int
+    max_held_answers: int
     max_held_bodies: int
     queue_priorities: bool
     queue_size: int

@@ -49,9 +49,13 @@ class Spoken(Served):
         else:
             exchange.headers = authorized(exchange.headers)
             speaker = of()
-        most = self._gateway.limits.max_answer_size
-        translated = Translated(exchange, speaker, most)
-        await self._serve(exchange, translated, translated.read, scope, receive)
+        gateway = self._gateway
+        most = gateway.limits.max_answer_size
+        translated = Translated(exchange, speaker, most, gateway.answers)
+        try:
+            await self._serve(exchange, translated, translated.read, scope, receive)
+        finally:
+            translated.release()
 
 
 @router.post(responses.PATH, summary="A response", tags=OPENAI, response_class=Response)

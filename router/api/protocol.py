@@ -102,7 +102,7 @@ class RouterProtocol(asyncio.Protocol):
         # Came when there were enough of them.
         self._crowded = False
         # Of a whole answer that the client is slow to read: the bytes that it had not read when it
-        # was last looked at, and until when it must have read them all.
+        # was last looked at, which take memory of answers, and until when it must have read them.
         self._unread = 0
         self._unread_until = NEVER
 
@@ -127,6 +127,7 @@ class RouterProtocol(asyncio.Protocol):
         self._deadlines.drop(self)
         self.gateway.metrics.connections.dec()
         self._inbound.close()
+        self._count_unread(0)
         self._is_closing = True
         outbound, self._answering = self._answering, None
         if outbound is not None:
@@ -305,7 +306,9 @@ class RouterProtocol(asyncio.Protocol):
 
     def _go_on(self) -> None:
         """An answer is out: on to the next request."""
-        self._unread, self._unread_until = 0, NEVER
+        self._unread_until = NEVER
+        if self._unread:
+            self._count_unread(0)
         inbound = self._inbound
         if inbound.requests:
             self._answer_next()
@@ -349,7 +352,7 @@ class RouterProtocol(asyncio.Protocol):
     def _watch_reader(self) -> None:
         """A whole answer is written, and the client has not read it yet."""
         limits = self.gateway.limits
-        self._unread = self.transport.get_write_buffer_size()
+        self._count_unread(self.transport.get_write_buffer_size())
         if self._unread_until == NEVER:
             self._unread_until = now() + limits.request_timeout
         self._watch(min(limits.stream_idle_timeout, self._unread_until - now()))
@@ -368,8 +371,12 @@ class RouterProtocol(asyncio.Protocol):
         if self._answering is None:
             self._go_on()
         else:
-            self._unread, self._unread_until = 0, NEVER
-            self.deadline = NEVER
+            self._count_unread(0)
+            self._unread_until = self.deadline = NEVER
+
+    def _count_unread(self, size: int) -> None:
+        self.gateway.answers.size += size - self._unread
+        self._unread = size
 
     # The connection.
 

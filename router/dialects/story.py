@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from sys import getsizeof
 from typing import NamedTuple
 
 import orjson
@@ -21,6 +22,8 @@ FINISHES = frozenset(("stop", "length", "tool_calls", "function_call", "content_
 BROKEN_OFF = frozenset(("abort", "error", "cache_threshold"))
 # Characters that one answer may have, or it is not for us to keep together.
 MOST = 16 * 1024 * 1024
+# Bytes of memory for one of JSON, where objects are as small as log-probabilities are.
+PER_BYTE = 8
 
 
 class Kind(Enum):
@@ -85,6 +88,8 @@ class Story:
         self.model = ""
         self.error: Json | None = None
         self.logprobs: list[object] = []
+        # Bytes of memory, roughly: text comes in many small strings.
+        self.memory = 0
         self._open: Block | None = None
         self._size = 0
 
@@ -129,14 +134,17 @@ class Story:
     def _keep_logprobs(self, given: list[object]) -> None:
         """Unless they cannot be said again: nested beyond 250 levels."""
         try:
-            self._size += len(dumps(given))
+            size = len(dumps(given))
         except orjson.JSONEncodeError:
             return
+        self._size += size
         if self._size <= MOST:
             self.logprobs += given
+            self.memory += size * PER_BYTE
 
     def _take(self, piece: Piece) -> Iterator[Step]:
         self._size += len(piece.text)
+        self.memory += getsizeof(piece.text)
         if self._size > MOST:
             self.error = {"message": "the answer is too large", "type": "BadGatewayError"}
             return

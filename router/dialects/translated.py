@@ -27,7 +27,13 @@ from router.flows.gateway import Gateway
 from router.flows.request import PASSED, Request, parse_body
 from router.policies.chunks import tokens_of
 from router.upstream.answer import Sink
-from router.upstream.errors import AnswerTooLargeError, BrokenAnswerError
+from router.upstream.errors import (
+    AnswersFullError,
+    AnswerTooLargeError,
+    BrokenAnswerError,
+    UpstreamError,
+)
+from router.upstream.memory import AnswerMemory, Reservation
 
 CHAT, TOKENIZE = "/v1/chat/completions", "/tokenize"
 EVENT_STREAM = b"text/event-stream"
@@ -187,11 +193,13 @@ def authorized(headers: Sequence[Header]) -> Sequence[Header]:
 
 
 class Translated(Before):
-    """`most`: bytes of an answer that is no stream."""
+    """`most`: bytes of an answer that is no stream. `memory`: where what is held of the answer is
+    reserved, until `release`."""
 
-    def __init__(self, front: Exchange, speaker: Speaker, most: int) -> None:
+    def __init__(self, front: Exchange, speaker: Speaker, most: int, memory: AnswerMemory) -> None:
         super().__init__(front)
         self._speaker, self._most = speaker, most
+        self._reservation = Reservation(memory)
         self._is_ended = False
         # Translated by the time that the answer's end could not be told.
         self._unsent = b""
@@ -222,11 +230,11 @@ class Translated(Before):
         self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
     ) -> None:
         if not answer.is_event_stream:
-            whole = Whole(self._most)
+            whole = Whole(answer, self._most, self._reservation)
             await answer.relay(whole, idle, latest)
             await self.respond(status, headers, whole.body())
             return
-        passing = Passing(answer, self._translated)
+        passing = Passing(answer, self._translated, self._has_room)
         await self._front.relay(status, headers, passing, idle, latest)
         if passing.is_over:  # with heartbeats: the end has come by the same way
             try:
@@ -239,6 +247,14 @@ class Translated(Before):
         self._unsent += self._translated(tail)
         self._speaker.require_told()
         await self._end(self._unsent)
+
+    def release(self) -> None:
+        """Nothing of the answer is held any more."""
+        self._reservation.release()
+
+    def _has_room(self) -> bool:
+        """For what has been heard of a stream, all of which its last events repeat."""
+        return self._reservation.resize(self._speaker.story.memory)
 
     async def _tell(self, status: int, headers: Sequence[Header], content: Json) -> None:
         speaker = self._speaker
@@ -295,13 +311,14 @@ class Translated(Before):
 
 
 class Passing:
-    """A Relayed whose blocks are translated, and whose end is not told: something comes after."""
+    """A Relayed whose blocks are translated, and whose end is not told: something comes after. It
+    fails once there is no room for what the translation holds."""
 
     is_event_stream = True
     length: int | None = None
 
-    def __init__(self, answer: Relayed, translate: Translate) -> None:
-        self._answer, self._translate = answer, translate
+    def __init__(self, answer: Relayed, translate: Translate, has_room: Callable[[], bool]) -> None:
+        self._answer, self._translate, self._has_room = answer, translate, has_room
         self._sink: Sink | None = None
         self.is_over = False
 
@@ -314,6 +331,8 @@ class Passing:
         self.is_over = self.is_over or last
         if block and (told := self._translate(block)):
             self._sink.write(told, False)
+        if not self._has_room():
+            self.fail(AnswersFullError("no room for one more large stream"))
 
     def pause(self) -> None:
         self._answer.pause()
@@ -321,25 +340,41 @@ class Passing:
     def resume(self) -> None:
         self._answer.resume()
 
+    def fail(self, error: UpstreamError) -> None:
+        self._answer.fail(error)
+
 
 class Whole:
-    """A Sink that keeps what comes."""
+    """A Sink that keeps what comes of an answer, which fails once that is too much."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, answer: Relayed, most: int, reservation: Reservation) -> None:
+        self._answer, self._most, self._reservation = answer, most, reservation
         self._size = 0
         self._pieces: list[bytes] = []
+        self._error: UpstreamError | None = None
 
     def write(self, block: bytes, last: bool) -> None:
         self._size += len(block)
-        if self._size <= self._most:
+        size = max(self._size, self._answer.length or 0)
+        if self._error is not None:
+            return
+        if size > self._most:
+            self._error = AnswerTooLargeError(f"an answer of more than {self._most} bytes")
+        elif not self._reservation.resize(size):
+            self._error = AnswersFullError("no room for one more large answer")
+        else:
             self._pieces.append(block)
+            return
+        self._pieces.clear()
+        self._reservation.release()
+        self._answer.fail(self._error)
 
     def body(self) -> bytes:
-        """Raises AnswerTooLargeError."""
-        if self._size > self._most:
-            raise AnswerTooLargeError(f"an answer of more than {self._most} bytes")
-        return b"".join(self._pieces)
+        """Raises AnswerTooLargeError, AnswersFullError."""
+        if self._error is not None:
+            raise self._error
+        pieces, self._pieces = self._pieces, []
+        return b"".join(pieces)
 
 
 def _own_error(status: int, error: object, body: bytes) -> Json:

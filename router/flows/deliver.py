@@ -37,6 +37,7 @@ from router.telemetry.usage import NEAR, usage_in
 from router.upstream.answer import LAST_BLOCKS, Answer
 from router.upstream.deadlines import now
 from router.upstream.errors import BrokenAnswerError
+from router.upstream.memory import UNCOUNTED, Reservation
 
 logger = logging.getLogger("disagg_router.flows")
 NEEDLE = b'"kv_transfer_params"'
@@ -151,7 +152,7 @@ async def _relay_turn(
     request.event_stream = request.record.streamed = True
     passed = headers.to_client(answer.headers, request.record.request_id)
     journal = request.journal
-    tail = Tail()
+    tail = Tail(request.reserve(gateway.answers))
     ending = answer.tap = StreamEnd(engine.role, tail, is_generation=True)
     if journal is not None:
         if isinstance(journal.inner, Tail):  # of what another decoder has begun
@@ -284,10 +285,12 @@ class Tail:
 
     Clients stop reading at [DONE], before the body ends. So from the params on, which come with the
     end of the answer, each block waits for the one after it; and the last one, whatever came, waits
-    as `last` until what it ends is kept.
+    as `last` until what it ends is kept. The copy takes memory of answers; where there is no room
+    for it, or it is too large, the turn is kept without what was said.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reservation: Reservation | None = None) -> None:
+        self._reservation = reservation
         self.params: Json | None = None
         self.last = b""
         self._copy: list[bytes] = []
@@ -297,7 +300,7 @@ class Tail:
         if block.find(NEEDLE) >= 0:
             block = self._without_params(block)
         self._size += len(block)
-        if self._size <= COPY_LIMIT:
+        if self._has_room():
             self._copy.append(block)
         if last:
             self.last += block
@@ -316,6 +319,18 @@ class Tail:
         if self.params is None or self._size > COPY_LIMIT:
             return None
         return said_by(events_in(b"".join(self._copy)))
+
+    def _has_room(self) -> bool:
+        if self._size <= UNCOUNTED:
+            return True
+        if self._size > COPY_LIMIT:
+            return False
+        if self._reservation is None or self._reservation.resize(self._size):
+            return True
+        self._size = COPY_LIMIT + 1
+        self._copy.clear()
+        self._reservation.release()
+        return False
 
     def _without_params(self, block: bytes) -> bytes:
         pieces = EVENT_END.split(block)

@@ -23,7 +23,7 @@ from router.policies.route import Route
 from router.telemetry.record import Record
 from router.telemetry.trace import without
 from router.upstream.deadlines import now
-from router.upstream.errors import ReaderStalledError
+from router.upstream.errors import AnswersFullError, ReaderStalledError
 
 logger = logging.getLogger("disagg_router.flows")
 Reading = Callable[[Request, Gateway], Awaitable[None]]
@@ -88,6 +88,8 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: Reading | None = 
             # Of the first leg, where the last one said nothing.
             request.record.first_byte = request.record.first_byte or request.journal.first_byte
             request.journal.close()
+        for reservation in request.reservations or ():
+            reservation.release()
         if request.stay is not None and gateway.door is not None:
             entrance.leave(request, gateway.door)
         _close_books(request.record, gateway)
@@ -178,7 +180,9 @@ async def _refuse(request: Request, gateway: Gateway, error: Exception) -> None:
     record.error = f"{type(error).__name__}: {error}"
     if isinstance(error, errors.CrowdedError):
         gateway.metrics.refusals.add((error.reason,))
-    if isinstance(error, errors.EnginesDiedError):
+    elif isinstance(error, AnswersFullError):
+        gateway.metrics.refusals.add(("answers",))
+    elif isinstance(error, errors.EnginesDiedError):
         gateway.throttle.warn("a request may kill engines", f"{record.request_id}: {error}")
     shape = errors.shape_of(error)
     if shape.status == 500:

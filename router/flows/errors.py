@@ -313,11 +313,12 @@ def body_of(error: Exception) -> bytes:
 
 
 def headers_of(error: Exception) -> Headers:
-    if not isinstance(error, RequestError):
+    if not isinstance(error, RequestError | upstream.AnswersFullError):
         return JSON
     seconds = error.retry_after
     wait = [] if seconds is None else [(b"retry-after", b"%d" % seconds)]
-    return [*JSON, *wait, *error.headers]
+    more = error.headers if isinstance(error, RequestError) else ()
+    return [*JSON, *wait, *more]
 
 
 def event_of(error: Exception) -> bytes:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from router.upstream.answer import Sink
+from router.upstream.errors import UpstreamError
 
 Header = tuple[bytes, bytes]
 
@@ -25,6 +26,8 @@ class Relayed(Protocol):
     async def relay(self, sink: Sink, idle: float, latest: float) -> None: ...
     def pause(self) -> None: ...
     def resume(self) -> None: ...
+    def fail(self, error: UpstreamError) -> None:
+        """Ends `relay` with this error, unless the end has arrived."""
 
 
 class Exchange(Protocol):

@@ -35,6 +35,7 @@ from router.telemetry.record import Record
 from router.telemetry.throttle import Throttle
 from router.telemetry.traces import PATIENCE, Tracer
 from router.upstream.errors import UpstreamError
+from router.upstream.memory import AnswerMemory
 
 PARTING = 2.0
 # A prefiller works at one prompt after the other: with two, the second one waits already.
@@ -60,6 +61,7 @@ class Gateway:
         conversations: Conversations | None = None,
         tracer: Tracer | None = None,
         door: Door | None = None,
+        answers: AnswerMemory | None = None,
     ) -> None:
         """Raises SettingsError for an engine's key that cannot be read."""
         self.settings = settings
@@ -80,6 +82,7 @@ class Gateway:
         self.budget = RetryBudget()
         self.admission = Admission(settings, fleet, metrics) if has_limits(settings) else None
         self.held = Held(settings.max_held_bodies)
+        self.answers = AnswerMemory(settings.max_held_answers) if answers is None else answers
         self.journals = Held(settings.max_resume_memory)
         readers: list[Reader] = [metrics.by_model.take]
         if settings.access_log:
@@ -114,6 +117,7 @@ class Gateway:
             max_connections=settings.max_connections,
         )
         self.held.limit = settings.max_held_bodies
+        self.answers.limit = settings.max_held_answers
         self.journals.limit = settings.max_resume_memory
         if self.admission is not None:
             self.admission.tune(settings)

@@ -24,7 +24,7 @@ from router.flows.limits import Limits
 from router.flows.request import Body, Request
 from router.upstream.answer import Sink
 from router.upstream.deadlines import now
-from router.upstream.errors import BrokenAnswerError, ReaderStalledError
+from router.upstream.errors import BrokenAnswerError, ReaderStalledError, UpstreamError
 from router.upstream.sse import BOUNDARIES
 
 COMMENT = b": heartbeat\n\n"
@@ -74,6 +74,10 @@ class Line:
         self._is_paused = False
         if self._answer is not None:
             self._answer.resume()
+
+    def fail(self, error: UpstreamError) -> None:
+        if self._answer is not None:
+            self._answer.fail(error)
 
     # The answer's side.
 

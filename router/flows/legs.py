@@ -44,6 +44,7 @@ from router.flows.words import in_own_terms
 from router.upstream.answer import Answer
 from router.upstream.deadlines import now
 from router.upstream.errors import BrokenAnswerError, UpstreamError
+from router.upstream.memory import UNCOUNTED
 
 LegError = UpstreamError | EngineError
 LEG_ERRORS = (UpstreamError, EngineError)
@@ -122,6 +123,7 @@ class Legs:
             answer = None if fresh else engine.pool.at_once(message, latest, longest)
             if answer is None:
                 answer = await engine.pool.send(message, latest, fresh=True)
+            del body, message  # of a long prompt they are large, and the answer may take minutes
             await answer.ready()
             if answer.error is not None:
                 raise answer.error
@@ -130,6 +132,7 @@ class Legs:
             raw = answer.whole(limits.max_answer_size)
             if raw is None:
                 raw = await answer.read(limits.max_answer_size)
+                request.keep(answer)
             prefilled = Prefilled(raw)
             self._require_answer(engine, prefilled_word(raw))
             if engine.breaker.succeeded():
@@ -164,7 +167,7 @@ class Legs:
                 self.let_go()
             engine.holding += 1
             self.holder = engine
-            if gateway.tells_moved:
+            if gateway.tells_moved and len(prefilled.params.raw) <= UNCOUNTED:
                 record.offered = prefilled.params.raw
 
     def let_go(self, is_read: bool = False) -> None:
@@ -200,6 +203,7 @@ class Legs:
             answer = None if fresh else engine.pool.at_once(message, latest)
             if answer is None:
                 answer = await engine.pool.send(message, latest, fresh=True)
+            del body, message  # of a long prompt they are large, and the answer may take minutes
             await answer.ready()
             if answer.error is not None:
                 raise answer.error
@@ -276,10 +280,12 @@ class Legs:
         client did, where the engine was asked for one token of it."""
         if self._request.alone == PASSED:  # what it does not do speaks not against it
             body = await answer.read(self._gateway.limits.max_answer_size)
+            self._request.keep(answer)
             raise RejectedError(answer.status, answer.headers, body)
         if answer.status >= 500:
             raise _error_of(engine, answer, await _last_words(answer))
         body = await answer.read(self._gateway.limits.max_answer_size)
+        self._request.keep(answer)
         if asked is not None and answer.status == 400:
             body = in_own_terms(body, asked)
         if answer.status >= 400 and engine.breaker.succeeded():  # it had every right to refuse

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from router.callers.door import Stay
 from router.flows.exchange import Before, Exchange, Header, Relayed
 from router.upstream.answer import Sink
+from router.upstream.errors import UpstreamError
 
 EVENT = b"data: {"
 LIMIT = b"x-ratelimit-"
@@ -53,6 +54,9 @@ class Counted:
 
     def resume(self) -> None:
         self._answer.resume()
+
+    def fail(self, error: UpstreamError) -> None:
+        self._answer.fail(error)
 
 
 class Counting:

@@ -114,6 +114,11 @@ class Prefilled:
         self.raw = answer
         self.is_all = False
 
+    def keep_params(self) -> None:
+        """Forgets the rest, which takes memory as long as a decoder answers."""
+        self.raw = b""
+        self._usage = self._choices = ABSENT
+
     def begin(self) -> str:
         """Makes of what it has sampled the answer's beginning, or all of it (`is_all`), where it
         can be. Says which, for the books."""

@@ -27,6 +27,7 @@ from router.flows.request import COMPLETIONS, KV_PARAMS, Body, Request
 from router.upstream.answer import Answer
 from router.upstream.deadlines import now
 from router.upstream.errors import UpstreamError
+from router.upstream.memory import Reservation
 
 # Seconds that a prefiller whose request was given up may take to say that it had ended by then.
 LATE = 1.0
@@ -95,14 +96,25 @@ async def late_turn(request: Request, gateway: Gateway, engine: Engine, answer: 
 
 async def release(request: Request, gateway: Gateway, name: str, params: Params) -> None:
     """Tells the prefiller of that `name`, itself or through a decoder, that nobody will read. Never
-    raises."""
+    raises. The params are held beyond their request, so they have to find room."""
+    reservation = Reservation(gateway.answers)
+    try:
+        has_room = reservation.resize(len(params.raw))
+        outcome = await _release(request, gateway, name, params) if has_room else "failed"
+        gateway.metrics.releases.labels(outcome).inc()
+    finally:
+        reservation.release()
+
+
+async def _release(request: Request, gateway: Gateway, name: str, params: Params) -> str:
+    """Returns the outcome, as the metric has it."""
     if params.tells_tokens:  # of which nobody here is to begin anything
         params = params.not_beginning()
     prefiller = gateway.fleet.named(name)
     if prefiller is not None and params.is_proven:
         status = await _tell(request, gateway, prefiller, PAGE, {KV_PARAMS: params.fragment})
         if status == 200:
-            return gateway.metrics.releases.labels("done").inc()
+            return "done"
     outcome = "no_decoder"
     group = None if prefiller is None else prefiller.group
     for decoder in _decoders(request, gateway, group):
@@ -110,7 +122,7 @@ async def release(request: Request, gateway: Gateway, name: str, params: Params)
         outcome = "done" if 200 <= status < 500 else "failed"
         if outcome == "done":
             break
-    gateway.metrics.releases.labels(outcome).inc()
+    return outcome
 
 
 def give_up_turn(request: Request, gateway: Gateway, entry: Entry) -> None:

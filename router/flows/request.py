@@ -21,6 +21,8 @@ from router.flows.headers import CONVERSATION_STREAM
 from router.flows.limits import Limits
 from router.policies.chunks import BYTES_PER_TOKEN
 from router.telemetry.record import Record
+from router.upstream.answer import Answer
+from router.upstream.memory import AnswerMemory, Reservation
 from router.values import Thing
 
 if TYPE_CHECKING:
@@ -95,6 +97,8 @@ class Request(Thing):
     """Of a stream with which another decoder could go on."""
     is_several: bool = False
     """Answers: only decoders that read once for all of them may have it."""
+    reservations: list[Reservation] | None = None
+    """Of large answers that are held until the request ends, though their legs have ended."""
 
     def read(self, limits: Limits, conversations: Conversations | None) -> None:
         """Raises BadRequestError, UnsupportedTypeError."""
@@ -155,6 +159,27 @@ class Request(Thing):
         wrong = wrong_field(body, self.exchange.endpoint != COMPLETIONS, context)
         if wrong is not None:
             raise BadRequestError(wrong.message, wrong.field)
+
+    def keep(self, answer: Answer) -> None:
+        """Leaves reserved what was read of an answer, until the request ends, not only its leg."""
+        reservation, answer.reservation = answer.reservation, None
+        if reservation is None:
+            return
+        if self.record.ended is not None:  # a decoder may have answered before its prefiller
+            reservation.release()
+        else:
+            self._own(reservation)
+
+    def reserve(self, memory: AnswerMemory) -> Reservation:
+        """A new reservation, which ends with the request."""
+        reservation = Reservation(memory)
+        self._own(reservation)
+        return reservation
+
+    def _own(self, reservation: Reservation) -> None:
+        if self.reservations is None:
+            self.reservations = []
+        self.reservations.append(reservation)
 
     def leg_id(self) -> str:
         """A new one for each attempt, with the client's own in front for engines' logs."""

@@ -199,6 +199,7 @@ class Run:
                 self._legs.let_go()
                 release.give_up(self._request, self._gateway, prefilled.params, None)
                 return await deliver_prefilled(self._request, self._gateway, prefilled)
+            prefilled.keep_params()
             params = self._keeping(prefilled.params)
             try:
                 came = await self._decode(params)
@@ -270,9 +271,10 @@ class Run:
             if threshold and not may_reject(self._request, engine):
                 return UNASKED
             told = self._told(params, engine)
-            body = self._decode_body(told, threshold)
             try:
-                return await self._legs.decode(engine, body, self._fresh, threshold)
+                return await self._legs.decode(
+                    engine, self._decode_body(told, threshold), self._fresh, threshold
+                )
             except RejectedError as error:
                 if self._moves is None:
                     raise

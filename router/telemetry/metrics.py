@@ -99,6 +99,12 @@ class Metrics:
             "Bytes of request bodies that are held.",
             act="Near --max-held-bodies uploads are refused: raise it if there is memory.",
         )
+        self.held_answers = made.gauge(
+            "held_answer_bytes",
+            "Bytes of large answers that are held whole, or that clients have not read.",
+            act="Near --max-held-answers large answers are refused: raise it if there is memory, "
+            "or find out which clients do not read.",
+        )
         self.engine_in_flight = made.readings(
             "engine_requests_in_flight",
             "Legs that run on an engine.",

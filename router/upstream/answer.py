@@ -7,7 +7,8 @@ Until then a failure can still become an honest status line.
 
 Bytes are held until someone takes them. An answer that holds more than HIGH_WATER bytes stops
 reading the engine's socket, unless it is being read whole: so a slow client slows the engine down
-and does not fill the router's memory.
+and does not fill the router's memory. What is read whole is reserved in AnswerMemory until the
+answer is closed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Protocol
 
 from router.upstream.deadlines import Deadlines, now
 from router.upstream.errors import (
+    AnswersFullError,
     AnswerTimeoutError,
     AnswerTooLargeError,
     EventTooLargeError,
@@ -26,6 +28,7 @@ from router.upstream.errors import (
     SilenceError,
     UpstreamError,
 )
+from router.upstream.memory import AnswerMemory, Reservation
 from router.upstream.sse import EventGate, end_of_last_event
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -67,14 +70,21 @@ class Sink(Protocol):
 class Answer:
     """Times are seconds of the monotonic clock. What its head says is filled in by the connection,
     and `error` set where it has failed. `journal`: where it is written down what the reader has,
-    for another engine to go on with."""
+    for another engine to go on with. `memory`: where its bytes are reserved while it is read whole,
+    None for an answer that is never refused. `reservation`: those bytes, once there are some."""
 
     __slots__ = ("_done", "_gate", "_held", "_held_size", "_idle", "_latest", "_recent", "_sink",
                  "_stalled", "_waiter", "_whole_limit", "_wire", "deadline", "deadlines", "error",
-                 "first_body_at", "headers", "is_event_stream", "journal", "length", "status",
-                 "tap")  # fmt: skip
+                 "first_body_at", "headers", "is_event_stream", "journal", "length", "memory",
+                 "reservation", "status", "tap")  # fmt: skip
 
-    def __init__(self, wire: Wire, deadlines: Deadlines, deadline: float) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        deadlines: Deadlines,
+        deadline: float,
+        memory: AnswerMemory | None = None,
+    ) -> None:
         self._wire = wire
         self.deadlines = deadlines
         self.deadline = deadline
@@ -86,6 +96,8 @@ class Answer:
         self.tap: Tap | None = None
         self.journal: Journaled | None = None
         self.error: UpstreamError | None = None
+        self.memory = memory
+        self.reservation: Reservation | None = None
         self._whole_limit: int | None = None
         self._held: list[bytes] = []
         self._held_size = 0
@@ -185,7 +197,8 @@ class Answer:
         return held[0] if len(held) == 1 else b"".join(held)
 
     async def read(self, limit: int) -> bytes:
-        """The rest of the body. Raises UpstreamError, AnswerTooLargeError beyond `limit` bytes."""
+        """The rest of the body. Raises UpstreamError, AnswerTooLargeError beyond `limit` bytes,
+        AnswersFullError."""
         if self._done and self._held_size <= limit:
             return self._take()
         self._whole_limit = limit
@@ -289,6 +302,8 @@ class Answer:
     def close(self) -> None:
         """Gives the answer up; an unfinished one costs its connection. May be called twice."""
         self._sink = None
+        if self.reservation is not None:
+            self.reservation.release()
         if not self._done:
             self.deadlines.drop(self)
             self._wire.abort()
@@ -314,9 +329,24 @@ class Answer:
             if self._held_size > HIGH_WATER and not self._done:
                 self._wire.pause()
         elif self._held_size > self._whole_limit:
-            self.error = AnswerTooLargeError(f"an answer of more than {self._whole_limit} bytes")
-            self.close()
-            self._wake()
+            error = AnswerTooLargeError(f"an answer of more than {self._whole_limit} bytes")
+            self._refuse(error)
+        elif self._held_size > HIGH_WATER and not self._reserve(self._whole_limit):
+            self._refuse(AnswersFullError("no room for one more large answer"))
+
+    def _reserve(self, limit: int) -> bool:
+        """Reserves what is here, or all that is announced."""
+        if self.memory is None:
+            return True
+        if self.reservation is None:
+            self.reservation = Reservation(self.memory)
+        return self.reservation.resize(max(self._held_size, min(self.length or 0, limit)))
+
+    def _refuse(self, error: UpstreamError) -> None:
+        self.error = error
+        self._held, self._held_size = [], 0
+        self.close()
+        self._wake()
 
     def _take(self) -> bytes:
         held, self._held, self._held_size = self._held, [], 0

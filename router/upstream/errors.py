@@ -5,8 +5,9 @@ UpstreamError
 │   ├── ConnectRefusedError      refused or unreachable
 │   ├── TlsError                 no handshake, or not with who it should be
 │   └── ConnectTimeoutError      no connection in time
-├── LocalError                   a limit of ours; nothing was sent, and the engine is not to blame
-│   └── UnresolvedError          no address for its name
+├── LocalError                   a limit of ours, and the engine is not to blame; nothing was sent
+│   ├── UnresolvedError          no address for its name
+│   └── AnswersFullError         it answers, but large answers take all the memory that they may
 ├── DisconnectedError            the connection died before the first byte of an answer
 │   └── StaleConnectionError     a reused one, lost so soon that the engine had closed it before
 ├── EngineLostError              the engine was declared dead while it was asked
@@ -57,6 +58,12 @@ class LocalError(UpstreamError):
 class UnresolvedError(LocalError):
     kind = "dns"
     phrase = "was not asked: its name cannot be resolved"
+
+
+class AnswersFullError(LocalError):
+    phrase = "sent a large answer, and the router holds too many large answers at once"
+    retry_after = 1
+    """Seconds, for the client."""
 
 
 class DisconnectedError(UpstreamError):

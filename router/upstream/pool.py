@@ -18,6 +18,7 @@ from router.upstream.connect import Attempt, Tls
 from router.upstream.connection import EngineConnection
 from router.upstream.deadlines import Deadlines, now
 from router.upstream.errors import StaleConnectionError, UpstreamError
+from router.upstream.memory import AnswerMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ class Whole(NamedTuple):
 
 
 class EnginePool:
-    """`heard` counts the reads that brought bytes of the engine, whatever they were."""
+    """`heard` counts the reads that brought bytes of the engine, whatever they were. `memory`: of
+    answers that are read whole, but for those to small questions."""
 
     def __init__(
         self,
@@ -48,8 +50,10 @@ class EnginePool:
         limits: PoolLimits,
         deadlines: Deadlines,
         tls: Tls | None = None,
+        memory: AnswerMemory | None = None,
     ) -> None:
         self.heard = 0
+        self._memory = memory
         self._tls = tls
         self._host = host
         self._port = port
@@ -88,7 +92,7 @@ class EnginePool:
         answer = None if fresh else self.at_once(request, deadline)
         if answer is None:
             connection = await self._connect(deadline)
-            answer = Answer(connection, self._deadlines, deadline)
+            answer = Answer(connection, self._deadlines, deadline, self._memory)
             connection.ask(request, answer)
         return answer
 
@@ -105,7 +109,7 @@ class EnginePool:
             connection = idle.pop()
             transport = connection.transport
             if connection.idle_since >= oldest and transport and not transport.is_closing():
-                answer = Answer(connection, self._deadlines, deadline)
+                answer = Answer(connection, self._deadlines, deadline, self._memory)
                 connection.ask(request, answer)
                 return answer
             connection.abort()
@@ -121,6 +125,7 @@ class EnginePool:
 
     async def _ask_whole(self, request: bytes, deadline: float, limit: int, fresh: bool) -> Whole:
         answer = await self.send(request, deadline, fresh)
+        answer.memory = None
         try:
             body = await answer.read(limit)
             return Whole(answer.status, answer.headers, body)

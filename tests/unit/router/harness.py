@@ -179,3 +179,4 @@ async def running_router(settings: Settings, *, plain_asgi: bool = False) -> Asy
     assert all(not engine.admitted and not engine.admitted_tokens for engine in engines)
     assert router.gateway.admission is None or not router.gateway.admission.depth
     assert not router.gateway.held.size
+    await eventually(lambda: not router.gateway.answers.size)

@@ -16,6 +16,7 @@ import pytest
 from router.flows.heartbeat import Beating, Line
 from router.settings import SettingsError, load
 from router.upstream.answer import Sink
+from router.upstream.errors import UpstreamError
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post
 from tests.unit.router.mock_engine import (
@@ -433,6 +434,8 @@ class Carried:
 
     def resume(self) -> None:
         self.calls.append("resume")
+
+    def fail(self, error: UpstreamError) -> None: ...
 
 
 async def test_an_answer_that_comes_while_the_client_does_not_read_waits() -> None:
