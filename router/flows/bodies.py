@@ -61,7 +61,7 @@ Halves = tuple[bytes | memoryview, bytes]
 class Bodies:
     """The bodies that one request becomes. Raises BadRequestError for what cannot be written."""
 
-    __slots__ = ("_comma", "_own", "_start")
+    __slots__ = ("_comma", "_own", "_start", "_threshold")
 
     def __init__(self, body: Body) -> None:
         own = {name: body[name] for name in body if name in OWN}
@@ -69,7 +69,7 @@ class Bodies:
             body = body.copy()
             for name in own:
                 del body[name]
-            own.pop(THRESHOLD, None)  # the router's to say
+        self._threshold = own.pop(THRESHOLD, None)
         self._own = own
         written = write(body)
         # Up to where a leg's own fields begin; not copied where it is large.
@@ -121,7 +121,11 @@ class Bodies:
         if params is not None and KV_PARAMS in own:
             own = {name: own[name] for name in own if name != KV_PARAMS}
         fields = [write(own)[1:-1]] if own else []
-        fields.append(NO_THRESHOLD if not threshold else b'"cache_hit_threshold":%a' % threshold)
+        if not threshold:
+            fields.append(NO_THRESHOLD)
+        else:  # as the client has written it, if it is the client's
+            asked = self._threshold if self._threshold == threshold else threshold
+            fields.append(b'"cache_hit_threshold":' + dumps(asked))
         if params is not None:
             fields.append(b'"kv_transfer_params":' + params.raw)
         return self._with(fields)

@@ -340,8 +340,8 @@ async def test_endpoints_that_one_engine_answers(
 async def test_an_engine_that_fails_fast_draws_no_load(
     start_router: StartRouter, d: MockEngine, policy: str
 ) -> None:
-    """Two of its answers in five are none, too few for its circuit to open. They come at once, so it
-    always looks idle."""
+    """Two of its answers in five are none, too few for its circuit to open. They come at once, so
+    it always looks idle."""
 
     async def slow(request: Received, peer: Peer) -> None:
         await asyncio.sleep(0.01)
