@@ -54,6 +54,7 @@ SOUND = 1.0
 # Seconds and bytes for an engine that has failed to say why.
 LAST_WORDS = 1.0
 LAST_WORDS_SIZE = 256 * 1024
+SENT: Halves = (b"", b"")
 
 
 class Came(Enum):
@@ -123,7 +124,7 @@ class Legs:
             answer = None if fresh else engine.pool.at_once(message, latest, longest)
             if answer is None:
                 answer = await engine.pool.send(message, latest, fresh=True)
-            del body, message  # of a long prompt they are large, and the answer may take minutes
+            body, message = SENT, b""  # they may be large, and the answer may take minutes
             await answer.ready()
             if answer.error is not None:
                 raise answer.error
@@ -203,7 +204,7 @@ class Legs:
             answer = None if fresh else engine.pool.at_once(message, latest)
             if answer is None:
                 answer = await engine.pool.send(message, latest, fresh=True)
-            del body, message  # of a long prompt they are large, and the answer may take minutes
+            body, message = SENT, b""  # they may be large, and the answer may take minutes
             await answer.ready()
             if answer.error is not None:
                 raise answer.error

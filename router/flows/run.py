@@ -327,13 +327,18 @@ class Run:
         loop = self._request.exchange.loop
         prefilling = loop.create_task(self._prefill_for(push, prefiller))
         decoding = loop.create_task(self._decode_of(push, decoder))
+        prefilling.add_done_callback(_note_end)
         try:
             await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
             if not decoding.done() and (self._is_relaying or not _has_failed(prefilling)):
                 await asyncio.wait((decoding,))
         finally:
             is_answered = decoding.done() and not _has_failed(decoding)
-            await _end(decoding, 0)
+            try:
+                await _end(decoding, 0)
+            except asyncio.CancelledError:  # the client has disconnected in this very moment
+                prefilling.cancel()
+                raise
             if is_answered and not prefilling.done():  # its KV was read: it is about to end
                 self._gateway.spawn(_end(prefilling, PARTING))
             else:
@@ -558,6 +563,12 @@ async def _end(leg: asyncio.Task[Any], patience: float) -> None:
         await asyncio.wait((leg,), timeout=patience)
     leg.cancel()
     await asyncio.gather(leg, return_exceptions=True)
+
+
+def _note_end(leg: asyncio.Task[Any]) -> None:
+    """Retrieves an error that nobody waits for any more: asyncio would log it."""
+    if not leg.cancelled():
+        leg.exception()
 
 
 def _has_failed(leg: asyncio.Task[Any]) -> bool:

@@ -233,3 +233,33 @@ async def test_what_a_prefiller_keeps_for_a_decoder_that_failed_is_released(
     p.scripts, d.scripts = [prefills], [breaks]
     assert (await router.complete()).status_code == 502
     await eventually(lambda: [r for r in p.requests if r.path == "/disagg/release"])
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_client_that_disconnects_just_after_a_decoder_failed_leaves_no_prefill_leg_behind(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, turns: int
+) -> None:
+    """Whichever of the next turns of the loop it is."""
+    fails = asyncio.Event()
+
+    async def fail(request: Received, peer: Peer) -> None:
+        await fails.wait()
+        await peer.answer({"error": {"message": "no"}}, 500)
+
+    async def hang(request: Received, peer: Peer) -> None:
+        await peer.wait_left()
+
+    p.scripts, d.scripts = [hang], [fail]
+    router = await known(await start_router())
+    async with router.socket() as client:
+        await client.send(post(b'{"model": "m", "prompt": "x"}'))
+        await eventually(lambda: p.requests and d.requests)
+        fails.set()
+        async with asyncio.timeout(5):
+            while router.engine(d).in_flight:  # noqa: ASYNC110 # it must see the very turn
+                await asyncio.sleep(0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        for task in router.gateway.running:
+            task.cancel()
+        await router.settled()
