@@ -38,6 +38,8 @@ import msgspec
 
 HASH_BYTES = 16
 VERSION = 3
+"""Another one for each EXTENSION_VERSION (wire/errors.py), even where a proof is made as before: an
+older engine takes another version's engine for stock, and must not read its KV as proven."""
 MAX_TOKENS = 1 << 24
 WORD_BYTES = 4
 NO_KEYS = bytes(WORD_BYTES)

@@ -115,6 +115,8 @@ class RemoteSource:
     """Tokens per block there; None where the peer does not say."""
     expires_at: float | None = None
     """Unix time, by the remote's clock, after which it will have dropped them."""
+    is_revocable: bool = False
+    """A turn that the remote may drop before that; readers that follow our leases hear of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,7 +471,8 @@ class ConnectorStats:
     reads_unproven: int = 0
     """READs whose blocks may have changed under them: reported as failed, never used."""
     pulls_refused: int = 0
-    """Not begun: no proof came from an engine that gives one."""
+    """Not begun: no proof came from an engine that gives one, a turn that may end at any time is
+    held by one that cannot say whether it has, or the two run different versions of ours."""
     proofs_unreadable: int = 0
     """Malformed, cut, or of another version: nothing was loaded. The scheduler half's count."""
     heartbeats_sent: int = 0

@@ -44,15 +44,24 @@ class Answers:
         }
 
     def of_turn(
-        self, request: EngineRequest, keys: Keys, block_ids: BlockIds, seconds: float
+        self,
+        request: EngineRequest,
+        keys: Keys,
+        block_ids: BlockIds,
+        seconds: float,
+        *,
+        is_firm: bool,
     ) -> dict[str, Any]:
+        """A turn that is not firm may be dropped at any time: stock's readers, who are not told of
+        that, are told that its time is over."""
         where = self._where(request, block_ids)
         return {
             "do_remote_prefill": False,
             "do_remote_decode": True,
             **where,
             # Stock's readers compare it with this process's clock, whose offset they measured.
-            "remote_blocks_expiry_time": time.perf_counter() + seconds,
+            "remote_blocks_expiry_time": time.perf_counter() + seconds if is_firm else 0.0,
+            "revocable": not is_firm,
             "retained_until": self._unix_time() + seconds,
             "prefix_proof": _proof(request.token_ids, keys, where),
         }

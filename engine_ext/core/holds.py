@@ -44,7 +44,8 @@ class ForNextTurn:
     """Our answer's KV is kept for the conversation's next turn."""
 
     is_firm: bool
-    """Its reader may be a stock engine, which nobody can tell that it is gone."""
+    """Its reader may be a stock engine, or take us for one: nobody can tell it that the turn is
+    gone, so it stays for its whole time."""
 
 
 class Holds:
@@ -174,4 +175,5 @@ class Holds:
         self._held.add(request.request_id)
         self._orders.grants.append(LeaseGrant(request.request_id, seconds, renewable=False))
         self._orders.revokes += self._turns.add(request.request_id, num_blocks, is_firm)
-        return FinishDecision(True, self._answers.of_turn(request, keys, block_ids, seconds))
+        answer = self._answers.of_turn(request, keys, block_ids, seconds, is_firm=is_firm)
+        return FinishDecision(True, answer)

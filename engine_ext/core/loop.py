@@ -447,7 +447,7 @@ class TransferLoop:
         """To every rank of the engine that we face. False while a handshake runs: try again. A
         failure is logged and taken as done."""
         try:
-            peers = self._peers.connect_all(address, now)
+            peers = self._peers.connect_all(address, now, moves_kv=False)
         except PeerError as error:
             logger.warning("engine %s was not told: %s", address.engine_id, error)
             return True

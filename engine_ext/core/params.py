@@ -124,8 +124,11 @@ def _prefill(raw: dict[Any, Any]) -> TransferParams:
     if not raw.get("remote_block_ids"):
         return TransferParams(Role.PREFILL, transfer_id=transfer_id)
     try:
+        # Engines that do not say it yet prove what they hold, and may drop any turn.
+        is_revocable = raw.get("prefix_proof") is not None and raw.get("revocable") is not False
+        source = replace(_source(raw), is_revocable=is_revocable)
         return TransferParams(
-            Role.PREFILL, source=_source(raw), proof=_proof(raw), transfer_id=transfer_id
+            Role.PREFILL, source=source, proof=_proof(raw), transfer_id=transfer_id
         )
     except _InvalidError as problem:
         return TransferParams(Role.PREFILL, transfer_id=transfer_id, problem=str(problem))

@@ -119,7 +119,9 @@ class SchedulerConnector:
             if self._writes_early:
                 self._drafts.expect(request, params.transfer_id)
         elif params.retain and self._keeps_turns and not is_sibling:
-            self._holds.expect_next_turn(request.request_id, params.may_be_read_by_stock)
+            # In mixed mode we are a stock engine to each that lacks the secret.
+            is_firm = params.may_be_read_by_stock or self._config.access.is_mixed
+            self._holds.expect_next_turn(request.request_id, is_firm)
         if is_sibling:
             return
         if params.source is not None:

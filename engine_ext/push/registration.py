@@ -375,7 +375,7 @@ class Registrations:
         target = withdrawal.target
         message = Withdraw(withdrawal.request_id, 0, target.remote_request_id, target.transfer_id)
         try:
-            peers = self._peers.connect_all(target.address, now)
+            peers = self._peers.connect_all(target.address, now, moves_kv=False)
         except PeerError as error:
             logger.warning("engine %s was not told: %s", target.address.engine_id, error)
             return

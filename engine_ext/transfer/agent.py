@@ -47,6 +47,8 @@ class PeerHandle:
     """Seconds after which a WRITE that has begun there has landed, or never will."""
     readers: int = 1
     """How many ranks of ours read from this one: it keeps its blocks until it heard from all."""
+    refusal: str | None = None
+    """Why no KV moves between this engine and us; in stock's words it can be told so."""
 
 
 Transfer = Any

@@ -3,6 +3,9 @@
 A peer is one rank of an engine. It is CONNECTING, then READY, or it has failed and is gone, so that
 the next request starts afresh. Handshakes never block each other: each has its own socket and its
 own deadline, and those of an engine's ranks run together.
+
+An engine with another version of our extension is refused by name: it may be told that we will not
+read, in stock's words, and nothing else (see EXTENSION_VERSION).
 """
 
 import logging
@@ -44,6 +47,10 @@ class PeerError(Exception):
     """The peer cannot be used; the message says why."""
 
 
+class RefusedPeerError(PeerError):
+    """No KV moves between this peer and us, though it can be told something."""
+
+
 @dataclass(slots=True)
 class Connecting:
     client: Handshake
@@ -70,6 +77,16 @@ def compatibility_problem(
     keys = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
     fields = ", ".join(f"{key} ({ours.get(key)} here, {theirs.get(key)} there)" for key in keys)
     return f"incompatible engines: {fields or 'in nothing that either names'}"
+
+
+def _refusal_of(metadata: AgentMetadata) -> str | None:
+    theirs = metadata.disagg_ext
+    if theirs in (None, EXTENSION_VERSION):
+        return None
+    return (
+        f"engine {metadata.engine_id} runs version {theirs} of this extension, this engine version "
+        f"{EXTENSION_VERSION}: no KV moves between them"
+    )
 
 
 class Peers:
@@ -124,17 +141,26 @@ class Peers:
             )
 
     def connect(
-        self, address: PeerAddress, now: float, rank: int | None = None, stage: int = 0
+        self,
+        address: PeerAddress,
+        now: float,
+        rank: int | None = None,
+        stage: int = 0,
+        *,
+        moves_kv: bool = True,
     ) -> PeerHandle | None:
         """That rank of the engine's stage, by default the first that we face; None while its
         handshake runs.
 
         The first call starts the handshake; a call after it failed raises PeerError, once per
-        `step`, and the next one starts a new one.
+        `step`, and the next one starts a new one. `moves_kv` False: it is to be told something, no
+        more; otherwise raises RefusedPeerError where no KV may move.
         """
         peer = PeerRank(address, self._faced(address)[0] if rank is None else rank, stage)
         if (ready := self._ready.get(peer)) is not None:
             ready.used_at = now
+            if moves_kv and ready.handle.refusal is not None:
+                raise RefusedPeerError(ready.handle.refusal)
             return ready.handle
         if peer in self._failed:
             raise PeerError(self._failed[peer])
@@ -142,13 +168,19 @@ class Peers:
             self._start(peer, now)
         return None
 
-    def connect_all(self, address: PeerAddress, now: float) -> list[PeerHandle] | None:
+    def connect_all(
+        self, address: PeerAddress, now: float, *, moves_kv: bool = True
+    ) -> list[PeerHandle] | None:
         """Every rank of the engine that we face, in each of its stages; None while a handshake
         runs. Else as `connect`."""
         faced, stages = self._faced(address), range(address.pp_size)
         if len(faced) * len(stages) > MAX_FACED:
             raise PeerError(f"{len(stages)} stages of {len(faced)} ranks: at most {MAX_FACED}")
-        handles = [self.connect(address, now, rank, stage) for rank in faced for stage in stages]
+        handles = [
+            self.connect(address, now, rank, stage, moves_kv=moves_kv)
+            for rank in faced
+            for stage in stages
+        ]
         ready = [handle for handle in handles if handle is not None]
         if len(ready) < len(handles):
             return None
@@ -318,6 +350,7 @@ class Peers:
             metadata.lease_extension,
             metadata.write_bound,
             self._us.facing(them.size) * self._identity.pp_size,
+            refusal=_refusal_of(metadata),
         )
         try:
             if handle.has_extension:

@@ -39,7 +39,7 @@ from engine_ext.layout.plan import Batch, PlanError
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
 from engine_ext.transfer.heartbeats import HeartbeatTracker
 from engine_ext.transfer.moving import Moving
-from engine_ext.transfer.peer import PeerError, Peers
+from engine_ext.transfer.peer import PeerError, Peers, RefusedPeerError
 from engine_ext.transfer.report import Report
 from engine_ext.transfer.results import Results
 from engine_ext.wire.notifications import Read, encode_extension, encode_read_done
@@ -215,13 +215,14 @@ class Pulls:
             self._fail(order, "its lease has ended")
             return
         if (problem := self._quarantine_problem(order.source.address)) is not None:
-            self._fail(order, problem)
-            # It waits for that lease no more: what is said of it is not left to its end.
-            self._beats.untrack(order.request_id)
-            self._decline(order.source)
+            self._do_without(order, problem)
             return
         try:
             peers = self._peers.connect_all(order.source.address, now)
+        except RefusedPeerError as error:
+            self._stats.pulls_refused += 1
+            self._do_without(order, str(error))
+            return
         except PeerError as error:
             self._fail(order, str(error))
             return
@@ -229,11 +230,9 @@ class Pulls:
             self._connecting.append(order)
             return
         reading = Reading(order, peers, began=now)
-        if lacks_proof(order, peers):
+        if (problem := refusal_of(order, peers)) is not None:
             self._stats.pulls_refused += 1
-            self._give_up(
-                reading, "no proof that it is of this prompt, from an engine that gives one"
-            )
+            self._give_up(reading, problem)
             return
         try:
             self._read(reading, now)
@@ -247,6 +246,13 @@ class Pulls:
             self._reading.append(reading)
         else:
             self._settle(reading, now)
+
+    def _do_without(self, order: PullOrder, problem: str) -> None:
+        """Fails a load for which no READ begins, and tells the holder."""
+        self._fail(order, problem)
+        # It waits for that lease no more: what is said of it is not left to its end.
+        self._beats.untrack(order.request_id)
+        self._decline(order.source)
 
     def _quarantine_problem(self, address: PeerAddress) -> str | None:
         """Why nothing may be read from there as long as quarantine lasts."""
@@ -415,10 +421,19 @@ class Pulls:
         self._results.received(order.request_id, ok=False)
 
 
-def lacks_proof(order: PullOrder, peers: Sequence[PeerHandle]) -> bool:
-    """A stock engine says nothing of the content it holds and is trusted, as stock does. One that
-    runs our extension always gives a proof; where there is none, it got lost on the way."""
-    return not order.is_proven and any(peer.has_extension for peer in peers)
+def refusal_of(order: PullOrder, peers: Sequence[PeerHandle]) -> str | None:
+    """Why these may not be read from, now that it is known what they are.
+
+    A stock engine says nothing of the content it holds and is trusted, as stock does. One that runs
+    our extension always gives a proof; where there is none, it got lost on the way. A turn that its
+    holder may end at any time is read only where the holder answers whether it has: not from one
+    that takes us for stock, or that we take for stock, because one of us lacks the secret.
+    """
+    if not order.is_proven and any(peer.has_extension for peer in peers):
+        return "no proof that it is of this prompt, from an engine that gives one"
+    if order.source.is_revocable and not all(peer.has_extension for peer in peers):
+        return "a turn that may end at any time, of an engine that cannot say whether it has"
+    return None
 
 
 def _read_done(order: PullOrder, peer: PeerHandle, sequence: int) -> bytes:

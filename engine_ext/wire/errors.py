@@ -9,6 +9,15 @@ from engine_ext.base.config import MOST_SECONDS
 CONNECTOR_VERSION = 14
 """Of stock's protocol, after which ours is made; what later ones add we can do without."""
 EXTENSION_VERSION = 2
+"""Of what engines with our extension say to each other about leases and pushes.
+
+Engines of two versions move no KV to or from each other, in either direction. The version is part
+of the handshake, and who dials compares: a READ, a registration and a WRITE are refused by name
+(transfer/peer.py). An engine from before that rule takes another version for stock and reads
+without asking whether the lease still holds. It finds our prefix proofs unreadable, so it reads
+nothing: whoever raises this version raises VERSION in base/proof.py with it. What two versions do
+say to each other is stock's: that a lease will not be read.
+"""
 
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not what they should be."""

@@ -1,9 +1,11 @@
+import time
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
 
+from engine_ext.base.access import Access, Secret
 from engine_ext.base.config import ConnectorConfig, TransferMode
 from engine_ext.base.proof import ContentKey, Keys
 from engine_ext.base.types import (
@@ -633,6 +635,28 @@ def test_a_turn_that_was_pushed_gives_way_if_the_router_says_who_prefilled(
     assert turn(decoder, "t", pushed | said)
     decoder.drain()
     assert decoder.build_connector_meta().revokes == (("t",) if gives_way else ())
+
+
+def test_an_engine_that_lets_in_who_lacks_the_secret_keeps_every_turn_for_its_time() -> None:
+    """To those it is a stock engine, whatever they prove of themselves."""
+    access = Access(Secret.of(b"known to some engines"), is_mixed=True)
+    decoder = make("d", bidirectional=True, access=access)
+    assert turn(decoder, "t", answer_of_p())
+    decoder.drain()
+    assert decoder.build_connector_meta().revokes == ()
+
+
+def test_stock_is_told_of_no_turn_that_may_go_and_our_engines_are_told_that_it_may() -> None:
+    decoder = make("d", bidirectional=True)
+    proven = answer_of_p()
+    stock = {key: value for key, value in proven.items() if key != "prefix_proof"}
+    for params, is_firm in ((proven, False), (stock, True)):
+        request = Request("t", params, num_computed_tokens=120, answer=range(100, 121))
+        decoder.on_new_request(request)
+        told = decoder.request_finished(request, BLOCKS, FinishStatus.STOPPED)[1]
+        assert told is not None
+        assert told["revocable"] is not is_firm
+        assert (told["remote_blocks_expiry_time"] > time.perf_counter()) is is_firm
 
 
 def turn(decoder: SchedulerConnector, name: str, params: dict[str, Any]) -> bool:

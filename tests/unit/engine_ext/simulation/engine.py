@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.proof import Keys
+from engine_ext.base.proof import VERSION, Keys
 from engine_ext.base.types import (
     CacheGeometry,
     ConnectorStats,
@@ -35,7 +35,7 @@ from tests.unit.engine_ext.simulation.memory import (
     NUM_BLOCKS,
     num_blocks_of,
 )
-from tests.unit.engine_ext.simulation.network import Network
+from tests.unit.engine_ext.simulation.network import Network, is_older
 
 GEOMETRY = CacheGeometry(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
 REGIONS = (Region("layer", 0x1000, 64, 64, NUM_BLOCKS),)
@@ -43,6 +43,8 @@ SHORTEST_STEP, LONGEST_STEP = 0.25, 1.0
 """Seconds between two steps of a loop to which nothing happens: more and more."""
 FACTORS = {"model": "m"}
 OURS = EXTENSION_VERSION
+NEWER, OLDER = OURS + 1, OURS - 1
+OLDER_PROOF = VERSION - 1
 
 Then = Callable[[dict[str, Any] | None], None]
 
@@ -89,8 +91,9 @@ class SimRequest:
 
 
 class SimEngine:
-    """`version`: of the extension, as peers see it; None for stock. Peers of another version take
-    it for stock, and it them.
+    """`version`: of the extension; None for stock. An older one takes engines of other versions for
+    stock, and has prefix proofs of its own. A newer one's proofs are as ours, so that between the
+    two nothing but the handshake keeps them apart.
 
     `rate`, `origin`: of its clock, against the world's.
     """
@@ -181,7 +184,7 @@ class SimEngine:
         """A P leg arrives."""
         request = SimRequest(request_id, tokens, {"do_remote_decode": True, **params})
         self._note("P leg arrives:", request_id)
-        self.scheduler.on_new_request(request)
+        self._arrives(request)
         self.wake()
         return request
 
@@ -233,7 +236,7 @@ class SimEngine:
         """A D leg arrives and, if there is room for it, loads at once."""
         request = SimRequest(request_id, tokens, params, computes_for=seconds)
         self._note("D leg arrives:", request_id)
-        self.scheduler.on_new_request(request)
+        self._arrives(request)
         if not self.load(request):
             self.abort(request)
             return None
@@ -242,9 +245,15 @@ class SimEngine:
     def queue(self, request: SimRequest) -> SimRequest:
         """A leg arrives, and waits."""
         self._note("queues", request.request_id)
-        self.scheduler.on_new_request(request)
+        self._arrives(request)
         self.wake()
         return request
+
+    def _arrives(self, request: SimRequest) -> None:
+        if is_older(self.version):
+            params = _with_other_proof(request.kv_transfer_params)
+            request.kv_transfer_params = params and {**params, "revocable": False}
+        self.scheduler.on_new_request(request)
 
     def load(self, request: SimRequest) -> bool:
         """A request that has arrived is scheduled; False where nothing can be loaded, or no block
@@ -463,8 +472,12 @@ class SimEngine:
     def _request_finished(self, request: SimRequest, status: FinishStatus) -> FinishDecision:
         request.is_over = True
         blocks = (tuple(request.blocks),)
-        request.decision = self.scheduler.request_finished(request, blocks, status)
-        return request.decision
+        decision = self.scheduler.request_finished(request, blocks, status)
+        if is_older(self.version):
+            params = _with_other_proof(decision.kv_transfer_params)
+            decision = decision._replace(kv_transfer_params=params)
+        request.decision = decision
+        return decision
 
     def _part_with(self, request: SimRequest, decision: FinishDecision) -> None:
         """Once it is over: its blocks are free, or are kept for whom the scheduler half knows."""
@@ -522,6 +535,15 @@ class SimEngine:
             self.clock,
             self,
         )
+
+
+def _with_other_proof(params: Any) -> Any:
+    """As an older engine reads and writes them: what it finds readable, others do not."""
+    proof = params and params.get("prefix_proof")
+    if not proof:
+        return params
+    version = {VERSION: OLDER_PROOF, OLDER_PROOF: VERSION}[proof["v"]]
+    return {**params, "prefix_proof": {**proof, "v": version}}
 
 
 def handshake_payload(

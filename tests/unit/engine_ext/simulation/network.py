@@ -310,7 +310,9 @@ class Network:
 
 
 class SimHandshake:
-    """Who has another version than the one that answers takes it for stock."""
+    """`version`: of the extension at the engine that dials; None for stock. All engines run the
+    same code, which knows one version, its own: versions are shown relative to the dialler's. An
+    older engine takes every other version for stock."""
 
     def __init__(
         self, network: Network, peer: PeerRank, version: int | None, ready_at: float
@@ -328,17 +330,26 @@ class SimHandshake:
         if encoded is None:
             return None
         payload = decode_payload(encoded)
-        return payload if self._version == EXTENSION_VERSION else _as_stock(payload)
+        return _as_seen_by(self._version, payload)
 
     def close(self) -> None:
         pass
 
 
-def _as_stock(payload: HandshakePayload) -> HandshakePayload:
+def _as_seen_by(version: int | None, payload: HandshakePayload) -> HandshakePayload:
     metadata = decode_metadata(payload)
-    metadata.disagg_ext = None
+    theirs = metadata.disagg_ext
+    if version is None or theirs is None or (is_older(version) and theirs != version):
+        metadata.disagg_ext = None
+    else:
+        metadata.disagg_ext = EXTENSION_VERSION + theirs - version
     payload.agent_metadata_bytes = msgspec.msgpack.encode(metadata)
     return payload
+
+
+def is_older(version: int | None) -> bool:
+    """From before the rule that engines of two versions move no KV."""
+    return version is not None and version < EXTENSION_VERSION
 
 
 def _request_of(notification: bytes) -> str:

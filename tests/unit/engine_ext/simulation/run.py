@@ -18,9 +18,17 @@ COMMAND = "python -m tests.unit.engine_ext.simulation.run"
 SHOWN = 20
 
 
-def failure_of(seed: int, kind: str | None = None, *, bounded_writes: bool = True) -> str | None:
+def failure_of(
+    seed: int,
+    kind: str | None = None,
+    *,
+    bounded_writes: bool = True,
+    mixes_versions: bool | None = None,
+) -> str | None:
     """What went wrong with this seed, in a line; None when nothing did."""
-    scenario = Scenario(seed, kind=kind, bounded_writes=bounded_writes)
+    scenario = Scenario(
+        seed, kind=kind, bounded_writes=bounded_writes, mixes_versions=mixes_versions
+    )
     try:
         scenario.run()
     except Violation:
@@ -36,7 +44,12 @@ def run(seeds: Iterable[int], options: argparse.Namespace) -> Counter[str]:
     failures: Counter[str] = Counter()
     begun, done = time.process_time(), 0
     for seed in seeds:
-        problem = failure_of(seed, options.kind, bounded_writes=not options.unbounded_writes)
+        problem = failure_of(
+            seed,
+            options.kind,
+            bounded_writes=not options.unbounded_writes,
+            mixes_versions=options.mixed_versions,
+        )
         done += 1
         if problem is not None:
             failures[_kind_of(problem)] += 1
@@ -65,6 +78,7 @@ def _replay(seed: int, options: argparse.Namespace) -> str:
         [
             f" --kind {options.kind}" if options.kind else "",
             " --unbounded-writes" if options.unbounded_writes else "",
+            " --mixed-versions" if options.mixed_versions else "",
         ]
     )
     return f"{COMMAND} --seed {seed} --trace{more}"
@@ -73,7 +87,10 @@ def _replay(seed: int, options: argparse.Namespace) -> str:
 def _show(options: argparse.Namespace) -> bool:
     """One seed, and all that happened. True: nothing went wrong."""
     scenario = Scenario(
-        options.seed, kind=options.kind, bounded_writes=not options.unbounded_writes
+        options.seed,
+        kind=options.kind,
+        bounded_writes=not options.unbounded_writes,
+        mixes_versions=options.mixed_versions,
     )
     problem: str | None = None
     try:
@@ -104,6 +121,12 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--unbounded-writes",
         action="store_true",
         help="a WRITE may land after the time that P promised: no bound of P's can hold then",
+    )
+    parser.add_argument(
+        "--mixed-versions",
+        action="store_true",
+        default=None,
+        help="each engine has a version of the extension of its own; by default some seeds' do",
     )
     return parser.parse_args(arguments)
 

@@ -6,6 +6,7 @@ the others while one engine stands still in the middle of a call.
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -14,6 +15,8 @@ from tests.unit.engine_ext.simulation.forger import Forger
 from tests.unit.engine_ext.simulation.stock import StockHolder, StockReader
 from tests.unit.engine_ext.simulation.world import (
     CALM,
+    NEWER,
+    OLDER,
     OURS,
     SimEngine,
     SimRequest,
@@ -34,7 +37,6 @@ METHODS = (
     "notify",
     "notifications",
 )
-OTHER_VERSION = 99
 PATIENCE = 4.0
 """Seconds between steps of an engine to which nothing happens."""
 LAST = 900.0
@@ -45,13 +47,23 @@ Params = dict[str, Any]
 
 
 class Scenario:
-    def __init__(self, seed: int, *, kind: str | None = None, bounded_writes: bool = True) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        kind: str | None = None,
+        bounded_writes: bool = True,
+        mixes_versions: bool | None = None,
+    ) -> None:
+        """`kind` and `mixes_versions` (of the extension): by default the seed's."""
         self.seed = seed
         self.random = Random(seed)
         self.world = World(seed)
         self.network = self.world.network
         self.network.writes_are_bounded = bounded_writes
         self.kind = kind or self.random.choice(KINDS)
+        is_mixed = self.random.random() < 0.25
+        self.mixes_versions = is_mixed if mixes_versions is None else mixes_versions
         self.forger = Forger(self.network, seed)
         self.count = 0
         self.is_storm = True
@@ -176,7 +188,6 @@ class Scenario:
     ) -> None:
         name = self._name()
         leg = SimRequest(f"{name}-0000000a", prompt, {"do_remote_decode": True, **turn})
-        leg.is_proven = _prove(prefiller, decoder) or not turn
         leg.computes_for = self._soon()
         leg.then = partial(self._decode, prefiller, decoder, name, prompt)
         prefiller.when_able(partial(self._prefill, prefiller, leg))
@@ -209,7 +220,6 @@ class Scenario:
             params = {**params, "retain": True}
         for number, reader in enumerate(readers):
             leg = SimRequest(f"{name}-000000d{number}", prompt, params)
-            leg.is_proven = _prove(prefiller, reader)
             leg.computes_for = self._soon()
             leg.then = partial(self._turn, prefiller, reader, leg)
             self.network.later(
@@ -302,19 +312,22 @@ class Scenario:
         return decoder.outcomes.get(asked, False)
 
     def _able_pair(self) -> tuple[SimEngine | None, SimEngine | None]:
-        """Two whose transfers have all ended, and who have room."""
+        """Two of one version whose transfers have all ended, and who have room."""
         stuck = {
             name
             for transfer in self.network.transfers
             for name in (transfer.agent.name, transfer.remote_name)
         }
         able = [
-            engine
-            for engine in self.everybody
-            if engine.can_act and engine.agent.name not in stuck and engine.version == OURS
+            engine for engine in self.everybody if engine.can_act and engine.agent.name not in stuck
         ]
-        prefiller = next((one for one in able if one in self.prefillers), None)
-        return prefiller, next((one for one in able if one in self.decoders), None)
+        pairs = product((one for one in able if one in self.prefillers), able)
+        fitting = (
+            (prefiller, decoder)
+            for prefiller, decoder in pairs
+            if decoder in self.decoders and prefiller.version == decoder.version
+        )
+        return next(fitting, (None, None))
 
     # Chance.
 
@@ -327,13 +340,12 @@ class Scenario:
         if port is None:
             self.ports += 1
             port = self.ports
-        # Who waits for a WRITE of another version's has nobody's word for when it ends.
-        is_other = self.kind != "push" and self.random.random() < 0.1
+        versions = (OURS, NEWER, OLDER) if self.mixes_versions else (OURS,)
         engine = self.world.engine(
             name,
             "push" if self.kind == "push" else "pull",
             port,
-            version=version or (OTHER_VERSION if is_other else OURS),
+            version=version or choose(versions),
             lease_duration=choose([6.0, 12.0, 30.0]),
             transfer_timeout=choose([5.0, 20.0]),
             write_bound=choose([10.0, 40.0]),
@@ -391,11 +403,6 @@ class Scenario:
     def _prompt(self) -> list[int]:
         self.count += 1
         return [self.count * 100 + i for i in range(self.random.choice([3, 8, 10, 14]))]
-
-
-def _prove(one: SimEngine, other: SimEngine) -> bool:
-    """What they tell each other proves something: both speak our version of the extension."""
-    return one.version == other.version == OURS
 
 
 def _where(prefiller: SimEngine, name: str, transfer_id: str | None) -> Params:

@@ -10,10 +10,12 @@ SEEDS = 100
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_seed_breaks_what_no_fault_may_break(kind: str) -> None:
+@pytest.mark.parametrize("mixes_versions", [False, True])
+def test_no_seed_breaks_what_no_fault_may_break(kind: str, mixes_versions: bool) -> None:
+    more = " --mixed-versions" if mixes_versions else ""
     failures = [
-        f"{problem}\n  {COMMAND} --kind {kind} --seed {seed} --trace"
+        f"{problem}\n  {COMMAND} --kind {kind} --seed {seed} --trace{more}"
         for seed in range(SEEDS)
-        if (problem := failure_of(seed, kind)) is not None
+        if (problem := failure_of(seed, kind, mixes_versions=mixes_versions)) is not None
     ]
     assert not failures, "\n".join([f"{len(failures)} of {SEEDS} seeds", *failures[:10]])

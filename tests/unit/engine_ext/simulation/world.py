@@ -20,6 +20,8 @@ from typing import Any
 from engine_ext.base.config import ConnectorConfig
 from tests.unit.engine_ext.simulation.engine import (
     GEOMETRY,
+    NEWER,
+    OLDER,
     OURS,
     REGIONS,
     SimEngine,
@@ -152,7 +154,9 @@ __all__ = [
     "BLOCK_SIZE",
     "CALM",
     "GEOMETRY",
+    "NEWER",
     "NUM_BLOCKS",
+    "OLDER",
     "OURS",
     "REGIONS",
     "SimEngine",
