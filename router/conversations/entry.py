@@ -73,6 +73,11 @@ class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fiel
         """The decoder says by hashes which tokens it holds."""
         return isinstance(self.params.get("prefix_proof"), dict)
 
+    @property
+    def is_revocable(self) -> bool:
+        """The decoder may drop it at any time, and tells only prefillers that are of our kind."""
+        return self.params.get("revocable") is True
+
     def to_bytes(self) -> bytes:
         """Raises orjson.JSONEncodeError for params that no engine could be told either."""
         return dumps({"v": VERSION, **asdict(self)})

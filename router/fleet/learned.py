@@ -56,8 +56,9 @@ class Learned:
     """Of that the log has a line."""
     transfer_modes: frozenset[str] | None = None
     compatibility: str = ""
-    """Hash of what two engines must have in common to read each other's KV: the model, how it is
-    laid out, the connector's version. Empty where it does not say, or its ranks differ."""
+    """What two engines must have in common to read each other's KV: a hash of the model, how it is
+    laid out and the connector's version, and the version of our extension, where it has it. Empty
+    where it does not say, or its ranks differ."""
     pushes: bool = False
     """It has said so."""
     hands_over: bool = False
@@ -129,7 +130,7 @@ class Learned:
         if isinstance(modes, list):
             self._note_modes(mode for mode in modes if isinstance(mode, str))
         if isinstance(ranks, list):
-            self.compatibility = _compatibility_of(ranks)
+            self.compatibility = _compatibility_of(ranks, identity.get("versions"))
             known = {_rank_of(rank): coordinates_in(rank) for rank in ranks}
             self.ranks = {rank: at for rank, at in known.items() if at is not None}
 
@@ -167,11 +168,13 @@ def _texts_in(given: object) -> dict[str, str]:
     return {name: text for name, text in given.items() if isinstance(text, str)}
 
 
-def _compatibility_of(ranks: list[object]) -> str:
+def _compatibility_of(ranks: list[object], versions: object) -> str:
+    """Engines with two versions of our extension refuse each other."""
     hashes = {rank.get("compatibility_hash") if isinstance(rank, dict) else None for rank in ranks}
+    extension = _texts_in(versions).get("extension")
     match list(hashes):
-        case [str() as one]:
-            return one
+        case [str() as one] if one:
+            return one if extension is None else f"{one} extension {extension}"
     return ""
 
 

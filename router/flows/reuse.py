@@ -73,6 +73,9 @@ class Reuse(Value, frozen=True):
         return self._offer(self.entry, self.verdict, prefiller)
 
     def _offer(self, entry: Entry, verdict: Verdict, prefiller: Engine) -> Offer:
+        if entry.is_revocable and not prefiller.learned.proves_prefix:
+            # It could not find out that the decoder has dropped the turn.
+            return Offer(Fit.MISMATCH, "unproven")
         whole = verdict.fit is Fit.HIT
         proven = entry.is_proven and prefiller.learned.proves_prefix
         if proven and (whole or not self.turn.prompt.has_media):

@@ -299,6 +299,18 @@ async def test_how_much_is_trusted_without_proof_is_the_operators_choice(
     assert (None if pulled is None else pulled["remote_num_tokens"]) == tokens
 
 
+@pytest.mark.parametrize("proof", [None, PROOF])
+async def test_a_turn_that_may_be_dropped_is_offered_to_prefillers_that_hear_of_it_alone(
+    router: Router, p: MockEngine, d: MockEngine, proof: Any
+) -> None:
+    """A stock engine would read it without asking."""
+    kept = {**KEPT, "prefix_proof": PROOF, "revocable": True}
+    p.usual, d.usual = prefilling(prefix_proof=proof), decoding(kept=kept)
+    await chat(router, ASKED)
+    await chat(router, AGAIN)
+    assert offered(p) == (kept if proof else None)
+
+
 async def test_a_turn_goes_back_to_its_decoder(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:

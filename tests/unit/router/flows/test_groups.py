@@ -89,6 +89,21 @@ async def test_one_hash_and_engines_without_one_are_one_group(
     assert d.requests
 
 
+async def test_two_versions_of_the_extension_are_two_groups(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    """They refuse to read each other's KV."""
+    async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
+        for mock, extension in ((p, "2"), (d, "2"), (p2, "3"), (d2, "3")):
+            mock.identity = {**identity(BLUE), "versions": {"extension": extension}}
+        p.usual, p2.usual = prefill_of("two"), prefill_of("three")
+        router = await start_router(ps=[p, p2], ds=[d, d2])
+        await eventually(lambda: len(router.gateway.fleet.groups) == 2)
+        for _ in range(30):
+            assert (await router.complete(x=1)).status_code == 200
+        assert (sources(d), sources(d2)) == ({"two"}, {"three"})
+
+
 async def test_the_dead_move_nobody(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
