@@ -33,6 +33,7 @@ from router.fleet.breaker import CLOSED, HALF_OPEN, OPEN
 from router.fleet.census import census
 from router.fleet.engine import Engine, Health
 from router.fleet.fleet import Fleet
+from router.fleet.namesakes import namesakes
 from router.fleet.probes import Prober
 from router.fleet.roster import Roster, Standing
 from router.fleet.sources.configured import sources_of
@@ -310,6 +311,11 @@ def _read_gauges(metrics: Metrics, fleet: Fleet, roster: Roster) -> None:
     metrics.engine_in_flight.read = of_engines(lambda engine: engine.in_flight)
     metrics.engine_holding.read = of_engines(lambda engine: engine.holding)
     metrics.engine_draining.read = of_engines(lambda engine: engine.intent is Intent.DRAINING)
+    metrics.engine_shares_id.read = lambda: (
+        ((engine.role, engine.name), engine.name in shared)
+        for shared in (namesakes(fleet.engines),)
+        for engine in fleet.engines
+    )
     metrics.engine_circuit.read = of_engines(lambda engine: CIRCUIT_VALUES[engine.breaker.circuit])
     metrics.fleet_changes.read = lambda: (((what,), count) for what, count in roster.counts.items())
     metrics.source_engines.read = of_sources(lambda standing: len(standing.listed))

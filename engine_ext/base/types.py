@@ -424,6 +424,10 @@ class EngineIdentity:
     compat_hash: str | None = None
     """The host's own compatibility hash, where its peers compare that one (vLLM's)."""
 
+    def is_at(self, address: PeerAddress) -> bool:
+        """That is where this engine answers handshakes."""
+        return (address.host, address.port) == (self.host, self.port)
+
 
 SHORT_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 """Bounds of vLLM 0.32's histograms, and so those of all in a fleet; as are those of bytes and
@@ -475,6 +479,9 @@ class ConnectorStats:
     held by one that cannot say whether it has, or the two run different versions of ours."""
     proofs_unreadable: int = 0
     """Malformed, cut, or of another version: nothing was loaded. The scheduler half's count."""
+    engine_id_clashes: int = 0
+    """Loads that did not begin, because another engine with this engine's id has the KV. The
+    scheduler half's count."""
     heartbeats_sent: int = 0
     heartbeats_received: int = 0
     notifications_unknown: int = 0

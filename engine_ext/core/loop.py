@@ -397,7 +397,10 @@ class TransferLoop:
         self._fences = touched
 
     def _decline(self, source: RemoteSource) -> None:
-        if source.address.engine_id == self._identity.engine_id:
+        """Another engine may have our engine_id, at an address of its own."""
+        has_our_id = source.address.engine_id == self._identity.engine_id
+        is_held = self._leases.knows(source.request_id)
+        if has_our_id and (is_held or self._identity.is_at(source.address)):
             self._holder.confirm(source.request_id, self._clock())
         else:
             self._declines.append(source)

@@ -9,10 +9,12 @@ last turn from the decode engine that answered it, and is leased to the next rea
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from engine_ext.base.config import ConnectorConfig, LoadFailurePolicy
+from engine_ext.base.latest import keep_latest
 from engine_ext.base.proof import NoProof, PrefixProof
 from engine_ext.base.types import (
     BlockIds,
@@ -22,6 +24,8 @@ from engine_ext.base.types import (
     FinishDecision,
     FinishStatus,
     MatchedTokens,
+    PeerAddress,
+    PushWithdrawal,
     RemoteSource,
     StepMetadata,
     TransferResults,
@@ -39,6 +43,9 @@ from engine_ext.wire.errors import Rank
 from engine_ext.wire.listener import HandshakeServer
 
 logger = logging.getLogger(__name__)
+
+MAX_NAMESAKES = 256
+"""Other engines with our engine_id that are remembered, so that each is logged once."""
 
 
 class SchedulerConnector:
@@ -69,6 +76,8 @@ class SchedulerConnector:
         self._writes_early = is_pushing and _can_write_early(geometry)
         self._listener: HandshakeServer | None = None
         self._proofs_unreadable = 0
+        self._engine_id_clashes = 0
+        self._namesakes: OrderedDict[tuple[str, int], None] = OrderedDict()
 
     @property
     def num_leased(self) -> int:
@@ -78,6 +87,11 @@ class SchedulerConnector:
     def proofs_unreadable(self) -> int:
         """Since start; see ConnectorStats."""
         return self._proofs_unreadable
+
+    @property
+    def engine_id_clashes(self) -> int:
+        """Since start; see ConnectorStats."""
+        return self._engine_id_clashes
 
     def set_handshake_metadata(self, payloads: Mapping[Rank, bytes]) -> None:
         """Starts the listener. Told again, as by vLLM 0.33 when it wakes up, it goes on: a worker
@@ -126,6 +140,8 @@ class SchedulerConnector:
             return
         if params.source is not None:
             self._offer(request, params, params.source)
+        elif params.target is not None and self._is_namesake(params.target.address):
+            self._orders.withdrawals.append(PushWithdrawal(request.request_id, params.target))
         elif params.target is not None:
             most, told = self._loadable.most_tokens(request), params.target.num_tokens
             num_tokens = most if told is None else min(most, told)
@@ -136,7 +152,9 @@ class SchedulerConnector:
 
     def _offer(self, request: EngineRequest, params: TransferParams, source: RemoteSource) -> None:
         if source.address.engine_id == self._identity.engine_id:
-            # Both legs came to this engine: what is worth having is in our own prefix cache.
+            # A namesake's, or both legs came to this engine: what is worth having is in our own
+            # prefix cache.
+            self._is_namesake(source.address)
             self._orders.declines.append(source)
             return
         role, proof = params.role, params.proof
@@ -151,6 +169,26 @@ class SchedulerConnector:
         num_tokens = self._loadable.tokens(request, role, source, proof, self._unix_time())
         is_proven = isinstance(proof, PrefixProof)
         self._loads.offer(request.request_id, source, role, num_tokens, is_proven)
+
+    def _is_namesake(self, address: PeerAddress) -> bool:
+        """It has our engine_id and is not us: counted, and logged once. Its KV is not loaded, as
+        stock engines and routers know engines by that id, and would take one for the other."""
+        ours = self._identity
+        if address.engine_id != ours.engine_id or ours.is_at(address):
+            return False
+        self._engine_id_clashes += 1
+        at = (address.host, address.port)
+        if at not in self._namesakes:
+            logger.warning(
+                "two engines have the engine_id %s: this one at %s:%d and another one at %s:%d. "
+                "No KV moves between them. Give each engine an engine_id of its own.",
+                ours.engine_id,
+                ours.host,
+                ours.port,
+                *at,
+            )
+        keep_latest(self._namesakes, at, None, MAX_NAMESAKES)
+        return True
 
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int

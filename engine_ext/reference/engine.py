@@ -109,8 +109,12 @@ class Engine:
         return self._stats
 
     def connector_stats(self) -> ConnectorStats:
-        unreadable = self._connector.scheduler.proofs_unreadable
-        return replace(self._connector.worker.stats(), proofs_unreadable=unreadable)
+        half = self._connector.scheduler
+        return replace(
+            self._connector.worker.stats(),
+            proofs_unreadable=half.proofs_unreadable,
+            engine_id_clashes=half.engine_id_clashes,
+        )
 
     def inspect(self, asked: str | None = None) -> Inspection | None:
         """What is held for other engines. Blocks for a second at most; raises TimeoutError."""

@@ -24,6 +24,10 @@ class SchedulerHalf(Protocol):
     def proofs_unreadable(self) -> int:
         """For ConnectorStats. Read from any thread."""
 
+    @property
+    def engine_id_clashes(self) -> int:
+        """Likewise."""
+
     def on_new_request(self, request: EngineRequest) -> None: ...
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int

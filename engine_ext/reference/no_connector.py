@@ -20,6 +20,7 @@ from engine_ext.staging.stage import StagingFactory
 
 class NoSchedulerHalf:
     proofs_unreadable = 0
+    engine_id_clashes = 0
 
     def on_new_request(self, request: EngineRequest) -> None:
         pass

@@ -11,7 +11,7 @@ from engine_ext.base.types import ConnectorStats
 from engine_ext.core.scheduler import SchedulerConnector
 from engine_ext.pages.counted import COUNTED, DISTRIBUTED, Distributed
 
-OF_SCHEDULER = ("leases_active", "proofs_unreadable")
+OF_SCHEDULER = ("leases_active", "proofs_unreadable", "engine_id_clashes")
 """Counted by the scheduler half. It knows of a lease before the worker does: an engine that rests
 while its blocks are read takes no step that could tell."""
 
@@ -50,7 +50,8 @@ def of_worker(stats: ConnectorStats) -> dict[str, float]:
 
 
 def of_scheduler(half: SchedulerConnector) -> dict[str, float]:
-    return dict(zip(OF_SCHEDULER, (half.num_leased, half.proofs_unreadable), strict=True))
+    counts = (half.num_leased, half.proofs_unreadable, half.engine_id_clashes)
+    return dict(zip(OF_SCHEDULER, counts, strict=True))
 
 
 def told(data: dict[str, Any], each: Distributed) -> list[tuple[int, float]]:

@@ -278,7 +278,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(bool)
     def listen_for_news(self, on_news: Callable[[], None]) -> bool:
         """`on_news` is called when a worker has results, from another thread. False: it is not."""
-        self._news = NewsListener(self._config.engine_id, on_news)
+        self._news = NewsListener(describe.news_name(self._vllm_config, self._config), on_news)
         return True
 
     @guarded(lambda: True)
@@ -297,7 +297,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         geometry = describe.cache_geometry(self._vllm_config, self._kv_cache_config)
         identity = describe.engine_identity(self._vllm_config, self._config, geometry)
         self._worker = WorkerConnector(self._config, geometry, identity)
-        self._worker.set_wake(NewsSender(self._config.engine_id))
+        self._worker.set_wake(NewsSender(describe.news_name(self._vllm_config, self._config)))
         self._worker.register_kv_caches(describe.regions(kv_caches, self._kv_cache_config))
 
     def unregister_kv_caches(self) -> None:

@@ -281,6 +281,12 @@ def side_channel(vllm_config: VllmConfig) -> tuple[str, int]:
     return envs.VLLM_NIXL_SIDE_CHANNEL_HOST, envs.VLLM_NIXL_SIDE_CHANNEL_PORT + rank
 
 
+def news_name(vllm_config: VllmConfig, config: ConnectorConfig) -> str:
+    """What an engine's processes know each other by on their machine. Another engine there has
+    another port, whatever its engine_id."""
+    return f"{config.engine_id}-{side_channel(vllm_config)[1]}"
+
+
 def _factors(vllm_config: VllmConfig, backend: str, config: ConnectorConfig) -> dict[str, str]:
     """What vLLM hashes, field by field, so that a mismatch can be named."""
     model, cache = vllm_config.model_config, vllm_config.cache_config

@@ -23,15 +23,15 @@ FAULT_SECONDS = 1.0
 """After a socket's error, before it is asked again; news are assumed."""
 
 
-def _address(engine_id: str) -> str:
-    return f"\0disagg-news-{engine_id}"
+def _address(name: str) -> str:
+    return f"\0disagg-news-{name}"
 
 
 class NewsSender:
     """Called from the worker's owner thread; never blocks, never raises."""
 
-    def __init__(self, engine_id: str) -> None:
-        self._address = _address(engine_id)
+    def __init__(self, name: str) -> None:
+        self._address = _address(name)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
 
@@ -47,10 +47,10 @@ class NewsSender:
 class NewsListener:
     """Calls `on_news` from a thread of its own. Raises OSError when the address is taken."""
 
-    def __init__(self, engine_id: str, on_news: Callable[[], None]) -> None:
+    def __init__(self, name: str, on_news: Callable[[], None]) -> None:
         self._on_news = on_news
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.bind(_address(engine_id))
+        self._socket.bind(_address(name))
         self._socket.settimeout(PATIENCE_SECONDS)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-news", daemon=True)

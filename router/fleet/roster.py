@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from router.fleet.census import Halves
 from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet
+from router.fleet.namesakes import Namesakes
 from router.fleet.overlay import SOURCE, Overlay, overlaid
 from router.fleet.reconcile import Changes, reconcile
 from router.fleet.sources.source import Report, Source
@@ -103,6 +104,7 @@ class Roster:
         self._all_spoken = asyncio.Event()
         self._fault = ""
         self._halves = Halves(fleet, clock)
+        self._namesakes = Namesakes(fleet)
         self.overlay = Overlay()
         self.counts = {"joined": 0, "left": 0, "changed": 0}
         """Engines, since this process began, by what became of them."""
@@ -208,6 +210,7 @@ class Roster:
                     self.apply()
                 if self._all_spoken.is_set():
                     self._halves.look()
+                self._namesakes.look()
                 self._fault = ""
             except Exception as error:
                 logger.exception("the fleet could not be changed")

@@ -25,7 +25,8 @@ class NotMetricsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """`in_flight` are legs that run, `holding` requests whose KV waits there for a decoder."""
+    """`in_flight` are legs that run, `holding` requests whose KV waits there for a decoder.
+    `shares_id`: another engine has the same engine_id."""
 
     name: str
     role: str
@@ -33,6 +34,7 @@ class EngineState:
     draining: bool
     in_flight: int
     holding: int
+    shares_id: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +119,18 @@ def _engines(
         return {_who(sample): round(sample.value) for sample in by_name.get(name, ())}
 
     running, holding = of("engine_requests_in_flight"), of("engine_holding")
-    draining = of("engine_draining")
+    draining, sharing = of("engine_draining"), of("engine_shares_id")
     for sample in healths:
         role, name = who = _who(sample)
         health = HEALTH.get(round(sample.value), "unknown")
         yield EngineState(
-            name, role, health, bool(draining.get(who)), running.get(who, 0), holding.get(who, 0)
+            name,
+            role,
+            health,
+            bool(draining.get(who)),
+            running.get(who, 0),
+            holding.get(who, 0),
+            bool(sharing.get(who)),
         )
 
 

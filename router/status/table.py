@@ -29,6 +29,12 @@ def lines(
     yield painted(_summary(status, before, seconds), BOLD)
     yield ""
     yield from _engines(status.engines, painted)
+    if sharing := [one.name for one in status.engines if one.shares_id]:
+        yield painted(
+            f"{', '.join(sharing)}: one engine_id at several engines, so no KV moves between "
+            "these; give each an engine_id of its own",
+            RED,
+        )
     for group in status.groups:
         if len(status.groups) > 1 or not (group.prefillers and group.decoders):
             half = "" if group.prefillers and group.decoders else "  (half a group: gets nothing)"

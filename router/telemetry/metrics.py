@@ -133,6 +133,14 @@ class Metrics:
             "engine",
             act="1 for long: somebody's drain was not ended, or its pod does not go.",
         )
+        self.engine_shares_id = made.readings(
+            "engine_shares_id",
+            "1 when another engine has the same engine_id, else 0.",
+            "role",
+            "engine",
+            act="1: no KV moves between the two, which the log names. Give each engine an "
+            "engine_id of its own.",
+        )
         self.engine_circuit = made.readings(
             "engine_circuit",
             "0 closed, 1 half open (one request may try), 2 open: left alone for its failures.",

@@ -220,6 +220,7 @@ class Launcher:
         connector: str = "DisaggConnector",
         model: Path | None = None,
         ports: tuple[int, int] | None = None,
+        engine_id: str | None = None,
     ) -> Iterator[Server]:
         """A reference engine with a connector; `extra` is its kv_connector_extra_config.
 
@@ -229,7 +230,7 @@ class Launcher:
         transfer = {
             "kv_connector": connector,
             "kv_role": "kv_both",
-            "engine_id": f"{name}-{port}-{time.monotonic_ns()}",
+            "engine_id": engine_id or f"{name}-{port}-{time.monotonic_ns()}",
             "kv_load_failure_policy": policy,
             "kv_connector_extra_config": extra or {},
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from router.status.reading import EngineState, GroupState, NotMetricsError, read
 from router.status.table import lines, paint
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import eventually
-from tests.unit.router.mock_engine import MockEngine
+from tests.unit.router.mock_engine import MockEngine, running_engine, usual_decode
 
 METRICS = """\
 # TYPE disagg_router_requests_in_flight gauge
@@ -105,6 +106,52 @@ def test_nothing_that_is_read_ends_it_badly(text: str) -> None:
             continue
         assert "\n".join(lines(status, status, 1.0))
         json.dumps(status.content())
+
+
+def _page(engine_id: str, host: str, port: int) -> dict[str, Any]:
+    """GET /disagg/identity of an engine of one rank."""
+    at = {"remote_engine_id": engine_id, "remote_host": host, "remote_port": port}
+    return {"capabilities": [], "ranks": [{"dp_rank": 0, **at}]}
+
+
+async def test_engines_with_one_engine_id_are_shown_counted_and_logged_once(
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    p.identity, d.identity = _page("e", "10.0.0.1", 5600), _page("e", "10.0.0.2", 5600)
+    async with running_engine(usual_decode) as other, running_engine(usual_decode) as alias:
+        other.identity = _page("d2", "10.0.0.2", 5601)
+        alias.identity = _page("d2", "10.0.0.2", 5601)  # the same engine, known by two names
+        router = await start_router(ds=[d, other, alias])
+        await router.knows_its_engines()
+        sharing = sorted(router.engine(mock).name for mock in (p, d))
+
+        def logged() -> list[str]:
+            return [r.getMessage() for r in caplog.records if "one engine_id" in r.getMessage()]
+
+        await eventually(logged)
+        shared = {
+            name: router.metric("engine_shares_id", engine=name, role=role)
+            for name, role in ((one.name, one.role) for one in router.gateway.fleet.engines)
+        }
+        assert sorted(name for name, value in shared.items() if value) == sharing
+        assert len(shared) == 4
+        assert await asyncio.to_thread(main, [router.url]) == 0
+        (line,) = [one for one in capsys.readouterr().out.splitlines() if "engine_id" in one]
+        assert all(name in line for name in sharing)
+        assert router.engine(other).name not in line
+        (message,) = logged()
+        assert all(name in message for name in sharing)
+        d.identity = _page("d", "10.0.0.2", 5600)
+        router.engine(d).learned.note_identity(d.identity)
+        ours = {"engine": router.engine(p).name, "role": "prefill"}
+        assert (
+            router.gateway.metrics.registry.get_sample_value("disagg_router_engine_shares_id", ours)
+            == 0
+        )
 
 
 async def test_a_router_is_shown_as_it_is(

@@ -149,6 +149,7 @@ class FakeScheduler:
     pending: bool = False
     policy: LoadFailurePolicy = "fail"
     proofs_unreadable: int = 0
+    engine_id_clashes: int = 0
 
     def on_new_request(self, request: EngineRequest) -> None:
         self._called("on_new_request", request)
