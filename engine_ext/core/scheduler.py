@@ -9,12 +9,10 @@ last turn from the decode engine that answered it, and is leased to the next rea
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from engine_ext.base.config import ConnectorConfig, LoadFailurePolicy
-from engine_ext.base.latest import keep_latest
 from engine_ext.base.proof import NoProof, PrefixProof
 from engine_ext.base.types import (
     BlockIds,
@@ -44,8 +42,8 @@ from engine_ext.wire.listener import HandshakeServer
 
 logger = logging.getLogger(__name__)
 
-MAX_NAMESAKES = 256
-"""Other engines with our engine_id that are remembered, so that each is logged once."""
+MAX_NAMESAKES = 16
+"""Other engines with our engine_id that are logged, each once: a request may name any address."""
 
 
 class SchedulerConnector:
@@ -77,7 +75,7 @@ class SchedulerConnector:
         self._listener: HandshakeServer | None = None
         self._proofs_unreadable = 0
         self._engine_id_clashes = 0
-        self._namesakes: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._namesakes: set[tuple[str, int]] = set()
 
     @property
     def num_leased(self) -> int:
@@ -178,7 +176,8 @@ class SchedulerConnector:
             return False
         self._engine_id_clashes += 1
         at = (address.host, address.port)
-        if at not in self._namesakes:
+        if at not in self._namesakes and len(self._namesakes) < MAX_NAMESAKES:
+            self._namesakes.add(at)
             logger.warning(
                 "two engines have the engine_id %s: this one at %s:%d and another one at %s:%d. "
                 "No KV moves between them. Give each engine an engine_id of its own.",
@@ -187,7 +186,6 @@ class SchedulerConnector:
                 ours.port,
                 *at,
             )
-        keep_latest(self._namesakes, at, None, MAX_NAMESAKES)
         return True
 
     def get_num_new_matched_tokens(
