@@ -109,6 +109,11 @@ class Holds:
         self._orders.revokes.append(request_id)
         return True
 
+    def give_up(self, request_id: str) -> None:
+        """Ends a lease or turn before its time, except a firm turn."""
+        if not self._turns.is_firm(request_id):
+            self.revoke(request_id)
+
     def stop_keeping_turns(self) -> None:
         """No turn waits any more, but those that are firm. Leases run on, for their readers."""
         self._keeps_turns = False

@@ -63,6 +63,8 @@ class Load:
     is_proven: bool = False
     """Of what is read: the remote has told which content it holds."""
     state: LoadState = LoadState.OFFERED
+    is_stale: bool = False
+    """The engine's weights have changed since the load began: whatever it brings is not used."""
 
     def on(self, event: LoadEvent) -> None:
         """Raises IllegalEventError."""
@@ -150,6 +152,20 @@ class Loads:
             load.state = LoadState.LOADING
             self._orders.untracks.append(request_id)
             self._tell_holder(request_id, load.origin)
+
+    def drop(self, request_id: str) -> None:
+        """The KV on offer is of other weights than the request is computed with from now on."""
+        load = self._loads.get(request_id)
+        if load is None:
+            return
+        if load.state is LoadState.OFFERED:
+            self._decline(request_id, load)
+        load.is_stale = load.state is LoadState.LOADING
+
+    def is_stale(self, request_id: str) -> bool:
+        """The load under way has to be reported as failed."""
+        load = self._loads.get(request_id)
+        return load is not None and load.is_stale and load.state is LoadState.LOADING
 
     def reported(self, request_id: str, *, failed: bool) -> None:
         """The worker half is done with the load, well or badly."""

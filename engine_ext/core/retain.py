@@ -21,6 +21,9 @@ class RetainedTurns:
     def num_blocks(self) -> int:
         return self._num_yielding + self._num_firm
 
+    def is_firm(self, request_id: str) -> bool:
+        return request_id in self._firm
+
     def fits(self, num_blocks: int) -> bool:
         """If all give way that may."""
         return self._num_firm + num_blocks <= self._max_blocks

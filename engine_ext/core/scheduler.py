@@ -9,7 +9,7 @@ last turn from the decode engine that answered it, and is leased to the next rea
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from engine_ext.base.config import ConnectorConfig, LoadFailurePolicy
@@ -246,6 +246,17 @@ class SchedulerConnector:
         """What was computed until now is not what would be computed from now on. False: the turns
         that are firm stay, for nobody could tell their readers."""
         return self._holds.end_turns()
+
+    def change_weights(self, request_ids: Iterable[str]) -> None:
+        """The weights that these requests are, or were, computed with are no longer the engine's.
+        Their leases end, and their turns, except firm ones. Nothing more is loaded for them: an
+        offer is declined, and a load under way must be reported as failed (`is_stale_load`)."""
+        for request_id in request_ids:
+            self._holds.give_up(request_id)
+            self._loads.drop(request_id)
+
+    def is_stale_load(self, request_id: str) -> bool:
+        return self._loads.is_stale(request_id)
 
     def release(self, engine_id: str, request_id: str) -> bool:
         """Nobody will read this request's KV. True: it was held. A reader who comes all the same

@@ -7,7 +7,7 @@ vLLM calls while it starts may raise: then it does not start.
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.lora.utils import get_adapter_absolute_path
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -50,6 +51,7 @@ from engine_ext.vllm.news import NewsListener, NewsSender
 from engine_ext.vllm.owed import Owed
 from engine_ext.vllm.prompts import Prompts
 from engine_ext.vllm.request import RequestView, back_off
+from engine_ext.vllm.weights import Adapter, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -95,13 +97,14 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._differences = Differences()
         self._owed = Owed()
         self._prompts = Prompts()
+        self._weights = Weights(get_adapter_absolute_path)
         self._unheard = NO_RESULTS
         """What our half was told while it raised; it is told once more."""
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler()
             if not describe.may_load(vllm_config):
                 logger.warning(LOADS_NOTHING)
-            _install_engine_loop()
+            _install_seams()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -164,6 +167,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(nothing)
     def on_new_request(self, request: Request) -> None:
+        self._weights.label(request)
         view = self._view(request)
         num_left = self.scheduler.backs_off(view)
         if num_left is not None:
@@ -264,6 +268,48 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         """The model's weights are others now, say. False: some turns stay, see `end_turns`."""
         return self.scheduler.end_turns()
+
+    # Weights that change; see weights.py and compat/weight_changes.py.
+
+    @guarded(nothing)
+    def look_at_adapter(self, lora: Any) -> Adapter | None:
+        """Before vLLM loads it; to be handed to `adapter_loaded`."""
+        return self._weights.look(lora)
+
+    @guarded(nothing)
+    def adapter_loaded(self, lora: Any, seen: Adapter | None, requests: Sequence[Request]) -> None:
+        """`seen` None: it could not be loaded. `requests`: all that the engine has, those that have
+        ended and are leased included."""
+        if self._weights.load(lora, seen):
+            of_it = [each for each in requests if _adapter_name(each) == lora.lora_name]
+            self._end_kv(f"LoRA adapter {lora.lora_name} may be another now", of_it)
+
+    @guarded(nothing)
+    def weights_changed(self, by: str, requests: Sequence[Request], keeps_adapters: bool) -> None:
+        """The model's own are others, or may be; and its adapters', unless those are kept."""
+        self._weights.change(keeps_adapters)
+        self._end_kv(f"the model's weights may have changed ({by})", requests)
+
+    def _end_kv(self, why: str, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if not request.is_finished():
+                self._weights.disown(request)
+        self.scheduler.change_weights([str(request.request_id) for request in requests])
+        logger.warning("%s: KV computed before is no longer used or offered", why)
+
+    @guarded(nothing)
+    def weights_named(self, version: str) -> None:
+        """Engines whose weights have one name share KV."""
+        self._weights.name(version)
+
+    @guarded(nothing)
+    def fail_stale_loads(self, output: KVConnectorOutput) -> None:
+        """Those that were under way when the weights changed."""
+        stale = {
+            name for name in output.finished_recving or () if self.scheduler.is_stale_load(name)
+        }
+        if stale:
+            output.failed_recving = {*(output.failed_recving or ()), *stale}
 
     @guarded(nothing)
     def resume(self) -> None:
@@ -377,6 +423,11 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         return SchedulerConnector(self._config, identity, geometry)
 
 
+def _adapter_name(request: Request) -> str | None:
+    lora = request.lora_request
+    return None if lora is None else str(lora.lora_name)
+
+
 def _note_loading(request: Request, num_tokens: int) -> None:
     """For prefill_stats.py, where our scheduler class has put it on the request."""
     note = getattr(getattr(request, "prefill_stats", None), "note_loading", None)
@@ -384,7 +435,11 @@ def _note_loading(request: Request, num_tokens: int) -> None:
         note(num_tokens)
 
 
-def _install_engine_loop() -> None:
+def _install_seams() -> None:
+    """Into vLLM's engine, in whose process this is."""
+    from engine_ext.vllm.compat import weight_changes
+
+    weight_changes.install()
     if support.is_on(features.LEAVING):
         from engine_ext.vllm.compat import engine_loop
 

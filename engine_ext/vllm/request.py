@@ -8,6 +8,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from engine_ext.base.proof import ContentKey, Keys
 from engine_ext.base.types import FinishStatus
+from engine_ext.vllm import weights
 
 _STATUS = {
     RequestStatus.FINISHED_STOPPED: FinishStatus.STOPPED,
@@ -51,19 +52,20 @@ class RequestView:
     @property
     def content_keys(self) -> Keys | None:
         """What vLLM hashes into its own prefix cache's blocks (`generate_block_hash_extra_keys`),
-        but with absolute positions. Embeddings have no name, nor has a medium whose identifier is
-        a client's own word instead of a hash."""
+        but with absolute positions, and the weights that compute it where these can change, see
+        weights.py. Embeddings have no name, nor has a medium whose identifier is a client's own
+        word instead of a hash."""
         request = self._request
         media = [(one.identifier or "", one.mm_position) for one in request.mm_features]
         are_named = self._names_media and all(_CONTENT_HASH.search(name) for name, _ in media)
         if request.prompt_embeds is not None or (media and not are_named):
             return None
-        keys = []
-        if request.lora_request is not None:
-            adapter = request.lora_request
-            keys.append(ContentKey("lora", (adapter.lora_name, adapter.lora_path)))
-        if request.cache_salt:
-            keys.append(ContentKey("cache_salt", (request.cache_salt,)))
+        keys = weights.keys_of(request)
+        if keys is None:
+            return None
+        salt = weights.salt_of(request)
+        if salt:
+            keys.append(ContentKey("cache_salt", (salt,)))
         for identifier, at in sorted(media, key=lambda medium: medium[1].offset):
             keys.append(ContentKey("mm", (identifier,), at.offset, at.offset + at.length))
         return keys

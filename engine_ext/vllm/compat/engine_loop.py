@@ -6,7 +6,6 @@ the plugin or without, under whichever scheduler class.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
@@ -14,25 +13,16 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc, EngineShutdownState
 
+from engine_ext.vllm.compat.wrapped import wrap
 from engine_ext.vllm.connector import ours_in
-
-MARK = "_disagg_seam"
 
 
 def install() -> None:
     """Idempotent."""
     for engine in (EngineCoreProc, DPEngineCoreProc):
-        _wrap(engine, "run_busy_loop", _handing_over)
-    _wrap(EngineCoreProc, "_handle_shutdown", _draining)
-    _wrap(Scheduler, "set_pause_state", _keeping_no_turns)
-
-
-def _wrap(owner: type, name: str, wrapping: Callable[[Any], Any]) -> None:
-    original = vars(owner).get(name)
-    if original is not None and not hasattr(original, MARK):
-        wrapper = wrapping(original)
-        setattr(wrapper, MARK, True)
-        setattr(owner, name, wrapper)
+        wrap(engine, "run_busy_loop", _handing_over)
+    wrap(EngineCoreProc, "_handle_shutdown", _draining)
+    wrap(Scheduler, "set_pause_state", _keeping_no_turns)
 
 
 def _handing_over(original: Any) -> Any:

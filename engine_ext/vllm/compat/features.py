@@ -204,7 +204,9 @@ CONTENT = Feature(
             "vllm.v1.request:Request",
             has=(
                 "all_token_ids",
+                "block_hashes",
                 "cache_salt",
+                "is_finished",
                 "kv_transfer_params",
                 "lora_request",
                 "mm_features",
@@ -218,11 +220,27 @@ CONTENT = Feature(
                 "status",
             ),
         ),
+        Name("vllm.v1.request:Request.update_block_hashes", ("self",)),
         Name(
             "vllm.v1.request:RequestStatus",
             has=("FINISHED_ABORTED", "FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"),
         ),
-        Name("vllm.lora.request:LoRARequest", has=("lora_name", "lora_path")),
+        Name("vllm.v1.engine.core:EngineCore", has=("list_loras", "scheduler")),
+        Name("vllm.v1.engine.core:EngineCore.add_lora", ("self", "lora_request")),
+        Name("vllm.v1.engine.core:EngineCore.collective_rpc", ("self", "method", ANY)),
+        Name("vllm.v1.engine.core:EngineCore.set_weight_version", ("self", "weight_version")),
+        Name("vllm.v1.engine.core:EngineCore.sleep", ("self", "level", ANY)),
+        Name(f"{SCHED}.scheduler:Scheduler", has=("connector", "requests")),
+        Name(
+            f"{SCHED}.scheduler:Scheduler.update_from_output",
+            ("self", "scheduler_output", "model_runner_output"),
+        ),
+        Name("vllm.v1.outputs:ModelRunnerOutput", has=("kv_connector_output",)),
+        Name(
+            "vllm.lora.request:LoRARequest",
+            has=("is_3d_lora_weight", "load_inplace", "lora_int_id", "lora_name", "lora_path"),
+        ),
+        Name("vllm.lora.utils:get_adapter_absolute_path", ("lora_path",)),
         Name("vllm.multimodal.inputs:MultiModalFeatureSpec", has=("identifier", "mm_position")),
         Name("vllm.config:MultiModalConfig", has=("mm_processor_cache_gb",)),
         Name("vllm.multimodal.inputs:PlaceholderRange", has=("length", "offset")),
@@ -238,7 +256,7 @@ CONTENT = Feature(
         ),
     ),
 )
-"""What a block's KV was computed of, and how much of it is written."""
+"""What a block's KV was computed of and with which weights, and how much of it is written."""
 
 STOCK_PEERS = Feature(
     "stock_peers",

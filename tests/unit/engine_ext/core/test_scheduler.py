@@ -693,6 +693,41 @@ def test_turns_of_other_weights_end_but_those_that_stock_may_read() -> None:
     assert turn(decoder, "t-2", proven)
 
 
+def test_what_other_weights_computed_ends_but_turns_that_stock_may_read() -> None:
+    decoder = make("d", bidirectional=True, retain_share=0.5)
+    proven = answer_of_p()
+    stock = {key: value for key, value in proven.items() if key != "prefix_proof"}
+    assert turn(decoder, "t", proven)
+    assert turn(decoder, "firm", stock)
+    for name in ("leased", "unrelated"):
+        request = Request(name, {"do_remote_decode": True}, num_computed_tokens=33)
+        decoder.on_new_request(request)
+        decoder.request_finished(request, BLOCKS, FinishStatus.LENGTH_CAPPED)
+    decoder.build_connector_meta()
+    decoder.change_weights(["t", "firm", "leased", "unknown"])
+    assert decoder.build_connector_meta().revokes == ("t", "leased")
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_what_other_weights_computed_is_not_loaded(mode: TransferMode) -> None:
+    decoder = make("d", transfer_mode=mode)
+    waiting, loading = (Request(name, answer_of_p()) for name in ("waiting", "loading"))
+    for request in (waiting, loading):
+        decoder.on_new_request(request)
+    decoder.update_state_after_alloc(loading, BLOCKS, 100)
+    decoder.build_connector_meta()
+    decoder.change_weights(["waiting", "loading"])
+    assert decoder.get_num_new_matched_tokens(waiting, 0) == (0, False)
+    decoder.update_state_after_alloc(waiting, BLOCKS, 0)
+    meta = decoder.build_connector_meta()
+    assert (meta.pulls, meta.registrations) == ((), ())
+    assert [len(meta.declines), len(meta.withdrawals)] == ([1, 0] if mode == "pull" else [0, 1])
+    assert (decoder.is_stale_load("waiting"), decoder.is_stale_load("loading")) == (False, True)
+    failed = frozenset({"loading"})
+    decoder.update_connector_output(TransferResults(finished_recving=failed, failed_recving=failed))
+    assert not decoder.is_stale_load("loading")
+
+
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_where_nothing_may_be_loaded_all_is_computed_and_the_holder_hears_of_it(mode: str) -> None:
     decoder = decoder_of(CacheGeometry(16, 32, may_load=False), transfer_mode=mode)

@@ -1,0 +1,147 @@
+"""Every way to change the weights of a running vLLM engine, so that our connector hears of it.
+
+vLLM tells its KV connectors nothing of this. `EngineCore` is where all ways meet: its methods are
+what an HTTP server or `LLM` calls, in the thread that runs the engine's steps, between two of them.
+
+Installed by the connector itself while the engine is being built, with the plugin or without.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+
+from engine_ext.vllm.compat.wrapped import wrap
+from engine_ext.vllm.connector import DisaggConnector, ours_in
+
+HARMLESS = frozenset(
+    (
+        "check_health",
+        "compute_weight_checksums",
+        "get_model_inspection",
+        "get_supported_tasks",
+        "init_weight_transfer_engine",
+        "list_loras",
+        "profile",
+        "release_late_interaction_query_cache",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "save_sharded_state",
+        "save_tensorized_model",
+        "shutdown_weight_transfer_engine",
+        "supports_draft_weight_updates",
+        "synchronize_device",
+        "update_max_model_len",
+    )
+)
+"""Methods of vLLM's workers that leave all weights as they are. Whatever else is called may be an
+extension's own way to load weights, and counts as one."""
+
+OF_THE_MODEL = frozenset(
+    (
+        "finish_weight_update",
+        "reload_weights",
+        "reset_weights",
+        "start_draft_weight_update",
+        "start_weight_update",
+        "update_weights",
+    )
+)
+"""These change the model's own weights, and no adapter's."""
+
+DISCARDING = 2
+"""The level of sleep from which weights do not come back by themselves."""
+
+
+def install() -> None:
+    """Idempotent."""
+    wrap(EngineCore, "add_lora", _loading_adapter)
+    wrap(EngineCore, "collective_rpc", _calling_workers)
+    wrap(EngineCore, "sleep", _sleeping)
+    wrap(EngineCore, "set_weight_version", _naming_weights)
+    wrap(Scheduler, "update_from_output", _failing_stale_loads)
+
+
+def _ours(core: Any) -> DisaggConnector | None:
+    """None also while the engine is being built."""
+    return ours_in(getattr(getattr(core, "scheduler", None), "connector", None))
+
+
+def _loading_adapter(original: Any) -> Any:
+    """vLLM's workers load an adapter that they do not have, or that is to be loaded in place; then
+    they read its files now."""
+
+    @functools.wraps(original)
+    def add_lora(self: Any, lora_request: Any) -> Any:
+        ours = _ours(self)
+        if ours is None:
+            return original(self, lora_request)
+        if not lora_request.load_inplace and lora_request.lora_int_id in self.list_loras():
+            return original(self, lora_request)
+        seen, is_loaded = ours.look_at_adapter(lora_request), False
+        try:
+            answer = original(self, lora_request)
+            is_loaded = True
+        finally:
+            loaded = seen if is_loaded else None
+            ours.adapter_loaded(lora_request, loaded, list(self.scheduler.requests.values()))
+        return answer
+
+    return add_lora
+
+
+def _calling_workers(original: Any) -> Any:
+    @functools.wraps(original)
+    def collective_rpc(self: Any, method: str | Callable[..., Any], *args: Any, **kw: Any) -> Any:
+        ours = None if method in HARMLESS else _ours(self)
+        if ours is None:
+            return original(self, method, *args, **kw)
+        try:
+            return original(self, method, *args, **kw)
+        finally:
+            _changed(self, ours, method if isinstance(method, str) else repr(method))
+
+    return collective_rpc
+
+
+def _sleeping(original: Any) -> Any:
+    @functools.wraps(original)
+    def sleep(self: Any, level: int = 1, *args: Any, **kw: Any) -> Any:
+        ours = _ours(self)
+        if ours is not None and level >= DISCARDING:
+            _changed(self, ours, f"sleep({level})")
+        return original(self, level, *args, **kw)
+
+    return sleep
+
+
+def _changed(core: Any, ours: DisaggConnector, by: str) -> None:
+    requests = list(core.scheduler.requests.values())
+    ours.weights_changed(by, requests, keeps_adapters=by in OF_THE_MODEL)
+
+
+def _naming_weights(original: Any) -> Any:
+    @functools.wraps(original)
+    def set_weight_version(self: Any, weight_version: str) -> None:
+        original(self, weight_version)
+        ours = _ours(self)
+        if ours is not None:
+            ours.weights_named(weight_version)
+
+    return set_weight_version
+
+
+def _failing_stale_loads(original: Any) -> Any:
+    """vLLM takes from a step's output first which loads have failed."""
+
+    @functools.wraps(original)
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        loads = model_runner_output.kv_connector_output
+        ours = ours_in(self.connector) if loads and loads.finished_recving else None
+        if ours is not None:
+            ours.fail_stale_loads(loads)
+        return original(self, scheduler_output, model_runner_output)
+
+    return update_from_output
