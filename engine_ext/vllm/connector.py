@@ -76,6 +76,8 @@ LOADS_NOTHING = (
     "nothing is loaded, and turns are computed. Use kv_both"
 )
 
+NO_SLEEP = "DisaggConnector does not support /sleep (the KV cache would move)"
+
 NOTHING: Matched = (0, False)
 NOT_KEPT: Finished = (False, None)
 
@@ -350,7 +352,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM 0.33 goes to sleep. Raises where that would take the memory that others read:
         without sleep mode, at which we do not start, none but this allocator's."""
         if self._vllm_config.model_config.enable_cumem_allocator:
-            raise RuntimeError("DisaggConnector does not support /sleep: the KV cache would move")
+            raise RuntimeError(NO_SLEEP)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if self._worker is None:

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from engine_ext.base.access import OPEN
@@ -77,7 +78,10 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     problems = {
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
-        **{f"KV cache of {kind}": True for kind in _unknown_kinds(vllm_config, kv_cache_config)},
+        **{
+            f"KV cache of {kind}": True
+            for kind in sorted(_unknown_kinds(vllm_config, kv_cache_config))
+        },
         "sleep mode (the KV cache gets other memory)": vllm_config.model_config.enable_sleep_mode,
         "KV-cache groups of different block sizes": len(_block_sizes(kv_cache_config)) > 1,
         "KV-cache groups that are not transferred": _has_private_groups(kv_cache_config),
@@ -105,10 +109,17 @@ def names_media(vllm_config: VllmConfig) -> bool:
 
 
 def _unknown_kinds(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[str]:
-    """Kinds of attention whose blocks are not simply those of the tokens, or of the last ones."""
+    """Kinds of attention whose blocks are not simply those of the tokens, or of the last ones. Of
+    layers that vLLM puts in one group though they differ, workers see each one's kind."""
     model = vllm_config.model_config
-    specs = _specs(kv_cache_config)
-    return {type(spec).__name__ for spec in specs if not _is_known(spec, model)}
+    found: set[str] = set()
+    for spec in _specs(kv_cache_config):
+        if not _is_known(spec, model):
+            is_of_several = isinstance(spec, UniformTypeKVCacheSpecs)
+            layers = spec.kv_cache_specs.values() if is_of_several else ()
+            unknown = {type(each).__name__ for each in layers if not _is_known(each, model)}
+            found |= unknown or {type(spec).__name__}
+    return found
 
 
 def _is_known(spec: KVCacheSpec, model: ModelConfig) -> bool:

@@ -90,7 +90,10 @@ class RequestView:
 
 
 def back_off(request: Request, num_left: int) -> None:
-    """Before anything is computed; see `SchedulerConnector.backs_off`."""
+    """Before anything is computed; see `SchedulerConnector.backs_off`. As in stock vLLM, a prompt
+    whose log-probabilities are asked for stays whole: its last token has one, too."""
+    if request.get_skip_reading_prefix_cache():
+        return
     request.max_tokens = 1
     for _ in range(num_left):
         request.prompt_token_ids.pop()

@@ -64,6 +64,24 @@ def test_prompts_are_those_of_one_engine_alone(pair: list[Server]) -> None:
     prompts_are_right(pair, pulled, 9000)
 
 
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 0}, {"echo": True, "logprobs": 0}], ids=str)
+def test_a_prompt_whose_log_probabilities_are_asked_for_keeps_its_last_token(
+    pair: list[Server], asked: dict[str, int]
+) -> None:
+    """Its state is then of one token too many, and the decode engine computes the prompt."""
+    prefiller, decoder = pair
+    prompt = tokens_of(300, 9070 + len(asked))
+    right = complete(prefiller, prompt)
+    alone = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0, **asked}
+    with nothing_left(*pair):
+        said = prefiller.post("/v1/completions", alone).json()
+        told = prefiller.post("/v1/completions", {**prefill_body(prompt), **alone}).json()
+        assert told["usage"] == said["usage"]
+        assert told["choices"] == said["choices"]
+        turn = decode(decoder, prompt, told["kv_transfer_params"])
+        assert differences([right], [turn.answer]) == []
+
+
 @pytest.mark.nightly
 def test_a_state_that_is_another_is_seen(
     fleet: Fleet, model: Path, pair: list[Server], tmp_path: Path

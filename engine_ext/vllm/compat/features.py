@@ -148,6 +148,7 @@ CACHE = Feature(
         Name("vllm.v1.kv_cache_interface:SlidingWindowSpec", has=("sliding_window",)),
         Name("vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec", has=("attention_chunk_size",)),
         Name("vllm.v1.kv_cache_interface:MambaSpec"),
+        Name("vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs", has=("kv_cache_specs",)),
         Name(
             "vllm.config:CacheConfig",
             has=(
@@ -225,7 +226,7 @@ CONTENT = Feature(
             "vllm.v1.request:RequestStatus",
             has=("FINISHED_ABORTED", "FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"),
         ),
-        Name("vllm.v1.engine.core:EngineCore", has=("list_loras", "scheduler")),
+        Name("vllm.v1.engine.core:EngineCore", has=("list_loras", "scheduler", "vllm_config")),
         Name("vllm.v1.engine.core:EngineCore.add_lora", ("self", "lora_request")),
         Name("vllm.v1.engine.core:EngineCore.collective_rpc", ("self", "method", ANY)),
         Name("vllm.v1.engine.core:EngineCore.set_weight_version", ("self", "weight_version")),
@@ -470,7 +471,10 @@ STATE_LAYERS = Feature(
         Name("vllm.config:CacheConfig", has=("mamba_cache_dtype", "mamba_ssm_cache_dtype")),
         Name("vllm.config:ModelConfig", has=("is_attention_free", "is_hybrid")),
         Name("vllm.envs", has=("VLLM_SSM_CONV_STATE_LAYOUT",)),
-        Name("vllm.v1.request:Request", has=("_all_token_ids", "max_tokens")),
+        Name(
+            "vllm.v1.request:Request",
+            has=("_all_token_ids", "get_skip_reading_prefix_cache", "max_tokens"),
+        ),
     ),
 )
 """One block of each request is its state, and a prompt's last token can be left out."""

@@ -14,7 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from engine_ext.vllm.compat.wrapped import wrap
-from engine_ext.vllm.connector import DisaggConnector, ours_in
+from engine_ext.vllm.connector import NO_SLEEP, DisaggConnector, ours_in
 
 HARMLESS = frozenset(
     (
@@ -51,8 +51,8 @@ OF_THE_MODEL = frozenset(
 )
 """These change the model's own weights, and no adapter's."""
 
-DISCARDING = 2
-"""The level of sleep from which weights do not come back by themselves."""
+PAUSING, DISCARDING = 0, 2
+"""Levels of sleep: nothing moves; weights do not come back by themselves."""
 
 
 def install() -> None:
@@ -60,6 +60,7 @@ def install() -> None:
     wrap(EngineCore, "add_lora", _loading_adapter)
     wrap(EngineCore, "collective_rpc", _calling_workers)
     wrap(EngineCore, "sleep", _sleeping)
+    wrap(EngineCore, "release_kv_cache_memory", _releasing_memory)
     wrap(EngineCore, "set_weight_version", _naming_weights)
     wrap(Scheduler, "update_from_output", _failing_stale_loads)
 
@@ -110,11 +111,30 @@ def _sleeping(original: Any) -> Any:
     @functools.wraps(original)
     def sleep(self: Any, level: int = 1, *args: Any, **kw: Any) -> Any:
         ours = _ours(self)
+        if ours is not None and level > PAUSING:
+            _refuse_to_move_memory(self)
         if ours is not None and level >= DISCARDING:
             _changed(self, ours, f"sleep({level})")
         return original(self, level, *args, **kw)
 
     return sleep
+
+
+def _releasing_memory(original: Any) -> Any:
+    @functools.wraps(original)
+    def release_kv_cache_memory(self: Any) -> None:
+        if _ours(self) is not None:
+            _refuse_to_move_memory(self)
+        original(self)
+
+    return release_kv_cache_memory
+
+
+def _refuse_to_move_memory(core: Any) -> None:
+    """Raises RuntimeError, which the caller of /sleep sees, where other engines would read from
+    memory that is gone. vLLM 0.33 asks workers by itself (`unregister_kv_caches`)."""
+    if core.vllm_config.model_config.enable_cumem_allocator:
+        raise RuntimeError(NO_SLEEP)
 
 
 def _changed(core: Any, ours: DisaggConnector, by: str) -> None:

@@ -22,9 +22,13 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
@@ -352,17 +356,22 @@ def a_global_threshold_without_the_plugin_is_refused_at_start(model: Path) -> No
 
 
 def what_cannot_be_is_refused_by_name(model: Path) -> None:
-    region = Region(name="a", base_addr=0, block_len=1, block_stride=1, num_blocks=1)
+    host = Region(name="a", base_addr=0, block_len=1, block_stride=1, num_blocks=1)
+    gpu = replace(host, mem_type="VRAM")
     geometry = CacheGeometry(16, 1)
-    for key, value, where in (
-        ("kv_buffer_device", "cuda", {}),
-        ("enable_cross_layers_blocks", True, {"kv_connector_extra_config"}),
+    for key, value, where, region in (
+        ("kv_buffer_device", "cuda", {}, host),
+        ("kv_buffer_device", "cpu", {}, gpu),
+        ("enable_cross_layers_blocks", True, {"kv_connector_extra_config"}, host),
     ):
         transfer: dict[str, Any] = {"kv_connector": "DisaggConnector", "kv_role": "kv_both"}
         transfer |= {"kv_connector_extra_config": {key: value}} if where else {key: value}
         given: Any = SimpleNamespace(kv_transfer_config=KVTransferConfig(**transfer))
         config = describe.connector_config(given)
-        assert key in refusal(partial(refuse_unsupported_memory, config, geometry, [region]))
+        said = refusal(partial(refuse_unsupported_memory, config, geometry, [region]))
+        assert key in said
+        if region is gpu:
+            is_documented(*said.split(": "))
     unfit: tuple[tuple[str, str, Any, str], ...] = (
         ("model_config", "enable_sleep_mode", True, "sleep mode"),
         ("parallel_config", "decode_context_parallel_size", 2, "decode context parallelism"),
@@ -374,6 +383,13 @@ def what_cannot_be_is_refused_by_name(model: Path) -> None:
         refuse = describe.refuse_unsupported
         said = refusal(partial(refuse, scheduler.vllm_config, scheduler.kv_cache_config))
         assert named in said
+        is_documented(said)
+
+
+def is_documented(*messages: str) -> None:
+    """Word for word, in a cell of the table."""
+    table = Path("docs/support.md").read_text(encoding="utf-8").partition("## The tests")[0]
+    assert [message for message in messages if f"`{message}`" not in table] == []
 
 
 def a_kv_cache_that_others_read_does_not_sleep(model: Path) -> None:
@@ -381,7 +397,7 @@ def a_kv_cache_that_others_read_does_not_sleep(model: Path) -> None:
     worker: Any = engine.ranks[0].connector
     worker.unregister_kv_caches()
     worker._vllm_config.model_config.enable_cumem_allocator = True
-    assert "/sleep" in refusal(worker.unregister_kv_caches)
+    is_documented(refusal(worker.unregister_kv_caches))
 
 
 def what_sparse_attention_keeps_is_refused(model: Path) -> None:
@@ -399,6 +415,23 @@ def what_sparse_attention_keeps_is_refused(model: Path) -> None:
         groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
         expected = set() if is_known else {"MLAAttentionSpec"}
         assert describe._unknown_kinds(given, groups) == expected
+
+
+def the_kinds_of_cache_that_are_refused_are_named(model: Path) -> None:
+    """Also where vLLM has one group of layers that differ, as its workers see it."""
+    sizes: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "dtype": torch.float32}
+    latent = MLAAttentionSpec(head_size=576, **sizes)
+    indexer = MLAAttentionSpec(head_size=132, **sizes)
+    both = UniformTypeKVCacheSpecs(64, kv_cache_specs={"attn": latent, "indexer": indexer})
+    compressed = replace(latent, tokens_per_state=4)
+    window = SlidingWindowMLASpec(head_size=512, sliding_window=128, **sizes)
+    for specs in ((latent, indexer), (both,), (window, compressed)):
+        scheduler = Engine(model).scheduler
+        config = scheduler.vllm_config
+        config.model_config.hf_text_config.index_topk = 2048
+        groups = [KVCacheGroupSpec([str(number)], spec) for number, spec in enumerate(specs)]
+        cache = KVCacheConfig(8, [], groups)
+        is_documented(refusal(partial(describe.refuse_unsupported, config, cache)))
 
 
 def a_hit_that_windows_lag_behind_is_not_local(model: Path) -> None:
@@ -486,6 +519,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         what_cannot_be_is_refused_by_name,
         a_kv_cache_that_others_read_does_not_sleep,
         what_sparse_attention_keeps_is_refused,
+        the_kinds_of_cache_that_are_refused_are_named,
         a_hit_that_windows_lag_behind_is_not_local,
         of_a_window_the_tokens_that_guesses_need_are_kept_too,
         stock_and_ours_do_not_meet_where_stock_leaves_out_a_prompts_end,

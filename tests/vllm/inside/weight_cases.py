@@ -9,6 +9,7 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
+from engine_ext.vllm.connector import NO_SLEEP
 from engine_ext.vllm.weights import keys_of
 from tests.vllm.inside.in_process import Engine
 
@@ -23,6 +24,7 @@ class Core(EngineCore):  # type: ignore[misc] # vLLM's
         self.scheduler = engine.scheduler
         self.model_executor: Any = Workers()
         self._weight_version = "default"
+        self.vllm_config = engine.scheduler.vllm_config
 
     def pause_scheduler(self, *args: Any, **kwargs: Any) -> None:
         """Nothing runs."""
@@ -83,11 +85,23 @@ def what_changes_weights_and_what_does_not(model: Path) -> None:
 def failed_update(core: Core) -> None:
     """Some ranks may have carried it out."""
     core.model_executor.fails = True
+    assert problem_of(partial(core.collective_rpc, "update_weights")) == "planted"
+
+
+def an_engine_whose_kv_cache_would_move_does_not_sleep(model: Path) -> None:
+    core = Core(Engine(model))
+    core.vllm_config.model_config.enable_cumem_allocator = True
+    core.sleep(0)
+    for act in (partial(core.sleep, 1), partial(core.sleep, level=2), core.release_kv_cache_memory):
+        assert problem_of(act) == NO_SLEEP
+
+
+def problem_of(act: Callable[[], Any]) -> str | None:
     try:
-        core.collective_rpc("update_weights")
-    except RuntimeError:
-        return
-    raise AssertionError("the failure is the caller's")
+        act()
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 def leases_and_turns_end_and_what_runs_leaves_none(model: Path) -> None:
@@ -168,16 +182,15 @@ def _look_at_adapter(engine: Engine, path: str) -> None:
     assert new
     assert new != old
     core.model_executor.fails = True
-    try:
-        core.add_lora(in_place)
-    except RuntimeError:
-        assert key() is None
+    assert problem_of(partial(core.add_lora, in_place)) == "planted"
+    assert key() is None
 
 
 def cases(params: Callable[[Path], dict[str, Any]]) -> Iterator[tuple[str, Callable[[Path], None]]]:
     """`params`: of a prefill that a decode request may load."""
     for plain in (
         what_changes_weights_and_what_does_not,
+        an_engine_whose_kv_cache_would_move_does_not_sleep,
         leases_and_turns_end_and_what_runs_leaves_none,
         vllms_own_cache_finds_no_kv_of_before,
         an_adapter_is_looked_at_when_workers_load_it,
