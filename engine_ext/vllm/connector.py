@@ -99,7 +99,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._differences = Differences()
         self._owed = Owed()
         self._prompts = Prompts()
-        self._weights = Weights(get_adapter_absolute_path)
+        is_pushed = self._config.transfer_mode == "push"
+        self._weights = Weights(get_adapter_absolute_path, is_pushed)
         self._unheard = NO_RESULTS
         """What our half was told while it raised; it is told once more."""
         if role is KVConnectorRole.SCHEDULER:

@@ -85,6 +85,8 @@ class Label:
     """The client's."""
     is_changed: bool
     """This engine has had other weights before."""
+    awaits_push: bool = True
+    """False: no other engine can have computed with these weights, so none is asked to write."""
 
 
 def keys_of(request: Any) -> list[ContentKey] | None:
@@ -93,7 +95,10 @@ def keys_of(request: Any) -> list[ContentKey] | None:
         lora = request.lora_request
         return [] if lora is None else [ContentKey("lora", (lora.lora_name, lora.lora_path))]
     label = _label_of(request)
-    if label is None or (label.is_changed and _is_unproven(request.kv_transfer_params)):
+    params = request.kv_transfer_params
+    if label is None or (label.is_changed and _is_unproven(params)):
+        return None
+    if not label.awaits_push and isinstance(params, dict) and params.get("do_remote_prefill"):
         return None
     keys: list[ContentKey] = []
     if label.adapter is not None:
@@ -129,9 +134,12 @@ def _is_unproven(params: Any) -> bool:
 class Weights:
     """One per engine; used by the thread that runs the engine's loop."""
 
-    def __init__(self, resolve: Callable[[str], str]) -> None:
-        """`resolve`: the directory that vLLM reads for an adapter's path."""
+    def __init__(self, resolve: Callable[[str], str], is_pushed: bool = False) -> None:
+        """`resolve`: the directory that vLLM reads for an adapter's path. `is_pushed`: prefill
+        engines write to this one, so what cannot match must not be awaited; a reader sees for
+        itself."""
         self._resolve = resolve
+        self._is_pushed = is_pushed
         self._epoch = ""
         """Another one for each change of the model's own weights."""
         self._version: str | None = None
@@ -187,7 +195,9 @@ class Weights:
         if adapter is not None and (mark := self._mark_of(adapter)):
             marks.append(mark)
         model = self._version or self._epoch or None
-        label = Label(adapter, model, request.cache_salt, bool(marks))
+        is_private = bool(self._epoch) and self._version is None
+        awaits_push = not (is_private and self._is_pushed)
+        label = Label(adapter, model, request.cache_salt, bool(marks), awaits_push)
         setattr(request, LABEL, label)
         if marks:
             _salt(request, label, " ".join(marks))

@@ -9,6 +9,7 @@ everything itself.
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,12 +17,13 @@ from pathlib import Path
 import pytest
 
 from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
-from tests.integration.legs import Turn, decode, prefill, take_turn
+from tests.integration.legs import Turn, decode, prefill, prefill_body, take_turn
 from tests.integration.oracle import Answer, Prompt, complete, differences, tokens_of
 from tests.integration.processes import Server, metric, wait_for
 from tests.vllm.adapters import write_adapter
 from tests.vllm.measures import FETCHED, counted, freed
-from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
+from tests.vllm.servers import OURS, PUSH, SCHEDULER, Fleet, Kind
+from tests.vllm.test_push import where
 
 OPTIONS = (*SCHEDULER, "--enable-lora", "--max-loras", "4", "--max-lora-rank", "8")
 RUNTIME = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
@@ -234,3 +236,47 @@ def test_a_decoder_reads_nothing_that_was_computed_with_other_weights(
         if changed is decoder:
             assert differences([right], [decode(decoder, prompt, leased).answer]) == []
         reload_model(unchanged, other)
+
+
+@pytest.fixture(scope="module")
+def pushing(fleet: Fleet) -> Iterator[list[Server]]:
+    kinds = [Kind(f"reload-push-{role}", PUSH, OPTIONS, environment=RUNTIME) for role in "pd"]
+    with fleet.servers(*kinds) as servers:
+        yield servers
+
+
+def pushed(servers: list[Server], prompt: Prompt, model: str) -> Answer:
+    """Both legs at once."""
+    prefiller, decoder = servers
+    request_id = str(uuid.uuid4())
+    told = {"do_remote_prefill": True, "remote_request_id": request_id, **where(prefiller)}
+    body = {**prefill_body(prompt), "model": model}
+    with ThreadPoolExecutor(1) as legs:
+        p_leg = legs.submit(prefiller.post, "/v1/completions", body, request_id)
+        turn = decode(decoder, prompt, told, request_id=request_id, model=model)
+        assert p_leg.result(timeout=60).status_code == 200
+    return turn.answer
+
+
+@pytest.mark.nightly
+def test_pushed_prompts_are_of_the_decode_engines_own_weights(
+    pushing: list[Server], tmp_path: Path
+) -> None:
+    prefiller, decoder = pushing
+    adapter = Adapter(pushing, tmp_path, "pushed")
+    prompt = tokens_of(300, 9860)
+    for seed in (OLD, NEW):
+        right = adapter.right(prefiller, prompt, seed)
+        if seed == NEW:
+            adapter.write(NEW)
+            for server in pushing:
+                in_place(adapter, server)
+        fetched = metric(decoder, FETCHED)
+        got = pushed(pushing, prompt, adapter.name)
+        assert differences([right], [got]) == []
+        assert metric(decoder, FETCHED) - fetched == len(prompt)
+    other = write_tiny_model(tmp_path / "other", TinyModel(seed=1))
+    for server in pushing:
+        reload_model(server, other)
+    got = pushed(pushing, prompt, "tiny")
+    assert differences([computed_alone(decoder, prompt)], [got]) == []

@@ -271,6 +271,20 @@ def test_what_comes_without_a_proof_is_for_weights_that_never_changed(
     assert None not in (keys_of(proven), keys_of(local))
 
 
+@pytest.mark.parametrize("is_pushed", [False, True])
+def test_no_write_is_awaited_for_weights_that_no_other_engine_has(is_pushed: bool) -> None:
+    """A reader sees by the proof that nothing matches; who awaits a write would wait in vain."""
+    engine = Engine()
+    engine.weights = Weights(str, is_pushed)
+    asked = {"do_remote_prefill": True}
+    for change, is_awaited in ((None, True), (unnamed, not is_pushed), (named, True)):
+        if change is not None:
+            change(engine)
+        request = engine.request(kv_transfer_params=asked)
+        assert (keys_of(request) is not None) is is_awaited
+        assert keys_of(engine.request(kv_transfer_params={"do_remote_decode": True})) is not None
+
+
 def test_outside_of_an_engine_an_adapter_is_its_name_and_path() -> None:
     request = Request(Lora("/a"), cache_salt="x")
     assert keys_of(request) == [ContentKey("lora", ("a", "/a"))]
