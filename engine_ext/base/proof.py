@@ -6,7 +6,8 @@ far two contents are equal: hash k covers all that its tokens' KV depends on, fr
 the first difference ends the match.
 
 What KV depends on: the token ids, and what a `ContentKey` names (images and sounds by their
-content's hash and their place, the LoRA adapter, the cache salt). What has no name has no proof.
+content's hash and their place, the LoRA adapter, weights that were changed, the cache salt). What
+has no name has no proof.
 
 Hashes say what the blocks hold, not which blocks they are. So a proof is bound to the rest of what
 was told with it, and proves nothing where that has come otherwise than it was sent: a list that was

@@ -16,7 +16,7 @@ good: its KV may be a mixture, so nothing of it is offered or loaded.
 
 vLLM loads an adapter again without being told when it has thrown it out of its memory. So an
 adapter counts as known only while its files on disk are those that were loaded: each use looks at
-their inodes, sizes and times. Files that were changed cost the reuse of KV until the adapter is
+their sizes and times. Files that were changed cost the reuse of KV until the adapter is
 loaded again.
 
 Imports no vLLM.
@@ -51,8 +51,8 @@ UNKNOWN = (
 DIGEST_LENGTH = 32
 """In hexadecimal digits."""
 
-Files = tuple[tuple[str, int, int, int, int], ...]
-"""Name, inode, size, time of the content and of the inode, in order of names."""
+Files = tuple[tuple[str, int, int, int], ...]
+"""Name, size, and the times at which content and inode were changed last, in order of names."""
 
 
 class Adapter(NamedTuple):
@@ -242,10 +242,9 @@ def files_in(directory: str) -> Files | None:
     try:
         with os.scandir(directory) as entries:
             files = [
-                (entry.name, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns)
+                _seen(entry.name, entry.stat())
                 for entry in entries
                 if entry.name.startswith(PREFIX)
-                for seen in (entry.stat(),)
             ]
     except OSError:
         return None
@@ -258,10 +257,14 @@ def _revision_of(directory: Path) -> Files:
     if directory.parent.name != "snapshots":
         return ()
     try:
-        seen = (directory.parent.parent / "refs" / "main").stat()
+        return (_seen("refs/main", (directory.parent.parent / "refs" / "main").stat()),)
     except OSError:
         return ()
-    return (("refs/main", seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns),)
+
+
+def _seen(name: str, file: os.stat_result) -> tuple[str, int, int, int]:
+    """Not its number, which some network file systems give anew from time to time."""
+    return name, file.st_size, file.st_mtime_ns, file.st_ctime_ns
 
 
 def _digest(adapter: Adapter, is_3d: bool) -> str | None:
