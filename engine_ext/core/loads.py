@@ -160,7 +160,10 @@ class Loads:
             return
         if load.state is LoadState.OFFERED:
             self._decline(request_id, load)
-        load.is_stale = load.state is LoadState.LOADING
+        elif load.state is LoadState.LOADING:
+            load.is_stale = True
+            if isinstance(load.origin, PushTarget):
+                self._orders.withdrawals.append(PushWithdrawal(request_id, load.origin))
 
     def is_stale(self, request_id: str) -> bool:
         """The load under way has to be reported as failed."""

@@ -96,13 +96,14 @@ def _loading_adapter(original: Any) -> Any:
 def _calling_workers(original: Any) -> Any:
     @functools.wraps(original)
     def collective_rpc(self: Any, method: str | Callable[..., Any], *args: Any, **kw: Any) -> Any:
-        ours = None if method in HARMLESS else _ours(self)
+        name = method if isinstance(method, str) else None
+        ours = None if name in HARMLESS else _ours(self)
         if ours is None:
             return original(self, method, *args, **kw)
         try:
             return original(self, method, *args, **kw)
         finally:
-            _changed(self, ours, method if isinstance(method, str) else repr(method))
+            _changed(self, ours, name or "a function", keeps_adapters=name in OF_THE_MODEL)
 
     return collective_rpc
 
@@ -114,7 +115,7 @@ def _sleeping(original: Any) -> Any:
         if ours is not None and level > PAUSING:
             _refuse_to_move_memory(self)
         if ours is not None and level >= DISCARDING:
-            _changed(self, ours, f"sleep({level})")
+            _changed(self, ours, f"sleep({level})", keeps_adapters=False)
         return original(self, level, *args, **kw)
 
     return sleep
@@ -137,9 +138,8 @@ def _refuse_to_move_memory(core: Any) -> None:
         raise RuntimeError(NO_SLEEP)
 
 
-def _changed(core: Any, ours: DisaggConnector, by: str) -> None:
-    requests = list(core.scheduler.requests.values())
-    ours.weights_changed(by, requests, keeps_adapters=by in OF_THE_MODEL)
+def _changed(core: Any, ours: DisaggConnector, by: str, keeps_adapters: bool) -> None:
+    ours.weights_changed(by, list(core.scheduler.requests.values()), keeps_adapters)
 
 
 def _naming_weights(original: Any) -> Any:

@@ -721,7 +721,7 @@ def test_what_other_weights_computed_is_not_loaded(mode: TransferMode) -> None:
     decoder.update_state_after_alloc(waiting, BLOCKS, 0)
     meta = decoder.build_connector_meta()
     assert (meta.pulls, meta.registrations) == ((), ())
-    assert [len(meta.declines), len(meta.withdrawals)] == ([1, 0] if mode == "pull" else [0, 1])
+    assert [len(meta.declines), len(meta.withdrawals)] == ([1, 0] if mode == "pull" else [0, 2])
     assert (decoder.is_stale_load("waiting"), decoder.is_stale_load("loading")) == (False, True)
     failed = frozenset({"loading"})
     decoder.update_connector_output(TransferResults(finished_recving=failed, failed_recving=failed))
