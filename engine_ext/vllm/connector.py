@@ -182,6 +182,9 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda: NOTHING)
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Matched:
         view = self._view(request)
+        if request.lora_request is not None and view.content_keys is None:
+            # Its adapter's files have changed while it waited.
+            self.scheduler.change_weights([view.request_id])
         matched = self.scheduler.get_num_new_matched_tokens(view, num_computed_tokens)
         return matched.num_tokens, matched.is_async
 

@@ -248,7 +248,7 @@ def files_in(directory: str) -> Files | None:
             ]
     except OSError:
         return None
-    return (*sorted(files), *_revision_of(Path(directory))) or None
+    return (*sorted(files), *_revision_of(Path(directory))) if files else None
 
 
 def _revision_of(directory: Path) -> Files:

@@ -11,6 +11,7 @@ from vllm.v1.engine.core import EngineCore
 
 from engine_ext.vllm.connector import NO_SLEEP
 from engine_ext.vllm.weights import keys_of
+from tests.unit.engine_ext.core.fakes import told
 from tests.vllm.inside.in_process import Engine
 
 OURS = "engine_ext.vllm.scheduler.DisaggScheduler"
@@ -186,6 +187,32 @@ def _look_at_adapter(engine: Engine, path: str) -> None:
     assert key() is None
 
 
+def an_adapter_whose_files_change_while_a_request_waits_takes_no_kv(model: Path) -> None:
+    """vLLM may read the new files with the request's first step."""
+    with TemporaryDirectory() as path:
+        file = Path(path) / "adapter_config.json"
+        file.write_text("old")
+        prefiller, decoder = Engine(model), Engine(model)
+        for engine in (prefiller, decoder):
+            Core(engine).add_lora(LoRARequest("a", 1, path))
+        add_of_adapter(prefiller, "p", path, PREFILL, 1)
+        params = prefiller.run("p").params
+        assert params is not None
+        asked = told(params, remote_engine_id="another")
+        request = add_of_adapter(decoder, "d", path, asked)
+        ask = decoder.scheduler.connector.get_num_new_matched_tokens
+        assert ask(request, 0) == (40, True)
+        file.write_text("newer")
+        assert ask(request, 0) == (0, False)
+
+
+def add_of_adapter(engine: Engine, name: str, path: str, params: Any, max_tokens: int = 4) -> Any:
+    request = engine.add(name, 40, None, max_tokens)
+    request.lora_request, request.kv_transfer_params = LoRARequest("a", 1, path), params
+    engine.scheduler.connector.on_new_request(request)
+    return request
+
+
 def cases(params: Callable[[Path], dict[str, Any]]) -> Iterator[tuple[str, Callable[[Path], None]]]:
     """`params`: of a prefill that a decode request may load."""
     for plain in (
@@ -194,6 +221,7 @@ def cases(params: Callable[[Path], dict[str, Any]]) -> Iterator[tuple[str, Calla
         leases_and_turns_end_and_what_runs_leaves_none,
         vllms_own_cache_finds_no_kv_of_before,
         an_adapter_is_looked_at_when_workers_load_it,
+        an_adapter_whose_files_change_while_a_request_waits_takes_no_kv,
     ):
         yield plain.__name__, plain
     for policy in ("fail", "recompute"):

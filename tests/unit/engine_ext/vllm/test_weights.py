@@ -294,8 +294,12 @@ def test_outside_of_an_engine_an_adapter_is_its_name_and_path() -> None:
 def test_an_adapter_whose_files_are_nowhere_is_of_no_known_content(
     engine: Engine, tmp_path: Path
 ) -> None:
-    engine.load(tmp_path / "nowhere")
-    assert keys_of(engine.request(tmp_path / "nowhere")) is None
+    (tmp_path / "snapshots" / "empty").mkdir(parents=True)
+    (tmp_path / "refs").mkdir()
+    (tmp_path / "refs" / "main").write_text("empty")
+    for number, path in enumerate((tmp_path / "nowhere", tmp_path / "snapshots" / "empty")):
+        engine.load(path, number)
+        assert keys_of(engine.request(path, number)) is None
 
 
 def test_a_resolver_that_fails_costs_reuse_and_nothing_else(path: Path) -> None:
