@@ -491,6 +491,12 @@ class ConnectorStats:
     """Readers that confirmed when the lease had ended: what they read may have been refilled."""
     notifications_unsealed: int = 0
     """From those who do not hold the shared secret: ignored."""
+    metadata_accepted: int = 0
+    """NIXL metadata of unauthenticated agents, validated and loaded."""
+    metadata_refused: int = 0
+    """NIXL metadata of unauthenticated agents that this engine did not load."""
+    validators_lost: int = 0
+    """Processes that such metadata ended, in place of this engine."""
     handshakes_ok: int = 0
     handshakes_failed: int = 0
     transfer_seconds: Histogram = field(default_factory=partial(Histogram, SHORT_SECONDS))

@@ -34,6 +34,7 @@ from engine_ext.transfer.pull import Pulls
 from engine_ext.transfer.readers import Readers
 from engine_ext.transfer.report import Report
 from engine_ext.transfer.results import Results
+from engine_ext.transfer.validator import TRUSTING, Validator
 from engine_ext.wire.dial import Dialer
 from engine_ext.wire.notifications import (
     Gone,
@@ -84,6 +85,7 @@ class TransferLoop:
         stats: ConnectorStats,
         clock: Clock,
         dialer: Dialer | None = None,
+        validator: Validator = TRUSTING,
     ) -> None:
         us = TensorRank(geometry.tp_rank, identity.tp_size)
         sequence = itertools.count(1)
@@ -95,11 +97,23 @@ class TransferLoop:
         self._stats = stats
         self._clock = clock
         self._sequence = sequence
+        self._validator = validator
         self._peers = Peers(
-            agent, config, geometry, regions, identity, stats, us, self._is_in_use, dialer
+            agent,
+            config,
+            geometry,
+            regions,
+            identity,
+            stats,
+            us,
+            self._is_in_use,
+            dialer,
+            validator,
         )
         self._leases = LeaseTable(config.lease_extension, config.revoke_grace)
-        self._readers = Readers(agent, config.unused_ttl, self._peers.knows)
+        # With a secret, only its holders are heard to say hello.
+        arriving = validator if config.access.secret is None else TRUSTING
+        self._readers = Readers(agent, config.unused_ttl, self._peers.knows, arriving)
         self._report = Report(clock)
         self._writer = PushWriter(
             agent,
@@ -157,6 +171,7 @@ class TransferLoop:
         self._orders = self._orders_in_turn()
         self._parts: tuple[Callable[[float], None], ...] = (
             self._receive,
+            self._validator.step,
             self._peers.step,
             self._pulls.step,
             self._writer.step,
@@ -273,6 +288,7 @@ class TransferLoop:
 
     def close(self) -> None:
         self._peers.close()
+        self._validator.close()
         self._agent.close()
 
     def _is_in_use(self, peer: PeerHandle) -> bool:
@@ -293,7 +309,7 @@ class TransferLoop:
         if began is not None:
             # A transfer that hangs must not cost the engine a core until its deadline.
             return max(READING_WAIT, min(PATIENCE * (now - began), RECENT_WAIT))
-        if self._peers.num_connecting:
+        if self._peers.num_connecting or self._validator.num_pending:
             return RECENT_WAIT
         return max(RECENT_WAIT, min(PATIENCE * (now - self._last_event), self._longest_wait()))
 

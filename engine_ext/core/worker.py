@@ -34,6 +34,7 @@ from engine_ext.staging.stage import StagedTransfers, StagingFactory
 from engine_ext.transfer.agent import Agent, AgentError, NixlAgent
 from engine_ext.transfer.results import Results
 from engine_ext.transfer.sealed import sealed
+from engine_ext.transfer.validator import open_validator
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import AgentMetadata, encode_payload
 
@@ -108,9 +109,9 @@ class WorkerConnector:
             regions = staging.regions
         self._regions = tuple(regions)
         refuse_unsupported_memory(self._config, self._geometry, self._regions)
-        agent = sealed(
-            self._open_agent(self._regions, self._config), self._config.access, self._stats
-        )
+        opened = self._open_agent(self._regions, self._config)
+        validator = open_validator(opened, self._config, self._stats)
+        agent = sealed(opened, self._config.access, self._stats)
         self._payload = encode_payload(
             self._metadata(agent.metadata()),
             self._identity.compat_factors,
@@ -127,6 +128,7 @@ class WorkerConnector:
             self._results,
             self._stats,
             self._clock,
+            validator=validator,
         )
         self._thread = threading.Thread(
             target=self._run, args=(loop,), name="kv-transfer", daemon=True

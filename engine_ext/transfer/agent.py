@@ -10,12 +10,14 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Protocol
 
 from nixl._api import nixl_agent, nixl_agent_config, nixlBind
 
 from engine_ext.base.types import ConnectorStats, Region
 from engine_ext.layout.plan import Indices, PeerLayout, Rows, strided_descriptors
+from engine_ext.wire.nixl_metadata import agent_name
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,8 @@ class Agent(Protocol):
 
     def metadata(self) -> bytes: ...
     def add_remote(self, metadata: bytes) -> str:
-        """Makes a remote agent known, for notifications; returns its name. Twice is once."""
+        """Makes a remote agent known, for notifications; returns its name. Twice is once, and
+        what differs from what is known of that name is refused."""
 
     def remove_remote(self, name: str) -> None:
         """Not while a transfer with it runs: nobody would ever hear how it ends."""
@@ -148,6 +151,8 @@ class NixlAgent:
         self._regions = tuple(regions)
         self._mem_type = self._only_mem_type()
         self._prepared: dict[bytes, Any] = {}
+        self._remotes: dict[str, bytes] = {}
+        """By name, a digest of the metadata that was loaded."""
         self._has_threads = threads > 0
         self._name = str(uuid.uuid4())
         with _errors("create the NIXL agent"):
@@ -180,10 +185,18 @@ class NixlAgent:
             return bytes(self._nixl.get_agent_metadata())
 
     def add_remote(self, metadata: bytes) -> str:
+        # NIXL frees what it knows of an agent when it fails to load more of it, whatever still
+        # refers to that: anybody may send metadata in another agent's name.
+        digest = blake2b(metadata, digest_size=16).digest()
+        if self._remotes.get(agent_name(metadata) or "", digest) != digest:
+            raise AgentError(f"agent {agent_name(metadata)} is known by other metadata")
         with _errors("add a remote agent"):
-            return _add(self._nixl, metadata)
+            name = _add(self._nixl, metadata)
+        self._remotes[name] = digest
+        return name
 
     def remove_remote(self, name: str) -> None:
+        self._remotes.pop(name, None)
         with _errors("remove a remote agent"):
             self._nixl.remove_remote_agent(name)
 

@@ -2,7 +2,8 @@
 
 A peer is one rank of an engine. It is CONNECTING, then READY, or it has failed and is gone, so that
 the next request starts afresh. Handshakes never block each other: each has its own socket and its
-own deadline, and those of an engine's ranks run together.
+own deadline, and those of an engine's ranks run together. The NIXL metadata of a peer that has not
+proven that it holds the shared secret is validated before it is loaded, within the same deadline.
 
 An engine with another version of our extension is refused by name: it may be told that we will not
 read, in stock's words, and nothing else (see EXTENSION_VERSION).
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+import msgspec
+
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.inspection import PeerSeen
 from engine_ext.base.seldom import Seldom
@@ -22,6 +25,7 @@ from engine_ext.layout.plan import ALONE, PeerLayout, PlanError
 from engine_ext.layout.ranks import MAX_FACED, RankError, TensorRank
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
 from engine_ext.transfer.leases import NEVER
+from engine_ext.transfer.validator import TRUSTING, Check, Validator
 from engine_ext.wire.dial import Dialer, Handshake, PeerRank, TcpDialer
 from engine_ext.wire.errors import EXTENSION_VERSION, WireError
 from engine_ext.wire.handshake import (
@@ -56,6 +60,9 @@ class Connecting:
     client: Handshake
     started: float
     deadline: float
+    metadata: AgentMetadata | None = None
+    """The answer, whose NIXL metadata is under validation."""
+    check: Check | None = None
 
 
 @dataclass(slots=True)
@@ -104,8 +111,10 @@ class Peers:
         us: TensorRank = ALONE,
         is_in_use: Callable[[PeerHandle], bool] = lambda handle: False,
         dialer: Dialer | None = None,
+        validator: Validator = TRUSTING,
     ) -> None:
         """`is_in_use`: a transfer with that peer is under way, and it must stay known."""
+        self._validator = validator
         self._us = us
         self._agent = agent
         self._config = config
@@ -292,10 +301,18 @@ class Peers:
         self._connecting[peer] = Connecting(client, now, now + self._config.handshake_timeout)
 
     def _advance(self, peer: PeerRank, connecting: Connecting, now: float) -> None:
-        payload = connecting.client.receive()
-        if payload is not None:
+        if connecting.metadata is None and (payload := connecting.client.receive()) is not None:
             self._check(payload)
-            self._accept(peer, decode_metadata(payload), now)
+            metadata = decode_metadata(payload)
+            self._check_identity(peer, metadata)
+            connecting.metadata = metadata
+            connecting.check = self._validate(metadata, now)
+        check = connecting.check
+        if connecting.metadata is not None and check is not None and not check.is_pending:
+            if check.problem:
+                raise PeerError(check.problem)
+            metadata = msgspec.structs.replace(connecting.metadata, agent_metadata=check.metadata)
+            self._accept(peer, metadata, now)
             self._stats.handshake_seconds.observe(now - connecting.started)
         elif now >= connecting.deadline:
             raise PeerError(f"no handshake within {self._config.handshake_timeout:g} s")
@@ -308,10 +325,19 @@ class Peers:
         if problem:
             logger.warning("%s; going on, enforce_handshake_compat is false", problem)
 
-    def _accept(self, peer: PeerRank, metadata: AgentMetadata, now: float) -> None:
+    def _validate(self, metadata: AgentMetadata, now: float) -> Check:
+        """What an engine with the extension says has been proven, where there is a secret: see
+        secret_handshake.py. Without one, and for stock engines in mixed mode, nothing has."""
+        is_proven = self._config.access.secret is not None and metadata.disagg_ext is not None
+        validator = TRUSTING if is_proven else self._validator
+        return validator.submit(metadata.agent_metadata, now, is_expected=True)
+
+    def _check_identity(self, peer: PeerRank, metadata: AgentMetadata) -> None:
         expected = peer.address.engine_id
         if metadata.engine_id != expected:
             raise PeerError(f"engine {metadata.engine_id} answers where {expected} was")
+
+    def _accept(self, peer: PeerRank, metadata: AgentMetadata, now: float) -> None:
         self._make_room()
         them = TensorRank(peer.rank, peer.address.tp_size)
         handle = self._introduce(them, metadata, self._has_stages(peer.address))
@@ -361,7 +387,10 @@ class Peers:
         return handle
 
     def _fail(self, peer: PeerRank, problem: str) -> None:
-        self._connecting.pop(peer).client.close()
+        failed = self._connecting.pop(peer)
+        failed.client.close()
+        if failed.check is not None:
+            failed.check.is_wanted = False
         self._failed[peer] = problem
         self._stats.handshakes_failed += 1
         logger.warning("%s: %s", peer, problem)
