@@ -185,8 +185,8 @@ class NixlAgent:
             return bytes(self._nixl.get_agent_metadata())
 
     def add_remote(self, metadata: bytes) -> str:
-        # NIXL frees what it knows of an agent when it fails to load more of it, whatever still
-        # refers to that: anybody may send metadata in another agent's name.
+        # NIXL forgets an agent of which it fails to load more, and never takes that name again:
+        # anybody may send metadata in another agent's name.
         digest = blake2b(metadata, digest_size=16).digest()
         if self._remotes.get(agent_name(metadata) or "", digest) != digest:
             raise AgentError(f"agent {agent_name(metadata)} is known by other metadata")

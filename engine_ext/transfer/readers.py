@@ -130,7 +130,8 @@ class Readers:
             except AgentError as error:
                 logger.warning("ignored a hello of %s: %s", arrival.sender, error)
             if arrival.sender in self._readers or not self._is_arriving(arrival.sender):
-                for message in self._delayed.pop(arrival.sender, ()):
+                delayed = self._delayed.pop(arrival.sender, ())
+                for message in delayed if arrival.sender in self._readers else ():
                     self._send(arrival.sender, message)
 
     def _tell(self, name: str, message: bytes) -> None:

@@ -17,7 +17,14 @@ from typing import NoReturn
 
 from router.children import Child, ChildEndedError, Family
 from router.demo import words
-from router.demo.engines import ENGINES, Engines, reference_engine, threads_of, vllm_engine
+from router.demo.engines import (
+    ENGINES,
+    Engines,
+    reference_engine,
+    threads_of,
+    vllm_engine,
+    write_secret,
+)
 from router.demo.errors import AbsentError, DemoError
 from router.demo.model import TINY, Model, choose
 from router.demo.options import Options
@@ -77,9 +84,10 @@ def _start_all(family: Family, options: Options, engines: Engines, model: Model)
     make = vllm_engine if options.vllm else reference_engine
     _say(words.beginning(options, model, threads))
     ports = free_ports(2 * len(names))
+    secret = write_secret(family.directory)
     started = []
     for name in names:
-        engine = make(engines, options, model, threads, next(ports), next(ports))
+        engine = make(engines, options, model, threads, next(ports), next(ports), secret)
         started.append(family.start(name, engine.command, engine.url, environment=engine.variables))
     wait_until_ready(started, "/health", _say)
     prefillers, decoders = started[: options.prefillers], started[options.prefillers :]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from router.demo.errors import AbsentError
 from router.demo.model import Model
@@ -17,12 +19,9 @@ from router.demo.options import Options
 MODULE = (sys.executable, "-m")
 # What the extra `engine` brings, by the names under which it is imported.
 NEEDED = ("torch", "nixl", "numpy", "safetensors", "tokenizers", "jinja2")
-KV_CONFIG = {
-    "kv_connector": "DisaggConnector",
-    "kv_role": "kv_both",
-    # A chat's few tokens are quicker pulled than computed by a CPU.
-    "kv_connector_extra_config": {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1},
-}
+KV_CONFIG = {"kv_connector": "DisaggConnector", "kv_role": "kv_both"}
+# A chat's few tokens are quicker pulled than computed by a CPU.
+EXTRA_CONFIG = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}
 # Beyond this a small model only gets slower.
 MOST_THREADS = 8
 CONTEXT = 4096
@@ -88,27 +87,47 @@ def threads_of(engines: int) -> int:
     return max(1, min(MOST_THREADS, cores // engines))
 
 
+def write_secret(directory: Path) -> Path:
+    """Write what the engines share, readable by this user alone. Raises OSError."""
+    path = directory / "side-channel-secret"
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_urlsafe(32), encoding="ascii")
+    return path
+
+
 def reference_engine(
-    engines: Engines, options: Options, model: Model, threads: int, port: int, side_channel: int
+    engines: Engines,
+    options: Options,
+    model: Model,
+    threads: int,
+    port: int,
+    side_channel: int,
+    secret: Path,
 ) -> Command:
     command = [*engines.reference, "--device", options.device, "--num-threads", str(threads)]
     command += ["--model", str(model.path), "--served-model-name", model.name]
     if model.talks:
         # In bfloat16 "The capital" and "L'Étoile" tie for Paris: what is reused would decide.
         command += ["--dtype", "float32", "--kv-cache-memory-mib", str(CHAT_KV_MIB)]
-    command += ["--kv-transfer-config", json.dumps(KV_CONFIG)]
+    command += ["--kv-transfer-config", json.dumps(_kv_config(secret))]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     return Command(command, f"http://127.0.0.1:{port}", _side_channel(side_channel))
 
 
 def vllm_engine(
-    engines: Engines, options: Options, model: Model, threads: int, port: int, side_channel: int
+    engines: Engines,
+    options: Options,
+    model: Model,
+    threads: int,
+    port: int,
+    side_channel: int,
+    secret: Path,
 ) -> Command:
     """Raises DemoError."""
     python = engines.find_vllm()
     if python is None:
         raise AbsentError(VLLM_ABSENT)
-    config = {**KV_CONFIG, "kv_connector_module_path": "engine_ext.vllm"}
+    config = {**_kv_config(secret), "kv_connector_module_path": "engine_ext.vllm"}
     variables = {**_side_channel(side_channel), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     scheduler = "DisaggAsyncScheduler"
     command = [python, *engines.vllm, "--model", str(model.path)]
@@ -129,6 +148,11 @@ def vllm_engine(
     command += ["--kv-transfer-config", json.dumps(config)]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     return Command(command, f"http://127.0.0.1:{port}", variables)
+
+
+def _kv_config(secret: Path) -> dict[str, Any]:
+    extra = {**EXTRA_CONFIG, "side_channel_secret_file": str(secret)}
+    return {**KV_CONFIG, "kv_connector_extra_config": extra}
 
 
 def _side_channel(port: int) -> dict[str, str]:

@@ -8,12 +8,14 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engine_ext.base.access import Access, Secret
 from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.types import ConnectorStats
+from engine_ext.base.types import ConnectorStats, Region
 from engine_ext.transfer import validator as validators
+from engine_ext.transfer.agent import AgentError, NixlAgent
 from engine_ext.transfer.validator import (
     BURST,
     MAX_WAITING,
@@ -220,6 +222,24 @@ def test_the_process_ends_with_its_parent_however_that_ends(tmp_path: Path) -> N
         assert process.exists()
         parent.kill()
     wait_for(lambda: not process.exists(), "the validator's process has ended", 30)
+
+
+def test_an_agents_metadata_is_not_replaced_by_other_metadata_in_its_name() -> None:
+    """NIXL would forget the agent for it, and refuse it from then on."""
+    memory = np.zeros(4096, dtype=np.uint8)
+    agent = NixlAgent([Region("none", memory.ctypes.data, 1024, 1024, 4)], ["UCX"], 0)
+    agent.add_remote(HONEST.metadata)
+    with pytest.raises(AgentError, match="known by other metadata"):
+        agent.add_remote(parse(HONEST.metadata).padded().encode())
+    agent.notify(agent.add_remote(HONEST.metadata), b"still here")
+
+    def has_come() -> bool:
+        agent.notifications()
+        return [b"still here"] in HONEST.agent.get_new_notifs().values()
+
+    wait_for(has_come, "the message has come", 10)
+    agent.remove_remote("honest")
+    agent.close()
 
 
 @pytest.mark.parametrize("is_mixed", [False, True])

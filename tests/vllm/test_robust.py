@@ -6,18 +6,23 @@ test_answers.py.
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import zmq
 
 from engine_ext.wire.handshake import decode_metadata, encode_request
+from engine_ext.wire.listener import HandshakeServer
+from engine_ext.wire.notifications import Hello, encode_extension
 from tests.integration.legs import decode, decode_body, prefill, take_turn
+from tests.integration.malformed import Honest, deadly, renamed, with_agent
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, metric, wait_for
 from tests.integration.stranger import GARBAGE, NUM_UNKNOWN, handshake, stranger
 from tests.unit.engine_ext.core.fakes import told
 from tests.vllm.measures import COMPUTED, counted, nothing_left
+from tests.vllm.servers import Fleet
 
 PULL = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_request_id": "r", "tp_size": 1}
 NOBODY = {"remote_host": "127.0.0.1", "remote_port": 1}
@@ -135,6 +140,52 @@ def test_r14_notifications_that_make_no_sense_are_survived(
     prompt = tokens_of(64, 3401)
     turn = decode(decoder, prompt, prefill(prefiller, prompt))
     assert differences([complete(alone, prompt)], [turn.answer]) == []
+
+
+def test_malformed_metadata_ends_no_engine(
+    prefiller: Server, decoder: Server, alone: Server, fleet: Fleet
+) -> None:
+    """A stranger's, in a hello to each engine and in answer to D's handshake. No secret is set."""
+    forgers = [Honest(f"stranger {number}") for number in range(3)]
+    for server in (prefiller, decoder):
+        for number, forger in enumerate(forgers):
+            hears_malformed_hello(server, forger, deadly(forger.metadata)[number])
+    prompt = tokens_of(100, 3500)
+    params = prefill(prefiller, prompt)
+    payload = handshake(params)
+    for number, metadata in enumerate(deadly(forgers[0].metadata)):
+        answer = with_agent(payload, renamed(metadata, f"another {number}"))
+        (port,) = fleet.free_ports(1)
+        listener = HandshakeServer("127.0.0.1", port, {(0, 0): answer})
+        try:
+            asked = decode_body(prompt, told(params, remote_host="127.0.0.1", remote_port=port))
+            assert decoder.post("/v1/completions", asked).status_code == 500
+        finally:
+            listener.close()
+    for server in (prefiller, decoder):
+        lost = partial(counted_after_a_step, server, "validators_lost")
+        wait_for(lost, f"{server.name} has lost a validator")
+    turn = decode(decoder, prompt, params)
+    assert differences([complete(alone, prompt)], [turn.answer]) == []
+
+
+def hears_malformed_hello(server: Server, forger: Honest, metadata: bytes) -> None:
+    before = counted(server, "metadata_refused")
+    answered = decode_metadata(handshake(prefill(server, tokens_of(8, 3501))))
+    target = forger.agent.add_remote_agent(answered.agent_metadata)
+    forger.agent.send_notif(target, encode_extension(Hello(metadata)))
+
+    def is_refused() -> bool:
+        forger.agent.get_new_notifs()
+        return counted_after_a_step(server, "metadata_refused") > before
+
+    wait_for(is_refused, "the metadata is refused")
+
+
+def counted_after_a_step(server: Server, name: str) -> float:
+    """vLLM counts when it steps."""
+    complete(server, [1], 1)
+    return counted(server, name)
 
 
 def hears_garbage(server: Server) -> None:

@@ -100,7 +100,7 @@ spec:
             {{- if .modelVolume.claim }}
             - {name: models, mountPath: {{ .modelVolume.path | quote }}, readOnly: true}
             {{- end }}
-            {{- if .sideChannelSecret.name }}
+            {{- if include "disagg-router.sideChannelSecret" $root }}
             - {name: side-channel-secret, mountPath: /etc/disagg, readOnly: true}
             {{- end }}
       volumes:
@@ -118,12 +118,12 @@ spec:
         - name: models
           persistentVolumeClaim: {claimName: {{ .modelVolume.claim | quote }}, readOnly: true}
         {{- end }}
-        {{- if .sideChannelSecret.name }}
+        {{- with include "disagg-router.sideChannelSecret" $root }}
         - name: side-channel-secret
           secret:
-            secretName: {{ .sideChannelSecret.name | quote }}
+            secretName: {{ . | quote }}
             defaultMode: 0440
-            items: [{key: {{ .sideChannelSecret.key | quote }}, path: secret}]
+            items: [{key: {{ $root.Values.engines.sideChannelSecret.key | quote }}, path: secret}]
         {{- end }}
       {{- with $engine.nodeSelector }}
       nodeSelector:
@@ -145,11 +145,18 @@ spec:
 {{- with .Values.engines }}{{ if and (eq .runtime "reference") (eq .model "tiny") }}yes{{ end }}{{ end -}}
 {{- end -}}
 
+{{/* The Secret that engines share: the operator's, or the chart's own; empty: none. */}}
+{{- define "disagg-router.sideChannelSecret" -}}
+{{- with .Values.engines.sideChannelSecret -}}
+{{- if .name -}}{{ .name }}{{- else if .create -}}{{ include "disagg-router.fullname" $ }}-side-channel{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* What moves KV, as --kv-transfer-config wants it. */}}
 {{- define "disagg-router.kvTransferConfig" -}}
 {{- with .root.Values.engines -}}
 {{- $extra := deepCopy .connectorExtraConfig -}}
-{{- if .sideChannelSecret.name -}}
+{{- if include "disagg-router.sideChannelSecret" $.root -}}
 {{- $_ := set $extra "side_channel_secret_file" "/etc/disagg/secret" -}}
 {{- end -}}
 {{- $config := dict "kv_connector" .connector "kv_role" "kv_both" "kv_connector_extra_config" $extra -}}

@@ -15,13 +15,21 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from stat import S_IMODE
 
 import httpx
 import pytest
 
 from router.cli import main
 from router.demo.command import main as command_main
-from router.demo.engines import NEEDED, Engines, find_vllm, reference_engine, vllm_engine
+from router.demo.engines import (
+    NEEDED,
+    Engines,
+    find_vllm,
+    reference_engine,
+    vllm_engine,
+    write_secret,
+)
 from router.demo.model import Model, cache_directory
 from router.demo.options import Options
 from tests.conftest import find_free_ports
@@ -163,13 +171,14 @@ OPTIONS = Options(1, 1, "127.0.0.1", 8000, "cpu", None, vllm=True)
 def test_a_vllm_engine_is_started_as_its_connector_needs_it(tmp_path: Path) -> None:
     engines = Engines(find_vllm=lambda: "/venv/bin/python")
     model = Model(tmp_path, "chat", talks=True)
-    made = vllm_engine(engines, OPTIONS, model, 2, 8100, 5600)
+    made = vllm_engine(engines, OPTIONS, model, 2, 8100, 5600, Path("/s"))
     command = made.command
     assert command[:3] == ["/venv/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
     assert int(command[command.index("--block-size") + 1]) % 32 == 0
     transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert transfer["kv_connector_module_path"] == "engine_ext.vllm"
     assert transfer["kv_connector_extra_config"]["bidirectional_kv_xfer"] is True
+    assert transfer["kv_connector_extra_config"]["side_channel_secret_file"] == "/s"
     assert transfer["kv_buffer_device"] == "cpu"
     assert command[command.index("--dtype") + 1] == "float32"
     assert made.variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
@@ -179,7 +188,9 @@ def test_a_vllm_engine_is_started_as_its_connector_needs_it(tmp_path: Path) -> N
 def test_on_a_gpu_vllm_engines_share_its_memory(tmp_path: Path) -> None:
     options = replace(OPTIONS, device="cuda", prefillers=2)
     engines = Engines(find_vllm=lambda: "python")
-    command = vllm_engine(engines, options, Model(tmp_path, "chat"), 2, 8100, 5600).command
+    command = vllm_engine(
+        engines, options, Model(tmp_path, "chat"), 2, 8100, 5600, Path("/s")
+    ).command
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.28"
     assert "engine_ext.vllm.scheduler.DisaggAsyncScheduler" in command
 
@@ -247,8 +258,16 @@ def test_what_is_reused_decides_no_answer_of_the_chat_model(device: str, tmp_pat
     """Its weights are wide enough that no two words tie for the first question."""
     options = replace(OPTIONS, device=device, vllm=False)
     model = Model(tmp_path, "chat", talks=True)
-    command = reference_engine(Engines(), options, model, 1, 8100, 5600).command
+    command = reference_engine(Engines(), options, model, 1, 8100, 5600, Path("/s")).command
     assert command[command.index("--dtype") + 1] == "float32"
+    transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector_extra_config"]["side_channel_secret_file"] == "/s"
+
+
+def test_the_engines_secret_is_this_users_alone_and_long_enough(tmp_path: Path) -> None:
+    path = write_secret(tmp_path)
+    assert S_IMODE(path.stat().st_mode) == 0o600
+    assert len(path.read_text().strip()) >= 32
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from engine_ext.base.access import OPEN, Access, Secret
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import CacheGeometry, ConnectorStats, EngineIdentity, PeerAddress
 from engine_ext.transfer import peer as peers_module
 from engine_ext.transfer.agent import PeerHandle
 from engine_ext.transfer.peer import MAX_CONNECTING_THERE, PeerError, Peers
+from engine_ext.transfer.validator import TRUSTING, Validator
 from engine_ext.wire.dial import PeerRank
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import (
@@ -17,7 +19,7 @@ from engine_ext.wire.handshake import (
     decode_payload,
     encode_payload,
 )
-from tests.unit.engine_ext.core.fakes import FakeAgent, metadata_of, regions
+from tests.unit.engine_ext.core.fakes import FakeAgent, SlowValidator, metadata_of, regions
 
 FACTORS = {"model": "m"}
 TTL = 3600.0
@@ -62,7 +64,8 @@ def payload_of(engine_id: str, stage: int = 0, layers: slice = slice(None)) -> H
     agent = f"agent of {engine_id}" + (f", stage {stage}" if stage else "")
     held = regions()[layers]
     names = [region.name for region in held]
-    metadata = metadata_of(engine_id, agent, held, disagg_ext=EXTENSION_VERSION, region_names=names)
+    version = None if engine_id.startswith("stock") else EXTENSION_VERSION
+    metadata = metadata_of(engine_id, agent, held, disagg_ext=version, region_names=names)
     return decode_payload(encode_payload(metadata, FACTORS))
 
 
@@ -84,16 +87,21 @@ class Known:
 
 @pytest.fixture
 def known() -> Known:
+    return acquainted(TRUSTING)
+
+
+def acquainted(validator: Validator, access: Access = OPEN) -> Known:
     agent, dialer, in_use = FakeAgent(), Everybody(), list[PeerHandle]()
     peers = Peers(
         agent,
-        ConnectorConfig(engine_id="us", engine_ttl=TTL),
+        ConnectorConfig(engine_id="us", engine_ttl=TTL, access=access),
         CacheGeometry(16, 32),
         regions(),
         EngineIdentity("us", "10.0.0.9", 5600, compat_factors=FACTORS),
         ConnectorStats(),
         is_in_use=lambda handle: any(handle is one for one in in_use),
         dialer=dialer,
+        validator=validator,
     )
     return Known(agent, peers, dialer, in_use)
 
@@ -221,3 +229,56 @@ def test_engines_are_bounded_and_the_one_left_alone_longest_makes_room(
 def test_zero_is_never() -> None:
     raw = {"kv_connector": "DisaggConnector", "kv_connector_extra_config": {"engine_ttl": 0}}
     assert ConnectorConfig.from_kv_transfer_config(raw).engine_ttl == math.inf
+
+
+ADDRESS = PeerAddress("p", "10.0.0.1", 5600)
+
+
+def test_metadata_is_loaded_when_it_has_been_validated_and_not_before() -> None:
+    validator = SlowValidator()
+    known = acquainted(validator)
+    for _ in range(3):
+        assert known.peers.connect(ADDRESS, 0) is None
+        known.peers.step(0)
+    assert known.agent.peers == []
+    assert validator.num_pending == 1
+    validator.judge()
+    known.peers.step(0)
+    assert known.peers.connect(ADDRESS, 0) is not None
+    assert known.agent.peers == ["agent of p"]
+
+
+def test_metadata_that_is_refused_is_not_loaded_and_says_why() -> None:
+    validator = SlowValidator()
+    known = acquainted(validator)
+    known.peers.connect(ADDRESS, 0)
+    known.peers.step(0)
+    validator.judge("malformed")
+    known.peers.step(0)
+    with pytest.raises(PeerError, match="malformed"):
+        known.peers.connect(ADDRESS, 0)
+    assert known.agent.peers == []
+
+
+def test_a_verdict_that_does_not_come_is_waited_for_as_long_as_a_handshake() -> None:
+    validator = SlowValidator()
+    known = acquainted(validator)
+    known.peers.connect(ADDRESS, 0)
+    known.peers.step(0)
+    known.peers.step(5)
+    with pytest.raises(PeerError, match="no handshake within 5 s"):
+        known.peers.connect(ADDRESS, 5)
+    assert not validator.waiting[0].is_wanted
+    assert known.dialer.dialled[0].is_closed
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_only_who_has_proven_to_hold_the_secret_is_loaded_without_validation(
+    is_mixed: bool,
+) -> None:
+    validator = SlowValidator()
+    known = acquainted(validator, Access(Secret.of(b"0123456789abcdef"), is_mixed))
+    assert known.meet("holder").name == "agent of holder"
+    known.peers.connect(PeerAddress("stock", "10.0.0.1", 5600), 0)
+    known.peers.step(0)
+    assert validator.num_pending == 1

@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine_ext.transfer.readers import Readers
-from engine_ext.wire.notifications import Gone
-from tests.unit.engine_ext.core.fakes import FakeAgent
+from engine_ext.transfer.readers import MAX_DELAYED, Readers
+from engine_ext.wire.notifications import Gone, encode_extension
+from tests.unit.engine_ext.core.fakes import FakeAgent, SlowValidator
 
 TTL = 100.0
 GONE = Gone(("p-1",))
@@ -70,4 +70,39 @@ def test_a_nixl_that_fails_to_forget_stops_nothing() -> None:
     agent.failing.clear()
     known.hello("a", b"a", TTL)
     known.answer("a", GONE)
+    assert [name for name, _ in agent.sent] == ["a"]
+
+
+def test_answers_wait_until_a_readers_metadata_has_been_validated() -> None:
+    agent, validator = FakeAgent(), SlowValidator()
+    known = Readers(agent, TTL, lambda name: False, validator)
+    known.hello("a", b"a", 0)
+    for _ in range(MAX_DELAYED + 1):
+        known.answer("a", GONE)
+    known.step(0)
+    assert known.knows("a")
+    assert (agent.peers, agent.sent) == ([], [])
+    validator.judge()
+    known.step(1)
+    assert agent.peers == ["a"]
+    assert agent.sent == [("a", encode_extension(GONE))] * MAX_DELAYED
+
+
+def test_a_reader_whose_metadata_is_refused_is_none_and_its_namesake_gets_the_answers() -> None:
+    agent, validator = FakeAgent(), SlowValidator()
+    known = Readers(agent, TTL, lambda name: False, validator)
+    known.hello("a", b"a", 0)
+    known.hello("a", b"a", 0)
+    known.answer("a", GONE)
+    validator.waiting.pop(0).problem = "malformed"
+    known.step(0)
+    assert (agent.peers, agent.sent) == ([], [])
+    validator.judge()
+    known.step(0)
+    assert agent.sent == [("a", encode_extension(GONE))]
+    known.hello("b", b"b", 0)
+    known.answer("b", GONE)
+    validator.judge("malformed")
+    known.step(0)
+    assert not known.knows("b")
     assert [name for name, _ in agent.sent] == ["a"]
