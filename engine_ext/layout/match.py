@@ -195,6 +195,9 @@ class _Matcher:
             _require(f"who shares the memory of {ours.name}", ours.tenants, theirs.tenants)
         if theirs.block_stride < theirs.block_len:
             raise PlanError(f"block_stride of {theirs.name} is less than its block_len")
+        # NIXL adds the two without looking whether the sum fits, and would find it registered.
+        if theirs.base_addr + theirs.block_stride * theirs.num_blocks > 1 << 64:
+            raise PlanError(f"{theirs.name} ends beyond what a 64-bit int addresses")
         if self._is_alike and len(span.our_layers) == len(ours.layers) == len(theirs.layers):
             self._add_whole(ours, theirs)
         else:

@@ -57,7 +57,7 @@ RESTART_SECONDS = 2.0
 MAX_WAITING = 256
 """Checks in each of the two queues."""
 MAX_WAITING_BYTES = 32 << 20
-REFUSED_SECONDS = 30.0
+REFUSED_SECONDS = 5.0
 """How long it is remembered that a process died of some metadata, or NIXL refused it."""
 MAX_REMEMBERED = 4096
 

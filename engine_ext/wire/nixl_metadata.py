@@ -35,6 +35,10 @@ _UCX_MEMORY_TYPE_AT = 8
 """In a key of UCX, behind the map of its memory domains."""
 
 MAX_NAME_BYTES = 1024
+MAX_CONNECTIONS = 16
+MAX_SECTIONS = 64
+MAX_DESCRIPTORS = 4096
+"""In one section: one for each region that a handshake may list."""
 ADDRESS_PADDING = b"\xff" * 2048
 """Whatever UCX takes these bytes for says that it is the last one."""
 KEY_PADDING = bytes(512)
@@ -110,11 +114,12 @@ def parse(metadata: bytes) -> NixlMetadata:
     reader = _Reader(metadata)
     name = _name(reader.field(b"Agent"))
     connections = tuple(
-        (reader.field(b"t"), reader.field(b"c")) for _ in range(reader.number(b"Conns"))
+        (reader.field(b"t"), reader.field(b"c"))
+        for _ in range(reader.number(b"Conns", MAX_CONNECTIONS))
     )
     if reader.field(b"") != b"MemSection":
         raise WireError("NIXL metadata: no memory section")
-    sections = tuple(_section(reader) for _ in range(reader.number(b"nixlSecElms")))
+    sections = tuple(_section(reader) for _ in range(reader.number(b"nixlSecElms", MAX_SECTIONS)))
     if not reader.is_at_end:
         raise WireError("NIXL metadata: bytes after its end")
     return NixlMetadata(name, connections, sections)
@@ -152,13 +157,11 @@ class _Reader:
         self._at = end + 1
         return self._metadata[start:end]
 
-    def number(self, tag: bytes) -> int:
-        """One of things to come, each of which takes a byte at least."""
-        value = self.field(tag)
-        number = _NUMBER.unpack(value)[0] if len(value) == _NUMBER.size else len(self._metadata)
-        if number >= len(self._metadata):
-            raise WireError(f"NIXL metadata: a wrong number of {tag.decode()!r}")
-        return int(number)
+    def number(self, tag: bytes, most: int) -> int:
+        number = int.from_bytes(self.field(tag), "little")
+        if number > most:
+            raise WireError(f"NIXL metadata: {tag.decode()!r} is {number}, more than {most}")
+        return number
 
 
 def _name(field: bytes) -> str:
@@ -178,7 +181,8 @@ def _section(reader: _Reader) -> Section:
     if memory_type >= NUM_MEMORY_TYPES:
         raise WireError(f"NIXL metadata: memory of type {memory_type}")
     descriptors = tuple(
-        _descriptor(reader.field(b""), backend, memory_type) for _ in range(reader.number(b"n"))
+        _descriptor(reader.field(b""), backend, memory_type)
+        for _ in range(reader.number(b"n", MAX_DESCRIPTORS))
     )
     return Section(backend, memory_type, descriptors)
 

@@ -709,6 +709,8 @@ def test_a_region_that_their_groups_share_fits_one_that_is_a_groups_own() -> Non
         ({"attn_backend_name": "FLASH_ATTN"}, "attn_backend_name"),
         ({"block_lens": [4096, 8192], "block_strides": [8192, 8192]}, "block_len"),
         ({"block_strides": [4096, 1]}, "block_stride"),
+        ({"kv_caches_base_addr": [1 << 32, (1 << 64) - 4096]}, "64-bit"),
+        ({"num_blocks": 1 << 62}, "64-bit"),
         ({"region_names": ["a", "b"]}, "no region"),
         (
             {"kv_caches_base_addr": [1], "block_lens": [1], "block_strides": [1]},

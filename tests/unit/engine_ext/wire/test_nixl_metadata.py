@@ -76,9 +76,17 @@ def test_a_flipped_byte_is_refused_or_changes_a_value_and_nothing_around_it() ->
         of_type(2, KEY),
         with_piece(address=(1 << 64) - 1, length=2),
         replace(AGENT, name="a" * 2000),
+        replace(AGENT, connections=((b"UCX", b"a"),) * 17),
+        replace(AGENT, sections=AGENT.sections * 33),
+        replace(
+            AGENT,
+            sections=(Section(b"UCX", 0, tuple(Descriptor(0, 1, 0, KEY) for _ in range(4097))),),
+        ),
     ],
 )
-def test_what_nixl_or_ucx_would_use_as_an_index_unseen_is_refused(metadata: NixlMetadata) -> None:
+def test_what_nixl_or_ucx_would_use_unseen_or_is_too_much_is_refused(
+    metadata: NixlMetadata,
+) -> None:
     with pytest.raises(WireError):
         parse(metadata.encode())
 
