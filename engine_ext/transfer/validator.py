@@ -13,7 +13,8 @@ Nothing here blocks: the owner thread submits, calls `step`, and looks at the ch
 run one at a time. Handshakes that this engine began go before metadata that strangers send in, and
 both queues are bounded.
 
-A process that has died is replaced: `BURST` times at once, then once in `RESTART_SECONDS`. With
+A process that has died is replaced: `BURST` times at once, then once in `RESTART_SECONDS`, and less
+often where it does not even start. What strangers send is checked at a bounded rate. With
 malformed metadata coming in all the time, the engine lives, and peers that it knows are not
 affected; new peers without the secret wait for their turn and may be refused.
 """
@@ -54,6 +55,10 @@ WAIT_SECONDS = 10.0
 """A check that has not begun by then is refused."""
 BURST = 4
 RESTART_SECONDS = 2.0
+MAX_RESTART_SECONDS = 60.0
+UNEXPECTED_SECONDS = 0.01
+"""Between two checks of metadata that this engine did not ask for, on average."""
+UNEXPECTED_BURST = 64
 MAX_WAITING = 256
 """Checks in each of the two queues."""
 MAX_WAITING_BYTES = 32 << 20
@@ -138,6 +143,8 @@ class ProcessValidator:
         """By digest: the problem, or an empty string, and when it was found."""
         self._starts = float(BURST)
         self._counted_at: float | None = None
+        self._failed_starts = 0
+        self._next_unexpected = -NEVER
 
     @property
     def num_pending(self) -> int:
@@ -185,7 +192,8 @@ class ProcessValidator:
 
     def _refill(self, now: float) -> None:
         if self._counted_at is not None:
-            gained = max(0.0, now - self._counted_at) / RESTART_SECONDS
+            every = min(RESTART_SECONDS * 2**self._failed_starts, MAX_RESTART_SECONDS)
+            gained = max(0.0, now - self._counted_at) / every
             self._starts = min(float(BURST), self._starts + gained)
         self._counted_at = now
 
@@ -196,7 +204,7 @@ class ProcessValidator:
         try:
             self._process = _Process(self._backends, now + START_SECONDS)
         except OSError as error:
-            logger.warning("the metadata validator does not start: %s: %s", error, _MEANS)
+            self._fail_to_start(str(error))
 
     def _serve(self, process: "_Process", now: float) -> None:
         if process.is_ready and self._running is None:
@@ -212,20 +220,22 @@ class ProcessValidator:
             self._end(process)
 
     def _begin(self, process: "_Process", now: float) -> None:
-        for queue in (self._expected, self._unexpected):
-            while queue:
-                check = queue.popleft()
-                if not check.is_wanted:
-                    continue
-                self._running = check
-                process.ask(check.metadata, now + CHECK_SECONDS + GRACE_SECONDS)
-                return
+        while self._expected and self._running is None:
+            check = self._expected.popleft()
+            self._running = check if check.is_wanted else None
+        if self._running is None and self._unexpected and now >= self._next_unexpected:
+            self._running = self._unexpected.popleft()
+            earliest = now - UNEXPECTED_BURST * UNEXPECTED_SECONDS
+            self._next_unexpected = max(self._next_unexpected, earliest) + UNEXPECTED_SECONDS
+        if self._running is not None:
+            process.ask(self._running.metadata, now + CHECK_SECONDS + GRACE_SECONDS)
 
     def _hear(self, process: "_Process", line: str, now: float) -> None:
         word, _, reason = line.partition(" ")
         process.deadline = NEVER
         if word == READY:
             process.is_ready = True
+            self._failed_starts = 0
         elif self._running is not None:
             process.num_refused += word == BAD
             self._decide(f"malformed NIXL metadata: {reason}" if word == BAD else "", now)
@@ -236,7 +246,11 @@ class ProcessValidator:
             self._stats.validators_lost += 1
             self._decide(f"malformed NIXL metadata: the process that loaded it {how}", now)
         elif not process.is_ready:
-            logger.warning("the metadata validator %s before it was ready: %s", how, _MEANS)
+            self._fail_to_start(how)
+
+    def _fail_to_start(self, how: str) -> None:
+        self._failed_starts = min(self._failed_starts + 1, 16)
+        logger.warning("the metadata validator did not start (%s): %s", how, _MEANS)
 
     def _end(self, process: "_Process") -> None:
         self._process = None

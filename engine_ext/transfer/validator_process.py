@@ -117,12 +117,11 @@ def _answer(connection: socket.socket, words: str) -> None:
 
 
 def _become_disposable() -> None:
-    """No core files, no chance against the engine for processor or memory, killed by the timer."""
+    """No core files, the first to go where memory is short, and ended by the timer."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which ends us.
-    os.nice(5)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 

@@ -3,9 +3,13 @@
 No secret is set. The agents whose metadata is changed are real.
 """
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +19,7 @@ from engine_ext.wire.listener import HandshakeServer
 from tests.integration.legs import decode, decode_body, prefill
 from tests.integration.malformed import Honest, deadly, renamed, with_agent
 from tests.integration.oracle import complete, differences, text_of
-from tests.integration.processes import Server, metric, wait_for
+from tests.integration.processes import Server, family, metric, wait_for
 from tests.integration.stranger import handshake
 from tests.unit.engine_ext.core.fakes import told
 
@@ -65,21 +69,49 @@ def test_an_engine_survives_a_handshake_that_answers_malformed_metadata(
 ) -> None:
     prompt = text_of(100, 19)
     params = prefill(prefiller, prompt)
-    payload = handshake(params)
-    honest = Honest("honest")
-    for number, metadata in enumerate(deadly(honest.metadata)):
-        answer = with_agent(payload, renamed(metadata, f"stranger {number}"))
-        (port,) = free_ports(1)
-        listener = HandshakeServer("127.0.0.1", port, {(0, 0): answer})
-        try:
-            asked = decode_body(prompt, told(params, remote_host="127.0.0.1", remote_port=port))
-            response = decoder.post("/v1/completions", asked)
-        finally:
-            listener.close()
-        assert response.status_code == 500, response.text
+    (port,) = free_ports(1)
+    for number, metadata in enumerate(deadly(Honest("honest").metadata)):
+        named = renamed(metadata, f"stranger {number}")
+        assert status_with_another_host(decoder, prompt, params, named, port) == 500
     assert metric(decoder, LOST) >= 1
     turn = decode(decoder, prompt, params)
     assert differences([complete(alone, prompt)], [turn.answer]) == []
+
+
+def status_with_another_host(
+    decoder: Server, prompt: str, params: dict[str, Any], agent_metadata: bytes, port: int
+) -> int:
+    """Of a request that names P at a port where a stranger answers with that metadata."""
+    answer = with_agent(handshake(params), agent_metadata)
+    listener = HandshakeServer("127.0.0.1", port, {(0, 0): answer})
+    try:
+        forged = told(params, remote_host="127.0.0.1", remote_port=port)
+        return decoder.post("/v1/completions", decode_body(prompt, forged)).status_code
+    finally:
+        listener.close()
+
+
+def test_a_validator_that_stands_still_delays_peers_that_are_not_known_and_no_others(
+    prefiller: Server, decoder: Server, alone: Server, free_ports: Callable[[int], list[int]]
+) -> None:
+    prompts = [text_of(100, number) for number in (23, 24, 25)]
+    decode(decoder, prompts[0], prefill(prefiller, prompts[0]))
+    [validator] = [pid for pid in family(decoder.process.pid) if is_validator(pid)]
+    os.kill(validator, signal.SIGSTOP)
+    turn = decode(decoder, prompts[1], prefill(prefiller, prompts[1]))
+    assert differences([complete(alone, prompts[1])], [turn.answer]) == []
+    params = prefill(prefiller, prompts[2])
+    unknown = renamed(Honest("honest").metadata, "not known")
+    (port,) = free_ports(1)
+    assert status_with_another_host(decoder, prompts[2], params, unknown, port) == 500
+    wait_for(lambda: not is_validator(validator), "it is replaced", 20)
+
+
+def is_validator(pid: int) -> bool:
+    try:
+        return b"validator_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.parametrize("seed", [1])

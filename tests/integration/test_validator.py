@@ -22,6 +22,8 @@ from engine_ext.transfer.validator import (
     REFUSED_SECONDS,
     RESTART_SECONDS,
     TRUSTING,
+    UNEXPECTED_BURST,
+    UNEXPECTED_SECONDS,
     WAIT_SECONDS,
     Check,
     ProcessValidator,
@@ -197,7 +199,7 @@ def test_a_process_that_cannot_start_refuses_nothing_by_itself_and_says_so(
     check = validating.submit(HONEST.metadata)
     validating.validator.step(validating.now)
     assert check.is_pending
-    assert "the metadata validator does not start" in caplog.text
+    assert "the metadata validator did not start" in caplog.text
     validating.now += WAIT_SECONDS
     validating.validator.step(validating.now)
     assert check.problem == "the metadata validator did not get to it in time"
@@ -240,6 +242,35 @@ def test_an_agents_metadata_is_not_replaced_by_other_metadata_in_its_name() -> N
     wait_for(has_come, "the message has come", 10)
     agent.remove_remote("honest")
     agent.close()
+
+
+def test_a_process_that_does_not_start_is_tried_less_and_less_often(
+    validating: Validating, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts: list[float] = []
+
+    def fail(*_: object, **__: object) -> None:
+        attempts.append(validating.now)
+        raise OSError("none")
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    for _ in range(600):
+        validating.now += 1
+        validating.validator.step(validating.now)
+    assert attempts[:BURST] == [1001 + number for number in range(BURST)]
+    assert 8 <= len(attempts) - BURST <= 20
+
+
+def test_what_strangers_send_is_checked_no_faster_than_its_rate(validating: Validating) -> None:
+    validating.start()
+    for number in range(UNEXPECTED_BURST + 3):
+        validating.submit(renamed(HONEST.metadata, f"stranger {number}"), is_expected=False)
+    validating.until(lambda: validating.validator.num_pending <= 2, "a burst of them is judged")
+    for _ in range(20):
+        validating.validator.step(validating.now)
+    assert validating.validator.num_pending == 2
+    validating.now += UNEXPECTED_SECONDS
+    validating.until(lambda: validating.validator.num_pending == 1, "one more is judged")
 
 
 @pytest.mark.parametrize("is_mixed", [False, True])
