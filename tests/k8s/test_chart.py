@@ -16,6 +16,7 @@ from tests.k8s.chart import (
     as_text,
     helm,
     only,
+    pods,
     refusal,
     render,
     rendered,
@@ -238,6 +239,28 @@ def test_the_notes_have_a_line_of_curl() -> None:
 
 def test_golden_files_are_of_the_sets_that_are_rendered() -> None:
     assert {path.stem for path in Path(GOLDEN).iterdir()} == set(SETS)
+
+
+@pytest.mark.parametrize(
+    ("values", "made", "mounted"),
+    [
+        ("sideChannelSecret.create=true", True, "r-disagg-router-side-channel"),
+        ("sideChannelSecret.name=mine", False, "mine"),
+        ("sideChannelSecret.create=false", False, None),
+    ],
+)
+def test_engines_share_a_secret_that_the_chart_makes_unless_one_is_named(
+    values: str, made: bool, mounted: str | None
+) -> None:
+    manifests = render("demo", "--set", f"engines.{values}")
+    secrets = [one["metadata"]["name"] for one in manifests if one["kind"] == "Secret"]
+    assert secrets == (["r-disagg-router-side-channel"] if made else [])
+    for role in ("prefill", "decode"):
+        pod = dict(pods(manifests))[f"r-disagg-router-{role}"]
+        volumes = [one["secret"]["secretName"] for one in pod["volumes"] if "secret" in one]
+        assert volumes == ([mounted] if mounted else [])
+        is_used = "side_channel_secret_file" in str(pod["containers"][0]["args"])
+        assert is_used == (mounted is not None)
 
 
 def test_keys_and_certificates_are_files_that_follow_their_secrets() -> None:

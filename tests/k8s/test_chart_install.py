@@ -57,16 +57,19 @@ def test_it_is_installed_upgraded_rolled_back_and_leaves_nothing(released: Helm)
     before = names(released, TRACES)
     released.install(RELEASE, *FLEET, *ROUTE, *LIMITS, *WAIT)
     assert ready(released) == {NAME: 1, f"{NAME}-prefill": 1, f"{NAME}-decode": 1}
+    secret = side_channel_secret(released)
     installed = contents(released)
     assert {kind for kind, _ in installed} == BROUGHT
     more = ("--set", "router.replicas=2", "--set", "settings.max-engine-requests=7")
     released.upgrade(RELEASE, *FLEET, *LIMITS, *more, *WAIT)
     assert ready(released) == {NAME: 2, f"{NAME}-prefill": 1, f"{NAME}-decode": 1}
+    assert side_channel_secret(released) == secret, "old and new engines share it"
     upgraded = contents(released)
     assert "max-engine-requests: 7" in upgraded["ConfigMap", NAME]["data"]["config.yaml"]
     assert installed.keys() - upgraded.keys() == {("HTTPRoute", NAME)}
     released("rollback", RELEASE, "1", *WAIT)
     assert contents(released) == installed
+    assert side_channel_secret(released) == secret
     history = json.loads(released("history", RELEASE, "-o", "json"))
     assert [one["status"] for one in history] == ["superseded", "superseded", "deployed"]
     released("uninstall", RELEASE, *WAIT)
@@ -100,6 +103,11 @@ def objects(released: Helm, kinds: str) -> list[Manifest]:
     assert found.returncode == 0, found.stderr
     items: list[Manifest] = json.loads(found.stdout)["items"]
     return items
+
+
+def side_channel_secret(released: Helm) -> str:
+    secrets = {one["metadata"]["name"]: one["data"] for one in objects(released, "secrets")}
+    return str(secrets[f"{NAME}-side-channel"]["secret"])
 
 
 def names(released: Helm, kinds: str) -> set[tuple[str, str]]:
