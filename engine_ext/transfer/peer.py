@@ -3,7 +3,7 @@
 A peer is one rank of an engine. It is CONNECTING, then READY, or it has failed and is gone, so that
 the next request starts afresh. Handshakes never block each other: each has its own socket and its
 own deadline, and those of an engine's ranks run together. The NIXL metadata of a peer that has not
-proven that it holds the shared secret is validated before it is loaded, within the same deadline.
+proven that it holds the shared secret is validated before it is loaded, which has as much time.
 
 An engine with another version of our extension is refused by name: it may be told that we will not
 read, in stock's words, and nothing else (see EXTENSION_VERSION).
@@ -307,6 +307,7 @@ class Peers:
             self._check_identity(peer, metadata)
             connecting.metadata = metadata
             connecting.check = self._validate(metadata, now)
+            connecting.deadline = now + self._config.handshake_timeout
         check = connecting.check
         if connecting.metadata is not None and check is not None and not check.is_pending:
             if check.problem:
