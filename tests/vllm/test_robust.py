@@ -165,7 +165,7 @@ def test_malformed_metadata_ends_no_engine(
     for server in (prefiller, decoder):
         lost = partial(counted_after_a_step, server, "validators_lost")
         wait_for(lost, f"{server.name} has lost a validator")
-    turn = decode(decoder, prompt, params)
+    turn = decode(decoder, prompt, prefill(prefiller, prompt))
     assert differences([complete(alone, prompt)], [turn.answer]) == []
 
 
