@@ -450,6 +450,8 @@ class ConnectorStats:
     blocks_received: int = 0
     pulls_ok: int = 0
     pulls_failed: int = 0
+    pulls_aborted: int = 0
+    """Loads whose request ended first: neither ok nor failed."""
     pulls_active: int = 0
     pushes_ok: int = 0
     """WRITEs that ended well, on P."""
@@ -464,6 +466,8 @@ class ConnectorStats:
     """Registrations that were written, on D."""
     pushes_missed: int = 0
     """Registrations that were not, on D."""
+    pushes_aborted: int = 0
+    """Registrations whose request ended first, on D: neither received nor missed."""
     leases_active: int = 0
     leases_granted: int = 0
     leases_released: int = 0

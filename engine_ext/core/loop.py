@@ -110,7 +110,7 @@ class TransferLoop:
             dialer,
             validator,
         )
-        self._leases = LeaseTable(config.lease_extension, config.revoke_grace)
+        self._leases = LeaseTable(config.lease_extension, config.revoke_grace, stats)
         # With a secret, only its holders are heard to say hello.
         arriving = validator if config.access.secret is None else TRUSTING
         self._readers = Readers(agent, config.unused_ttl, self._peers.knows, arriving)

@@ -42,6 +42,7 @@ from engine_ext.base.types import (
 )
 from engine_ext.layout.plan import without_holes
 from engine_ext.push.clocks import RemoteClocks
+from engine_ext.push.replies import GIVEN_UP
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
 from engine_ext.transfer.heartbeats import CLOCK_DRIFT, HeartbeatTracker
 from engine_ext.transfer.leases import NEVER
@@ -102,6 +103,8 @@ class Waiting:
     landed."""
     is_spoilt: bool = False
     """One of them will not write, or nobody waits any more."""
+    is_aborted: bool = False
+    """Our request ended while it waited."""
     is_reported: bool = False
     ask_again_at: float = 0.0
 
@@ -199,9 +202,11 @@ class Registrations:
         if waiting is None:
             self._declines.append(withdrawal)
         elif waiting.state is State.CONNECTING:
+            waiting.is_aborted = True
             self._end(waiting, ok=False)
             self._declines.append(withdrawal)
         elif waiting.state is State.REGISTERED:
+            waiting.is_aborted = True
             self._withdraw(waiting, now)
 
     def written(self, message: PushDone, sender: str) -> None:
@@ -215,8 +220,10 @@ class Registrations:
         if waiting is None:
             return
         if waiting.state is State.REGISTERED:
-            logger.warning(
-                "request %s: P will not write: %.200s", waiting.request_id, message.reason
+            # When a client leaves, P's abort may be heard of before our own.
+            level = logging.INFO if message.reason == GIVEN_UP else logging.WARNING
+            logger.log(
+                level, "request %s: P will not write: %.200s", waiting.request_id, message.reason
             )
         waiting.is_spoilt = True
         if sender in waiting.landed_by:
@@ -447,6 +454,8 @@ class Registrations:
         waiting.is_reported = True
         if ok:
             self._stats.pushes_received += 1
+        elif waiting.is_aborted:
+            self._stats.pushes_aborted += 1
         else:
             self._stats.pushes_missed += 1
         self._results.received(waiting.request_id, ok=ok)

@@ -11,6 +11,11 @@ from engine_ext.wire.notifications import PushDone, PushFailed
 logger = logging.getLogger(__name__)
 logger.addFilter(Seldom())
 
+GIVEN_UP = "P gave this request up"
+WITHDRAWN = "withdrawn"
+NO_FAULTS = (GIVEN_UP, WITHDRAWN)
+"""Reasons for which a push ends because a request does: on P, or on D."""
+
 
 class Replies:
     def __init__(self, readers: Readers, stats: ConnectorStats) -> None:
@@ -33,8 +38,10 @@ class Replies:
 
     def refuse(self, registered: Registered, reason: str, landing: float = 0.0) -> None:
         """`landing`: for so many seconds what a WRITE that failed had sent may land yet."""
-        logger.warning("push to request %s: %s", registered.message.request_id, reason)
-        self._stats.pushes_failed += 1
+        is_fault = reason not in NO_FAULTS
+        level = logging.WARNING if is_fault else logging.DEBUG
+        logger.log(level, "push to request %s: %s", registered.message.request_id, reason)
+        self._stats.pushes_failed += is_fault
         if registered.message.disagg is not None:
             self.fail(registered.key, reason, landing)
 

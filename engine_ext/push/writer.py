@@ -29,7 +29,7 @@ from engine_ext.base.types import Clock, ConnectorStats, PushOffer
 from engine_ext.layout.ranks import TensorRank
 from engine_ext.push.checks import TOO_MANY, Checks
 from engine_ext.push.names import names_of, whole_id
-from engine_ext.push.replies import Replies
+from engine_ext.push.replies import GIVEN_UP, WITHDRAWN, Replies
 from engine_ext.push.tables import (
     Doubt,
     Held,
@@ -54,7 +54,6 @@ from engine_ext.wire.notifications import (
 logger = logging.getLogger(__name__)
 logger.addFilter(Seldom())
 
-GIVEN_UP = "P gave this request up"
 DIFFERENT = "the two engines' prompts differ"
 DOUBT_SECONDS = 5.0
 """A registration whose offer seems to have been another's, or to be gone, is refused after so long,
@@ -83,7 +82,6 @@ class PushWriter:
         self._on_free = on_free
         self._config = config
         self._us = us
-        self._stats = stats
         self._clock = clock
         self._prefilling: NameTable[str] = NameTable()
         """Requests that will be offered, or cancelled."""
@@ -236,7 +234,7 @@ class PushWriter:
             self._checks.forget(key)
             if key in self._registrations:
                 self._registrations.pop(key)
-            self._replies.fail(key, "withdrawn")
+            self._replies.fail(key, WITHDRAWN)
         self._leave_offer(message, sender, now)
 
     def _leave_offer(self, message: Withdraw, sender: str, now: float) -> None:
@@ -429,7 +427,6 @@ class PushWriter:
     def _confirm(self, request_id: str, now: float, reader: str = "") -> None:
         self.forget(request_id)
         if self._leases.confirm(request_id, now, reader=reader):
-            self._stats.leases_released += 1
             self._on_free(request_id)
 
     def _refuse_ranks(self, registrations: list[Registered], reason: str, now: float) -> None:

@@ -24,6 +24,7 @@ from engine_ext.base.seldom import Seldom
 from engine_ext.base.types import Clock, ConnectorStats, num_blocks_in
 from engine_ext.layout.plan import WHOLE, Batch, Part, PlanError
 from engine_ext.layout.ranks import RankError, TensorRank
+from engine_ext.push.replies import WITHDRAWN
 from engine_ext.push.tables import Held, Registered, RegistrationKey
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
 from engine_ext.transfer.moving import Moving
@@ -165,7 +166,7 @@ class Writes:
         """True: it is among these, and does not begin if it has not yet."""
         writing = self._writing.get(key)
         if writing is not None:
-            self._stop(writing, "withdrawn")
+            self._stop(writing, WITHDRAWN)
         return writing is not None
 
     def give_up(self, held: Held, reason: str) -> None:

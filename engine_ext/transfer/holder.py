@@ -36,24 +36,20 @@ class Holder:
         self._on_unread = on_unread
 
     def grant(self, grant: LeaseGrant, now: float) -> None:
-        self._stats.leases_granted += 1
         if not self._leases.grant(grant.request_id, now, grant.seconds, grant.renewable):
             self._confirmed(grant.request_id)
 
     def revoke(self, request_id: str, now: float) -> None:
         if self._leases.revoke(request_id, now):
-            self._stats.leases_revoked += 1
             self._tell_gone(request_id)
 
     def revoke_all(self, now: float) -> None:
         for request_id in self._leases.revoke_all(now):
-            self._stats.leases_revoked += 1
             self._tell_gone(request_id)
 
     def step(self, now: float) -> None:
         for request_id in self._leases.expire(now):
             logger.warning("request %s: lease expired, nobody read its blocks", request_id)
-            self._stats.leases_expired += 1
             self._tell_gone(request_id)
         for request_id in self._leases.reap(now):
             self._on_unread(request_id, now)
@@ -109,7 +105,6 @@ class Holder:
             self._confirmed(request_id)
 
     def _confirmed(self, request_id: str) -> None:
-        self._stats.leases_released += 1
         self._on_read(request_id)
         self._on_free(request_id)
 

@@ -22,6 +22,9 @@ the order that starts the lease leave the scheduler together: an EXPECTED lease 
 In push mode P's writer takes a lease (WRITING) while it writes, in which nothing ends it, and puts
 it back when NIXL has ended the WRITE: as a revoked one, for those who may still believe in it.
 
+Each granted lease is counted as one outcome, by the first event that decides it: expired, revoked,
+or else, at its end, released.
+
 The reader's side is heartbeats.py.
 Source of the rules: vLLM's NIXL lease design (lease 30 s, beat every sixth, extension two thirds);
 horizons, revocation and answers are ours.
@@ -33,6 +36,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine_ext.base.inspection import LeaseSeen, ReaderSeen
+from engine_ext.base.types import ConnectorStats
 
 NEVER = float("-inf")
 FOREVER = float("inf")
@@ -52,6 +56,7 @@ class LeaseState(enum.Enum):
 class LeaseEvent(enum.Enum):
     GRANT = "grant"
     CANCEL = "cancel"
+    EXPIRE = "expire"
     REVOKE = "revoke"
     TAKE = "take"
     PUT_BACK = "put back"
@@ -64,6 +69,7 @@ ENDED = None
 NEXT: dict[tuple[LeaseState, LeaseEvent], LeaseState | None] = {
     (LeaseState.EXPECTED, LeaseEvent.GRANT): LeaseState.GRANTED,
     (LeaseState.EXPECTED, LeaseEvent.CANCEL): ENDED,
+    (LeaseState.GRANTED, LeaseEvent.EXPIRE): LeaseState.REVOKED,
     (LeaseState.GRANTED, LeaseEvent.REVOKE): LeaseState.REVOKED,
     (LeaseState.GRANTED, LeaseEvent.END): ENDED,
     (LeaseState.REVOKED, LeaseEvent.END): ENDED,
@@ -72,6 +78,13 @@ NEXT: dict[tuple[LeaseState, LeaseEvent], LeaseState | None] = {
     (LeaseState.WRITING, LeaseEvent.PUT_BACK): LeaseState.REVOKED,
 }
 """Every event that means something in a state; others change nothing."""
+
+OUTCOMES = {
+    LeaseEvent.EXPIRE: "leases_expired",
+    LeaseEvent.REVOKE: "leases_revoked",
+    LeaseEvent.END: "leases_released",
+}
+"""The counter of ConnectorStats that each event moves, where it is the lease's first of these."""
 
 
 @dataclass(slots=True)
@@ -88,6 +101,8 @@ class Lease:
     """By reader: until when it may believe that the lease holds."""
     looked_at_next: float = FOREVER
     """Of its entries in the table's queue the earliest, if it has one."""
+    has_outcome: bool = False
+    """It has been counted as expired, revoked or released."""
 
     @property
     def is_counted(self) -> bool:
@@ -108,12 +123,14 @@ class Lease:
 class LeaseTable:
     """Which finished requests' blocks are held for remote readers, and until when.
 
-    Each id that was granted ends exactly once: by `confirm`, or in what `reap` returns.
+    Each id that was granted ends exactly once: by `confirm`, or in what `reap` returns. `stats`
+    counts grants and outcomes.
     """
 
-    def __init__(self, extension: float, grace: float) -> None:
+    def __init__(self, extension: float, grace: float, stats: ConnectorStats) -> None:
         self._extension = extension
         self._grace = grace
+        self._stats = stats
         self._leases: dict[str, Lease] = {}
         # An entry for each held lease, at its end or before; renewals only move the lease, looking
         # at the entry puts it back where it belongs. One more where the end has come nearer.
@@ -213,7 +230,10 @@ class LeaseTable:
 
     def revoke(self, request_id: str, now: float) -> bool:
         """Ends a granted lease before its time. True: it was granted; its readers must be told."""
-        if not self._happens(request_id, LeaseEvent.REVOKE):
+        return self._withdraw(request_id, LeaseEvent.REVOKE, now)
+
+    def _withdraw(self, request_id: str, event: LeaseEvent, now: float) -> bool:
+        if not self._happens(request_id, event):
             return False
         lease = self._leases[request_id]
         lease.deadline = now + self._grace
@@ -229,7 +249,7 @@ class LeaseTable:
         return [
             name
             for name in self._due(now)
-            if not self._leases[name].is_counted and self.revoke(name, now)
+            if not self._leases[name].is_counted and self._withdraw(name, LeaseEvent.EXPIRE, now)
         ]
 
     def reap(self, now: float) -> list[str]:
@@ -250,6 +270,7 @@ class LeaseTable:
         lease = self._leases.get(request_id)
         if lease is None or (lease.state, event) not in NEXT:
             return False
+        self._count(lease, event)
         after = NEXT[lease.state, event]
         self._num_held += (after is not ENDED) - (lease.state is not LeaseState.EXPECTED)
         if after is ENDED:
@@ -259,6 +280,15 @@ class LeaseTable:
         if not self._num_held:
             self._by_end.clear()
         return True
+
+    def _count(self, lease: Lease, event: LeaseEvent) -> None:
+        if event is LeaseEvent.GRANT:
+            self._stats.leases_granted += 1
+        if lease.has_outcome or event not in OUTCOMES:
+            return
+        lease.has_outcome = True
+        name = OUTCOMES[event]
+        setattr(self._stats, name, getattr(self._stats, name) + 1)
 
     def _due(self, now: float) -> list[str]:
         """Held leases whose end is reached. They are due again until they have ended."""

@@ -46,6 +46,9 @@ from engine_ext.wire.notifications import Read, encode_extension, encode_read_do
 
 logger = logging.getLogger(__name__)
 
+REQUEST_ENDED = "its request has ended"
+"""The one reason for which a load that does not come is no fault."""
+
 
 @dataclass(slots=True)
 class Part:
@@ -161,17 +164,16 @@ class Pulls:
 
     def give_up(self, request_id: str) -> None:
         """The request has ended: nobody waits for its load, which is reported all the same."""
-        problem = "its request has ended"
         for order in [one for one in self._connecting if one.request_id == request_id]:
             self._connecting.remove(order)
-            self._fail(order, problem)
+            self._fail(order, REQUEST_ENDED)
             self._decline(order.source)
         for reading in self._reading:
             if reading.order.request_id == request_id:
-                reading.problem = reading.problem or problem
+                reading.problem = reading.problem or REQUEST_ENDED
         for reading in [one for one in self._confirming if one.order.request_id == request_id]:
             self._confirming.remove(reading)
-            self._give_up(reading, problem)
+            self._give_up(reading, REQUEST_ENDED)
 
     def step(self, now: float) -> None:
         for reading in list(self._reading):
@@ -390,7 +392,7 @@ class Pulls:
     def _end_badly(self, reading: Reading) -> None:
         self._read_by_us(reading.order)
         self._tell_done(reading, even_if_read=True)
-        if reading.has_begun:
+        if reading.has_begun and reading.problem != REQUEST_ENDED:
             self._peers.forget(reading.order.source.address)
 
     def _read_by_us(self, order: PullOrder) -> None:
@@ -410,14 +412,17 @@ class Pulls:
             logger.debug("engine %s: %s", order.source.address.engine_id, error)
 
     def _fail(self, order: PullOrder, problem: str) -> None:
-        logger.warning(
+        is_abort = problem == REQUEST_ENDED
+        logger.log(
+            logging.DEBUG if is_abort else logging.WARNING,
             "request %s: KV of %s on engine %s was not loaded: %s",
             order.request_id,
             order.source.request_id,
             order.source.address.engine_id,
             problem,
         )
-        self._stats.pulls_failed += 1
+        self._stats.pulls_aborted += is_abort
+        self._stats.pulls_failed += not is_abort
         self._results.received(order.request_id, ok=False)
 
 

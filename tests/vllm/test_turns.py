@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -105,3 +106,30 @@ def test_clients_that_leave_at_every_stage_leave_no_block(
 
 def said_in(answer: dict[str, Any]) -> str:
     return str(answer["choices"][0]["message"]["content"])
+
+
+def test_each_lease_ends_with_one_outcome(
+    router: Server, prefiller: Server, decoder: Server
+) -> None:
+    """Turns that are read, and turns that are released while their reader is introduced."""
+    for number in range(3):
+        talk = Talk(router, f"outcome-{number}", stream=False)
+        prompt = tokens_of(600, 140 + number)
+        prompt += talk.say(prompt).tokens
+        talk.say(prompt)
+    talk.say(tokens_of(100, 150))
+    for engine in (prefiller, decoder):
+        wait_for(partial(_are_added_up, engine), f"all leases of {engine.name} have one outcome")
+
+
+def outcomes_of(engine: Server) -> dict[str, float]:
+    """Of leases; up to date after the engine's next step."""
+    complete(engine, tokens_of(5, 160))
+    names = ("granted", "released", "expired", "revoked", "active")
+    return {name: counted(engine, f"leases_{name}") for name in names}
+
+
+def _are_added_up(engine: Server) -> bool:
+    outcomes = outcomes_of(engine)
+    granted = outcomes.pop("granted")
+    return granted == sum(outcomes.values())

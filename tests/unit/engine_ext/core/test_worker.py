@@ -639,6 +639,41 @@ def test_a_revoked_turn_is_kept_for_its_grace(harness: Harness) -> None:
     assert harness.stats.leases_revoked == 1
 
 
+def outcomes(harness: Harness) -> tuple[int, int, int]:
+    """Of leases: released, expired, revoked."""
+    stats = harness.stats
+    return stats.leases_released, stats.leases_expired, stats.leases_revoked
+
+
+def test_a_lease_that_ended_early_is_not_counted_once_more_when_its_reader_confirms(
+    harness: Harness,
+) -> None:
+    lease(harness)
+    harness.hears(wire.Renew(5, ("p-1",)), sender="agent-d")
+    harness.apply(StepMetadata(revokes=("p-1",)))
+    harness.hears(wire.Read("p-1"), sender="agent-d")
+    assert harness.results.take() == SENT
+    assert outcomes(harness) == (0, 0, 1)
+    lease(harness)
+    harness.step(30)
+    harness.hears(wire.Read("p-1"), sender="agent-d")
+    assert harness.results.take() == SENT
+    assert outcomes(harness) == (0, 1, 1)
+    assert harness.stats.leases_granted == 2
+
+
+def test_a_lease_that_was_read_by_all_and_ends_with_the_last_horizon_is_released(
+    harness: Harness,
+) -> None:
+    lease(harness)
+    harness.hears(wire.Renew(5, ("p-1",)), sender="agent-d")
+    harness.hears(wire.Read("p-1"), sender="another")
+    assert not harness.results.take()
+    harness.step(60)
+    assert harness.results.take() == SENT
+    assert outcomes(harness) == (1, 0, 0)
+
+
 def test_a_reader_whose_agent_is_unknown_or_broken_ends_nothing(harness: Harness) -> None:
     lease(harness)
     harness.agent.failing = {"add_remote", "notify"}

@@ -4,6 +4,8 @@ Both engines run the real scheduler halves and loops over a simulated NIXL, whic
 order is reported once, that no wrong KV is accepted and that no WRITE lands late.
 """
 
+import logging
+
 import pytest
 
 from engine_ext.wire.notifications import (
@@ -512,6 +514,57 @@ def test_of_two_requests_of_one_name_the_one_that_p_gives_up_costs_the_other_not
     pair.world.pass_time(10.0)
     outcomes = {c: pair.decoder.outcomes[f"cmpl-x-0-{c * 8}"] for c in NAMESAKES}
     assert outcomes == {c: c in legs for c in NAMESAKES}
+    pair.assert_all_ended()
+
+
+@pytest.mark.parametrize("moment", ["at once", "while it moves"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_request_that_ends_during_its_load_is_no_fault_in_log_or_counters(
+    mode: str, moment: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = Pair(mode)
+    assert pair.is_served()
+    caplog.set_level(logging.WARNING, "engine_ext")
+    network, decoder = pair.world.network, pair.decoder
+    network.weather = Weather(transfer=5.0)
+    asked = pair.ask()
+    if moment == "while it moves":
+        pair.world.until(lambda: network.transfers)
+    decoder.abort(decoder.loading[asked])
+    pair.world.pass_time(10)
+    assert decoder.outcomes[asked] is False
+    assert caplog.messages == []
+    stats = decoder.stats
+    aborted = (1, 0) if mode == "pull" else (0, 1)
+    assert (stats.pulls_aborted, stats.pushes_aborted) == aborted
+    assert (stats.pulls_failed, stats.pushes_missed) == (0, 0)
+    assert pair.prefiller.stats.pushes_failed == 0
+    assert pair.is_served()
+    assert (stats.handshakes_ok, pair.prefiller.stats.handshakes_ok) == ((1, 0), (1, 1))[
+        mode == "push"
+    ]
+    pair.assert_all_ended()
+
+
+@pytest.mark.parametrize("who", ["P", "both"])
+def test_a_prefill_that_ends_before_it_is_written_is_no_fault_in_log_or_counters(
+    who: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = Pair("push")
+    assert pair.is_served()
+    caplog.set_level(logging.WARNING, "engine_ext")
+    leg = pair.prefiller.prefill("cmpl-x-0-0000000a", tokens(9))
+    request = pair.decoder.decode("cmpl-x-0-0000000d", tokens(9), pair.where("x"))
+    assert request is not None
+    pair.world.pass_time(1)
+    pair.prefiller.abort(leg)
+    if who == "both":
+        pair.decoder.abort(request)
+    pair.world.pass_time(10)
+    assert caplog.messages == []
+    assert pair.prefiller.stats.pushes_failed == 0
+    counted = (pair.decoder.stats.pushes_missed, pair.decoder.stats.pushes_aborted)
+    assert counted == ((1, 0) if who == "P" else (0, 1))
     pair.assert_all_ended()
 
 

@@ -11,7 +11,8 @@ at every event, whatever goes wrong:
 
 and, once the weather is good again and time has passed (`settle`):
 
-4. Every block is back, nothing is open, everything was reported.
+4. Every block is back, nothing is open, everything was reported, and the outcomes of leases add up
+   to those that were granted.
 """
 
 from collections.abc import Callable
@@ -117,6 +118,11 @@ class World:
         num_void = sum(transfer.is_void for transfer in endless)
         if engine.loop.num_open > 2 * len(excused) + num_void:
             self.network.violate(name, f"num_open stays at {engine.loop.num_open}")
+        stats = engine.stats
+        outcomes = stats.leases_released + stats.leases_expired + stats.leases_revoked
+        if not 0 <= stats.leases_granted - outcomes <= stats.leases_active:
+            what = f"{stats.leases_granted} leases granted, {outcomes} outcomes counted"
+            self.network.violate(name, what)
         if engine.stats.quarantined_blocks_active < len(_blocks(engine, excused)) > 0:
             self.network.violate(name, "blocks that are kept for ever are not counted")
 

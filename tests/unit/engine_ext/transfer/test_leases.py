@@ -6,13 +6,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from engine_ext.base.types import ConnectorStats
 from engine_ext.transfer.leases import MAX_READERS, NEXT, LeaseEvent, LeaseState, LeaseTable
 
 EXTENSION = 20
 
 
 def table() -> LeaseTable:
-    return LeaseTable(extension=EXTENSION, grace=1)
+    return LeaseTable(extension=EXTENSION, grace=1, stats=ConnectorStats())
 
 
 def ended(leases: LeaseTable, now: float) -> list[str]:
@@ -222,6 +223,7 @@ def test_an_event_without_a_meaning_in_a_state_changes_nothing(
     happens: dict[LeaseEvent, Callable[[], object]] = {
         LeaseEvent.GRANT: lambda: leases.grant("a", now=0, seconds=30),
         LeaseEvent.CANCEL: lambda: leases.cancel("a"),
+        LeaseEvent.EXPIRE: lambda: leases.expire(1000),
         LeaseEvent.REVOKE: lambda: leases.revoke("a", now=0),
         LeaseEvent.TAKE: lambda: leases.take("a"),
         LeaseEvent.PUT_BACK: lambda: leases.put_back("a"),
@@ -234,15 +236,21 @@ def test_an_event_without_a_meaning_in_a_state_changes_nothing(
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Every granted id ends exactly once, and never while a reader may believe in it."""
+    """Every granted id ends exactly once, with one outcome, and never while a reader may believe
+    in it."""
 
     ids = st.sampled_from("abcde")
     readers = st.sampled_from(["d", "e"])
 
     def __init__(self) -> None:
         super().__init__()
-        self.leases = table()
+        self.stats = ConnectorStats()
+        self.leases = LeaseTable(extension=EXTENSION, grace=1, stats=self.stats)
         self.now = 0.0
+        self.undecided: set[str] = set()
+        """Granted, and neither expired, nor revoked, nor ended."""
+        self.num_granted = 0
+        self.writing: set[str] = set()
         self.expected: set[str] = set()
         self.held: dict[str, float] = {}
         """Until when at least, if nobody confirms."""
@@ -259,6 +267,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def over(self, name: str) -> None:
         assert not self.believers(name)
         self.held.pop(name)
+        self.undecided.discard(name)
         self.horizons = {key: until for key, until in self.horizons.items() if key[0] != name}
         self.confirmed = {key for key in self.confirmed if key[0] != name}
 
@@ -268,6 +277,7 @@ class LeaseMachine(RuleBasedStateMachine):
         for name in self.leases.expire(self.now):
             assert self.held[name] <= self.now
             assert not self.believers(name)
+            self.undecided.remove(name)
         for name in self.leases.reap(self.now):
             was_read = any(lease == name for lease, _ in self.confirmed)
             assert was_read or self.held[name] <= self.now
@@ -275,6 +285,8 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule()
     def a_long_time_passes(self) -> None:
+        for name in list(self.writing):
+            self.put_back(name)
         self.time_passes(1000)
         self.time_passes(1000)
         assert not self.held
@@ -293,6 +305,8 @@ class LeaseMachine(RuleBasedStateMachine):
         assert self.leases.grant(name, self.now, 30, renewable) is not early
         self.expected.discard(name)
         self.held[name] = self.now + 30
+        self.num_granted += 1
+        self.undecided.add(name)
         if early:
             self.over(name)
 
@@ -316,6 +330,17 @@ class LeaseMachine(RuleBasedStateMachine):
     def revoke(self, name: str) -> None:
         if self.leases.revoke(name, self.now):
             self.held[name] = self.now + 1
+            self.undecided.remove(name)
+
+    @rule(name=ids)
+    def take(self, name: str) -> None:
+        if self.leases.take(name):
+            self.writing.add(name)
+
+    @rule(name=ids)
+    def put_back(self, name: str) -> None:
+        self.leases.put_back(name)
+        self.writing.discard(name)
 
     @rule(name=ids, reader=readers)
     def confirm(self, name: str, reader: str) -> None:
@@ -324,6 +349,13 @@ class LeaseMachine(RuleBasedStateMachine):
         self.horizons.pop((name, reader), None)
         if self.leases.confirm(name, self.now, reader=reader):
             self.over(name)
+
+    @invariant()
+    def each_lease_has_one_outcome_or_none_yet(self) -> None:
+        stats = self.stats
+        outcomes = stats.leases_released + stats.leases_expired + stats.leases_revoked
+        assert stats.leases_granted == self.num_granted
+        assert outcomes + len(self.undecided) == self.num_granted
 
     @invariant()
     def the_table_holds_what_is_expected_or_granted(self) -> None:
