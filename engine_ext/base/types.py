@@ -6,7 +6,7 @@ nothing but these records: a `StepMetadata` travels scheduler -> worker once per
 """
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -294,6 +294,15 @@ EMPTY_STEP = StepMetadata()
 
 
 @dataclass(frozen=True, slots=True)
+class LoadProblem:
+    """Why a load failed. `is_of_pair`: the two engines cannot exchange KV, as far as this load
+    shows; else only this request's KV was not to be had."""
+
+    reason: str
+    is_of_pair: bool
+
+
+@dataclass(frozen=True, slots=True)
 class TransferResults:
     """Worker -> scheduler. An id is reported once, and only if an order named it."""
 
@@ -303,6 +312,8 @@ class TransferResults:
     """Loads that ended, well or badly."""
     failed_recving: frozenset[str] = frozenset()
     """The part of `finished_recving` whose blocks hold no usable KV."""
+    problems: Mapping[str, LoadProblem] = field(default_factory=dict, compare=False)
+    """Of some of `failed_recving`. A request that ended first has none."""
 
     def __bool__(self) -> bool:
         return bool(self.finished_sending or self.finished_recving)
@@ -312,6 +323,7 @@ class TransferResults:
             self.finished_sending & other.finished_sending,
             self.finished_recving & other.finished_recving,
             self.failed_recving & other.failed_recving,
+            {**other.problems, **self.problems},
         )
 
     def __or__(self, other: "TransferResults") -> "TransferResults":
@@ -319,6 +331,7 @@ class TransferResults:
             self.finished_sending | other.finished_sending,
             self.finished_recving | other.finished_recving,
             self.failed_recving | other.failed_recving,
+            {**other.problems, **self.problems},
         )
 
 

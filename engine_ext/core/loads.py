@@ -10,14 +10,19 @@ is reported of its load in the meantime is not for the host.
 """
 
 import enum
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from engine_ext.base.config import ConnectorConfig, LoadFailurePolicy
+from engine_ext.base.latest import keep_latest
+from engine_ext.base.load_failure import UNKNOWN, LoadFailure
 from engine_ext.base.proof import digest
 from engine_ext.base.states import after
 from engine_ext.base.types import (
     BlockIds,
     EngineRequest,
+    LoadProblem,
+    PeerAddress,
     PullOrder,
     PushRegistration,
     PushTarget,
@@ -29,6 +34,9 @@ from engine_ext.core.orders import Orders
 from engine_ext.core.params import Role
 from engine_ext.core.siblings import Siblings
 from engine_ext.push.names import base_id
+
+MAX_FAILURES = 1024
+"""Whose answers are to name them, at most: a host takes each with the request's next output."""
 
 
 class LoadState(enum.Enum):
@@ -80,7 +88,10 @@ class Loads:
         self._recompute_threshold = config.recompute_threshold
         self._policy = config.load_failure_policy
         self._loads: dict[str, Load] = {}
-        self._fenced: set[str] = set()
+        self._fenced: dict[str, PeerAddress] = {}
+        """And which engine each was loaded from."""
+        self._failures: OrderedDict[str, LoadFailure] = OrderedDict()
+        """That the host has not taken yet."""
         self._siblings = Siblings()
 
     def failure_policy(self, request_id: str) -> LoadFailurePolicy:
@@ -170,11 +181,18 @@ class Loads:
         load = self._loads.get(request_id)
         return load is not None and load.is_stale and load.state is LoadState.LOADING
 
-    def reported(self, request_id: str, *, failed: bool) -> None:
+    def reported(
+        self, request_id: str, *, failed: bool, problem: LoadProblem | None = None
+    ) -> None:
         """The worker half is done with the load, well or badly."""
         load = self._loads.get(request_id)
         if load is None or load.state is not LoadState.LOADING:
+            if problem is not None and request_id in self._fenced:
+                # It ended because its load had failed, in a host that ends it first (vLLM).
+                self._note_failure(request_id, self._fenced[request_id], problem)
             return
+        if failed:
+            self._note_failure(request_id, load.origin.address, problem or UNKNOWN)
         is_over = failed and self._policy_of(load) == "fail"
         load.on(LoadEvent.FAIL if is_over else LoadEvent.REPORT)
         self._orders.untracks.append(request_id)
@@ -193,17 +211,25 @@ class Loads:
                 self._orders.withdrawals.append(PushWithdrawal(request_id, load.origin))
         if load.state not in (LoadState.LOADING, LoadState.FAILED):
             return False
-        self._fenced.add(request_id)
+        self._fenced[request_id] = load.origin.address
         self._orders.fences.append(request_id)
         return True
 
     def fence_answered(self, request_id: str) -> None:
         """Nothing touches the request's blocks any more."""
-        self._fenced.discard(request_id)
+        self._fenced.pop(request_id, None)
 
     def is_fenced(self, request_id: str) -> bool:
         """The host hears of this request by its fence alone."""
         return request_id in self._fenced
+
+    def take_failure(self, request_id: str) -> LoadFailure | None:
+        """What the request's answer is to say of its load, once."""
+        return self._failures.pop(request_id, None)
+
+    def _note_failure(self, request_id: str, address: PeerAddress, problem: LoadProblem) -> None:
+        failure = LoadFailure(address, problem)
+        keep_latest(self._failures, request_id, failure, MAX_FAILURES)
 
     def _policy_of(self, load: Load) -> LoadFailurePolicy:
         return "recompute" if load.role is Role.PREFILL else self._policy

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from engine_ext.base.config import ConnectorConfig, LoadFailurePolicy
 from engine_ext.base.proof import NoProof, PrefixProof
@@ -233,6 +234,12 @@ class SchedulerConnector:
     def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy:
         return self._loads.failure_policy(request.request_id)
 
+    def take_load_failure(self, request_id: str) -> dict[str, Any] | None:
+        """What the request's answer is to say of its load, once; see base/load_failure.py. None
+        where it did not fail, or the request ended first."""
+        failure = self._loads.take_failure(request_id)
+        return None if failure is None else failure.to_wire()
+
     def drain(self) -> None:
         """The engine leaves or pauses: turns wait for nobody any more, and none is kept. Leases run
         on, for their readers."""
@@ -282,7 +289,8 @@ class SchedulerConnector:
             return results
         fenced = {name for name in results.finished_recving if self._loads.is_fenced(name)}
         for request_id in results.finished_recving:
-            self._loads.reported(request_id, failed=request_id in results.failed_recving)
+            failed, problem = request_id in results.failed_recving, results.problems.get(request_id)
+            self._loads.reported(request_id, failed=failed, problem=problem)
         for request_id in results.finished_sending:
             self._holds.reported(request_id)
             self._loads.fence_answered(request_id)

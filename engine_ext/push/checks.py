@@ -14,7 +14,7 @@ from engine_ext.base.seldom import Seldom
 from engine_ext.base.types import PeerAddress
 from engine_ext.layout.plan import PlanError
 from engine_ext.layout.ranks import RankError, TensorRank
-from engine_ext.push.replies import Replies
+from engine_ext.push.replies import TOO_MANY, Replies
 from engine_ext.push.tables import Registered, RegisteredByKey, RegistrationKey
 from engine_ext.push.writes import rank_of
 from engine_ext.transfer.leases import NEVER
@@ -23,7 +23,6 @@ from engine_ext.transfer.peer import PeerError, Peers
 logger = logging.getLogger(__name__)
 logger.addFilter(Seldom())
 
-TOO_MANY = "too many registrations wait here"
 RECHECK_SECONDS = 5.0
 """An engine is met anew no more often than this because of who registers in its name: without a
 secret, anybody can."""

@@ -35,6 +35,7 @@ from engine_ext.base.types import (
     CacheGeometry,
     ConnectorStats,
     EngineIdentity,
+    LoadProblem,
     PeerAddress,
     PushRegistration,
     PushWithdrawal,
@@ -42,7 +43,7 @@ from engine_ext.base.types import (
 )
 from engine_ext.layout.plan import without_holes
 from engine_ext.push.clocks import RemoteClocks
-from engine_ext.push.replies import GIVEN_UP
+from engine_ext.push.replies import GIVEN_UP, OF_REQUEST
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
 from engine_ext.transfer.heartbeats import CLOCK_DRIFT, HeartbeatTracker
 from engine_ext.transfer.leases import NEVER
@@ -105,6 +106,8 @@ class Waiting:
     """One of them will not write, or nobody waits any more."""
     is_aborted: bool = False
     """Our request ended while it waited."""
+    problem: LoadProblem | None = None
+    """The first, if it was not that our request ended."""
     is_reported: bool = False
     ask_again_at: float = 0.0
 
@@ -225,6 +228,10 @@ class Registrations:
             logger.log(
                 level, "request %s: P will not write: %.200s", waiting.request_id, message.reason
             )
+        if waiting.problem is None and not waiting.is_aborted:
+            reason = f"P will not write: {message.reason}"
+            is_of_pair = message.seconds > 0 or message.reason not in OF_REQUEST
+            waiting.problem = LoadProblem(reason, is_of_pair)
         waiting.is_spoilt = True
         if sender in waiting.landed_by:
             pass  # What it said first counts.
@@ -246,7 +253,7 @@ class Registrations:
             try:
                 self._advance(waiting, now)
             except (PeerError, AgentError) as error:
-                self._fail(waiting, str(error), now)
+                self._fail(waiting, str(error), now, is_of_pair=True)
             except Exception as error:
                 logger.exception("request %s", waiting.request_id)
                 self._fail(waiting, repr(error), now)
@@ -260,15 +267,19 @@ class Registrations:
         elif waiting.deadline <= now:
             self._fail(waiting, "P has not written", now)
         elif self._beats.is_silent(waiting.address, now, SILENT_BEATS, SILENT_SECONDS):
-            self._fail(waiting, "P is silent", now)
+            self._fail(waiting, "P is silent", now, is_of_pair=True)
             self._peers.forget(waiting.address)
         elif waiting.state is State.CONNECTING:
             self._register(waiting, now)
         else:
             self._ask_again(waiting, now)
 
-    def _fail(self, waiting: Waiting, problem: str, now: float) -> None:
+    def _fail(
+        self, waiting: Waiting, problem: str, now: float, *, is_of_pair: bool = False
+    ) -> None:
         """Whatever is wrong: nobody waits for P's WRITE any more, which may come all the same."""
+        if waiting.problem is None and not waiting.is_aborted:
+            waiting.problem = LoadProblem(problem, is_of_pair)
         if waiting.state is State.WITHDRAWING:
             logger.debug("request %s: %s", waiting.request_id, problem)
             return
@@ -458,4 +469,6 @@ class Registrations:
             self._stats.pushes_aborted += 1
         else:
             self._stats.pushes_missed += 1
+        if waiting.problem is not None and not ok and not waiting.is_aborted:
+            self._results.explain(waiting.request_id, waiting.problem)
         self._results.received(waiting.request_id, ok=ok)

@@ -15,6 +15,12 @@ GIVEN_UP = "P gave this request up"
 WITHDRAWN = "withdrawn"
 NO_FAULTS = (GIVEN_UP, WITHDRAWN)
 """Reasons for which a push ends because a request does: on P, or on D."""
+DIFFERENT = "the two engines' prompts differ"
+LEASE_ENDED = "P's lease has ended"
+TOO_LATE = "it is too late to begin"
+TOO_MANY = "too many registrations wait here"
+OF_REQUEST = (*NO_FAULTS, DIFFERENT, LEASE_ENDED, TOO_LATE, TOO_MANY)
+"""Reasons that say nothing of the next push between the same two engines."""
 
 
 class Replies:

@@ -27,9 +27,16 @@ from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.seldom import Seldom
 from engine_ext.base.types import Clock, ConnectorStats, PushOffer
 from engine_ext.layout.ranks import TensorRank
-from engine_ext.push.checks import TOO_MANY, Checks
+from engine_ext.push.checks import Checks
 from engine_ext.push.names import names_of, whole_id
-from engine_ext.push.replies import GIVEN_UP, WITHDRAWN, Replies
+from engine_ext.push.replies import (
+    DIFFERENT,
+    GIVEN_UP,
+    LEASE_ENDED,
+    TOO_MANY,
+    WITHDRAWN,
+    Replies,
+)
 from engine_ext.push.tables import (
     Doubt,
     Held,
@@ -54,7 +61,6 @@ from engine_ext.wire.notifications import (
 logger = logging.getLogger(__name__)
 logger.addFilter(Seldom())
 
-DIFFERENT = "the two engines' prompts differ"
 DOUBT_SECONDS = 5.0
 """A registration whose offer seems to have been another's, or to be gone, is refused after so long,
 unless P prefills a request of the same name by then."""
@@ -346,7 +352,7 @@ class PushWriter:
     def _begin(self, held: Held, registered: Registered, now: float) -> bool:
         if not held.is_draft and not self._leases.take(held.offer.request_id):
             self.forget(held.offer.request_id)
-            self._replies.refuse(registered, "P's lease has ended")
+            self._replies.refuse(registered, LEASE_ENDED)
             return False
         held.request = registered.request
         held.num_readers = self._num_readers(registered)

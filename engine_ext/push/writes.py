@@ -24,7 +24,7 @@ from engine_ext.base.seldom import Seldom
 from engine_ext.base.types import Clock, ConnectorStats, num_blocks_in
 from engine_ext.layout.plan import WHOLE, Batch, Part, PlanError
 from engine_ext.layout.ranks import RankError, TensorRank
-from engine_ext.push.replies import WITHDRAWN
+from engine_ext.push.replies import DIFFERENT, TOO_LATE, WITHDRAWN
 from engine_ext.push.tables import Held, Registered, RegistrationKey
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
 from engine_ext.transfer.moving import Moving
@@ -233,7 +233,7 @@ class Writes:
             self._pass_over(writing, peer)
             return
         if begins > registered.deadline:
-            raise PeerError("it is too late to begin")
+            raise PeerError(TOO_LATE)
         writing.peer = peer
         writing.num_blocks += batch.num_blocks
         writing.num_bytes += batch.num_bytes
@@ -273,7 +273,7 @@ class Writes:
         first_token, last_token = None, offer.num_tokens
         if message.disagg is not None:
             if message.disagg.digest != offer.digest:
-                raise PlanError("the two engines' prompts differ")
+                raise PlanError(DIFFERENT)
             first_token, last_token = message.disagg.first_token, message.disagg.last_token
         return peer.layout.to_write(
             offer.block_ids, message.local_block_ids, first_token, last_token, writing.part

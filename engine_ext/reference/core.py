@@ -323,6 +323,7 @@ class EngineCore:
             kv_transfer_params=seq.kv_transfer_answer,
             num_cached_tokens=seq.num_saved_tokens,
             error=finish.error if finish else None,
+            load_failure=seq.load_failure,
         )
 
     def _forget(self, seq: Sequence, finish: Finish) -> None:

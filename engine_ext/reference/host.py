@@ -41,7 +41,7 @@ CAPABILITIES = (
     "hand_back",
 )
 """What this engine can do besides what the connector can."""
-WITH_CONNECTOR = ("hand_over", "shared_loads")
+WITH_CONNECTOR = ("hand_over", "shared_loads", "load_failures")
 
 
 class HostError(Exception):

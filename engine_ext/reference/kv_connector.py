@@ -1,7 +1,7 @@
 """What this engine needs of a KV connector; `engine_ext.core.connector.Connector` provides it."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine_ext.base.config import LoadFailurePolicy
 from engine_ext.base.inspection import Inspection
@@ -49,6 +49,9 @@ class SchedulerHalf(Protocol):
         """Its blocks go to others; it is computed again later."""
 
     def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy: ...
+    def take_load_failure(self, request_id: str) -> dict[str, Any] | None:
+        """What the request's answer is to say of a load that failed, once."""
+
     def has_pending_work(self) -> bool: ...
     def release(self, engine_id: str, request_id: str) -> bool:
         """Give up what is kept for a remote reader. True: it was kept."""

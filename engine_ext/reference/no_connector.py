@@ -60,6 +60,9 @@ class NoSchedulerHalf:
     def revoke(self, request_id: str) -> bool:
         return False
 
+    def take_load_failure(self, request_id: str) -> None:
+        return None
+
     def drain(self) -> None:
         pass
 

@@ -56,6 +56,7 @@ def merge(outputs: list[RequestOutput]) -> RequestOutput:
         kv_transfer_params=last.kv_transfer_params,
         num_cached_tokens=last.num_cached_tokens,
         error=last.error,
+        load_failure=last.load_failure,
     )
 
 

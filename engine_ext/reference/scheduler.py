@@ -337,6 +337,10 @@ class Scheduler:
         """Its blocks are freed only by way of `finish`, which asks whether something may still
         write into them; what is computed anew was not reported before nothing did."""
         try:
+            seq.load_failure = self._connector.take_load_failure(seq.request_id)
+        except Exception:
+            logger.exception("connector: take_load_failure raised for %s", seq.request_id)
+        try:
             recomputes = self._connector.load_failure_policy(seq) == "recompute"
         except Exception:
             logger.exception("connector: load_failure_policy raised for %s", seq.request_id)

@@ -53,6 +53,8 @@ class Sequence:
         self.num_cached_tokens = 0
         self.finish: Finish | None = None
         self.kv_transfer_answer: dict[str, Any] | None = None
+        self.load_failure: dict[str, Any] | None = None
+        """For its answer to say, see engine_ext.base.load_failure."""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -30,6 +30,7 @@ from engine_ext.base.inspection import QuarantineSeen
 from engine_ext.base.types import (
     Clock,
     ConnectorStats,
+    LoadProblem,
     PeerAddress,
     PullOrder,
     RemoteSource,
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ENDED = "its request has ended"
 """The one reason for which a load that does not come is no fault."""
+UNENDED = "an earlier READ from this engine has not ended"
 
 
 @dataclass(slots=True)
@@ -217,16 +219,16 @@ class Pulls:
             self._fail(order, "its lease has ended")
             return
         if (problem := self._quarantine_problem(order.source.address)) is not None:
-            self._do_without(order, problem)
+            self._do_without(order, problem, is_of_pair=problem == UNENDED)
             return
         try:
             peers = self._peers.connect_all(order.source.address, now)
         except RefusedPeerError as error:
             self._stats.pulls_refused += 1
-            self._do_without(order, str(error))
+            self._do_without(order, str(error), is_of_pair=True)
             return
         except PeerError as error:
-            self._fail(order, str(error))
+            self._fail(order, str(error), is_of_pair=True)
             return
         if peers is None:
             self._connecting.append(order)
@@ -249,9 +251,9 @@ class Pulls:
         else:
             self._settle(reading, now)
 
-    def _do_without(self, order: PullOrder, problem: str) -> None:
+    def _do_without(self, order: PullOrder, problem: str, *, is_of_pair: bool) -> None:
         """Fails a load for which no READ begins, and tells the holder."""
-        self._fail(order, problem)
+        self._fail(order, problem, is_of_pair=is_of_pair)
         # It waits for that lease no more: what is said of it is not left to its end.
         self._beats.untrack(order.request_id)
         self._decline(order.source)
@@ -259,7 +261,7 @@ class Pulls:
     def _quarantine_problem(self, address: PeerAddress) -> str | None:
         """Why nothing may be read from there as long as quarantine lasts."""
         if any(reading.order.source.address == address for reading in self._quarantine):
-            return "an earlier READ from this engine has not ended"
+            return UNENDED
         if (num_blocks := self.num_blocks_quarantined) > self._max_quarantined:
             return f"{num_blocks} blocks are in quarantine"
         return None
@@ -308,7 +310,7 @@ class Pulls:
         self._quarantine.remove(reading)
         logger.info("request %s: its late READ has ended", reading.order.request_id)
         if reading.order.recomputes:
-            self._fail(reading.order, reading.problem or "it took too long")
+            self._fail(reading.order, reading.problem or "it took too long", is_of_pair=True)
         self._end_badly(reading)
 
     def _ask_nixl(self, reading: Reading, now: float) -> None:
@@ -326,7 +328,7 @@ class Pulls:
         self._quarantine.append(reading)
         self._beats.untrack(reading.order.request_id)
         if not reading.order.recomputes:
-            self._fail(reading.order, reading.problem or "it took too long")
+            self._fail(reading.order, reading.problem or "it took too long", is_of_pair=True)
 
     def _settle(self, reading: Reading, now: float) -> None:
         """`now` was read after NIXL had ended the last part."""
@@ -358,9 +360,8 @@ class Pulls:
             return
         self._stats.reads_unproven += 1
         silent = False not in answers
-        self._fail(
-            reading.order, "no answer to the READ" if silent else "its lease ended meanwhile"
-        )
+        problem = "no answer to the READ" if silent else "its lease ended meanwhile"
+        self._fail(reading.order, problem, is_of_pair=silent)
         self._tell_done(reading)
         if silent:
             self._peers.forget(reading.order.source.address)
@@ -386,7 +387,7 @@ class Pulls:
         )
 
     def _give_up(self, reading: Reading, problem: str) -> None:
-        self._fail(reading.order, problem)
+        self._fail(reading.order, problem, is_of_pair=reading.has_begun)
         self._end_badly(reading)
 
     def _end_badly(self, reading: Reading) -> None:
@@ -411,7 +412,8 @@ class Pulls:
         except AgentError as error:
             logger.debug("engine %s: %s", order.source.address.engine_id, error)
 
-    def _fail(self, order: PullOrder, problem: str) -> None:
+    def _fail(self, order: PullOrder, problem: str, *, is_of_pair: bool = False) -> None:
+        """`is_of_pair`: of a `LoadProblem`."""
         is_abort = problem == REQUEST_ENDED
         logger.log(
             logging.DEBUG if is_abort else logging.WARNING,
@@ -423,6 +425,8 @@ class Pulls:
         )
         self._stats.pulls_aborted += is_abort
         self._stats.pulls_failed += not is_abort
+        if not is_abort:
+            self._results.explain(order.request_id, LoadProblem(problem, is_of_pair))
         self._results.received(order.request_id, ok=False)
 
 

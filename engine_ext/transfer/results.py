@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 
-from engine_ext.base.types import NO_RESULTS, TransferResults
+from engine_ext.base.types import NO_RESULTS, LoadProblem, TransferResults
 
 
 class Results:
@@ -12,6 +12,7 @@ class Results:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._wake: Callable[[], None] = lambda: None
+        self._problems: dict[str, LoadProblem] = {}
         self._clear()
 
     def set_wake(self, wake: Callable[[], None]) -> None:
@@ -21,6 +22,11 @@ class Results:
         with self._lock:
             self._sent.add(request_id)
         self._wake()
+
+    def explain(self, request_id: str, problem: LoadProblem) -> None:
+        """Why a load has failed that is reported next."""
+        with self._lock:
+            self._problems[request_id] = problem
 
     def received(self, request_id: str, *, ok: bool) -> None:
         with self._lock:
@@ -34,7 +40,10 @@ class Results:
             return NO_RESULTS
         with self._lock:
             results = TransferResults(
-                frozenset(self._sent), frozenset(self._received), frozenset(self._failed)
+                frozenset(self._sent),
+                frozenset(self._received),
+                frozenset(self._failed),
+                {name: self._problems.pop(name) for name in self._failed & self._problems.keys()},
             )
             self._clear()
         return results

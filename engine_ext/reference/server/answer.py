@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from engine_ext.base import load_failure
 from engine_ext.base.begun import ALL, KEY, PREEMPTED, told
 from engine_ext.core.admission import FINISH_REASON
 from engine_ext.reference.beginning import handed_back
@@ -34,10 +35,13 @@ async def whole(dialect: Dialect, outputs: Outputs) -> dict[str, Any]:
             pieces[choice].append(output)
     _check_complete(tally)
     said = [merge(each) for each in pieces]
+    params = _handed_back(dialect.job, said[0]) or tally.kv_transfer_params
+    if tally.load_failure is not None:
+        params = {**(params or {}), load_failure.KEY: tally.load_failure}
     return dialect.answer(
         [dialect.answer_choice(choice, each) for choice, each in enumerate(said)],
         usage=tally.usage(),
-        kv_transfer_params=_handed_back(dialect.job, said[0]) or tally.kv_transfer_params,
+        kv_transfer_params=params,
     )
 
 
@@ -56,7 +60,8 @@ async def streamed(dialect: Dialect, outputs: Outputs) -> AsyncGenerator[bytes, 
             opening = [] if begun else [event(chunk) for chunk in dialect.opening()]
             begun = True
             told, is_first = _told(dialect.job, output, is_first), False
-            yield b"".join([*opening, told, event(_chunk(dialect, tally, choice, output))])
+            failed = _failure(tally, output)
+            yield b"".join([failed, *opening, told, event(_chunk(dialect, tally, choice, output))])
     _check_complete(tally)
     yield b"".join(_closing(dialect, tally))
 
@@ -76,6 +81,13 @@ def _told(job: Job, output: RequestOutput, is_first: bool) -> bytes:
         return b""
     names_prompt = is_first and job.options.tell == ALL
     return told(output.token_ids, job.prompts[0].token_ids if names_prompt else ()).encode()
+
+
+def _failure(tally: Tally, output: RequestOutput) -> bytes:
+    """Named once, before the first event that knows of it."""
+    if output.load_failure is None or tally.load_failure is not None:
+        return b""
+    return load_failure.comment(output.load_failure).encode()
 
 
 def _chunk(dialect: Dialect, tally: Tally, choice: int, output: RequestOutput) -> dict[str, Any]:

@@ -12,6 +12,8 @@ ApiError
 from http import HTTPStatus
 from typing import Any
 
+from engine_ext.base.load_failure import KEY
+
 
 class ApiError(Exception):
     status = HTTPStatus.INTERNAL_SERVER_ERROR
@@ -43,6 +45,14 @@ class TooLargeError(ApiError):
 
 class EngineFailureError(ApiError):
     status = HTTPStatus.INTERNAL_SERVER_ERROR
+    load_failure: dict[str, Any] | None = None
+    """Of the request's KV, if that is why."""
+
+    def body(self) -> dict[str, Any]:
+        body = super().body()
+        if self.load_failure is not None:
+            body["error"][KEY] = self.load_failure
+        return body
 
 
 class UnavailableError(ApiError):

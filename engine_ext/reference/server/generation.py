@@ -27,7 +27,9 @@ async def run(engine: EngineLike, job: Job) -> Outputs:
 
 def _check(output: RequestOutput) -> None:
     if output.finish_reason == "error":
-        raise EngineFailureError(output.error or "the engine could not finish this request")
+        error = EngineFailureError(output.error or "the engine could not finish this request")
+        error.load_failure = output.load_failure
+        raise error
     if output.finish_reason == "abort":
         raise UnavailableError(output.error or "the engine aborted this request")
 

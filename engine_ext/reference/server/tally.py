@@ -20,6 +20,7 @@ class Tally:
     job: Job
     choices: list[ChoiceTally] = field(init=False)
     kv_transfer_params: dict[str, Any] | None = None
+    load_failure: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         spoken = self.job.num_spoken
@@ -31,6 +32,7 @@ class Tally:
         tally.begun = True
         tally.cached_tokens = max(tally.cached_tokens, output.num_cached_tokens)
         tally.finished = output.finish_reason is not None
+        self.load_failure = self.load_failure or output.load_failure
         if choice == 0 and output.kv_transfer_params is not None:
             self.kv_transfer_params = output.kv_transfer_params
 

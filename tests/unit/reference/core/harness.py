@@ -225,6 +225,9 @@ class FakeScheduler:
         self._called(f"fail_finish {request_id}")
         return FinishDecision(False, None)
 
+    def take_load_failure(self, request_id: str) -> dict[str, Any] | None:
+        return {"remote_engine_id": "p-1"}
+
     def _called(self, hook: str, request: EngineRequest | None = None, *values: Any) -> None:
         who = [request.request_id] if request else []
         self.calls.append(" ".join(map(str, [hook, *who, *values])))

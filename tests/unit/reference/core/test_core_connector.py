@@ -262,6 +262,7 @@ def test_a_failed_load_under_policy_recompute_is_computed_here(
     driver.finish("d")
     assert driver.result("d").token_ids == make_driver().run(request("x", prompt(50)))[0].token_ids
     assert driver.core.stats().prompt_tokens_fetched == 0
+    assert driver.result("d").load_failure == {"remote_engine_id": "p-1"}
     driver.assert_empty()
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -146,3 +147,45 @@ async def test_a_defect_of_the_engine_shows_the_client_no_inside(model: ServedMo
     assert whole.json()["error"]["type"] == "InternalServerError"
     assert "defect" not in whole.text + streamed.text
     assert streamed.text.endswith("data: [DONE]\n\n")
+
+
+LOST = {
+    "remote_engine_id": "p-1",
+    "remote_host": "10.0.0.1",
+    "remote_port": 5600,
+    "scope": "pair",
+    "reason": "no handshake within 10 s",
+}
+
+
+def having_lost_its_kv(script: Script) -> Script:
+    return lambda request: (replace(each, load_failure=LOST) for each in script(request))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+async def test_an_error_names_the_engine_whose_kv_was_not_loaded(
+    path: str, stream: bool, model: ServedModel
+) -> None:
+    engine = FakeEngine(having_lost_its_kv(failing("error", 0)))
+    async with serving(model, engine) as server:
+        response = await server.post(path, **BODY, stream=stream)
+    assert response.status_code == 500
+    assert response.json()["error"]["kv_load_failure"] == LOST
+    assert "10.0.0.1" not in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("path", PATHS)
+async def test_an_answer_that_was_computed_instead_names_the_engine_whose_kv_was_not_loaded(
+    path: str, n: int, model: ServedModel
+) -> None:
+    async with serving(model, FakeEngine(having_lost_its_kv(saying(*"ab")))) as server:
+        whole = await server.post(path, **BODY, n=n)
+        streamed = await server.post(path, **BODY, n=n, stream=True)
+    assert whole.json()["kv_transfer_params"] == {"kv_load_failure": LOST}
+    assert streamed.text.startswith(": kv_load_failure {")
+    comment, _, rest = streamed.text.partition("\n")
+    assert json.loads(comment.removeprefix(": kv_load_failure ")) == LOST
+    assert "kv_load_failure" not in rest
+    assert rest.startswith("data: {")

@@ -1,0 +1,53 @@
+"""What an engine's answer says of a load that failed: which engine it was to load from, and why.
+
+A decode engine that cannot load a prompt's KV computes it or ends the request, as its policy says
+(`kv_load_failure_policy`). Either way its answer names the engine on the other side:
+
+    "kv_load_failure": {
+        "remote_engine_id": "p-1", "remote_host": "10.0.0.1", "remote_port": 5600,
+        "scope": "pair", "reason": "no handshake within 10 s"
+    }
+
+in the error object of a request that ends, in the `kv_transfer_params` of an answer that is not
+streamed, and of a stream in a comment before one of its first events:
+
+    : kv_load_failure {"remote_engine_id": ...}
+
+`scope` is `pair` where these two engines cannot exchange KV, whatever the request, and `request`
+where the failure says nothing of the next one: a lease that had ended, say. A router pairs such
+engines with others. It takes the field out, for a client has no use for it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine_ext.base.types import LoadProblem, PeerAddress
+
+KEY = "kv_load_failure"
+PAIR, REQUEST = "pair", "request"
+MAX_REASON = 200
+"""Characters of a reason. Some of it may be a peer's words."""
+
+UNKNOWN = LoadProblem("the load failed", is_of_pair=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailure:
+    address: PeerAddress
+    problem: LoadProblem
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "remote_engine_id": self.address.engine_id,
+            "remote_host": self.address.host,
+            "remote_port": self.address.port,
+            "scope": PAIR if self.problem.is_of_pair else REQUEST,
+            "reason": self.problem.reason[:MAX_REASON],
+        }
+
+
+def comment(failure: Mapping[str, Any]) -> str:
+    """The line of a stream that names a failure, in its wire form."""
+    return f": {KEY} {json.dumps(failure)}\n"
