@@ -48,7 +48,7 @@ from router.telemetry.tally import Reading
 from router.telemetry.traces import tracer_of
 from router.tls import Secured
 from router.upstream.connect import Tls
-from router.upstream.deadlines import Deadlines
+from router.upstream.deadlines import Deadlines, now
 from router.upstream.memory import AnswerMemory
 from router.upstream.pool import EnginePool, PoolLimits
 from router.watched import Watched
@@ -317,6 +317,7 @@ def _read_gauges(metrics: Metrics, fleet: Fleet, roster: Roster) -> None:
         for engine in fleet.engines
     )
     metrics.engine_circuit.read = of_engines(lambda engine: CIRCUIT_VALUES[engine.breaker.circuit])
+    metrics.pair_avoided.read = lambda: ((pair, 1.0) for pair in fleet.pairs.avoided(now()))
     metrics.fleet_changes.read = lambda: (((what,), count) for what, count in roster.counts.items())
     metrics.source_engines.read = of_sources(lambda standing: len(standing.listed))
     metrics.source_trouble.read = of_sources(lambda standing: bool(standing.trouble))

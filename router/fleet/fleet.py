@@ -12,6 +12,7 @@ from router.fleet.breaker import Breaker, BreakerRules, Circuit
 from router.fleet.engine import Engine, Health
 from router.fleet.groups import assign_groups
 from router.fleet.learned import Learned
+from router.fleet.pairs import Pairs
 from router.fleet.snapshot import Members, picture
 from router.fleet.spec import LEGS, EngineSpec, Intent, Role
 from router.upstream.errors import EngineLostError
@@ -53,6 +54,7 @@ class Fleet:
         self.on_lost: Callable[[Engine], None] = lambda engine: None
         """Told of an engine that is found unhealthy, or was removed, or plays another role or in
         another group from now on: what it held is gone."""
+        self.pairs = Pairs()
         self._members = Members()
         self._gone: set[Engine] = set()
         self._is_changing = self._is_due = False

@@ -70,6 +70,8 @@ class Learned:
     """It ends what it would have to preempt, for another to go on. All four: it has said so."""
     shares_loads: bool = False
     """Of several answers to one prompt it reads the remote KV once. It has said so."""
+    names_load_failures: bool = False
+    """It says of a load that failed from whom, and why. It has said so."""
     renders: Mapping[str, str] = field(default_factory=dict)
     """Hashes of what two engines must share for that: by the name of it."""
     ranks: Mapping[int, Coordinates] = field(default_factory=dict)
@@ -125,6 +127,7 @@ class Learned:
             self.tells_ids = "tell_token_ids" in capabilities
             self.shares_loads = "shared_loads" in capabilities
             self.hands_back = "hand_back" in capabilities
+            self.names_load_failures = "load_failures" in capabilities
             self.renders = _texts_in(identity.get("renders"))
         modes, ranks = identity.get("transfer_modes"), identity.get("ranks")
         if isinstance(modes, list):

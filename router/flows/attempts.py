@@ -58,6 +58,8 @@ RULES = {
     "timeout": Rule(Next.ELSEWHERE, Next.AFRESH, True),
     "broken_answer": Rule(Next.ELSEWHERE, Next.AFRESH, True),
     "status_5xx": Rule(Next.ELSEWHERE, Next.AFRESH, True),
+    # The two engines do not reach each other, or P's blocks were gone: neither is at fault.
+    "kv_load": Rule(Next.ELSEWHERE, Next.AFRESH, False),
     # It said so itself, and is left alone for as long as it said.
     "overloaded": Rule(Next.ELSEWHERE, Next.AFRESH, False),
     # As it was asked to, rather than compute the answer again: nothing has failed.

@@ -21,6 +21,7 @@ RequestError
 ├── EngineError              an engine answered 5xx
 │   ├── EngineUnavailableError   503
 │   ├── EngineOverloadedError    503 or 429, and when to come back
+│   ├── LoadFailedError          a decode engine could not load the prompt's KV, and says from whom
 │   ├── PreemptedError           it has ended an answer for want of room, as it was asked to
 │   ├── RefusedMidwayError       it ends an answer midway, for the request is wrong
 │   └── EnginesDiedError         several have died at this request
@@ -179,6 +180,11 @@ class EngineOverloadedError(EngineError):
         super().__init__(message)
         self.retry_after = retry_after
         self.rejected = rejected
+
+
+class LoadFailedError(EngineError):
+    kind = "kv_load"
+    phrase = "could not load a prompt's KV"
 
 
 class PreemptedError(EngineError):

@@ -230,6 +230,7 @@ class Gateway:
         return self._wants
 
     def _forget(self, engine: Engine) -> None:
+        self.fleet.pairs.forget(engine.name)
         for policies in (self._prefill, self._decode):
             policies.forget(engine.name, engine.group)
 

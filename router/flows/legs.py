@@ -6,8 +6,10 @@ What an engine's answer says of the engine is noted here; what follows for the r
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 from typing import NoReturn
 
 from router.conversations.said import Json
@@ -21,10 +23,18 @@ from router.flows.errors import (
     EngineError,
     EngineOverloadedError,
     EngineUnavailableError,
+    LoadFailedError,
     RejectedError,
 )
 from router.flows.gateway import Gateway
 from router.flows.handed_back import handed_back
+from router.flows.load_failure import (
+    LoadFailure,
+    Watch,
+    failure_in,
+    failure_in_whole,
+    failure_of_error,
+)
 from router.flows.plan import Plan
 from router.flows.prefilled import Params, Prefilled
 from router.flows.push import Push
@@ -46,6 +56,7 @@ from router.upstream.deadlines import now
 from router.upstream.errors import BrokenAnswerError, UpstreamError
 from router.upstream.memory import UNCOUNTED
 
+logger = logging.getLogger("disagg_router.flows")
 LegError = UpstreamError | EngineError
 LEG_ERRORS = (UpstreamError, EngineError)
 # Seconds for which a kept connection may have been idle, so that its engine is hardly closing it in
@@ -77,8 +88,8 @@ class Legs:
     """Those of one request. Each may raise UpstreamError or EngineError, for which there is a row
     in the table of failures, and RejectedError with an engine's 4xx."""
 
-    __slots__ = ("_gateway", "_is_read", "_prompt_tokens", "_request", "holder",
-                 "may_come_back", "plan")  # fmt: skip
+    __slots__ = ("_gateway", "_has_failed_to_load", "_is_read", "_loads_from", "_prompt_tokens",
+                 "_request", "holder", "may_come_back", "plan")  # fmt: skip
 
     def __init__(self, request: Request, plan: Plan, gateway: Gateway) -> None:
         self._request = request
@@ -88,6 +99,9 @@ class Legs:
         # Where KV waits for a decoder, unless it was read.
         self.holder: Engine | None = None
         self._is_read = False
+        # The prefiller whose KV the decoder is to load, if any; and whether it could not.
+        self._loads_from = ""
+        self._has_failed_to_load = False
         # The decoder was asked to hand back what it would have to preempt.
         self.may_come_back = False
 
@@ -193,6 +207,7 @@ class Legs:
         notes, tokens = self.plan.route.decode_notes, request.tokens
         if accept is None:
             self._decode_at(engine, started)
+        self._note_loading(engine, push, started)
         answer: Answer | None = None
         self._begin(engine, tokens)
         try:
@@ -210,6 +225,8 @@ class Legs:
                 raise answer.error
             if answer.status != 200:
                 await self._refuse(engine, answer)
+            if engine.learned.names_load_failures:
+                self._watch(engine, answer)
             is_rejected = await self._is_rejected(engine, answer, threshold)
             if engine.breaker.succeeded():
                 gateway.fleet.answered(engine)
@@ -230,6 +247,7 @@ class Legs:
             else:
                 told = self._prompt_tokens
                 await deliver_turn(request, gateway, reuse.turn, engine, answer, told)
+            self._note_loaded(engine)
             return ANSWERED
         except asyncio.CancelledError:
             if answer is not None and accept is not None and reuse is not None:
@@ -284,7 +302,10 @@ class Legs:
             self._request.keep(answer)
             raise RejectedError(answer.status, answer.headers, body)
         if answer.status >= 500:
-            raise _error_of(engine, answer, await _last_words(answer))
+            words = await _last_words(answer)
+            if asked is None:
+                self._require_loaded(engine, failure_of_error(words))
+            raise _error_of(engine, answer, words)
         body = await answer.read(self._gateway.limits.max_answer_size)
         self._request.keep(answer)
         if asked is not None and answer.status == 400:
@@ -292,6 +313,59 @@ class Legs:
         if answer.status >= 400 and engine.breaker.succeeded():  # it had every right to refuse
             self._gateway.fleet.answered(engine)
         raise _error_of(engine, answer, body)
+
+    # Whether a decoder could load what a prefiller holds for it.
+
+    def _note_loading(self, decoder: Engine, push: Push | None, moment: float) -> None:
+        holder = "" if self.holder is None else self.holder.name
+        self._loads_from = holder if push is None else self._request.record.prefiller or ""
+        self._has_failed_to_load = False
+        pairs = self._gateway.fleet.pairs
+        if pairs and self._loads_from:
+            pairs.begins(self._loads_from, decoder.name, moment)
+
+    def _watch(self, decoder: Engine, answer: Answer) -> None:
+        """It may say in its answer that it has computed what it could not load."""
+        if answer.is_event_stream:
+            answer.watch = Watch(partial(self._note_failure, decoder)).passing
+            return
+        failure, rest = failure_in_whole(answer.held())
+        if failure is not None:
+            self._note_failure(decoder, failure)
+            answer.put(rest)
+
+    def _require_loaded(self, decoder: Engine, failure: LoadFailure | None) -> None:
+        """Raises LoadFailedError."""
+        if failure is not None:
+            self._note_failure(decoder, failure)
+            raise LoadFailedError("the decode engine could not load the KV of this prompt")
+
+    def _note_failure(self, decoder: Engine, failure: LoadFailure) -> None:
+        gateway, prefiller = self._gateway, self._loads_from
+        self._has_failed_to_load = True
+        gateway.metrics.load_failures.add(("pair" if failure.is_of_pair else "request",))
+        if not failure.is_of_pair or not prefiller:
+            return
+        pause = gateway.fleet.pairs.failed(prefiller, decoder.name, now())
+        if pause is not None:
+            logger.warning(
+                "decode engine %s cannot load KV from prefill engine %s (%s), and is paired with "
+                "others for %.0f s: %s",
+                decoder.name,
+                prefiller,
+                failure.remote,
+                pause,
+                failure.reason,
+            )
+
+    def _note_loaded(self, decoder: Engine) -> None:
+        pairs, prefiller = self._gateway.fleet.pairs, self._loads_from
+        if not pairs or not prefiller or self._has_failed_to_load:
+            return
+        if pairs.succeeded(prefiller, decoder.name):
+            logger.info(
+                "decode engine %s loads KV from prefill engine %s again", decoder.name, prefiller
+            )
 
     def _learn(self, engine: Engine, params: Params | None) -> None:
         gateway, learned = self._gateway, engine.learned
@@ -313,6 +387,8 @@ class Legs:
         if self.may_come_back and not answer.is_event_stream:
             await answer.all_of_it(self._gateway.limits.max_answer_size)
         word = await self._word(answer)
+        if word is not None:
+            self._require_loaded(engine, failure_in(word.get("error")))
         back = handed_back(answer, word)
         if back is not None:
             if self.may_come_back:

@@ -24,6 +24,7 @@ from router.flows.deaths import MOST_DEATHS, is_suspicious, require_few
 from router.flows.deliver import deliver_prefilled
 from router.flows.errors import (
     EngineOverloadedError,
+    LoadFailedError,
     NoEngineError,
     PreemptedError,
     RefusedMidwayError,
@@ -86,7 +87,7 @@ class Run:
 
     __slots__ = ("_bodies", "_chances", "_failed", "_failure", "_fresh", "_gateway", "_is_spent",
                  "_left", "_legs", "_mate", "_moves", "_offer", "_plan", "_preempted", "_request",
-                 "_suspects", "_unread")  # fmt: skip
+                 "_suspects", "_unloaded", "_unread")  # fmt: skip
 
     def __init__(self, request: Request, bodies: Bodies, plan: Plan, gateway: Gateway) -> None:
         self._request = request
@@ -99,6 +100,8 @@ class Run:
         self._suspects: dict[Engine, float] = {}
         # Of those that failed, who was asked besides others.
         self._chances = 0
+        # Decoders that could not load a prefiller's KV, once for each leg: asked after all others.
+        self._unloaded: list[Engine] = []
         # Groups where nobody was left to ask. None is returned to, so this comes to an end.
         self._left: frozenset[str] = NONE
         self._failure: LegError | None = None
@@ -213,6 +216,8 @@ class Run:
             if came is ITSELF:
                 self._mate = None
                 return await self._alone(SAME_ENGINE)
+            if self._lacks_pair():
+                return await self._alone("no_pair")
 
     # Pull: one leg after the other.
 
@@ -223,7 +228,7 @@ class Run:
             if len(self._suspects) >= MOST_DEATHS:
                 await require_few(self._suspects)
             journal = self._going_on
-            engine = self._first(self._plan.route.prefillers) or self._another(PREFILL)
+            engine = self._prefiller()
             if engine is None:
                 if self._has_moved():
                     continue
@@ -307,7 +312,7 @@ class Run:
                 await require_few(self._suspects)
             if self._going_on is not None:
                 return await self._pull()
-            prefiller = self._first(route.prefillers) or self._another(PREFILL)
+            prefiller = self._prefiller()
             decoder = self._first(route.decoders, prefiller) or self._another(DECODE, prefiller)
             if prefiller is None or decoder in (None, prefiller):
                 return await self._pull()
@@ -321,6 +326,8 @@ class Run:
             if not isinstance(failure[0], PreemptedError):
                 prefiller.learned.note_missed()
             self._after(*failure)
+            if self._lacks_pair():
+                return await self._alone("no_pair")
 
     async def _both(self, prefiller: Engine, decoder: Engine, push: Push) -> Failure | None:
         """Asks both at once; the failure of one ends the other. None: the client has its answer."""
@@ -379,12 +386,63 @@ class Run:
         """Of the plan, unless something has failed or speaks against it by now."""
         if not order or self._failed or self._preempted or not order[0].is_asked:
             return None
-        return order[0] if mate is None or self._may_read(order[0], mate) else None
+        if self._unloaded:
+            return None
+        if mate is None:
+            return order[0]
+        is_fit = self._may_read(order[0], mate) and not self._is_avoided(mate, order[0])
+        return order[0] if is_fit else None
+
+    def _prefiller(self) -> Engine | None:
+        """The next to ask: one from which a decoder can load, if there is one. A turn's decoder is
+        kept, for it has some of the prompt."""
+        route = self._plan.route
+        engine = self._first(route.prefillers)
+        if engine is not None and route.decoders and self._is_avoided(engine, route.decoders[0]):
+            is_kept = self._plan.reuse is None and self._gateway.fleet.pairs.keeps_prefiller()
+            others = self._able(DECODE) if is_kept else ()
+            if not any(self._can_pair(engine, decoder) for decoder in others):
+                engine = None
+        return engine or self._another(PREFILL)
+
+    def _is_avoided(self, prefiller: Engine, decoder: Engine) -> bool:
+        pairs = self._gateway.fleet.pairs
+        return bool(pairs) and pairs.avoids(prefiller.name, decoder.name, now())
+
+    def _can_pair(self, prefiller: Engine, decoder: Engine) -> bool:
+        return self._may_read(decoder, prefiller) and not self._is_avoided(prefiller, decoder)
+
+    def _lacks_pair(self) -> bool:
+        """Whether a load has failed and no other two engines can exchange KV, as far as known, in
+        this group or another. Raises the failure where no decoder may prefill so much."""
+        if not isinstance(self._failure, LoadFailedError):
+            return False
+        able = self._able(DECODE)
+        if any(self._can_pair(p, d) for p in self._able(PREFILL) for d in able):
+            return False
+        if self._has_moved():
+            return False
+        self._require_short()
+        self._mate = None
+        return True
 
     def _another(self, role: Role, mate: Engine | None = None) -> Engine | None:
         """The next in the plan that has not failed this request, else whoever has come since; and
         before those against whom something speaks by now, any other. Where KV is to come from a
         `mate`: one that may read it, else the mate itself, if it plays both roles."""
+        able = self._able(role)
+        if mate is not None:
+            able = [o for o in able if self._may_read(o, mate)] or [o for o in able if o is mate]
+        if self._gateway.fleet.pairs and len(able) > 1:
+            able = self._paired(able, mate)
+        seat, asked = self._request.seat, [one for one in able if one.is_asked]
+        left = asked or able
+        left = [one for one in left if one not in self._preempted] or left
+        return next(iter(left), None) if seat is None else seat.roomiest(left)
+
+    def _able(self, role: Role) -> list[Engine]:
+        """Those of the planned group that may be asked and have not failed this request, in the
+        plan's order."""
         route = self._plan.route
         order = route.prefillers if role is PREFILL else route.decoders
         known = (*order, *self._gateway.others(self._request, route, role))
@@ -393,12 +451,19 @@ class Run:
         journal = self._going_on
         if journal is not None:
             able = [one for one in able if can_go_on(one, role, journal)]
+        return sorted(able, key=self._unloaded.count) if self._unloaded else able
+
+    def _paired(self, able: list[Engine], mate: Engine | None) -> list[Engine]:
+        """Decoders that can load from `mate`; or prefillers from which the first decoder can load,
+        else from which any can. All, where there are none."""
         if mate is not None:
-            able = [o for o in able if self._may_read(o, mate)] or [o for o in able if o is mate]
-        seat, asked = self._request.seat, [one for one in able if one.is_asked]
-        left = asked or able
-        left = [one for one in left if one not in self._preempted] or left
-        return next(iter(left), None) if seat is None else seat.roomiest(left)
+            return [one for one in able if not self._is_avoided(mate, one)] or able
+        decoders = self._able(DECODE)
+        for wanted in (decoders[:1], decoders):
+            found = [p for p in able if any(self._can_pair(p, d) for d in wanted)]
+            if found:
+                return found
+        return able
 
     def _may_read(self, decoder: Engine, mate: Engine) -> bool:
         """As things are now: either may have become another since it was planned for."""
@@ -508,10 +573,13 @@ class Run:
         elif isinstance(error, PreemptedError) and moves.left > 0:  # as it was asked to
             moves.left -= 1
             moves.preempted.append(engine)
+        elif isinstance(error, LoadFailedError):
+            self._unloaded.append(engine)
         elif not is_of_turn or error.kind == "overloaded":
             self._failed.append(engine)
         is_over = what in (Next.END, Next.GIVE_UP) or is_late
-        is_over = is_over or len(self._failed) - self._chances >= MOST_FAILED
+        num_failed = len(self._failed) - self._chances + len(self._unloaded)
+        is_over = is_over or num_failed >= MOST_FAILED
         if is_over or not (rule.is_free or gateway.budget.take(moment)):
             if request.exchange.started:
                 gateway.metrics.resumes.add((error.kind, moves.why_not()))

@@ -53,6 +53,14 @@ class SourceState:
 
 
 @dataclass(frozen=True, slots=True)
+class AvoidedPair:
+    """Two engines that could not exchange KV, and are paired with others for a while."""
+
+    prefiller: str
+    decoder: str
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """Counts are since the router began. `first_byte` is by share of requests, in seconds, as far
     as the buckets tell; None where nothing was answered yet, or beyond the last bucket."""
@@ -64,6 +72,7 @@ class Status:
     engines: tuple[EngineState, ...]
     groups: tuple[GroupState, ...]
     sources: tuple[SourceState, ...]
+    avoided_pairs: tuple[AvoidedPair, ...]
     requests: Mapping[str, int]
     refusals: Mapping[str, int]
     turns: Mapping[str, int]
@@ -88,6 +97,7 @@ def read(text: str) -> Status:
         engines=tuple(sorted(_engines(healths, by_name), key=_in_order)),
         groups=tuple(_groups(by_name)),
         sources=tuple(_sources(by_name)),
+        avoided_pairs=tuple(_avoided_pairs(by_name)),
         requests=_sums(by_name, "requests_total", "outcome"),
         refusals=_sums(by_name, "refusals_total", "reason"),
         turns=_sums(by_name, "conversation_turns_total", "outcome"),
@@ -161,6 +171,12 @@ def _sources(by_name: Mapping[str, list[Sample]]) -> Iterator[SourceState]:
     for sample in by_name.get("source_engines", ()):
         name = sample.labels.get("source", "")
         yield SourceState(name, round(sample.value), trouble.get(name, False))
+
+
+def _avoided_pairs(by_name: Mapping[str, list[Sample]]) -> Iterator[AvoidedPair]:
+    for sample in by_name.get("pair_avoided", ()):
+        if sample.value:
+            yield AvoidedPair(sample.labels.get("prefiller", ""), sample.labels.get("decoder", ""))
 
 
 def _sums(by_name: Mapping[str, list[Sample]], name: str, label: str) -> dict[str, int]:

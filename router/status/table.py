@@ -42,6 +42,9 @@ def lines(
                 f"group {group.name}: weight {group.weight:g}, {group.prefillers} prefillers, "
                 f"{group.decoders} decoders{half}"
             )
+    for pair in status.avoided_pairs:
+        said = f"pair {pair.prefiller} -> {pair.decoder}: KV was not loaded, avoided for a while"
+        yield painted(said, YELLOW)
     for source in status.sources:
         if source.trouble:
             yield painted(f"source {source.name} is in trouble: see the log, or /ready", YELLOW)

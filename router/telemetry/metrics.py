@@ -156,6 +156,23 @@ class Metrics:
             act="failed: two engines cannot reach each other's KV; look at their logs and "
             "the network between them.",
         )
+        self.load_failures = made.tally(
+            "kv_load_failures",
+            "Loads of KV that decoders said had failed. pair: the two engines cannot exchange KV; "
+            "request: its KV alone was gone.",
+            "scope",
+            act="pair: see pair_avoided. request, and many: leases end before decoders read, look "
+            "at their queues.",
+        )
+        self.pair_avoided = made.readings(
+            "pair_avoided",
+            "1 for a prefiller and a decoder that could not exchange KV and are paired with "
+            "others; absent otherwise.",
+            "prefiller",
+            "decoder",
+            act="The log has the reason. Look at the network between the two engines; the pair is "
+            "tried again by itself.",
+        )
         self.group_engines = made.readings(
             "group_engines",
             "Engines of a group that may be asked, as far as known.",

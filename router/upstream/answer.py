@@ -71,12 +71,13 @@ class Answer:
     """Times are seconds of the monotonic clock. What its head says is filled in by the connection,
     and `error` set where it has failed. `journal`: where it is written down what the reader has,
     for another engine to go on with. `memory`: where its bytes are reserved while it is read whole,
-    None for an answer that is never refused. `reservation`: those bytes, once there are some."""
+    None for an answer that is never refused. `reservation`: those bytes, once there are some.
+    `watch`: sees whole events of a stream before anything else, and what it returns passes."""
 
     __slots__ = ("_done", "_gate", "_held", "_held_size", "_idle", "_latest", "_recent", "_sink",
                  "_stalled", "_waiter", "_whole_limit", "_wire", "deadline", "deadlines", "error",
                  "first_body_at", "headers", "is_event_stream", "journal", "length", "memory",
-                 "reservation", "status", "tap")  # fmt: skip
+                 "reservation", "status", "tap", "watch")  # fmt: skip
 
     def __init__(
         self,
@@ -94,6 +95,7 @@ class Answer:
         self.is_event_stream = self._done = self._stalled = False
         self.first_body_at: float | None = None
         self.tap: Tap | None = None
+        self.watch: Callable[[bytes], bytes] | None = None
         self.journal: Journaled | None = None
         self.error: UpstreamError | None = None
         self.memory = memory
@@ -209,10 +211,14 @@ class Answer:
         self.check()
         return self._take()
 
+    def put(self, body: bytes) -> None:
+        """In the place of all that is here."""
+        self._held, self._held_size = [body], len(body)
+
     async def all_of_it(self, limit: int) -> bytes:
         """The same, left in place."""
         body = await self.read(limit)
-        self._held, self._held_size = [body], len(body)
+        self.put(body)
         return body
 
     def held(self) -> bytes:
@@ -365,6 +371,8 @@ class Answer:
                 return
             if self._done:
                 block += self._gate.rest()
+        if block and self.watch is not None:
+            block = self.watch(block)
         if block and self._recent is not None:
             self._recent.append(block[-LAST_BYTES:])
         if self.tap is not None:

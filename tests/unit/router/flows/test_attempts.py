@@ -38,7 +38,7 @@ from tests.unit.router.upstream.test_connect import no_descriptor_left
 
 NOTHING_SENT = {"connect_refused", "connect_timeout", "connect", "dns", "tls"}
 OUR_OWN = {"local", "answer_too_large", "reader_stalled"}
-UNPROVEN = {"connect", "dns", "engine_lost", "overloaded", "stale", "preempted"}
+UNPROVEN = {"connect", "dns", "engine_lost", "overloaded", "stale", "preempted", "kv_load"}
 FREE = NOTHING_SENT | {"stale", "preempted"}
 # What a client is told when there is nobody else to ask.
 TOLD = {"local": 503, "answer_too_large": 502}

@@ -1,0 +1,100 @@
+"""A decoder's word that it could not load a prompt's KV from the prefiller, and why.
+
+Decoders that offer it (`load_failures`) say so in one of three places (docs/engine.md): in the
+error object of an answer that has failed, in the `kv_transfer_params` of a whole answer that they
+computed themselves, and in a comment of a stream. It is for the router: no client sees it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import orjson
+
+from router.conversations.said import parsed
+from router.flows.request import KV_PARAMS
+from router.values import Value
+
+FIELD = "kv_load_failure"
+NEEDLE = FIELD.encode()
+# As a key of an object: no text of a model has it, for quotes in strings are escaped.
+KEY = b'"%b"' % NEEDLE
+COMMENT = re.compile(rb"^: %b ([^\r\n]*)\r?\n" % NEEDLE, re.MULTILINE)
+ERROR_EVENT = re.compile(rb'^data: ?(\{\s*"error"[^\r\n]*)', re.MULTILINE)
+LONGEST = 200
+
+
+class LoadFailure(Value, frozen=True):
+    """`is_of_pair`: the two engines cannot exchange KV, whatever the request."""
+
+    is_of_pair: bool
+    remote: str
+    reason: str
+
+
+def failure_in(content: object) -> LoadFailure | None:
+    """Of the object that may have the field; total."""
+    told = content.get(FIELD) if isinstance(content, dict) else None
+    if not isinstance(told, dict):
+        return None
+    name, host, port = (told.get(f"remote_{what}") for what in ("engine_id", "host", "port"))
+    remote = f"{name} at {host}:{port}"
+    is_of_pair = told.get("scope") == "pair"
+    return LoadFailure(is_of_pair, _printable(remote), _printable(told.get("reason")))
+
+
+def failure_of_error(raw: bytes) -> LoadFailure | None:
+    """Of an error object that is all of an answer."""
+    content = parsed(raw) if raw.find(KEY) >= 0 else None
+    return None if content is None else failure_in(content.get("error"))
+
+
+def failure_in_whole(raw: bytes) -> tuple[LoadFailure | None, bytes]:
+    """Of a whole answer, and the answer without it."""
+    content = parsed(raw) if raw.find(KEY) >= 0 else None
+    params = None if content is None else content.get(KV_PARAMS)
+    failure = failure_in(params)
+    if failure is None or content is None or not isinstance(params, dict):
+        return None, raw
+    del params[FIELD]
+    content[KV_PARAMS] = params or None
+    return failure, orjson.dumps(content)
+
+
+class Watch:
+    """Looks at whole events of a stream as they pass, and takes the field out."""
+
+    __slots__ = ("_on_failure",)
+
+    def __init__(self, on_failure: Callable[[LoadFailure], None]) -> None:
+        self._on_failure = on_failure
+
+    def passing(self, block: bytes) -> bytes:
+        if block.find(NEEDLE) < 0:
+            return block
+        block = COMMENT.sub(self._comment, block)
+        return ERROR_EVENT.sub(self._error, block) if block.find(KEY) >= 0 else block
+
+    def _comment(self, found: re.Match[bytes]) -> bytes:
+        self._note(failure_in({FIELD: parsed(found[1])}))
+        return b""
+
+    def _error(self, found: re.Match[bytes]) -> bytes:
+        content = parsed(found[1])
+        error = None if content is None else content.get("error")
+        if not isinstance(error, dict) or FIELD not in error:
+            return found[0]
+        self._note(failure_in(error))
+        del error[FIELD]
+        return b"data: " + orjson.dumps(content)
+
+    def _note(self, failure: LoadFailure | None) -> None:
+        if failure is not None:
+            self._on_failure(failure)
+
+
+def _printable(told: object) -> str:
+    """An engine's words, for a log."""
+    text = told if isinstance(told, str) else str(told)
+    return "".join(c if c.isprintable() else "?" for c in text[:LONGEST])
