@@ -189,10 +189,10 @@ class Loads:
         if load is None or load.state is not LoadState.LOADING:
             if problem is not None and request_id in self._fenced:
                 # It ended because its load had failed, in a host that ends it first (vLLM).
-                self._note_failure(request_id, self._fenced[request_id], problem)
+                self.note_failure(request_id, self._fenced[request_id], problem)
             return
         if failed:
-            self._note_failure(request_id, load.origin.address, problem or UNKNOWN)
+            self.note_failure(request_id, load.origin.address, problem or UNKNOWN)
         is_over = failed and self._policy_of(load) == "fail"
         load.on(LoadEvent.FAIL if is_over else LoadEvent.REPORT)
         self._orders.untracks.append(request_id)
@@ -223,11 +223,16 @@ class Loads:
         """The host hears of this request by its fence alone."""
         return request_id in self._fenced
 
+    @property
+    def has_failures(self) -> bool:
+        return bool(self._failures)
+
     def take_failure(self, request_id: str) -> LoadFailure | None:
         """What the request's answer is to say of its load, once."""
         return self._failures.pop(request_id, None)
 
-    def _note_failure(self, request_id: str, address: PeerAddress, problem: LoadProblem) -> None:
+    def note_failure(self, request_id: str, address: PeerAddress, problem: LoadProblem) -> None:
+        """Nothing was loaded from there, or is to be."""
         failure = LoadFailure(address, problem)
         keep_latest(self._failures, request_id, failure, MAX_FAILURES)
 

@@ -60,6 +60,8 @@ class TransferParams:
     """Who prefilled for us, and may read this turn, proves no prefix, so it may be a stock engine:
     it believes the time that it was told."""
     problem: str | None = None
+    refused: PeerAddress | None = None
+    """A decode request's other engine, where it is that which we may not dial."""
 
 
 class _InvalidError(Exception):
@@ -115,7 +117,7 @@ def _allowed(params: TransferParams, peers: Networks) -> TransferParams:
     problem = f"remote_host {origin.address.host} is not one of this engine's allowed_peers"
     if params.role is Role.PREFILL:
         return replace(params, source=None, problem=problem)
-    raise _InvalidError(problem)
+    return TransferParams(Role.NONE, problem=problem, refused=origin.address)
 
 
 def _prefill(raw: dict[Any, Any]) -> TransferParams:

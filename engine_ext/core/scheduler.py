@@ -22,6 +22,7 @@ from engine_ext.base.types import (
     EngineRequest,
     FinishDecision,
     FinishStatus,
+    LoadProblem,
     MatchedTokens,
     PeerAddress,
     PushWithdrawal,
@@ -125,6 +126,9 @@ class SchedulerConnector:
         )
         if params.problem is not None:
             logger.warning("request %s: %s", request.request_id, params.problem)
+        if params.refused is not None:
+            problem = LoadProblem(params.problem or "", is_of_pair=True)
+            self._loads.note_failure(request.request_id, params.refused, problem)
         origin = params.source or params.target
         is_sibling = origin is not None and self._loads.is_left_to_sibling(request.request_id)
         if params.role is Role.PREFILL:
@@ -159,6 +163,9 @@ class SchedulerConnector:
         role, proof = params.role, params.proof
         if proof is NoProof.UNREADABLE:
             self._proofs_unreadable += 1
+            if role is Role.DECODE:
+                problem = LoadProblem("its prefix_proof is unreadable", is_of_pair=False)
+                self._loads.note_failure(request.request_id, source.address, problem)
             logger.warning(
                 "request %s: nothing is loaded from engine %s: its prefix_proof is malformed, cut, "
                 "of another version, or of other blocks than the ones that are named",
@@ -233,6 +240,11 @@ class SchedulerConnector:
 
     def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy:
         return self._loads.failure_policy(request.request_id)
+
+    @property
+    def has_load_failures(self) -> bool:
+        """Whether `take_load_failure` has some."""
+        return self._loads.has_failures
 
     def take_load_failure(self, request_id: str) -> dict[str, Any] | None:
         """What the request's answer is to say of its load, once; see base/load_failure.py. None

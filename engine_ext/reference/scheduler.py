@@ -62,6 +62,8 @@ class Scheduler:
             self._connector.on_new_request(seq)
         except Exception:
             self._end_for_hook(seq)
+            return
+        self._note_load_failure(seq)
 
     def schedule(self) -> Step:
         step = Step(budget=self._config.max_num_batched_tokens)
@@ -336,10 +338,7 @@ class Scheduler:
     def _survives_failed_load(self, seq: Sequence) -> bool:
         """Its blocks are freed only by way of `finish`, which asks whether something may still
         write into them; what is computed anew was not reported before nothing did."""
-        try:
-            seq.load_failure = self._connector.take_load_failure(seq.request_id)
-        except Exception:
-            logger.exception("connector: take_load_failure raised for %s", seq.request_id)
+        self._note_load_failure(seq)
         try:
             recomputes = self._connector.load_failure_policy(seq) == "recompute"
         except Exception:
@@ -350,6 +349,12 @@ class Scheduler:
         else:
             self.finish(seq, failed(_LOAD_FAILED))
         return recomputes
+
+    def _note_load_failure(self, seq: Sequence) -> None:
+        try:
+            seq.load_failure = self._connector.take_load_failure(seq.request_id)
+        except Exception:
+            logger.exception("connector: take_load_failure raised for %s", seq.request_id)
 
     def _request_finished(self, seq: Sequence, finish: Finish) -> bool:
         """Sets the answer for the caller; returns whether the blocks must stay."""

@@ -36,6 +36,7 @@ from engine_ext.base.types import (
     STATE,
     BlockIds,
     FinishDecision,
+    LoadProblem,
     StepMetadata,
     TransferResults,
 )
@@ -101,6 +102,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._prompts = Prompts()
         is_pushed = self._config.transfer_mode == "push"
         self._weights = Weights(get_adapter_absolute_path, is_pushed)
+        self._problems: dict[str, LoadProblem] = {}
+        """Of loads that have failed: not told to the scheduler yet, or not needed by it yet."""
         self._unheard = NO_RESULTS
         """What our half was told while it raised; it is told once more."""
         if role is KVConnectorRole.SCHEDULER:
@@ -227,10 +230,15 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM frees what it finds in `finished_recving` after this call, whatever
         `request_finished` has answered: what is kept is taken out, and comes in
         `finished_sending`."""
+        told = getattr(connector_output.kv_connector_worker_meta, "by_request", {})
+        # A rank may have told before the last one is done.
+        self._problems.update(told)
+        failed = connector_output.failed_recving
         results = TransferResults(
             frozenset(connector_output.finished_sending or ()),
             frozenset(connector_output.finished_recving or ()),
-            frozenset(connector_output.failed_recving),
+            frozenset(failed),
+            {name: self._problems.pop(name) for name in failed & self._problems.keys()},
         )
         self._owed.settle(connector_output)
         unheard, self._unheard = self._unheard, results
@@ -264,6 +272,15 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def load_failure_policy(self, request: Request) -> LoadFailurePolicy | None:
         """For our scheduler class; vLLM's own has one policy for all requests. None: that one."""
         return self.scheduler.load_failure_policy(self._view(request))
+
+    @guarded(nothing)
+    def take_load_failure(self, request_id: str) -> dict[str, Any] | None:
+        """For our scheduler class, which puts it into the request's answer."""
+        return self.scheduler.take_load_failure(request_id)
+
+    @property
+    def has_load_failures(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_load_failures
 
     @guarded(nothing)
     def drain(self) -> None:
@@ -400,11 +417,22 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self.worker.get_transfer_results()
+        self._problems.update(results.problems)
         return KVConnectorTransferResults(
             set(results.finished_sending),
             set(results.finished_recving),
             set(results.failed_recving),
         )
+
+    @guarded(nothing)
+    def build_connector_worker_meta(self) -> Any:
+        """With a step's results, after `get_transfer_results`."""
+        problems, self._problems = self._problems, {}
+        if not problems or not support.is_on(features.LOAD_FAILURES):
+            return None
+        from engine_ext.vllm.problems import LoadProblems
+
+        return LoadProblems(problems)
 
     @guarded(nothing)
     def shutdown(self) -> None:

@@ -410,7 +410,11 @@ def _capabilities(vllm_config: VllmConfig, config: ConnectorConfig | None) -> tu
     ours = identity.capabilities_of(config)
     says_more = support.is_on(features.STREAMS)
     streams = ("streamed_kv_transfer_params", "tell_token_ids") if says_more else ()
-    named = (*threshold, *begun, *hands_over, *shares, *streams, *ours)
+    names_failures = config is not None and _schedules(vllm_config)
+    failures = (
+        ("load_failures",) if names_failures and support.is_on(features.LOAD_FAILURES) else ()
+    )
+    named = (*threshold, *begun, *hands_over, *shares, *streams, *failures, *ours)
     return tuple(dict.fromkeys(named))
 
 

@@ -33,6 +33,7 @@ def register() -> None:
         (features.THRESHOLD, says),
         # What is last says that all of it is there.
         (features.BEGUN, (*says, *(f"compat.{each}" for each in begun))),
+        (features.LOAD_FAILURES, ("compat.streams", "compat.load_failures")),
         (features.PAGES, ("pages",)),
     ):
         if support.is_on(feature):

@@ -21,6 +21,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from engine_ext.base.begun import HAND_BACK, KEY, PREEMPTED, Begun, fit_in
+from engine_ext.base.load_failure import KEY as LOAD_FAILURE
 from engine_ext.core.admission import FIELD, Verdict, hands_back, judge, parse_threshold, prefills
 from engine_ext.vllm.compat import features, finish_reason, grammar, support
 from engine_ext.vllm.compat.parts import fitted, part_of
@@ -171,15 +172,31 @@ class DisaggMixin:
             return False  # Its prompt is more than its tokens.
         return _is_streamed(request) or fit_in(request.num_output_tokens, params.logprobs)
 
-    @part_of(features.THRESHOLD, features.BEGUN)
+    @part_of(features.THRESHOLD, features.BEGUN, features.LOAD_FAILURES)
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc] # vLLM's
+        if support.is_on(features.LOAD_FAILURES):
+            self._name_load_failures(outputs)
         ended, self._ended = self._ended, []
         for request, said in ended:
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(said)
         return outputs
+
+    def _name_load_failures(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """In the first output of a request that is streamed, else in its last one."""
+        connector = ours_in(self.connector)  # type: ignore[attr-defined] # vLLM's
+        if connector is None or not connector.has_load_failures:
+            return
+        for each in (each for of_client in outputs.values() for each in of_client.outputs):
+            request = self.requests.get(each.request_id)  # type: ignore[attr-defined] # vLLM's
+            is_streamed = request is not None and _is_streamed(request)
+            if each.finish_reason is None and not is_streamed:
+                continue
+            failure = connector.take_load_failure(each.request_id)
+            if failure is not None:
+                each.kv_transfer_params = {**(each.kv_transfer_params or {}), LOAD_FAILURE: failure}
 
     @part_of(features.REST, features.THRESHOLD, features.BEGUN)
     def has_requests(self) -> bool:

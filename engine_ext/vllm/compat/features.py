@@ -15,6 +15,7 @@ BASE = f"{KV}.v1.base"
 SCHED = "vllm.v1.core.sched"
 OPENAI = "vllm.entrypoints.openai"
 SERVING = f"{OPENAI}.chat_completion.serving", f"{OPENAI}.completion.serving"
+ERRORS = "vllm.entrypoints.serve.exception_handling.handlers.vllm_error"
 APP_STATE = "vllm.entrypoints.launchers.api_server.app_state:init_app_state"
 PROTOCOL = (
     f"{OPENAI}.chat_completion.protocol:ChatCompletionRequest",
@@ -376,6 +377,31 @@ STREAMS = Feature(
     ),
 )
 
+LOAD_FAILURES = Feature(
+    "load_failures",
+    "answers do not say from which engine a prompt's KV could not be loaded",
+    (
+        *STREAMS.needs,
+        Name(f"{BASE}:KVConnectorBase_V1.build_connector_worker_meta", ("self",)),
+        Name(f"{BASE}:KVConnectorWorkerMetadata", has=("aggregate",)),
+        Name("vllm.v1.outputs:KVConnectorOutput", has=("kv_connector_worker_meta",)),
+        Name("vllm.v1.engine:EngineCoreOutput", has=("finish_reason", "kv_transfer_params")),
+        Name(
+            f"{SERVING[0]}:OpenAIServingChat.chat_completion_full_generator",
+            ("self", "request", "result_generator", "request_id", ANY),
+        ),
+        Name(
+            f"{SERVING[1]}:OpenAIServingCompletion.request_output_to_completion_response",
+            ("self", "final_res_batch", "request", "request_id", ANY),
+        ),
+        Name(ERRORS, has=("create_error_response",)),
+        Name(f"{ERRORS}:create_error_response", ("message", "err_type", "status_code")),
+        Name("vllm.entrypoints.serve.engine.protocol:ErrorResponse", has=("error",)),
+        Name("vllm.exceptions:GenerationError"),
+    ),
+)
+"""With our scheduler class."""
+
 RENDERS = Feature(
     "renders",
     "it is not known whether another engine renders messages as this one",
@@ -726,6 +752,7 @@ OPTIONAL = (
     LEAVING,
     PAGES,
     STREAMS,
+    LOAD_FAILURES,
     RENDERS,
     SCHEDULER,
     FAILURE_POLICY,

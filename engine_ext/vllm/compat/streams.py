@@ -18,6 +18,7 @@ from typing import Any
 from vllm.entrypoints.openai.chat_completion import serving as chat
 from vllm.entrypoints.openai.completion import serving as completion
 
+from engine_ext.base import load_failure
 from engine_ext.base.begun import ALL, OUTPUT, TELL, told
 from engine_ext.core.admission import FINISH_REASON
 from engine_ext.vllm.compat.told import Told
@@ -40,6 +41,8 @@ class Seen:
     """Of the results that went into a stream."""
 
     kv_transfer_params: dict[str, Any] | None = None
+    load_failure: dict[str, Any] | None = None
+    """That no chunk has said yet."""
     refused: list[tuple[int, Any]] = field(default_factory=list)
     """(choice, stop reason), of those that have said nothing, whose end vLLM does not say."""
     begun: set[int] = field(default_factory=set)
@@ -82,6 +85,18 @@ class Seen:
             said = {each["index"] for each in json.loads(chunk.removeprefix("data: "))["choices"]}
             self.refused = [each for each in self.refused if each[0] not in said]
 
+    def failure_of(self, chunk: str) -> str:
+        """With what is to be said of a load that failed: in the error that came of it, else in a
+        comment before the chunk."""
+        failure, self.load_failure = self.load_failure, None
+        if failure is None:
+            return chunk
+        if not chunk.startswith(ERROR):
+            return load_failure.comment(failure) + chunk
+        body = json.loads(chunk.removeprefix("data: "))
+        body["error"][load_failure.KEY] = failure
+        return f"data: {json.dumps(body)}\n\n"
+
     def keeps_back(self, chunk: str) -> bool:
         return self.is_silent and not chunk.startswith((DONE, ERROR))
 
@@ -108,6 +123,10 @@ class Seen:
 
     def _look_at(self, result: Any) -> None:
         params = getattr(result, "kv_transfer_params", None)
+        if params and load_failure.KEY in params:
+            params = dict(params)
+            self.load_failure = params.pop(load_failure.KEY)
+            result.kv_transfer_params = params or None
         if params:
             self.kv_transfer_params = params
         if self.tell is not None and not self.is_silent:
@@ -154,7 +173,7 @@ def _saying_more(original: Any, kind: str) -> Any:
                 if not seen.keeps_back(chunk):
                     seen.hear(chunk)
                     # In each chunk of 0.33. A router would have to look into every one.
-                    yield seen.ids_of(chunk) + chunk.replace(NO_PARAMS, "")
+                    yield seen.failure_of(seen.ids_of(chunk) + chunk.replace(NO_PARAMS, ""))
 
     setattr(generator, MARK, True)
     return generator

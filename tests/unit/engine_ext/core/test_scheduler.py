@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.base.access import Access, Secret
+from engine_ext.base.access import Access, Secret, parse_networks
 from engine_ext.base.config import ConnectorConfig, TransferMode
 from engine_ext.base.proof import ContentKey, Keys
 from engine_ext.base.types import (
@@ -232,6 +232,9 @@ def test_an_unreadable_proof_loads_nothing_is_counted_and_declined(
     meta = scheduler.build_connector_meta()
     assert [source.request_id for source in meta.declines] == ["p-1"]
     assert (meta.tracks, meta.pulls) == ((), ())
+    failure = scheduler.take_load_failure("d-1")
+    assert failure is not None
+    assert (failure["remote_engine_id"], failure["scope"]) == ("p", "request")
 
 
 @pytest.mark.parametrize("tamper", TAMPERED.values(), ids=TAMPERED.keys())
@@ -960,3 +963,15 @@ def test_who_is_told_of_a_prompt_that_is_being_computed(
     prefiller.on_step("r", BLOCKS * len(windows), 48, 16)
     drafts = prefiller.build_connector_meta().drafts
     assert [draft.num_tokens for draft in drafts] == ([48] if is_early else [])
+
+
+def test_an_engine_that_may_not_be_dialled_is_named_as_one_of_a_pair_that_fails() -> None:
+    elsewhere = parse_networks("allowed_peers", ["192.0.2.0/24"])
+    scheduler = make("d", access=Access(peers=elsewhere))
+    offered(scheduler)
+    failure = scheduler.take_load_failure("d-1")
+    assert failure is not None
+    assert (failure["remote_engine_id"], failure["scope"]) == ("p", "pair")
+    assert (failure["remote_host"], failure["remote_port"]) == ("10.0.0.2", 5600)
+    assert "allowed_peers" in failure["reason"]
+    assert scheduler.take_load_failure("d-1") is None

@@ -18,11 +18,12 @@ FEATURES = {
     "compat/engine_loop": (features.LEAVING,),
     "compat/finish_reason": (features.THRESHOLD,),
     "compat/grammar": (features.BEGUN,),
+    "compat/load_failures": (features.LOAD_FAILURES,),
     "compat/request_field": (features.THRESHOLD,),
     # Parsers are asked for the sake of what begun_answer.py says.
     "compat/streams": (features.STREAMS, features.BEGUN),
     "compat/told": (features.BEGUN,),
-    "connector": (features.BEGUN,),
+    "connector": (features.BEGUN, features.LOAD_FAILURES),
     "describe": (
         features.STOCK_PEERS,
         features.SCHEDULER,
@@ -33,6 +34,7 @@ FEATURES = {
     "given": (features.BEGUN,),
     "pages": (features.PAGES,),
     "prefill_stats": (features.BEGUN,),
+    "problems": (features.LOAD_FAILURES,),
     "prompts": (features.EARLY_WRITES,),
     "renders": (features.RENDERS,),
     "request": (features.STATE_LAYERS,),
@@ -43,6 +45,7 @@ FEATURES = {
         features.LAST_WINDOW,
         features.THRESHOLD,
         features.BEGUN,
+        features.LOAD_FAILURES,
     ),
     "stats": (features.METRICS,),
 }
@@ -61,7 +64,9 @@ NOT_VLLMS = {
         "to_str",
     },
     "of our own classes": {
+        "by_request",
         "disagg_is_leaving",
+        "failure",
         "note_loading",
         "num_loading",
         "payload",

@@ -1,0 +1,33 @@
+"""A reference engine that cannot reach the side channels whose ports are in a file, one a line.
+
+Run as `python -m tests.integration.cut_off_engine --cut-off FILE`, with the options of
+`disagg-engine`. A firewall between two hosts does this; here both engines are on one.
+"""
+
+import sys
+from pathlib import Path
+
+from engine_ext.reference import cli
+from engine_ext.wire.client import HandshakeClient
+from engine_ext.wire.dial import PeerRank, TcpDialer
+
+CLOSED_PORT = 1
+
+
+def cut_off(ports: Path) -> None:
+    """From now on, in this process; the file is read for each dial."""
+    connect = TcpDialer.connect
+
+    def connect_elsewhere(self: TcpDialer, address: str, peer: PeerRank) -> HandshakeClient:
+        if str(peer.address.port) in ports.read_text().split():
+            peer = peer._replace(address=peer.address._replace(port=CLOSED_PORT))
+        return connect(self, address, peer)
+
+    TcpDialer.connect = connect_elsewhere  # type: ignore[method-assign] # the planted fault
+
+
+if __name__ == "__main__":
+    at = sys.argv.index("--cut-off")
+    cut_off(Path(sys.argv[at + 1]))
+    del sys.argv[at : at + 2]
+    sys.exit(cli.main())
