@@ -64,6 +64,7 @@ LEG_ERRORS = (UpstreamError, EngineError)
 SOUND = 1.0
 # Seconds and bytes for an engine that has failed to say why.
 LAST_WORDS = 1.0
+NOT_LOADED = "the decode engine could not load the KV of this prompt"
 LAST_WORDS_SIZE = 256 * 1024
 SENT: Halves = (b"", b"")
 
@@ -209,6 +210,7 @@ class Legs:
             self._decode_at(engine, started)
         self._note_loading(engine, push, started)
         answer: Answer | None = None
+        watch: Watch | None = None
         self._begin(engine, tokens)
         try:
             pinned = b"" if reuse is None else self._rank_of(reuse, engine)
@@ -226,7 +228,7 @@ class Legs:
             if answer.status != 200:
                 await self._refuse(engine, answer)
             if engine.learned.names_load_failures:
-                self._watch(engine, answer)
+                watch = self._watch(engine, answer)
             is_rejected = await self._is_rejected(engine, answer, threshold)
             if engine.breaker.succeeded():
                 gateway.fleet.answered(engine)
@@ -249,6 +251,10 @@ class Legs:
                 await deliver_turn(request, gateway, reuse.turn, engine, answer, told)
             self._note_loaded(engine)
             return ANSWERED
+        except EngineError:
+            if watch is None or not watch.has_ended:
+                raise
+            raise LoadFailedError(NOT_LOADED) from None
         except asyncio.CancelledError:
             if answer is not None and accept is not None and reuse is not None:
                 gateway.spawn(release.late_turn(request, gateway, engine, answer))
@@ -324,21 +330,23 @@ class Legs:
         if pairs and self._loads_from:
             pairs.begins(self._loads_from, decoder.name, moment)
 
-    def _watch(self, decoder: Engine, answer: Answer) -> None:
-        """It may say in its answer that it has computed what it could not load."""
+    def _watch(self, decoder: Engine, answer: Answer) -> Watch | None:
+        """It may say in its answer that it could not load, and has computed it or not."""
         if answer.is_event_stream:
-            answer.watch = Watch(partial(self._note_failure, decoder)).passing
-            return
+            watch = Watch(partial(self._note_failure, decoder))
+            answer.watch = watch.passing
+            return watch
         failure, rest = failure_in_whole(answer.held())
         if failure is not None:
             self._note_failure(decoder, failure)
             answer.put(rest)
+        return None
 
     def _require_loaded(self, decoder: Engine, failure: LoadFailure | None) -> None:
         """Raises LoadFailedError."""
         if failure is not None:
             self._note_failure(decoder, failure)
-            raise LoadFailedError("the decode engine could not load the KV of this prompt")
+            raise LoadFailedError(NOT_LOADED)
 
     def _note_failure(self, decoder: Engine, failure: LoadFailure) -> None:
         gateway, prefiller = self._gateway, self._loads_from

@@ -65,10 +65,12 @@ def failure_in_whole(raw: bytes) -> tuple[LoadFailure | None, bytes]:
 class Watch:
     """Looks at whole events of a stream as they pass, and takes the field out."""
 
-    __slots__ = ("_on_failure",)
+    __slots__ = ("_on_failure", "has_ended")
 
     def __init__(self, on_failure: Callable[[LoadFailure], None]) -> None:
         self._on_failure = on_failure
+        # By an error that came of the failure.
+        self.has_ended = False
 
     def passing(self, block: bytes) -> bytes:
         if block.find(NEEDLE) < 0:
@@ -85,6 +87,7 @@ class Watch:
         error = None if content is None else content.get("error")
         if not isinstance(error, dict) or FIELD not in error:
             return found[0]
+        self.has_ended = True
         self._note(failure_in(error))
         del error[FIELD]
         return b"data: " + orjson.dumps(content)

@@ -43,6 +43,8 @@ class Seen:
     kv_transfer_params: dict[str, Any] | None = None
     load_failure: dict[str, Any] | None = None
     """That no chunk has said yet."""
+    has_failed: bool = False
+    """The request has ended by it: an error comes, behind a chat's role perhaps."""
     refused: list[tuple[int, Any]] = field(default_factory=list)
     """(choice, stop reason), of those that have said nothing, whose end vLLM does not say."""
     begun: set[int] = field(default_factory=set)
@@ -88,10 +90,11 @@ class Seen:
     def failure_of(self, chunk: str) -> str:
         """With what is to be said of a load that failed: in the error that came of it, else in a
         comment before the chunk."""
-        failure, self.load_failure = self.load_failure, None
-        if failure is None:
+        failure, is_error = self.load_failure, chunk.startswith(ERROR)
+        if failure is None or is_error is not self.has_failed:
             return chunk
-        if not chunk.startswith(ERROR):
+        self.load_failure = None
+        if not is_error:
             return load_failure.comment(failure) + chunk
         body = json.loads(chunk.removeprefix("data: "))
         body["error"][load_failure.KEY] = failure
@@ -126,6 +129,7 @@ class Seen:
         if params and load_failure.KEY in params:
             params = dict(params)
             self.load_failure = params.pop(load_failure.KEY)
+            self.has_failed = any(each.finish_reason == "error" for each in result.outputs)
             result.kv_transfer_params = params or None
         if params:
             self.kv_transfer_params = params

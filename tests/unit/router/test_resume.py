@@ -195,6 +195,34 @@ async def test_another_decoder_goes_on(
     assert router.gateway.journals.size == 0
 
 
+async def test_a_load_that_fails_behind_the_first_token_speaks_against_the_pair(
+    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+) -> None:
+    """A decoder that goes on from a prefiller's token says that before it has loaded anything."""
+    failure = {"scope": "pair", "reason": "no handshake"}
+    error = {"error": {"message": "not loaded", "kv_load_failure": failure}}
+
+    async def fails_to_load(request: Received, peer: Peer) -> None:
+        await from_the_beginning_to(1, request, peer)
+        await peer.send(chunk(b"data: " + json.dumps(error).encode() + b"\n\n" + DONE))
+        await peer.send(b"0\r\n\r\n")
+
+    names = [*CAPABILITIES, "load_failures"]
+    d.identity = OURS | {"capabilities": names}
+    router = await start(decode_policy="round_robin")
+    d.usual = fails_to_load
+    for _ in range(4):
+        answer = await router.stream()
+        assert texts_of(answer.text) == WORDS
+        assert "kv_load_failure" not in answer.text
+    assert len(legs(d)) == 1
+    engine = router.engine(d)
+    labels = {"prefiller": router.engine(p).name, "decoder": engine.name}
+    assert router.metric("pair_avoided", **labels) == 1
+    assert router.metric("upstream_errors_total", role="decode", kind="kv_load") == 1
+    assert router.metric("upstream_errors_total", role="decode", kind="status_5xx") == 0
+
+
 def _ended(router: Router) -> dict[str, str]:
     return {"endpoint": "/v1/completions", "flow": "pull", "status": "200", "outcome": "ok"}
 

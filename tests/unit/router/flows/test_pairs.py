@@ -60,6 +60,17 @@ async def fails_as_stream(request: Received, peer: Peer) -> None:
     await peer.stream(b"data: " + json.dumps(ERROR).encode() + b"\n\n", DONE)
 
 
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+
+
+async def fails_behind_a_role(request: Received, peer: Peer) -> None:
+    """As a chat of vLLM's does."""
+    if not request.json.get("stream"):
+        await fails(request, peer)
+        return
+    await peer.stream(ROLE, b"data: " + json.dumps(ERROR).encode() + b"\n\n", DONE)
+
+
 async def computes(request: Received, peer: Peer) -> None:
     if request.json.get("stream"):
         await peer.stream(COMMENT + event("a"), event("b"), DONE)
@@ -78,6 +89,7 @@ async def computes_late(request: Received, peer: Peer) -> None:
 FAULTS = {
     "fails": fails,
     "fails as a stream": fails_as_stream,
+    "fails behind a role": fails_behind_a_role,
     "computes": computes,
     "computes late": computes_late,
 }
