@@ -245,8 +245,8 @@ class Metrics:
             "decode_only",
             "Requests that went to a decoder alone.",
             "reason",
-            act="no_prefiller: prefillers are missing. The other reasons lie in requests "
-            "(docs/reliability.md).",
+            act="no_prefiller: prefillers are missing. no_pair: see pair_avoided. The other "
+            "reasons lie in requests (docs/reliability.md).",
         )
         self.conversation_turns = made.tally(
             "conversation_turns",

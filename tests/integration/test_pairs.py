@@ -60,8 +60,9 @@ def fleet(
             enter(launcher.engine("d-a", **options)),
             enter(launcher.engine("d-b", "--cut-off", str(cut_off), **options, **double)),
         ]
+        # In turn, so that the two meet at once.
         policies = ("--prefill-policy", "round_robin", "--decode-policy", "round_robin")
-        yield Fleet(mode, ps, ds, enter(launcher.router(ps, ds, *policies)), cut_off)
+        yield Fleet(mode, ps, ds, enter(launcher.router(ps, ds[::-1], *policies)), cut_off)
 
 
 def avoided(fleet: Fleet) -> bool:
