@@ -10,6 +10,8 @@ logger = logging.getLogger(__name__)
 class Owed:
     def __init__(self) -> None:
         self._loads: set[str] = set()
+        self._unwanted: set[str] = set()
+        """Loads of requests that have ended since."""
         self._frees: set[str] = set()
 
     def load(self, request_id: str) -> None:
@@ -20,10 +22,16 @@ class Owed:
         """The request has ended; its blocks are kept until they are reported free, whatever else is
         reported of it."""
         self._frees.add(request_id)
-        self._loads.discard(request_id)
+        if request_id in self._loads:
+            self._loads.remove(request_id)
+            self._unwanted.add(request_id)
 
     def settle(self, output: KVConnectorOutput) -> None:
         """Of all ranks, before vLLM reads it: what nobody waits for is taken out."""
+        ended = (output.finished_recving or set()) & self._unwanted
+        if output.finished_recving and ended:
+            self._unwanted -= ended
+            output.finished_recving = output.finished_recving - ended
         output.finished_recving = _expected(output.finished_recving, self._loads)
         output.finished_sending = _expected(output.finished_sending, self._frees)
 

@@ -227,7 +227,7 @@ class Legs:
                 raise answer.error
             if answer.status != 200:
                 await self._refuse(engine, answer)
-            if engine.learned.names_load_failures:
+            if engine.learned.names_load_failures or not engine.learned.asked:
                 watch = self._watch(engine, answer)
             is_rejected = await self._is_rejected(engine, answer, threshold)
             if engine.breaker.succeeded():

@@ -1,26 +1,32 @@
 """Inside unmodified vLLM: an answer names the engine whose KV could not be loaded, and says why."""
 
 import json
+import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.integration.oracle import tokens_of
-from tests.integration.processes import Server
+from tests.integration.legs import prefill
+from tests.integration.oracle import complete, tokens_of
+from tests.integration.processes import Server, post_and_leave, wait_for
 from tests.vllm.measures import counted
 from tests.vllm.servers import OURS, SCHEDULER, UNCACHED, Fleet, Kind
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Which engine has my keys and values? " * 8}]
 GONE = {"remote_engine_id": "gone", "remote_host": "127.0.0.1", "remote_port": 1}
+# As of a stock engine: a proof is of one engine's blocks.
+UNPROVEN = {"prefix_proof": None, "retain": False}
 
 
 @pytest.fixture(scope="module")
 def servers(fleet: Fleet) -> Iterator[dict[str, Server]]:
     """By policy."""
+    patient = {"kv_connector_extra_config": {"handshake_timeout": 60}}
     kinds = [
-        Kind(policy, {**OURS, "kv_load_failure_policy": policy}, (*SCHEDULER, UNCACHED))
+        Kind(policy, {**OURS, **patient, "kv_load_failure_policy": policy}, (*SCHEDULER, UNCACHED))
         for policy in ("fail", "recompute")
     ]
     with fleet.servers(*kinds) as started:
@@ -35,7 +41,7 @@ def asked(server: Server, path: str, **fields: Any) -> Any:
     body = {"model": "tiny", "max_tokens": 4, **prompt, **fields}
     leg = {"do_remote_decode": True, "do_remote_prefill": False}
     first = server.post(path, {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": leg})
-    params = {**first.json()["kv_transfer_params"], **GONE, "retain": False}
+    params = {**first.json()["kv_transfer_params"], **GONE, **UNPROVEN}
     return server.post(path, {**body, "kv_transfer_params": params})
 
 
@@ -84,3 +90,26 @@ def test_the_page_of_identity_says_so(servers: dict[str, Server]) -> None:
     for server in servers.values():
         assert "load_failures" in server.get("/disagg/identity").json()["capabilities"]
         assert counted(server, "pulls_failed") > 0
+
+
+def test_a_client_that_leaves_during_a_load_is_no_fault(servers: dict[str, Server]) -> None:
+    server = servers["fail"]
+    before, logged = counted(server, "pulls_failed"), len(server.log.read_text())
+    prompt = tokens_of(300, 2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        gone = {**GONE, "remote_engine_id": "silent", "remote_port": silent.getsockname()[1]}
+        params = {**prefill(server, prompt), **gone, **UNPROVEN}
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "kv_transfer_params": params}
+        with post_and_leave(server, body):
+            connection, _ = silent.accept()
+        wait_for(partial(_is_counted, server, "pulls_aborted"), "its load is given up")
+        connection.close()
+    assert counted(server, "pulls_failed") == before
+    lines = server.log.read_text()[logged:].splitlines()
+    assert [line for line in lines if "WARNING" in line or "ERROR" in line] == []
+
+
+def _is_counted(server: Server, name: str) -> bool:
+    """Up to date after the engine's next step."""
+    complete(server, tokens_of(5, 3))
+    return counted(server, name) > 0
