@@ -29,6 +29,8 @@ class Failing:
     """When it may be tried again."""
     is_tried: bool = False
     """A request that began after a pause has it, and has not ended in a failure."""
+    keeps_prefiller: bool = False
+    """What became of the last request that the policies would have given to the pair."""
 
 
 class Pairs:
@@ -37,7 +39,6 @@ class Pairs:
     def __init__(self, chance: Callable[[], float] = random.random) -> None:
         self._random = chance
         self._failing: dict[tuple[str, str], Failing] = {}
-        self._alternates = False
 
     def __bool__(self) -> bool:
         return bool(self._failing)
@@ -46,11 +47,12 @@ class Pairs:
         failing = self._failing.get((prefiller, decoder))
         return failing is not None and now < failing.until
 
-    def keeps_prefiller(self) -> bool:
+    def keeps_prefiller(self, prefiller: str, decoder: str) -> bool:
         """Of an avoided pair, every second request stays with the prefiller and the others with the
         decoder, so that both go on working."""
-        self._alternates = not self._alternates
-        return self._alternates
+        failing = self._failing[prefiller, decoder]
+        failing.keeps_prefiller = not failing.keeps_prefiller
+        return failing.keeps_prefiller
 
     def begins(self, prefiller: str, decoder: str, now: float) -> None:
         """A request is about to load. After a pause it is the one that tries."""

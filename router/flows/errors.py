@@ -183,8 +183,14 @@ class EngineOverloadedError(EngineError):
 
 
 class LoadFailedError(EngineError):
+    """`is_of_pair`: it could not from this prefill engine, whatever the prompt."""
+
     kind = "kv_load"
     phrase = "could not load a prompt's KV"
+
+    def __init__(self, message: str, is_of_pair: bool = False) -> None:
+        super().__init__(message)
+        self.is_of_pair = is_of_pair
 
 
 class PreemptedError(EngineError):

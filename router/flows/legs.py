@@ -89,7 +89,7 @@ class Legs:
     """Those of one request. Each may raise UpstreamError or EngineError, for which there is a row
     in the table of failures, and RejectedError with an engine's 4xx."""
 
-    __slots__ = ("_gateway", "_has_failed_to_load", "_is_read", "_loads_from", "_prompt_tokens",
+    __slots__ = ("_gateway", "_is_read", "_load_failure", "_loads_from", "_prompt_tokens",
                  "_request", "holder", "may_come_back", "plan")  # fmt: skip
 
     def __init__(self, request: Request, plan: Plan, gateway: Gateway) -> None:
@@ -100,9 +100,9 @@ class Legs:
         # Where KV waits for a decoder, unless it was read.
         self.holder: Engine | None = None
         self._is_read = False
-        # The prefiller whose KV the decoder is to load, if any; and whether it could not.
+        # The prefiller whose KV the decoder is to load, if any; and why it could not.
         self._loads_from = ""
-        self._has_failed_to_load = False
+        self._load_failure: LoadFailure | None = None
         # The decoder was asked to hand back what it would have to preempt.
         self.may_come_back = False
 
@@ -254,7 +254,8 @@ class Legs:
         except EngineError:
             if watch is None or not watch.has_ended:
                 raise
-            raise LoadFailedError(NOT_LOADED) from None
+            failure = self._load_failure
+            raise LoadFailedError(NOT_LOADED, failure is not None and failure.is_of_pair) from None
         except asyncio.CancelledError:
             if answer is not None and accept is not None and reuse is not None:
                 gateway.spawn(release.late_turn(request, gateway, engine, answer))
@@ -325,7 +326,7 @@ class Legs:
     def _note_loading(self, decoder: Engine, push: Push | None, moment: float) -> None:
         holder = "" if self.holder is None else self.holder.name
         self._loads_from = holder if push is None else self._request.record.prefiller or ""
-        self._has_failed_to_load = False
+        self._load_failure = None
         pairs = self._gateway.fleet.pairs
         if pairs and self._loads_from:
             pairs.begins(self._loads_from, decoder.name, moment)
@@ -346,11 +347,11 @@ class Legs:
         """Raises LoadFailedError."""
         if failure is not None:
             self._note_failure(decoder, failure)
-            raise LoadFailedError(NOT_LOADED)
+            raise LoadFailedError(NOT_LOADED, failure.is_of_pair)
 
     def _note_failure(self, decoder: Engine, failure: LoadFailure) -> None:
         gateway, prefiller = self._gateway, self._loads_from
-        self._has_failed_to_load = True
+        self._load_failure = failure
         gateway.metrics.load_failures.add(("pair" if failure.is_of_pair else "request",))
         if not failure.is_of_pair or not prefiller:
             return
@@ -368,7 +369,7 @@ class Legs:
 
     def _note_loaded(self, decoder: Engine) -> None:
         pairs, prefiller = self._gateway.fleet.pairs, self._loads_from
-        if not pairs or not prefiller or self._has_failed_to_load:
+        if not pairs or not prefiller or self._load_failure is not None:
             return
         if pairs.succeeded(prefiller, decoder.name):
             logger.info(

@@ -61,6 +61,8 @@ from router.upstream.errors import ConnectRefusedError
 PARTING = 5.0
 # Legs that may fail of one request, before it is given up.
 MOST_FAILED = 4
+# Of these, loads of KV, before a decoder is to prefill by itself, if it may.
+MOST_UNLOADED = 3
 # Seconds after a prefiller's answer in which its blocks surely still wait, if nobody renews.
 HELD = 20.0
 
@@ -399,7 +401,8 @@ class Run:
         route = self._plan.route
         engine = self._first(route.prefillers)
         if engine is not None and route.decoders and self._is_avoided(engine, route.decoders[0]):
-            is_kept = self._plan.reuse is None and self._gateway.fleet.pairs.keeps_prefiller()
+            pair = (engine.name, route.decoders[0].name)
+            is_kept = self._plan.reuse is None and self._gateway.fleet.pairs.keeps_prefiller(*pair)
             others = self._able(DECODE) if is_kept else ()
             if not any(self._can_pair(engine, decoder) for decoder in others):
                 engine = None
@@ -414,17 +417,25 @@ class Run:
 
     def _lacks_pair(self) -> bool:
         """Whether a load has failed and no other two engines can exchange KV, as far as known, in
-        this group or another. Raises the failure where no decoder may prefill so much."""
+        this group or another; or as many loads have failed as may. Raises the failure where no
+        decoder may prefill so much."""
         if not isinstance(self._failure, LoadFailedError):
             return False
-        able = self._able(DECODE)
-        if any(self._can_pair(p, d) for p in self._able(PREFILL) for d in able):
-            return False
-        if self._has_moved():
-            return False
+        if len(self._unloaded) < MOST_UNLOADED or not self._may_do_without():
+            able = self._able(DECODE)
+            if any(self._can_pair(p, d) for p in self._able(PREFILL) for d in able):
+                return False
+            if self._has_moved():
+                return False
         self._require_short()
         self._mate = None
         return True
+
+    def _may_do_without(self) -> bool:
+        """Whether a decoder may prefill so much."""
+        limits = self._gateway.limits
+        most = 0 if limits.without_prefiller == "refuse" else limits.without_prefiller_tokens
+        return tokens_of(self._request.body) <= most
 
     def _another(self, role: Role, mate: Engine | None = None) -> Engine | None:
         """The next in the plan that has not failed this request, else whoever has come since; and
@@ -580,7 +591,8 @@ class Run:
         is_over = what in (Next.END, Next.GIVE_UP) or is_late
         num_failed = len(self._failed) - self._chances + len(self._unloaded)
         is_over = is_over or num_failed >= MOST_FAILED
-        if is_over or not (rule.is_free or gateway.budget.take(moment)):
+        is_free = rule.is_free or (isinstance(error, LoadFailedError) and error.is_of_pair)
+        if is_over or not (is_free or gateway.budget.take(moment)):
             if request.exchange.started:
                 gateway.metrics.resumes.add((error.kind, moves.why_not()))
             _note(request.record, engine, role, error.kind, Next.GIVE_UP)

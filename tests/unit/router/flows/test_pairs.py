@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from random import Random
 from typing import Any
 
 import pytest
@@ -100,7 +103,7 @@ class Fleet:
 
     def __init__(self, ps: list[MockEngine], ds: list[MockEngine]) -> None:
         self.ps, self.ds = ps, ds
-        self.is_broken = True
+        self.cut_off = {(0, 0)}
         self.pairs: list[tuple[int, int]] = []
 
     def breaks(self, fault: Script) -> None:
@@ -116,8 +119,7 @@ class Fleet:
                 return
             pair = (int(name.removeprefix("p-")) - 1, place)
             self.pairs.append(pair)
-            is_cut_off = self.is_broken and pair == (0, 0)
-            await (fault if is_cut_off else usual_decode)(request, peer)
+            await (fault if pair in self.cut_off else usual_decode)(request, peer)
 
         return answer
 
@@ -180,7 +182,7 @@ async def test_a_pair_is_tried_again_and_a_load_that_works_clears_it(
     monkeypatch.setattr("router.fleet.pairs.FIRST_PAUSE", 0.05)
     router = await started(start_router, fleet)
     await ask(router, 4)
-    fleet.is_broken = False
+    fleet.cut_off.clear()
     pairs = router.gateway.fleet.pairs
     while pairs:
         await ask(router, 1)
@@ -272,6 +274,38 @@ async def test_a_restarted_engine_is_paired_with_all_again(
     fleet.ds[0].healthy = False
     await eventually(lambda: not router.engine(fleet.ds[0]).is_wanted)
     assert not router.gateway.fleet.pairs
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_whichever_pairs_are_cut_off_all_are_answered_and_each_is_tried_once(
+    start_router: StartRouter, fleet: Fleet, seed: int
+) -> None:
+    choose = Random(seed)
+    num_ps, num_ds = choose.randint(1, 4), choose.randint(1, 4)
+    every = {(i, j) for i in range(num_ps) for j in range(num_ds)}
+    fleet.cut_off = {pair for pair in every if choose.random() < 0.5}
+    left = every - fleet.cut_off
+    async with AsyncExitStack() as stack:
+        for number in range(3, num_ps + 1):
+            fleet.ps.append(
+                await stack.enter_async_context(running_engine(prefilling(f"p-{number}")))
+            )
+        for _ in range(3, num_ds + 1):
+            fleet.ds.append(await stack.enter_async_context(running_engine(usual_decode)))
+            fleet.ds[-1].identity = NAMES
+        fleet.ps, fleet.ds = fleet.ps[:num_ps], fleet.ds[:num_ds]
+        fleet.breaks(choose.choice([*FAULTS.values()]))
+        router = await started(start_router, fleet, without_prefiller="decode")
+        await ask(router, 40, stream=choose.random() < 0.5)
+        if left:
+            assert sum(pair in fleet.cut_off for pair in fleet.pairs) <= len(fleet.cut_off)
+        worked = set(fleet.pairs) & left
+        assert {p for p, _ in worked} == {p for p, _ in left}
+        assert {d for _, d in worked} == {d for _, d in left}
+        # More at once than may be tried again within some seconds.
+        answers = await asyncio.gather(*(router.complete() for _ in range(120)))
+        assert {answer.status_code for answer in answers} == {200}
+        await router.settled()
 
 
 @pytest.mark.parametrize("stream", [False, True])
