@@ -2,7 +2,7 @@
 the router pairs both with others, and pairs them again when the way is open."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from router.status.command import main as show_status
+from tests.conftest import find_free_ports
 from tests.integration.legs import coordinates_in, decode_body, prefill
 from tests.integration.oracle import complete, differences, text_of
 from tests.integration.processes import CONNECTORS, Launcher, Server, metric, wait_for
@@ -37,16 +38,13 @@ class Fleet:
     cut_off: Path
 
 
-@pytest.fixture(params=["pull-fail", "pull-recompute", "push-fail"])
+@pytest.fixture(scope="module", params=["pull-fail", "pull-recompute", "push-fail"])
 def fleet(
-    request: pytest.FixtureRequest,
-    launcher: Launcher,
-    tmp_path: Path,
-    free_ports: Callable[[int], list[int]],
+    request: pytest.FixtureRequest, launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Fleet]:
     mode, policy = str(request.param).split("-")
-    ports = free_ports(2)
-    cut_off = tmp_path / "ports"
+    ports = find_free_ports(2)
+    cut_off = tmp_path_factory.mktemp("cut-off") / "ports"
     cut_off.write_text(str(ports[1]))
     options: dict[str, Any] = {"connector": CONNECTORS[mode], "policy": policy}
     double: dict[str, Any] = {"module": "tests.integration.cut_off_engine"}
@@ -74,14 +72,30 @@ def avoided(fleet: Fleet) -> bool:
     return bool(found)
 
 
+def test_an_answer_by_hand_names_the_prefill_engine_and_the_reason(fleet: Fleet) -> None:
+    if fleet.mode == "push":
+        pytest.skip("its legs go at once")
+    prompt = text_of(90, 900)
+    params = prefill(fleet.ps[0], prompt)
+    answer = fleet.ds[1].post("/v1/completions", decode_body(prompt, params))
+    content = answer.json()
+    where = content["error"] if answer.status_code == 500 else content["kv_transfer_params"]
+    failure = where["kv_load_failure"]
+    assert failure["scope"] == "pair"
+    assert failure["reason"]
+    named = {name: failure[name] for name in ("remote_engine_id", "remote_host", "remote_port")}
+    assert named.items() <= coordinates_in(params).items()
+
+
 def test_a_pair_that_is_cut_off_is_not_paired_again_until_it_is_mended(
     fleet: Fleet, alone: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = [text_of(90, 700 + number) for number in range(16)]
     right = [complete(alone, prompt) for prompt in prompts]
+    before = [metric(d, FAILED[fleet.mode]) for d in fleet.ds]
     assert differences(right, [complete(fleet.router, prompt) for prompt in prompts]) == []
     assert avoided(fleet)
-    assert [metric(d, FAILED[fleet.mode]) for d in fleet.ds] == [0, 1]
+    assert [metric(d, FAILED[fleet.mode]) for d in fleet.ds] == [before[0], before[1] + 1]
     assert all(metric(d, LOADED[fleet.mode]) > 0 for d in fleet.ds)
     granted = "disagg_engine_kv_leases_granted_total"
     assert all(metric(p, granted) > 1 for p in fleet.ps)
@@ -97,19 +111,4 @@ def test_a_pair_that_is_cut_off_is_not_paired_again_until_it_is_mended(
     assert differences(expected, again) == []
     assert not avoided(fleet)
     assert metric(fleet.ds[1], LOADED[fleet.mode]) > loaded
-    assert [metric(d, FAILED[fleet.mode]) for d in fleet.ds] == [0, 1]
-
-
-def test_an_answer_by_hand_names_the_prefill_engine_and_the_reason(fleet: Fleet) -> None:
-    if fleet.mode == "push":
-        pytest.skip("its legs go at once")
-    prompt = text_of(90, 900)
-    params = prefill(fleet.ps[0], prompt)
-    answer = fleet.ds[1].post("/v1/completions", decode_body(prompt, params))
-    content = answer.json()
-    where = content["error"] if answer.status_code == 500 else content["kv_transfer_params"]
-    failure = where["kv_load_failure"]
-    assert failure["scope"] == "pair"
-    assert failure["reason"]
-    named = {name: failure[name] for name in ("remote_engine_id", "remote_host", "remote_port")}
-    assert named.items() <= coordinates_in(params).items()
+    assert [metric(d, FAILED[fleet.mode]) for d in fleet.ds] == [before[0], before[1] + 1]
