@@ -19,10 +19,11 @@ engines with others. It takes the field out, for a client has no use for it.
 """
 
 import json
+from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from engine_ext.base.latest import keep_latest
 from engine_ext.base.types import LoadProblem, PeerAddress
 
 KEY = "kv_load_failure"
@@ -31,21 +32,36 @@ MAX_REASON = 200
 """Characters of a reason. Some of it may be a peer's words."""
 
 UNKNOWN = LoadProblem("the load failed", is_of_pair=False)
+MAX_FAILURES = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class LoadFailure:
-    address: PeerAddress
-    problem: LoadProblem
+class LoadFailures:
+    """By request, those that no answer has named yet: the latest MAX_FAILURES."""
 
-    def to_wire(self) -> dict[str, Any]:
-        return {
-            "remote_engine_id": self.address.engine_id,
-            "remote_host": self.address.host,
-            "remote_port": self.address.port,
-            "scope": PAIR if self.problem.is_of_pair else REQUEST,
-            "reason": self.problem.reason[:MAX_REASON],
-        }
+    def __init__(self) -> None:
+        self._by_request: OrderedDict[str, dict[str, Any]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._by_request)
+
+    def note(self, request_id: str, address: PeerAddress, problem: LoadProblem) -> None:
+        """Nothing was loaded from there, or is to be."""
+        keep_latest(self._by_request, request_id, _on_wire(address, problem), MAX_FAILURES)
+
+    def take(self, request_id: str) -> dict[str, Any] | None:
+        """In its wire form, once. None where the load has not failed, or the request ended
+        first."""
+        return self._by_request.pop(request_id, None)
+
+
+def _on_wire(address: PeerAddress, problem: LoadProblem) -> dict[str, Any]:
+    return {
+        "remote_engine_id": address.engine_id,
+        "remote_host": address.host,
+        "remote_port": address.port,
+        "scope": PAIR if problem.is_of_pair else REQUEST,
+        "reason": problem.reason[:MAX_REASON],
+    }
 
 
 def comment(failure: Mapping[str, Any]) -> str:

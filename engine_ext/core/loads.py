@@ -10,12 +10,10 @@ is reported of its load in the meantime is not for the host.
 """
 
 import enum
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from engine_ext.base.config import ConnectorConfig, LoadFailurePolicy
-from engine_ext.base.latest import keep_latest
-from engine_ext.base.load_failure import UNKNOWN, LoadFailure
+from engine_ext.base.load_failure import UNKNOWN, LoadFailures
 from engine_ext.base.proof import digest
 from engine_ext.base.states import after
 from engine_ext.base.types import (
@@ -34,9 +32,6 @@ from engine_ext.core.orders import Orders
 from engine_ext.core.params import Role
 from engine_ext.core.siblings import Siblings
 from engine_ext.push.names import base_id
-
-MAX_FAILURES = 1024
-"""Whose answers are to name them, at most: a host takes each with the request's next output."""
 
 
 class LoadState(enum.Enum):
@@ -90,8 +85,8 @@ class Loads:
         self._loads: dict[str, Load] = {}
         self._fenced: dict[str, PeerAddress] = {}
         """And which engine each was loaded from."""
-        self._failures: OrderedDict[str, LoadFailure] = OrderedDict()
-        """That the host has not taken yet."""
+        self.failures = LoadFailures()
+        """A host takes each with the request's next output."""
         self._siblings = Siblings()
 
     def failure_policy(self, request_id: str) -> LoadFailurePolicy:
@@ -189,10 +184,10 @@ class Loads:
         if load is None or load.state is not LoadState.LOADING:
             if problem is not None and request_id in self._fenced:
                 # It ended because its load had failed, in a host that ends it first (vLLM).
-                self.note_failure(request_id, self._fenced[request_id], problem)
+                self.failures.note(request_id, self._fenced[request_id], problem)
             return
         if failed:
-            self.note_failure(request_id, load.origin.address, problem or UNKNOWN)
+            self.failures.note(request_id, load.origin.address, problem or UNKNOWN)
         is_over = failed and self._policy_of(load) == "fail"
         load.on(LoadEvent.FAIL if is_over else LoadEvent.REPORT)
         self._orders.untracks.append(request_id)
@@ -222,19 +217,6 @@ class Loads:
     def is_fenced(self, request_id: str) -> bool:
         """The host hears of this request by its fence alone."""
         return request_id in self._fenced
-
-    @property
-    def has_failures(self) -> bool:
-        return bool(self._failures)
-
-    def take_failure(self, request_id: str) -> LoadFailure | None:
-        """What the request's answer is to say of its load, once."""
-        return self._failures.pop(request_id, None)
-
-    def note_failure(self, request_id: str, address: PeerAddress, problem: LoadProblem) -> None:
-        """Nothing was loaded from there, or is to be."""
-        failure = LoadFailure(address, problem)
-        keep_latest(self._failures, request_id, failure, MAX_FAILURES)
 
     def _policy_of(self, load: Load) -> LoadFailurePolicy:
         return "recompute" if load.role is Role.PREFILL else self._policy

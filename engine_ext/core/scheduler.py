@@ -11,9 +11,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from engine_ext.base.config import ConnectorConfig, LoadFailurePolicy
+from engine_ext.base.load_failure import LoadFailures
 from engine_ext.base.proof import NoProof, PrefixProof
 from engine_ext.base.types import (
     BlockIds,
@@ -128,7 +128,7 @@ class SchedulerConnector:
             logger.warning("request %s: %s", request.request_id, params.problem)
         if params.refused is not None:
             problem = LoadProblem(params.problem or "", is_of_pair=True)
-            self._loads.note_failure(request.request_id, params.refused, problem)
+            self._loads.failures.note(request.request_id, params.refused, problem)
         origin = params.source or params.target
         is_sibling = origin is not None and self._loads.is_left_to_sibling(request.request_id)
         if params.role is Role.PREFILL:
@@ -165,7 +165,7 @@ class SchedulerConnector:
             self._proofs_unreadable += 1
             if role is Role.DECODE:
                 problem = LoadProblem("its prefix_proof is unreadable", is_of_pair=False)
-                self._loads.note_failure(request.request_id, source.address, problem)
+                self._loads.failures.note(request.request_id, source.address, problem)
             logger.warning(
                 "request %s: nothing is loaded from engine %s: its prefix_proof is malformed, cut, "
                 "of another version, or of other blocks than the ones that are named",
@@ -242,15 +242,9 @@ class SchedulerConnector:
         return self._loads.failure_policy(request.request_id)
 
     @property
-    def has_load_failures(self) -> bool:
-        """Whether `take_load_failure` has some."""
-        return self._loads.has_failures
-
-    def take_load_failure(self, request_id: str) -> dict[str, Any] | None:
-        """What the request's answer is to say of its load, once; see base/load_failure.py. None
-        where it did not fail, or the request ended first."""
-        failure = self._loads.take_failure(request_id)
-        return None if failure is None else failure.to_wire()
+    def load_failures(self) -> LoadFailures:
+        """What answers are to say of loads."""
+        return self._loads.failures
 
     def drain(self) -> None:
         """The engine leaves or pauses: turns wait for nobody any more, and none is kept. Leases run

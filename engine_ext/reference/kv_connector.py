@@ -1,10 +1,11 @@
 """What this engine needs of a KV connector; `engine_ext.core.connector.Connector` provides it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from engine_ext.base.config import LoadFailurePolicy
 from engine_ext.base.inspection import Inspection
+from engine_ext.base.load_failure import LoadFailures
 from engine_ext.base.types import (
     BlockIds,
     ConnectorStats,
@@ -28,6 +29,10 @@ class SchedulerHalf(Protocol):
     def engine_id_clashes(self) -> int:
         """Likewise."""
 
+    @property
+    def load_failures(self) -> LoadFailures:
+        """What answers are to say of loads."""
+
     def on_new_request(self, request: EngineRequest) -> None: ...
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int
@@ -49,9 +54,6 @@ class SchedulerHalf(Protocol):
         """Its blocks go to others; it is computed again later."""
 
     def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy: ...
-    def take_load_failure(self, request_id: str) -> dict[str, Any] | None:
-        """What the request's answer is to say of a load that failed, once."""
-
     def has_pending_work(self) -> bool: ...
     def release(self, engine_id: str, request_id: str) -> bool:
         """Give up what is kept for a remote reader. True: it was kept."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from engine_ext.base.config import LoadFailurePolicy
+from engine_ext.base.load_failure import LoadFailures
 from engine_ext.base.types import (
     EMPTY_STEP,
     BlockIds,
@@ -21,6 +22,7 @@ from engine_ext.staging.stage import StagingFactory
 class NoSchedulerHalf:
     proofs_unreadable = 0
     engine_id_clashes = 0
+    load_failures = LoadFailures()
 
     def on_new_request(self, request: EngineRequest) -> None:
         pass
@@ -59,9 +61,6 @@ class NoSchedulerHalf:
 
     def revoke(self, request_id: str) -> bool:
         return False
-
-    def take_load_failure(self, request_id: str) -> None:
-        return None
 
     def drain(self) -> None:
         pass

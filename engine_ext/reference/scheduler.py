@@ -352,9 +352,9 @@ class Scheduler:
 
     def _note_load_failure(self, seq: Sequence) -> None:
         try:
-            seq.load_failure = self._connector.take_load_failure(seq.request_id)
+            seq.load_failure = self._connector.load_failures.take(seq.request_id)
         except Exception:
-            logger.exception("connector: take_load_failure raised for %s", seq.request_id)
+            logger.exception("connector: load_failures raised for %s", seq.request_id)
 
     def _request_finished(self, seq: Sequence, finish: Finish) -> bool:
         """Sets the answer for the caller; returns whether the blocks must stay."""

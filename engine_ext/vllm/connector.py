@@ -276,11 +276,11 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(nothing)
     def take_load_failure(self, request_id: str) -> dict[str, Any] | None:
         """For our scheduler class, which puts it into the request's answer."""
-        return self.scheduler.take_load_failure(request_id)
+        return self.scheduler.load_failures.take(request_id)
 
     @property
     def has_load_failures(self) -> bool:
-        return self._scheduler is not None and self._scheduler.has_load_failures
+        return self._scheduler is not None and bool(self._scheduler.load_failures)
 
     @guarded(nothing)
     def drain(self) -> None:

@@ -178,7 +178,10 @@ class DisaggMixin:
     ) -> dict[int, EngineCoreOutputs]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc] # vLLM's
         if support.is_on(features.LOAD_FAILURES):
-            self._name_load_failures(outputs)
+            try:
+                self._name_load_failures(outputs)
+            except Exception:
+                logger.exception("loads that failed are not named")
         ended, self._ended = self._ended, []
         for request, said in ended:
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(said)

@@ -19,7 +19,7 @@ OURS = "engine_ext.vllm.scheduler.DisaggScheduler"
 OVERRIDES = {
     "add_request": (features.BEGUN,),
     "schedule": (features.REST, features.THRESHOLD, features.BEGUN),
-    "update_from_output": (features.THRESHOLD, features.BEGUN),
+    "update_from_output": (features.THRESHOLD, features.BEGUN, features.LOAD_FAILURES),
     "has_requests": (features.THRESHOLD, features.BEGUN),
     "has_finished_requests": (features.REST,),
     "_handle_failed_recving": (features.FAILURE_POLICY,),
@@ -133,6 +133,7 @@ def what_is_off_is_not_promised(model: Path) -> None:
     for feature, promised in (
         (features.THRESHOLD, {"cache_hit_threshold"}),
         (features.STREAMS, {"streamed_kv_transfer_params", "tell_token_ids"}),
+        (features.LOAD_FAILURES, {"load_failures"}),
     ):
         assert promised <= every
         with without(feature):

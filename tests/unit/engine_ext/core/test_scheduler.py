@@ -232,7 +232,7 @@ def test_an_unreadable_proof_loads_nothing_is_counted_and_declined(
     meta = scheduler.build_connector_meta()
     assert [source.request_id for source in meta.declines] == ["p-1"]
     assert (meta.tracks, meta.pulls) == ((), ())
-    failure = scheduler.take_load_failure("d-1")
+    failure = scheduler.load_failures.take("d-1")
     assert failure is not None
     assert (failure["remote_engine_id"], failure["scope"]) == ("p", "request")
 
@@ -969,9 +969,9 @@ def test_an_engine_that_may_not_be_dialled_is_named_as_one_of_a_pair_that_fails(
     elsewhere = parse_networks("allowed_peers", ["192.0.2.0/24"])
     scheduler = make("d", access=Access(peers=elsewhere))
     offered(scheduler)
-    failure = scheduler.take_load_failure("d-1")
+    failure = scheduler.load_failures.take("d-1")
     assert failure is not None
     assert (failure["remote_engine_id"], failure["scope"]) == ("p", "pair")
     assert (failure["remote_host"], failure["remote_port"]) == ("10.0.0.2", 5600)
     assert "allowed_peers" in failure["reason"]
-    assert scheduler.take_load_failure("d-1") is None
+    assert scheduler.load_failures.take("d-1") is None

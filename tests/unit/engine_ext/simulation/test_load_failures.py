@@ -15,9 +15,9 @@ def failure(pair: Pair, asked: str) -> dict[str, Any]:
     """Of a request whose load fails, once it has."""
     pair.world.until(lambda: asked in pair.decoder.outcomes, LONGEST)
     assert pair.decoder.outcomes[asked] is False
-    found = pair.decoder.scheduler.take_load_failure(asked)
+    found = pair.decoder.scheduler.load_failures.take(asked)
     assert found is not None
-    assert pair.decoder.scheduler.take_load_failure(asked) is None, "it is taken once"
+    assert pair.decoder.scheduler.load_failures.take(asked) is None, "it is taken once"
     assert found.pop("remote_engine_id") == pair.prefiller.name
     assert (found.pop("remote_host"), found.pop("remote_port")) == ("sim", 1)
     return found
@@ -82,4 +82,4 @@ def test_a_request_that_ends_first_has_no_failure(mode: str) -> None:
     pair.decoder.abort(pair.decoder.loading[asked])
     pair.world.pass_time(30)
     assert pair.decoder.outcomes[asked] is False
-    assert pair.decoder.scheduler.take_load_failure(asked) is None
+    assert pair.decoder.scheduler.load_failures.take(asked) is None

@@ -146,6 +146,8 @@ OURS = "engine_ext.vllm"
         ("compat.by_name", [features.SEVERAL]),
         ("pages", [features.PAGES]),
         ("compat.streams", [features.STREAMS]),
+        ("compat.load_failures", [features.LOAD_FAILURES]),
+        ("problems", [features.LOAD_FAILURES]),
         ("scheduler", [features.SCHEDULER]),
         ("compat.finish_reason", [features.SCHEDULER]),
         ("compat.finish_reason", [features.THRESHOLD]),
@@ -162,7 +164,7 @@ def test_a_feature_can_be_imported_where_its_names_are(
     assert {one for one in _imported(f"{OURS}.{module}") if one not in probed} == set()
 
 
-@pytest.mark.parametrize("speaks", [features.THRESHOLD, features.BEGUN])
+@pytest.mark.parametrize("speaks", [features.THRESHOLD, features.BEGUN, features.LOAD_FAILURES])
 def test_what_speaks_in_streams_is_off_with_them(speaks: features.Feature) -> None:
     """Else a refusal would be a stream without an end, and what a client has be said again."""
     assert set(features.STREAMS.needs) <= set(speaks.needs)

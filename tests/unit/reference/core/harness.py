@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from engine_ext.base.config import LoadFailurePolicy
+from engine_ext.base.load_failure import LoadFailures
 from engine_ext.base.types import (
     BlockIds,
     ConnectorStats,
@@ -150,6 +151,7 @@ class FakeScheduler:
     policy: LoadFailurePolicy = "fail"
     proofs_unreadable: int = 0
     engine_id_clashes: int = 0
+    load_failures: LoadFailures = field(default_factory=LoadFailures)
 
     def on_new_request(self, request: EngineRequest) -> None:
         self._called("on_new_request", request)
@@ -224,9 +226,6 @@ class FakeScheduler:
     def fail_finish(self, request_id: str) -> FinishDecision:
         self._called(f"fail_finish {request_id}")
         return FinishDecision(False, None)
-
-    def take_load_failure(self, request_id: str) -> dict[str, Any] | None:
-        return {"remote_engine_id": "p-1"}
 
     def _called(self, hook: str, request: EngineRequest | None = None, *values: Any) -> None:
         who = [request.request_id] if request else []

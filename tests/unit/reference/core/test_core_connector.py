@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from engine_ext.base.types import LoadProblem, PeerAddress
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import (
     BLOCK,
@@ -259,10 +260,15 @@ def test_a_failed_load_under_policy_recompute_is_computed_here(
     connector.scheduler.policy = "recompute"
     park(driver, connector)
     connector.worker.report(failed=["d"])
+    remote = PeerAddress("p-1", "10.0.0.1", 5600)
+    connector.scheduler.load_failures.note("d", remote, LoadProblem("no way", is_of_pair=True))
     driver.finish("d")
     assert driver.result("d").token_ids == make_driver().run(request("x", prompt(50)))[0].token_ids
     assert driver.core.stats().prompt_tokens_fetched == 0
-    assert driver.result("d").load_failure == {"remote_engine_id": "p-1"}
+    failure = driver.result("d").load_failure
+    assert failure is not None
+    assert (failure["remote_engine_id"], failure["reason"]) == ("p-1", "no way")
+    assert not connector.scheduler.load_failures
     driver.assert_empty()
 
 
