@@ -26,7 +26,7 @@ from router.flows.exchange import Before, Exchange, Header, Relayed
 from router.flows.gateway import Gateway
 from router.flows.request import PASSED, Request, parse_body
 from router.policies.chunks import tokens_of
-from router.upstream.answer import Sink
+from router.upstream.answer import NO_ROOM, Sink
 from router.upstream.errors import (
     AnswersFullError,
     AnswerTooLargeError,
@@ -249,11 +249,11 @@ class Translated(Before):
         await self._end(self._unsent)
 
     def release(self) -> None:
-        """Nothing of the answer is held any more."""
+        """End the reservation: nothing of the answer is held any more."""
         self._reservation.release()
 
     def _has_room(self) -> bool:
-        """For what has been heard of a stream, all of which its last events repeat."""
+        """Reserve the text of a stream, all of which its last events repeat."""
         return self._reservation.resize(self._speaker.story.memory)
 
     async def _tell(self, status: int, headers: Sequence[Header], content: Json) -> None:
@@ -332,7 +332,7 @@ class Passing:
         if block and (told := self._translate(block)):
             self._sink.write(told, False)
         if not self._has_room():
-            self.fail(AnswersFullError("no room for one more large stream"))
+            self.fail(AnswersFullError(NO_ROOM))
 
     def pause(self) -> None:
         self._answer.pause()
@@ -361,7 +361,7 @@ class Whole:
         if size > self._most:
             self._error = AnswerTooLargeError(f"an answer of more than {self._most} bytes")
         elif not self._reservation.resize(size):
-            self._error = AnswersFullError("no room for one more large answer")
+            self._error = AnswersFullError(NO_ROOM)
         else:
             self._pieces.append(block)
             return

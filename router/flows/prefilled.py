@@ -115,7 +115,7 @@ class Prefilled:
         self.is_all = False
 
     def keep_params(self) -> None:
-        """Forgets the rest, which takes memory as long as a decoder answers."""
+        """Forget all but the params, which alone are needed while a decoder answers."""
         self.raw = b""
         self._usage = self._choices = ABSENT
 

@@ -161,7 +161,7 @@ class Request(Thing):
             raise BadRequestError(wrong.message, wrong.field)
 
     def keep(self, answer: Answer) -> None:
-        """Leaves reserved what was read of an answer, until the request ends, not only its leg."""
+        """Keep what was read of an answer reserved until the request ends, not only its leg."""
         reservation, answer.reservation = answer.reservation, None
         if reservation is None:
             return
@@ -171,7 +171,7 @@ class Request(Thing):
             self._own(reservation)
 
     def reserve(self, memory: AnswerMemory) -> Reservation:
-        """A new reservation, which ends with the request."""
+        """Return a new reservation, which is released when the request ends."""
         reservation = Reservation(memory)
         self._own(reservation)
         return reservation

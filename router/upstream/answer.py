@@ -33,6 +33,7 @@ from router.upstream.sse import EventGate, end_of_last_event
 
 Headers = Sequence[tuple[bytes, bytes]]
 HIGH_WATER = 256 * 1024
+NO_ROOM = "large answers take all of --max-held-answers"
 # What is remembered of a body that was relayed: the ends of its last blocks.
 LAST_BLOCKS = 4
 LAST_BYTES = 2048
@@ -338,10 +339,10 @@ class Answer:
             error = AnswerTooLargeError(f"an answer of more than {self._whole_limit} bytes")
             self._refuse(error)
         elif self._held_size > HIGH_WATER and not self._reserve(self._whole_limit):
-            self._refuse(AnswersFullError("no room for one more large answer"))
+            self._refuse(AnswersFullError(NO_ROOM))
 
     def _reserve(self, limit: int) -> bool:
-        """Reserves what is here, or all that is announced."""
+        """Reserve what is here, or all that is announced. Returns False if there is no room."""
         if self.memory is None:
             return True
         if self.reservation is None:

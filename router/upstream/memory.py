@@ -30,8 +30,8 @@ class Reservation:
         self.size = 0
 
     def resize(self, size: int) -> bool:
-        """Reserves `size` bytes in place of those before. False: there is no room for more than
-        those before, which stay reserved."""
+        """Reserve `size` bytes in place of those before. Returns False if there is no room for
+        them; those before stay reserved."""
         memory = self._memory
         more = (size if size > UNCOUNTED else 0) - self.size
         if more > 0 and 0 < memory.limit < memory.size + more:
