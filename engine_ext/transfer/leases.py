@@ -56,7 +56,6 @@ class LeaseState(enum.Enum):
 class LeaseEvent(enum.Enum):
     GRANT = "grant"
     CANCEL = "cancel"
-    EXPIRE = "expire"
     REVOKE = "revoke"
     TAKE = "take"
     PUT_BACK = "put back"
@@ -69,7 +68,6 @@ ENDED = None
 NEXT: dict[tuple[LeaseState, LeaseEvent], LeaseState | None] = {
     (LeaseState.EXPECTED, LeaseEvent.GRANT): LeaseState.GRANTED,
     (LeaseState.EXPECTED, LeaseEvent.CANCEL): ENDED,
-    (LeaseState.GRANTED, LeaseEvent.EXPIRE): LeaseState.REVOKED,
     (LeaseState.GRANTED, LeaseEvent.REVOKE): LeaseState.REVOKED,
     (LeaseState.GRANTED, LeaseEvent.END): ENDED,
     (LeaseState.REVOKED, LeaseEvent.END): ENDED,
@@ -78,13 +76,6 @@ NEXT: dict[tuple[LeaseState, LeaseEvent], LeaseState | None] = {
     (LeaseState.WRITING, LeaseEvent.PUT_BACK): LeaseState.REVOKED,
 }
 """Every event that means something in a state; others change nothing."""
-
-OUTCOMES = {
-    LeaseEvent.EXPIRE: "leases_expired",
-    LeaseEvent.REVOKE: "leases_revoked",
-    LeaseEvent.END: "leases_released",
-}
-"""The counter of ConnectorStats that each event moves, where it is the lease's first of these."""
 
 
 @dataclass(slots=True)
@@ -102,7 +93,7 @@ class Lease:
     looked_at_next: float = FOREVER
     """Of its entries in the table's queue the earliest, if it has one."""
     has_outcome: bool = False
-    """It has been counted as expired, revoked or released."""
+    """It has been counted as expired or revoked: its end is no release."""
 
     @property
     def is_counted(self) -> bool:
@@ -127,10 +118,10 @@ class LeaseTable:
     counts grants and outcomes.
     """
 
-    def __init__(self, extension: float, grace: float, stats: ConnectorStats) -> None:
+    def __init__(self, extension: float, grace: float, stats: ConnectorStats | None = None) -> None:
         self._extension = extension
         self._grace = grace
-        self._stats = stats
+        self._stats = stats or ConnectorStats()
         self._leases: dict[str, Lease] = {}
         # An entry for each held lease, at its end or before; renewals only move the lease, looking
         # at the entry puts it back where it belongs. One more where the end has come nearer.
@@ -230,12 +221,16 @@ class LeaseTable:
 
     def revoke(self, request_id: str, now: float) -> bool:
         """Ends a granted lease before its time. True: it was granted; its readers must be told."""
-        return self._withdraw(request_id, LeaseEvent.REVOKE, now)
+        if not self._withdraw(request_id, now):
+            return False
+        self._stats.leases_revoked += 1
+        return True
 
-    def _withdraw(self, request_id: str, event: LeaseEvent, now: float) -> bool:
-        if not self._happens(request_id, event):
+    def _withdraw(self, request_id: str, now: float) -> bool:
+        if not self._happens(request_id, LeaseEvent.REVOKE):
             return False
         lease = self._leases[request_id]
+        lease.has_outcome = True
         lease.deadline = now + self._grace
         self._look_again(request_id, lease)
         return True
@@ -246,11 +241,13 @@ class LeaseTable:
 
     def expire(self, now: float) -> list[str]:
         """Revokes what nobody read or renewed in time; returns those ids."""
-        return [
+        expired = [
             name
             for name in self._due(now)
-            if not self._leases[name].is_counted and self._withdraw(name, LeaseEvent.EXPIRE, now)
+            if not self._leases[name].is_counted and self._withdraw(name, now)
         ]
+        self._stats.leases_expired += len(expired)
+        return expired
 
     def reap(self, now: float) -> list[str]:
         """Ends what nobody may believe in any more; returns those ids."""
@@ -270,7 +267,8 @@ class LeaseTable:
         lease = self._leases.get(request_id)
         if lease is None or (lease.state, event) not in NEXT:
             return False
-        self._count(lease, event)
+        self._stats.leases_granted += event is LeaseEvent.GRANT
+        self._stats.leases_released += event is LeaseEvent.END and not lease.has_outcome
         after = NEXT[lease.state, event]
         self._num_held += (after is not ENDED) - (lease.state is not LeaseState.EXPECTED)
         if after is ENDED:
@@ -280,15 +278,6 @@ class LeaseTable:
         if not self._num_held:
             self._by_end.clear()
         return True
-
-    def _count(self, lease: Lease, event: LeaseEvent) -> None:
-        if event is LeaseEvent.GRANT:
-            self._stats.leases_granted += 1
-        if lease.has_outcome or event not in OUTCOMES:
-            return
-        lease.has_outcome = True
-        name = OUTCOMES[event]
-        setattr(self._stats, name, getattr(self._stats, name) + 1)
 
     def _due(self, now: float) -> list[str]:
         """Held leases whose end is reached. They are due again until they have ended."""

@@ -13,7 +13,7 @@ EXTENSION = 20
 
 
 def table() -> LeaseTable:
-    return LeaseTable(extension=EXTENSION, grace=1, stats=ConnectorStats())
+    return LeaseTable(extension=EXTENSION, grace=1)
 
 
 def ended(leases: LeaseTable, now: float) -> list[str]:
@@ -223,7 +223,6 @@ def test_an_event_without_a_meaning_in_a_state_changes_nothing(
     happens: dict[LeaseEvent, Callable[[], object]] = {
         LeaseEvent.GRANT: lambda: leases.grant("a", now=0, seconds=30),
         LeaseEvent.CANCEL: lambda: leases.cancel("a"),
-        LeaseEvent.EXPIRE: lambda: leases.expire(1000),
         LeaseEvent.REVOKE: lambda: leases.revoke("a", now=0),
         LeaseEvent.TAKE: lambda: leases.take("a"),
         LeaseEvent.PUT_BACK: lambda: leases.put_back("a"),
