@@ -185,6 +185,19 @@ class PushRegistration:
 
 
 @dataclass(frozen=True, slots=True)
+class PushInquiry:
+    """D: this request takes no blocks before P holds its prompt.
+
+    The id comes back in `TransferResults.ready` exactly once, whatever P does.
+    """
+
+    request_id: str
+    target: PushTarget
+    digest: bytes
+    """As of a `PushRegistration`."""
+
+
+@dataclass(frozen=True, slots=True)
 class PushWithdrawal:
     """D: the request is not wanted any more, registered or not; P may free its blocks."""
 
@@ -241,6 +254,8 @@ class StepMetadata:
 
     expects: tuple[str, ...] = ()
     """P: requests a remote will read; nothing is leased yet."""
+    transfer_names: tuple[tuple[str, str], ...] = ()
+    """P in push mode: ids in `expects`, and the router's `transfer_id` of each."""
     drafts: tuple[PushOffer, ...] = ()
     """P in push mode: of requests that run yet."""
     cancels: tuple[LeaseCancel, ...] = ()
@@ -250,6 +265,8 @@ class StepMetadata:
     """Leases to end before their time, because the blocks are wanted elsewhere."""
     tracks: tuple[TrackOrder, ...] = ()
     """D: requests to heartbeat for."""
+    inquiries: tuple[PushInquiry, ...] = ()
+    """D in push mode."""
     pulls: tuple[PullOrder, ...] = ()
     """D: each request id comes back in `finished_recving` exactly once."""
     untracks: tuple[str, ...] = ()
@@ -260,6 +277,13 @@ class StepMetadata:
     """D in push mode."""
     withdrawals: tuple[PushWithdrawal, ...] = ()
     """D in push mode."""
+    reclaims: tuple[str, ...] = ()
+    """D in push mode: registrations whose blocks other requests need. Each is reported in
+    `given_back` once P has said that it does not write, or in `finished_recving` if it has written;
+    one that cannot be given back, in `ready`."""
+    give_backs: tuple[str, ...] = ()
+    """D in push mode: registrations that every rank has reported in `given_back`. They end as
+    failed loads whose blocks nothing touches."""
     declines: tuple[RemoteSource, ...] = ()
     """D: KV that is not needed after all; the remote may free it. Nothing comes back."""
     fences: tuple[str, ...] = ()
@@ -314,9 +338,15 @@ class TransferResults:
     """The part of `finished_recving` whose blocks hold no usable KV."""
     problems: Mapping[str, LoadProblem] = field(default_factory=dict, compare=False)
     """Of some of `failed_recving`. A request that ended first has none."""
+    ready: frozenset[str] = frozenset()
+    """D in push mode: requests that wait for P no longer before they take blocks."""
+    given_back: frozenset[str] = frozenset()
+    """D in push mode: of `reclaims`, those that P does not write. Their blocks stay until a
+    `give_backs` order."""
 
     def __bool__(self) -> bool:
-        return bool(self.finished_sending or self.finished_recving)
+        loads = self.finished_recving or self.ready or self.given_back
+        return bool(self.finished_sending or loads)
 
     def __and__(self, other: "TransferResults") -> "TransferResults":
         return TransferResults(
@@ -324,6 +354,8 @@ class TransferResults:
             self.finished_recving & other.finished_recving,
             self.failed_recving & other.failed_recving,
             {**other.problems, **self.problems},
+            self.ready & other.ready,
+            self.given_back & other.given_back,
         )
 
     def __or__(self, other: "TransferResults") -> "TransferResults":
@@ -332,6 +364,8 @@ class TransferResults:
             self.finished_recving | other.finished_recving,
             self.failed_recving | other.failed_recving,
             {**other.problems, **self.problems},
+            self.ready | other.ready,
+            self.given_back | other.given_back,
         )
 
 
@@ -411,6 +445,8 @@ class CacheGeometry:
     may_load: bool = True
     """False: the host may hand a block out while a step under way still writes into it. Nothing is
     loaded into any."""
+    max_model_len: int | None = None
+    """Most tokens of one request; None: not known."""
     lookahead: int = 0
     """How many of the tokens behind its own a position's KV depends on: some layers that guess
     (EAGLE's, MTP's) take the next token, and each further MTP module one more."""
@@ -481,6 +517,10 @@ class ConnectorStats:
     """Registrations that were not, on D."""
     pushes_aborted: int = 0
     """Registrations whose request ended first, on D: neither received nor missed."""
+    pushes_given_back: int = 0
+    """Registrations that gave their blocks back to other requests, on D."""
+    pushes_awaited: int = 0
+    """Requests that took no blocks before P held their prompt, on D."""
     leases_active: int = 0
     leases_granted: int = 0
     leases_released: int = 0

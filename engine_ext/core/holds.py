@@ -61,6 +61,8 @@ class Holds:
         self._has_state = geometry.has_state
         self._expected: dict[str, ForReader | ForNextTurn] = {}
         self._held: set[str] = set()
+        self._leases: dict[str, None] = {}
+        """Of those, the ones for a remote reader, the newest last."""
         self._keeps_turns = True
         self._turns = RetainedTurns(int(config.retain_share * geometry.num_blocks))
 
@@ -74,6 +76,8 @@ class Holds:
         num_tokens = len(request.token_ids)
         self._expected[request.request_id] = ForReader(transfer_id, hands_over, num_tokens)
         self._orders.expects.append(request.request_id)
+        if transfer_id is not None and self._config.transfer_mode == "push":
+            self._orders.transfer_names.append((request.request_id, transfer_id))
 
     def expect_next_turn(self, request_id: str, is_firm: bool) -> None:
         self._expected[request_id] = ForNextTurn(is_firm)
@@ -124,12 +128,28 @@ class Holds:
         self._orders.revokes += self._turns.clear()
         return not len(self._turns)
 
+    def revoke_oldest_turn(self) -> bool:
+        """A request needs its blocks. False: there is none that may go."""
+        oldest = self._turns.remove_oldest()
+        if oldest is not None:
+            self._orders.revokes.append(oldest)
+        return oldest is not None
+
+    def revoke_newest_lease(self) -> str | None:
+        """A remote reader goes without, so that others go on. None: there is none."""
+        newest = next(reversed(self._leases), None)
+        if newest is not None:
+            del self._leases[newest]
+            self._orders.revokes.append(newest)
+        return newest
+
     def keep_turns(self) -> None:
         self._keeps_turns = True
 
     def reported(self, request_id: str) -> None:
         """The worker half holds it no more: the host frees its blocks."""
         self._held.discard(request_id)
+        self._leases.pop(request_id, None)
         self._turns.remove(request_id)
 
     def _finish(
@@ -155,6 +175,7 @@ class Holds:
         attempt: int,
     ) -> FinishDecision:
         self._held.add(request.request_id)
+        self._leases[request.request_id] = None
         self._orders.grants.append(LeaseGrant(request.request_id, self._config.lease_duration))
         if self._config.transfer_mode == "push":
             num_tokens = request.num_computed_tokens

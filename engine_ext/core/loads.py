@@ -4,6 +4,9 @@
        |                                               +------(reported as failed)--> FAILED
        +------(allocated, nothing to load; finished; not worth it)--> USED, the holder is told
 
+What a push may hold before P has computed its prompt is limited, see `engine_ext.core.room`. One
+that was given back is offered anew.
+
 A request that finishes while it is loading, or because its load failed, is fenced: a transfer may
 still write into its blocks, which the host keeps until the worker half says that nothing does. What
 is reported of its load in the meantime is not for the host.
@@ -22,6 +25,7 @@ from engine_ext.base.types import (
     LoadProblem,
     PeerAddress,
     PullOrder,
+    PushInquiry,
     PushRegistration,
     PushTarget,
     PushWithdrawal,
@@ -30,6 +34,7 @@ from engine_ext.base.types import (
 )
 from engine_ext.core.orders import Orders
 from engine_ext.core.params import Role
+from engine_ext.core.room import EarlyBlocks
 from engine_ext.core.siblings import Siblings
 from engine_ext.push.names import base_id
 
@@ -68,6 +73,22 @@ class Load:
     state: LoadState = LoadState.OFFERED
     is_stale: bool = False
     """The engine's weights have changed since the load began: whatever it brings is not used."""
+    is_ready: bool = False
+    """Of a push: P holds the prompt, or never will; or it cannot be asked."""
+    is_inquired: bool = False
+    """P is asked whether it holds the prompt."""
+    is_reclaimed: bool = False
+    """Its blocks are, or were, asked back."""
+    is_given_back: bool = False
+    """Every rank of ours has reported so."""
+    is_withdrawn: bool = False
+    """Its registration ends as failed, for want of blocks."""
+
+    @property
+    def is_early(self) -> bool:
+        """It has blocks for a prompt that P is not known to hold."""
+        is_push = isinstance(self.origin, PushTarget)
+        return is_push and self.state is LoadState.LOADING and not self.is_ready
 
     def on(self, event: LoadEvent) -> None:
         """Raises IllegalEventError."""
@@ -77,9 +98,16 @@ class Load:
 class Loads:
     """One per engine. Writes into `orders` what the worker half is to do."""
 
-    def __init__(self, orders: Orders, block_size: int, config: ConnectorConfig) -> None:
+    def __init__(
+        self,
+        orders: Orders,
+        block_size: int,
+        config: ConnectorConfig,
+        early: EarlyBlocks | None = None,
+    ) -> None:
         self._orders = orders
         self._block_size = block_size
+        self._early = early or EarlyBlocks(block_size)
         self._recompute_threshold = config.recompute_threshold
         self._policy = config.load_failure_policy
         self._loads: dict[str, Load] = {}
@@ -123,6 +151,87 @@ class Loads:
             return
         name = target.transfer_id or base_id(request_id)
         self._orders.tracks.append(TrackOrder(request_id, target.address, name))
+
+    def awaits_prompt(self, request: EngineRequest, *, is_short: bool) -> bool:
+        """True: this push takes no blocks now, for P does not hold its prompt, and there is little
+        room."""
+        load = self._offered(request.request_id)
+        if load is None or not isinstance(load.origin, PushTarget) or load.is_ready:
+            return False
+        if load.is_inquired:
+            return True
+        if not (is_short or load.is_reclaimed) and self._may_be_early(load):
+            return False
+        load.is_inquired = True
+        content = digest(request.token_ids, request.content_keys or (), load.origin.num_tokens)
+        self._orders.inquiries.append(PushInquiry(request.request_id, load.origin, content))
+        return True
+
+    def is_passed_over(self, request_id: str) -> bool:
+        """It takes no blocks before P has answered: until that is reported, the host need not ask
+        about it."""
+        load = self._offered(request_id)
+        return load is not None and load.is_inquired and not load.is_ready
+
+    def _may_be_early(self, load: Load) -> bool:
+        taken = sum(self._early.of(one.num_tokens) for one in self._loads.values() if one.is_early)
+        return self._early.may_grow(taken, self._early.of(load.num_tokens))
+
+    def ready(self, request_id: str) -> None:
+        """P holds the prompt, or never will; or the request's blocks cannot be asked back."""
+        load = self._loads.get(request_id)
+        if load is not None:
+            load.is_ready, load.is_reclaimed = True, False
+
+    def reclaim(self, num_tokens: int) -> bool:
+        """A request of so many tokens needs room. False: nothing can be given back."""
+        early = [(name, load) for name, load in self._loads.items() if load.is_early]
+        if not early or not self._early.host_takes_back:
+            return False
+        needed = self._early.of(num_tokens)
+        needed -= sum(self._early.of(load.num_tokens) for _, load in early if load.is_reclaimed)
+        for name, load in reversed(early):
+            if needed > 0 and not load.is_reclaimed:
+                load.is_reclaimed = True
+                self._orders.reclaims.append(name)
+                needed -= self._early.of(load.num_tokens)
+        return True
+
+    def take_back(self) -> None:
+        """The host puts a request whose load was given back among those that wait for blocks,
+        whatever its load-failure policy."""
+        self._early.host_takes_back = True
+
+    def give_back(self, request_id: str) -> None:
+        """P does not write the registered blocks. Their load is reported as failed when nothing of
+        ours touches them: the host takes them, and the request waits for room again."""
+        load = self._loads.get(request_id)
+        if load is not None and load.state is LoadState.LOADING:
+            load.is_given_back = True
+            self._orders.give_backs.append(request_id)
+
+    def is_given_back(self, request_id: str) -> bool:
+        """Its load is reported as failed, or has just been, because it was given back."""
+        load = self._loads.get(request_id)
+        return load is not None and load.is_given_back
+
+    @property
+    def has_waiting(self) -> bool:
+        """A decode request has no blocks yet."""
+        return any(
+            load.role is Role.DECODE and load.state is LoadState.OFFERED
+            for load in self._loads.values()
+        )
+
+    def withdraw_newest_push(self) -> str | None:
+        """Whose registration ends as failed, so that another request gets its blocks."""
+        for request_id, load in reversed(self._loads.items()):
+            is_push = load.state is LoadState.LOADING and isinstance(load.origin, PushTarget)
+            if is_push and not load.is_withdrawn:
+                load.is_withdrawn = True
+                self._tell_holder(request_id, load.origin)
+                return request_id
+        return None
 
     def missing(self, request_id: str, num_computed_tokens: int) -> int:
         """Tokens to load beyond those that are computed; 0 where there are none worth it."""
@@ -186,6 +295,10 @@ class Loads:
                 # It ended because its load had failed, in a host that ends it first (vLLM).
                 self.failures.note(request_id, self._fenced[request_id], problem)
             return
+        if failed and load.is_given_back:
+            origin, role = load.origin, load.role
+            self._loads[request_id] = Load(origin, role, load.num_tokens, is_reclaimed=True)
+            return
         if failed:
             self.failures.note(request_id, load.origin.address, problem or UNKNOWN)
         is_over = failed and self._policy_of(load) == "fail"
@@ -219,7 +332,9 @@ class Loads:
         return request_id in self._fenced
 
     def _policy_of(self, load: Load) -> LoadFailurePolicy:
-        return "recompute" if load.role is Role.PREFILL else self._policy
+        if load.role is Role.PREFILL or load.is_given_back or load.state is LoadState.OFFERED:
+            return "recompute"
+        return self._policy
 
     def _least_tokens(self, role: Role) -> int:
         """Fewer are computed: a prefill engine is there for that."""

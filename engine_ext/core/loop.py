@@ -22,6 +22,7 @@ from engine_ext.base.types import (
     TrackOrder,
 )
 from engine_ext.layout.ranks import TensorRank
+from engine_ext.push.awaiting import AwaitedPrompts
 from engine_ext.push.clocks import RemoteClocks
 from engine_ext.push.registration import Registrations
 from engine_ext.push.writer import PushWriter
@@ -37,10 +38,12 @@ from engine_ext.transfer.results import Results
 from engine_ext.transfer.validator import TRUSTING, Validator
 from engine_ext.wire.dial import Dialer
 from engine_ext.wire.notifications import (
+    AwaitPrompt,
     Gone,
     Heartbeat,
     Hello,
     Notification,
+    PromptReady,
     PushDone,
     PushFailed,
     PushRegistered,
@@ -49,6 +52,7 @@ from engine_ext.wire.notifications import (
     ReadDone,
     Renew,
     Renewed,
+    ReturnBlocks,
     Withdraw,
     batches,
     decode_notification,
@@ -165,6 +169,7 @@ class TransferLoop:
             stats,
             max_quarantined,
         )
+        self._awaited = AwaitedPrompts(agent, self._peers, self._beats, results, config, stats)
         self._declines: list[RemoteSource] = []
         self._fences: set[str] = set()
         self._last_event = NEVER
@@ -176,6 +181,7 @@ class TransferLoop:
             self._pulls.step,
             self._writer.step,
             self._registrations.step,
+            self._awaited.step,
             self._answer_fences,
             self._send_declines,
             self._send_heartbeats,
@@ -197,16 +203,20 @@ class TransferLoop:
         """Fields of `StepMetadata`, and what each order in them is for."""
         return (
             ("expects", self._expect),
+            ("transfer_names", lambda named, now: self._writer.name(*named)),
             ("drafts", self._writer.draft),
             ("cancels", self._cancel),
             ("grants", self._holder.grant),
             ("revokes", self._holder.revoke),
             ("tracks", self._track),
+            ("inquiries", self._awaited.ask),
             ("pulls", lambda order, now: self._pulls.start(order)),
-            ("untracks", lambda request_id, now: self._beats.untrack(request_id)),
+            ("untracks", lambda request_id, now: self._untrack(request_id)),
             ("offers", self._writer.offer),
             ("registrations", self._registrations.register),
             ("withdrawals", self._registrations.withdraw),
+            ("reclaims", self._registrations.reclaim),
+            ("give_backs", self._registrations.give_back),
             ("declines", lambda source, now: self._decline(source)),
             ("fences", lambda request_id, now: self._fence(request_id)),
             ("failures", lambda request_id, now: self._results.received(request_id, ok=False)),
@@ -222,6 +232,10 @@ class TransferLoop:
 
     def _track(self, track: TrackOrder, now: float) -> None:
         self._beats.track(track.request_id, track.address, track.remote_id, now)
+
+    def _untrack(self, request_id: str) -> None:
+        self._beats.untrack(request_id)
+        self._awaited.end(request_id)
 
     def _fence(self, request_id: str) -> None:
         self._fences.add(request_id)
@@ -258,6 +272,7 @@ class TransferLoop:
             + len(self._writer.writes)
             + self._writer.num_waiting
             + self._registrations.num_active
+            + len(self._awaited)
             + len(self._declines)
             + len(self._fences)
         )
@@ -285,6 +300,7 @@ class TransferLoop:
     def revoke_all(self, now: float) -> None:
         """The memory goes away: whoever still waits to read it is told."""
         self._holder.revoke_all(now)
+        self._writer.leave(now)
 
     def close(self) -> None:
         self._peers.close()
@@ -314,7 +330,8 @@ class TransferLoop:
         return max(RECENT_WAIT, min(PATIENCE * (now - self._last_event), self._longest_wait()))
 
     def _longest_wait(self) -> float:
-        if self._registrations.num_active or self._pulls.num_quarantined or self._writer.writes:
+        waits_for_p = self._registrations.num_active or len(self._awaited)
+        if waits_for_p or self._pulls.num_quarantined or self._writer.writes:
             return REGISTERED_WAIT
         return LEASED_WAIT if len(self._leases) or len(self._beats) else IDLE_WAIT
 
@@ -365,11 +382,17 @@ class TransferLoop:
             case PushRegistered() as registration:
                 self._writer.registered(registration, sender, now)
             case PushDone() as done:
-                self._registrations.written(done, sender)
+                self._registrations.written(done, sender, now)
             case PushFailed() as failure:
                 self._registrations.failed(failure, sender, now)
             case Withdraw() as withdrawal:
                 self._writer.withdrawn(withdrawal, sender, now)
+            case AwaitPrompt() as inquiry:
+                self._writer.awaited(inquiry, sender, now)
+            case PromptReady(request_id):
+                self._awaited.answered(request_id, sender)
+            case ReturnBlocks() as wish:
+                self._writer.asked_back(wish, sender)
             case unknown:
                 self._ignore(unknown)
 

@@ -10,6 +10,7 @@ from engine_ext.base.types import (
     LeaseCancel,
     LeaseGrant,
     PullOrder,
+    PushInquiry,
     PushOffer,
     PushRegistration,
     PushWithdrawal,
@@ -25,16 +26,20 @@ class Orders:
     """The fields of `StepMetadata`, while they are being filled."""
 
     expects: list[str] = field(default_factory=list)
+    transfer_names: list[tuple[str, str]] = field(default_factory=list)
     drafts: list[PushOffer] = field(default_factory=list)
     cancels: list[LeaseCancel] = field(default_factory=list)
     grants: list[LeaseGrant] = field(default_factory=list)
     revokes: list[str] = field(default_factory=list)
     tracks: list[TrackOrder] = field(default_factory=list)
+    inquiries: list[PushInquiry] = field(default_factory=list)
     pulls: list[PullOrder] = field(default_factory=list)
     untracks: list[str] = field(default_factory=list)
     offers: list[PushOffer] = field(default_factory=list)
     registrations: list[PushRegistration] = field(default_factory=list)
     withdrawals: list[PushWithdrawal] = field(default_factory=list)
+    reclaims: list[str] = field(default_factory=list)
+    give_backs: list[str] = field(default_factory=list)
     declines: list[RemoteSource] = field(default_factory=list)
     fences: list[str] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)

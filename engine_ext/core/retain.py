@@ -43,6 +43,13 @@ class RetainedTurns:
             leaving.append(oldest)
         return leaving
 
+    def remove_oldest(self) -> str | None:
+        """It must go, and no longer counts; None where none may."""
+        oldest = next(iter(self._yielding), None)
+        if oldest is not None:
+            self.remove(oldest)
+        return oldest
+
     def clear(self) -> list[str]:
         """All turns that are not firm must go, oldest first; they no longer count."""
         leaving = list(self._yielding)

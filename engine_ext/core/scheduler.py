@@ -18,6 +18,7 @@ from engine_ext.base.proof import NoProof, PrefixProof
 from engine_ext.base.types import (
     BlockIds,
     CacheGeometry,
+    Clock,
     EngineIdentity,
     EngineRequest,
     FinishDecision,
@@ -37,6 +38,7 @@ from engine_ext.core.loadable import Loadable
 from engine_ext.core.loads import Loads
 from engine_ext.core.orders import Orders
 from engine_ext.core.params import Role, TransferParams, parse
+from engine_ext.core.room import EarlyBlocks, Lack, Room
 from engine_ext.core.support import refuse_unsupported
 from engine_ext.staging.stage import SavePlanner
 from engine_ext.wire.errors import Rank
@@ -58,14 +60,27 @@ class SchedulerConnector:
         identity: EngineIdentity,
         geometry: CacheGeometry,
         unix_time: Callable[[], float] = time.time,
+        *,
+        clock: Clock = time.monotonic,
+        host_takes_back: bool = True,
     ) -> None:
+        """`host_takes_back`: it puts a request whose load was given back among those that wait for
+        blocks, whatever its load-failure policy; see `load_failure_policy`."""
         refuse_unsupported(config, geometry, identity)
         self._config = config
         self._identity = identity
         self._unix_time = unix_time
         self._orders = Orders()
         self._loadable = Loadable(config, geometry)
-        self._loads = Loads(self._orders, geometry.block_size, config)
+        early = EarlyBlocks(
+            geometry.block_size,
+            geometry.num_blocks,
+            len(geometry.group_windows),
+            geometry.max_model_len,
+            host_takes_back,
+        )
+        self._loads = Loads(self._orders, geometry.block_size, config, early)
+        self._room = Room(clock)
         answers = Answers(identity, geometry, config.transfer_mode, unix_time)
         self._holds = Holds(self._orders, answers, config, geometry)
         self._saves = SavePlanner(geometry.block_size) if geometry.is_staged else None
@@ -199,21 +214,54 @@ class SchedulerConnector:
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int
     ) -> MatchedTokens:
-        if self._loads.waits_for_sibling(request.request_id):
+        name = request.request_id
+        if self._loads.waits_for_sibling(name):
             return MatchedTokens(None, False)
-        missing = self._loads.missing(request.request_id, num_computed_tokens)
+        lack = self._room.ask(name)
+        is_short = lack is not Lack.NOTHING
+        missing = self._loads.missing(name, num_computed_tokens)
+        if missing and self._loads.awaits_prompt(request, is_short=is_short):
+            self._room.pass_over(name)
+            return MatchedTokens(None, False)
+        if is_short:
+            self._make_room(request.num_prompt_tokens, lack)
         return MatchedTokens(missing, missing > 0)
+
+    @property
+    def loads(self) -> Loads:
+        """For a host whose scheduler takes back requests whose loads were given back."""
+        return self._loads
+
+    def _make_room(self, num_tokens: int, lack: Lack) -> None:
+        """A request of so many tokens waits, and nothing that it could wait for is in sight: see
+        `engine_ext.core.room`."""
+        if self._room.is_stalled() and (name := self._sacrifice()) is not None:
+            logger.warning(
+                "request %s: its KV is given up, for other requests need the blocks and nothing "
+                "has moved for a while",
+                name,
+            )
+        elif not self._loads.reclaim(num_tokens) and self._room.may_revoke_turn(lack):
+            self._holds.revoke_oldest_turn()
 
     def update_state_after_alloc(
         self, request: EngineRequest, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
         self._drafts.lost(request.request_id)
+        self._room.admitted(request.request_id, runs=num_external_tokens <= 0)
         self._loads.allocated(request, block_ids, num_external_tokens)
 
     def fail_load(self, request_id: str) -> None:
         """`update_state_after_alloc` raised, and the host waits for a load all the same: it gets
         its report."""
         self._loads.fail(request_id)
+
+    def _sacrifice(self) -> str | None:
+        """Whose registration or, at an engine that decodes as well, whose lease ends early."""
+        name = self._loads.withdraw_newest_push()
+        if name is None and self._loads.has_waiting:
+            name = self._holds.revoke_newest_lease()
+        return name
 
     @property
     def wants_steps(self) -> bool:
@@ -236,6 +284,7 @@ class SchedulerConnector:
 
     def on_preempted(self, request_id: str) -> None:
         """The request's blocks are another's by now; it is computed again later."""
+        self._room.preempted(request_id)
         self._drafts.lost(request_id)
 
     def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy:
@@ -285,6 +334,9 @@ class SchedulerConnector:
         return bool(self._orders)
 
     def build_connector_meta(self) -> StepMetadata:
+        if self._room.has_late_starter():
+            self._make_room(1, Lack.ROOM)
+        self._room.next_step()
         return self._orders.take()
 
     def update_connector_output(self, results: TransferResults) -> TransferResults:
@@ -293,10 +345,17 @@ class SchedulerConnector:
         nothing."""
         if not results:
             return results
+        self._room.moved()
+        for request_id in results.ready:
+            self._loads.ready(request_id)
+        for request_id in results.given_back:
+            self._loads.give_back(request_id)
         fenced = {name for name in results.finished_recving if self._loads.is_fenced(name)}
         for request_id in results.finished_recving:
             failed, problem = request_id in results.failed_recving, results.problems.get(request_id)
             self._loads.reported(request_id, failed=failed, problem=problem)
+            if not failed and request_id not in fenced:
+                self._room.loaded(request_id)
         for request_id in results.finished_sending:
             self._holds.reported(request_id)
             self._loads.fence_answered(request_id)
@@ -309,6 +368,7 @@ class SchedulerConnector:
     def request_finished(
         self, request: EngineRequest, block_ids: BlockIds, status: FinishStatus
     ) -> FinishDecision:
+        self._room.left(request.request_id)
         is_fenced = self._loads.finish(request.request_id)
         if self._saves is not None:
             self._saves.forget(request.request_id)
@@ -320,6 +380,7 @@ class SchedulerConnector:
 
     def fail_finish(self, request_id: str) -> FinishDecision:
         """`request_finished` raised: what it may have done is made consistent."""
+        self._room.left(request_id)
         try:
             self._loads.finish(request_id)
         except Exception:

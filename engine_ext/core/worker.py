@@ -258,6 +258,7 @@ class WorkerConnector:
             disagg_ext=EXTENSION_VERSION,
             lease_extension=self._config.lease_extension,
             write_bound=self._config.write_bound,
+            returns_blocks=True,
             block_layers=[list(region.layers) for region in regions],
             region_tenants=[list(region.tenants) for region in regions],
             tensor_rank=(self._geometry.tp_rank, self._identity.tp_size),

@@ -3,7 +3,12 @@
     CONNECTING --> REGISTERED --(written)----> reported ok
         |              |  \\--(P failed)----> reported failed
         |              +--(deadline, silence, abort)--> WITHDRAWING --> (over)
-        +--(no handshake)--> reported failed
+        |              |                                     ^
+        |              +--(reclaim)--> RETURNING --(the same)+
+        |              ^                 |   \\--(written)----> reported ok
+        |              |                 +--(P gave back)--> RETURNED, reported given back
+        |              +--(others were written)------------------+--(order)----> reported failed
+        +--(no handshake)--> reported failed; (reclaim)--> RETURNED
 
 A withdrawn registration is reported as failed at once where the host will ask before it frees the
 blocks (`touches`), else when it is over. It is over when P can no longer write into the blocks: P
@@ -18,6 +23,13 @@ so that what comes late is not taken for an answer.
 
 Where P has more ranks than we do, several write: the registration has ended well when all have, and
 badly when one has not and the others can write no more.
+
+A registration whose blocks another request needs more is given back (see `engine_ext.core.room`):
+only when every rank of P has said that it has not written, and will not. Silence gives nothing
+back: it ends the request as ever. Where some ranks of P have written and others gave back, P holds
+the whole prompt: the blocks stay, and we register again with those others. So it is among our own
+ranks: the scheduler half hears when all have given back, and orders the end; a rank that waits for
+that order in vain registers again, for others may have been written.
 """
 
 import enum
@@ -54,6 +66,7 @@ from engine_ext.wire.notifications import (
     PushExtension,
     PushFailed,
     PushRegistered,
+    ReturnBlocks,
     Withdraw,
     encode_extension,
     encode_registration,
@@ -65,6 +78,8 @@ logger.addFilter(Seldom())
 SILENT_BEATS = 3
 SILENT_SECONDS = 3.0
 """P has answered none of so many heartbeats, for so long at least: it is taken for dead."""
+RETURNED_SECONDS = 2.0
+"""After so long without an order, a rank registers again what P gave back."""
 LONGEST_ASKING = 5.0
 """Seconds between two times that P is asked, at most, however long our own leases are."""
 BEGIN_BEATS = 3
@@ -75,17 +90,29 @@ keeps our blocks longer."""
 class State(enum.Enum):
     CONNECTING = "connecting"
     REGISTERED = "registered"
+    RETURNING = "returning"
+    RETURNED = "returned"
     WITHDRAWING = "withdrawing"
 
 
 class Event(enum.Enum):
     REGISTER = "register"
+    RECLAIM = "reclaim"
+    RETURN = "return"
+    CONNECT = "connect"
     WITHDRAW = "withdraw"
 
 
 _NEXT = {
     (State.CONNECTING, Event.REGISTER): State.REGISTERED,
+    (State.REGISTERED, Event.RECLAIM): State.RETURNING,
     (State.REGISTERED, Event.WITHDRAW): State.WITHDRAWING,
+    (State.CONNECTING, Event.RETURN): State.RETURNED,
+    (State.RETURNING, Event.RETURN): State.RETURNED,
+    (State.RETURNING, Event.REGISTER): State.REGISTERED,
+    (State.RETURNED, Event.REGISTER): State.REGISTERED,
+    (State.RETURNED, Event.CONNECT): State.CONNECTING,
+    (State.RETURNING, Event.WITHDRAW): State.WITHDRAWING,
 }
 
 
@@ -102,6 +129,15 @@ class Waiting:
     landed_by: dict[str, float] = field(default_factory=dict)
     """By name: the time, by our clock, at which what that peer's failed WRITE had sent has
     landed."""
+    returned: dict[str, PeerHandle] = field(default_factory=dict)
+    """Those that gave back, by name."""
+    returned_at: float = NEVER
+    has_told: bool = False
+    """It was reported as given back: its blocks may be freed as soon as its end is reported."""
+    is_to_end: bool = False
+    """All our ranks have reported that."""
+    has_written: bool = False
+    """One of P's ranks has."""
     is_spoilt: bool = False
     """One of them will not write, or nobody waits any more."""
     is_aborted: bool = False
@@ -118,6 +154,11 @@ class Waiting:
     @property
     def address(self) -> PeerAddress:
         return self.registration.target.address
+
+    @property
+    def is_wanted(self) -> bool:
+        """P was asked, and has not been told to leave it."""
+        return self.state in (State.REGISTERED, State.RETURNING)
 
     def on(self, event: Event) -> None:
         """Raises IllegalEventError."""
@@ -204,25 +245,57 @@ class Registrations:
         waiting = self._waiting.get(withdrawal.request_id)
         if waiting is None:
             self._declines.append(withdrawal)
-        elif waiting.state is State.CONNECTING:
+        elif waiting.state in (State.CONNECTING, State.RETURNED):
             waiting.is_aborted = True
             self._end(waiting, ok=False)
             self._declines.append(withdrawal)
-        elif waiting.state is State.REGISTERED:
+        elif waiting.is_wanted:
             waiting.is_aborted = True
             self._withdraw(waiting, now)
 
-    def written(self, message: PushDone, sender: str) -> None:
+    def reclaim(self, request_id: str, now: float) -> None:
+        """Another request needs these blocks more. One that has ended, or is withdrawn, is reported
+        as such."""
+        waiting = self._waiting.get(request_id)
+        if waiting is None:
+            return
+        if waiting.state is State.CONNECTING:
+            self._return(waiting, now)
+        elif waiting.state is not State.REGISTERED:
+            return
+        elif all(peer.returns_blocks for peer in waiting.peers.values()):
+            waiting.on(Event.RECLAIM)
+            waiting.ask_again_at = now
+        else:
+            self._results.ready(request_id)  # It cannot be given back.
+
+    def give_back(self, request_id: str, now: float) -> None:
+        """Every rank of ours has reported that this was given back."""
+        waiting = self._waiting.get(request_id)
+        if waiting is None:
+            return
+        waiting.is_to_end = True
+        if waiting.state is State.RETURNED:
+            self._end_given_back(waiting)
+        else:
+            self.reclaim(request_id, now)
+
+    def written(self, message: PushDone, sender: str, now: float) -> None:
         """That agent's WRITE has landed."""
         waiting = self._find(message.request_id, sender, message.generation)
         if waiting is not None:
-            self._settle(waiting, sender)
+            waiting.has_written = True
+            self._settle(waiting, sender, now)
 
     def failed(self, message: PushFailed, sender: str, now: float) -> None:
         waiting = self._find(message.request_id, sender, message.generation)
         if waiting is None:
             return
-        if waiting.state is State.REGISTERED:
+        if message.is_given_back and waiting.state is State.RETURNING:
+            waiting.returned[sender] = waiting.peers[sender]
+            self._settle(waiting, sender, now)
+            return
+        if waiting.is_wanted:
             # When a client leaves, P's abort may be heard of before our own.
             level = logging.INFO if message.reason == GIVEN_UP else logging.WARNING
             logger.log(
@@ -239,14 +312,46 @@ class Registrations:
             over = now + message.seconds * (1 + CLOCK_DRIFT)
             waiting.landed_by[sender] = over
         else:
-            self._settle(waiting, sender)
-        if waiting.peers and waiting.state is State.REGISTERED:
+            self._settle(waiting, sender, now)
+        if waiting.peers and waiting.is_wanted:
             self._withdraw(waiting, now)
 
-    def _settle(self, waiting: Waiting, sender: str) -> None:
+    def _settle(self, waiting: Waiting, sender: str, now: float) -> None:
         del waiting.peers[sender]
-        if not waiting.peers:
+        if waiting.peers:
+            return
+        if waiting.is_spoilt or not waiting.returned:
             self._end(waiting, ok=not waiting.is_spoilt)
+        elif waiting.has_written:
+            self._register_again(waiting)
+        else:
+            self._return(waiting, now)
+
+    def _return(self, waiting: Waiting, now: float) -> None:
+        """P does not write into these blocks; they stay until all our ranks can say so."""
+        waiting.on(Event.RETURN)
+        waiting.returned_at = now
+        if waiting.is_to_end:
+            self._end_given_back(waiting)
+        elif not waiting.has_told:
+            waiting.has_told = True
+            self._results.given_back(waiting.request_id)
+
+    def _register_again(self, waiting: Waiting) -> None:
+        """With those ranks of P that gave back, and hold the whole prompt now as others do."""
+        if not waiting.returned:
+            waiting.on(Event.CONNECT)
+            return
+        waiting.on(Event.REGISTER)
+        waiting.generation = next(self._sequence)
+        waiting.peers, waiting.returned = waiting.returned, {}
+        waiting.ask_again_at = 0.0
+
+    def _end_given_back(self, waiting: Waiting) -> None:
+        del self._waiting[waiting.request_id]
+        waiting.is_reported = True
+        self._stats.pushes_given_back += 1
+        self._results.received(waiting.request_id, ok=False)
 
     def step(self, now: float) -> None:
         for waiting in list(self._waiting.values()):
@@ -264,6 +369,9 @@ class Registrations:
     def _advance(self, waiting: Waiting, now: float) -> None:
         if waiting.state is State.WITHDRAWING:
             self._forget_harmless(waiting, now)
+        elif waiting.state is State.RETURNED:
+            if now - waiting.returned_at >= RETURNED_SECONDS:
+                self._register_again(waiting)
         elif waiting.deadline <= now:
             self._fail(waiting, "P has not written", now)
         elif self._beats.is_silent(waiting.address, now, SILENT_BEATS, SILENT_SECONDS):
@@ -323,9 +431,9 @@ class Registrations:
             raise
         if peers is None:
             return
-        if not waiting.meet(peers) and waiting.state is State.REGISTERED:
+        if not waiting.meet(peers) and waiting.is_wanted:
             self._fail(waiting, "P is another process now", now)
-        elif waiting.state is State.WITHDRAWING or self._may_ask(waiting, peers, now):
+        elif waiting.state is not State.REGISTERED or self._may_ask(waiting, peers, now):
             self._ask(waiting, peers, now)
 
     def _ask(self, waiting: Waiting, peers: list[PeerHandle], now: float) -> None:
@@ -351,6 +459,10 @@ class Registrations:
             waiting.begin_by[peer.name] = max(begin_by, waiting.begin_by.get(peer.name, NEVER))
             return encode_registration(self._message(waiting, begin_by))
         target = waiting.registration.target
+        if waiting.state is State.RETURNING:
+            return encode_extension(
+                ReturnBlocks(waiting.request_id, waiting.generation, target.transfer_id)
+            )
         return encode_extension(
             Withdraw(
                 waiting.request_id,
@@ -364,7 +476,7 @@ class Registrations:
         waiting.on(Event.WITHDRAW)
         waiting.is_spoilt = True
         waiting.ask_again_at = now
-        if not waiting.registration.recomputes:
+        if not (waiting.registration.recomputes or waiting.has_told):
             self._report(waiting, ok=False)
         try:
             self._ask_again(waiting, now)
@@ -375,7 +487,7 @@ class Registrations:
         """Peers that can write no more; then asks the others."""
         for name, peer in list(waiting.peers.items()):
             if self._is_harmless(waiting, peer, now):
-                self._settle(waiting, name)
+                self._settle(waiting, name, now)
         if waiting.peers:
             self._ask_again(waiting, now)
 

@@ -19,7 +19,9 @@ DIFFERENT = "the two engines' prompts differ"
 LEASE_ENDED = "P's lease has ended"
 TOO_LATE = "it is too late to begin"
 TOO_MANY = "too many registrations wait here"
-OF_REQUEST = (*NO_FAULTS, DIFFERENT, LEASE_ENDED, TOO_LATE, TOO_MANY)
+UNKNOWN = "P has had no such request"
+LEAVING = "P shuts down"
+OF_REQUEST = (*NO_FAULTS, DIFFERENT, LEASE_ENDED, TOO_LATE, TOO_MANY, UNKNOWN, LEAVING)
 """Reasons that say nothing of the next push between the same two engines."""
 
 
@@ -29,12 +31,12 @@ class Replies:
         self._stats = stats
         self._outcomes = Outcomes()
 
-    def repeat(self, key: RegistrationKey) -> bool:
-        """True: it has ended, and was told so once more."""
+    def repeat(self, key: RegistrationKey) -> PushDone | PushFailed | None:
+        """How it has ended, which its sender hears once more; None where it has not."""
         answer = self._outcomes.find(key)
         if answer is not None:
             self._readers.answer(key.sender, answer)
-        return answer is not None
+        return answer
 
     def written(self, registered: Registered) -> None:
         """The WRITE's own notification says so; this is for those who ask again."""
@@ -52,6 +54,13 @@ class Replies:
             self.fail(registered.key, reason, landing)
 
     def fail(self, key: RegistrationKey, reason: str, landing: float = 0.0) -> None:
-        answer = PushFailed(key.request_id, key.generation, reason, landing)
+        self._end(key, PushFailed(key.request_id, key.generation, reason, landing))
+
+    def give_back(self, key: RegistrationKey) -> None:
+        """Nothing is written for it, and the prompt is kept: D registers again."""
+        reason = "D needs its blocks for another request"
+        self._end(key, PushFailed(key.request_id, key.generation, reason, is_given_back=True))
+
+    def _end(self, key: RegistrationKey, answer: PushFailed) -> None:
         self._outcomes.add(key, answer)
         self._readers.answer(key.sender, answer)

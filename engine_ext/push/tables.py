@@ -96,13 +96,13 @@ class Registered:
         )
 
 
-def _lasting(names: tuple[str, ...], transfer_id: str | None) -> tuple[str, ...]:
+def lasting(names: tuple[str, ...], transfer_id: str | None) -> tuple[str, ...]:
     """What to remember of a request that ended: the router's name for the transfer is used once,
     all others come back when it tries again."""
     return names if transfer_id is None else names[:1]
 
 
-def _are_different(transfer_id: str | None, other: str | None) -> bool:
+def are_different(transfer_id: str | None, other: str | None) -> bool:
     """Two attempts of one request share its id, not the transfer's."""
     return transfer_id is not None and other is not None and transfer_id != other
 
@@ -136,13 +136,13 @@ class Held:
 
     def may_be_meant(self, registered: Registered) -> bool:
         """As far as names say."""
-        is_other = _are_different(self.offer.transfer_id, registered.key.transfer_id)
+        is_other = are_different(self.offer.transfer_id, registered.key.transfer_id)
         return self.request is None and not is_other
 
     def is_for(self, message: Withdraw) -> bool:
         """Whether D's withdrawal means this offer."""
         if self.request is None:
-            return not _are_different(self.offer.transfer_id, message.transfer_id)
+            return not are_different(self.offer.transfer_id, message.transfer_id)
         withdrawn = RequestKey(self.request.engine_id, message.request_id, message.transfer_id)
         return self.request == withdrawn
 
@@ -346,11 +346,14 @@ class RegistrationTable:
         return [
             [self._registered[key] for key in self._ranks[request].values()]
             for request in self._names.find(names)
-            if not _are_different(request.transfer_id, transfer_id)
+            if not are_different(request.transfer_id, transfer_id)
         ]
 
     def pop_all(self, registered: list[Registered]) -> list[Registered]:
         return [self.pop(one.key) for one in registered]
+
+    def pop_everything(self) -> list[Registered]:
+        return [self.pop(one.key) for one in self._registered]
 
     def pop_ranks(self, registered: Registered) -> list[Registered]:
         """It, and what the other ranks of its request have registered."""

@@ -17,6 +17,10 @@ own. Each is written as soon as it has registered, and P's blocks are freed afte
 Messages may come twice, late or in another order. How a registration ended is remembered by its
 generation, so that what comes again is answered again and never written again. What was matched is
 written by writes.py, and our blocks are kept until that has ended.
+
+D may ask for the blocks of a registration back, and may wait to hear that a prompt is whole before
+it registers at all: why, says `engine_ext.core.room`. A D that waits for a request that never comes
+to us is refused after a while.
 """
 
 import logging
@@ -28,12 +32,15 @@ from engine_ext.base.seldom import Seldom
 from engine_ext.base.types import Clock, ConnectorStats, PushOffer
 from engine_ext.layout.ranks import TensorRank
 from engine_ext.push.checks import Checks
+from engine_ext.push.inquiries import Inquiries, Inquiry
 from engine_ext.push.names import names_of, whole_id
 from engine_ext.push.replies import (
     DIFFERENT,
     GIVEN_UP,
     LEASE_ENDED,
+    LEAVING,
     TOO_MANY,
+    UNKNOWN,
     WITHDRAWN,
     Replies,
 )
@@ -45,7 +52,7 @@ from engine_ext.push.tables import (
     RegistrationKey,
     RegistrationTable,
     Tombstones,
-    _lasting,
+    lasting,
 )
 from engine_ext.push.writes import Writes, Writing
 from engine_ext.transfer.agent import Agent
@@ -54,13 +61,18 @@ from engine_ext.transfer.peer import Peers
 from engine_ext.transfer.readers import Readers
 from engine_ext.transfer.report import Report
 from engine_ext.wire.notifications import (
+    AwaitPrompt,
+    PushFailed,
     PushRegistered,
+    ReturnBlocks,
     Withdraw,
 )
 
 logger = logging.getLogger(__name__)
 logger.addFilter(Seldom())
 
+UNKNOWN_SECONDS = 15.0
+"""D is refused when P has had no request of that name for so long: both legs are sent at once."""
 DOUBT_SECONDS = 5.0
 """A registration whose offer seems to have been another's, or to be gone, is refused after so long,
 unless P prefills a request of the same name by then."""
@@ -103,6 +115,9 @@ class PushWriter:
         """Of offers that are gone: a registration of such a name may have come for one of them."""
         self._withdrawn = Tombstones(config.push_deadline)
         """D's ids: of its ranks' withdrawals, one frees our blocks."""
+        self._hopeless = Tombstones(config.push_deadline)
+        """Of D's requests, the ones that heard that their prompts never come."""
+        self._inquiries = Inquiries(readers)
         self._replies = Replies(readers, stats)
         self._checks = Checks(peers, config.access.peers, us, self._replies, self._welcome)
         self._writes = Writes(
@@ -125,14 +140,20 @@ class PushWriter:
 
     @property
     def num_waiting(self) -> int:
-        """Offers and registrations without their counterpart, and drafts."""
+        """Offers and registrations without their counterpart, drafts, and inquiries."""
         num_registrations = len(self._registrations) + len(self._checks)
-        return len(self._offers) + len(self._drafts) + num_registrations
+        num_prompts = len(self._offers) + len(self._drafts)
+        return num_prompts + num_registrations + len(self._inquiries)
 
     def expect(self, request_id: str) -> None:
         """P has a request that somebody may register for."""
         if self._config.transfer_mode == "push":
             self._prefilling.add(request_id, names_of(request_id, transfer_id=None))
+
+    def name(self, request_id: str, transfer_id: str) -> None:
+        """The router's name for a request that P has."""
+        if self._prefilling.has((whole_id(request_id),)):
+            self._prefilling.add(request_id, names_of(request_id, transfer_id))
 
     def draft(self, draft: PushOffer, now: float) -> None:
         """So far P's request has come: whoever waits for it is written that."""
@@ -156,6 +177,9 @@ class PushWriter:
         if not self._leases.is_held(offer.request_id):
             self.cancel(offer.request_id, now, offer.transfer_id)
             return
+        for inquiry in self._inquiries.named(names):
+            if _is_answer(offer, inquiry):
+                self._inquiries.answer(inquiry)
         if self._finish_draft(offer, now):
             return
         waiting = self._registrations.named(names, offer.transfer_id)
@@ -212,6 +236,8 @@ class PushWriter:
         held = next((one for one in (*offers, *drafts) if one.may_serve(registered)), None)
         if self._failed.take((whole_id(registered.message.request_id),), now):
             self._refuse_ranks([registered], GIVEN_UP, now)
+        elif self._hopeless.has((_of_sender(registered.sender, registered.message),), now):
+            self._refuse_ranks([registered], UNKNOWN, now)
         elif held is not None:
             self._match(held, registered, now)
         elif self._failed.take(registered.names, now):
@@ -224,6 +250,8 @@ class PushWriter:
                 self._doubt([[registered]], DIFFERENT, now)
             elif self._missed.has(registered.names, now):
                 self._doubt([[registered]], GIVEN_UP, now)
+            elif registered.message.disagg is not None and not self._knows(registered.names):
+                registered.doubt = Doubt(UNKNOWN, now + UNKNOWN_SECONDS)
 
     def _deadline(self, message: PushRegistered, now: float) -> float:
         longest = now + self._config.push_deadline
@@ -235,13 +263,59 @@ class PushWriter:
         if self._writes.withdraw(key):
             return  # The WRITE's own end answers.
         if message.generation:
-            if self._replies.repeat(key):
+            answer = self._replies.repeat(key)
+            if answer is None:
+                self._forget_registration(key)
+                self._replies.fail(key, WITHDRAWN)
+            elif not (isinstance(answer, PushFailed) and answer.is_given_back):
                 return
-            self._checks.forget(key)
-            if key in self._registrations:
-                self._registrations.pop(key)
-            self._replies.fail(key, WITHDRAWN)
         self._leave_offer(message, sender, now)
+
+    def _forget_registration(self, key: RegistrationKey) -> None:
+        self._checks.forget(key)
+        if key in self._registrations:
+            self._registrations.pop(key)
+
+    def asked_back(self, message: ReturnBlocks, sender: str) -> None:
+        """D needs the blocks of this registration for another request."""
+        key = RegistrationKey(sender, message.request_id, message.generation, message.transfer_id)
+        if self._writes.give_back(key) or self._replies.repeat(key):
+            return
+        self._forget_registration(key)
+        self._replies.give_back(key)
+
+    def awaited(self, message: AwaitPrompt, sender: str, now: float) -> None:
+        """D registers when we hold this prompt."""
+        inquiry = self._inquiries.hear(message, sender, now)
+        offers = [held.offer for held in self._offers_named(inquiry.names)]
+        if any(_is_answer(offer, inquiry) for offer in offers):
+            self._inquiries.answer(inquiry)
+        elif self._failed.has(inquiry.names, now):
+            self._give_no_hope(inquiry, now)
+
+    def _give_no_hope(self, inquiry: Inquiry, now: float) -> None:
+        """Its prompt never comes: D registers, and is refused at once."""
+        self._hopeless.add((_of_sender(inquiry.sender, inquiry.message),), now)
+        self._inquiries.answer(inquiry)
+
+    def _review_inquiries(self, now: float) -> None:
+        self._inquiries.forget_old(now)
+        for inquiry in self._inquiries:
+            if self._knows(inquiry.names):
+                inquiry.unknown_since = now
+            elif now - inquiry.unknown_since >= UNKNOWN_SECONDS:
+                self._give_no_hope(inquiry, now)
+
+    def _knows(self, names: tuple[str, ...]) -> bool:
+        """P works on a request that has one of these names."""
+        return self._prefilling.has(names) or self._draft_names.has(names)
+
+    def leave(self, now: float) -> None:
+        """P shuts down: whoever waits for its prompts hears so."""
+        for registered in self._registrations.pop_everything():
+            self._replies.refuse(registered, LEAVING)
+        for inquiry in self._inquiries:
+            self._give_no_hope(inquiry, now)
 
     def _leave_offer(self, message: Withdraw, sender: str, now: float) -> None:
         names = names_of(message.request_id, message.transfer_id, message.remote_request_id)
@@ -260,7 +334,7 @@ class PushWriter:
     def _free_unwanted(self, offer: PushOffer, now: float, sender: str = "") -> None:
         """Another attempt of the request may have been meant, and this one's D come yet."""
         names = names_of(offer.request_id, offer.transfer_id)
-        self._missed.add(_lasting(names, offer.transfer_id), now)
+        self._missed.add(lasting(names, offer.transfer_id), now)
         self._confirm(offer.request_id, now, sender)
 
     def _will_be_unwanted(
@@ -269,7 +343,7 @@ class PushWriter:
         """D has withdrawn a request before P has offered it, or before it has come to P."""
         prefilling = self._prefilling.oldest(names)
         if transfer_id is not None:
-            self._unwanted.add(_lasting(names, transfer_id), now)
+            self._unwanted.add(lasting(names, transfer_id), now)
         elif prefilling is not None:
             self._unwanted.add((whole_id(prefilling),), now)
         else:
@@ -286,15 +360,18 @@ class PushWriter:
             transfer_id = held.offer.transfer_id
         self.forget(request_id)
         names = names_of(request_id, transfer_id)
+        for inquiry in self._inquiries.named(names):
+            if inquiry.may_mean(transfer_id) and not self._knows(inquiry.names):
+                self._give_no_hope(inquiry, now)
         waiting = self._registrations.named(names, transfer_id)
         is_unwanted, others = self._unwanted.take(names, now), self._prefilling.has(names)
         if len(waiting) == 1 and not (held or others or is_unwanted):
             self._refuse_ranks(self._registrations.pop_all(waiting[0]), GIVEN_UP, now)
         elif waiting or others:
             self._doubt(waiting, GIVEN_UP, now)
-            self._missed.add(_lasting(names, transfer_id), now)
+            self._missed.add(lasting(names, transfer_id), now)
         elif not is_unwanted:
-            self._failed.add(_lasting(names, transfer_id), now)
+            self._failed.add(lasting(names, transfer_id), now)
 
     def forget(self, request_id: str) -> None:
         """Its lease has ended: there is nothing to offer any more."""
@@ -308,6 +385,7 @@ class PushWriter:
 
     def step(self, now: float) -> None:
         self._checks.step(now)
+        self._review_inquiries(now)
         self._expire(now)
         self._writes.step(now)
 
@@ -330,7 +408,8 @@ class PushWriter:
         if registered.key not in self._registrations:
             return  # Refused with another rank's.
         if self._prefilling.has(registered.names):
-            registered.doubt = doubt._replace(until=now + DOUBT_SECONDS)
+            is_known = doubt.reason == UNKNOWN
+            registered.doubt = None if is_known else doubt._replace(until=now + DOUBT_SECONDS)
         else:
             ranks = self._registrations.pop_ranks(registered)
             self._refuse_ranks(ranks, doubt.reason, now)
@@ -406,6 +485,8 @@ class PushWriter:
         held.senders.discard(writing.registered.sender)
         if not held.senders:
             held.request = None
+        if writing.is_asked_back:
+            self._replies.give_back(writing.registered.key)
 
     def _unmatch_if_last(self, held: Held) -> None:
         """It was for nobody, unless another registers by then: its blocks are freed at once."""
@@ -441,3 +522,12 @@ class PushWriter:
             self._replies.refuse(registered, reason)
         if self._num_readers(registrations[0]) > 1:
             self._failed.add((whole_id(registrations[0].message.request_id),), now)
+
+
+def _is_answer(offer: PushOffer, inquiry: Inquiry) -> bool:
+    return inquiry.may_mean(offer.transfer_id) and inquiry.message.digest == offer.digest
+
+
+def _of_sender(sender: str, message: AwaitPrompt | PushRegistered) -> str:
+    """A request of that agent's, whatever others call theirs."""
+    return f"{sender} {message.request_id}"

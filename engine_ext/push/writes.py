@@ -55,6 +55,8 @@ class Writing:
     """Of P's request, whose blocks were written until there."""
     stopped: str | None = None
     """Why no further part is written."""
+    is_asked_back: bool = False
+    """D needs its blocks for another request; it registers again when we hold the whole prompt."""
     is_released: bool = False
     """Nobody's blocks are kept for it any more."""
     problem: str | None = None
@@ -79,8 +81,9 @@ class Writing:
 
 class Writes:
     """`on_end` is called once for each, when NIXL touches our blocks no more; `on_lapse` instead,
-    where D has not asked in time and is to ask anew. `on_release` may come before: what is still
-    under way is not read from blocks of the request, and no more will be."""
+    where D has not asked in time and is to ask anew, or has asked for its blocks back. `on_release`
+    may come before: what is still under way is not read from blocks of the request, and no more
+    will be."""
 
     def __init__(
         self,
@@ -169,6 +172,17 @@ class Writes:
             self._stop(writing, WITHDRAWN)
         return writing is not None
 
+    def give_back(self, key: RegistrationKey) -> bool:
+        """True: it is among these, and is answered when it ends. Of a draft no further part is
+        written, so that D's blocks are free when the part under way has ended. A whole prompt is
+        written: that takes no longer, and frees our blocks as well."""
+        writing = self._writing.get(key)
+        if writing is not None and writing.held.is_draft:
+            writing.is_asked_back = True
+            if writing.moving is None:
+                self._lapse(writing)
+        return writing is not None
+
     def give_up(self, held: Held, reason: str) -> None:
         for writing in [one for one in self._writing.values() if one.held is held]:
             self._stop(writing, reason)
@@ -210,6 +224,8 @@ class Writes:
             writing.moving = writing.peer = None
             if writing.stopped is not None:
                 self._end(writing, writing.stopped)
+            elif writing.is_asked_back and writing.held.is_draft:
+                self._lapse(writing)
 
     def _go_on(self, writing: Writing, now: float) -> None:
         """With what P has computed since the last part."""

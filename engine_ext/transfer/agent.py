@@ -51,6 +51,8 @@ class PeerHandle:
     """How many ranks of ours read from this one: it keeps its blocks until it heard from all."""
     refusal: str | None = None
     """Why no KV moves between this engine and us; in stock's words it can be told so."""
+    returns_blocks: bool = False
+    """It answers `AwaitPrompt` and `ReturnBlocks`."""
 
 
 Transfer = Any

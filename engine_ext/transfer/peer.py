@@ -378,6 +378,7 @@ class Peers:
             metadata.write_bound,
             self._us.facing(them.size) * self._identity.pp_size,
             refusal=_refusal_of(metadata),
+            returns_blocks=metadata.returns_blocks,
         )
         try:
             if handle.has_extension:

@@ -35,8 +35,18 @@ class Results:
                 self._failed.add(request_id)
         self._wake()
 
+    def given_back(self, request_id: str) -> None:
+        with self._lock:
+            self._given_back.add(request_id)
+        self._wake()
+
+    def ready(self, request_id: str) -> None:
+        with self._lock:
+            self._ready.add(request_id)
+        self._wake()
+
     def take(self) -> TransferResults:
-        if not (self._sent or self._received):
+        if not (self._sent or self._received or self._ready or self._given_back):
             return NO_RESULTS
         with self._lock:
             results = TransferResults(
@@ -44,6 +54,8 @@ class Results:
                 frozenset(self._received),
                 frozenset(self._failed),
                 {name: self._problems.pop(name) for name in self._failed & self._problems.keys()},
+                frozenset(self._ready),
+                frozenset(self._given_back),
             )
             self._clear()
         return results
@@ -52,3 +64,5 @@ class Results:
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
+        self._ready: set[str] = set()
+        self._given_back: set[str] = set()

@@ -7,7 +7,7 @@ vLLM calls while it starts may raise: then it does not start.
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +79,9 @@ LOADS_NOTHING = (
 
 NO_SLEEP = "DisaggConnector does not support /sleep (the KV cache would move)"
 
+READY, GIVEN_BACK = "\0ready ", "\0given back "
+"""Before names among what was sent: vLLM counts there until every rank has reported a name, and has
+no place for these. No request is called so; they are taken out before vLLM looks."""
 NOTHING: Matched = (0, False)
 NOT_KEPT: Finished = (False, None)
 
@@ -220,7 +223,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(nothing)
     def _tell_prompts(self, scheduler_output: SchedulerOutput) -> None:
         """What cannot be told is written later."""
-        for name in self._prompts.preempted(scheduler_output):
+        self._prompts.preempted(scheduler_output)
+        for name in scheduler_output.preempted_req_ids or ():
             self.scheduler.on_preempted(name)
         for step in self._prompts.computed(scheduler_output):
             self.scheduler.on_step(*step)
@@ -234,11 +238,16 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         # A rank may have told before the last one is done.
         self._problems.update(told)
         failed = connector_output.failed_recving
+        sent = connector_output.finished_sending or set()
+        ready, given_back = _marked(READY, sent), _marked(GIVEN_BACK, sent)
+        connector_output.finished_sending = {name for name in sent if not name.startswith("\0")}
         results = TransferResults(
-            frozenset(connector_output.finished_sending or ()),
+            frozenset(connector_output.finished_sending),
             frozenset(connector_output.finished_recving or ()),
             frozenset(failed),
             {name: self._problems.pop(name) for name in failed & self._problems.keys()},
+            ready,
+            given_back,
         )
         self._owed.settle(connector_output)
         unheard, self._unheard = self._unheard, results
@@ -281,6 +290,20 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def has_load_failures(self) -> bool:
         return self._scheduler is not None and bool(self._scheduler.load_failures)
+
+    def take_back(self) -> None:
+        """Our scheduler class lets a request whose load was given back wait again."""
+        self.scheduler.loads.take_back()
+
+    @guarded(bool)
+    def is_given_back(self, request: Request) -> bool:
+        """Its load is among the failed ones because its blocks were given back."""
+        return self.scheduler.loads.is_given_back(str(request.request_id))
+
+    @guarded(bool)
+    def awaits_prompt(self, request: Request) -> bool:
+        """Until a worker has news, it is passed over."""
+        return self.scheduler.loads.is_passed_over(str(request.request_id))
 
     @guarded(nothing)
     def drain(self) -> None:
@@ -418,8 +441,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self.worker.get_transfer_results()
         self._problems.update(results.problems)
+        ready = {READY + name for name in results.ready}
+        given_back = {GIVEN_BACK + name for name in results.given_back}
         return KVConnectorTransferResults(
-            set(results.finished_sending),
+            {*results.finished_sending, *ready, *given_back},
             set(results.finished_recving),
             set(results.failed_recving),
         )
@@ -454,7 +479,11 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def _make_scheduler(self) -> SchedulerConnector:
         identity = describe.engine_identity(self._vllm_config, self._config, geometry=None)
         geometry = describe.scheduler_geometry(self._vllm_config, self._kv_cache_config)
-        return SchedulerConnector(self._config, identity, geometry)
+        return SchedulerConnector(self._config, identity, geometry, host_takes_back=False)
+
+
+def _marked(mark: str, names: Iterable[str]) -> frozenset[str]:
+    return frozenset(name.removeprefix(mark) for name in names if name.startswith(mark))
 
 
 def _adapter_name(request: Request) -> str | None:

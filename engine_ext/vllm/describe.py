@@ -184,6 +184,7 @@ def scheduler_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         kv_cache_config.num_blocks,
         group_windows=windows(kv_cache_config),
         may_load=may_load(vllm_config),
+        max_model_len=vllm_config.model_config.max_model_len,
         lookahead=_lookahead(vllm_config),
     )
 

@@ -69,6 +69,9 @@ class DisaggMixin:
         if self.connector is not None and self.vllm_config.max_concurrent_batches > 1:  # type: ignore[attr-defined] # vLLM's
             # Whatever kv_role is, and MultiConnector's own: see describe.may_load.
             self.defer_block_free = True
+        ours = ours_in(self.connector)  # type: ignore[attr-defined] # vLLM's
+        if ours is not None and support.is_on(features.FAILURE_POLICY):
+            ours.take_back()
         config = transfer_config(self.vllm_config)  # type: ignore[attr-defined] # vLLM's
         extra = {} if config is None else config.kv_connector_extra_config
         if support.is_on(features.LAST_WINDOW):
@@ -224,8 +227,11 @@ class DisaggMixin:
         if self.finished_recving_kv_req_ids or self.failed_recving_kv_req_ids:  # type: ignore[attr-defined] # vLLM's
             return False
         waiting = (*self.waiting, *self.kv_holding_waiting)  # type: ignore[attr-defined] # vLLM's
-        parked = RequestStatus.WAITING_FOR_REMOTE_KVS
-        return bool(waiting) and all(request.status is parked for request in waiting)
+        return bool(waiting) and all(map(self._waits_for_news, waiting))
+
+    def _waits_for_news(self, request: Request) -> bool:
+        is_parked = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        return is_parked or self.connector.awaits_prompt(request)  # type: ignore[attr-defined] # vLLM's
 
     @part_of(features.REST)
     def has_finished_requests(self) -> bool:
@@ -265,6 +271,9 @@ class DisaggMixin:
         connector = ours_in(self.connector)  # type: ignore[attr-defined] # vLLM's
         if request is None or connector is None:
             return default
+        if connector.is_given_back(request):
+            # It waits for blocks as a new request does: none are reserved for it.
+            self._inflight_prefills.discard(request)  # type: ignore[attr-defined] # vLLM's
         policy = connector.load_failure_policy(request)
         return default if policy is None else policy == "recompute"
 

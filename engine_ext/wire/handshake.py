@@ -97,6 +97,8 @@ class AgentMetadata(msgspec.Struct, kw_only=True):
     """Seconds that one heartbeat grants here from its arrival."""
     write_bound: Duration = 0.0
     """Seconds after which a WRITE that has begun here has landed, or never will."""
+    returns_blocks: bool = False
+    """As P in push mode it answers `AwaitPrompt` and `ReturnBlocks`."""
     tensor_rank: tuple[int, int] | None = None
     """This worker's, and how many there are; stock neither sends nor reads it."""
     block_layers: Annotated[list[Layers], msgspec.Meta(max_length=MAX_REGIONS)] | None = None

@@ -112,6 +112,8 @@ class PushFailed(msgspec.Struct, frozen=True, tag="push_failed"):
     generation: int
     reason: str
     seconds: Seconds = 0.0
+    is_given_back: bool = False
+    """D asked for it with `ReturnBlocks`; P keeps its own blocks, and D registers again."""
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
@@ -121,6 +123,32 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
     request_id: Name
     generation: int
     remote_request_id: Name
+    transfer_id: Name | None = None
+
+
+class AwaitPrompt(msgspec.Struct, frozen=True, tag="await_prompt"):
+    """D to P: this request waits for blocks at D, and registers when P holds its prompt. Repeated
+    until it is answered by `PromptReady`."""
+
+    request_id: Name
+    digest: Digest
+    remote_request_id: Name
+    transfer_id: Name | None = None
+
+
+class PromptReady(msgspec.Struct, frozen=True, tag="prompt_ready"):
+    """P to D: P holds the prompt, or never will. In both cases D registers: then P writes, or
+    refuses with a reason."""
+
+    request_id: Name
+
+
+class ReturnBlocks(msgspec.Struct, frozen=True, tag="return_blocks"):
+    """D to P: do not write unless you hold the whole prompt, but keep your blocks. Repeated until
+    it is answered by `PushFailed`, or by `PushDone` where P has written, or writes now."""
+
+    request_id: Name
+    generation: int
     transfer_id: Name | None = None
 
 
@@ -160,12 +188,23 @@ class PushRegistered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ExtensionMessage = (
-    Hello | Renew | Renewed | Read | ReadAck | Gone | PushDone | PushFailed | Withdraw
+    Hello
+    | Renew
+    | Renewed
+    | Read
+    | ReadAck
+    | Gone
+    | PushDone
+    | PushFailed
+    | Withdraw
+    | AwaitPrompt
+    | PromptReady
+    | ReturnBlocks
 )
 Notification = ReadDone | Heartbeat | UnknownMessage | PushRegistered | ExtensionMessage
 
 _extension_decoder: msgspec.msgpack.Decoder[ExtensionMessage] = msgspec.msgpack.Decoder(
-    Hello | Renew | Renewed | Read | ReadAck | Gone | PushDone | PushFailed | Withdraw
+    ExtensionMessage
 )
 _registration_decoder = msgspec.msgpack.Decoder(PushRegistered)
 

@@ -166,6 +166,7 @@ CACHE = Feature(
                 "enable_cumem_allocator",
                 "enable_sleep_mode",
                 "get_head_size",
+                "max_model_len",
                 "get_total_num_hidden_layers",
                 "get_total_num_kv_heads",
                 "hf_text_config",
@@ -441,10 +442,12 @@ SCHEDULER = Feature(
 
 FAILURE_POLICY = Feature(
     "failure_policy",
-    "a turn whose KV is lost ends by the engine's policy, as every request",
+    "a turn whose KV is lost ends by the engine's policy, as every request, and prompts are pushed "
+    "early only where the longest one fits beside",
     (
         Name(f"{SCHED}.scheduler:Scheduler._handle_failed_recving", ("self", "failed_req_ids")),
         Name(f"{SCHED}.scheduler:Scheduler", has=("recompute_kv_load_failures",)),
+        Name(f"{SCHED}.scheduler:Scheduler", has=("_inflight_prefills",)),
     ),
 )
 

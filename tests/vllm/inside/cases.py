@@ -43,7 +43,13 @@ from engine_ext.vllm.given import FIELD as GIVEN
 from engine_ext.vllm.guard import is_guarded
 from engine_ext.vllm.owed import Owed
 from tests.unit.engine_ext.core.fakes import told
-from tests.vllm.inside import begun_cases, compat_cases, hand_back_cases, weight_cases
+from tests.vllm.inside import (
+    begun_cases,
+    compat_cases,
+    hand_back_cases,
+    push_cases,
+    weight_cases,
+)
 from tests.vllm.inside.in_process import Engine
 from tests.vllm.inside.planted import IDLE, Broken, Fault, faults, public
 
@@ -549,6 +555,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield from hand_back_cases.cases()
     yield from compat_cases.cases()
     yield from weight_cases.cases(partial(params_of, "decode"))
+    yield from push_cases.cases()
     yield from planted()
 
 

@@ -34,7 +34,11 @@ LAYER = "model.layers.0.self_attn.attn"
 
 
 def configuration(
-    model: Path, policy: str, scheduler: str | None, extra: dict[str, Any]
+    model: Path,
+    policy: str,
+    scheduler: str | None,
+    extra: dict[str, Any],
+    connector: str = "DisaggConnector",
 ) -> VllmConfig:
     config = EngineArgs(
         model=str(model),
@@ -44,7 +48,7 @@ def configuration(
         scheduler_cls=scheduler,
         disable_log_stats=True,
         kv_transfer_config=KVTransferConfig(
-            kv_connector="DisaggConnector",
+            kv_connector=connector,
             kv_connector_module_path="engine_ext.vllm",
             kv_role="kv_both",
             kv_load_failure_policy=policy,
@@ -119,11 +123,14 @@ class Engine:
     faults: list[Fault] = field(default_factory=list)
     """The first one for a method is raised, once."""
     extra: dict[str, Any] = field(default_factory=dict)
+    connector: str = "DisaggConnector"
     fired: list[Fault] = field(default_factory=list)
     ended: dict[str, Ended] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        config = configuration(self.model, self.policy, self.scheduler_cls, self.extra)
+        config = configuration(
+            self.model, self.policy, self.scheduler_cls, self.extra, self.connector
+        )
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)

@@ -10,7 +10,9 @@ from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import CacheGeometry, ConnectorStats, EngineIdentity
 from engine_ext.core.loop import TransferLoop
 from engine_ext.push.checks import RECHECK_SECONDS
+from engine_ext.push.inquiries import Inquiries
 from engine_ext.push.tables import Outcomes, RegisteredByKey, RegistrationKey
+from engine_ext.transfer.readers import Readers
 from engine_ext.transfer.results import Results
 from engine_ext.wire.dial import PeerRank
 from engine_ext.wire.errors import EXTENSION_VERSION
@@ -21,6 +23,7 @@ from engine_ext.wire.handshake import (
 )
 from engine_ext.wire.notifications import (
     EXTENSION_PREFIX,
+    AwaitPrompt,
     Hello,
     PushDone,
     PushExtension,
@@ -275,3 +278,25 @@ def test_who_has_too_many_outcomes_forgets_the_oldest_of_his_own_and_who_has_mos
     for number in range(9):
         outcomes.add(outcome(f"c{number}", 0), PushDone("c", number))
     assert len(outcomes) == 8
+
+
+def test_inquiries_are_bounded_and_one_engines_cost_no_other_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Inquiries, "LIMIT_BY_SENDER", 4)
+    monkeypatch.setattr(Inquiries, "LIMIT", 6)
+    agent = FakeAgent()
+    inquiries = Inquiries(Readers(agent, 1e9, lambda name: True))
+    for sender, count in (("few", 2), ("many", 9), ("more", 2)):
+        for number in range(count):
+            inquiries.hear(AwaitPrompt(f"d-{number}", b"x", f"p-{number}"), sender, float(number))
+    kept = sorted((one.sender, one.message.request_id) for one in inquiries)
+    assert len(inquiries) == len(kept) == 6
+    assert [name for sender, name in kept if sender == "few"] == ["d-0", "d-1"]
+    assert [name for sender, name in kept if sender == "more"] == ["d-0", "d-1"]
+    again = inquiries.hear(AwaitPrompt("d-0", b"x", "p-0"), "few", 10.0)
+    assert again.unknown_since == 0.0
+    assert {one.sender for one in inquiries.named(("id p-0",))} == {"few", "more"}
+    inquiries.answer(again)
+    inquiries.forget_old(1e6)
+    assert (len(inquiries), list(inquiries), inquiries.named(("id p-0",))) == (0, [], [])

@@ -98,6 +98,9 @@ class SimEngine:
     `rate`, `origin`: of its clock, against the world's.
     """
 
+    returns_blocks = True
+    """Its handshake says that it answers `AwaitPrompt` and `ReturnBlocks`."""
+
     def __init__(
         self,
         network: Network,
@@ -123,7 +126,7 @@ class SimEngine:
         self.agent.landing_seconds = config.landing_seconds / rate
         self.results = Results()
         self.stats = ConnectorStats()
-        self.scheduler = SchedulerConnector(config, self.identity, GEOMETRY, self._unix_time)
+        self.scheduler = self._new_scheduler()
         self.loop = self._new_loop()
         self.loading: dict[str, SimRequest] = {}
         """Parked or orphaned: a load may write into their blocks."""
@@ -144,7 +147,12 @@ class SimEngine:
         self._next_step = float("inf")
         self._patience = SHORTEST_STEP
         network.listeners["sim", port] = handshake_payload(
-            self.agent, self.name, version, config.lease_extension, config.write_bound
+            self.agent,
+            self.name,
+            version,
+            config.lease_extension,
+            config.write_bound,
+            self.returns_blocks,
         )
         self.wake()
 
@@ -523,6 +531,11 @@ class SimEngine:
     def close(self) -> None:
         """As a dialer."""
 
+    def _new_scheduler(self) -> SchedulerConnector:
+        return SchedulerConnector(
+            self.config, self.identity, GEOMETRY, self._unix_time, clock=self.shown
+        )
+
     def _new_loop(self) -> TransferLoop:
         return TransferLoop(
             self.agent,
@@ -552,6 +565,7 @@ def handshake_payload(
     version: int | None,
     lease_extension: float = 0.0,
     write_bound: float = 0.0,
+    returns_blocks: bool = True,
 ) -> bytes:
     metadata = AgentMetadata(
         engine_id=engine_id,
@@ -568,6 +582,7 @@ def handshake_payload(
         disagg_ext=version,
         lease_extension=lease_extension,
         write_bound=write_bound,
+        returns_blocks=version is not None and returns_blocks,
     )
     return encode_payload(metadata, FACTORS)
 

@@ -18,6 +18,7 @@ from engine_ext.base.types import (
     LeaseGrant,
     PeerAddress,
     PullOrder,
+    PushInquiry,
     PushOffer,
     PushRegistration,
     PushTarget,
@@ -27,6 +28,7 @@ from engine_ext.base.types import (
     TransferResults,
 )
 from engine_ext.core.loop import TransferLoop
+from engine_ext.push.registration import RETURNED_SECONDS
 from engine_ext.transfer.agent import TransferState
 from engine_ext.transfer.heartbeats import CLOCK_DRIFT
 from engine_ext.transfer.results import Results
@@ -125,6 +127,7 @@ def _metadata(rank: int, size: int, extension: int | None) -> handshake.AgentMet
     metadata.disagg_ext = extension
     metadata.lease_extension = 20.0
     metadata.write_bound = WRITE_BOUND
+    metadata.returns_blocks = True
     return metadata
 
 
@@ -365,6 +368,146 @@ def test_only_the_rank_that_has_not_written_is_asked_again(launch: Launch) -> No
     assert asked == ["agent-1"]
 
 
+GIVEN_BACK = TransferResults(given_back=frozenset(["d-1"]))
+
+
+def reclaimed(rank: Rank) -> int:
+    """A registration whose blocks are asked back; returns its number."""
+    number = generation(registered(rank))
+    rank.apply(StepMetadata(reclaims=("d-1",)))
+    rank.step()
+    asked = [(name, one) for name, one in rank.sent() if isinstance(one, wire.ReturnBlocks)]
+    message = wire.ReturnBlocks("d-1", number)
+    assert asked == [("agent-0", message), ("agent-1", message)]
+    return number
+
+
+def gives_back(rank: Rank, number: int, their_rank: int) -> None:
+    rank.hears(wire.PushFailed("d-1", number, "other requests", is_given_back=True), their_rank)
+
+
+def test_blocks_are_given_back_when_every_rank_of_p_has_said_so(launch: Launch) -> None:
+    rank = launch(1, 2)
+    number = reclaimed(rank)
+    gives_back(rank, number, 0)
+    gives_back(rank, number, 0)
+    gives_back(rank, number + 7, 1)
+    assert not rank.results.take()
+    gives_back(rank, number, 1)
+    assert rank.results.take() == GIVEN_BACK
+    rank.step(RETURNED_SECONDS / 2)
+    assert not rank.results.take(), "other ranks of ours may not have them back"
+    rank.apply(StepMetadata(give_backs=("d-1",)))
+    assert rank.results.take() == FAILED
+    assert (rank.stats.pushes_given_back, rank.stats.pushes_missed) == (1, 0)
+    assert rank.loop.num_open == 1, "the heartbeats, which go on"
+
+
+def registers_again(rank: Rank, number: int, *names: str) -> int:
+    asked = [(name, one) for name, one in rank.sent() if isinstance(one, wire.PushRegistered)]
+    assert tuple(name for name, _ in asked) == names
+    assert asked[0][1].disagg is not None
+    assert asked[0][1].disagg.generation > number
+    return asked[0][1].disagg.generation
+
+
+def test_a_rank_registers_again_where_others_of_ours_have_been_written(launch: Launch) -> None:
+    """Nobody orders the end then."""
+    rank = launch(1, 2)
+    number = reclaimed(rank)
+    for their_rank in (0, 1):
+        gives_back(rank, number, their_rank)
+    assert rank.results.take() == GIVEN_BACK
+    rank.step(RETURNED_SECONDS)
+    rank.step()
+    again = registers_again(rank, number, "agent-0", "agent-1")
+    for their_rank in (0, 1):
+        rank.hears(wire.PushDone("d-1", again), their_rank)
+    assert rank.results.take() == OK
+
+
+def test_an_order_that_comes_when_a_rank_has_registered_again_ends_it_when_p_gives_back_anew(
+    launch: Launch,
+) -> None:
+    rank = launch(1, 2)
+    number = reclaimed(rank)
+    for their_rank in (0, 1):
+        gives_back(rank, number, their_rank)
+    assert rank.results.take() == GIVEN_BACK
+    rank.step(RETURNED_SECONDS)
+    rank.step()
+    again = registers_again(rank, number, "agent-0", "agent-1")
+    rank.apply(StepMetadata(give_backs=("d-1",)))
+    rank.step()
+    gives_back(rank, again, 0)
+    assert not rank.results.take()
+    gives_back(rank, again, 1)
+    assert rank.results.take() == FAILED
+
+
+def test_blocks_that_were_reported_as_given_back_are_reported_again_when_nothing_writes_there(
+    launch: Launch,
+) -> None:
+    """For the host reuses them at once: here P is silent after it was registered with again."""
+    rank = launch(1, 2)
+    number = reclaimed(rank)
+    for their_rank in (0, 1):
+        gives_back(rank, number, their_rank)
+    assert rank.results.take() == GIVEN_BACK
+    rank.step(RETURNED_SECONDS)
+    rank.step()
+    again = registers_again(rank, number, "agent-0", "agent-1")
+    rank.hears(wire.PushFailed("d-1", again, "no"), 0)
+    assert not rank.results.take(), "the other one may write yet"
+    rank.hears(wire.PushDone("d-1", again), 1)
+    assert rank.results.take() == FAILED
+
+
+def test_where_one_rank_of_p_has_written_the_other_is_registered_with_again(
+    launch: Launch,
+) -> None:
+    rank = launch(1, 2)
+    number = reclaimed(rank)
+    gives_back(rank, number, 0)
+    rank.hears(wire.PushDone("d-1", number), 1)
+    assert not rank.results.take()
+    again = registers_again(rank, number, "agent-0")
+    rank.hears(wire.PushDone("d-1", number), 0)
+    assert not rank.results.take(), "that is not the registration that counts"
+    rank.hears(wire.PushDone("d-1", again), 0)
+    assert rank.results.take() == OK
+
+
+def test_a_rank_of_p_that_refuses_gives_nothing_back(launch: Launch) -> None:
+    """Nor does one that says nothing: the request ends as ever."""
+    rank = launch(1, 2)
+    number = reclaimed(rank)
+    gives_back(rank, number, 0)
+    rank.hears(wire.PushFailed("d-1", number, "no"), 1)
+    assert rank.results.take() == FAILED
+    silent = launch(1, 2)
+    gives_back(silent, reclaimed(silent), 0)
+    silent.step(silent.config.push_deadline)
+    assert silent.results.take() == FAILED
+
+
+def test_a_prompt_is_ready_when_every_rank_of_p_holds_it(launch: Launch) -> None:
+    rank = launch(1, 2)
+    target = PushTarget(rank.address, 2, "p-1", "t")
+    rank.apply(StepMetadata(inquiries=(PushInquiry("d-1", target, b"x"),)))
+    question = wire.AwaitPrompt("d-1", b"x", "p-1", "t")
+    rank.step_until(lambda: len(rank.agent.sent) >= 4)
+    asked = [(name, one) for name, one in rank.sent() if isinstance(one, wire.AwaitPrompt)]
+    assert asked == [("agent-0", question), ("agent-1", question)]
+    rank.hears(wire.PromptReady("d-1"), 0)
+    rank.step(rank.config.heartbeat_interval)
+    assert [name for name, one in rank.sent() if one == question] == ["agent-1"]
+    assert not rank.results.take()
+    rank.hears(wire.PromptReady("d-1"), 1)
+    assert rank.results.take() == TransferResults(ready=frozenset(["d-1"]))
+    assert rank.loop.num_open == 0
+
+
 # Writing.
 
 
@@ -376,7 +519,7 @@ def offer(rank: Rank) -> None:
     )
 
 
-def register(rank: Rank, their_rank: int, name: str = "p-1") -> None:
+def register(rank: Rank, their_rank: int, name: str = "p-1", generation: int = 1) -> None:
     message = wire.PushRegistered(
         request_id="d-1",
         decode_engine_id="remote",
@@ -388,7 +531,7 @@ def register(rank: Rank, their_rank: int, name: str = "p-1") -> None:
         remote_host="127.0.0.1",
         remote_port=1,
         remote_tp_size=1,
-        disagg=wire.PushExtension(1, 0, 32, b"x", name, 1e9, their_rank),
+        disagg=wire.PushExtension(generation, 0, 32, b"x", name, 1e9, their_rank),
     )
     rank.hears(wire.encode_registration(message), their_rank)
 
@@ -440,6 +583,35 @@ def test_each_rank_of_d_is_written_early_whenever_it_registers(launch: Launch) -
     finish(rank, DONE, DONE, DONE, DONE)
     assert rank.results.take() == SENT
     assert rank.stats.pushes_ok == 2
+
+
+def test_blocks_of_a_rank_of_d_that_wants_them_back_are_written_no_more(launch: Launch) -> None:
+    """And both ranks are written when they have registered again."""
+    rank = launch(1, 2)
+    register(rank, 0)
+    register(rank, 1)
+    draft(rank)
+    rank.step_until(lambda: len(rank.agent.transfers) == 2)
+    for their_rank in (0, 1):
+        rank.hears(wire.ReturnBlocks("d-1", 1), their_rank)
+    rank.step()
+    assert not refusals(rank, 0), "a part is under way"
+    finish(rank, DONE, DONE)
+    assert refusals(rank, 2) == ["agent-0", "agent-1"]
+    for their_rank in (0, 1):
+        rank.hears(wire.AwaitPrompt("d-1", b"x", "p-1"), their_rank)
+    rank.apply(StepMetadata(drafts=(PushOffer("p-1", ((1, 2),), 32, b"x"),)))
+    rank.step()
+    assert not [one for _, one in rank.sent() if isinstance(one, wire.PromptReady)]
+    offer(rank)
+    ready = [name for name, one in rank.sent() if isinstance(one, wire.PromptReady)]
+    assert sorted(ready) == ["agent-0", "agent-1"]
+    assert len(rank.agent.transfers) == 2
+    for their_rank in (0, 1):
+        register(rank, their_rank, generation=2)
+    rank.step_until(lambda: len(rank.agent.transfers) == 4)
+    finish(rank, DONE, DONE, DONE, DONE)
+    assert rank.results.take() == SENT
 
 
 def test_a_rank_that_registers_when_the_prefill_has_ended_joins_the_others(launch: Launch) -> None:

@@ -56,12 +56,13 @@ class World:
         *,
         clock: tuple[float, float] | None = None,
         version: int | None = OURS,
+        make: Callable[..., SimEngine] = SimEngine,
         **config: Any,
     ) -> SimEngine:
         """`clock`: rate and origin. Left out: others than any other engine's."""
         made = ConnectorConfig(engine_id=name, transfer_mode=mode, **config)  # type: ignore[arg-type] # the two modes
         rate, origin = clock or self._any_clock(name)
-        engine = SimEngine(self.network, made, port, version=version, rate=rate, origin=origin)
+        engine = make(self.network, made, port, version=version, rate=rate, origin=origin)
         engine.may_free = self._check_horizons
         self.engines[name] = engine
         return engine

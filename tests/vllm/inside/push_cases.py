@@ -1,0 +1,116 @@
+"""Pushes that give their blocks back to other requests, in vLLM's own bookkeeping."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from tests.vllm.inside.in_process import BLOCK, NUM_BLOCKS, Engine
+
+OURS = "engine_ext.vllm.scheduler.DisaggScheduler"
+PARKED = RequestStatus.WAITING_FOR_REMOTE_KVS
+HALF = NUM_BLOCKS // 2 * BLOCK
+"""Tokens: two prompts of so many do not fit, for vLLM keeps a block for itself."""
+
+
+class Decoder(Engine):
+    """In push mode."""
+
+    def ask(self, name: str) -> Any:
+        where = {"remote_engine_id": "p", "remote_host": "h", "remote_port": 1}
+        params = {"do_remote_prefill": True, "remote_request_id": name, **where}
+        return self.add(name, HALF - 2, params)
+
+    def ordered(self, kind: str) -> set[str]:
+        """By every rank."""
+        orders = [
+            {
+                getattr(order, "request_id", order)
+                for meta in rank.applied
+                for order in getattr(meta, kind)
+            }
+            for rank in self.ranks
+        ]
+        return set.intersection(*orders)
+
+    def report(self, what: str, name: str, **options: Any) -> None:
+        """Ranks report in one step after the other."""
+        for rank in self.ranks:
+            getattr(rank.half._results, what)(name, **options)
+            self.step()
+
+
+def a_push_that_is_given_back_makes_room_and_is_loaded_later(
+    policy: str, num_ranks: int, model: Path
+) -> None:
+    engine = Decoder(model, policy, OURS, num_ranks, connector="DisaggPushConnector")
+    early = engine.ask("early")
+    engine.step_until(lambda: engine.ordered("registrations") == {"early"})
+    assert early.status is PARKED
+    ready = engine.ask("ready")
+    engine.step_until(lambda: engine.ordered("inquiries") == {"ready"})
+    assert not engine.ordered("reclaims")
+    engine.report("ready", "ready")
+    engine.step_until(lambda: engine.ordered("reclaims") == {"early"})
+    engine.report("given_back", "early")
+    engine.step_until(lambda: engine.ordered("give_backs") == {"early"})
+    engine.report("received", "early", ok=False)
+    engine.step_until(lambda: engine.ordered("registrations") == {"early", "ready"})
+    assert ready.status is PARKED
+    engine.step_until(lambda: engine.ordered("inquiries") == {"early", "ready"})
+    assert (early.status, early.num_computed_tokens) == (RequestStatus.WAITING, 0)
+    engine.report("received", "ready", ok=True)
+    engine.run("ready")
+    engine.report("ready", "early")
+    engine.read_all()
+    engine.step_until(lambda: early.status is PARKED)
+    engine.report("received", "early", ok=True)
+    assert engine.run("early").reason == "length"
+    for _ in range(3):
+        engine.step()
+        engine.read_all()
+    engine.step()
+    assert engine.is_empty()
+
+
+def an_engine_rests_while_all_that_waits_is_for_others_to_do(model: Path) -> None:
+    engine = Decoder(model, "fail", OURS, connector="DisaggPushConnector")
+    engine.scheduler.set_wake(lambda: None)
+    engine.ask("early")
+    engine.ask("short")
+    for _ in range(4):
+        engine.step()
+    assert engine.ordered("inquiries") == {"short"}
+    assert engine.scheduler._awaits_kv_alone()
+    engine.ranks[0].half._results.ready("short")
+    engine.step()
+    assert not engine.scheduler._awaits_kv_alone()
+
+
+def vllms_own_scheduler_class_registers_early_only_beside_the_longest_request(
+    policy: str, model: Path
+) -> None:
+    """Which is nearly as long as the cache here."""
+    engine = Decoder(model, policy, None, connector="DisaggPushConnector")
+    engine.ask("first")
+    for _ in range(3):
+        engine.step()
+    assert not engine.ordered("registrations")
+    assert engine.ordered("inquiries") == {"first"}
+    engine.report("ready", "first")
+    engine.step_until(lambda: engine.ordered("registrations") == {"first"})
+    engine.report("received", "first", ok=True)
+    assert engine.run("first").reason == "length"
+
+
+def cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
+    for policy in ("fail", "recompute"):
+        for num_ranks in (1, 2):
+            back = a_push_that_is_given_back_makes_room_and_is_loaded_later
+            yield f"{back.__name__}, {policy}, {num_ranks} ranks", partial(back, policy, num_ranks)
+        own = vllms_own_scheduler_class_registers_early_only_beside_the_longest_request
+        yield f"{own.__name__}, {policy}", partial(own, policy)
+    rests = an_engine_rests_while_all_that_waits_is_for_others_to_do
+    yield rests.__name__, rests
