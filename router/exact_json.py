@@ -2,11 +2,16 @@
 
 What a client or an engine sends is read, changed in a few fields and written again. A float gives
 back most numbers as they were written, but not 1.50, 1e5, 1e400 or 0.1 with forty digits; and
-orjson reads an integer beyond 64 bits as a float. So `loads` makes a `WrittenNumber`, which knows
-its text, of each number that would come out otherwise, and `dumps` writes that text.
+orjson reads an integer beyond 64 bits as a float. So `loads` reads with msgspec, which is as fast,
+and which hands over each number with a fraction or an exponent as text. It becomes a float, or a
+`WrittenNumber`, which knows its text, where a float would be written otherwise. An integer is an
+int, however large.
 
-An ordinary body pays for this with one call of Python for each number with a fraction or an
-exponent: msgspec reads as fast as orjson, and hands over such numbers as text.
+Both cost a call of Python for each number. So in a text of more than SLOW_LIMIT bytes only the
+values of the outermost object are treated in this way, since the router looks at some of them. The
+other numbers stay text, as orjson's Fragment, which `dumps` copies and `number` reads. The integer
+-0 loses its sign there, and an integer of more digits than Python converts is refused: Python's own
+reader, which is ten times slower, reads texts with these.
 """
 
 from __future__ import annotations
@@ -19,11 +24,14 @@ import msgspec
 import orjson
 from msgspec import Struct
 from msgspec.structs import asdict
+from orjson import Fragment
 
 SMALLEST, LARGEST = -(2**63), 2**64 - 1
 """Of the integers that orjson can write."""
 MOST_NESTED = 254
 """Objects and lists inside each other that orjson writes."""
+SLOW_LIMIT = 1024 * 1024
+"""Bytes: all numbers of such a text take 0.4 s at worst."""
 # An integer with the sign that every reader drops. The literal comes first: it is found faster.
 NEGATIVE_ZERO = re.compile(rb"-0(?<=[:,\[\s]-0)(?=[\s,\]}])")
 
@@ -47,13 +55,17 @@ class WrittenNumber(float):
 def loads(raw: bytes) -> Any:
     """Read a JSON text. Raises orjson.JSONDecodeError."""
     try:
-        content = _decode(raw)
+        content = _decode(raw) if len(raw) <= SLOW_LIMIT else _decode_large(raw)
+        if _has_negative_zero(raw):
+            content = _loads_slowly(raw)
     except msgspec.ValidationError:  # an integer with more digits than Python converts
-        return _loads_slowly(raw)
+        content = _loads_slowly(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return orjson.loads(raw)  # which says what is wrong, and where
-    if raw.find(b"-") >= 0 and NEGATIVE_ZERO.search(raw) is not None:
-        return _loads_slowly(raw)
+    if len(raw) > SLOW_LIMIT and type(content) is dict:
+        for name, value in content.items():
+            if type(value) is Fragment:
+                content[name] = number(value)
     return content
 
 
@@ -68,18 +80,35 @@ def dumps(content: object, option: int | None = None) -> bytes:
         return orjson.dumps(_with_large_integers(content, 0), _replacement, option)
 
 
+def number(value: object) -> Any:
+    """Return a value inside an object or a list as a float, if it is a number that stayed text."""
+    if type(value) is not Fragment:
+        return value
+    return _number(orjson.dumps(value).decode())
+
+
 def _number(text: str) -> float:
-    """`text` has a fraction or an exponent. Without an exponent, orjson writes a float as Python
-    does."""
-    number = float(text)
-    return number if repr(number) == text and "e" not in text else WrittenNumber(text)
+    """`text` has a fraction or an exponent, or too many digits."""
+    as_float = float(text)
+    # Python and orjson write a float alike, except for the form of an exponent.
+    return as_float if repr(as_float) == text and "e" not in text else WrittenNumber(text)
 
 
 _decode = msgspec.json.Decoder(float_hook=_number).decode
+_decode_large = msgspec.json.Decoder(float_hook=Fragment).decode
+
+
+def _has_negative_zero(raw: bytes) -> bool:
+    """Return whether the integer -0 may be in a text that is small enough to be read slowly."""
+    if len(raw) > SLOW_LIMIT or raw.find(b"-") < 0:
+        return False
+    return NEGATIVE_ZERO.search(raw) is not None
 
 
 def _loads_slowly(raw: bytes) -> Any:
-    """The same, by Python's own reader, which can hand over every number as text."""
+    """Read by Python's own reader, which can hand over every number as text."""
+    if len(raw) > SLOW_LIMIT:
+        raise orjson.JSONDecodeError("an integer has too many digits", "", 0)
     try:
         return json.loads(
             raw.decode(), parse_float=_number, parse_int=_integer, parse_constant=_refuse
@@ -90,10 +119,10 @@ def _loads_slowly(raw: bytes) -> Any:
 
 def _integer(text: str) -> float:
     try:
-        number = int(text)
+        value = int(text)
     except ValueError:  # Python converts some thousand digits
         return WrittenNumber(text)
-    return number if number or text == "0" else WrittenNumber(text)
+    return value if value or text == "0" else WrittenNumber(text)
 
 
 def _refuse(name: str) -> NoReturn:
@@ -102,7 +131,7 @@ def _refuse(name: str) -> NoReturn:
 
 def _replacement(value: object) -> object:
     if type(value) is WrittenNumber:
-        return orjson.Fragment(value.text)
+        return Fragment(value.text)
     if isinstance(value, Struct):
         return asdict(value)
     raise TypeError(f"{type(value).__name__} is no JSON")
@@ -111,7 +140,7 @@ def _replacement(value: object) -> object:
 def _with_large_integers(value: object, level: int) -> object:
     """A copy with each integer that orjson cannot write as text. Too deep, it stays as it is."""
     if type(value) is int:
-        return value if SMALLEST <= value <= LARGEST else orjson.Fragment(str(value))
+        return value if SMALLEST <= value <= LARGEST else Fragment(str(value))
     if level > MOST_NESTED:
         return value
     if isinstance(value, dict):

@@ -14,6 +14,7 @@ from router.conversations.prompt import Prompt, prompt_of
 from router.conversations.said import Json, Said
 from router.conversations.scope import rewrites_history, scope_of
 from router.conversations.store import Store, StoreError, UnverifiedError
+from router.exact_json import number
 from router.values import Thing, Value
 
 # A store keeps an entry longer than it is valid, so that "came too late" can be told from "never
@@ -162,7 +163,7 @@ class Conversations:
 
     def _valid_until(self, params: Json, now: float) -> float:
         """Our time limit, or a margin before the decoder's own where it tells it."""
-        retained = params.get("retained_until")
+        retained = number(params.get("retained_until"))
         if isinstance(retained, int | float) and not isinstance(retained, bool):
             retained = min(max(retained, 0), LATEST)  # an integer may be too large for a float
             return min(now + self._ttl, retained - (retained - now) * MARGIN_SHARE)

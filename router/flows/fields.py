@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from router.exact_json import number
+
 MAX_TOKENS, MIN_TOKENS = "max_tokens", "min_tokens"
 MAX_COMPLETION_TOKENS = "max_completion_tokens"
 STREAM, STREAM_OPTIONS = "stream", "stream_options"
@@ -110,7 +112,7 @@ def _wrong_stream(body: Mapping[str, object]) -> Wrong | None:
     if not isinstance(options, dict):
         return Wrong(STREAM_OPTIONS, f"{STREAM_OPTIONS}: Input should be a valid dictionary")
     for name in OPTIONS:
-        value = options.get(name)
+        value = number(options.get(name))
         if value is not None and not _is_boolean(value):
             return Wrong(STREAM_OPTIONS, f"{STREAM_OPTIONS}.{name}: {BOOLEAN}")
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.exact_json import dumps
+from router.exact_json import dumps, number
 from router.flows.request import Body
 
 DONE = b"data: [DONE]\n\n"
@@ -27,7 +27,7 @@ def events(answer: Body, request: Body) -> bytes:
     head = {name: answer[name] for name in answer if name not in NOT_IN_CHUNKS}
     head["object"] = OBJECTS[answer["object"]]
     options = request.get("stream_options")
-    with_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+    with_usage = isinstance(options, dict) and bool(number(options.get("include_usage")))
     rest: Body = {"usage": None} if with_usage else {}
     chunks = [
         {**head, "choices": [piece], **rest}

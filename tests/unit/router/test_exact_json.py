@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.exact_json import dumps, loads
+from router.exact_json import SLOW_LIMIT, dumps, loads, number
 from router.flows.prefilled import Params
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, stream, whole
@@ -64,13 +64,21 @@ def answering(*contents: object) -> Any:
     return script
 
 
-@pytest.mark.parametrize("number", [*NUMBERS, "7" * 5000])
+@pytest.mark.parametrize("value", [*NUMBERS, "7" * 5000])
 @pytest.mark.parametrize("form", ["[%s]", '{"a":[{"b":%s},"-0, 1e5"]}'])
-def test_a_number_is_written_as_it_was_read(number: str, form: str) -> None:
-    text = (form % number).encode()
+def test_a_number_is_written_as_it_was_read(value: str, form: str) -> None:
+    text = (form % value).encode()
     assert dumps(loads(text)) == text
     assert dumps(loads(text), orjson.OPT_SORT_KEYS) == text
-    assert loads(text.replace(b":", b" :\n\t").replace(b"]", b"\r]")) == loads(text)
+    assert dumps(loads(text.replace(b":", b" :\n\t").replace(b"]", b"\r]"))) == text
+
+
+@pytest.mark.parametrize("value", [one for one in NUMBERS if one != "-0"])
+def test_numbers_of_a_large_text_are_written_as_they_were_read(value: str) -> None:
+    text = f'{{"a":[{{"b":{value}}}],"c":{value}}}'.encode()
+    content = loads(text + b" " * SLOW_LIMIT)
+    assert dumps(content) == text
+    assert content["c"] == number(content["a"][0]["b"]) == json.loads(value)
 
 
 @given(
@@ -105,7 +113,7 @@ def test_the_same_texts_are_json_as_for_orjson() -> None:
             with pytest.raises(orjson.JSONDecodeError):
                 loads(bytes(raw))
         else:
-            assert loads(bytes(raw)) == expected
+            assert orjson.loads(dumps(loads(bytes(raw)))) == expected
 
 
 @pytest.mark.parametrize(
@@ -154,6 +162,24 @@ async def test_numbers_of_a_body_reach_both_engines(
         for name in (body.keys() | {"seed", "temperature"}) - {"conversation_id"}:
             assert got[name] == sent[name], name
     assert as_written(d.last.body)["max_tokens"] == ("7.0",)
+
+
+async def test_numbers_of_a_large_body_reach_both_engines(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    fields = (
+        b'"model": "m", "temperature": 0.70, "min_tokens": 1.0, "max_tokens": 7.0, "stream": true',
+        b'"stream_options": {"include_usage": 1.0}, "seed": 25000000000000000001',
+        b'"odd": {"a": [1.50, -0.0, 1e400]}, "prompt": "%s"' % (b"x" * SLOW_LIMIT),
+    )
+    raw = b"{%s}" % b", ".join(fields)
+    assert (await router.client.post("/v1/completions", content=raw)).status_code == 200
+    sent = as_written(raw)
+    prefill, decode = as_written(p.last.body), as_written(d.last.body)
+    assert {name: decode[name] for name in sent} == sent
+    assert {name: prefill[name] for name in ("temperature", "seed", "odd", "prompt")} == {
+        name: sent[name] for name in ("temperature", "seed", "odd", "prompt")
+    }
 
 
 async def test_a_threshold_reaches_the_decoder_as_it_was_written(
