@@ -26,6 +26,7 @@ NUMBERS = (
     "9007199254740993", "9007199254740993.0", "-9223372036854775809", "18446744073709551615",
     "18446744073709551616", "25000000000000000001", str(2**256 - 1), "1" + "0" * 400,
 )  # fmt: skip
+ODD = ("1.50", "-0", "1e400", "25000000000000000001", "1" + "0" * 400)
 ALL = b"[" + ", ".join(NUMBERS).encode() + b"]"
 HOLE = "NUMBERS"
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -363,7 +364,7 @@ FIELDS = ("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "
           "prompt_logprobs", "truncate_prompt_tokens", "model", "stop", "messages")  # fmt: skip
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", ODD)
 async def test_no_number_in_any_field_is_too_much_for_the_router(
     router: Router, number: str
 ) -> None:
@@ -375,7 +376,7 @@ async def test_no_number_in_any_field_is_too_much_for_the_router(
                 assert answer.status_code in (200, 400, 404), (name, path, answer.text)
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", ODD)
 async def test_no_number_of_an_engine_is_too_much_for_the_router(
     router: Router, p: MockEngine, d: MockEngine, number: str
 ) -> None:
