@@ -15,6 +15,7 @@ from router.flows import journal as journal_module
 from router.flows.admission import Held
 from router.flows.journal import Journal
 from router.flows.prefilled import Params
+from router.upstream.sse import EVENT_LIMIT
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (
@@ -97,9 +98,11 @@ def dies_after(number: int, how: str = "reset") -> Script:
             await peer.send(chunk(said(request, number, "abort") + DONE))
         if how == "finish":  # its end was on its way
             await peer.send(chunk(said(request, number, LAST)))
+        if how == "large":
+            await peer.send(chunk(b"data: " + b"x" * EVENT_LIMIT))
         if how in ("error", "abort", "ends"):
             await peer.send(b"0\r\n\r\n")
-        elif how == "frozen":
+        elif how in ("frozen", "large"):
             await peer.wait_left()
         else:
             peer.reset()
@@ -161,7 +164,7 @@ def legs(*engines: MockEngine) -> list[Received]:
 
 
 KINDS = ("broken_answer", "status_5xx")
-HOWS = ["reset", "half", "error", "abort", "ends", "frozen"]
+HOWS = ["reset", "half", "error", "abort", "ends", "frozen", "large"]
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -189,7 +192,8 @@ async def test_another_decoder_goes_on(
     assert second.json["kv_transfer_params"]["begun"] == begun
     assert second.json["kv_transfer_params"]["remote_host"] == PARAMS["remote_host"]
     assert second.json["max_tokens"] == 7
-    kind = {"frozen": "timeout", "reset": "broken_answer", "half": "broken_answer"}.get(how)
+    broken = dict.fromkeys(("reset", "half", "large"), "broken_answer")
+    kind = {"frozen": "timeout", **broken}.get(how)
     assert router.metric("resumes_total", kind=kind or "status_5xx", outcome="gone_on") == 1
     assert router.metric("requests_total", **_ended(router)) == 1
     assert router.gateway.journals.size == 0
