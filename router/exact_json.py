@@ -32,6 +32,8 @@ MOST_NESTED = 254
 """Objects and lists inside each other that orjson writes."""
 SLOW_LIMIT = 1024 * 1024
 """Bytes: all numbers of such a text take 0.4 s at worst."""
+MOST_FIELDS = 10_000
+"""Values of the outermost object of a larger text. No request or answer has so many."""
 # An integer with the sign that every reader drops. The literal comes first: it is found faster.
 NEGATIVE_ZERO = re.compile(rb"-0(?<=[:,\[\s]-0)(?=[\s,\]}])")
 
@@ -62,7 +64,7 @@ def loads(raw: bytes) -> Any:
         content = _loads_slowly(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return orjson.loads(raw)  # which says what is wrong, and where
-    if len(raw) > SLOW_LIMIT and type(content) is dict:
+    if len(raw) > SLOW_LIMIT and type(content) is dict and len(content) <= MOST_FIELDS:
         for name, value in content.items():
             if type(value) is Fragment:
                 content[name] = number(value)
