@@ -307,15 +307,15 @@ def _read_gauges(metrics: Metrics, fleet: Fleet, roster: Roster) -> None:
     def of_sources(value: Callable[[Standing], float]) -> Callable[[], Iterator[Reading]]:
         return lambda: (((one.source.name,), value(one)) for one in roster.standings)
 
+    def shared_ids() -> Iterator[Reading]:
+        shared = namesakes(fleet.engines)
+        return (((one.role, one.name), one.name in shared) for one in fleet.engines)
+
     metrics.engine_healthy.read = of_engines(lambda engine: HEALTH_VALUES[engine.health])
     metrics.engine_in_flight.read = of_engines(lambda engine: engine.in_flight)
     metrics.engine_holding.read = of_engines(lambda engine: engine.holding)
     metrics.engine_draining.read = of_engines(lambda engine: engine.intent is Intent.DRAINING)
-    metrics.engine_shares_id.read = lambda: (
-        ((engine.role, engine.name), engine.name in shared)
-        for shared in (namesakes(fleet.engines),)
-        for engine in fleet.engines
-    )
+    metrics.engine_shares_id.read = shared_ids
     metrics.engine_circuit.read = of_engines(lambda engine: CIRCUIT_VALUES[engine.breaker.circuit])
     metrics.pair_avoided.read = lambda: ((pair, 1.0) for pair in fleet.pairs.avoided(now()))
     metrics.fleet_changes.read = lambda: (((what,), count) for what, count in roster.counts.items())
