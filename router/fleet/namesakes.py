@@ -48,8 +48,8 @@ class Namesakes:
         for pair, engine_id in found.items():
             if pair not in self._said:
                 logger.warning(
-                    "engines %s and %s have one engine_id, %s: no KV moves between them. Give each "
-                    "engine an engine_id of its own.",
+                    "engines %s and %s have one engine_id, %s: no KV moves between them, and a "
+                    "stock engine takes one for the other. Give each an engine_id of its own.",
                     *pair,
                     engine_id,
                 )
