@@ -309,7 +309,7 @@ def _read_gauges(metrics: Metrics, fleet: Fleet, roster: Roster) -> None:
 
     def shared_ids() -> Iterator[Reading]:
         shared = namesakes(fleet.engines)
-        return (((one.role, one.name), one.name in shared) for one in fleet.engines)
+        return (((one.role, one.name), 1) for one in fleet.engines if one.name in shared)
 
     metrics.engine_healthy.read = of_engines(lambda engine: HEALTH_VALUES[engine.health])
     metrics.engine_in_flight.read = of_engines(lambda engine: engine.in_flight)

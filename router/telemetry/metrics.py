@@ -135,10 +135,10 @@ class Metrics:
         )
         self.engine_shares_id = made.readings(
             "engine_shares_id",
-            "1 when another engine has the same engine_id, else 0.",
+            "1 for each engine whose engine_id another engine has, too; no sample for others.",
             "role",
             "engine",
-            act="1: no KV moves between the two, which the log names. Give each engine an "
+            act="No KV moves between the two, which the log names. Give each engine an "
             "engine_id of its own.",
         )
         self.engine_circuit = made.readings(
