@@ -13,6 +13,7 @@ from collections.abc import Callable
 import orjson
 
 from router.conversations.said import parsed
+from router.exact_json import dumps
 from router.flows.request import KV_PARAMS
 from router.values import Value
 
@@ -59,7 +60,10 @@ def failure_in_whole(raw: bytes) -> tuple[LoadFailure | None, bytes]:
         return None, raw
     del params[FIELD]
     content[KV_PARAMS] = params or None
-    return failure, orjson.dumps(content)
+    try:
+        return failure, dumps(content)
+    except orjson.JSONEncodeError:  # it can be read, but not written: nested too deep
+        return failure, raw
 
 
 class Watch:
@@ -90,7 +94,10 @@ class Watch:
         self.has_ended = True
         self._note(failure_in(error))
         del error[FIELD]
-        return b"data: " + orjson.dumps(content)
+        try:
+            return b"data: " + dumps(content)
+        except orjson.JSONEncodeError:
+            return found[0]
 
     def _note(self, failure: LoadFailure | None) -> None:
         if failure is not None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import orjson
 
 from router.conversations.said import Json, cached_tokens_of, parsed, prompt_tokens_of
+from router.exact_json import dumps
 from router.fleet.spec import DECODE, Role
 from router.flows.bodies import message_in
 from router.flows.errors import (
@@ -23,6 +24,8 @@ from router.flows.errors import (
     EngineUnavailableError,
     RefusedMidwayError,
     RejectedError,
+    error_body,
+    type_of_status,
 )
 from router.flows.trial import is_rejection
 from router.upstream.answer import HIGH_WATER, Answer, Tap
@@ -75,7 +78,11 @@ def _told(error: object, role: Role) -> Exception:
     said = error if isinstance(error, dict) else {"message": error}
     code, message = said.get("code"), said.get("message")
     if type(code) is int and 400 <= code < 500:
-        return RejectedError(code, JSON, orjson.dumps({"error": said}))
+        try:
+            body = dumps({"error": said})
+        except orjson.JSONEncodeError:  # it can be read, but not written: nested too deep
+            body = error_body(code, type_of_status(code), str(message)[:1000])
+        return RejectedError(code, JSON, body)
     text = f": {message[:1000]}" if isinstance(message, str) else ""
     return EngineError(f"the {role} engine answered with an error{text}")
 
