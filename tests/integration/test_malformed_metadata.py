@@ -95,6 +95,8 @@ def test_a_validator_that_stands_still_delays_peers_that_are_not_known_and_no_ot
     prefiller: Server, decoder: Server, alone: Server, free_ports: Callable[[int], list[int]]
 ) -> None:
     prompts = [text_of(100, number) for number in (23, 24, 25)]
+    waker = Honest("waker")
+    say_hello(decoder, waker, waker.metadata)  # Another test may have had it replaced just now.
     decode(decoder, prompts[0], prefill(prefiller, prompts[0]))
     [validator] = [pid for pid in family(decoder.process.pid) if is_validator(pid)]
     os.kill(validator, signal.SIGSTOP)
