@@ -155,8 +155,9 @@ class Room:
         self._loaded[request_id] = self._clock()
 
     def has_late_starter(self) -> bool:
-        """The host has lacked blocks for one of those for a while, and does not ask about it."""
-        if not self._loaded:
+        """Nothing runs, and the host has lacked blocks for one of those for a while: it does not
+        ask about it."""
+        if self._running or not self._loaded:
             return False
         return self._clock() - next(iter(self._loaded.values())) >= LATE_SECONDS
 
