@@ -71,8 +71,9 @@ from engine_ext.wire.notifications import (
 logger = logging.getLogger(__name__)
 logger.addFilter(Seldom())
 
-UNKNOWN_SECONDS = 15.0
-"""D is refused when P has had no request of that name for so long: both legs are sent at once."""
+UNKNOWN_SECONDS = 45.0
+"""D is refused when P has had no request of that name for so long. Both legs are sent at once, but
+a prefill leg may wait for its connection, for its media, or for a long step of P's."""
 DOUBT_SECONDS = 5.0
 """A registration whose offer seems to have been another's, or to be gone, is refused after so long,
 unless P prefills a request of the same name by then."""
