@@ -125,6 +125,7 @@ def _reference(options: argparse.Namespace) -> list[Step]:
         _equality(options, "two engines against one", 600, *short),
         _equality(options, "pushed", 900, "--mode", "push", *long),
         _equality(options, "in the device's memory", 900, "--buffers", own, *long),
+        _equality(options, "with checksums", 600, "--checksums", *short),
     ]
     if own != "cpu":
         host = ("--buffers", "cpu", *long)

@@ -78,6 +78,8 @@ class ConnectorConfig:
     """Bound on the holder's answer to a READ."""
     revoke_grace: float = 0.5
     """How long a revoked lease's blocks stay for a READ that is on its way."""
+    checksums: bool = False
+    """Make a checksum of each leased block, and compare what was read with the holder's."""
     engine_ttl: float = 3600.0
     """An engine that nothing was done with for so long is forgotten."""
     access: Access = OPEN
@@ -134,6 +136,7 @@ class ConnectorConfig:
             "trust_request_ids": extra.get("trust_request_ids"),
             "global_cache_hit_threshold": extra.get("global_cache_hit_threshold"),
             "hand_back": extra.get("hand_back"),
+            "checksums": extra.get("kv_checksum"),
             "engine_ttl": extra.get("engine_ttl"),
             "access": _access(extra),
         }
@@ -262,5 +265,6 @@ _EXTRA: dict[str, Check] = {
     "side_channel_secret_file": read_secret,
     "side_channel_mode": _one_of("required", "mixed"),
     "allowed_peers": parse_networks,
+    "kv_checksum": _switch,
     "engine_ttl": _seconds_or_never,
 }

@@ -129,6 +129,8 @@ class LeaseGrant:
     request_id: str
     seconds: float
     renewable: bool = True
+    block_ids: BlockIds = ()
+    """The blocks as readers are told of them, where checksums of them are to be made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -539,6 +541,13 @@ class ConnectorStats:
     engine_id_clashes: int = 0
     """Loads that did not begin, because another engine with this engine's id has the KV. The
     scheduler half's count."""
+    loads_verified: int = 0
+    """READs whose blocks have the holder's checksums."""
+    loads_unverified: int = 0
+    """With `kv_checksum`: READs that were used without checksums, because the holder makes none or
+    lays its blocks out otherwise."""
+    loads_corrupted: int = 0
+    """READs that failed because a block's checksum was not the holder's."""
     heartbeats_sent: int = 0
     heartbeats_received: int = 0
     notifications_unknown: int = 0

@@ -66,12 +66,16 @@ class Answers:
             "prefix_proof": _proof(request.token_ids, keys, where),
         }
 
+    def listed(self, request: EngineRequest, block_ids: BlockIds) -> BlockIds:
+        """Return the blocks that hold the request's KV, as readers are told of them."""
+        num_blocks = -(-request.num_computed_tokens // self._block_size)
+        held = tuple(group[:num_blocks] for group in block_ids)
+        return without_holes(held, self._windows)
+
     def _where(self, request: EngineRequest, block_ids: BlockIds) -> dict[str, Any]:
         num_tokens = request.num_computed_tokens
-        num_blocks = -(-num_tokens // self._block_size)
-        listed = tuple(group[:num_blocks] for group in block_ids)
         return {
-            "remote_block_ids": [list(group) for group in without_holes(listed, self._windows)],
+            "remote_block_ids": [list(group) for group in self.listed(request, block_ids)],
             "remote_engine_id": self._identity.engine_id,
             "remote_request_id": request.request_id,
             "remote_host": self._identity.host,

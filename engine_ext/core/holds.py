@@ -176,7 +176,9 @@ class Holds:
     ) -> FinishDecision:
         self._held.add(request.request_id)
         self._leases[request.request_id] = None
-        self._orders.grants.append(LeaseGrant(request.request_id, self._config.lease_duration))
+        blocks = self._to_sum(request, block_ids)
+        seconds = self._config.lease_duration
+        self._orders.grants.append(LeaseGrant(request.request_id, seconds, block_ids=blocks))
         if self._config.transfer_mode == "push":
             num_tokens = request.num_computed_tokens
             # Who registers knows the request as it came, or all that is handed over to it; a state
@@ -191,6 +193,9 @@ class Holds:
         answer = self._answers.of_prefill(request, keys, block_ids, reader.hands_over)
         return FinishDecision(True, answer)
 
+    def _to_sum(self, request: EngineRequest, block_ids: BlockIds) -> BlockIds:
+        return self._answers.listed(request, block_ids) if self._config.checksums else ()
+
     def _retain(
         self, request: EngineRequest, keys: Keys, block_ids: BlockIds, is_firm: bool
     ) -> FinishDecision:
@@ -199,7 +204,8 @@ class Holds:
             return NOT_KEPT
         seconds = self._config.retain_seconds
         self._held.add(request.request_id)
-        self._orders.grants.append(LeaseGrant(request.request_id, seconds, renewable=False))
+        blocks = self._to_sum(request, block_ids)
+        self._orders.grants.append(LeaseGrant(request.request_id, seconds, False, blocks))
         self._orders.revokes += self._turns.add(request.request_id, num_blocks, is_firm)
         answer = self._answers.of_turn(request, keys, block_ids, seconds, is_firm=is_firm)
         return FinishDecision(True, answer)

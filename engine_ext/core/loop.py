@@ -27,6 +27,7 @@ from engine_ext.push.clocks import RemoteClocks
 from engine_ext.push.registration import Registrations
 from engine_ext.push.writer import PushWriter
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
+from engine_ext.transfer.checksums import Blocks, Checksums, HostBlocks
 from engine_ext.transfer.heartbeats import Beat, HeartbeatTracker
 from engine_ext.transfer.holder import Holder
 from engine_ext.transfer.leases import NEVER, LeaseTable
@@ -90,7 +91,9 @@ class TransferLoop:
         clock: Clock,
         dialer: Dialer | None = None,
         validator: Validator = TRUSTING,
+        blocks: Blocks | None = None,
     ) -> None:
+        """`blocks`: where they lie, if not in host memory."""
         us = TensorRank(geometry.tp_rank, identity.tp_size)
         sequence = itertools.count(1)
         max_quarantined = int(config.quarantine_share * geometry.num_blocks)
@@ -99,6 +102,9 @@ class TransferLoop:
         self._identity = identity
         self._results = results
         self._stats = stats
+        self._checksums = (
+            Checksums(regions, geometry, blocks or HostBlocks()) if config.checksums else None
+        )
         self._clock = clock
         self._sequence = sequence
         self._validator = validator
@@ -140,6 +146,7 @@ class TransferLoop:
             alias=self._writer.request_of,
             on_read=self._writer.forget,
             on_unread=self._writer.cancel,
+            checksums=self._checksums,
         )
         self._beats = HeartbeatTracker(config.heartbeat_interval)
         self._pulls = Pulls(
@@ -154,6 +161,7 @@ class TransferLoop:
             self._report,
             decline=self._decline,
             max_quarantined=max_quarantined,
+            checksums=self._checksums,
         )
         self._clocks = RemoteClocks()
         self._registrations = Registrations(
@@ -175,6 +183,7 @@ class TransferLoop:
         self._last_event = NEVER
         self._orders = self._orders_in_turn()
         self._parts: tuple[Callable[[float], None], ...] = (
+            self._sum_up,
             self._receive,
             self._validator.step,
             self._peers.step,
@@ -319,7 +328,13 @@ class TransferLoop:
             + self._writer.writes.num_blocks_quarantined(now)
         )
 
+    def _sum_up(self, now: float) -> None:
+        if self._checksums is not None:
+            self._checksums.step()
+
     def _wait(self, now: float) -> float:
+        if self._checksums is not None and self._checksums.is_busy:
+            return 0.0
         moving = (self._pulls.youngest_began, self._writer.writes.youngest_began)
         began = max((one for one in moving if one is not None), default=None)
         if began is not None:
@@ -375,8 +390,8 @@ class TransferLoop:
                 self._renewed(sender, renewed, now)
             case Read() as read:
                 self._holder.read(sender, read, now)
-            case ReadAck(sequence, valid):
-                self._pulls.answered(sender, sequence, valid)
+            case ReadAck(sequence, valid, sums):
+                self._pulls.answered(sender, sequence, valid, sums)
             case Gone(remote_ids):
                 self._gone(sender, remote_ids)
             case PushRegistered() as registration:
@@ -417,6 +432,8 @@ class TransferLoop:
 
     def _free(self, request_id: str) -> None:
         """Its lease has ended; a part of a draft may be under way all the same."""
+        if self._checksums is not None:
+            self._checksums.forget(request_id)
         if self._writer.writes.touches(request_id):
             self._fences.add(request_id)
         else:

@@ -19,6 +19,7 @@ def refuse_unsupported(
         ("host buffers with layers that keep a state", geometry.has_state and geometry.is_staged),
         (f"decode context parallel size {identity.dcp_size}", identity.dcp_size != 1),
         (f"prefill context parallel size {identity.pcp_size}", identity.pcp_size != 1),
+        ("kv_checksum in push mode", config.checksums and config.transfer_mode == "push"),
     )
     if unsupported is not None:
         raise UnsupportedError(f"{unsupported}: not supported by this connector")

@@ -32,6 +32,7 @@ from engine_ext.core.loop import IDLE_WAIT, RECENT_WAIT, TransferLoop
 from engine_ext.core.support import UnsupportedError, refuse_unsupported, refuse_unsupported_memory
 from engine_ext.staging.stage import StagedTransfers, StagingFactory
 from engine_ext.transfer.agent import Agent, AgentError, NixlAgent
+from engine_ext.transfer.checksums import Blocks
 from engine_ext.transfer.results import Results
 from engine_ext.transfer.sealed import sealed
 from engine_ext.transfer.validator import open_validator
@@ -129,6 +130,7 @@ class WorkerConnector:
             self._stats,
             self._clock,
             validator=validator,
+            blocks=self._device_blocks(),
         )
         self._thread = threading.Thread(
             target=self._run, args=(loop,), name="kv-transfer", daemon=True
@@ -236,6 +238,23 @@ class WorkerConnector:
             loop.close()
         except AgentError as error:
             logger.warning("%s", error)
+
+    def _device_blocks(self) -> Blocks | None:
+        """Return how to read blocks that are not in host memory, for their checksums. Raises
+        UnsupportedError where they cannot be."""
+        first = self._regions[0]
+        if not self._config.checksums or first.mem_type == "DRAM":
+            return None
+        try:
+            from engine_ext.staging.device_memory import DeviceBlocks
+
+            blocks = DeviceBlocks(first.device_id)
+            blocks.read(first, 0)
+        except Exception as error:
+            raise UnsupportedError(
+                f"kv_checksum: this engine's KV memory cannot be read: {error}"
+            ) from error
+        return blocks
 
     def _metadata(self, agent_metadata: bytes) -> AgentMetadata:
         regions = self._regions

@@ -57,11 +57,12 @@ def match_peer(
         matcher = _Matcher(geometry, remote, us, them)
         theirs = _remote_regions(local, remote, in_part)
         _check_tenants(theirs, len(geometry.group_windows))
+        has_same_regions = [r.layers for r in local] == [r.layers for r in theirs]
         if in_part:
             local, theirs = one_by_one(local), one_by_one(theirs)
         for span in _spans(local, theirs, in_part):
             matcher.add(span)
-        return matcher.finish()
+        return matcher.finish(has_same_regions)
     except (LayoutError, RankError, OverflowError) as error:
         raise PlanError(str(error)) from None
 
@@ -203,7 +204,7 @@ class _Matcher:
         else:
             self._add_pieces(span)
 
-    def finish(self) -> PeerLayout:
+    def finish(self, has_same_regions: bool) -> PeerLayout:
         spare = False, False
         if (heads := self._geometry.num_kv_heads) is not None:
             spare = is_spare(self._them, self._us, heads), is_spare(self._us, self._them, heads)
@@ -215,7 +216,9 @@ class _Matcher:
             self._geometry.group_windows,
             tuple(self._unit_bytes),
             tuple(self._layers),
-            *(is_so or not self._layers for is_so in spare),
+            spare[0] or not self._layers,
+            spare[1] or not self._layers,
+            self._is_alike and has_same_regions,
         )
 
     def _side(self, block_size: int) -> _Rows:

@@ -130,6 +130,9 @@ class PeerLayout:
     skips_write: bool = False
     """A neighbour of ours holds the same heads, and writes them; or that rank has none of our
     layers."""
+    is_alike: bool = False
+    """A block there is the same bytes as a block here: the same tokens and heads of the same
+    layers, in the same order."""
 
     def to_read(
         self,

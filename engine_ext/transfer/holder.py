@@ -4,11 +4,15 @@ import logging
 from collections.abc import Callable
 
 from engine_ext.base.types import ConnectorStats, LeaseGrant
+from engine_ext.transfer.checksums import Checksums, to_wire
 from engine_ext.transfer.leases import LeaseTable
 from engine_ext.transfer.readers import Readers
 from engine_ext.wire.notifications import Gone, Heartbeat, Read, ReadAck, ReadDone, Renew, Renewed
 
 logger = logging.getLogger(__name__)
+
+MAX_UNANSWERED = 4096
+"""Readers that wait for checksums; what more of them say is lost, as any message may be."""
 
 
 class Holder:
@@ -25,6 +29,7 @@ class Holder:
         alias: Callable[[str], str],
         on_read: Callable[[str], None],
         on_unread: Callable[[str, float], None],
+        checksums: Checksums | None = None,
     ) -> None:
         self._leases = leases
         self._readers = readers
@@ -34,10 +39,16 @@ class Holder:
         self._alias = alias
         self._on_read = on_read
         self._on_unread = on_unread
+        self._checksums = checksums
+        self._unanswered: dict[tuple[str, Read], None] = {}
+        """Readers, and their messages, whose leases' checksums are not made yet. Until they are,
+        these readers have not confirmed."""
 
     def grant(self, grant: LeaseGrant, now: float) -> None:
         if not self._leases.grant(grant.request_id, now, grant.seconds, grant.renewable):
             self._confirmed(grant.request_id)
+        elif self._checksums is not None and grant.block_ids:
+            self._checksums.lease(grant.request_id, grant.block_ids)
 
     def revoke(self, request_id: str, now: float) -> None:
         if self._leases.revoke(request_id, now):
@@ -54,6 +65,9 @@ class Holder:
         for request_id in self._leases.reap(now):
             self._on_unread(request_id, now)
             self._on_free(request_id)
+        unanswered, self._unanswered = self._unanswered, {}
+        for sender, message in unanswered:
+            self.read(sender, message, now)
 
     def heartbeat(self, sender: str, message: Heartbeat, now: float) -> None:
         """A stock reader's: it believes in the lease from now on, and hears nothing."""
@@ -85,9 +99,19 @@ class Holder:
     def read(self, sender: str, message: Read, now: float) -> None:
         """What was read until now is right, if the lease still is."""
         valid = self._leases.knows(message.request_id)
+        sums: tuple[bytes, ...] | None = None
+        if valid and message.wants_sums and self._checksums is not None:
+            summing = self._checksums.ask(message.request_id)
+            is_made = self._leases.is_held(message.request_id)  # Else they will be, when granted.
+            if not is_made or (summing is not None and not summing.is_done):
+                if len(self._unanswered) < MAX_UNANSWERED:
+                    self._unanswered[sender, message] = None
+                return
+            if summing is not None and summing.sums is not None:
+                sums = to_wire(summing.sums)
         if message.sequence:
             self._stats.confirmations_late += not valid
-            self._readers.answer(sender, ReadAck(message.sequence, valid))
+            self._readers.answer(sender, ReadAck(message.sequence, valid, sums))
         self.confirm(message.request_id, now, message.readers, sender)
 
     def read_done(self, sender: str, message: ReadDone, now: float) -> bool:

@@ -16,6 +16,9 @@ is reported, and its blocks are in quarantine: whoever wants to free them asks `
 host would compute into the same blocks, the report waits instead. An engine that keeps us waiting
 so is not read from again before that READ has ended.
 
+With `kv_checksum` the answer to a READ brings the holder's checksums, and the READ counts only if
+what is here has the same ones; see checksums.py. A holder that sends none is trusted as without.
+
 Where the holder has more ranks than we do, an order is read in parts, one from each rank, all at
 once. It has ended well when all parts have, and badly when one has and the others have ended too.
 """
@@ -38,6 +41,7 @@ from engine_ext.base.types import (
 )
 from engine_ext.layout.plan import Batch, PlanError
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
+from engine_ext.transfer.checksums import SLOWEST_BYTES_PER_SECOND, Check, Checksums
 from engine_ext.transfer.heartbeats import HeartbeatTracker
 from engine_ext.transfer.moving import Moving
 from engine_ext.transfer.peer import PeerError, Peers, RefusedPeerError
@@ -62,6 +66,26 @@ class Part:
     is_running: bool = True
     answer: bool | None = None
     """The holder's, once it has come."""
+    wants_sums: bool = False
+    sums: tuple[bytes, ...] | None = None
+    """The holder's checksums, if its answer had any."""
+    check: Check | None = None
+    """Of what it brought."""
+
+    @property
+    def is_verified(self) -> bool:
+        """It brought what the holder had, once it is compared and no corruption is found."""
+        return self.check is not None and self.sums is not None
+
+    @property
+    def is_compared(self) -> bool:
+        return self.check is None or self.sums is None or self.check.is_done
+
+    @property
+    def corruption(self) -> str | None:
+        if self.check is None or self.sums is None:
+            return None
+        return self.check.problem(self.sums)
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +124,7 @@ class Pulls:
         report: Report,
         decline: Callable[[RemoteSource], None],
         max_quarantined: int,
+        checksums: Checksums | None = None,
     ) -> None:
         self._agent = agent
         self._peers = peers
@@ -112,6 +137,7 @@ class Pulls:
         self._report = report
         self._decline = decline
         self._max_quarantined = max_quarantined
+        self._checksums = checksums
         self._connecting: list[PullOrder] = []
         self._reading: list[Reading] = []
         self._confirming: list[Reading] = []
@@ -175,6 +201,7 @@ class Pulls:
                 reading.problem = reading.problem or REQUEST_ENDED
         for reading in [one for one in self._confirming if one.order.request_id == request_id]:
             self._confirming.remove(reading)
+            self._stop_checks(reading)
             self._give_up(reading, REQUEST_ENDED)
 
     def step(self, now: float) -> None:
@@ -189,12 +216,15 @@ class Pulls:
             self._guard(Reading(order, []), partial(self._try_to_read, order, now))
         self._stats.pulls_active = self.num_active
 
-    def answered(self, peer_name: str, sequence: int, valid: bool) -> None:
-        """The holder says whether what a READ found was still the request's."""
+    def answered(
+        self, peer_name: str, sequence: int, valid: bool, sums: tuple[bytes, ...] | None = None
+    ) -> None:
+        """The holder says whether what a READ found was still the request's, and its checksums."""
         for reading in (*self._reading, *self._confirming):
             for part in reading.parts:
-                if part.sequence == sequence and part.peer.name == peer_name:
-                    part.answer = valid
+                is_asked = part.sequence == sequence and part.peer.name == peer_name
+                if is_asked and part.answer is None:
+                    part.answer, part.sums = valid, sums
 
     def _moving(self) -> tuple[Reading, ...]:
         return (*self._reading, *self._quarantine)
@@ -212,6 +242,7 @@ class Pulls:
                 self._let_go(reading)
                 return
             self._confirming = [one for one in self._confirming if one is not reading]
+            self._stop_checks(reading)
             self._fail(reading.order, repr(error))
 
     def _try_to_read(self, order: PullOrder, now: float) -> None:
@@ -277,10 +308,11 @@ class Pulls:
             if not len(batch.local):
                 continue
             sequence = next(self._sequence)
-            read_done = _read_done(order, peer, sequence)
+            wants_sums = self._checksums is not None and peer.has_extension and peer.layout.is_alike
+            read_done = _read_done(order, peer, sequence, wants_sums)
             transfer = self._agent.start_read(peer, batch.local, batch.remote, read_done)
             moving = Moving(transfer, now + self._config.transfer_timeout)
-            reading.parts.append(Part(peer, moving, sequence))
+            reading.parts.append(Part(peer, moving, sequence, wants_sums=wants_sums))
             reading.num_bytes += batch.num_bytes
             reading.num_blocks = max(reading.num_blocks, batch.num_blocks)
 
@@ -343,20 +375,37 @@ class Pulls:
             self._beats.valid_until(reading.order.request_id, reading.peers[0].name) > now
         )
         self._read_by_us(reading.order)
-        unproven = [] if is_proven else [p for p in reading.parts if p.peer.has_extension]
-        if not unproven:
+        awaited = [
+            part
+            for part in reading.parts
+            if part.peer.has_extension and (part.wants_sums or not is_proven)
+        ]
+        if not awaited:
             self._succeed(reading)
             return
         reading.answer_by = now + self._config.confirm_timeout
+        for part in reading.parts:
+            if self._checksums is not None and part.wants_sums:
+                part.check = self._checksums.check(reading.order)
+                reading.answer_by += reading.num_bytes / SLOWEST_BYTES_PER_SECOND
         self._confirming.append(reading)
 
     def _confirm(self, reading: Reading, now: float) -> None:
         answers = [part.answer for part in reading.parts if part.peer.has_extension]
         if None in answers and False not in answers and now < reading.answer_by:
             return
+        if all(answers) and not all(part.is_compared for part in reading.parts):
+            return
         self._confirming.remove(reading)
+        self._stop_checks(reading)
         if all(answers):
-            self._succeed(reading)
+            problem = next((part.corruption for part in reading.parts if part.corruption), None)
+            if problem is None:
+                self._succeed(reading)
+                return
+            self._stats.loads_corrupted += 1
+            self._fail(reading.order, problem)
+            self._tell_done(reading)
             return
         self._stats.reads_unproven += 1
         silent = False not in answers
@@ -366,10 +415,19 @@ class Pulls:
         if silent:
             self._peers.forget(reading.order.source.address)
 
+    def _stop_checks(self, reading: Reading) -> None:
+        for part in reading.parts:
+            if self._checksums is not None and part.check is not None:
+                self._checksums.cancel(part.check.ours)
+
     def _succeed(self, reading: Reading) -> None:
         self._stats.pulls_ok += 1
         self._stats.blocks_received += reading.num_blocks
         self._stats.bytes_received += reading.num_bytes
+        if self._checksums is not None:
+            is_verified = all(part.is_verified for part in reading.parts)
+            self._stats.loads_verified += is_verified
+            self._stats.loads_unverified += not is_verified
         self._note(reading)
         self._results.received(reading.order.request_id, ok=True)
         self._tell_done(reading)
@@ -445,8 +503,11 @@ def refusal_of(order: PullOrder, peers: Sequence[PeerHandle]) -> str | None:
     return None
 
 
-def _read_done(order: PullOrder, peer: PeerHandle, sequence: int) -> bytes:
+def _read_done(
+    order: PullOrder, peer: PeerHandle, sequence: int, wants_sums: bool = False
+) -> bytes:
     """A stock peer gets stock bytes."""
     if peer.has_extension:
-        return encode_extension(Read(order.source.request_id, peer.readers, sequence))
+        message = Read(order.source.request_id, peer.readers, sequence, wants_sums)
+        return encode_extension(message)
     return encode_read_done(order.source.request_id, peer.readers)

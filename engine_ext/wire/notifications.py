@@ -28,6 +28,7 @@ Name = Annotated[str, msgspec.Meta(max_length=1024)]
 """Of a request, a transfer or an engine: peers' names are kept, each for some time."""
 Names = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_IDS)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
+Sums = Annotated[bytes, msgspec.Meta(max_length=MAX_RECEIVED_BYTES)]
 AgentBlob = Annotated[bytes, msgspec.Meta(max_length=256 << 10)]
 
 
@@ -81,6 +82,8 @@ class Read(msgspec.Struct, frozen=True, tag="read"):
     request_id: Name
     readers: int = 1
     sequence: int = 0
+    wants_sums: bool = False
+    """The reader compares checksums. A holder that makes none answers without."""
 
 
 class ReadAck(msgspec.Struct, frozen=True, tag="ack"):
@@ -88,6 +91,8 @@ class ReadAck(msgspec.Struct, frozen=True, tag="ack"):
 
     sequence: int
     valid: bool
+    sums: tuple[Sums, ...] | None = None
+    """Checksums of the blocks, by KV-cache group, see transfer/checksums.py."""
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):

@@ -15,7 +15,16 @@ from scripts.transfer_bench.memory import Shape
 from scripts.transfer_bench.report import Report
 
 PROGRAM = "bench_transfer"
-SECTIONS = ("throughput", "copy", "handshake", "handover", "step", "request", "idle")
+SECTIONS = (
+    "throughput",
+    "copy",
+    "checksum",
+    "handshake",
+    "handover",
+    "step",
+    "request",
+    "idle",
+)
 KIBIBYTE = 1024
 MEMORY_SHARE = 0.7
 """Most of the free memory that the two sides together may take."""
@@ -57,7 +66,15 @@ def _sections(
     report: Report, options: argparse.Namespace, directory: Path
 ) -> dict[str, Callable[[], None]]:
     # Late: NIXL's bindings import torch, and --help should not wait for that.
-    from scripts.transfer_bench import copying, handover, handshake, idle, stepping, throughput
+    from scripts.transfer_bench import (
+        checksums,
+        copying,
+        handover,
+        handshake,
+        idle,
+        stepping,
+        throughput,
+    )
 
     device, rounds = options.device, options.rounds
     block_bytes = options.block_kib * KIBIBYTE
@@ -70,6 +87,7 @@ def _sections(
             report, throughput.Options(cache, device, options.blocks, rounds, options.seed)
         ),
         "copy": lambda: copying.measure(report, most, device, options.blocks, rounds),
+        "checksum": lambda: checksums.measure(report, most, options.blocks, rounds),
         "handshake": lambda: handshake.measure(
             report, device, options.layers, options.descriptors, rounds
         ),
@@ -123,7 +141,7 @@ def _check_memory(options: argparse.Namespace) -> None:
 def needed_bytes(options: argparse.Namespace) -> int:
     """Of both sides, in that section for which most is made; the small ones are not counted."""
     most = max(options.blocks)
-    sides = {"throughput": 2 * (most + 64), "copy": 3 * most}
+    sides = {"throughput": 2 * (most + 64), "copy": 3 * most, "checksum": 4 * min(most, 1024)}
     blocks = max(sides.get(name, 0) for name in options.only or SECTIONS)
     return int(blocks * options.layers * options.block_kib * KIBIBYTE)
 

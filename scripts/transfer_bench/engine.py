@@ -42,6 +42,7 @@ class EngineSpec:
     mode: TransferMode = "pull"
     lease_seconds: float = 600.0
     access: Access = OPEN
+    checksums: bool = False
 
 
 def both_sides(shape: Shape, device: str) -> tuple[EngineSpec, EngineSpec]:
@@ -105,6 +106,7 @@ def make_connector(
         transfer_mode=spec.mode,
         lease_duration=spec.lease_seconds,
         access=spec.access,
+        checksums=spec.checksums,
     )
     geometry = CacheGeometry(BLOCK_SIZE, spec.shape.blocks)
     identity = EngineIdentity(spec.name, "127.0.0.1", spec.port, compat_factors=factors)

@@ -56,12 +56,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mode", choices=CONNECTORS, default="pull")
     parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
     parser.add_argument("--buffers", choices=("cpu", "cuda"), help="where KV is handed over")
+    parser.add_argument("--checksums", action="store_true", help="with kv_checksum; pull only")
     parser.add_argument("--lengths", type=_lengths, default=LENGTHS, help="of prompts, in tokens")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the engines' logs there")
     options = parser.parse_args(arguments)
     os.environ.setdefault("UCX_NET_DEVICES", "all")  # UCX otherwise looks for RDMA devices only.
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-    setup = Setup(0, options.device, options.mode, options.dtype, options.buffers)
+    setup = Setup(
+        0,
+        options.device,
+        options.mode,
+        options.dtype,
+        options.buffers,
+        checksums=options.checksums,
+    )
     try:
         summary = compare(setup, options.engine, options.lengths, options.logs)
     except BenchError as error:

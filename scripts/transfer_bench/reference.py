@@ -39,6 +39,7 @@ class Setup:
     model: Path | None = None
     """By default the tiny one, which is written beside the log."""
     lease_seconds: int = 600
+    checksums: bool = False
 
 
 class ReferenceEngine:
@@ -239,7 +240,10 @@ def _transfer(setup: Setup) -> dict[str, Any]:
     transfer: dict[str, Any] = {
         "kv_connector": CONNECTORS[setup.mode],
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"kv_lease_duration": setup.lease_seconds},
+        "kv_connector_extra_config": {
+            "kv_lease_duration": setup.lease_seconds,
+            "kv_checksum": setup.checksums,
+        },
     }
     return transfer | ({"kv_buffer_device": setup.buffers} if setup.buffers else {})
 

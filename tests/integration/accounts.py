@@ -13,6 +13,7 @@ ZERO_OF_DECODE = (
     "pulls_refused",
     "pushes_missed",
     "reads_unproven",
+    "loads_corrupted",
     "confirmations_late",
 )
 

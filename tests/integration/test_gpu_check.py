@@ -37,12 +37,12 @@ def test_all_steps_end_well_and_are_told(tmp_path: Path) -> None:
     done = check(tmp_path, "--bench", BENCH, "--without-vllm")
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads((tmp_path / "check.json").read_text())
-    assert [step["outcome"] for step in said["steps"]] == ["ok"] * 4
-    assert all("every token equal" in step["said"] for step in said["steps"][:3])
+    assert [step["outcome"] for step in said["steps"]] == ["ok"] * 5
+    assert all("every token equal" in step["said"] for step in said["steps"][:4])
     (row,) = said["figures"]["rows"]
     assert row["figures"]["of_copy"] > 0
     assert f"  {row['case']} " in done.stdout
-    assert [line[:2] for line in done.stdout.splitlines()[-4:]] == ["ok"] * 4
+    assert [line[:2] for line in done.stdout.splitlines()[-5:]] == ["ok"] * 5
     logs = sorted(path.parent.name for path in tmp_path.glob("logs/pushed/*/engine.log"))
     assert logs == ["alone", "d", "p"]
 

@@ -69,6 +69,7 @@ class Engine:
     lease: float = 30
     mode: Any = "pull"
     permute: bool = False
+    checksums: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -78,6 +79,7 @@ class Engine:
             transfer_mode=self.mode,
             permute_layout=self.permute,
             registration_timeout=20,
+            checksums=self.checksums,
         )
         identity = EngineIdentity(
             self.name, "127.0.0.1", self.port, self.tp_size, compat_factors=FACTORS

@@ -10,6 +10,7 @@ from engine_ext.core.worker import WorkerConnector
 from tests.unit.engine_ext.core.fakes import FakeAgent, regions
 
 CONFIG = ConnectorConfig(engine_id="e")
+CHECKED_PUSH = replace(CONFIG, checksums=True, transfer_mode="push")
 GEOMETRY = CacheGeometry(block_size=16, num_blocks=32)
 STAGED_STATES = replace(GEOMETRY, group_windows=(None, STATE), is_staged=True)
 IDENTITY = EngineIdentity("e", "127.0.0.1", 1)
@@ -21,6 +22,7 @@ IDENTITY = EngineIdentity("e", "127.0.0.1", 1)
         (CONFIG, STAGED_STATES, IDENTITY, "host buffers with layers that keep"),
         (CONFIG, GEOMETRY, replace(IDENTITY, dcp_size=2), "decode context parallel size 2"),
         (CONFIG, GEOMETRY, replace(IDENTITY, pcp_size=2), "prefill context parallel size 2"),
+        (CHECKED_PUSH, GEOMETRY, IDENTITY, "kv_checksum in push mode"),
     ],
 )
 def test_what_cannot_be_moved_is_refused_at_start_by_name(
@@ -47,6 +49,7 @@ TOGETHER = (Region("all", 0x1000, 64, 64, 8, members=("a", "b")),)
         (replace(CONFIG, buffer_device="cuda"), regions(), "kv_buffer_device cuda"),
         (replace(CONFIG, cross_layers_blocks=True), regions(), "enable_cross_layers_blocks"),
         (CONFIG, (replace(regions()[0], group=-2),), "no KV-cache group"),
+        (replace(CONFIG, checksums=True), VRAM, "kv_checksum: this engine's KV memory cannot"),
     ],
 )
 def test_memory_that_does_not_go_with_the_configuration_is_refused_at_start(

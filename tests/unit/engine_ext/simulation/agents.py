@@ -79,6 +79,8 @@ class SimAgent:
     known: set[str] = field(default_factory=set)
     failing: set[str] = field(default_factory=set)
     inbox: list[tuple[str, bytes]] = field(default_factory=list)
+    compares_checksums: bool = False
+    """With peers that do; see `Network._spoil`."""
     is_alive: bool = True
     is_frozen: bool = False
     freeze: Freeze | None = None

@@ -33,6 +33,7 @@ from tests.unit.engine_ext.simulation.agents import SimAgent, SimTransfer
 from tests.unit.engine_ext.simulation.memory import (
     BLOCK_SIZE,
     NUM_BLOCKS,
+    Memory,
     num_blocks_of,
 )
 from tests.unit.engine_ext.simulation.network import Network, is_older
@@ -90,6 +91,19 @@ class SimRequest:
         return params["remote_engine_id"], params["remote_request_id"]
 
 
+@dataclass(frozen=True)
+class SimBlocks:
+    """`engine_ext.transfer.checksums.Blocks`."""
+
+    memory: Memory
+
+    def read(self, region: Region, block_id: int) -> bytes:
+        return repr(self.memory.contents[block_id]).encode()
+
+    def settle(self) -> None:
+        """All is in memory when an engine says so."""
+
+
 class SimEngine:
     """`version`: of the extension; None for stock. An older one takes engines of other versions for
     stock, and has prefix proofs of its own. A newer one's proofs are as ours, so that between the
@@ -119,6 +133,7 @@ class SimEngine:
         self.identity = EngineIdentity(self.name, "sim", port, compat_factors=FACTORS)
         self.agent = network.agent(new_name(network, self.name))
         self.memory = self.agent.memory
+        self.agent.compares_checksums = config.checksums and version == OURS
         self.agent.on_start = self._begins
         self.agent.on_wake = self.wake
         self.agent.on_thaw = self._thawed
@@ -547,6 +562,7 @@ class SimEngine:
             self.stats,
             self.clock,
             self,
+            blocks=SimBlocks(self.memory),
         )
 
 

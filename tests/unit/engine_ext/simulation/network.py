@@ -220,10 +220,28 @@ class Network:
             self._leave_on_its_way(transfer)
         if state is TransferState.FAILED:
             transfer.fail()
+        elif transfer.kind == "READ":
+            self._spoil(transfer)
         transfer.state = state
         self.transfers.remove(transfer)
         self.note(transfer.agent.name, f"{transfer} ends:", state.value)
         transfer.agent.on_wake()
+
+    def _spoil(self, transfer: SimTransfer) -> None:
+        """What NIXL calls done is not what the holder had. Only between engines that would see it:
+        of the others nothing can be expected."""
+        weather, agent = self.weather, transfer.agent
+        compares = agent.compares_checksums and self.agents[transfer.remote_name].compares_checksums
+        if not compares or not weather.flip + weather.swap:
+            return
+        fate, first, second = self.dice.roll(f"bytes for {agent.name}", 3)
+        contents, count = agent.memory.contents, len(transfer.local)
+        one, other = (transfer.local[int(share * count)] for share in (first, second))
+        if fate < weather.flip:
+            contents[one] = (-1, *contents[one])
+        elif fate < weather.flip + weather.swap:
+            contents[one], contents[other] = contents[other], contents[one]
+        self.note(agent.name, f"{transfer} may be spoilt", f"{fate:.2f}: {one}, {other}")
 
     def _leave_on_its_way(self, transfer: SimTransfer) -> None:
         """What a WRITE had sent when it failed lands for a while: bytes as they were."""

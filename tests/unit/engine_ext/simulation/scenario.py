@@ -14,7 +14,6 @@ from tests.unit.engine_ext.simulation.agents import Freeze
 from tests.unit.engine_ext.simulation.forger import Forger
 from tests.unit.engine_ext.simulation.stock import StockHolder, StockReader
 from tests.unit.engine_ext.simulation.world import (
-    CALM,
     NEWER,
     OLDER,
     OURS,
@@ -64,6 +63,11 @@ class Scenario:
         self.kind = kind or self.random.choice(KINDS)
         is_mixed = self.random.random() < 0.25
         self.mixes_versions = is_mixed if mixes_versions is None else mixes_versions
+        # Dice of its own: what else a seed does is what it did without.
+        self.bytes = Random(f"bytes {seed}")
+        self.compares_checksums = self.kind != "push" and self.bytes.random() < 0.3
+        self.spoils = 0.2 if self.compares_checksums else 0.0
+        self.network.weather = Weather(flip=self.spoils, swap=self.spoils)
         self.forger = Forger(self.network, seed)
         self.count = 0
         self.is_storm = True
@@ -128,7 +132,8 @@ class Scenario:
 
     def change_weather(self) -> None:
         if self.is_storm:
-            self.network.weather = self.random.choice([CALM, self._weather(), self._weather()])
+            calm = Weather(flip=self.spoils, swap=self.spoils)
+            self.network.weather = self.random.choice([calm, self._weather(), self._weather()])
 
     def freeze(self) -> None:
         self.random.choice(self.everybody).freeze(self._while())
@@ -356,6 +361,7 @@ class Scenario:
             bidirectional=self.kind == "turns",
             retain_seconds=choose([10.0, 30.0]),
             recompute_threshold=4,
+            checksums=self.compares_checksums and self.bytes.random() < 0.9,
         )
         engine.longest_step = PATIENCE
         return engine
@@ -388,6 +394,8 @@ class Scenario:
             held=choose([0.0, 0.5]),
             lag=choose([0.0, 0.05, 1.0]),
             emulated=chance() < 0.3,
+            flip=self.spoils,
+            swap=self.spoils,
         )
 
     def _while(self) -> float:

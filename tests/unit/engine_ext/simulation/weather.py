@@ -32,6 +32,10 @@ class Weather:
     """Share of `discard`s of a running transfer that NIXL refuses; the others stop nothing."""
     lag: float = 0.0
     """Loops wake late by up to this much, and engines look at results as much later."""
+    flip: float = 0.0
+    """Share of READs that bring a block other than it was sent."""
+    swap: float = 0.0
+    """Share of READs that bring two blocks in each other's place."""
     emulated: bool = False
     """A transfer needs both processes: while one is frozen it waits. Else a NIC moves it."""
 
