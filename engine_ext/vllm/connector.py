@@ -291,6 +291,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def has_load_failures(self) -> bool:
         return self._scheduler is not None and bool(self._scheduler.load_failures)
 
+    @guarded(nothing)
     def take_back(self) -> None:
         """Our scheduler class lets a request whose load was given back wait again."""
         self.scheduler.loads.take_back()
