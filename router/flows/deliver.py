@@ -31,7 +31,7 @@ from router.flows.gateway import Gateway
 from router.flows.journal import Journal
 from router.flows.prefilled import Prefilled
 from router.flows.release import give_up_turn
-from router.flows.request import KV_PARAMS, PASSED, Request
+from router.flows.request import KV_PARAMS, PASSED, SEVERAL, Request
 from router.flows.screen import StreamEnd, failure_of
 from router.telemetry.usage import NEAR, usage_in
 from router.upstream.answer import LAST_BLOCKS, Answer
@@ -44,6 +44,7 @@ NEEDLE = b'"kv_transfer_params"'
 EVENT_END = re.compile(rb"(\r\n\r\n|\n\n|\r\r)")
 COPY_LIMIT = 4 * 1024 * 1024
 DONE = "done"
+SEVERAL_ANSWERS = frozenset((SEVERAL, "best_of", "beam_search", "prompt_list"))
 Keeping = Coroutine[Any, Any, None]
 EVENT_STREAM: list[Header] = [(b"content-type", b"text/event-stream; charset=utf-8")]
 JSON: list[Header] = [(b"content-type", b"application/json")]
@@ -67,7 +68,8 @@ async def deliver(request: Request, gateway: Gateway, engine: Engine, answer: An
             _write_down(journal, gateway, None)
             answer.tap = answer.journal = journal
         elif answer.is_event_stream:
-            ending = answer.tap = StreamEnd(engine.role, None, request.alone != PASSED)
+            is_generation, is_several = request.alone != PASSED, _is_several(request)
+            ending = answer.tap = StreamEnd(engine.role, None, is_generation, is_several)
         try:
             await exchange.relay(answer.status, passed, answer, idle, request.latest)
         except asyncio.CancelledError:
@@ -240,6 +242,11 @@ def require_end(journal: Journal) -> None:
 
 def note_done(request: Request) -> None:
     request.record.stage, request.record.outcome = DONE, "ok"
+
+
+def _is_several(request: Request) -> bool:
+    """Whether the stream may hold more than one answer."""
+    return request.is_several or request.alone in SEVERAL_ANSWERS
 
 
 def _written(content: Json) -> bytes:

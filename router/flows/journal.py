@@ -20,6 +20,7 @@ import re
 from collections.abc import Mapping
 from typing import Protocol
 
+from router.conversations.said import parsed
 from router.flows.begun import WIDTH, Begun
 from router.flows.prefilled import PROMPT_IDS, Params, with_field
 from router.upstream.answer import Tap
@@ -36,11 +37,10 @@ USUAL = re.compile(rb': token_ids ((?:[A-Za-z0-9+/]{4})*)\ndata: \{"id"')
 # Where an end begins. What begins with letters is found sooner, again.
 FINISH = re.compile(rb'finish_reason"(?<="finish_reason")\s*:\s*"')
 DONE, DATA = b"[DONE]", (b"data: ", b"data:")
-ABORT = re.compile(rb'"finish_reason"\s*:\s*"abort"')
-FAILED = re.compile(rb'"finish_reason"\s*:\s*"error"')
+DONE_LINE = re.compile(rb"(?:^|[\r\n])data: ?\[DONE\]")
+FAILED = re.compile(rb'"finish_reason"\s*:\s*"(?:abort|error)"')
 REFUSED = re.compile(rb'"finish_reason"\s*:\s*"cache_threshold"')
 BACK = re.compile(rb'"stop_reason"\s*:\s*"preempted"')
-REASON = re.compile(rb'"stop_reason"\s*:\s*"')
 ERROR = re.compile(rb'^data: ?\{\s*"error"\s*:', re.MULTILINE)
 ID = re.compile(rb'^data: ?\{\s*"id"\s*:\s*("[^"\\]*")', re.MULTILINE)
 CREATED = re.compile(rb'"created"\s*:\s*\d+')
@@ -181,10 +181,11 @@ class Journal:
         whether the stream was cut there."""
         wrong = ERROR.search(block) if block.find(b'"error"') >= 0 else None
         if wrong is not None:
-            passes = (
-                b"" if self._held is not None else block[: _start_of_event(block, wrong.start())]
-            )
-            return passes, True
+            if self._held is not None:
+                return b"", True
+            finish = _finish_in(block)
+            first = wrong.start() if finish < 0 else min(finish, wrong.start())
+            return block[: _start_of_event(block, first)], True
         passes = b""
         if self._held is None:
             finish = _finish_in(block)
@@ -278,14 +279,29 @@ def _finish_in(block: bytes) -> int:
     return finish if done < 0 or 0 <= finish < done else done
 
 
+def says_done(block: bytes) -> bool:
+    """In an event of its own: an answer may have the word in its text."""
+    return block.find(DONE) >= 0 and DONE_LINE.search(block) is not None
+
+
+def ends_inside_event(ending: bytes) -> bool:
+    """Whether a stream that ends so has begun one more event, without which it says [DONE]."""
+    rest = ending[end_of_last_event(ending) :].strip()
+    if not rest or says_done(ending):
+        return False
+    line = rest.splitlines()[-1]
+    is_whole = line.startswith(b"data:") and parsed(line[5:]) is not None
+    return not is_whole and not line.startswith(b":")
+
+
 def _start_of_event(block: bytes, inside: int) -> int:
     end = block.rfind(END, 0, inside)
     return 0 if end < 0 else end + len(END)
 
 
 def _is_whole(ending: bytes) -> bool:
-    """It says why the answer has ended, and not that the engine failed, or that it was aborted
-    without a reason of its own: a rejection has one."""
+    """It says why the answer has ended, and not that the engine failed, or that it was aborted:
+    who may reject, which some engines call an abort, was judged by its first event."""
     if FINISH.search(ending) is None or FAILED.search(ending) is not None:
         return False
-    return ABORT.search(ending) is None or REASON.search(ending) is not None
+    return not ends_inside_event(ending)

@@ -27,6 +27,7 @@ from router.flows.errors import (
     error_body,
     type_of_status,
 )
+from router.flows.journal import ends_inside_event, says_done
 from router.flows.trial import is_rejection
 from router.upstream.answer import HIGH_WATER, Answer, Tap
 from router.upstream.errors import BrokenAnswerError
@@ -40,7 +41,6 @@ ERROR_KEY = b'"error"'
 CHOICES = re.compile(rb'choices"(?<="choices")\s*:\s*\[\s*\{')
 # Text of a stream's first event: then nothing else needs to be known of it.
 TEXT = re.compile(rb'(?:"content"|"text"|"reasoning"|"reasoning_content")\s*:\s*"[^"]')
-DONE = b"[DONE]"
 # Fields of a choice and of its delta that say nothing of the answer.
 SILENT = frozenset(("index", "role", "delta", "finish_reason", "stop_reason"))
 
@@ -227,14 +227,20 @@ class StreamEnd:
 
     Events pass until one says that the engine has failed; from there on nothing does. `failure` is
     then what to raise once the stream is over, as it is for a stream of a generation that ends
-    without a finish reason and without [DONE]. `last` is what the stream's reader says at its end.
+    without a finish reason and without [DONE], or inside an event. `is_several`: of the answers in
+    it one may end long before the others, so only [DONE] is its end. `last` is what the stream's
+    reader says at its end.
     """
 
-    __slots__ = ("_inner", "_is_ended", "_role", "failure", "last")
+    __slots__ = ("_inner", "_is_done", "_is_ended", "_is_several", "_role", "failure", "last")
 
-    def __init__(self, role: Role, inner: Tap | None, is_generation: bool) -> None:
+    def __init__(
+        self, role: Role, inner: Tap | None, is_generation: bool, is_several: bool = False
+    ) -> None:
         self._role = role
         self._inner = inner
+        self._is_several = is_several
+        self._is_done = False
         self._is_ended = not is_generation
         self.failure: Exception | None = None
         self.last = b""
@@ -244,9 +250,11 @@ class StreamEnd:
             return b""
         if _may_fail(block):
             block = self._until_failure(block)
+        self._is_done = self._is_done or says_done(block)
         if not self._is_ended:
-            self._is_ended = FINISH.search(block) is not None or block.find(DONE) >= 0
-        if last and not self._is_ended and self.failure is None:
+            is_finished = not self._is_several and FINISH.search(block) is not None
+            self._is_ended = is_finished or self._is_done
+        if last and self.failure is None and not self._is_whole(block):
             self.failure = BrokenAnswerError("an event stream that ended before its answer")
             block = block[: end_of_last_event(block)]
         is_last = last and self.failure is None
@@ -255,6 +263,9 @@ class StreamEnd:
         if is_last:
             self.last, block = block, b""
         return block
+
+    def _is_whole(self, ending: bytes) -> bool:
+        return self._is_done or (self._is_ended and not ends_inside_event(ending))
 
     def _until_failure(self, block: bytes) -> bytes:
         for start, event in _events(block):

@@ -70,6 +70,26 @@ def test_from_its_end_on_a_stream_waits(end: bytes) -> None:
     assert journal.passing(end, False) == b""
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        b'data: {"id":"a","created":1,"finish_reason":"abort","stop_reason":"cache_threshold"}\n\n'
+        b"data: [DONE]\n\n",
+        b'data: {"id":"a","created":1,"finish_reason":"stop"}\n\ndata: {"usa',
+        b'data: {"id":"a","created":1,"finish_reason":"stop"}\n\ndata: {"error": {}}\n\n',
+    ],
+)
+@pytest.mark.parametrize("is_last", [True, False])
+def test_nothing_of_an_end_that_is_none_passes(end: bytes, is_last: bool) -> None:
+    """Whoever goes on with the answer says another end of it."""
+    journal = after_first()
+    passed = journal.passing(PLAIN + end, is_last)
+    if not is_last:
+        passed += journal.passing(b"", True)
+    assert passed == PLAIN
+    assert journal.is_cut
+
+
 @pytest.mark.parametrize("before", [b"", b": token_ids CCCC\n", NEXT])
 def test_an_error_cuts_the_stream(before: bytes) -> None:
     journal = after_first()

@@ -131,6 +131,8 @@ def test_nothing_passes_from_a_failure_on(failed: bytes, boundary: bytes) -> Non
         (TEXT + b'data: {"choices": [{"text": "\\"finish_reason\\": \\"stop\\""', False),
         (TEXT + b"data: [DONE]\n\n", True),
         (TEXT + b"data: [DONE]", True),
+        (TEXT + b"data:[DONE]", True),
+        (TEXT + event("data: [DONE]")[:-9], False),
         (TEXT + said(text="", finish_reason="stop"), True),
         (TEXT + said(text="", finish_reason="a reason of next year"), True),
     ],
@@ -140,3 +142,29 @@ def test_a_stream_has_an_end(events: bytes, is_whole: bool) -> None:
     passed = ending.passing(events, True)
     assert (ending.failure is None) == is_whole
     assert (ending.last if is_whole else passed) == (events if is_whole else TEXT)
+
+
+STOP = said(text="", finish_reason="stop")
+USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("end", "is_several", "passes"),
+    [
+        (USAGE[:30], False, b""),
+        (b"event: usa", False, b""),
+        (USAGE, False, USAGE),
+        (b": ping\n", False, b": ping\n"),
+        (b"data: [DONE]\n", True, b"data: [DONE]\n"),
+        (b"data:[DONE]\n\n???", True, b"data:[DONE]\n\n???"),
+        (USAGE + b"\n\n", True, USAGE + b"\n\n"),
+    ],
+)
+def test_nothing_that_is_cut_passes_behind_a_finish(
+    end: bytes, is_several: bool, passes: bytes
+) -> None:
+    """And of several answers one may have its finish long before the others."""
+    ending = StreamEnd(DECODE, None, True, is_several)
+    passed = ending.passing(TEXT + STOP, False) + ending.passing(end, True) + ending.last
+    assert passed == TEXT + STOP + passes
+    assert (ending.failure is None) == (passes == end and (not is_several or b"DONE" in end))
