@@ -24,6 +24,7 @@ from router.conversations.conversations import Turn
 from router.conversations.said import Json, Said, events_in, parsed, said_by, said_in
 from router.exact_json import dumps
 from router.fleet.engine import Engine
+from router.fleet.spec import DECODE
 from router.flows import headers, reemit
 from router.flows.errors import EngineUnavailableError, PreemptedError
 from router.flows.exchange import Header
@@ -32,7 +33,7 @@ from router.flows.journal import Journal
 from router.flows.prefilled import Prefilled
 from router.flows.release import give_up_turn
 from router.flows.request import KV_PARAMS, PASSED, SEVERAL, Request
-from router.flows.screen import StreamEnd, failure_of
+from router.flows.screen import StreamEnd, failure_midway, failure_of
 from router.telemetry.usage import NEAR, usage_in
 from router.upstream.answer import LAST_BLOCKS, Answer
 from router.upstream.deadlines import now
@@ -232,10 +233,13 @@ def _write_down(journal: Journal, gateway: Gateway, inner: Tail | None) -> None:
 
 
 def require_end(journal: Journal) -> None:
-    """Raises PreemptedError, or EngineUnavailableError, for a stream that its engine has ended, not
+    """Raises PreemptedError, or another EngineError, for a stream that its engine has ended, not
     the answer."""
     if journal.is_preempted:
         raise PreemptedError
+    _, failure = failure_midway(journal.error, DECODE)
+    if failure is not None:
+        raise failure
     if journal.is_cut:
         raise EngineUnavailableError("the decode engine ended a stream before its end")
 

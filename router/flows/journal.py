@@ -61,19 +61,20 @@ class Journal:
     """A Tap before that of a turn, if there is one. It must be closed.
 
     `is_full`: it has not kept all. `is_cut`: the engine has ended the stream before the answer's
-    end; `is_preempted`: for want of room. `moves`: how often another engine was to go on;
-    `moved_by`: why one is to, until it does. `last` is what the reader of the stream says at its
-    end, as of every Tap.
+    end, perhaps with the event `error`; `is_preempted`: for want of room. `moves`: how often
+    another engine was to go on; `moved_by`: why one is to, until it does. `last` is what the reader
+    of the stream says at its end, as of every Tap.
     """
 
     __slots__ = ("_created", "_held", "_id", "_most_moves", "_output", "_prompt",
-                 "_renamings", "_room", "_unspoken", "first_byte", "inner", "is_cut", "is_full",
-                 "is_preempted", "last", "moved_by", "moves", "renders")  # fmt: skip
+                 "_renamings", "_room", "_unspoken", "error", "first_byte", "inner", "is_cut",
+                 "is_full", "is_preempted", "last", "moved_by", "moves", "renders")  # fmt: skip
 
     def __init__(self, room: Room, renders: Mapping[str, str], most_moves: int) -> None:
         self.renders = renders
         self._most_moves = most_moves
         self.is_cut = self.is_preempted = False
+        self.error = b""
         self.moves, self.moved_by = 0, ""
         self.last = b""
         self.first_byte: float | None = None
@@ -142,7 +143,7 @@ class Journal:
         """Another answer passes from here on."""
         self.inner = inner
         self._let_go()
-        self.last, self._renamings = b"", None
+        self.last, self.error, self._renamings = b"", b"", None
         self.is_cut = self.is_preempted = False
 
     def close(self) -> None:
@@ -181,6 +182,7 @@ class Journal:
         whether the stream was cut there."""
         wrong = ERROR.search(block) if block.find(b'"error"') >= 0 else None
         if wrong is not None:
+            self.error = block[wrong.start() :]
             if self._held is not None:
                 return b"", True
             finish = _finish_in(block)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from router.fleet.engine import Engine
 from router.fleet.spec import DECODE, PREFILL, Role
 from router.flows.bodies import message_in
-from router.flows.errors import PreemptedError, RejectedError
+from router.flows.errors import PreemptedError, RefusedMidwayError, RejectedError
 from router.flows.gateway import Gateway
 from router.flows.handover import asks_one_token, difference, may_be_handed, read_alike
 from router.flows.journal import Journal
@@ -142,7 +142,7 @@ class Moves:
         journal = self._request.journal
         if role is PREFILL and self.going_on is not None:
             return True
-        if journal is None:
+        if journal is None or isinstance(error, RefusedMidwayError):  # it would be refused again
             return False
         if isinstance(error, PreemptedError):
             return journal.knows_all and self.left > 0

@@ -222,6 +222,19 @@ async def cached_share(answer: Answer) -> float | None:
 # While it passes to the client.
 
 
+def failure_midway(block: bytes, role: Role) -> tuple[int, Exception | None]:
+    """Where in whole events of a stream of which the client has some a failure begins, and what to
+    raise; the end of them and None where they tell of none."""
+    for start, event in _events(block):
+        failure = failure_of(event, role)
+        if isinstance(failure, RejectedError):
+            text = f"the {role} engine ended the answer{message_in(failure.body)}"
+            return start, RefusedMidwayError(text)
+        if failure is not None:
+            return start, failure
+    return len(block), None
+
+
 class StreamEnd:
     """A Tap for a stream that no other engine can go on with.
 
@@ -268,12 +281,5 @@ class StreamEnd:
         return self._is_done or (self._is_ended and not ends_inside_event(ending))
 
     def _until_failure(self, block: bytes) -> bytes:
-        for start, event in _events(block):
-            failure = failure_of(event, self._role)
-            if failure is not None:
-                if isinstance(failure, RejectedError):
-                    text = f"the {self._role} engine ended the answer{message_in(failure.body)}"
-                    failure = RefusedMidwayError(text)
-                self.failure = failure
-                return block[:start]
-        return block
+        start, self.failure = failure_midway(block, self._role)
+        return block[:start]

@@ -15,6 +15,7 @@ from tests.unit.router.mock_engine import (
     MockEngine,
     Peer,
     Received,
+    Script,
     chunk,
     event,
     fails,
@@ -23,6 +24,7 @@ from tests.unit.router.mock_engine import (
     usual_decode,
     usual_prefill,
 )
+from tests.unit.router.test_resume import OURS, computes, dies_after
 
 POISON = "poison"
 
@@ -95,6 +97,34 @@ async def test_nor_where_the_client_has_some_of_the_answer(
         answer = await router.stream(prompt=POISON)
         assert answer.status_code == 502
         assert asked_for_it([d, d2, d3]) == 2
+        await asyncio.gather(*tasks)
+
+
+async def test_nor_where_another_goes_on_with_it(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    """A vLLM whose core dies says so in an event of the stream before it goes."""
+    p.usual = computes
+    tasks: list[asyncio.Task[None]] = []
+
+    def dies_in_the_middle(engine: MockEngine) -> Script:
+        async def script(request: Received, peer: Peer) -> None:
+            await dies_after(2, "error")(request, peer)
+            tasks.append(asyncio.create_task(engine.stop()))
+
+        return script
+
+    async with running_engine(usual_decode) as d2, running_engine(usual_decode) as d3:
+        engines = [d, d2, d3]
+        for engine in (p, *engines):
+            engine.identity = OURS
+        router = await start_router(ds=engines, health_interval=60, max_resumes=5)
+        await router.knows_its_engines()
+        for engine in engines:
+            engine.usual = dies_in_the_middle(engine)
+        answer = await router.stream(prompt=POISON)
+        assert "2 engines died while they worked on this request" in answer.text
+        assert asked_for_it(engines) == 2
         await asyncio.gather(*tasks)
 
 

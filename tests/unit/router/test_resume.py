@@ -199,6 +199,32 @@ async def test_another_decoder_goes_on(
     assert router.gateway.journals.size == 0
 
 
+async def test_a_request_that_is_wrong_is_refused_once(
+    start: Start, d: MockEngine, d2: MockEngine
+) -> None:
+    """In mid-stream, too: every engine would refuse it, and none is at fault."""
+    router, is_seen = await start(), asyncio.Event()
+
+    async def refuses_midway(request: Received, peer: Peer) -> None:
+        await from_the_beginning_to(2, request, peer)
+        await is_seen.wait()
+        wrong = {"message": "no such grammar", "type": "BadRequestError", "code": 400}
+        await peer.send(chunk(b"data: " + json.dumps({"error": wrong}).encode() + b"\n\n" + DONE))
+        await peer.send(b"0\r\n\r\n")
+
+    d.usual = d2.usual = refuses_midway
+    body = {"model": "m", "prompt": "a", "max_tokens": 7, "stream": True}
+    seen = ""
+    async with router.client.stream("POST", "/v1/completions", json=body) as answer:
+        async for text in answer.aiter_text():
+            seen += text
+            is_seen.set()
+    assert error_in(seen)["message"] == "the decode engine ended the answer: no such grammar"
+    assert len(legs(d, d2)) == 1
+    await router.settled()
+    assert router.engine(d).breaker._bad == router.engine(d2).breaker._bad == 0
+
+
 async def test_a_load_that_fails_behind_the_first_token_speaks_against_the_pair(
     start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
