@@ -81,6 +81,10 @@ class Story:
     failure, after which nothing counts."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was heard, and told to nobody: another engine answers."""
         self.blocks: list[Block] = []
         self.finish: str | None = None
         self.stop: object = None

@@ -261,6 +261,8 @@ class Translated(Before):
         steps = [*speaker.story.hear(content), *speaker.story.end()]
         speaker.require_told()
         if speaker.streams:
+            if speaker.story.error is not None:
+                raise self._strange()
             told = b"".join(speaker.tell(steps))
             await speaker.keep()
             given = _with_type(headers, EVENT_STREAM + b"; charset=utf-8")
@@ -269,11 +271,16 @@ class Translated(Before):
         try:
             whole = dumps(speaker.whole(content))
         except orjson.JSONEncodeError as error:
-            raise BrokenAnswerError(STRANGE) from error
+            raise self._strange() from error
         if speaker.story.error is not None:
-            raise BrokenAnswerError(STRANGE)
+            raise self._strange()
         await speaker.keep()
         await self._front.respond(status, _with_type(headers, b"application/json"), whole)
+
+    def _strange(self) -> BrokenAnswerError:
+        """Of an answer of which nobody has anything."""
+        self._speaker.story.begin()
+        return BrokenAnswerError(STRANGE)
 
     async def _refuse(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         content = parsed(body) or {}

@@ -33,9 +33,9 @@ from router.flows.journal import Journal
 from router.flows.prefilled import Prefilled
 from router.flows.release import give_up_turn
 from router.flows.request import KV_PARAMS, PASSED, SEVERAL, Request
-from router.flows.screen import StreamEnd, failure_midway, failure_of
+from router.flows.screen import Long, StreamEnd, failure_midway, failure_of, is_broken_off
 from router.telemetry.usage import NEAR, usage_in
-from router.upstream.answer import LAST_BLOCKS, Answer
+from router.upstream.answer import HIGH_WATER, LAST_BLOCKS, Answer
 from router.upstream.deadlines import now
 from router.upstream.errors import BrokenAnswerError
 from router.upstream.memory import UNCOUNTED, Reservation
@@ -58,6 +58,8 @@ async def deliver(request: Request, gateway: Gateway, engine: Engine, answer: An
     limits, exchange = gateway.limits, request.exchange
     raw = None if answer.is_event_stream else answer.whole(limits.max_answer_size)
     if raw is not None:
+        if len(raw) > HIGH_WATER and request.alone != PASSED and is_broken_off(raw):
+            raise BrokenAnswerError("an answer that its engine has broken off")
         request.record.usage = usage_in(raw)
         await exchange.respond(answer.status, passed, raw)
     else:
@@ -71,6 +73,8 @@ async def deliver(request: Request, gateway: Gateway, engine: Engine, answer: An
         elif answer.is_event_stream:
             is_generation, is_several = request.alone != PASSED, _is_several(request)
             ending = answer.tap = StreamEnd(engine.role, None, is_generation, is_several)
+        elif request.alone != PASSED:
+            answer.watch = Long(answer).passing
         try:
             await exchange.relay(answer.status, passed, answer, idle, request.latest)
         except asyncio.CancelledError:

@@ -37,6 +37,8 @@ ABORT, ERROR = "abort", "error"
 # Finish reasons after which there is no answer. What begins with letters is found sooner.
 FINISH = re.compile(rb'finish_reason"(?<="finish_reason")\s*:\s*"([^"]*)"')
 BROKEN_OFF = frozenset((b"abort", b"error", b"cache_threshold"))
+# Bytes of the longest finish reason that may have come without its end.
+SEAM = 64
 ERROR_KEY = b'"error"'
 CHOICES = re.compile(rb'choices"(?<="choices")\s*:\s*\[\s*\{')
 # Text of a stream's first event: then nothing else needs to be known of it.
@@ -121,6 +123,24 @@ def word_of(answer: Answer) -> Json | None:
     return None if _is_surely_answer(raw) else _content_of(raw)
 
 
+class Long:
+    """A watch for an answer that is no stream, and too long to be judged before it passes: it fails
+    where it says that its engine has broken it off."""
+
+    __slots__ = ("_answer", "_seam")
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._seam = b""
+
+    def passing(self, block: bytes) -> bytes:
+        said = self._seam + block
+        if is_broken_off(said):
+            self._answer.error = BrokenAnswerError("an answer that its engine has broken off")
+        self._seam = said[-SEAM:]
+        return block
+
+
 def prefilled_word(raw: bytes) -> Json | None:
     """The same of a prefiller's answer, of which nobody needs the choices."""
     return parsed(raw) if _may_fail(raw) else None
@@ -157,7 +177,12 @@ def _is_surely_answer(raw: bytes) -> bool:
 
 
 def _may_fail(said: bytes) -> bool:
-    return said.find(ERROR_KEY) >= 0 or not BROKEN_OFF.isdisjoint(FINISH.findall(said))
+    return said.find(ERROR_KEY) >= 0 or is_broken_off(said)
+
+
+def is_broken_off(said: bytes) -> bool:
+    """Whether a finish reason in JSON says so."""
+    return not BROKEN_OFF.isdisjoint(FINISH.findall(said))
 
 
 def _first_word(block: bytes, is_generation: bool, looks_ahead: bool) -> Json | None:

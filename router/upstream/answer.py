@@ -73,7 +73,8 @@ class Answer:
     and `error` set where it has failed. `journal`: where it is written down what the reader has,
     for another engine to go on with. `memory`: where its bytes are reserved while it is read whole,
     None for an answer that is never refused. `reservation`: those bytes, once there are some.
-    `watch`: sees whole events of a stream before anything else, and what it returns passes."""
+    `watch`: sees whole events of a stream before anything else, or what comes of a long answer, and
+    what it returns passes, unless it has set `error`."""
 
     __slots__ = ("_done", "_gate", "_held", "_held_size", "_idle", "_latest", "_recent", "_sink",
                  "_stalled", "_waiter", "_whole_limit", "_wire", "deadline", "deadlines", "error",
@@ -374,6 +375,10 @@ class Answer:
                 block += self._gate.rest()
         if block and self.watch is not None:
             block = self.watch(block)
+            if self.error is not None:
+                self.close()
+                self._wake()
+                return
         if block and self._recent is not None:
             self._recent.append(block[-LAST_BYTES:])
         if self.tap is not None:

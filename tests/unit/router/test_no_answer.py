@@ -165,6 +165,47 @@ async def test_where_there_is_no_other_it_is_an_error(
     assert "CUDA died" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("finish", ["abort", "error", "cache_threshold"])
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_long_answer_that_is_broken_off_is_none(
+    start_router: StartRouter, d: MockEngine, path: str, finish: str
+) -> None:
+    """It passes as it comes, so its end is missing; where it is translated first, another answers
+    and only the one that failed is blamed."""
+    async with running_engine(good) as other:
+        router = await start_router(ds=[d, other])
+        d.usual = answering(json.dumps(whole("x" * 300_000, finish)).encode())
+        if path in PATHS[:2]:
+            with pytest.raises(httpx.RemoteProtocolError):
+                await ask(router, path, False)
+        else:
+            answer = await ask(router, path, False)
+            assert answer.status_code == 200
+            assert "good" in answer.text
+        await router.settled()
+        assert router.engine(d).breaker._bad == 1
+        assert router.engine(other).breaker._bad == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS[2:])
+async def test_an_answer_that_cannot_be_told_does_not_spoil_the_next(
+    start_router: StartRouter, d: MockEngine, path: str, stream: bool
+) -> None:
+    """What was heard of the first one is forgotten."""
+    async with running_engine(good) as other:
+        router = await start_router(ds=[d, other])
+        no_end = whole("bad")
+        no_end["choices"][0]["finish_reason"] = None
+        d.usual = answering(json.dumps(no_end).encode())
+        answer = await ask(router, path, stream)
+        assert answer.status_code == 200
+        assert "good" in answer.text
+        assert "bad" not in answer.text
+        await router.settled()
+        assert router.engine(other).breaker._bad == 0
+
+
 LATER = {
     "an error": sse(FAILED) + DONE,
     "aborted": said("", "abort") + DONE,
