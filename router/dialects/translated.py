@@ -238,15 +238,24 @@ class Translated(Before):
         await self._front.relay(status, headers, passing, idle, latest)
         if passing.is_over:  # with heartbeats: the end has come by the same way
             try:
-                self._speaker.require_told()
+                self._require_told()
             except UntoldFinishError as error:
                 self._speaker.story.error = {"message": str(error)}
+                await self._end(b"")
+                raise
             await self._end(b"")
 
     async def finish(self, tail: bytes) -> None:
         self._unsent += self._translated(tail)
-        self._speaker.require_told()
+        self._require_told()
         await self._end(self._unsent)
+
+    def _require_told(self) -> None:
+        """Of a stream. Raises UntoldFinishError for one that says [DONE] and not why, too."""
+        story = self._speaker.story
+        if story.error is None and story.finish is None:
+            raise UntoldFinishError("the answer ended for no reason that was said")
+        self._speaker.require_told()
 
     def release(self) -> None:
         """End the reservation: nothing of the answer is held any more."""

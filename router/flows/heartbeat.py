@@ -156,6 +156,8 @@ class Beating:
         if line is None or relaying is None:
             await self._front.finish(tail)
             return
+        if line.is_over:  # it ended with what cannot be told, and the client knows
+            return
         line.write(tail, True)
         try:
             await relaying

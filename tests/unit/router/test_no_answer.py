@@ -296,16 +296,18 @@ async def test_an_end_that_a_dialect_cannot_tell_is_no_success(
 
 
 @pytest.mark.parametrize("heartbeat", [0, 60])
+@pytest.mark.parametrize("finish", ["repetition", None])
 async def test_nor_in_a_stream_of_which_some_was_sent(
-    start_router: StartRouter, d: MockEngine, heartbeat: float
+    start_router: StartRouter, d: MockEngine, heartbeat: float, finish: str | None
 ) -> None:
+    """None: [DONE] alone is an end that a chat may have, and a message may not."""
     router = await start_router(stream_heartbeat=heartbeat)
     is_seen = asyncio.Event()
 
     async def stops(request: Received, peer: Peer) -> None:
         await peer.send(STREAM_HEAD + chunk(ROLE + said("some")))
         await is_seen.wait()
-        await peer.send(chunk(said("more", "repetition") + DONE) + END)
+        await peer.send(chunk(said("more", finish) + DONE) + END)
 
     d.usual = stops
     body = {"model": "m", "messages": BODY["messages"], "max_tokens": 7, "stream": True}
@@ -315,8 +317,13 @@ async def test_nor_in_a_stream_of_which_some_was_sent(
             seen += block
             is_seen.set()
     assert seen.count(b"text_delta") == 2
-    assert b"for the reason 'repetition'" in seen
+    assert (b"for the reason 'repetition'" if finish else b"for no reason") in seen
+    assert seen.count(b"event: error") == 1
     assert b"message_stop" not in seen
+    await router.settled()
+    router.gateway.books.flush()
+    ended = {"flow": "pull", "endpoint": "/v1/messages", "outcome": "broken_stream"}
+    assert router.metric("requests_total", status="200", **ended) == 1
 
 
 async def test_a_request_that_is_wrong_is_no_fault_of_the_engine(
