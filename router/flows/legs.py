@@ -150,6 +150,8 @@ class Legs:
                 raw = await answer.read(limits.max_answer_size)
                 request.keep(answer)
             prefilled = Prefilled(raw)
+            if prefilled.is_none:
+                raise BrokenAnswerError("an answer without choices")
             self._require_answer(engine, prefilled_word(raw))
             if engine.breaker.succeeded():
                 gateway.fleet.answered(engine)

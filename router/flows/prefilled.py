@@ -21,6 +21,7 @@ from router.values import Value
 
 Body = dict[str, Any]
 ABSENT = msgspec.Raw(b"null")
+NOTHING = (b"null", b"[]")
 PROOF, BEGUN = b'"prefix_proof"', b'"begun"'
 # Base64 of three bytes for each id.
 PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*"((?:[A-Za-z0-9+/]{4})+)"')
@@ -131,6 +132,11 @@ class Prefilled:
         self.is_all = finish == STOP
         self.params = Params(params.raw, begins=True)
         return "ended" if self.is_all else "went_on"
+
+    @property
+    def is_none(self) -> bool:
+        """It has neither KV to give nor an answer."""
+        return self.params is None and bytes(self._choices).translate(None, b" \t\r\n") in NOTHING
 
     @property
     def usage(self) -> bytes:

@@ -134,9 +134,12 @@ async def test_a_broken_answer_is_a_502(router: Router, engine: MockEngine, what
 
 @pytest.mark.parametrize(
     "content",
-    [b"not json", b"[]", b"", b"null", b"[" * 99_999, b'{"kv_transfer_params": {"a": "\xff"}}'],
+    [
+        *(b"not json", b"[]", b"", b"null", b"[" * 99_999),
+        *(b'{"kv_transfer_params": {"a": "\xff"}}', b"{}", b'{"choices": [ ]}'),
+    ],
 )
-async def test_a_prefill_answer_that_is_no_json_object_is_a_502(
+async def test_a_prefill_answer_that_is_none_is_a_502(
     router: Router, p: MockEngine, d: MockEngine, content: bytes
 ) -> None:
     p.scripts = [answering(200, content)]
