@@ -429,7 +429,8 @@ class Legs:
         """What shows whether there is an answer; None if there surely is one."""
         is_passed = self._request.alone == PASSED
         if not answer.is_event_stream:
-            return passed_word(answer) if is_passed else word_of(answer)
+            is_form = bool(self._request.form)
+            return passed_word(answer, is_form) if is_passed else word_of(answer)
         try:
             return await first_word(answer, not is_passed, self._request.journal is None)
         except UpstreamError:  # of an engine that has begun to answer: it has read its KV

@@ -146,12 +146,14 @@ def prefilled_word(raw: bytes) -> Json | None:
     return parsed(raw) if _may_fail(raw) else None
 
 
-def passed_word(answer: Answer) -> Json | None:
-    """The same of an endpoint that may answer with a list, a text or bytes."""
+def passed_word(answer: Answer, may_be_empty: bool = False) -> Json | None:
+    """The same of an endpoint that may answer with a list, a text or bytes. `may_be_empty`: it is
+    asked what was said, which may be nothing, and may tell it as a text."""
     raw, kind = answer.held(), answer.header(b"content-type") or b""
     is_json = kind.startswith(b"application/json")
     is_odd = kind.startswith(b"text/html") or (is_json and raw.lstrip()[:1] not in (b"{", b"["))
-    if not raw or is_odd:
+    is_silence = may_be_empty and kind.startswith(b"text/plain")
+    if is_odd or not (raw or is_silence):
         raise BrokenAnswerError("an answer that is empty, HTML, or not JSON as it says")
     return parsed(raw) if answer.is_complete and raw.find(ERROR_KEY) >= 0 else None
 

@@ -131,6 +131,21 @@ async def test_a_form_goes_as_it_is(router: Router, p: MockEngine, d: MockEngine
     assert router.metric("requests_total", **labels) == 1
 
 
+@pytest.mark.parametrize(("kind", "status"), [("text/plain", 200), ("application/json", 502)])
+async def test_silence_has_an_empty_transcript(
+    router: Router, d: MockEngine, kind: str, status: int
+) -> None:
+    async def hears_nothing(request: Received, peer: Peer) -> None:
+        await peer.answer(b"", headers={"content-type": kind})
+
+    d.usual = hears_nothing
+    files = {"file": ("a.wav", b"RIFF", "audio/wav")}
+    data = {"model": "m", "response_format": "text"}
+    answer = await router.client.post(AUDIO, files=files, data=data)
+    assert answer.status_code == status
+    assert router.engine(d).breaker._bad == (status != 200)
+
+
 async def test_a_forms_model_is_known_or_not_found(router: Router, d: MockEngine) -> None:
     files = {"file": ("a.wav", b"x")}
     answer = await router.client.post(AUDIO, files=files, data={"model": "nobody's"})
