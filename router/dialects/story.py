@@ -114,7 +114,7 @@ class Story:
         logprobs = choice.get("logprobs")
         if isinstance(logprobs, dict) and isinstance(logprobs.get("content"), list):
             self._keep_logprobs(logprobs["content"])
-        if isinstance(finish := choice.get("finish_reason"), str):
+        if isinstance(finish := choice.get("finish_reason"), str) and finish:
             self.finish, self.stop = finish, choice.get("stop_reason")
 
     def end(self) -> Iterator[Step]:

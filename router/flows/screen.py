@@ -35,7 +35,8 @@ from router.upstream.sse import end_of_last_event
 
 ABORT, ERROR = "abort", "error"
 # Finish reasons after which there is no answer. What begins with letters is found sooner.
-FINISH = re.compile(rb'finish_reason"(?<="finish_reason")\s*:\s*"([^"]*)"')
+FINISH = re.compile(rb'finish_reason"(?<="finish_reason")\s*:\s*"([^"]+)"')
+CODE = re.compile(r"[45][0-9]{2}")
 BROKEN_OFF = frozenset((b"abort", b"error", b"cache_threshold"))
 # Bytes of the longest finish reason that may have come without its end.
 SEAM = 64
@@ -71,7 +72,7 @@ def failure_of(content: Json, role: Role) -> Exception | None:
 def _error_in(content: Json) -> object:
     """The error object of what is no answer: OpenAI's, or vLLM's before 0.10, or an event's."""
     error = content.get("error")
-    if error and not content.get("choices"):
+    if error and not any(map(_is_said, _choices(content))):
         return error
     return content if ERROR in (content.get("object"), content.get("type")) else None
 
@@ -79,6 +80,8 @@ def _error_in(content: Json) -> object:
 def _told(error: object, role: Role) -> Exception:
     said = error if isinstance(error, dict) else {"message": error}
     code, message = said.get("code"), said.get("message")
+    if isinstance(code, str) and CODE.fullmatch(code):
+        code = int(code)
     if type(code) is int and 400 <= code < 500:
         try:
             body = dumps({"error": said})

@@ -53,6 +53,8 @@ def whole(text: str, finish: str = "stop", **more: object) -> dict[str, Any]:
 
 ROLE = sse({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
 FAILED = {"error": {"message": "CUDA died", "type": "InternalServerError", "code": 500}}
+# Beside a choice that says nothing.
+BESIDE = {**FAILED, "choices": [{"index": 0, "delta": {}, "finish_reason": None}]}
 GOOD = (ROLE, said("good"), said("", "stop"), DONE)
 
 NO_WHOLE: dict[str, bytes] = {
@@ -65,6 +67,7 @@ NO_WHOLE: dict[str, bytes] = {
     "half": b'{"choices": [{"text": "a',
     "an error": json.dumps(FAILED).encode(),
     "an error as text": b'{"error": "CUDA died"}',
+    "an error beside a choice": json.dumps(BESIDE).encode(),
     "an error of vLLM before 0.10": b'{"object": "error", "message": "no", "code": 500}',
     "no choices": b'{"choices": []}',
     "choices that are none": b'{"choices": [null]}',
@@ -81,6 +84,7 @@ NO_STREAM: dict[str, bytes] = {
     "a comment": b": ping\n\n",
     "an error": sse(FAILED),
     "a role, and an error": ROLE + sse(FAILED),
+    "an error beside a choice": ROLE + sse(BESIDE) + DONE,
     "a role, and an error, and done": ROLE + sse(FAILED) + DONE,
     "an error with CRLF": sse(FAILED).replace(b"\n", b"\r\n"),
     "an error event": b"event: error\n" + sse({"message": "no", "type": "error"}),
@@ -208,6 +212,8 @@ async def test_an_answer_that_cannot_be_told_does_not_spoil_the_next(
 
 LATER = {
     "an error": sse(FAILED) + DONE,
+    "an error beside a choice": sse(BESIDE) + DONE,
+    "a finish that is none": said("", ""),
     "aborted": said("", "abort") + DONE,
     "failed": said("", "error") + DONE,
     "rejected": said("", "cache_threshold") + DONE,
@@ -326,13 +332,14 @@ async def test_nor_in_a_stream_of_which_some_was_sent(
     assert router.metric("requests_total", status="200", **ended) == 1
 
 
+@pytest.mark.parametrize("code", [400, "400"])
 async def test_a_request_that_is_wrong_is_no_fault_of_the_engine(
-    start_router: StartRouter, d: MockEngine
+    start_router: StartRouter, d: MockEngine, code: object
 ) -> None:
     """vLLM tells of what it finds wrong while it generates in a stream with status 200."""
     async with running_engine(good) as other:
         router = await start_router(ds=[d, other])
-        wrong = {"message": "no such grammar", "type": "BadRequestError", "code": 400}
+        wrong = {"message": "no such grammar", "type": "BadRequestError", "code": code}
         d.usual = other.usual = streaming(ROLE, sse({"error": wrong}), DONE)
         answer = await ask(router, "/v1/chat/completions", True)
         assert answer.status_code == 400
