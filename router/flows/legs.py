@@ -429,6 +429,8 @@ class Legs:
         """What shows whether there is an answer; None if there surely is one."""
         is_passed = self._request.alone == PASSED
         if not answer.is_event_stream:
+            if self._request.exchange.started:
+                raise BrokenAnswerError("no event stream, where one is to go on")
             is_form = bool(self._request.form)
             return passed_word(answer, is_form) if is_passed else word_of(answer)
         try:

@@ -13,6 +13,7 @@ from tests.unit.router import test_resume
 from tests.unit.router.mock_engine import (
     DONE,
     STREAM_HEAD,
+    USUAL,
     MockEngine,
     Peer,
     Received,
@@ -26,6 +27,7 @@ from tests.unit.router.test_resume import (
     WORDS,
     Start,
     dies_after,
+    error_in,
     event,
     from_the_beginning_to,
     legs,
@@ -61,6 +63,25 @@ async def test_an_early_end_is_not_passed_on(
     answer = await router.stream()
     assert texts_of(answer.text) == WORDS
     assert answer.text.count("[DONE]") == 1
+
+
+@pytest.mark.parametrize("heartbeat", [0, 60])
+@pytest.mark.parametrize("size", [1, 300_000])
+async def test_who_goes_on_goes_on_with_a_stream(
+    start: Start, d: MockEngine, d2: MockEngine, size: int, heartbeat: float
+) -> None:
+    """Another answer, whole, is no part of the one that the client has begun to read."""
+    router = await start(stream_heartbeat=heartbeat)
+
+    async def answers_whole(request: Received, peer: Peer) -> None:
+        await peer.answer({**USUAL, "choices": [{"index": 0, "text": "x" * size}]})
+
+    d.scripts = d2.scripts = [dies_after(2), answers_whole]
+    answer = await router.stream()
+    assert "xx" not in answer.text
+    assert error_in(answer.text)["message"] == "the decode engine sent a broken answer"
+    await router.settled()
+    assert sum(router.engine(engine).breaker._bad for engine in (d, d2)) == 2
 
 
 async def test_who_goes_on_reads_ids_as_who_told_them(start: Start, d: MockEngine) -> None:
