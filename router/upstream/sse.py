@@ -41,8 +41,7 @@ class EventGate:
 
     def rest(self) -> bytes:
         """Return the event that has not ended."""
-        held = bytes(self._held)
-        self._held.clear()
+        held, self._held = bytes(self._held), bytearray()  # cleared, it would keep its memory
         return held
 
     def _with_held(self, block: bytes) -> bytes:

@@ -30,7 +30,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         side_channel = os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"]
-        self._answer({"got": body, "kv_transfer_params": {"remote_port": side_channel}})
+        self._answer(
+            {"got": body, "choices": [{}], "kv_transfer_params": {"remote_port": side_channel}}
+        )
 
     def _answer(self, content: object) -> None:
         data = json.dumps(content).encode()

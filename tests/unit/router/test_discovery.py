@@ -134,7 +134,7 @@ async def test_what_is_removed_leaves_no_metrics_behind(
             return (await router.client.get("/metrics")).text
 
         gone = f'engine="127.0.0.1:{ps[1].port}"'
-        assert (await told()).count(gone) == 6
+        assert (await told()).count(gone) == 5
         assert router.metric("source_engines", source="file") == 3
         write(path, ps[:1], ds[:1])
         await eventually(lambda: names(router) == {ps[0].port, ds[0].port})

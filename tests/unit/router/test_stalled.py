@@ -44,7 +44,7 @@ async def endless(request: Received, peer: Peer) -> None:
 async def endless_whole(request: Received, peer: Peer) -> None:
     sock = peer.writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
-    await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % 2**40)
+    await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n{" % 2**40)
     while True:
         await peer.send(b"x" * 65536)
         await asyncio.sleep(0)
