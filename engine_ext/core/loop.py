@@ -267,8 +267,9 @@ class TransferLoop:
 
     @property
     def owes_messages(self) -> bool:
-        """Holders wait to hear that we will not read."""
-        return bool(self._declines) or self._registrations.owes_messages
+        """Holders wait to hear that we will not read, or readers for their answers."""
+        is_owed = bool(self._declines) or self._registrations.owes_messages
+        return is_owed or self._readers.num_delayed > 0
 
     @property
     def num_open(self) -> int:
@@ -284,6 +285,7 @@ class TransferLoop:
             + len(self._awaited)
             + len(self._declines)
             + len(self._fences)
+            + self._readers.num_delayed
         )
 
     def inspect(self, now: float, asked: str | None = None) -> Inspection:

@@ -43,7 +43,11 @@ logger = logging.getLogger(__name__)
 
 AgentFactory = Callable[[Sequence[Region], ConnectorConfig], Agent]
 
-FAREWELL_SECONDS = 1.0
+FAREWELL_SECONDS = 2.0
+"""For what other engines must know: a connection made for it takes until its metadata
+is validated."""
+LINGER_SECONDS = 0.2
+"""After the last of it: NIXL sends on a new connection only while it is polled."""
 MAX_QUESTIONS = 16
 """Who asks when more wait for an answer takes the oldest one's place, which times out."""
 
@@ -185,7 +189,7 @@ class WorkerConnector:
         return question.answer.result(seconds)
 
     def shutdown(self) -> None:
-        """Tells other engines what they must know, for a second at most, and ends the thread."""
+        """Tells other engines what they must know, for two seconds at most, and ends the thread."""
         self._stop.set()
         self._wake.set()
         if self._thread is not None:
@@ -226,7 +230,12 @@ class WorkerConnector:
         deadline = self._clock() + FAREWELL_SECONDS
         try:
             self._step(loop)
+            is_owed = loop.owes_messages
             while loop.owes_messages and self._clock() < deadline:
+                time.sleep(RECENT_WAIT)
+                self._step(loop)
+            lingers_until = self._clock() + LINGER_SECONDS if is_owed else 0.0
+            while self._clock() < lingers_until:
                 time.sleep(RECENT_WAIT)
                 self._step(loop)
             loop.revoke_all(self._clock())

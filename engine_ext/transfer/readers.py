@@ -112,6 +112,11 @@ class Readers:
         elif len(delayed := self._delayed.setdefault(name, [])) < MAX_DELAYED:
             delayed.append(encoded)
 
+    @property
+    def num_delayed(self) -> int:
+        """Answers that wait until their reader's metadata is validated."""
+        return sum(map(len, self._delayed.values()))
+
     def _is_arriving(self, name: str) -> bool:
         return any(one.sender == name for one in self._arrivals)
 
