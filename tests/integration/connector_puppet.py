@@ -12,6 +12,7 @@ import numpy as np
 
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import FinishStatus, Region
+from engine_ext.core import room
 from engine_ext.layout.plan import Indices
 from engine_ext.transfer.agent import PeerHandle, Transfer, TransferState
 from tests.integration.memory_engine import BLOCK_SIZE, BLOCKS, Memory, WatchedAgent, contents
@@ -73,6 +74,8 @@ class ConnectorPuppet(Memory):
     def __init__(self, name: str, port: int, settings: dict[str, Any]) -> None:
         config = ConnectorConfig(engine_id=name, **settings)
         super().__init__(name, port, BLOCK_BYTES, config)
+        # Both halves of the cache may wait for P at once.
+        room.EARLY_SHARE = 1.0
         self.name = name
         self.port = port
         self.sent: list[str] = []
