@@ -57,7 +57,7 @@ def whole_of(chunks: Iterable[Json]) -> Json | None:
     chat, usage = False, None
     for chunk in chunks:
         usage = chunk.get("usage") or usage
-        for choice in _dicts(chunk.get("choices")):
+        for choice in choices_of(chunk):
             if choice.get("index", 0) != 0:
                 return None
             delta = choice.get("delta")
@@ -158,6 +158,11 @@ def _only_choice(answer: Json) -> Json | None:
     if not isinstance(choices, list) or len(choices) != 1:
         return None
     return choices[0] if isinstance(choices[0], dict) else None
+
+
+def choices_of(answer: Json) -> list[Json]:
+    """Of an answer or a chunk, those that are objects; total."""
+    return _dicts(answer.get("choices"))
 
 
 def _dicts(value: object) -> list[Json]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from router.conversations.said import Json
+from router.conversations.said import Json, choices_of
 from router.flows.begun import begun_in
 from router.flows.errors import PreemptedError
 from router.flows.trial import REJECTION
@@ -41,11 +41,9 @@ def handed_back(answer: Answer, word: Json | None) -> PreemptedError | None:
 
 
 def is_handed_back(content: Json) -> bool:
-    choices = content.get("choices")
-    return isinstance(choices, list) and any(
-        isinstance(choice, dict)
-        and (choice.get("finish_reason"), choice.get("stop_reason")) == BACK
-        for choice in choices
+    return any(
+        (choice.get("finish_reason"), choice.get("stop_reason")) == BACK
+        for choice in choices_of(content)
     )
 
 

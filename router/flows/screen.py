@@ -14,7 +14,13 @@ from collections.abc import Iterator
 
 import orjson
 
-from router.conversations.said import Json, cached_tokens_of, parsed, prompt_tokens_of
+from router.conversations.said import (
+    Json,
+    cached_tokens_of,
+    choices_of,
+    parsed,
+    prompt_tokens_of,
+)
 from router.exact_json import dumps
 from router.fleet.spec import DECODE, Role
 from router.flows.bodies import message_in
@@ -59,7 +65,7 @@ def failure_of(content: Json, role: Role) -> Exception | None:
         return _told(error, role)
     if is_rejection(content):
         return EngineError(f"the {role} engine rejected a request that it was to answer")
-    for choice in _choices(content):
+    for choice in choices_of(content):
         if choice.get("finish_reason") == ABORT:
             return EngineUnavailableError(
                 f"the {role} engine is being stopped, and ended the request"
@@ -72,7 +78,7 @@ def failure_of(content: Json, role: Role) -> Exception | None:
 def _error_in(content: Json) -> object:
     """The error object of what is no answer: OpenAI's, or vLLM's before 0.10, or an event's."""
     error = content.get("error")
-    if error and not any(map(_is_said, _choices(content))):
+    if error and not any(map(_is_said, choices_of(content))):
         return error
     return content if ERROR in (content.get("object"), content.get("type")) else None
 
@@ -126,24 +132,6 @@ def word_of(answer: Answer) -> Json | None:
     return None if _is_surely_answer(raw) else _content_of(raw)
 
 
-class Long:
-    """A watch for an answer that is no stream, and too long to be judged before it passes: it fails
-    where it says that its engine has broken it off."""
-
-    __slots__ = ("_answer", "_seam")
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-        self._seam = b""
-
-    def passing(self, block: bytes) -> bytes:
-        said = self._seam + block
-        if is_broken_off(said):
-            self._answer.error = BrokenAnswerError("an answer that its engine has broken off")
-        self._seam = said[-SEAM:]
-        return block
-
-
 def prefilled_word(raw: bytes) -> Json | None:
     """The same of a prefiller's answer, of which nobody needs the choices."""
     return parsed(raw) if _may_fail(raw) else None
@@ -165,7 +153,7 @@ def _content_of(raw: bytes) -> Json:
     content = parsed(raw)
     if content is None:
         raise BrokenAnswerError("an answer that is not a JSON object")
-    if not _choices(content) and _error_in(content) is None:
+    if not choices_of(content) and _error_in(content) is None:
         raise BrokenAnswerError("an answer without choices")
     return content
 
@@ -204,7 +192,7 @@ def _first_word(block: bytes, is_generation: bool, looks_ahead: bool) -> Json | 
 
 def _says_something(event: Json) -> bool:
     """Whether an event is part of an answer, or instead of one: anything but a role alone."""
-    return _error_in(event) is not None or any(map(_is_said, _choices(event)))
+    return _error_in(event) is not None or any(map(_is_said, choices_of(event)))
 
 
 def _is_said(choice: Json) -> bool:
@@ -213,13 +201,6 @@ def _is_said(choice: Json) -> bool:
     return bool(choice.get("finish_reason")) or any(
         value for name, value in said.items() if name not in SILENT
     )
-
-
-def _choices(content: Json) -> list[Json]:
-    choices = content.get("choices")
-    if not isinstance(choices, list):
-        return []
-    return [choice for choice in choices if isinstance(choice, dict)]
 
 
 def _events(block: bytes) -> Iterator[tuple[int, Json]]:
@@ -265,6 +246,24 @@ def failure_midway(block: bytes, role: Role) -> tuple[int, Exception | None]:
     return len(block), None
 
 
+class Long:
+    """A watch for an answer that is no stream, and too long to be judged before it passes: it fails
+    where it says that its engine has broken it off."""
+
+    __slots__ = ("_answer", "_seam")
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._seam = b""
+
+    def passing(self, block: bytes) -> bytes:
+        said = self._seam + block
+        if is_broken_off(said):
+            self._answer.error = BrokenAnswerError("an answer that its engine has broken off")
+        self._seam = said[-SEAM:]
+        return block
+
+
 class StreamEnd:
     """A Tap for a stream that no other engine can go on with.
 
@@ -291,14 +290,14 @@ class StreamEnd:
     def passing(self, block: bytes, last: bool) -> bytes:
         if self.failure is not None:
             return b""
-        if _may_fail(block):
+        finishes = FINISH.findall(block)
+        if block.find(ERROR_KEY) >= 0 or not BROKEN_OFF.isdisjoint(finishes):
             start, failure = failure_midway(block, self._role)
             # Here and in no method of its own: compiled, this one would go on to hold it for None.
             block, self.failure = block[:start], failure
         self._is_done = self._is_done or says_done(block)
         if not self._is_ended:
-            is_finished = not self._is_several and FINISH.search(block) is not None
-            self._is_ended = is_finished or self._is_done
+            self._is_ended = self._is_done or (bool(finishes) and not self._is_several)
         if last and self.failure is None and not self._is_whole(block):
             self.failure = BrokenAnswerError("an event stream that ended before its answer")
             block = block[: end_of_last_event(block)]

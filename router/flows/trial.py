@@ -6,7 +6,7 @@ that is asked for all of it rejects, if it knows the field; else it answers, aft
 
 from __future__ import annotations
 
-from router.conversations.said import Json, parsed
+from router.conversations.said import Json, choices_of, parsed
 from router.fleet.engine import Engine
 from router.flows.aside import smallest, tell
 from router.flows.request import COMPLETIONS, THRESHOLD, Request
@@ -29,11 +29,7 @@ async def try_threshold(request: Request, engine: Engine) -> None:
 
 def is_rejection(content: Json) -> bool:
     """Of an answer or a chunk: whether an engine says by it that its cache holds too little."""
-    choices = content.get("choices")
-    if not isinstance(choices, list):
-        return False
     return any(
-        isinstance(choice, dict)
-        and REJECTION in (choice.get("finish_reason"), choice.get("stop_reason"))
-        for choice in choices
+        REJECTION in (choice.get("finish_reason"), choice.get("stop_reason"))
+        for choice in choices_of(content)
     )
