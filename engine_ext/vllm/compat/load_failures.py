@@ -17,8 +17,8 @@ from vllm.entrypoints.serve.exception_handling.handlers import vllm_error
 from vllm.exceptions import GenerationError
 
 from engine_ext.base.load_failure import KEY
+from engine_ext.vllm.compat.wrapped import wrap, wrap_in
 
-MARK = "_disagg_load_failures"
 MESSAGE = "the KV cache of this request could not be loaded from the remote engine"
 
 
@@ -44,20 +44,9 @@ def require_loaded(result: Any) -> None:
 
 def install() -> None:
     """Idempotent."""
-    _wrap(chat, "chat_completion_full_generator", _of_chat)
-    _wrap(completion, "request_output_to_completion_response", _of_completion)
-    if not hasattr(vllm_error.create_error_response, MARK):
-        vllm_error.create_error_response = _saying_more(vllm_error.create_error_response)
-
-
-def _wrap(module: Any, name: str, wrapper: Any) -> None:
-    for owner in vars(module).values():
-        if isinstance(owner, type) and name in vars(owner):
-            original = vars(owner)[name]
-            if not hasattr(original, MARK):
-                wrapped = wrapper(original)
-                setattr(wrapped, MARK, True)
-                setattr(owner, name, wrapped)
+    wrap_in(chat, "chat_completion_full_generator", _of_chat)
+    wrap_in(completion, "request_output_to_completion_response", _of_completion)
+    wrap(vllm_error, "create_error_response", _saying_more)
 
 
 def _of_chat(original: Any) -> Any:
@@ -95,5 +84,4 @@ def _saying_more(original: Any) -> Any:
             setattr(response.error, KEY, message.failure)
         return response
 
-    setattr(create, MARK, True)
     return create

@@ -22,6 +22,7 @@ from engine_ext.base import load_failure
 from engine_ext.base.begun import ALL, OUTPUT, TELL, told
 from engine_ext.core.admission import FINISH_REASON
 from engine_ext.vllm.compat.told import Told
+from engine_ext.vllm.compat.wrapped import wrap_in
 
 DONE = "data: [DONE]"
 ERROR = 'data: {"error"'
@@ -30,7 +31,6 @@ PARAMS = '"kv_transfer_params":{'
 NO_PARAMS = ',"kv_transfer_params":null'
 REFUSED = f'"finish_reason":"{FINISH_REASON}"'
 """As vLLM writes them. In what a chunk says, quotes are escaped."""
-MARK = "_disagg_stream"
 AT_ONCE = 64
 CHAT = "chat.completion.chunk"
 TEXT = "text_completion"
@@ -150,19 +150,11 @@ class Seen:
 
 def install() -> None:
     """Idempotent."""
-    _wrap(chat, "chat_completion_stream_generator", CHAT)
-    _wrap(completion, "completion_stream_generator", TEXT)
+    wrap_in(chat, "chat_completion_stream_generator", functools.partial(_saying_more, CHAT))
+    wrap_in(completion, "completion_stream_generator", functools.partial(_saying_more, TEXT))
 
 
-def _wrap(module: Any, name: str, kind: str) -> None:
-    for owner in vars(module).values():
-        if isinstance(owner, type) and name in vars(owner):
-            original = vars(owner)[name]
-            if not hasattr(original, MARK):
-                setattr(owner, name, _saying_more(original, kind))
-
-
-def _saying_more(original: Any, kind: str) -> Any:
+def _saying_more(kind: str, original: Any) -> Any:
     @functools.wraps(original)
     async def generator(self: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
         has_parser = getattr(self, "parser_cls", None) is not None
@@ -179,7 +171,6 @@ def _saying_more(original: Any, kind: str) -> Any:
                     # In each chunk of 0.33. A router would have to look into every one.
                     yield seen.failure_of(seen.ids_of(chunk) + chunk.replace(NO_PARAMS, ""))
 
-    setattr(generator, MARK, True)
     return generator
 
 
