@@ -20,6 +20,7 @@ from router.demo import words
 from router.demo.engines import (
     ENGINES,
     Engines,
+    Place,
     reference_engine,
     threads_of,
     vllm_engine,
@@ -87,7 +88,7 @@ def _start_all(family: Family, options: Options, engines: Engines, model: Model)
     secret = write_secret(family.directory)
     started = []
     for name in names:
-        engine = make(engines, options, model, threads, next(ports), next(ports), secret)
+        engine = make(engines, options, model, threads, Place(next(ports), next(ports), secret))
         started.append(family.start(name, engine.command, engine.url, environment=engine.variables))
     wait_until_ready(started, "/health", _say)
     prefillers, decoders = started[: options.prefillers], started[options.prefillers :]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from router.demo.errors import AbsentError
 from router.demo.model import Model
@@ -81,6 +81,14 @@ class Command:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
+class Place(NamedTuple):
+    """Where one engine is: its ports, and the file with the secret that all engines share."""
+
+    port: int
+    side_channel: int
+    secret: Path
+
+
 def threads_of(engines: int) -> int:
     """Several engines whose threads outnumber the cores fight each other."""
     cores = len(os.sched_getaffinity(0))
@@ -96,39 +104,31 @@ def write_secret(directory: Path) -> Path:
 
 
 def reference_engine(
-    engines: Engines,
-    options: Options,
-    model: Model,
-    threads: int,
-    port: int,
-    side_channel: int,
-    secret: Path,
+    engines: Engines, options: Options, model: Model, threads: int, place: Place
 ) -> Command:
     command = [*engines.reference, "--device", options.device, "--num-threads", str(threads)]
     command += ["--model", str(model.path), "--served-model-name", model.name]
     if model.talks:
         # In bfloat16 "The capital" and "L'Étoile" tie for Paris: what is reused would decide.
         command += ["--dtype", "float32", "--kv-cache-memory-mib", str(CHAT_KV_MIB)]
-    command += ["--kv-transfer-config", json.dumps(_kv_config(secret))]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    return Command(command, f"http://127.0.0.1:{port}", _side_channel(side_channel))
+    command += ["--kv-transfer-config", json.dumps(_kv_config(place.secret))]
+    command += ["--host", "127.0.0.1", "--port", str(place.port)]
+    return Command(command, f"http://127.0.0.1:{place.port}", _side_channel(place.side_channel))
 
 
 def vllm_engine(
-    engines: Engines,
-    options: Options,
-    model: Model,
-    threads: int,
-    port: int,
-    side_channel: int,
-    secret: Path,
+    engines: Engines, options: Options, model: Model, threads: int, place: Place
 ) -> Command:
     """Raises DemoError."""
     python = engines.find_vllm()
     if python is None:
         raise AbsentError(VLLM_ABSENT)
-    config = {**_kv_config(secret), "kv_connector_module_path": "engine_ext.vllm"}
-    variables = {**_side_channel(side_channel), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    config = {**_kv_config(place.secret), "kv_connector_module_path": "engine_ext.vllm"}
+    variables = {
+        **_side_channel(place.side_channel),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     scheduler = "DisaggAsyncScheduler"
     command = [python, *engines.vllm, "--model", str(model.path)]
     if options.device == "cpu":
@@ -146,8 +146,8 @@ def vllm_engine(
     command += ["--block-size", "32", "--enforce-eager", "--enable-prompt-tokens-details"]
     command += ["--scheduler-cls", f"engine_ext.vllm.scheduler.{scheduler}"]
     command += ["--kv-transfer-config", json.dumps(config)]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    return Command(command, f"http://127.0.0.1:{port}", variables)
+    command += ["--host", "127.0.0.1", "--port", str(place.port)]
+    return Command(command, f"http://127.0.0.1:{place.port}", variables)
 
 
 def _kv_config(secret: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from router.demo.command import main as command_main
 from router.demo.engines import (
     NEEDED,
     Engines,
+    Place,
     find_vllm,
     reference_engine,
     vllm_engine,
@@ -165,13 +166,14 @@ def test_engines_can_be_vllm(tmp_path: Path) -> None:
     assert "(vLLM, " in output.read_text()
 
 
+PLACE = Place(8100, 5600, Path("/s"))
 OPTIONS = Options(1, 1, "127.0.0.1", 8000, "cpu", None, vllm=True)
 
 
 def test_a_vllm_engine_is_started_as_its_connector_needs_it(tmp_path: Path) -> None:
     engines = Engines(find_vllm=lambda: "/venv/bin/python")
     model = Model(tmp_path, "chat", talks=True)
-    made = vllm_engine(engines, OPTIONS, model, 2, 8100, 5600, Path("/s"))
+    made = vllm_engine(engines, OPTIONS, model, 2, PLACE)
     command = made.command
     assert command[:3] == ["/venv/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
     assert int(command[command.index("--block-size") + 1]) % 32 == 0
@@ -188,9 +190,7 @@ def test_a_vllm_engine_is_started_as_its_connector_needs_it(tmp_path: Path) -> N
 def test_on_a_gpu_vllm_engines_share_its_memory(tmp_path: Path) -> None:
     options = replace(OPTIONS, device="cuda", prefillers=2)
     engines = Engines(find_vllm=lambda: "python")
-    command = vllm_engine(
-        engines, options, Model(tmp_path, "chat"), 2, 8100, 5600, Path("/s")
-    ).command
+    command = vllm_engine(engines, options, Model(tmp_path, "chat"), 2, PLACE).command
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.28"
     assert "engine_ext.vllm.scheduler.DisaggAsyncScheduler" in command
 
@@ -258,7 +258,7 @@ def test_what_is_reused_decides_no_answer_of_the_chat_model(device: str, tmp_pat
     """Its weights are wide enough that no two words tie for the first question."""
     options = replace(OPTIONS, device=device, vllm=False)
     model = Model(tmp_path, "chat", talks=True)
-    command = reference_engine(Engines(), options, model, 1, 8100, 5600, Path("/s")).command
+    command = reference_engine(Engines(), options, model, 1, PLACE).command
     assert command[command.index("--dtype") + 1] == "float32"
     transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert transfer["kv_connector_extra_config"]["side_channel_secret_file"] == "/s"
