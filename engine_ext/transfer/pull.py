@@ -399,7 +399,8 @@ class Pulls:
         self._confirming.remove(reading)
         self._stop_checks(reading)
         if all(answers):
-            problem = next((part.corruption for part in reading.parts if part.corruption), None)
+            corruptions = (part.corruption for part in reading.parts)
+            problem = next((one for one in corruptions if one is not None), None)
             if problem is None:
                 self._succeed(reading)
                 return

@@ -411,16 +411,21 @@ def registers_again(rank: Rank, number: int, *names: str) -> int:
     return asked[0][1].disagg.generation
 
 
-def test_a_rank_registers_again_where_others_of_ours_have_been_written(launch: Launch) -> None:
-    """Nobody orders the end then."""
-    rank = launch(1, 2)
+def given_back_in_vain(rank: Rank) -> int:
+    """P gives back, and nobody orders the end. Returns the number of the new registration."""
     number = reclaimed(rank)
     for their_rank in (0, 1):
         gives_back(rank, number, their_rank)
     assert rank.results.take() == GIVEN_BACK
     rank.step(RETURNED_SECONDS)
     rank.step()
-    again = registers_again(rank, number, "agent-0", "agent-1")
+    return registers_again(rank, number, "agent-0", "agent-1")
+
+
+def test_a_rank_registers_again_where_others_of_ours_have_been_written(launch: Launch) -> None:
+    """Nobody orders the end then."""
+    rank = launch(1, 2)
+    again = given_back_in_vain(rank)
     for their_rank in (0, 1):
         rank.hears(wire.PushDone("d-1", again), their_rank)
     assert rank.results.take() == OK
@@ -430,13 +435,7 @@ def test_an_order_that_comes_when_a_rank_has_registered_again_ends_it_when_p_giv
     launch: Launch,
 ) -> None:
     rank = launch(1, 2)
-    number = reclaimed(rank)
-    for their_rank in (0, 1):
-        gives_back(rank, number, their_rank)
-    assert rank.results.take() == GIVEN_BACK
-    rank.step(RETURNED_SECONDS)
-    rank.step()
-    again = registers_again(rank, number, "agent-0", "agent-1")
+    again = given_back_in_vain(rank)
     rank.apply(StepMetadata(give_backs=("d-1",)))
     rank.step()
     gives_back(rank, again, 0)
@@ -450,13 +449,7 @@ def test_blocks_that_were_reported_as_given_back_are_reported_again_when_nothing
 ) -> None:
     """For the host reuses them at once: here P is silent after it was registered with again."""
     rank = launch(1, 2)
-    number = reclaimed(rank)
-    for their_rank in (0, 1):
-        gives_back(rank, number, their_rank)
-    assert rank.results.take() == GIVEN_BACK
-    rank.step(RETURNED_SECONDS)
-    rank.step()
-    again = registers_again(rank, number, "agent-0", "agent-1")
+    again = given_back_in_vain(rank)
     rank.hears(wire.PushFailed("d-1", again, "no"), 0)
     assert not rank.results.take(), "the other one may write yet"
     rank.hears(wire.PushDone("d-1", again), 1)
