@@ -1,4 +1,4 @@
-"""What an engine's answer says of a load that failed: which engine it was to load from, and why.
+"""The report of a failed KV load in an engine's answer: the remote engine and the reason.
 
 A decode engine that cannot load a prompt's KV computes it or ends the request, as its policy says
 (`kv_load_failure_policy`). Either way its answer names the engine on the other side:
@@ -13,9 +13,9 @@ streamed, and of a stream in a comment before one of its first events:
 
     : kv_load_failure {"remote_engine_id": ...}
 
-`scope` is `pair` where these two engines cannot exchange KV, whatever the request, and `request`
-where the failure says nothing of the next one: a lease that had ended, say. A router pairs such
-engines with others. It takes the field out, for a client has no use for it.
+`scope` is `pair` if these two engines cannot exchange KV for any request, and `request` if only
+this request is affected, for example because its lease had ended. The router pairs such engines
+with others and removes the field from the answer that it sends to the client.
 """
 
 import json
@@ -36,7 +36,7 @@ MAX_FAILURES = 1024
 
 
 class LoadFailures:
-    """By request, those that no answer has named yet: the latest MAX_FAILURES."""
+    """The failed loads that no answer has reported yet, by request: the latest MAX_FAILURES."""
 
     def __init__(self) -> None:
         self._by_request: OrderedDict[str, dict[str, Any]] = OrderedDict()
@@ -45,12 +45,12 @@ class LoadFailures:
         return bool(self._by_request)
 
     def note(self, request_id: str, address: PeerAddress, problem: LoadProblem) -> None:
-        """Nothing was loaded from there, or is to be."""
+        """Record that the KV of this request was not loaded from that engine."""
         keep_latest(self._by_request, request_id, _on_wire(address, problem), MAX_FAILURES)
 
     def take(self, request_id: str) -> dict[str, Any] | None:
-        """In its wire form, once. None where the load has not failed, or the request ended
-        first."""
+        """Return the failure in its wire form and forget it. None if the load has not failed, or
+        the request ended first."""
         return self._by_request.pop(request_id, None)
 
 
@@ -65,5 +65,5 @@ def _on_wire(address: PeerAddress, problem: LoadProblem) -> dict[str, Any]:
 
 
 def comment(failure: Mapping[str, Any]) -> str:
-    """The line of a stream that names a failure, in its wire form."""
+    """Return the SSE comment that reports a failure, given in its wire form."""
     return f": {KEY} {json.dumps(failure)}\n"

@@ -130,7 +130,7 @@ class LeaseGrant:
     seconds: float
     renewable: bool = True
     block_ids: BlockIds = ()
-    """The blocks as readers are told of them, where checksums of them are to be made."""
+    """The blocks in the order in which readers receive them, if checksums are required."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,12 +339,12 @@ class TransferResults:
     failed_recving: frozenset[str] = frozenset()
     """The part of `finished_recving` whose blocks hold no usable KV."""
     problems: Mapping[str, LoadProblem] = field(default_factory=dict, compare=False)
-    """Of some of `failed_recving`. A request that ended first has none."""
+    """The reasons for some of `failed_recving`. There is none for a request that ended first."""
     ready: frozenset[str] = frozenset()
-    """D in push mode: requests that wait for P no longer before they take blocks."""
+    """D in push mode: requests that may take blocks without waiting for P any longer."""
     given_back: frozenset[str] = frozenset()
-    """D in push mode: of `reclaims`, those that P does not write. Their blocks stay until a
-    `give_backs` order."""
+    """D in push mode: requests of a `reclaims` order whose blocks P will not write. The blocks stay
+    reserved until a `give_backs` order."""
 
     def __bool__(self) -> bool:
         loads = self.finished_recving or self.ready or self.given_back

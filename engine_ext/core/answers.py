@@ -52,8 +52,8 @@ class Answers:
         *,
         is_firm: bool,
     ) -> dict[str, Any]:
-        """A turn that is not firm may be dropped at any time: stock's readers, who are not told of
-        that, are told that its time is over."""
+        """A turn that is not firm may be dropped at any time. Stock readers cannot learn of that,
+        so for them the expiry time of such a turn has already passed."""
         where = self._where(request, block_ids)
         return {
             "do_remote_prefill": False,
@@ -67,7 +67,7 @@ class Answers:
         }
 
     def listed(self, request: EngineRequest, block_ids: BlockIds) -> BlockIds:
-        """Return the blocks that hold the request's KV, as readers are told of them."""
+        """Return the blocks that hold the request's KV, in the form that readers receive."""
         num_blocks = -(-request.num_computed_tokens // self._block_size)
         held = tuple(group[:num_blocks] for group in block_ids)
         return without_holes(held, self._windows)

@@ -44,8 +44,8 @@ class ForNextTurn:
     """Our answer's KV is kept for the conversation's next turn."""
 
     is_firm: bool
-    """Its reader may be a stock engine, or take us for one: nobody can tell it that the turn is
-    gone, so it stays for its whole time."""
+    """The reader may be a stock engine, or may treat this engine as one. It cannot learn that the
+    turn is gone, so the turn stays for its full time."""
 
 
 class Holds:
@@ -62,7 +62,7 @@ class Holds:
         self._expected: dict[str, ForReader | ForNextTurn] = {}
         self._held: set[str] = set()
         self._leases: dict[str, None] = {}
-        """Of those, the ones for a remote reader, the newest last."""
+        """The members of `_held` that are leases for a remote reader, the newest last."""
         self._keeps_turns = True
         self._turns = RetainedTurns(int(config.retain_share * geometry.num_blocks))
 
@@ -114,7 +114,7 @@ class Holds:
         return True
 
     def give_up(self, request_id: str) -> None:
-        """Ends a lease or turn before its time, except a firm turn."""
+        """End a lease or a turn early. A firm turn stays."""
         if not self._turns.is_firm(request_id):
             self.revoke(request_id)
 
@@ -129,14 +129,15 @@ class Holds:
         return not len(self._turns)
 
     def revoke_oldest_turn(self) -> bool:
-        """A request needs its blocks. False: there is none that may go."""
+        """Revoke the oldest turn so that a request can use its blocks. Returns False if no turn
+        may be revoked."""
         oldest = self._turns.remove_oldest()
         if oldest is not None:
             self._orders.revokes.append(oldest)
         return oldest is not None
 
     def revoke_newest_lease(self) -> str | None:
-        """A remote reader goes without, so that others go on. None: there is none."""
+        """Revoke the newest lease and return its request id. None if there is no lease."""
         newest = next(reversed(self._leases), None)
         if newest is not None:
             del self._leases[newest]

@@ -4,8 +4,8 @@
        |                                               +------(reported as failed)--> FAILED
        +------(allocated, nothing to load; finished; not worth it)--> USED, the holder is told
 
-What a push may hold before P has computed its prompt is limited, see `engine_ext.core.room`. One
-that was given back is offered anew.
+`engine_ext.core.room` limits the blocks of pushes whose prompts P has not computed yet. A push that
+was given back is offered again.
 
 A request that finishes while it is loading, or because its load failed, is fenced: a transfer may
 still write into its blocks, which the host keeps until the worker half says that nothing does. What
@@ -74,13 +74,13 @@ class Load:
     is_stale: bool = False
     """The engine's weights have changed since the load began: whatever it brings is not used."""
     is_ready: bool = False
-    """Of a push: P holds the prompt, or never will; or it cannot be asked."""
+    """A push whose prompt P holds, or never will hold; or P does not answer inquiries."""
     is_inquired: bool = False
-    """P is asked whether it holds the prompt."""
+    """D has asked P whether it holds the prompt."""
     is_reclaimed: bool = False
-    """Its blocks are, or were, asked back."""
+    """D has asked P to give its blocks back."""
     is_given_back: bool = False
-    """Every rank of ours has reported so."""
+    """Every rank of this engine has reported that its blocks were given back."""
     is_withdrawn: bool = False
     """Its registration ends as failed, for want of blocks."""
 
@@ -153,8 +153,8 @@ class Loads:
         self._orders.tracks.append(TrackOrder(request_id, target.address, name))
 
     def awaits_prompt(self, request: EngineRequest, *, is_short: bool) -> bool:
-        """True: this push takes no blocks now, for P does not hold its prompt, and there is little
-        room."""
+        """Return True if this push may not take blocks yet, because P does not hold its prompt and
+        few blocks are free."""
         load = self._offered(request.request_id)
         if load is None or not isinstance(load.origin, PushTarget) or load.is_ready:
             return False
@@ -168,8 +168,8 @@ class Loads:
         return True
 
     def is_passed_over(self, request_id: str) -> bool:
-        """It takes no blocks before P has answered: until that is reported, the host need not ask
-        about it."""
+        """Return True while the request waits for P's answer. Until then it takes no blocks, and
+        the host can skip it."""
         load = self._offered(request_id)
         return load is not None and load.is_inquired and not load.is_ready
 
@@ -178,13 +178,14 @@ class Loads:
         return self._early.may_grow(taken, self._early.of(load.num_tokens))
 
     def ready(self, request_id: str) -> None:
-        """P holds the prompt, or never will; or the request's blocks cannot be asked back."""
+        """Note that P holds the prompt, or never will, or cannot give the blocks back."""
         load = self._loads.get(request_id)
         if load is not None:
             load.is_ready, load.is_reclaimed = True, False
 
     def reclaim(self, num_tokens: int) -> bool:
-        """A request of so many tokens needs room. False: nothing can be given back."""
+        """Reclaim early registrations for a request of `num_tokens` tokens. Returns False if there
+        is none to reclaim."""
         early = [(name, load) for name, load in self._loads.items() if load.is_early]
         if not early or not self._early.host_takes_back:
             return False
@@ -203,28 +204,30 @@ class Loads:
         self._early.host_takes_back = True
 
     def give_back(self, request_id: str) -> None:
-        """P does not write the registered blocks. Their load is reported as failed when nothing of
-        ours touches them: the host takes them, and the request waits for room again."""
+        """Note that P will not write the registered blocks. When no transfer touches them any more,
+        the load is reported as failed. The host then frees the blocks, and the request waits for
+        blocks again."""
         load = self._loads.get(request_id)
         if load is not None and load.state is LoadState.LOADING:
             load.is_given_back = True
             self._orders.give_backs.append(request_id)
 
     def is_given_back(self, request_id: str) -> bool:
-        """Its load is reported as failed, or has just been, because it was given back."""
+        """Return True if the load is reported as failed only because its blocks were given back."""
         load = self._loads.get(request_id)
         return load is not None and load.is_given_back
 
     @property
     def has_waiting(self) -> bool:
-        """A decode request has no blocks yet."""
+        """True if a decode request has no blocks yet."""
         return any(
             load.role is Role.DECODE and load.state is LoadState.OFFERED
             for load in self._loads.values()
         )
 
     def withdraw_newest_push(self) -> str | None:
-        """Whose registration ends as failed, so that another request gets its blocks."""
+        """Withdraw the newest registration, so that another request gets its blocks. Returns its
+        request id, or None."""
         for request_id, load in reversed(self._loads.items()):
             is_push = load.state is LoadState.LOADING and isinstance(load.origin, PushTarget)
             if is_push and not load.is_withdrawn:
@@ -269,7 +272,7 @@ class Loads:
             self._tell_holder(request_id, load.origin)
 
     def drop(self, request_id: str) -> None:
-        """The KV on offer is of other weights than the request is computed with from now on."""
+        """Give up the KV on offer, because the request will be computed with other weights."""
         load = self._loads.get(request_id)
         if load is None:
             return
@@ -281,7 +284,7 @@ class Loads:
                 self._orders.withdrawals.append(PushWithdrawal(request_id, load.origin))
 
     def is_stale(self, request_id: str) -> bool:
-        """The load under way has to be reported as failed."""
+        """Return True if the load in progress must be reported as failed."""
         load = self._loads.get(request_id)
         return load is not None and load.is_stale and load.state is LoadState.LOADING
 

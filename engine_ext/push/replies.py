@@ -14,7 +14,7 @@ logger.addFilter(Seldom())
 GIVEN_UP = "P gave this request up"
 WITHDRAWN = "withdrawn"
 NO_FAULTS = (GIVEN_UP, WITHDRAWN)
-"""Reasons for which a push ends because a request does: on P, or on D."""
+"""Reasons for a push that ends because its request ended on P or on D."""
 DIFFERENT = "the two engines' prompts differ"
 LEASE_ENDED = "P's lease has ended"
 TOO_LATE = "it is too late to begin"
@@ -32,7 +32,7 @@ class Replies:
         self._outcomes = Outcomes()
 
     def repeat(self, key: RegistrationKey) -> PushDone | PushFailed | None:
-        """How it has ended, which its sender hears once more; None where it has not."""
+        """Return the recorded outcome and send it again; None if there is none yet."""
         answer = self._outcomes.find(key)
         if answer is not None:
             self._readers.answer(key.sender, answer)
@@ -57,7 +57,7 @@ class Replies:
         self._end(key, PushFailed(key.request_id, key.generation, reason, landing))
 
     def give_back(self, key: RegistrationKey) -> None:
-        """Nothing is written for it, and the prompt is kept: D registers again."""
+        """Answer that nothing will be written. P keeps the prompt, and D registers again."""
         reason = "D needs its blocks for another request"
         self._end(key, PushFailed(key.request_id, key.generation, reason, is_given_back=True))
 

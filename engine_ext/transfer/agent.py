@@ -50,7 +50,7 @@ class PeerHandle:
     readers: int = 1
     """How many ranks of ours read from this one: it keeps its blocks until it heard from all."""
     refusal: str | None = None
-    """Why no KV moves between this engine and us; in stock's words it can be told so."""
+    """Why no KV may move between this engine and us."""
     returns_blocks: bool = False
     """It answers `AwaitPrompt` and `ReturnBlocks`."""
 

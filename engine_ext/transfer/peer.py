@@ -5,8 +5,8 @@ the next request starts afresh. Handshakes never block each other: each has its 
 own deadline, and those of an engine's ranks run together. The NIXL metadata of a peer that has not
 proven that it holds the shared secret is validated before it is loaded, which has as much time.
 
-An engine with another version of our extension is refused by name: it may be told that we will not
-read, in stock's words, and nothing else (see EXTENSION_VERSION).
+An engine with another version of our extension is refused. It only gets stock vLLM's notification
+that we will not read (see EXTENSION_VERSION).
 """
 
 import logging
@@ -52,7 +52,7 @@ class PeerError(Exception):
 
 
 class RefusedPeerError(PeerError):
-    """No KV moves between this peer and us, though it can be told something."""
+    """No KV may move between this peer and us. Notifications may still be sent to it."""
 
 
 @dataclass(slots=True)
@@ -162,8 +162,8 @@ class Peers:
         handshake runs.
 
         The first call starts the handshake; a call after it failed raises PeerError, once per
-        `step`, and the next one starts a new one. `moves_kv` False: it is to be told something, no
-        more; otherwise raises RefusedPeerError where no KV may move.
+        `step`, and the next one starts a new one. Raises RefusedPeerError if no KV may move between
+        the two engines; not with `moves_kv` False, which is for notifications.
         """
         peer = PeerRank(address, self._faced(address)[0] if rank is None else rank, stage)
         if (ready := self._ready.get(peer)) is not None:

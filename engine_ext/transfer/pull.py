@@ -52,7 +52,7 @@ from engine_ext.wire.notifications import Read, encode_extension, encode_read_do
 logger = logging.getLogger(__name__)
 
 REQUEST_ENDED = "its request has ended"
-"""The one reason for which a load that does not come is no fault."""
+"""The only reason for a missing load that is not a fault."""
 UNENDED = "an earlier READ from this engine has not ended"
 
 
@@ -283,9 +283,9 @@ class Pulls:
             self._settle(reading, now)
 
     def _do_without(self, order: PullOrder, problem: str, *, is_of_pair: bool) -> None:
-        """Fails a load for which no READ begins, and tells the holder."""
+        """Fail a load before any READ begins, and notify the holder."""
         self._fail(order, problem, is_of_pair=is_of_pair)
-        # It waits for that lease no more: what is said of it is not left to its end.
+        # Nothing waits for that lease any more, so its heartbeats stop now.
         self._beats.untrack(order.request_id)
         self._decline(order.source)
 

@@ -75,7 +75,7 @@ class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fiel
 
     @property
     def is_revocable(self) -> bool:
-        """The decoder may drop it at any time, and tells only prefillers that are of our kind."""
+        """The decode engine may drop the KV at any time, which stock engines cannot detect."""
         return self.params.get("revocable") is True
 
     def to_bytes(self) -> bytes:

@@ -149,7 +149,7 @@ def _usage(answer: Json, name: str) -> int | None:
 
 
 def _count(value: object) -> int | None:
-    """None, too, for a number that is no engine's: it may be too large for a float."""
+    """Return the count, or None if it is not a plausible one: it may be too large for a float."""
     return value if type(value) is int and 0 <= value <= MOST_TOKENS else None
 
 
@@ -161,7 +161,7 @@ def _only_choice(answer: Json) -> Json | None:
 
 
 def choices_of(answer: Json) -> list[Json]:
-    """Of an answer or a chunk, those that are objects; total."""
+    """Return the choices of an answer or a chunk that are JSON objects. Never raises."""
     return _dicts(answer.get("choices"))
 
 

@@ -82,7 +82,7 @@ class Command:
 
 
 class Place(NamedTuple):
-    """Where one engine is: its ports, and the file with the secret that all engines share."""
+    """The ports of one engine, and the file with the secret that all engines share."""
 
     port: int
     side_channel: int

@@ -128,7 +128,7 @@ class Story:
 
     @property
     def is_odd(self) -> bool:
-        """It has ended for a reason that is not known here, so perhaps before its end."""
+        """True for an unknown finish reason: the answer may be cut."""
         return self.error is None and self.finish is not None and self.finish not in FINISHES
 
     @property

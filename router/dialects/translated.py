@@ -69,12 +69,12 @@ class Speaker(ABC):
     def end(self) -> Iterator[bytes]: ...
 
     def require_told(self) -> None:
-        """The story has ended. Raises UntoldFinishError for an end that the dialect has no word
-        for."""
+        """Raise UntoldFinishError if the dialect has no counterpart for the finish reason. Called
+        when the story has ended."""
         return
 
     async def keep(self) -> None:
-        """The story has ended, and can be told."""
+        """Store the answer for a later request. Called when the story has ended well."""
         return
 
 

@@ -38,7 +38,7 @@ class Engine:
     is_cooling: bool = False
     """It said that it has too much to do, and until when."""
     has_failed_lately: bool = False
-    """Others are asked before it, for a moment: who fails fast looks idle."""
+    """Other engines are preferred for a second: an engine that fails fast looks idle."""
     reason: str = "not probed yet"
     failures: int = 0
     in_flight: int = 0

@@ -1,7 +1,7 @@
-"""Engines with one `engine_id`, as their own pages (GET /disagg/identity) say: pure, and said once.
+"""Finds engines that share an `engine_id`, by their identity pages (GET /disagg/identity).
 
-Engines know each other by that id. Two that share it move no KV between them, and a stock engine
-takes one for the other.
+Engines identify each other by that id. Two engines with the same id transfer no KV to each other,
+and a stock engine confuses them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ logger = logging.getLogger("disagg_router.fleet")
 
 
 def namesakes(engines: Iterable[Engine]) -> Mapping[str, tuple[str, str]]:
-    """By engine: another one with the same engine_id, and that id. An engine that is listed under
-    two addresses answers handshakes in one place, and is no namesake of itself."""
+    """Map each engine that shares its engine_id to one other engine with that id, and the id. An
+    engine that is listed under two addresses has one side channel and is not its own namesake."""
     by_id: dict[str, list[tuple[tuple[str, int], str]]] = {}
     for engine in engines:
         for at in engine.learned.ranks.values():

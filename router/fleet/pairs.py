@@ -1,12 +1,12 @@
-"""Which prefillers and decoders cannot exchange KV: pure, time is passed in.
+"""Pairs of a prefill engine and a decode engine that cannot exchange KV. Pure; time is passed in.
 
-Two engines may each be well and not reach one another: a firewall between two hosts, a network of
-which one has no part, versions that differ. That is no failure of either engine, so no circuit
-opens. The pair is *avoided* for a while, twice as long after each failure that follows, while both
-engines go on with others. When the time is over one request may *try* the pair; others avoid it
-meanwhile. A load that works clears the pair.
+Two healthy engines may be unable to reach each other, for example because of a firewall or
+different versions. Neither engine has failed, so no circuit breaker opens. Instead the router
+*avoids* the pair for a while, and for twice as long after each further failure. Both engines keep
+serving with other partners. After the pause one request *tries* the pair, and other requests still
+avoid it. A successful load clears the pair.
 
-Where there is no other choice an avoided pair is asked all the same: that is for the caller.
+The caller decides whether to use an avoided pair if no other pair exists.
 """
 
 from __future__ import annotations

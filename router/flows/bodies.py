@@ -112,8 +112,8 @@ class Bodies:
         return [*fields, b'%s,"begun":%s}' % (KEEP_BLOCKS[:-1], journal.begun())]
 
     def decode(self, params: Params | None, threshold: float = 0.0, whole: bool = False) -> Halves:
-        """`threshold`: what the decoder's cache must hold; of 0 it must answer in any case.
-        `whole`: without streaming."""
+        """Return the body of a decode leg. `threshold` is the share of the prompt that the decode
+        engine must have cached; with 0 the engine must answer. `whole`: without streaming."""
         own = self._own
         if whole:
             own = {**own, "stream": False}
@@ -131,7 +131,7 @@ class Bodies:
         return self._with(fields)
 
     def passed(self) -> Halves:
-        """To an endpoint that is not generation: as it was sent."""
+        """Return the client's body for an endpoint that is not generation."""
         return self._with([write(self._own)[1:-1]] if self._own else [])
 
     def _with(self, fields: list[bytes]) -> Halves:

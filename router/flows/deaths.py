@@ -1,11 +1,11 @@
-"""A request that kills engines must not go through the whole fleet.
+"""Stops a request that crashes engines before it reaches the whole fleet.
 
-Some requests end the engine process that works on them: a body that trips an assertion, a prompt
-that runs it out of memory. Sent to the next engine each time, such a request takes down all of
-them. So before an engine is asked after two have failed, those two are asked whether they live;
-where both are dead the request ends with an error that tells clients not to send it again.
+Some requests crash the engine process: a body that trips an assertion, a prompt that exhausts its
+memory. Retried on one engine after another, such a request would crash all of them. So after two
+legs have failed in a way that may be a crash, the router probes both engines. If both are down, the
+request ends with an error that tells clients not to retry.
 
-A failure alone is no death: engines answer 5xx, are restarted with notice, and lose connections.
+A failed leg alone is not a crash: engines also return 5xx, restart, and lose connections.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from router.upstream.errors import (
 
 # Engines that may die during one request.
 MOST_DEATHS = 2
-# Seconds that an engine has to say that it lives; the same for a connection to its host.
+# Timeout of the probe, in seconds, the connection included.
 PATIENCE = 1.0
 LONGEST_ANSWER = 64 * 1024
 # Failures of a leg that may be the death of its engine: see router.flows.attempts.RULES.
@@ -34,7 +34,7 @@ SUSPICIOUS = frozenset(("stale", "disconnected", "engine_lost", "broken_answer",
 
 
 def is_suspicious(kind: str, error: Exception) -> bool:
-    """Whether the engine may have died. One that says that it is being stopped has not."""
+    """Return True if the engine may have crashed. An engine that reports a shutdown has not."""
     return kind in SUSPICIOUS and not isinstance(error, EngineUnavailableError)
 
 

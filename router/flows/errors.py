@@ -154,8 +154,7 @@ class CredentialError(RequestError):
 
 
 class UntoldFinishError(RequestError):
-    """An answer's finish reason has no counterpart in its client's dialect: perhaps it is not
-    whole."""
+    """The client's API has no counterpart for the finish reason, so the answer may be cut."""
 
 
 class EngineError(RequestError):
@@ -205,11 +204,11 @@ class PreemptedError(EngineError):
 
 
 class RefusedMidwayError(EngineError):
-    """It has begun the answer, and then said that the request was wrong: not blamed for it."""
+    """An engine reports in mid-stream that the request is invalid. It is not the engine's fault."""
 
 
 class EnginesDiedError(EngineError):
-    """Several engines have died at this request; clients are told not to send it once more."""
+    """Several engines crashed during this request. A header tells clients not to retry."""
 
     headers: Headers = [(b"x-should-retry", b"false")]  # noqa: RUF012 # nobody changes it
 

@@ -34,7 +34,8 @@ _whole = msgspec.json.Decoder(_Whole).decode
 
 
 def handed_back(answer: Answer, word: Json | None) -> PreemptedError | None:
-    """What it is to end so; `word`: of a stream, the first event that says something."""
+    """Return the PreemptedError for an answer that was handed back, else None. `word` is the first
+    event of a stream with content."""
     if answer.is_event_stream:
         return PreemptedError() if word is not None and is_handed_back(word) else None
     return _in_whole(answer.held()) if answer.is_complete else None

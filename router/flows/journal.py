@@ -282,12 +282,12 @@ def _finish_in(block: bytes) -> int:
 
 
 def says_done(block: bytes) -> bool:
-    """In an event of its own: an answer may have the word in its text."""
+    """Return True if the block has a [DONE] event. The text of an answer may contain [DONE], too."""
     return block.find(DONE) >= 0 and DONE_LINE.search(block) is not None
 
 
 def ends_inside_event(ending: bytes) -> bool:
-    """Whether a stream that ends so has begun one more event, without which it says [DONE]."""
+    """Return True if a stream with this end stops inside an event and has sent no [DONE]."""
     rest = ending[end_of_last_event(ending) :].strip()
     if not rest or says_done(ending):
         return False
@@ -302,8 +302,8 @@ def _start_of_event(block: bytes, inside: int) -> int:
 
 
 def _is_whole(ending: bytes) -> bool:
-    """It says why the answer has ended, and not that the engine failed, or that it was aborted:
-    who may reject, which some engines call an abort, was judged by its first event."""
+    """Return True if the ending has a finish reason other than a failure or an abort. Some engines
+    report a rejection as an abort; those are detected at the first event."""
     if FINISH.search(ending) is None or FAILED.search(ending) is not None:
         return False
     return not ends_inside_event(ending)

@@ -323,7 +323,7 @@ class Legs:
             self._gateway.fleet.answered(engine)
         raise _error_of(engine, answer, body)
 
-    # Whether a decoder could load what a prefiller holds for it.
+    # Failed KV loads of the decode engine.
 
     def _note_loading(self, decoder: Engine, push: Push | None, moment: float) -> None:
         holder = "" if self.holder is None else self.holder.name
@@ -334,7 +334,7 @@ class Legs:
             pairs.begins(self._loads_from, decoder.name, moment)
 
     def _watch(self, decoder: Engine, answer: Answer) -> Watch | None:
-        """It may say in its answer that it could not load, and has computed it or not."""
+        """Read the report of a failed load from the answer, and remove it from there."""
         if answer.is_event_stream:
             watch = Watch(partial(self._note_failure, decoder))
             answer.watch = watch.passing
@@ -392,8 +392,9 @@ class Legs:
             learned.note_transfer(params.content)
 
     async def _is_rejected(self, engine: Engine, answer: Answer, threshold: float) -> bool:
-        """Whether the engine says that its cache holds less than the threshold it was given. Reads
-        as much as shows that, and leaves it in place. Raises what speaks against the answer."""
+        """Return True if the engine rejects the request because of the threshold it was given. What
+        is read for that stays in the answer's buffer. Raises the failure that the answer
+        reports."""
         request, learned = self._request, engine.learned
         if self.may_come_back and not answer.is_event_stream:
             await answer.all_of_it(self._gateway.limits.max_answer_size)
@@ -426,7 +427,7 @@ class Legs:
         raise failure
 
     async def _word(self, answer: Answer) -> Json | None:
-        """What shows whether there is an answer; None if there surely is one."""
+        """Return the content that may report a failure; None if it certainly is an answer."""
         is_passed = self._request.alone == PASSED
         if not answer.is_event_stream:
             if self._request.exchange.started:

@@ -1,8 +1,9 @@
-"""A decoder's word that it could not load a prompt's KV from the prefiller, and why.
+"""Reads a decode engine's report that it could not load a prompt's KV.
 
-Decoders that offer it (`load_failures`) say so in one of three places (docs/engine.md): in the
-error object of an answer that has failed, in the `kv_transfer_params` of a whole answer that they
-computed themselves, and in a comment of a stream. It is for the router: no client sees it.
+Decode engines with the capability `load_failures` send the report in one of three places
+(docs/engine.md): in the error object of a failed answer, in the `kv_transfer_params` of a
+non-streamed answer that they computed themselves, or in a comment of a stream. The router removes
+the report from what it sends to the client.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class LoadFailure(Value, frozen=True):
 
 
 def failure_in(content: object) -> LoadFailure | None:
-    """Of the object that may have the field; total."""
+    """Return the failure reported in an object, or None. Never raises."""
     told = content.get(FIELD) if isinstance(content, dict) else None
     if not isinstance(told, dict):
         return None
@@ -46,13 +47,13 @@ def failure_in(content: object) -> LoadFailure | None:
 
 
 def failure_of_error(raw: bytes) -> LoadFailure | None:
-    """Of an error object that is all of an answer."""
+    """Return the failure reported in the error object of an answer, or None."""
     content = parsed(raw) if raw.find(KEY) >= 0 else None
     return None if content is None else failure_in(content.get("error"))
 
 
 def failure_in_whole(raw: bytes) -> tuple[LoadFailure | None, bytes]:
-    """Of a whole answer, and the answer without it."""
+    """Return the failure that a non-streamed answer reports, and the answer without the report."""
     content = parsed(raw) if raw.find(KEY) >= 0 else None
     params = None if content is None else content.get(KV_PARAMS)
     failure = failure_in(params)
@@ -67,7 +68,7 @@ def failure_in_whole(raw: bytes) -> tuple[LoadFailure | None, bytes]:
 
 
 class Watch:
-    """Looks at whole events of a stream as they pass, and takes the field out."""
+    """A watch that removes the reports from the events of a stream and passes them on."""
 
     __slots__ = ("_on_failure", "has_ended")
 
@@ -105,6 +106,6 @@ class Watch:
 
 
 def _printable(told: object) -> str:
-    """An engine's words, for a log."""
+    """Return a value from an engine in a form that is safe to log."""
     text = told if isinstance(told, str) else str(told)
     return "".join(c if c.isprintable() else "?" for c in text[:LONGEST])

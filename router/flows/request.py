@@ -230,7 +230,7 @@ def without_params(body: Body) -> Body:
 
 
 def without_nested(body: Body, name: str) -> Body:
-    """The body without that field of `vllm_xargs`, where vLLM's engines look for it as well."""
+    """Return the body without that field of `vllm_xargs`, where vLLM reads it as well."""
     extra = body.get(EXTRA_ARGS)
     if not isinstance(extra, dict) or name not in extra:
         return body

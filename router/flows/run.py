@@ -98,11 +98,11 @@ class Run:
         self._gateway = gateway
         self._legs = legs_of(request, plan, gateway)
         self._failed: list[Engine] = []
-        # Engines that may have died at it, and when: Unix time.
+        # Engines that may have crashed during this request, and the Unix time of each failure.
         self._suspects: dict[Engine, float] = {}
         # Of those that failed, who was asked besides others.
         self._chances = 0
-        # Decoders that could not load a prefiller's KV, once for each leg: asked after all others.
+        # Decode engines that could not load KV, once for each leg: the last choice from then on.
         self._unloaded: list[Engine] = []
         # Groups where nobody was left to ask. None is returned to, so this comes to an end.
         self._left: frozenset[str] = NONE
@@ -173,7 +173,7 @@ class Run:
         return REJECTED if ended.is_rejected else ANSWERED
 
     def _suspect(self, engine: Engine, error: BaseException | None) -> None:
-        """Of having died, where that may be why a leg has failed."""
+        """Remember the engine if the failure of its leg may be a crash."""
         if isinstance(error, LEG_ERRORS) and is_suspicious(error.kind, error):
             self._suspects.setdefault(engine, time.time())
 
@@ -396,8 +396,8 @@ class Run:
         return order[0] if is_fit else None
 
     def _prefiller(self) -> Engine | None:
-        """The next to ask: one from which a decoder can load, if there is one. A turn's decoder is
-        kept, for it has some of the prompt."""
+        """Return the next prefill engine, preferably one from which a decode engine can load. A
+        conversation's decode engine is kept, because it caches a part of the prompt."""
         route = self._plan.route
         engine = self._first(route.prefillers)
         if engine is not None and route.decoders and self._is_avoided(engine, route.decoders[0]):
@@ -416,9 +416,9 @@ class Run:
         return self._may_read(decoder, prefiller) and not self._is_avoided(prefiller, decoder)
 
     def _lacks_pair(self) -> bool:
-        """Whether a load has failed and no other two engines can exchange KV, as far as known, in
-        this group or another; or as many loads have failed as may. Raises the failure where no
-        decoder may prefill so much."""
+        """Return True if a load has failed and no other pair of any group can exchange KV, or if
+        MOST_UNLOADED loads have failed. Raises the failure if no decode engine may prefill a prompt
+        of this length."""
         if not isinstance(self._failure, LoadFailedError):
             return False
         if len(self._unloaded) < MOST_UNLOADED or not self._may_do_without():
@@ -432,7 +432,7 @@ class Run:
         return True
 
     def _may_do_without(self) -> bool:
-        """Whether a decoder may prefill so much."""
+        """Return True if a decode engine may prefill a prompt of this length."""
         limits = self._gateway.limits
         most = 0 if limits.without_prefiller == "refuse" else limits.without_prefiller_tokens
         return tokens_of(self._request.body) <= most
@@ -465,8 +465,9 @@ class Run:
         return sorted(able, key=self._unloaded.count) if self._unloaded else able
 
     def _paired(self, able: list[Engine], mate: Engine | None) -> list[Engine]:
-        """Decoders that can load from `mate`; or prefillers from which the first decoder can load,
-        else from which any can. All, where there are none."""
+        """Return the decode engines that can load from `mate`. Without a `mate`, return the prefill
+        engines from which the first decode engine can load, else those from which any can. Returns
+        `able` if there is no such engine."""
         if mate is not None:
             return [one for one in able if not self._is_avoided(mate, one)] or able
         decoders = self._able(DECODE)

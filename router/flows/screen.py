@@ -1,10 +1,10 @@
-"""Answers with status 200 that are none.
+"""Failures that an engine reports with HTTP status 200.
 
-An engine may say in an answer with status 200 that it has failed: an error object (vLLM's way of
-reporting a failed generation in a stream), a finish reason that only a broken-off answer has, a
-rejection that nobody asked for, or nothing at all. `failure_of` is the one place that tells these
-from answers. Legs ask it before anything reaches the client, so that another engine can answer;
-`StreamEnd` asks it of everything that follows.
+An engine may return status 200 with an error object (vLLM reports a failed generation in a stream
+like this), with the finish reason of an aborted answer, with a rejection that the router did not
+request, or with no content. `failure_of` decides whether JSON content is such a failure. Legs call
+it before the client has received anything, so that the router can retry on another engine.
+`StreamEnd` calls it for the rest of a stream.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ SILENT = frozenset(("index", "role", "delta", "finish_reason", "stop_reason"))
 
 
 def failure_of(content: Json, role: Role) -> Exception | None:
-    """Why a whole answer, or an event of a stream, means that its engine has failed; None if it
-    does not.
+    """Return the failure that a whole answer or an event of a stream reports; None if it reports
+    none.
 
-    RejectedError: by the code in its error object (4xx) it is the request that was wrong.
+    The failure is a RejectedError if the error object has a 4xx code: then the request is at fault.
     """
     error = _error_in(content)
     if error is not None:
@@ -76,7 +76,7 @@ def failure_of(content: Json, role: Role) -> Exception | None:
 
 
 def _error_in(content: Json) -> object:
-    """The error object of what is no answer: OpenAI's, or vLLM's before 0.10, or an event's."""
+    """Return the error object, in the form of OpenAI, of vLLM before 0.10, or of an SSE event."""
     error = content.get("error")
     if error and not any(map(_is_said, choices_of(content))):
         return error
@@ -104,9 +104,10 @@ def _told(error: object, role: Role) -> Exception:
 async def first_word(
     answer: Answer, is_generation: bool = True, looks_ahead: bool = True
 ) -> Json | None:
-    """The first event of a stream that says more than a role, left in place; None if it surely is
-    text of the answer. `looks_ahead`: or else a failure among the events that came with it. Raises
-    UpstreamError, BrokenAnswerError for a stream that ends before it."""
+    """Wait for the first event of a stream with more than a role, and return it. None if the event
+    certainly is text. The event stays in the answer's buffer. With `looks_ahead`, return a failure
+    among the events that arrived together with it instead. Raises UpstreamError, and
+    BrokenAnswerError for a stream that ends before such an event."""
 
     def is_begun(block: bytes) -> bool:
         return _is_surely_text(block) or _first_word(block, is_generation, False) is not None
@@ -121,9 +122,9 @@ async def first_word(
 
 
 def word_of(answer: Answer) -> Json | None:
-    """The content of a generation's answer that is not streamed, left in place; None if it surely
-    is an answer, or so long that it is no failure's. Raises BrokenAnswerError for what is no JSON
-    object, or has no choices."""
+    """Return the content of a non-streamed generation answer, which stays in the buffer. None if
+    the content certainly is an answer, or is too long for a failure. Raises BrokenAnswerError if
+    it is not a JSON object or has no choices."""
     raw = answer.held()
     if not answer.is_complete:
         if not raw.lstrip().startswith(b"{"):
@@ -133,13 +134,14 @@ def word_of(answer: Answer) -> Json | None:
 
 
 def prefilled_word(raw: bytes) -> Json | None:
-    """The same of a prefiller's answer, of which nobody needs the choices."""
+    """Return the content of a prefill engine's answer if it may report a failure, else None."""
     return parsed(raw) if _may_fail(raw) else None
 
 
 def passed_word(answer: Answer, may_be_empty: bool = False) -> Json | None:
-    """The same of an endpoint that may answer with a list, a text or bytes. `may_be_empty`: it is
-    asked what was said, which may be nothing, and may tell it as a text."""
+    """Return the content of an answer of another endpoint if it may report a failure, else None.
+    Such an answer may be a list, text or bytes. `may_be_empty`: a transcript of silence, which may
+    be an empty text. Raises BrokenAnswerError."""
     raw, kind = answer.held(), answer.header(b"content-type") or b""
     is_json = kind.startswith(b"application/json")
     is_odd = kind.startswith(b"text/html") or (is_json and raw.lstrip()[:1] not in (b"{", b"["))
@@ -174,7 +176,7 @@ def _may_fail(said: bytes) -> bool:
 
 
 def is_broken_off(said: bytes) -> bool:
-    """Whether a finish reason in JSON says so."""
+    """Return True if a finish reason in this JSON text reports an aborted answer."""
     return not BROKEN_OFF.isdisjoint(FINISH.findall(said))
 
 
@@ -191,7 +193,7 @@ def _first_word(block: bytes, is_generation: bool, looks_ahead: bool) -> Json | 
 
 
 def _says_something(event: Json) -> bool:
-    """Whether an event is part of an answer, or instead of one: anything but a role alone."""
+    """Return True for an error and for an event with more than a role."""
     return _error_in(event) is not None or any(map(_is_said, choices_of(event)))
 
 
@@ -204,7 +206,7 @@ def _is_said(choice: Json) -> bool:
 
 
 def _events(block: bytes) -> Iterator[tuple[int, Json]]:
-    """The whole events that are JSON objects, each with the place where it begins."""
+    """Yield the complete events that are JSON objects, each with the offset of its first byte."""
     end = end_of_last_event(block)
     if block.find(b"\n", 0, end) < 0:
         block = block.replace(b"\r", b"\n")  # as long as it was
@@ -220,7 +222,7 @@ def _events(block: bytes) -> Iterator[tuple[int, Json]]:
 
 
 async def cached_share(answer: Answer) -> float | None:
-    """How much of the prompt came from the decoder's cache, where its usage tells."""
+    """Return the share of the prompt that the decode engine had cached, if its usage has it."""
     if answer.is_event_stream:
         return None
     content = parsed(await answer.until(lambda _: False))
@@ -234,8 +236,8 @@ async def cached_share(answer: Answer) -> float | None:
 
 
 def failure_midway(block: bytes, role: Role) -> tuple[int, Exception | None]:
-    """Where in whole events of a stream of which the client has some a failure begins, and what to
-    raise; the end of them and None where they tell of none."""
+    """Find a failure in the next events of a stream that the client has partly received. Returns
+    the offset of the failure and the error to raise, or the length of the block and None."""
     for start, event in _events(block):
         failure = failure_of(event, role)
         if isinstance(failure, RejectedError):
@@ -247,8 +249,8 @@ def failure_midway(block: bytes, role: Role) -> tuple[int, Exception | None]:
 
 
 class Long:
-    """A watch for an answer that is no stream, and too long to be judged before it passes: it fails
-    where it says that its engine has broken it off."""
+    """A watch for a non-streamed answer that is too long to be checked before it is relayed. It
+    fails the answer if a finish reason reports that the engine aborted it."""
 
     __slots__ = ("_answer", "_seam")
 
@@ -265,13 +267,13 @@ class Long:
 
 
 class StreamEnd:
-    """A Tap for a stream that no other engine can go on with.
+    """A Tap for a stream that cannot be resumed on another engine.
 
-    Events pass until one says that the engine has failed; from there on nothing does. `failure` is
-    then what to raise once the stream is over, as it is for a stream of a generation that ends
-    without a finish reason and without [DONE], or inside an event. `is_several`: of the answers in
-    it one may end long before the others, so only [DONE] is its end. `last` is what the stream's
-    reader says at its end.
+    It passes events until one reports a failure, and drops everything after that. `failure` is the
+    error to raise when the stream is over. A generation's stream also fails if it ends inside an
+    event, or without a finish reason and without [DONE]. `is_several`: the stream has several
+    choices, which may end at different times, so only [DONE] ends it. `last` is the final block,
+    which the owner of the stream sends.
     """
 
     __slots__ = ("_inner", "_is_done", "_is_ended", "_is_several", "_role", "failure", "last")
