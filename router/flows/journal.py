@@ -282,7 +282,7 @@ def _finish_in(block: bytes) -> int:
 
 
 def says_done(block: bytes) -> bool:
-    """Return True if the block has a [DONE] event. The text of an answer may contain [DONE], too."""
+    """Return True if the block has a [DONE] event: text of an answer may contain [DONE] as well."""
     return block.find(DONE) >= 0 and DONE_LINE.search(block) is not None
 
 
