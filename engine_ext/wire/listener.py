@@ -101,6 +101,10 @@ class HandshakeServer:
                 self._stop.wait(PAUSE_SECONDS)
         for visitor in self._visitors:
             self._dismiss(visitor)
+        # A process that is being started holds a copy of every file until it has replaced itself.
+        # Closing alone would leave the port taken for those milliseconds.
+        with contextlib.suppress(OSError):
+            self._door.shutdown(socket.SHUT_RDWR)
         self._owned.close()
 
     def _turn(self) -> None:

@@ -6,6 +6,8 @@ Nothing is measured: what is kept is counted, and what must happen is waited for
 import os
 import resource
 import socket
+import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -403,3 +405,30 @@ def test_closing_ends_every_connection_and_the_thread_at_once(listen: Listen) ->
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", server.port), timeout=5)
     server.close()
+
+
+def test_closed_port_is_free_while_a_process_that_is_being_started_has_copies_of_all_files(
+    listen: Listen,
+) -> None:
+    server = listen()
+    forked, in_child = os.pipe()
+    may_go_on, let_go = os.pipe()
+
+    def hold_the_copies() -> None:
+        os.write(in_child, b"x")
+        os.read(may_go_on, 1)
+
+    def start() -> None:
+        subprocess.run(["true"], preexec_fn=hold_the_copies, check=True, timeout=30)
+
+    starting = threading.Thread(target=start)
+    starting.start()
+    try:
+        os.read(forked, 1)
+        server.close()
+        HandshakeServer("127.0.0.1", server.port, {RANK: PAYLOAD}).close()
+    finally:
+        os.write(let_go, b"x")
+        starting.join(timeout=30)
+        for end in (forked, in_child, may_go_on, let_go):
+            os.close(end)
