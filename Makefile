@@ -81,7 +81,7 @@ compiled: $(STAMP)
 
 # The tests that send whole requests. A plan is tested with doubles, which compiled functions do
 # not take.
-COMPILED := $(addprefix tests/unit/router/,api conversations dialects flows upstream test_front.py \
+COMPILED := $(addprefix tests/unit/router/,server conversations openai proxy http_client test_front.py \
 	test_exact_json.py test_hostile.py test_large_events.py test_preempted.py test_resume.py \
 	test_stalled.py test_traces.py)
 
@@ -91,7 +91,7 @@ FAST = -m "not slow and not nightly"
 test-compiled: compiled
 	@scripts/install_redis
 	@cd build/compiled && VENV="$(abspath $(VENV))" scripts/test $(COMPILED) \
-		tests/smoke --ignore tests/unit/router/flows/test_plan.py $(FAST) \
+		tests/smoke --ignore tests/unit/router/proxy/test_plan.py $(FAST) \
 		-n 2 --dist loadfile $(ARGS)
 
 simulate: $(STAMP)

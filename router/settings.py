@@ -33,7 +33,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from router.tls import Pair, Secured, asking, serving
+from router.common.tls import Pair, Secured, asking, serving
 
 PREFIX = "DISAGG_ROUTER_"
 # A Kubernetes Service called disagg-router puts DISAGG_ROUTER_PORT=tcp://10.0.0.1:8000 into every

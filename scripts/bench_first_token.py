@@ -29,7 +29,7 @@ sys.path.insert(0, ROOT)
 
 import httpx  # noqa: E402 # the checkout's own packages come first
 
-from router.children import ChildEndedError, Family  # noqa: E402
+from router.common.child_processes import ChildEndedError, Family  # noqa: E402
 from scripts.bench.machine import describe  # noqa: E402
 from scripts.bench_multiturn import lines_of, start_engine, start_router, until_ready  # noqa: E402
 

@@ -33,7 +33,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.getenv("PYTHON
 
 import httpx  # noqa: E402 # the checkout's own packages come first
 
-from router.children import Child, ChildEndedError, Family  # noqa: E402
+from router.common.child_processes import Child, ChildEndedError, Family  # noqa: E402
 from scripts.bench.machine import describe  # noqa: E402
 from tests.conftest import find_free_ports  # noqa: E402
 
@@ -301,7 +301,7 @@ def start_engine(
 def start_router(family: Family, name: str, prefill: str, decode: str, *flags: str) -> Child:
     """Before two engines, of which the URLs are given."""
     (port,) = find_free_ports(1)
-    command = [sys.executable, "-m", "router.cli", "--port", str(port), *flags]
+    command = [sys.executable, "-m", "router.commands.cli", "--port", str(port), *flags]
     for role, url in (("prefiller", prefill), ("decoder", decode)):
         command += [f"--{role}-hosts", "127.0.0.1", f"--{role}-ports", url.rpartition(":")[2]]
     return family.start(name, command, f"http://127.0.0.1:{port}")

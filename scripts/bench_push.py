@@ -36,8 +36,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.getenv("PYTHON
 
 import httpx  # noqa: E402 # the checkout's own packages come first
 
-from router.children import Child, ChildEndedError, Family  # noqa: E402
-from router.demo.engines import ENGINES, VLLM_ABSENT, VLLM_ON_CPU, find_vllm  # noqa: E402
+from router.commands.demo.engines import ENGINES, VLLM_ABSENT, VLLM_ON_CPU, find_vllm  # noqa: E402
+from router.common.child_processes import Child, ChildEndedError, Family  # noqa: E402
 from scripts.bench.machine import describe  # noqa: E402
 from scripts.bench_multiturn import VOCABULARY, ask, start_engine, until_ready  # noqa: E402
 from tests.conftest import find_free_ports  # noqa: E402
@@ -236,7 +236,15 @@ def _routers(family: Family, engines: Engines, client: httpx.Client) -> dict[str
 
 def _router(family: Family, mode: str, engines: list[Child]) -> Child:
     (port,) = find_free_ports(1)
-    command = [sys.executable, "-m", "router.cli", "--port", str(port), "--transfer-mode", mode]
+    command = [
+        sys.executable,
+        "-m",
+        "router.commands.cli",
+        "--port",
+        str(port),
+        "--transfer-mode",
+        mode,
+    ]
     for role, engine in zip(("prefiller", "decoder"), engines, strict=True):
         at = engine.url.rpartition(":")[2]
         command += [f"--{role}-hosts", "127.0.0.1", f"--{role}-ports", at]

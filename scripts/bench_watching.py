@@ -11,11 +11,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from router.page.seen import Origin, seen
-from router.page.watch import Look, Watch
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record
-from router.telemetry.usage import tokens_of
+from router.telemetry.token_usage import tokens_of
+from router.ui.live_requests import Look, Watch
+from router.ui.request_view import Origin, seen
 
 REQUESTS, BATCH, ROUNDS = 20_000, 256, 5
 USAGE = (

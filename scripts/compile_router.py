@@ -25,17 +25,37 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 # What every request passes, but for what a compiled module would read otherwise: errors, and fields
 # whose bounds stand in annotations (docs/development.md).
 HOT = (
-    *(f"upstream/{name}" for name in ("answer", "connection", "deadlines", "pool")),
-    *(f"upstream/{name}" for name in ("repeated", "sse")),
-    *(f"flows/{name}" for name in ("bodies", "deliver", "dispatch", "gateway", "headers", "legs")),
-    *(
-        f"flows/{name}"
-        for name in ("plan", "prefilled", "request", "reuse", "run", "screen", "traced")
-    ),
-    *(f"conversations/{name}" for name in ("conversations", "guard", "identity", "memory_store")),
-    *(f"conversations/{name}" for name in ("prompt", "said", "scope")),
-    "policies/route",
-    *(f"api/{name}" for name in ("inbound", "outbound", "protocol", "wire")),
+    "http_client/engine_answer",
+    "http_client/connection",
+    "http_client/deadlines",
+    "http_client/pool",
+    "http_client/repeated_heads",
+    "http_client/sse",
+    "proxy/leg_bodies",
+    "proxy/relay",
+    "proxy/dispatch",
+    "proxy/gateway",
+    "proxy/headers",
+    "proxy/legs",
+    "proxy/plan",
+    "proxy/prefill_answer",
+    "proxy/request",
+    "proxy/turn_reuse",
+    "proxy/run",
+    "proxy/answer_check",
+    "proxy/traced_legs",
+    "conversations/conversations",
+    "conversations/reuse_limit",
+    "conversations/identity",
+    "conversations/memory_store",
+    "conversations/prompt",
+    "openai/answers",
+    "conversations/reuse_scope",
+    "routing/route",
+    "server/request_reader",
+    "server/response_writer",
+    "server/client_connection",
+    "server/http_heads",
 )
 # Seconds; it takes one minute.
 PATIENCE = 900

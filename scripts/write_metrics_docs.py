@@ -6,8 +6,8 @@ import textwrap
 from pathlib import Path
 
 from router.telemetry.by_model import MOST_PAIRS, OTHER
+from router.telemetry.metric_registry import Described
 from router.telemetry.metrics import Metrics
-from router.telemetry.registry import Described
 
 DOCUMENT = Path(__file__).parents[1] / "docs/metrics.md"
 HEAD = f"""\

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from router.admin.state import RELOADABLE, TUNABLE, State, Tunables, changed
-from router.callers.keyring import Keyring
-from router.fleet.overlay import SOURCE, Overlay
+from router.admin.desired_state import RELOADABLE, TUNABLE, State, Tunables, changed
+from router.auth.keyring import Keyring
+from router.fleet.engine_spec import Intent
+from router.fleet.overrides import SOURCE, Overlay
 from router.fleet.sources.file import address_of, listed_in
 from router.fleet.sources.source import SourceError
-from router.fleet.spec import Intent
 from router.fleet.views import EngineView, GroupView, View, engines_of, groups_of, is_informed
 from router.settings import Address, Settings, SettingsError, flag_of, is_loopback
 from router.telemetry import logs

@@ -13,11 +13,11 @@ from typing import Any
 
 import uvicorn
 
-from router.admin.api import application
 from router.admin.control import Control
-from router.admin.line import Switchboard
-from router.admin.member import Member
-from router.admin.state import State, Tunables
+from router.admin.control_channel import Switchboard
+from router.admin.desired_state import State, Tunables
+from router.admin.endpoints import application
+from router.admin.worker_process import Member
 from router.fleet.views import View
 from router.settings import Settings
 

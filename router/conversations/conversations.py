@@ -8,14 +8,14 @@ from enum import StrEnum
 
 import orjson
 
+from router.common.exact_json import number
+from router.common.records import Thing, Value
 from router.conversations.entry import MOST, MOST_MARKS, Entry, Inexact, Mark, Scope
 from router.conversations.identity import Conversation, Header, Identity
 from router.conversations.prompt import Prompt, prompt_of
-from router.conversations.said import Json, Said
-from router.conversations.scope import rewrites_history, scope_of
+from router.conversations.reuse_scope import rewrites_history, scope_of
 from router.conversations.store import Store, StoreError, UnverifiedError
-from router.exact_json import number
-from router.values import Thing, Value
+from router.openai.answers import Json, Said
 
 # A store keeps an entry longer than it is valid, so that "came too late" can be told from "never
 # was there".

@@ -12,8 +12,8 @@ import orjson
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
-from router.conversations.said import Json
-from router.exact_json import dumps, loads
+from router.common.exact_json import dumps, loads
+from router.openai.answers import Json
 
 VERSION = 1
 DIGEST_BYTES = 16

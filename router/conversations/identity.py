@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from operator import itemgetter
 
+from router.common.records import Value
 from router.conversations.entry import Mark
 from router.conversations.prompt import ChatPrompt, Prompt
-from router.conversations.said import Json
-from router.values import Value
+from router.openai.answers import Json
 
 Header = tuple[bytes, bytes]
 PREFIX = "prefix"

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import orjson
 
+from router.common.exact_json import dumps
+from router.common.records import Value
 from router.conversations.entry import DIGEST_BYTES, Mark
-from router.conversations.said import REASONING_KEYS, Json, Said, has_reasoning, holds_trace
-from router.exact_json import dumps
-from router.values import Value
+from router.openai.answers import REASONING_KEYS, Json, Said, has_reasoning, holds_trace
 
 # Of a message that is nothing but text.
 PLAIN = ("role", "content")

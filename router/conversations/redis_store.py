@@ -9,7 +9,7 @@ from typing import Any
 
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
-from router.conversations.redis_url import connect
+from router.common.redis_url import connect
 from router.conversations.store import StoreError
 
 NAMESPACE = "disagg-router:turn:"

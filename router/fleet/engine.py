@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from router.fleet.breaker import Breaker
-from router.fleet.learned import Learned
-from router.fleet.spec import EngineSpec, Intent, Role
-from router.upstream.pool import EnginePool, Whole
+from router.fleet.capabilities import Learned
+from router.fleet.circuit_breaker import Breaker
+from router.fleet.engine_spec import EngineSpec, Intent, Role
+from router.http_client.pool import EnginePool, Whole
 
 
 class Health(StrEnum):
@@ -24,7 +24,7 @@ class Health(StrEnum):
 class Engine:
     """Mutated by its Fleet alone; flows count their legs with `in_flight`, and the estimated tokens
     of these legs' prompts with `tokens_in_flight`. `admitted` are the requests that hold
-    a seat here (router.flows.admission), whether their leg runs yet or not."""
+    a seat here (router.proxy.admission), whether their leg runs yet or not."""
 
     spec: EngineSpec
     pool: EnginePool
@@ -34,7 +34,7 @@ class Engine:
     is_asked: bool = False
     """Nothing speaks against it."""
     is_cold: bool = False
-    """It is new, and is being made known to others: see router.flows.warmup."""
+    """It is new, and is being made known to others: see router.proxy.warmup."""
     is_cooling: bool = False
     """It said that it has too much to do, and until when."""
     has_failed_lately: bool = False

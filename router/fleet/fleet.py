@@ -8,15 +8,15 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from router.fleet.breaker import Breaker, BreakerRules, Circuit
+from router.fleet.capabilities import Learned
+from router.fleet.circuit_breaker import Breaker, BreakerRules, Circuit
 from router.fleet.engine import Engine, Health
-from router.fleet.groups import assign_groups
-from router.fleet.learned import Learned
-from router.fleet.pairs import Pairs
+from router.fleet.engine_spec import LEGS, EngineSpec, Intent, Role
+from router.fleet.kv_groups import assign_groups
 from router.fleet.snapshot import Members, picture
-from router.fleet.spec import LEGS, EngineSpec, Intent, Role
-from router.upstream.errors import EngineLostError
-from router.upstream.pool import EnginePool
+from router.fleet.unreachable_pairs import Pairs
+from router.http_client.errors import EngineLostError
+from router.http_client.pool import EnginePool
 
 logger = logging.getLogger("disagg_router.fleet")
 

@@ -22,8 +22,8 @@ import orjson
 
 from router.fleet.engine import Engine, Health
 from router.fleet.fleet import Fleet
-from router.upstream.deadlines import now
-from router.upstream.errors import (
+from router.http_client.deadlines import now
+from router.http_client.errors import (
     ConnectRefusedError,
     ConnectTimeoutError,
     EngineLostError,
@@ -31,7 +31,7 @@ from router.upstream.errors import (
     SilenceError,
     UpstreamError,
 )
-from router.upstream.pool import Whole
+from router.http_client.pool import Whole
 
 logger = logging.getLogger("disagg_router.fleet")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from router.fleet.spec import DEFAULT_GROUP, EngineSpec, Intent, Listed, Role
+from router.fleet.engine_spec import DEFAULT_GROUP, EngineSpec, Intent, Listed, Role
 from router.settings import Address
 
 T = TypeVar("T")

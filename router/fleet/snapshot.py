@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from router.fleet.engine import Engine, Health
-from router.fleet.spec import Role
+from router.fleet.engine_spec import Role
 
 MOST_KNOWN = 64
 

@@ -11,12 +11,12 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from router.fleet.breaker import Circuit
-from router.fleet.census import census
+from router.fleet.circuit_breaker import Circuit
 from router.fleet.engine import Engine, Health
+from router.fleet.engine_spec import Intent, Role
 from router.fleet.fleet import Fleet
-from router.fleet.roster import Roster
-from router.fleet.spec import Intent, Role
+from router.fleet.group_state import census
+from router.fleet.registry import Roster
 
 # Which word counts where processes differ: the last one.
 HEALTHS = (Health.HEALTHY, Health.UNKNOWN, Health.UNHEALTHY)

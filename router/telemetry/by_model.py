@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 
+from router.telemetry.metric_registry import Registry
 from router.telemetry.record import Record
-from router.telemetry.registry import Registry
-from router.telemetry.usage import tokens_of
+from router.telemetry.token_usage import tokens_of
 
 MOST_PAIRS = 64
 MOST_UNSORTED = 1024

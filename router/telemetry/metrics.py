@@ -12,8 +12,8 @@ from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from router.telemetry.by_model import MOST_UNSORTED, SECONDS, ByModel
+from router.telemetry.metric_registry import Registry
 from router.telemetry.record import Record
-from router.telemetry.registry import Registry
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 

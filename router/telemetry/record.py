@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec import Struct
 
 if TYPE_CHECKING:
-    from router.telemetry.trace import Trace
+    from router.telemetry.trace_context import Trace
 
 
 class Tokens(NamedTuple):

@@ -33,10 +33,10 @@ from opentelemetry.trace import (
 )
 from opentelemetry.util.types import AttributeValue
 
+from router.telemetry.log_throttle import Throttle
 from router.telemetry.record import Record
-from router.telemetry.throttle import Throttle
-from router.telemetry.trace import Leg, Parent, Trace, new_id
-from router.telemetry.usage import tokens_in, tokens_of
+from router.telemetry.token_usage import tokens_in, tokens_of
+from router.telemetry.trace_context import Leg, Parent, Trace, new_id
 
 logger = logging.getLogger("disagg_router.traces")
 Attributes = dict[str, AttributeValue]

@@ -23,19 +23,19 @@ import msgspec
 import uvloop
 
 from router.fleet.engine import Health
+from router.fleet.engine_spec import EngineSpec, Listed, Role
 from router.fleet.fleet import Fleet
 from router.fleet.reconcile import reconcile
-from router.fleet.roster import LOOK, PAUSE, Roster
+from router.fleet.registry import LOOK, PAUSE, Roster
 from router.fleet.sources.file import FileSource
 from router.fleet.sources.pod_api import PAGE, Page
 from router.fleet.sources.source import Report
-from router.fleet.spec import EngineSpec, Listed, Role
-from router.flows.gateway import Gateway
-from router.serve import RARELY
+from router.http_client.deadlines import Deadlines
+from router.http_client.pool import EnginePool, PoolLimits
+from router.proxy.gateway import Gateway
+from router.server.serve import RARELY
 from router.settings import Address, Settings
 from router.telemetry.metrics import Metrics
-from router.upstream.deadlines import Deadlines
-from router.upstream.pool import EnginePool, PoolLimits
 
 LIMITS = PoolLimits(connect_timeout=1, idle_connections=8, idle_age=4, header_limit=65536)
 TICK = 0.001

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from router.children import Family
-from router.parser import Parser
+from router.commands.arguments import Parser
+from router.common.child_processes import Family
 from scripts.bench.errors import BenchError
 from scripts.bench.machine import describe
 from scripts.chaos_bench.outcome import Run

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import TimeoutExpired
 
-from router.children import Child, Family
+from router.common.child_processes import Child, Family
 from scripts.bench.errors import BenchError
 from scripts.bench.ports import free_ports_of
 from scripts.chaos_bench import control

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine_ext.reference.tiny_model import write_tiny_model
-from router.children import Family
+from router.common.child_processes import Family
 from scripts.chaos_bench import control
 from scripts.chaos_bench.answers import Ask, text_in
 from scripts.chaos_bench.fleet import Engine, Fleet, free_port

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.children import Child, Family
+from router.common.child_processes import Child, Family
 from scripts.bench.errors import BenchError
 from scripts.chaos_bench.answers import OK, Ask
 from scripts.chaos_bench.client import Client
@@ -37,7 +37,7 @@ class Contestant:
 
 
 def _ours(port: int, fleet: Fleet) -> list[str]:
-    command = [sys.executable, "-m", "router.cli", "--port", str(port), *FLAGS]
+    command = [sys.executable, "-m", "router.commands.cli", "--port", str(port), *FLAGS]
     for role, engines in (("prefiller", fleet.prefillers), ("decoder", fleet.decoders)):
         command += [f"--{role}-hosts", *["127.0.0.1"] * len(engines)]
         command += [f"--{role}-ports", *(str(engine.port) for engine in engines)]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.children import Family
+from router.common.child_processes import Family
 from scripts.chaos_bench.answers import Ask
 from scripts.chaos_bench.faults import Blow, Fault
 from scripts.chaos_bench.fleet import Engine, Fleet

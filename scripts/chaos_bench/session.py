@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from router.children import Family
+from router.common.child_processes import Family
 from scripts.chaos_bench import reference
 from scripts.chaos_bench.asks import mock_asks
 from scripts.chaos_bench.fleet import mock_fleet

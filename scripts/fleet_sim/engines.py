@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from router.policies.candidate import Ask
-from router.policies.chunks import TOKENS
+from router.routing.candidate import Ask
+from router.routing.prompt_chunks import TOKENS
 from scripts.fleet_sim.traces import Job
 
 Leg = tuple[Job, Ask, "Decoder", int]

@@ -10,11 +10,11 @@ from itertools import count
 from time import perf_counter_ns
 from typing import TypeVar
 
-from router.policies.affinity import LoadBound
-from router.policies.candidate import Ask, Policy
-from router.policies.chunks import MOST
-from router.policies.registry import make_policy
-from router.policies.round_robin import in_turn
+from router.routing.affinity import LoadBound
+from router.routing.candidate import Ask, Policy
+from router.routing.policy_registry import make_policy
+from router.routing.prompt_chunks import MOST
+from router.routing.round_robin import in_turn
 from scripts.fleet_sim.engines import (
     CACHE_TOKENS,
     PREFILL_RATE,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from router.policies.chunks import TOKENS
+from router.routing.prompt_chunks import TOKENS
 
 
 @dataclass(slots=True)

@@ -75,7 +75,7 @@ PEERS: Mapping[str, Peer] = {
     "ui": Peer(
         (),
         (
-            *("{python}", "-m", "router.cli", "--port", "{port}", "--ui"),
+            *("{python}", "-m", "router.commands.cli", "--port", "{port}", "--ui"),
             *("--prefiller-hosts", "127.0.0.1", "--prefiller-ports", "{prefiller_port}"),
             *("--decoder-hosts", "127.0.0.1", "--decoder-ports", "{decoder_port}"),
         ),
@@ -84,7 +84,7 @@ PEERS: Mapping[str, Peer] = {
     "untold": Peer(
         (),
         (
-            *("{python}", "-m", "router.cli", "--port", "{port}", "--max-resumes", "0"),
+            *("{python}", "-m", "router.commands.cli", "--port", "{port}", "--max-resumes", "0"),
             *("--prefiller-hosts", "127.0.0.1", "--prefiller-ports", "{prefiller_port}"),
             *("--decoder-hosts", "127.0.0.1", "--decoder-ports", "{decoder_port}"),
         ),
@@ -98,7 +98,7 @@ PEERS: Mapping[str, Peer] = {
         (),
         (
             *("env", "-C", "{checkout}", "PYTHONPATH={checkout}"),
-            *("{python}", "-m", "router.cli", "--port", "{port}"),
+            *("{python}", "-m", "router.commands.cli", "--port", "{port}"),
             *("--prefiller-hosts", "127.0.0.1", "--prefiller-ports", "{prefiller_port}"),
             *("--decoder-hosts", "127.0.0.1", "--decoder-ports", "{decoder_port}"),
         ),
@@ -109,7 +109,7 @@ PEERS: Mapping[str, Peer] = {
 def ours(port: int, engines: Engines) -> list[str]:
     """This checkout's router, with every setting as it is by default."""
     return [
-        *(sys.executable, "-m", "router.cli", "--port", str(port)),
+        *(sys.executable, "-m", "router.commands.cli", "--port", str(port)),
         *("--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(engines.prefiller)),
         *("--decoder-hosts", "127.0.0.1", "--decoder-ports", str(engines.decoder)),
     ]

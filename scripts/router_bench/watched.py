@@ -21,7 +21,7 @@ BLOCK = 65536
 def main() -> None:
     what, port, prefiller, decoder = sys.argv[1:]
     router = [
-        *(sys.executable, "-m", "router.cli", "--port", port),
+        *(sys.executable, "-m", "router.commands.cli", "--port", port),
         *("--prefiller-hosts", "127.0.0.1", "--prefiller-ports", prefiller),
         *("--decoder-hosts", "127.0.0.1", "--decoder-ports", decoder),
     ]

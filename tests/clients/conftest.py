@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.processes import Server, metric, serving, wait_for
-from tests.unit.router.dialects.chats import thinks_and_calls
 from tests.unit.router.mock_engine import MockEngine, running_engine, usual_prefill
+from tests.unit.router.openai.chats import thinks_and_calls
 
 # Of the project's environment; not resolved, or it would be another one.
 PYTHON = Path(os.environ.get("DISAGG_ROUTER_PYTHON", ".venv/bin/python")).absolute()
@@ -97,7 +97,7 @@ def engine(name: str, model: Path, folder: Path) -> Iterator[Server]:
 @contextmanager
 def router(prefiller: int, decoder: int, folder: Path) -> Iterator[Server]:
     (port,) = free_ports(1)
-    command = ["router.cli", "--port", str(port), "--health-timeout", "5"]
+    command = ["router.commands.cli", "--port", str(port), "--health-timeout", "5"]
     command += ["--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(prefiller)]
     command += ["--decoder-hosts", "127.0.0.1", "--decoder-ports", str(decoder)]
     with serving("router", command, port, folder, "/ready", None, PYTHON) as server:

@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from router.children import die_with
+from router.common.child_processes import die_with
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["engine_ext.reference.host", __name__])

@@ -251,7 +251,7 @@ class Launcher:
         self, prefillers: list[Server], decoders: list[Server], *options: str
     ) -> Iterator[Server]:
         (port,) = self.free_ports(1)
-        command = ["router.cli", "--port", str(port)]
+        command = ["router.commands.cli", "--port", str(port)]
         for role, servers in (("prefiller", prefillers), ("decoder", decoders)):
             command += [f"--{role}-hosts", *("127.0.0.1" for _ in servers)]
             command += [f"--{role}-ports", *(str(server.port) for server in servers)]

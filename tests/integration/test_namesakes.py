@@ -43,7 +43,13 @@ def test_two_engines_with_one_engine_id_answer_right_and_it_is_told(
         assert f"127.0.0.1:{params['remote_port']}" in lines[0]
 
         def status() -> str:
-            command = [sys.executable, "-m", "router.cli", "status", f"127.0.0.1:{router.port}"]
+            command = [
+                sys.executable,
+                "-m",
+                "router.commands.cli",
+                "status",
+                f"127.0.0.1:{router.port}",
+            ]
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
         wait_for(lambda: "one engine_id at several engines" in status(), status)

@@ -107,7 +107,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path, model: Path) -> Iterat
 @contextmanager
 def router_of(fleet: Fleet) -> Iterator[Server]:
     [port] = find_free_ports(1)
-    command = ["router.cli", "--port", str(port), *fleet.teller.flags]
+    command = ["router.commands.cli", "--port", str(port), *fleet.teller.flags]
     command += ["--health-timeout", "5"]  # two cores run all of it
     with serving("router", command, port, fleet.folder, "/health") as router:
         yield router

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import httpx
 
-from router.children import Child, Family
+from router.common.child_processes import Child, Family
 from tests.conftest import find_free_ports
 from tests.k8s import binaries
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from router.children import Family
+from router.common.child_processes import Family
 from tests.integration import nursery
 from tests.k8s.cluster import Cluster, Manifest
 from tests.k8s.kubelet import Process
@@ -61,7 +61,7 @@ class Containers:
     def _router(self, pod: Manifest, container: Manifest, ip: str, folder: Path) -> Family:
         mounted = self._mounted(pod, container, {"0.0.0.0": ip}, folder)
         arguments = [_replaced(one, mounted) for one in container["args"]]
-        command = [sys.executable, "-m", "router.cli", *arguments]
+        command = [sys.executable, "-m", "router.commands.cli", *arguments]
         family = Family(folder)
         family.start("router", command, "", KUBECONFIG=str(self._kubeconfig(pod, folder)))
         return family

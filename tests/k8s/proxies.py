@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from router.children import Child, Family
+from router.common.child_processes import Child, Family
 from tests.conftest import find_free_ports
 from tests.k8s import binaries
 from tests.k8s.cluster import Cluster

@@ -72,7 +72,7 @@ def router_of(prefill: Server, decode: Server, directory: Path) -> Iterator[Serv
     settings |= {"decoder-hosts": ["127.0.0.1"], "decoder-ports": [decode.port]}
     file = directory / "config.yaml"
     file.write_text(yaml.safe_dump(settings))
-    command = ["router.cli", "--config", str(file)]
+    command = ["router.commands.cli", "--config", str(file)]
     with serving("router", command, port, directory, "/ready") as server:
         assert httpx.get(f"http://127.0.0.1:{liveness}/health").status_code == 200
         yield server

@@ -99,7 +99,7 @@ def test_the_routers_image_can_be_installed_as_the_recipe_says(tmp_path: Path) -
     packages = {path.name for path in (tmp_path / "opt/disagg/lib").glob("*/site-packages/*")}
     assert not packages & {"torch", "nixl", "pytest"}
     assert "lightkube" in packages  # what discovery needs
-    hot = "import sys; from router.flows import run; sys.exit(not run.__file__.endswith('.so'))"
+    hot = "import sys; from router.proxy import run; sys.exit(not run.__file__.endswith('.so'))"
     subprocess.run([program.with_name("python"), "-c", hot], check=True, cwd=tmp_path, timeout=60)
 
 

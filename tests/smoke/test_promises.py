@@ -121,7 +121,15 @@ def test_drained_decoder_finishes_its_streams_and_gets_no_new_request(
 
         def drain() -> None:
             wait_for(lambda: metric(drained, RUNNING) > 0, "a stream runs at the decode engine")
-            command = [sys.executable, "-m", "router.cli", "drain", drained.url, "--timeout", "60"]
+            command = [
+                sys.executable,
+                "-m",
+                "router.commands.cli",
+                "drain",
+                drained.url,
+                "--timeout",
+                "60",
+            ]
             environment = {**os.environ, ADMIN_URL: f"http://127.0.0.1:{admin}"}
             done = subprocess.run(command, env=environment, capture_output=True, timeout=90)
             assert done.returncode == 0, done.stderr.decode()

@@ -23,10 +23,10 @@ import dns.name
 import dns.rdatatype
 import dns.resolver
 
-from router.fleet.sources.aside import aside
+from router.fleet.engine_spec import EngineSpec, Listed, Role
+from router.fleet.sources.background import aside
 from router.fleet.sources.backoff import Backoff
 from router.fleet.sources.source import Report, line_of
-from router.fleet.spec import EngineSpec, Listed, Role
 from router.settings import TLS, Address, canonical
 
 MakeResolver = Callable[[], dns.asyncresolver.Resolver]

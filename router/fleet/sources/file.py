@@ -20,11 +20,11 @@ from urllib.parse import urlsplit
 import msgspec
 import yaml
 
+from router.common.watched_file import INTERVAL, PATIENCE, UnreadableError, content_of, settled
+from router.common.yaml_list import NoListError, entries_of
+from router.fleet.engine_spec import DEFAULT_GROUP, EngineSpec, Intent, Listed, Role
 from router.fleet.sources.source import Report, SourceError
-from router.fleet.spec import DEFAULT_GROUP, EngineSpec, Intent, Listed, Role
-from router.listing import NoListError, entries_of
 from router.settings import GROUP, HEAVIEST, HOST_NAME, TLS, Address, canonical
-from router.watched import INTERVAL, PATIENCE, UnreadableError, content_of, settled
 
 PORTS = {"http": 80, "https": 443}
 # About ten thousand engines.

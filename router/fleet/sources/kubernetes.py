@@ -14,11 +14,11 @@ from asyncio import sleep
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Protocol
 
+from router.fleet.engine_spec import Intent, Listed, Role
 from router.fleet.sources.backoff import Backoff
 from router.fleet.sources.pod_api import Change, GoneError
-from router.fleet.sources.pods import Pod, Seen, seen
+from router.fleet.sources.pod_engines import Pod, Seen, seen
 from router.fleet.sources.source import Report, SourceError
-from router.fleet.spec import Intent, Listed, Role
 from router.settings import Address
 
 # Watches, one after the other, until all is listed anew: ten minutes, if nothing goes wrong.

@@ -19,7 +19,7 @@ import msgspec
 from lightkube.config.client_adapter import AsyncClient, ConnectionParams
 from lightkube.config.kubeconfig import KubeConfig
 
-from router.fleet.sources.pods import Pod
+from router.fleet.sources.pod_engines import Pod
 from router.fleet.sources.source import SourceError, line_of
 from router.settings import SettingsError
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from router.fleet.spec import Listed
+from router.fleet.engine_spec import Listed
 
 
 class SourceError(Exception):

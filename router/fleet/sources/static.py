@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
 
+from router.fleet.engine_spec import EngineSpec, Listed, Role
 from router.fleet.sources.source import Report
-from router.fleet.spec import EngineSpec, Listed, Role
 from router.settings import Address, Settings, canonical
 
 

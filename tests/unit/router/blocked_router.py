@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from router.cli import main
+from router.commands.cli import main
 from router.fleet.probes import Prober
 
 

@@ -14,8 +14,8 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from router.demo.command import main as demo
-from router.demo.engines import Engines
+from router.commands.demo.command import main as demo
+from router.commands.demo.engines import Engines
 
 ME = [sys.executable, str(Path(__file__))]
 USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}

@@ -14,10 +14,10 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from router.app import build
 from router.fleet.engine import Engine
-from router.flows.gateway import Gateway
-from router.serve import uvicorn_config
+from router.proxy.gateway import Gateway
+from router.server.app import build
+from router.server.serve import uvicorn_config
 from router.settings import Settings
 from tests.unit.router.mock_engine import MockEngine
 

@@ -37,7 +37,7 @@ class RouterProcess:
 
 @contextlib.asynccontextmanager
 async def router_process(
-    p: MockEngine, d: MockEngine, *arguments: str, module: str = "router.cli"
+    p: MockEngine, d: MockEngine, *arguments: str, module: str = "router.commands.cli"
 ) -> AsyncIterator[RouterProcess]:
     engines = [f"--prefiller-hosts=127.0.0.1 --prefiller-ports={p.port}"]
     engines += [f"--decoder-hosts=127.0.0.1 --decoder-ports={d.port}"]

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.api.protocol import CROWD
+from router.server.client_connection import CROWD
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post
 from tests.unit.router.mock_engine import (

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.bench.chats import Wish, chats
-from router.bench.command import main
-from router.bench.figures import Figures, Sample, nearest_rank
-from router.bench.load import ChatError, Reading
+from router.commands.bench.chats import Wish, chats
+from router.commands.bench.command import main
+from router.commands.bench.figures import Figures, Sample, nearest_rank
+from router.commands.bench.load import ChatError, Reading
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.mock_engine import DONE, MockEngine, Peer, Received
 
@@ -214,7 +214,7 @@ def test_an_ipv6_address_is_written_as_one_and_choices_may_be_none(
     ("command", "code", "lines"), [("{} | true", 0, 0), ("{} > /dev/full", 1, 1)]
 )
 def test_where_nobody_reads_it_ends_quietly(odd: str, command: str, code: int, lines: int) -> None:
-    bench = f"{sys.executable} -m router.cli bench --requests 1 '{odd}'"
+    bench = f"{sys.executable} -m router.commands.cli bench --requests 1 '{odd}'"
     shell = ["bash", "-o", "pipefail", "-c", command.format(bench)]
     ended = subprocess.run(shell, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, len(ended.stderr.splitlines())) == (code, lines), ended.stderr

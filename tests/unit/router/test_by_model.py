@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from router.telemetry.books import MOST, Books
 from router.telemetry.by_model import MOST_PAIRS, MOST_UNSORTED
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record
+from router.telemetry.record_batches import MOST, Books
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import DONE, MockEngine, Peer, Received, event

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.certificate import end_of
+from router.common.certificate_expiry import end_of
 from tests.certificates import Authority
 
 

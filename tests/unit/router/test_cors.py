@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.flows.cors import allowing, preflight
+from router.proxy.cors import allowing, preflight
 from router.settings import Settings
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router

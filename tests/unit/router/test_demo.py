@@ -20,9 +20,9 @@ from stat import S_IMODE
 import httpx
 import pytest
 
-from router.cli import main
-from router.demo.command import main as command_main
-from router.demo.engines import (
+from router.commands.cli import main
+from router.commands.demo.command import main as command_main
+from router.commands.demo.engines import (
     NEEDED,
     Engines,
     Place,
@@ -31,8 +31,8 @@ from router.demo.engines import (
     vllm_engine,
     write_secret,
 )
-from router.demo.model import Model, cache_directory
-from router.demo.options import Options
+from router.commands.demo.model import Model, cache_directory
+from router.commands.demo.options import Options
 from tests.conftest import find_free_ports
 
 SCRIPT = Path(__file__).with_name("fake_demo.py")
@@ -225,7 +225,7 @@ class Without:
 
 HIDDEN = set(sys.argv.pop(1).split(","))
 sys.meta_path[:] = [Without(one) for one in sys.meta_path]
-from router.cli import main
+from router.commands.cli import main
 sys.exit(main())
 """
 

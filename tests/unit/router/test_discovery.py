@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from router.fleet.engine import Health
-from router.fleet.spec import Intent, Role
+from router.fleet.engine_spec import Intent, Role
 from router.settings import Settings, SettingsError, load
 from tests.unit.router.fleet.sources.api_server import api_server, kubeconfig, pod
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
@@ -319,7 +319,7 @@ def test_what_is_not_installed_is_named(
 
 def test_who_does_not_ask_for_them_needs_no_extras() -> None:
     program = (
-        "import sys; from router.app import build; from router.settings import load;"
+        "import sys; from router.server.app import build; from router.settings import load;"
         "build(load(dict(prefiller_hosts='p', prefiller_ports='1', decoder_hosts='d',"
         "decoder_ports='1', engines_file='/nowhere')));"
         "sys.exit(any(name in sys.modules for name in ('dns', 'lightkube', 'httpx2')))"
@@ -329,7 +329,7 @@ def test_who_does_not_ask_for_them_needs_no_extras() -> None:
 
 def test_a_router_that_is_started_again_goes_on_with_a_broken_file(tmp_path: Path) -> None:
     """One of several workers, that is: those who live must not end for it."""
-    from router.app import build
+    from router.server.app import build
 
     path = tmp_path / "engines.yaml"
     path.write_text("[")

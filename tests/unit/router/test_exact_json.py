@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.exact_json import SLOW_LIMIT, dumps, loads, number
-from router.flows.prefilled import Params
+from router.common.exact_json import SLOW_LIMIT, dumps, loads, number
+from router.proxy.prefill_answer import Params
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, stream, whole
 from tests.unit.router.harness import Router

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.upstream.answer import HIGH_WATER, Answer
-from router.upstream.connection import EngineConnection
-from router.upstream.deadlines import NEVER, Deadlines
-from router.upstream.errors import BrokenAnswerError, UpstreamError
+from router.http_client.connection import EngineConnection
+from router.http_client.deadlines import NEVER, Deadlines
+from router.http_client.engine_answer import HIGH_WATER, Answer
+from router.http_client.errors import BrokenAnswerError, UpstreamError
 
 LIMIT = 4096
 EVENTS = b'data: {"a": 1}\n\n' + "data: é\n\n".encode() + b": comment\r\n\r\ndata: [DONE]\n\n"

@@ -9,9 +9,9 @@ from collections import Counter
 import httpx
 import pytest
 
-from router.app import build
+from router.fleet.engine_spec import Role
 from router.fleet.probes import ANSWER_LIMIT
-from router.fleet.spec import Role
+from router.server.app import build
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
 from tests.unit.router.mock_engine import (

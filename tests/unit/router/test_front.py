@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 from fastapi.responses import Response, StreamingResponse
 
-from router.flows.passed import FORM_PATHS, JSON_PATHS
+from router.proxy.passthrough import FORM_PATHS, JSON_PATHS
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import (
     Router,

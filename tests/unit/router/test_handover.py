@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.flows.handover import may_be_handed
+from router.proxy.first_token import may_be_handed
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (

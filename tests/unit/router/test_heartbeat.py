@@ -13,10 +13,10 @@ import httpx
 import openai
 import pytest
 
-from router.flows.heartbeat import Beating, Line
+from router.http_client.engine_answer import Sink
+from router.http_client.errors import UpstreamError
+from router.proxy.heartbeat import Beating, Line
 from router.settings import SettingsError, load
-from router.upstream.answer import Sink
-from router.upstream.errors import UpstreamError
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post
 from tests.unit.router.mock_engine import (

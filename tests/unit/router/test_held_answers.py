@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from router.upstream.memory import Reservation
+from router.http_client.answer_memory import Reservation
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.flows.test_push import IDENTITY, known
 from tests.unit.router.harness import Router, eventually, post, settings_for
 from tests.unit.router.mock_engine import (
     DONE,
@@ -28,6 +27,7 @@ from tests.unit.router.mock_engine import (
     usual_prefill,
 )
 from tests.unit.router.processes import serving_router
+from tests.unit.router.proxy.test_push import IDENTITY, known
 from tests.unit.router.test_stalled import _peak, _stalled
 
 KIB, MIB = 1024, 1024 * 1024

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from router.app import build
-from router.callers.keys import digest_of
+from router.auth.api_keys import digest_of
+from router.server.app import build
 from router.settings import SettingsError
-from router.telemetry.access import AccessLine
+from router.telemetry.access_log import AccessLine
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.harness import Router, eventually, post, running_router, settings_for

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.upstream.sse import EVENT_LIMIT
+from router.http_client.sse import EVENT_LIMIT
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, delta, prefilling, sse
 from tests.unit.router.harness import Router

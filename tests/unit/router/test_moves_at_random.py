@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from router.flows.heartbeat import COMMENT
+from router.proxy.heartbeat import COMMENT
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (

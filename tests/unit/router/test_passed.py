@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from router.callers.keys import digest_of
-from router.flows.errors import BadRequestError
-from router.flows.passed import model_in
+from router.auth.api_keys import digest_of
+from router.openai.errors import BadRequestError
+from router.proxy.passthrough import model_in
 from router.telemetry.logs import LINES
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post, running_router, settings_for

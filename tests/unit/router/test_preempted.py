@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from engine_ext.base.begun import Begun, packed, unpacked
-from router.fleet.breaker import Circuit
-from router.flows.admission import Held
-from router.flows.begun import begun_in
-from router.flows.journal import Journal
+from router.fleet.circuit_breaker import Circuit
+from router.openai.generated_tokens import begun_in
+from router.proxy.admission import Held
+from router.proxy.resume_buffer import Journal
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import httpx
 import pytest
 
-from router import drain
-from router.bench import command as bench
-from router.remote import EndlessError, Remote
-from router.status import command as status
+from router.commands import drain
+from router.commands.bench import command as bench
+from router.commands.router_client import EndlessError, Remote
+from router.commands.status import command as status
 
 PATIENCE = 0.4
 # Each drop comes well before a single read would be given up.

@@ -11,11 +11,11 @@ import pytest
 
 from engine_ext.base.begun import packed, told, unpacked
 from router.fleet import probes
-from router.flows import journal as journal_module
-from router.flows.admission import Held
-from router.flows.journal import Journal
-from router.flows.prefilled import Params
-from router.upstream.sse import EVENT_LIMIT
+from router.http_client.sse import EVENT_LIMIT
+from router.proxy import resume_buffer as journal_module
+from router.proxy.admission import Held
+from router.proxy.prefill_answer import Params
+from router.proxy.resume_buffer import Journal
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (

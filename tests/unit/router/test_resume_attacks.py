@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from engine_ext.base.begun import packed
-from router.flows.admission import Held
-from router.flows.journal import Journal
+from router.proxy.admission import Held
+from router.proxy.resume_buffer import Journal
 from tests.unit.router import test_resume
 from tests.unit.router.mock_engine import (
     DONE,

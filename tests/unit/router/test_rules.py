@@ -13,10 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.flows import bodies, errors, headers
-from router.flows.prefilled import Prefilled
-from router.flows.request import Body, has_params, parse_body, why_alone, without_params
-from router.telemetry.access import AccessLine
+from router.http_client import errors as upstream
+from router.http_client.errors import BrokenAnswerError, EventTooLargeError
+from router.http_client.sse import EventGate, end_of_last_event
+from router.openai import errors
+from router.proxy import headers, leg_bodies
+from router.proxy.prefill_answer import Prefilled
+from router.proxy.request import Body, has_params, parse_body, why_alone, without_params
+from router.telemetry.access_log import AccessLine
+from router.telemetry.log_throttle import Throttle
 from router.telemetry.logs import (
     LINES,
     JsonFormatter,
@@ -26,11 +31,7 @@ from router.telemetry.logs import (
     formatter_for,
 )
 from router.telemetry.record import Record
-from router.telemetry.throttle import Throttle
-from router.telemetry.usage import tokens_of, usage_in
-from router.upstream import errors as upstream
-from router.upstream.errors import BrokenAnswerError, EventTooLargeError
-from router.upstream.sse import EventGate, end_of_last_event
+from router.telemetry.token_usage import tokens_of, usage_in
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(),
@@ -49,13 +50,13 @@ BODIES = st.dictionaries(
 @given(BODIES)
 def test_a_prefill_body_changes_what_it_must_and_nothing_else(body: Body) -> None:
     before = orjson.dumps(body)
-    leg = json.loads(b"".join(bodies.Bodies(without_params(body)).prefill()))
+    leg = json.loads(b"".join(leg_bodies.Bodies(without_params(body)).prefill()))
     assert orjson.dumps(body) == before, "the client's body is needed again"
     edited = {"max_tokens", "max_completion_tokens", "stream", "kv_transfer_params", "vllm_xargs"}
     dropped = {"stream_options", "min_tokens", "min_completion_tokens", "n"}
     assert leg["max_tokens"] == 1
     assert leg["stream"] is False
-    assert leg["kv_transfer_params"] == bodies.PREFILL_PARAMS
+    assert leg["kv_transfer_params"] == leg_bodies.PREFILL_PARAMS
     assert not dropped & leg.keys()
     assert leg.get("max_completion_tokens", 1) == 1
     assert ("max_completion_tokens" in leg) == ("max_completion_tokens" in body)
@@ -86,7 +87,7 @@ def test_whatever_json_a_prefiller_answers_is_read_or_refused(content: object) -
             assert answer.params.retaining().content == {**given, "retain": True}
         tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
         assert answer.prompt_tokens == (tokens if type(tokens) is int else None)
-    assert isinstance(bodies.message_in(orjson.dumps(content)), str)
+    assert isinstance(leg_bodies.message_in(orjson.dumps(content)), str)
 
 
 @given(JSON_VALUES, JSON_VALUES, JSON_VALUES)
@@ -211,7 +212,7 @@ def test_any_bytes_are_a_body_or_a_bad_request(raw: bytes) -> None:
         body = parse_body(raw)
     except errors.BadRequestError:
         return
-    assert orjson.loads(bodies.write(body)) == body
+    assert orjson.loads(leg_bodies.write(body)) == body
 
 
 def test_a_throttle_speaks_once_per_period_and_counts(caplog: pytest.LogCaptureFixture) -> None:

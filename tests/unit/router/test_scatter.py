@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from router.flows import scatter
+from router.http_client.deadlines import now
+from router.proxy import hedging
 from router.settings import Settings
-from router.upstream.deadlines import now
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, decoding, delta, prefilling, sse, stream
 from tests.unit.router.conversations.test_decode_first import MARKER
@@ -285,7 +285,7 @@ async def test_a_refusal_by_all_is_the_clients_answer(
 async def test_a_frozen_decoder_holds_nothing_up_once_another_has_rejected(
     start: Start, p: MockEngine, ds: list[MockEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scatter, "PATIENCE", 0.1)
+    monkeypatch.setattr(hedging, "PATIENCE", 0.1)
     router = await start()
     ds[0].usual = ds[1].usual = rejects
     ds[2].scripts = [is_silent]

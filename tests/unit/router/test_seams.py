@@ -13,7 +13,7 @@ import pytest
 import yaml
 from fastapi.responses import Response, StreamingResponse
 
-from router.callers.keys import digest_of
+from router.auth.api_keys import digest_of
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
 from tests.unit.router.mock_engine import (

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.app import with_store_keys
-from router.cli import main, parser
+from router.commands.cli import main, parser
+from router.server.app import with_store_keys
 from router.settings import Address, Settings, SettingsError, load
 
 ENGINES = {
@@ -239,7 +239,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_itself_exits_with_2_and_no_traceback() -> None:
-    command = [sys.executable, "-m", "router.cli", "--port", "x"]
+    command = [sys.executable, "-m", "router.commands.cli", "--port", "x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.status.command import main
-from router.status.reading import EngineState, GroupState, NotMetricsError, read
-from router.status.table import lines, paint
+from router.commands.status.command import main
+from router.commands.status.reading import EngineState, GroupState, NotMetricsError, read
+from router.commands.status.table import lines, paint
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import eventually
 from tests.unit.router.mock_engine import MockEngine, running_engine, usual_decode

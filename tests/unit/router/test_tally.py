@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from router.telemetry.by_model import MOST_UNSORTED
+from router.telemetry.counters import Buckets
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record
-from router.telemetry.tally import Buckets
 
 BOUNDS = (0.5, 1, 2)
 VALUES = st.floats(0, 3) | st.sampled_from(BOUNDS)

@@ -19,13 +19,13 @@ from typing import Any
 import httpx
 import pytest
 
-from router.api.handshake import HANDSHAKE
-from router.api.protocol import CROWD
-from router.app import build
-from router.certificate import end_of
+from router.common.certificate_expiry import end_of
+from router.common.tls import Pair, asking, serving
 from router.fleet.engine import Health
+from router.server.app import build
+from router.server.client_connection import CROWD
+from router.server.tls_handshake import HANDSHAKE
 from router.settings import Settings, SettingsError, load
-from router.tls import Pair, asking, serving
 from tests.certificates import Authority, Signed
 from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
 from tests.unit.router.mock_engine import (
@@ -243,7 +243,7 @@ async def test_handshakes_that_come_to_nothing_are_counted_by_what_became_of_the
     async with sealed.socket():
         await eventually(lambda: sealed.metric("client_connections") == 1)
     await eventually(lambda: counted("left") == 1)
-    monkeypatch.setattr("router.api.handshake.HANDSHAKE", 0.1)
+    monkeypatch.setattr("router.server.tls_handshake.HANDSHAKE", 0.1)
     async with sealed.socket() as silent:
         assert await silent.until_closed() == b""
     await eventually(lambda: counted("late") == 1)

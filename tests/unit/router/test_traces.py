@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from router.telemetry import traces
+from router.telemetry import trace_export
 from router.telemetry.record import Record
-from router.telemetry.trace import Trace, parent_in
+from router.telemetry.trace_context import Trace, parent_in
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post
 from tests.unit.router.mock_engine import (
@@ -265,7 +265,7 @@ async def test_a_collector_that_hangs_holds_up_no_request_and_the_end_not_long(
     assert time.monotonic() - began < 5
     began = time.monotonic()
     await router.gateway.close()
-    assert time.monotonic() - began < 2 * traces.PATIENCE + 1
+    assert time.monotonic() - began < 2 * trace_export.PATIENCE + 1
 
 
 @pytest.mark.slow
@@ -310,12 +310,12 @@ class Stuck:
 
 def test_what_waits_for_the_thread_is_bounded_and_what_is_dropped_is_counted() -> None:
     sink = Stuck()
-    tracer = traces.Tracer(sink)
+    tracer = trace_export.Tracer(sink)
     record = Record("/v1/completions", 0.0)
     record.trace = tracer.begin([], "/v1/completions", 0.0)
-    for _ in range(3 * traces.MOST_WAITING):
+    for _ in range(3 * trace_export.MOST_WAITING):
         tracer.take([record])
-    assert tracer.dropped >= 2 * traces.MOST_WAITING - 1
+    assert tracer.dropped >= 2 * trace_export.MOST_WAITING - 1
     began = time.monotonic()
     tracer.close(0.2)
     assert time.monotonic() - began < 1
@@ -327,7 +327,7 @@ def test_a_sampler_that_fails_samples_nothing() -> None:
         def samples(self, *_: object) -> bool:
             raise ValueError("no")
 
-    tracer = traces.Tracer(Broken())
+    tracer = trace_export.Tracer(Broken())
     assert not tracer.begin([], "/v1/completions", 0.0).is_sampled
     tracer.close(1)
 
@@ -360,16 +360,16 @@ async def test_without_a_collector_there_is_no_tracer_and_headers_pass_as_they_a
 def test_the_standards_variables_say_whether_there_are_traces(
     environ: dict[str, str], wanted: bool
 ) -> None:
-    assert traces.is_wanted(environ) is wanted
+    assert trace_export.is_wanted(environ) is wanted
 
 
 def test_a_collector_without_the_extra_is_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(traces, "NEEDED", ("surely_not.installed",))
+    monkeypatch.setattr(trace_export, "NEEDED", ("surely_not.installed",))
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c"}
-    assert traces.tracer_of(environ) is None
-    traces.say_if_missing(environ)
+    assert trace_export.tracer_of(environ) is None
+    trace_export.say_if_missing(environ)
     (said,) = caplog.records
     assert "disagg-router[otel]" in said.getMessage()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from router.telemetry.record import Tokens
-from router.telemetry.usage import UNKNOWN, tokens_in, usage_in
+from router.telemetry.token_usage import UNKNOWN, tokens_in, usage_in
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from router.watched import Watched
+from router.common.watched_file import Watched
 from tests.unit.router.harness import eventually
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from router.fleet.engine import Engine
-from router.fleet.spec import Role
-from router.policies.chunks import TOKENS
-from router.policies.prefix import Prefix
+from router.fleet.engine_spec import Role
+from router.routing.prefix_cache import Prefix
+from router.routing.prompt_chunks import TOKENS
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, decoding, prefilling
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, turns

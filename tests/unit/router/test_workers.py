@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from router.cli import main
-from router.telemetry.family import merged
+from router.commands.cli import main
 from router.telemetry.liveness import LivenessServer, answering
+from router.telemetry.worker_metrics import merged
 from tests.redis_server import running_redis
 from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.harness import eventually

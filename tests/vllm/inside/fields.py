@@ -15,7 +15,7 @@ from typing import Any
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from router.flows.fields import wrong_field
+from router.openai.request_fields import wrong_field
 
 CONTEXT, PROMPT = 100, 5
 NUMBERS: list[Any] = [

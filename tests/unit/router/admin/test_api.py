@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
-from router.admin.api import application
 from router.admin.control import Control
+from router.admin.endpoints import application
 from router.admin.hosting import Alone
-from router.admin.member import Member
+from router.admin.worker_process import Member
 from router.fleet.engine import Health
-from router.fleet.spec import Intent
+from router.fleet.engine_spec import Intent
 from router.settings import Settings
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
 from tests.unit.router.mock_engine import (

@@ -11,9 +11,9 @@ import pytest
 
 from router.admin import control as control_module
 from router.admin.control import Control, RefusedError
-from router.admin.state import RELOADABLE, State
-from router.fleet.overlay import Overlay, overlaid
-from router.fleet.spec import EngineSpec, Intent, Listed, Role
+from router.admin.desired_state import RELOADABLE, State
+from router.fleet.engine_spec import EngineSpec, Intent, Listed, Role
+from router.fleet.overrides import Overlay, overlaid
 from router.fleet.views import EngineView, View
 from router.settings import Address, Settings, SettingsError, load
 from tests.unit.router.fleet.test_views import seen, view

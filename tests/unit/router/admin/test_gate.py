@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from router.admin import gate as gate_module
-from router.admin.gate import MOST_BYTES, Gate
+from router.admin import access as gate_module
+from router.admin.access import MOST_BYTES, Gate
 
 TOKEN = "0123456789abcdef"
 

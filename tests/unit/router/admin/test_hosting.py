@@ -13,7 +13,7 @@ import pytest
 
 from router.admin import hosting as hosting_module
 from router.admin.hosting import ControlThread, at_work
-from router.serve import bind_at
+from router.server.serve import bind_at
 from router.settings import load
 from tests.unit.router.admin.test_control import TOKEN, A, control_of
 from tests.unit.router.test_settings import ENGINES

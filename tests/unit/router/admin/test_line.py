@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import pytest
 
-from router.admin import line as line_module
-from router.admin.line import Switchboard, listening
-from router.admin.member import Member
-from router.admin.state import State, Tunables, decoded, encoded
-from router.fleet.overlay import Overlay
-from router.fleet.spec import EngineSpec, Role
+from router.admin import control_channel as line_module
+from router.admin.control_channel import Switchboard, listening
+from router.admin.desired_state import State, Tunables, decoded, encoded
+from router.admin.worker_process import Member
+from router.fleet.engine_spec import EngineSpec, Role
+from router.fleet.overrides import Overlay
 from router.fleet.views import View
 from router.settings import Address, load
 from tests.unit.router.harness import eventually

@@ -83,7 +83,7 @@ async def drain(
     """The command, under way."""
     variables = {"DISAGG_ROUTER_ADMIN_URL": admin_of(router), "DISAGG_ROUTER_ADMIN_TOKEN": token}
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "router.cli", "drain", *arguments),
+        *(sys.executable, "-m", "router.commands.cli", "drain", *arguments),
         env={**os.environ, **variables},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -360,7 +360,7 @@ async def test_a_router_ends_with_its_terminal(p: MockEngine, d: MockEngine, wor
     engines = f"--prefiller-hosts=127.0.0.1 --prefiller-ports={p.port} "
     engines += f"--decoder-hosts=127.0.0.1 --decoder-ports={d.port} --port=0 --shutdown-delay=0"
     more = [f"--workers={workers}", "--conversation-store=off"]
-    command = [sys.executable, "-m", "router.cli", *engines.split(), *more]
+    command = [sys.executable, "-m", "router.commands.cli", *engines.split(), *more]
     process, terminal = await asyncio.to_thread(_in_a_terminal, command)
     try:
         async with asyncio.timeout(40):

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from router.conversations.conversations import Conversations, Found, Turn
 from router.conversations.entry import Entry, Mark, Scope
-from router.conversations.guard import cut, judge
 from router.conversations.identity import Identity
 from router.conversations.memory_store import MemoryStore
 from router.conversations.prompt import prompt_of
-from router.conversations.said import said_in
-from router.conversations.scope import scope_of
+from router.conversations.reuse_limit import cut, judge
+from router.conversations.reuse_scope import scope_of
+from router.openai.answers import said_in
 from tests.unit.router.conversations.around import Around
 
 NOW = 1000.0

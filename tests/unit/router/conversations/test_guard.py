@@ -11,12 +11,12 @@ from msgspec.structs import replace
 
 from router.conversations.conversations import Conversations
 from router.conversations.entry import Entry
-from router.conversations.guard import MARGIN_TOKENS, Fit, cut, judge
 from router.conversations.identity import Identity
 from router.conversations.memory_store import MemoryStore
 from router.conversations.prompt import prompt_of
-from router.conversations.said import Said, said_by, said_in
-from router.conversations.scope import scope_of
+from router.conversations.reuse_limit import MARGIN_TOKENS, Fit, cut, judge
+from router.conversations.reuse_scope import scope_of
+from router.openai.answers import Said, said_by, said_in
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from router.conversations.identity import Conversation, Header, Identity
 from router.conversations.prompt import prompt_of
-from router.conversations.said import Said
+from router.openai.answers import Said
 
 ORDER = ("conversation_id", "x-conversation-id", "x-session-id", "session_id", "prefix")
 

@@ -11,8 +11,8 @@ import pytest
 
 from router.conversations.memory_store import MemoryStore
 from router.fleet.engine import Engine
-from router.fleet.spec import Role
-from router.flows.deliver import Tail
+from router.fleet.engine_spec import Role
+from router.proxy.relay import Tail
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.around import Around
 from tests.unit.router.conversations.engines import KEPT, PROOF, decoding, prefilling, stream

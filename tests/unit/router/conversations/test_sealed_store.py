@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import Counter
 
+from router.common.signature import MAC_BYTES, Seal
 from router.conversations.memory_store import MemoryStore
-from router.conversations.seal import MAC_BYTES, Seal
-from router.conversations.sealed_store import LARGEST, SealedStore
+from router.conversations.signed_store import LARGEST, SealedStore
 from router.conversations.store import UnverifiedError
 from tests.unit.router.conversations.test_stores import Clock
 

@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from prometheus_client import Counter
 
-from router.conversations.breaker import Breaker
+from router.common.redis_url import connect
 from router.conversations.memory_store import MemoryStore
 from router.conversations.redis_store import NAMESPACE, RedisStore
-from router.conversations.redis_url import connect
 from router.conversations.store import Shelf, StoreError
+from router.conversations.store_breaker import Breaker
 from tests.redis_server import RedisServer, running_redis
 
 

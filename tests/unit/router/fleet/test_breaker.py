@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.fleet.breaker import Breaker, BreakerRules, Circuit
+from router.fleet.circuit_breaker import Breaker, BreakerRules, Circuit
 
 RULES = BreakerRules(in_a_row=3, rate=0.5, sample=6, first_pause=1.0, longest_pause=10.0)
 LEAST, MOST = 0.75, 1.25

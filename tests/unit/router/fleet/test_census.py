@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from router.fleet.census import PATIENCE, Group, Halves, census
 from router.fleet.engine import Health
+from router.fleet.engine_spec import EngineSpec, Role
 from router.fleet.fleet import Fleet
-from router.fleet.spec import EngineSpec, Role
+from router.fleet.group_state import PATIENCE, Group, Halves, census
+from router.http_client.deadlines import Deadlines
+from router.http_client.pool import EnginePool, PoolLimits
 from router.settings import Address
-from router.upstream.deadlines import Deadlines
-from router.upstream.pool import EnginePool, PoolLimits
 
 
 def fleet_of(*engines: tuple[Role, str]) -> Fleet:

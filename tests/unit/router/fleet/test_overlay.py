@@ -9,9 +9,9 @@ from functools import reduce
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.overlay import Overlay, overlaid
+from router.fleet.engine_spec import EngineSpec, Intent, Listed, Role
+from router.fleet.overrides import Overlay, overlaid
 from router.fleet.reconcile import merged
-from router.fleet.spec import EngineSpec, Intent, Listed, Role
 from router.settings import Address
 from tests.unit.router.fleet.test_reconcile import ADDRESSES, LISTED, SETS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.fleet.pairs import FIRST_PAUSE, LONGEST_PAUSE, MOST_PAIRS, Pairs
+from router.fleet.unreachable_pairs import FIRST_PAUSE, LONGEST_PAUSE, MOST_PAIRS, Pairs
 
 P, D = "p:1", "d:1"
 

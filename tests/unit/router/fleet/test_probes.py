@@ -15,11 +15,11 @@ import pytest
 from router.fleet import probes
 from router.fleet.engine import Health
 from router.fleet.probes import Prober
+from router.http_client.connect import Attempt
 from router.settings import Settings
-from router.upstream.connect import Attempt
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.flows.failing import deaf
 from tests.unit.router.harness import Router, eventually
+from tests.unit.router.http_client.test_connect import no_descriptor_left
 from tests.unit.router.mock_engine import (
     DONE,
     STREAM_HEAD,
@@ -31,8 +31,8 @@ from tests.unit.router.mock_engine import (
     is_release,
     usual_decode,
 )
+from tests.unit.router.proxy.failing import deaf
 from tests.unit.router.test_answers import answering
-from tests.unit.router.upstream.test_connect import no_descriptor_left
 
 # As they are by default, which settings for tests are not.
 DEFAULTS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.fleet.engine_spec import EngineSpec, Intent, Listed, Role
 from router.fleet.reconcile import Changes, merged, reconcile
-from router.fleet.spec import EngineSpec, Intent, Listed, Role
 from router.settings import Address
 
 ADDRESSES = [Address("h", port) for port in range(1, 6)]

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from router.fleet import roster as roster_module
+from router.fleet import registry as roster_module
 from router.fleet.engine import Engine, Health
+from router.fleet.engine_spec import EngineSpec, Intent, Listed, Role
 from router.fleet.fleet import Fleet
-from router.fleet.overlay import Overlay
-from router.fleet.roster import Roster
+from router.fleet.overrides import Overlay
+from router.fleet.registry import Roster
 from router.fleet.sources.source import Report
-from router.fleet.spec import EngineSpec, Intent, Listed, Role
+from router.http_client.deadlines import Deadlines
+from router.http_client.pool import EnginePool, PoolLimits
 from router.settings import Address
-from router.upstream.deadlines import Deadlines
-from router.upstream.pool import EnginePool, PoolLimits
 from tests.unit.router.harness import eventually
 
 BOUND = 100.0

@@ -8,12 +8,12 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.breaker import Breaker, BreakerRules, Circuit
+from router.fleet.circuit_breaker import Breaker, BreakerRules, Circuit
 from router.fleet.engine import Engine, Health
+from router.fleet.engine_spec import LEGS, EngineSpec, Intent, Role
 from router.fleet.snapshot import Members, picture
-from router.fleet.spec import LEGS, EngineSpec, Intent, Role
+from router.http_client.pool import EnginePool
 from router.settings import Address
-from router.upstream.pool import EnginePool
 
 MODELS = ("a", "b")
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from router.fleet.breaker import Circuit
+from router.fleet.circuit_breaker import Circuit
 from router.fleet.engine import Health
-from router.fleet.spec import Intent, Role
+from router.fleet.engine_spec import Intent, Role
 from router.fleet.views import EngineView, GroupView, View, engines_of, groups_of, is_informed
 
 

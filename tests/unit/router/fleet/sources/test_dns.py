@@ -11,10 +11,10 @@ import dns.asyncresolver
 import dns.rcode
 import pytest
 
+from router.fleet.engine_spec import Role
 from router.fleet.sources import dns as dns_module
 from router.fleet.sources.dns import EMPTY_AGE, LONGEST, SHORTEST, DnsSource, look_up
 from router.fleet.sources.source import Report
-from router.fleet.spec import Role
 from router.settings import Address
 from tests.unit.router.fleet.sources.dns_server import Zone, name_server
 from tests.unit.router.harness import eventually

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.fleet.engine_spec import EngineSpec, Intent, Listed, Role
 from router.fleet.sources.file import MOST_BYTES, FileSource, address_of, parse
 from router.fleet.sources.source import Report, SourceError
-from router.fleet.spec import EngineSpec, Intent, Listed, Role
 from router.settings import Address
 
 P1 = "engines: [{url: 'http://p1:8100', role: prefill}]\n"
@@ -207,7 +207,9 @@ async def test_a_file_that_is_being_written_is_read_when_it_is_whole(
     whole = "engines:\n" + "- {url: http://a:1, role: both}\n- {url: http://b:1, role: both}\n"
     async with watched(path) as (_, ask):
         path.write_text(whole[:41])
-        monkeypatch.setattr("router.watched.time.sleep", lambda _: path.write_text(whole))
+        monkeypatch.setattr(
+            "router.common.watched_file.time.sleep", lambda _: path.write_text(whole)
+        )
         report = await ask()
         assert report.listed is not None
         assert {listed.address.host for listed in report.listed} == {"a", "b"}

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from router.fleet.engine_spec import Intent, Role
 from router.fleet.sources import backoff, pod_api
 from router.fleet.sources import kubernetes as kubernetes_module
 from router.fleet.sources.kubernetes import KubernetesSource
 from router.fleet.sources.pod_api import Lines, PodApi
 from router.fleet.sources.source import Report, SourceError
-from router.fleet.spec import Intent, Role
 from router.settings import SettingsError
 from tests.unit.router.fleet.sources.api_server import ApiServer, api_server, kubeconfig, pod
 from tests.unit.router.harness import eventually

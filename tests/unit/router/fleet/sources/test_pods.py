@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from router.fleet.engine_spec import EngineSpec, Intent, Listed, Role
 from router.fleet.sources.kubernetes import distinct
-from router.fleet.sources.pods import Pod, Seen, seen
-from router.fleet.spec import EngineSpec, Intent, Listed, Role
+from router.fleet.sources.pod_engines import Pod, Seen, seen
 from router.settings import Address
 from tests.unit.router.fleet.sources.api_server import pod
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from router.fleet.sources import remembered
-from router.fleet.sources.remembered import Remembered, recalled, remember
+from router.fleet.engine_spec import EngineSpec, Intent, Listed, Role
+from router.fleet.sources import saved_listing
+from router.fleet.sources.saved_listing import Remembered, recalled, remember
 from router.fleet.sources.source import Report
-from router.fleet.spec import EngineSpec, Intent, Listed, Role
 from router.settings import Address
 from tests.unit.router.harness import eventually
 
@@ -116,8 +116,8 @@ async def test_a_disk_that_does_not_answer_costs_no_report(
         gate.wait(10)
         write(file, listed)
 
-    monkeypatch.setattr(remembered, "PATIENCE", 0.02)
-    monkeypatch.setattr(remembered, "remember", stuck)
+    monkeypatch.setattr(saved_listing, "PATIENCE", 0.02)
+    monkeypatch.setattr(saved_listing, "remember", stuck)
     said = [Report((P,)), Report((D,)), Report((P, D)), Report((P, D))]
     async with contextlib.aclosing(Remembered(FakeSource(*said), file).watch()) as reports:
         async with asyncio.timeout(5):

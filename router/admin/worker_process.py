@@ -1,0 +1,61 @@
+"""One process of a router: takes over what operators want, and tells what it sees."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from router.admin.desired_state import State, Tunables
+from router.common.signature import Seal
+from router.common.watched_file import Watched
+from router.conversations.signed_store import SealedStore
+from router.fleet.registry import Roster
+from router.fleet.views import View, view_of
+from router.proxy.gateway import Gateway
+from router.settings import Settings
+from router.telemetry import logs
+
+
+class Member:
+    """`settings` are those that the application was built with."""
+
+    def __init__(self, settings: Settings, app: FastAPI) -> None:
+        self._settings = settings
+        self._gateway: Gateway = app.state.gateway
+        self._roster: Roster = app.state.roster
+        self._store: SealedStore | None = app.state.sealed_store
+        self._watched: dict[str, Watched] = app.state.watched
+        self._tunables = Tunables.of(settings)
+        self._keys: tuple[str, ...] | None = None
+        self._reloads = 0
+
+    def adopt(self, state: State) -> View:
+        """What it sees from then on. A second time it changes nothing."""
+        self._tune(state.tunables)
+        self._weigh(state)
+        self._roster.impose(state.overlay)
+        if state.store_keys != self._keys:
+            self._change_keys(state.store_keys)
+        if state.reloads != self._reloads:
+            self._reloads = state.reloads
+            for file in self._watched.values():
+                file.look_soon()
+        return view_of(self._gateway.fleet, self._roster)
+
+    def _tune(self, tunables: Tunables) -> None:
+        if tunables == self._tunables:
+            return
+        settings = tunables.over(self._settings)
+        self._gateway.tune(settings)
+        logs.set_level(settings.log_level)
+        self._tunables = tunables
+
+    def _weigh(self, state: State) -> None:
+        settings = state.tunables.over(self._settings)
+        weights = {**settings.weights, **state.overlay.weights}
+        if weights != self._gateway.fleet.group_weights:
+            self._gateway.fleet.weigh(weights)
+
+    def _change_keys(self, keys: tuple[str, ...] | None) -> None:
+        if keys and self._store is not None:
+            self._store.reseal(Seal([key.encode() for key in keys]))
+        self._keys = keys

@@ -1,0 +1,64 @@
+"""What operators want at run time, over what sources list: pure.
+
+Engines that were added are one more listing. A drain stands over everything that any source says of
+the engine, until it is taken back or no source lists the engine any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
+
+from router.fleet.engine_spec import EngineSpec, Intent, Listed
+from router.fleet.reconcile import Merged, merged
+from router.settings import Address
+
+SOURCE = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class Overlay:
+    """`weights` are of groups, by name. No address is added twice."""
+
+    added: tuple[EngineSpec, ...] = ()
+    draining: frozenset[Address] = frozenset()
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    def adds(self, address: Address) -> bool:
+        return any(spec.address == address for spec in self.added)
+
+    def with_engine(self, spec: EngineSpec) -> Overlay:
+        """It must not be added yet."""
+        assert not self.adds(spec.address)
+        return replace(self, added=(*self.added, spec))
+
+    def without_engine(self, address: Address) -> Overlay:
+        return replace(self, added=tuple(s for s in self.added if s.address != address))
+
+    def with_drain(self, address: Address) -> Overlay:
+        return replace(self, draining=self.draining | {address})
+
+    def without_drain(self, address: Address) -> Overlay:
+        return replace(self, draining=self.draining - {address})
+
+    def with_weight(self, group: str, weight: float) -> Overlay:
+        return replace(self, weights={**self.weights, group: weight})
+
+    def without_weight(self, group: str) -> Overlay:
+        left = {name: weight for name, weight in self.weights.items() if name != group}
+        return replace(self, weights=left)
+
+    def pruned(self, listed: Set[Address]) -> Overlay:
+        """Without the drains of engines that nobody lists: another one may come at the address."""
+        return replace(self, draining=self.draining & listed)
+
+
+def overlaid(listings: Iterable[tuple[str, Iterable[Listed]]], overlay: Overlay) -> Merged:
+    """`listings` as for `merged`. What an operator has added counts before any of them."""
+    engines, conflicts = merged([(SOURCE, map(Listed, overlay.added)), *listings])
+    drained = {
+        address: replace(engines[address], intent=Intent.DRAINING)
+        for address in overlay.draining
+        if address in engines
+    }
+    return Merged({**engines, **drained}, conflicts)

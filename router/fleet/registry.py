@@ -1,0 +1,288 @@
+"""Keeps the fleet as its sources list it.
+
+Each source is watched by a task of its own. What they list together is compared with what is there,
+and the difference applied as one change. Who is not listed any more leaves gently: it gets nothing
+new at once, and is removed when its last leg has ended, or after a bound.
+
+A source that cannot tell changes nothing: its engines stay, for probes find out who is dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+
+from router.fleet.duplicate_ids import Namesakes
+from router.fleet.engine import Engine
+from router.fleet.engine_spec import Intent, Listed
+from router.fleet.fleet import Fleet
+from router.fleet.group_state import Halves
+from router.fleet.overrides import SOURCE, Overlay, overlaid
+from router.fleet.reconcile import Changes, reconcile
+from router.fleet.sources.source import Report, Source
+from router.http_client.deadlines import now
+from router.settings import Address
+
+logger = logging.getLogger("disagg_router.fleet")
+
+# Seconds between two changes of the fleet: what comes meanwhile is one.
+PAUSE = 0.1
+# Between two looks at who leaves, and before a source that died is watched again.
+LOOK = 0.5
+REVIVAL = 5.0
+# The most names, or wordings of one trouble, that are logged.
+MOST_NAMED = 8
+
+
+class Standing:
+    """What one source has said. `told_at` is the Unix time when it last told what it lists, 0.0 if
+    it never did."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.listed: Sequence[Listed] = ()
+        self.addresses: Set[Address] = frozenset()
+        self.trouble = "has told nothing yet"
+        self.has_spoken = False
+        self.has_ended = False
+        self._told_at = 0.0
+        self._said: set[str] = set()
+
+    @property
+    def told_at(self) -> float:
+        """What will never say anything else is as good as told now."""
+        return time.time() if self.has_ended else self._told_at
+
+    def note(self, report: Report) -> bool:
+        """Whether it lists something else than before."""
+        before, self.trouble, self.has_spoken = self.trouble, report.trouble, True
+        if report.trouble != before:
+            self._say(report.trouble)
+        if report.listed is None:
+            return False
+        self._told_at = time.time()
+        # Most often it is the very same set, which costs nothing to compare.
+        is_new = report.listed is not self.listed and report.listed != self.listed
+        self.listed = report.listed
+        if is_new:
+            self.addresses = frozenset([listed.address for listed in report.listed])
+        return is_new
+
+    def _say(self, trouble: str) -> None:
+        """Each wording once, until it is well again."""
+        if not trouble:
+            if self._said:
+                logger.info("source %s: is well again", self.source.name)
+            self._said.clear()
+        elif trouble not in self._said and len(self._said) < MOST_NAMED:
+            logger.warning("source %s: %s", self.source.name, trouble)
+            self._said.add(trouble)
+
+
+class Roster:
+    """`bound`: seconds that the legs of an engine which leaves may still take. Of two sources that
+    contradict each other, the one that comes first is believed."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        sources: Iterable[Source],
+        bound: float,
+        clock: Callable[[], float] = now,
+    ) -> None:
+        self._fleet = fleet
+        self._bound = bound
+        self._clock = clock
+        self.standings: Sequence[Standing] = [Standing(source) for source in sources]
+        self._there: dict[Address, Listed] = {}
+        self._leaving: dict[Address, float] = {}
+        self._conflicts: Sequence[str] = ()
+        self._news = asyncio.Event()
+        self._all_spoken = asyncio.Event()
+        self._fault = ""
+        self._halves = Halves(fleet, clock)
+        self._namesakes = Namesakes(fleet)
+        self.overlay = Overlay()
+        self.counts = {"joined": 0, "left": 0, "changed": 0}
+        """Engines, since this process began, by what became of them."""
+        self._added: Set[Address] = frozenset()
+        for standing in self.standings:
+            if standing.source.first != Report():
+                self._note(standing, standing.source.first)
+        if not self.standings:
+            self._all_spoken.set()
+        self._apply()
+
+    async def run(self) -> None:
+        """Watches every source; ends only when it is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for standing in self.standings:
+                group.create_task(self._watch(standing))
+            group.create_task(self._keep())
+
+    async def heard(self, patience: float) -> None:
+        """Returns when every source has said something, be it that it is in trouble, or after so
+        many seconds; and what they list is there."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await self._all_spoken.wait()
+        if self._news.is_set():
+            self.apply()
+
+    def troubles(self) -> Mapping[str, str]:
+        """Of the sources that have any, by their names."""
+        found = {s.source.name: s.trouble for s in self.standings if s.trouble}
+        return found | {"roster": self._fault} if self._fault else found
+
+    def impose(self, overlay: Overlay) -> None:
+        """What operators want from now on."""
+        if overlay != self.overlay:
+            self.overlay = overlay
+            self._added = frozenset([spec.address for spec in overlay.added])
+            self._news.set()
+            self.apply()
+
+    def sources_of(self, address: Address) -> Sequence[str]:
+        """The names of those that list it now; none where it is on its way out."""
+        own = [SOURCE] if address in self._added else []
+        return own + [s.source.name for s in self.standings if address in s.addresses]
+
+    @property
+    def is_informed(self) -> bool:
+        """Every source has told what it lists, so who is not listed is really not there."""
+        return all(standing.told_at for standing in self.standings)
+
+    def apply(self) -> None:
+        """Makes the fleet what the sources list by now, as one change."""
+        _say_changes(self._apply())
+
+    def _apply(self) -> Changes:
+        listings = ((s.source.name, s.listed) for s in self.standings)
+        wanted, conflicts = overlaid(listings, self.overlay)
+        self._say_conflicts(conflicts)
+        if changes := reconcile(self._there, wanted):
+            with self._fleet.one_change():
+                self._do(changes)
+            self._count(changes)
+        self._news.clear()
+        return changes
+
+    def _count(self, changes: Changes) -> None:
+        self.counts["joined"] += len(changes.join)
+        self.counts["left"] += len(changes.leave)
+        self.counts["changed"] += len(changes.change)
+
+    def let_go(self) -> None:
+        """Removes who was to leave and is idle, or has had its time."""
+        moment = self._clock()
+        over = [a for a, end in self._leaving.items() if self._is_idle(a) or moment >= end]
+        if over:
+            with self._fleet.one_change():
+                for address in over:
+                    del self._leaving[address]
+                    self._fleet.remove(str(address))
+
+    # Tasks.
+
+    async def _watch(self, standing: Standing) -> None:
+        """A source that fails by a fault of its own is watched anew."""
+        while True:
+            try:
+                async with contextlib.aclosing(standing.source.watch()) as reports:
+                    async for report in reports:
+                        self._note(standing, report)
+                standing.has_ended = True
+                return
+            except Exception as error:
+                logger.exception("source %s died", standing.source.name)
+                self._note(standing, Report(None, f"died: {type(error).__name__}: {error}"))
+                await asyncio.sleep(REVIVAL)
+
+    async def _keep(self) -> None:
+        while True:
+            await self._wait()
+            try:
+                self.let_go()
+                if self._news.is_set():
+                    self.apply()
+                if self._all_spoken.is_set():
+                    self._halves.look()
+                self._namesakes.look()
+                self._fault = ""
+            except Exception as error:
+                logger.exception("the fleet could not be changed")
+                self._fault = f"cannot change the fleet: {type(error).__name__}: {error}"
+                self._news.set()
+                await asyncio.sleep(REVIVAL)
+
+    async def _wait(self) -> None:
+        """Until something is new, or it is time to look at who leaves."""
+        await asyncio.sleep(PAUSE)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK - PAUSE):
+                await self._news.wait()
+
+    def _note(self, standing: Standing, report: Report) -> None:
+        if standing.note(report):
+            self._news.set()
+        if all(standing.has_spoken for standing in self.standings):
+            self._all_spoken.set()
+
+    # One change.
+
+    def _do(self, changes: Changes) -> None:
+        for address in changes.leave:
+            self._leave(address)
+        for listed in (*changes.change, *changes.join):
+            self._let_in(listed)
+
+    def _leave(self, address: Address) -> None:
+        del self._there[address]
+        engine = self._fleet.find(str(address))
+        if engine is not None:
+            self._fleet.drain(engine)
+            self._leaving[address] = self._clock() + self._bound
+
+    def _let_in(self, listed: Listed) -> None:
+        """One that is on its way out may be here still, and simply stays."""
+        address = listed.address
+        self._leaving.pop(address, None)
+        engine = self._fleet.find(str(address))
+        if engine is None:
+            self._fleet.add(listed.spec, listed.intent)
+        else:
+            self._fleet.change(engine, listed.spec)
+            self._set_intent(engine, listed.intent)
+        self._there[address] = listed
+
+    def _set_intent(self, engine: Engine, intent: Intent) -> None:
+        if engine.intent is not intent:
+            act = self._fleet.resume if intent is Intent.SERVING else self._fleet.drain
+            act(engine)
+
+    def _is_idle(self, address: Address) -> bool:
+        engine = self._fleet.find(str(address))
+        return engine is None or engine.is_idle
+
+    def _say_conflicts(self, conflicts: Sequence[str]) -> None:
+        for line in [line for line in conflicts if line not in self._conflicts][:MOST_NAMED]:
+            logger.warning("engine %s", line)
+        self._conflicts = conflicts
+
+
+def _say_changes(changes: Changes) -> None:
+    for what, names in (
+        ("join", [str(listed.address) for listed in changes.join]),
+        ("leave", list(map(str, changes.leave))),
+        ("change", [f"{listed.address} ({_told(listed)})" for listed in changes.change]),
+    ):
+        if names:
+            more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+            logger.info("engines that %s: %s%s", what, ", ".join(names[:MOST_NAMED]), more)
+
+
+def _told(listed: Listed) -> str:
+    return f"{listed.spec.role}, group {listed.spec.group}, {listed.intent}"

@@ -1,0 +1,175 @@
+"""What an engine said, read from its answer as it was relayed: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import orjson
+
+from router.common.exact_json import loads
+from router.common.records import Value
+
+Json = dict[str, Any]
+REASONING_KEYS = frozenset(("reasoning", "reasoning_content"))
+MOST_TOKENS = 10**15
+THINK_MARK = re.compile("</?think>")
+
+
+class Said(Value, frozen=True):
+    """The only choice of an answer. `message` for a chat, `text` and `token_ids` otherwise."""
+
+    message: Json | None = None
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    reasoned: bool = False
+    prompt_tokens: int | None = None
+
+
+def said_in(answer: Json) -> Said | None:
+    """Total: None for what is not an answer with exactly one choice."""
+    choice = _only_choice(answer)
+    if choice is None:
+        return None
+    prompt_tokens = prompt_tokens_of(answer)
+    message = choice.get("message")
+    if isinstance(message, dict):
+        reasoned = has_reasoning(message)
+        return Said(message=message, reasoned=reasoned, prompt_tokens=prompt_tokens)
+    text = choice.get("text")
+    if not isinstance(text, str):
+        return None
+    return Said(text=text, token_ids=_ids(choice.get("token_ids")), prompt_tokens=prompt_tokens)
+
+
+def said_by(chunks: Iterable[Json]) -> Said | None:
+    """The same, from the chunks of a stream."""
+    answer = whole_of(chunks)
+    return None if answer is None else said_in(answer)
+
+
+def whole_of(chunks: Iterable[Json]) -> Json | None:
+    """The one choice of a stream put together, without logprobs; None if there is not just one."""
+    message: Json = {}
+    texts: list[str] = []
+    token_ids: list[int] = []
+    chat, usage = False, None
+    for chunk in chunks:
+        usage = chunk.get("usage") or usage
+        for choice in choices_of(chunk):
+            if choice.get("index", 0) != 0:
+                return None
+            delta = choice.get("delta")
+            if isinstance(delta, dict):
+                chat = True
+                _add_delta(message, delta)
+            elif isinstance(choice.get("text"), str):
+                texts.append(choice["text"])
+            token_ids += _ids(choice.get("token_ids")) or ()
+    said = {"message": message} if chat else {"text": "".join(texts)}
+    return {"choices": [{"index": 0, "token_ids": token_ids or None, **said}], "usage": usage}
+
+
+def _add_delta(message: Json, delta: Json) -> None:
+    for name, value in delta.items():
+        if name == "tool_calls":
+            calls = message.setdefault("tool_calls", [])
+            for part in _dicts(value):
+                _add_call(calls, part)
+        elif isinstance(value, str) and name != "role":
+            message[name] = _longer(message.get(name), value)
+        elif value is not None:
+            message[name] = value
+
+
+def _add_call(calls: list[Json], part: Json) -> None:
+    """A tool call comes in pieces: first its name, then its arguments bit by bit."""
+    index = part.get("index", len(calls))
+    call = next((known for known in calls if known.get("index") == index), None)
+    function = part.get("function") if isinstance(part.get("function"), dict) else {}
+    if call is None:
+        calls.append({**part, "index": index, "function": dict(function or {})})
+        return
+    for name, value in (function or {}).items():
+        if isinstance(value, str):
+            call["function"][name] = _longer(call["function"].get(name), value)
+
+
+def _longer(text: object, more: str) -> str:
+    """What was no text is none."""
+    return text + more if isinstance(text, str) else more
+
+
+def events_in(raw: bytes) -> Iterator[Json]:
+    """The JSON objects of an event stream's data lines; what is none is left out."""
+    for line in raw.splitlines():
+        if not line.startswith(b"data:"):
+            continue
+        content = parsed(line[5:].strip())
+        if content is not None:
+            yield content
+
+
+def parsed(raw: bytes) -> Json | None:
+    """A JSON object, or None."""
+    try:
+        content = loads(raw)
+    except orjson.JSONDecodeError:
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def has_reasoning(message: Json) -> bool:
+    """Whether the message holds a reasoning trace, in a field of its own or in its text."""
+    if not REASONING_KEYS.isdisjoint(message) and any(map(message.get, REASONING_KEYS)):
+        return True
+    content = message.get("content")
+    return isinstance(content, str) and holds_trace(content)
+
+
+def holds_trace(text: str) -> bool:
+    return "think>" in text and THINK_MARK.search(text) is not None
+
+
+def prompt_tokens_of(answer: Json) -> int | None:
+    return _usage(answer, "prompt_tokens")
+
+
+def cached_tokens_of(answer: Json) -> int | None:
+    """How much of the prompt the engine's cache held, where it tells."""
+    usage = answer.get("usage")
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    return _count(details.get("cached_tokens")) if isinstance(details, dict) else None
+
+
+def _usage(answer: Json, name: str) -> int | None:
+    usage = answer.get("usage")
+    return _count(usage.get(name)) if isinstance(usage, dict) else None
+
+
+def _count(value: object) -> int | None:
+    """Return the count, or None if it is not a plausible one: it may be too large for a float."""
+    return value if type(value) is int and 0 <= value <= MOST_TOKENS else None
+
+
+def _only_choice(answer: Json) -> Json | None:
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1:
+        return None
+    return choices[0] if isinstance(choices[0], dict) else None
+
+
+def choices_of(answer: Json) -> list[Json]:
+    """Return the choices of an answer or a chunk that are JSON objects. Never raises."""
+    return _dicts(answer.get("choices"))
+
+
+def _dicts(value: object) -> list[Json]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _ids(value: object) -> tuple[int, ...] | None:
+    if not isinstance(value, list) or not value or any(type(item) is not int for item in value):
+        return None
+    return tuple(value)

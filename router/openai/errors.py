@@ -1,0 +1,341 @@
+"""What a client is told when something fails: one table, OpenAI's error object.
+
+RequestError
+├── BadRequestError          the body is not a JSON object
+│   └── MalformedRequestError    not even HTTP
+│       └── UnknownCodingError       in a transfer coding that we have not
+├── HeadTooLargeError
+├── BodyTooLargeError
+├── ForbiddenError           a setting forbids it
+├── NotFoundError            it is not here, or another's
+├── StoreFailedError         what was kept cannot be read now
+├── UnsupportedTypeError     the body is not what is taken there
+├── RequestTimeoutError      the client did not send its request in time
+├── UnauthorizedError        no key of ours is shown
+├── RateLimitError           the key's own limits
+├── NoEngineError            no engine of a role may be asked
+├── UnknownModelError        no engine serves the model
+├── ForbiddenModelError      not for this key
+├── CredentialError          an engine refused what the router itself showed it
+├── UntoldFinishError        an answer has ended in a way that a dialect cannot tell
+├── EngineError              an engine answered 5xx
+│   ├── EngineUnavailableError   503
+│   ├── EngineOverloadedError    503 or 429, and when to come back
+│   ├── LoadFailedError          a decode engine could not load the prompt's KV, and says from whom
+│   ├── PreemptedError           it has ended an answer for want of room, as it was asked to
+│   ├── RefusedMidwayError       it ends an answer midway, for the request is wrong
+│   └── EnginesDiedError         several have died at this request
+├── ShuttingDownError
+├── CrowdedError             the router's own limits; `reason` is for the books
+│   └── CrowdedTenantError       this tenant's share of them
+└── RejectedError            an engine answered 4xx: no failure of ours, passed on as it is
+
+Together with router.http_client.errors these are all failures that a flow can meet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import orjson
+
+from router.http_client import errors as upstream
+from router.http_client.engine_answer import Headers
+from router.openai.generated_tokens import Begun
+
+
+class RequestError(Exception):
+    retry_after: int | None = None
+    """Seconds, for the client."""
+    code: str | None = None
+    """OpenAI's word for it; where there is none, the status is told."""
+    headers: Headers = []  # noqa: RUF012 # nobody changes it
+
+
+class BadRequestError(RequestError):
+    """`param`: the field that is wrong, if it is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class MalformedRequestError(BadRequestError):
+    pass
+
+
+class UnknownCodingError(MalformedRequestError):
+    pass
+
+
+class HeadTooLargeError(RequestError):
+    pass
+
+
+class BodyTooLargeError(RequestError):
+    pass
+
+
+class UnsupportedTypeError(RequestError):
+    pass
+
+
+class ForbiddenError(RequestError):
+    pass
+
+
+class NotFoundError(RequestError):
+    pass
+
+
+class StoreFailedError(RequestError):
+    pass
+
+
+class RequestTimeoutError(RequestError):
+    pass
+
+
+class NoEngineError(RequestError):
+    pass
+
+
+class UnknownModelError(RequestError):
+    """In vLLM's words."""
+
+    param = "model"
+
+    def __init__(self, model: object) -> None:
+        super().__init__(f"The model `{model}` does not exist.")
+
+
+class UnauthorizedError(RequestError):
+    """In OpenAI's words. What was shown is told to nobody."""
+
+    code = "invalid_api_key"
+    headers: Headers = [(b"www-authenticate", b"Bearer")]  # noqa: RUF012 # nobody changes it
+
+    def __init__(self, is_missing: bool) -> None:
+        super().__init__(NO_KEY if is_missing else WRONG_KEY)
+
+
+class RateLimitError(RequestError):
+    """In OpenAI's words; `kind` is what there is too much of."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        kind: str = "requests",
+        seconds: float = 1.0,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
+        super().__init__(message)
+        self.kind, self.retry_after = kind, math.ceil(seconds)
+        self.headers = [*headers, (b"retry-after-ms", b"%d" % math.ceil(seconds * 1000))]
+
+
+class ForbiddenModelError(RequestError):
+    """In OpenAI's words, which are the same for a model that does not exist."""
+
+    code, param = "model_not_found", "model"
+
+    def __init__(self, model: object) -> None:
+        super().__init__(
+            f"The model `{model}` does not exist or you do not have access to it."[:1024]
+        )
+
+
+class CredentialError(RequestError):
+    """Nothing that the client could mend."""
+
+
+class UntoldFinishError(RequestError):
+    """The client's API has no counterpart for the finish reason, so the answer may be cut."""
+
+
+class EngineError(RequestError):
+    kind = "status_5xx"
+    phrase = "answered with an error"
+    role = ""
+
+
+class EngineUnavailableError(EngineError):
+    pass
+
+
+class EngineOverloadedError(EngineError):
+    """`rejected`: an answer that goes to the client as it is, if nobody else can be asked."""
+
+    kind = "overloaded"
+    phrase = "has too much to do"
+
+    def __init__(
+        self, message: str, retry_after: int = 1, rejected: RejectedError | None = None
+    ) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        self.rejected = rejected
+
+
+class LoadFailedError(EngineError):
+    """`is_of_pair`: it could not from this prefill engine, whatever the prompt."""
+
+    kind = "kv_load"
+    phrase = "could not load a prompt's KV"
+
+    def __init__(self, message: str, is_of_pair: bool = False) -> None:
+        super().__init__(message)
+        self.is_of_pair = is_of_pair
+
+
+class PreemptedError(EngineError):
+    """`begun`: what it has said, of an answer that nobody has seen."""
+
+    kind = "preempted"
+    phrase = "had no room for all of an answer"
+
+    def __init__(self, begun: Begun | None = None) -> None:
+        super().__init__("the decode engine had no room for all of this answer")
+        self.begun = begun
+
+
+class RefusedMidwayError(EngineError):
+    """An engine reports in mid-stream that the request is invalid. It is not the engine's fault."""
+
+
+class EnginesDiedError(EngineError):
+    """Several engines crashed during this request. A header tells clients not to retry."""
+
+    headers: Headers = [(b"x-should-retry", b"false")]  # noqa: RUF012 # nobody changes it
+
+
+class ShuttingDownError(RequestError):
+    pass
+
+
+class CrowdedError(RequestError):
+    def __init__(self, message: str, reason: str = "other", retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.reason, self.retry_after = reason, retry_after
+
+
+class CrowdedTenantError(CrowdedError):
+    pass
+
+
+class RejectedError(RequestError):
+    def __init__(self, status: int, headers: Headers, body: bytes) -> None:
+        super().__init__(f"an engine answered {status}")
+        self.status, self.headers, self.body = status, headers, body
+
+
+def bodies_too_large() -> CrowdedError:
+    return CrowdedError("too much is being asked at once", "bodies")
+
+
+class Shape(NamedTuple):
+    status: int
+    type: str
+
+
+# The first class of an exception's ancestry that is listed decides.
+SHAPES: dict[type[BaseException], Shape] = {
+    BadRequestError: Shape(400, "BadRequestError"),
+    UnknownCodingError: Shape(501, "NotImplementedError"),
+    HeadTooLargeError: Shape(431, "RequestHeaderFieldsTooLargeError"),
+    BodyTooLargeError: Shape(413, "RequestEntityTooLargeError"),
+    NotFoundError: Shape(404, "NotFoundError"),
+    StoreFailedError: Shape(503, "ServiceUnavailableError"),
+    ForbiddenError: Shape(403, "PermissionDeniedError"),
+    UnsupportedTypeError: Shape(415, "UnsupportedMediaTypeError"),
+    RequestTimeoutError: Shape(408, "RequestTimeoutError"),
+    NoEngineError: Shape(503, "ServiceUnavailableError"),
+    UnknownModelError: Shape(404, "NotFoundError"),
+    UnauthorizedError: Shape(401, "invalid_request_error"),
+    RateLimitError: Shape(429, "rate_limit_error"),
+    ForbiddenModelError: Shape(404, "invalid_request_error"),
+    CredentialError: Shape(502, "BadGatewayError"),
+    UntoldFinishError: Shape(502, "BadGatewayError"),
+    EngineUnavailableError: Shape(503, "ServiceUnavailableError"),
+    EngineOverloadedError: Shape(503, "ServiceUnavailableError"),
+    PreemptedError: Shape(503, "ServiceUnavailableError"),
+    EngineError: Shape(502, "BadGatewayError"),
+    ShuttingDownError: Shape(503, "ServiceUnavailableError"),
+    CrowdedTenantError: Shape(429, "RateLimitError"),
+    CrowdedError: Shape(503, "ServiceUnavailableError"),
+    upstream.LocalError: Shape(503, "ServiceUnavailableError"),
+    upstream.ConnectTimeoutError: Shape(504, "GatewayTimeoutError"),
+    upstream.ConnectError: Shape(503, "ServiceUnavailableError"),
+    upstream.LocalError: Shape(503, "ServiceUnavailableError"),
+    upstream.EngineLostError: Shape(503, "ServiceUnavailableError"),
+    upstream.DisconnectedError: Shape(503, "ServiceUnavailableError"),
+    upstream.EngineLostError: Shape(503, "ServiceUnavailableError"),
+    upstream.AnswerTimeoutError: Shape(504, "GatewayTimeoutError"),
+    upstream.BrokenAnswerError: Shape(502, "BadGatewayError"),
+    upstream.UpstreamError: Shape(502, "BadGatewayError"),
+    Exception: Shape(500, "InternalServerError"),
+}
+NO_KEY = (
+    "You didn't provide an API key. You need to provide your API key in an Authorization header "
+    "using Bearer auth (i.e. Authorization: Bearer YOUR_KEY)."
+)
+WRONG_KEY = "Incorrect API key provided."
+JSON: Headers = [(b"content-type", b"application/json")]
+TYPES = {
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    422: "UnprocessableEntityError",
+    503: "ServiceUnavailableError",
+}
+
+
+def shape_of(error: Exception) -> Shape:
+    return next(SHAPES[kind] for kind in type(error).__mro__ if kind in SHAPES)
+
+
+def message_of(error: Exception) -> str:
+    """What the client may read: never the inside of an unexpected exception."""
+    if isinstance(error, RequestError):
+        return str(error)
+    if isinstance(error, upstream.UpstreamError):
+        return f"the {error.role or 'upstream'} engine {error.phrase}"
+    return "internal error"
+
+
+def error_body(
+    status: int, kind: str, message: str, param: str | None = None, code: str | None = None
+) -> bytes:
+    return orjson.dumps(
+        {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
+    )
+
+
+def body_of(error: Exception) -> bytes:
+    shape = shape_of(error)
+    param = getattr(error, "param", None)
+    code = error.code if isinstance(error, RequestError) else None
+    kind = error.kind if isinstance(error, RateLimitError) else shape.type
+    return error_body(shape.status, kind, message_of(error), param, code)
+
+
+def headers_of(error: Exception) -> Headers:
+    if not isinstance(error, RequestError | upstream.AnswersFullError):
+        return JSON
+    seconds = error.retry_after
+    wait = [] if seconds is None else [(b"retry-after", b"%d" % seconds)]
+    more = error.headers if isinstance(error, RequestError) else ()
+    return [*JSON, *wait, *more]
+
+
+def event_of(error: Exception) -> bytes:
+    """The last event of a stream that failed after its first byte."""
+    return b"data: " + body_of(error) + b"\n\n"
+
+
+def type_of_status(status: int) -> str:
+    return TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError")

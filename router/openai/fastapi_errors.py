@@ -1,0 +1,41 @@
+"""FastAPI's own errors as OpenAI error objects."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from router.openai.errors import (
+    RequestError,
+    body_of,
+    error_body,
+    headers_of,
+    shape_of,
+    type_of_status,
+)
+
+
+async def http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    body = error_body(status, type_of_status(status), message)
+    return Response(body, status, error.headers, "application/json")
+
+
+async def validation_error(_: Request, error: Exception) -> Response:
+    return Response(error_body(422, type_of_status(422), str(error)), 422, None, "application/json")
+
+
+async def failure(_: Request, error: Exception) -> Response:
+    told = {name.decode(): value.decode("latin-1") for name, value in headers_of(error)}
+    return Response(body_of(error), shape_of(error).status, told)
+
+
+def install(app: FastAPI) -> None:
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(RequestValidationError, validation_error)
+    app.add_exception_handler(RequestError, failure)
+    app.add_exception_handler(Exception, failure)

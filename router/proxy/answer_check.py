@@ -1,0 +1,314 @@
+"""Failures that an engine reports with HTTP status 200.
+
+An engine may return status 200 with an error object (vLLM reports a failed generation in a stream
+like this), with the finish reason of an aborted answer, with a rejection that the router did not
+request, or with no content. `failure_of` decides whether JSON content is such a failure. Legs call
+it before the client has received anything, so that the router can retry on another engine.
+`StreamEnd` calls it for the rest of a stream.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import orjson
+
+from router.common.exact_json import dumps
+from router.fleet.engine_spec import DECODE, Role
+from router.http_client.engine_answer import HIGH_WATER, Answer, Tap
+from router.http_client.errors import BrokenAnswerError
+from router.http_client.sse import end_of_last_event
+from router.openai.answers import (
+    Json,
+    cached_tokens_of,
+    choices_of,
+    parsed,
+    prompt_tokens_of,
+)
+from router.openai.errors import (
+    JSON,
+    EngineError,
+    EngineUnavailableError,
+    RefusedMidwayError,
+    RejectedError,
+    error_body,
+    type_of_status,
+)
+from router.proxy.leg_bodies import message_in
+from router.proxy.resume_buffer import ends_inside_event, says_done
+from router.proxy.threshold_probe import is_rejection
+
+ABORT, ERROR = "abort", "error"
+# Finish reasons after which there is no answer. What begins with letters is found sooner.
+FINISH = re.compile(rb'finish_reason"(?<="finish_reason")\s*:\s*"([^"]+)"')
+CODE = re.compile(r"[45][0-9]{2}")
+BROKEN_OFF = frozenset((b"abort", b"error", b"cache_threshold"))
+# Bytes of the longest finish reason that may have come without its end.
+SEAM = 64
+ERROR_KEY = b'"error"'
+CHOICES = re.compile(rb'choices"(?<="choices")\s*:\s*\[\s*\{')
+# Text of a stream's first event: then nothing else needs to be known of it.
+TEXT = re.compile(rb'(?:"content"|"text"|"reasoning"|"reasoning_content")\s*:\s*"[^"]')
+# Fields of a choice and of its delta that say nothing of the answer.
+SILENT = frozenset(("index", "role", "delta", "finish_reason", "stop_reason"))
+
+
+def failure_of(content: Json, role: Role) -> Exception | None:
+    """Return the failure that a whole answer or an event of a stream reports; None if it reports
+    none.
+
+    The failure is a RejectedError if the error object has a 4xx code: then the request is at fault.
+    """
+    error = _error_in(content)
+    if error is not None:
+        return _told(error, role)
+    if is_rejection(content):
+        return EngineError(f"the {role} engine rejected a request that it was to answer")
+    for choice in choices_of(content):
+        if choice.get("finish_reason") == ABORT:
+            return EngineUnavailableError(
+                f"the {role} engine is being stopped, and ended the request"
+            )
+        if choice.get("finish_reason") == ERROR:
+            return EngineError(f"the {role} engine failed during the answer")
+    return None
+
+
+def _error_in(content: Json) -> object:
+    """Return the error object, in the form of OpenAI, of vLLM before 0.10, or of an SSE event."""
+    error = content.get("error")
+    if error and not any(map(_is_said, choices_of(content))):
+        return error
+    return content if ERROR in (content.get("object"), content.get("type")) else None
+
+
+def _told(error: object, role: Role) -> Exception:
+    said = error if isinstance(error, dict) else {"message": error}
+    code, message = said.get("code"), said.get("message")
+    if isinstance(code, str) and CODE.fullmatch(code):
+        code = int(code)
+    if type(code) is int and 400 <= code < 500:
+        try:
+            body = dumps({"error": said})
+        except orjson.JSONEncodeError:  # it can be read, but not written: nested too deep
+            body = error_body(code, type_of_status(code), str(message)[:1000])
+        return RejectedError(code, JSON, body)
+    text = f": {message[:1000]}" if isinstance(message, str) else ""
+    return EngineError(f"the {role} engine answered with an error{text}")
+
+
+# Before the client has anything.
+
+
+async def first_word(
+    answer: Answer, is_generation: bool = True, looks_ahead: bool = True
+) -> Json | None:
+    """Wait for the first event of a stream with more than a role, and return it. None if the event
+    certainly is text. The event stays in the answer's buffer. With `looks_ahead`, return a failure
+    among the events that arrived together with it instead. Raises UpstreamError, and
+    BrokenAnswerError for a stream that ends before such an event."""
+
+    def is_begun(block: bytes) -> bool:
+        return _is_surely_text(block) or _first_word(block, is_generation, False) is not None
+
+    held = await answer.until(is_begun)
+    if _is_surely_text(held):
+        return None
+    found = _first_word(held, is_generation, looks_ahead)
+    if found is None and len(held) <= HIGH_WATER:
+        raise BrokenAnswerError("an event stream that says nothing")
+    return found
+
+
+def word_of(answer: Answer) -> Json | None:
+    """Return the content of a non-streamed generation answer, which stays in the buffer. None if
+    the content certainly is an answer, or is too long for a failure. Raises BrokenAnswerError if
+    it is not a JSON object or has no choices."""
+    raw = answer.held()
+    if not answer.is_complete:
+        if not raw.lstrip().startswith(b"{"):
+            raise BrokenAnswerError("an answer that is not JSON")
+        return None
+    return None if _is_surely_answer(raw) else _content_of(raw)
+
+
+def prefilled_word(raw: bytes) -> Json | None:
+    """Return the content of a prefill engine's answer if it may report a failure, else None."""
+    return parsed(raw) if _may_fail(raw) else None
+
+
+def passed_word(answer: Answer, may_be_empty: bool = False) -> Json | None:
+    """Return the content of an answer of another endpoint if it may report a failure, else None.
+    Such an answer may be a list, text or bytes. `may_be_empty`: a transcript of silence, which may
+    be an empty text. Raises BrokenAnswerError."""
+    raw, kind = answer.held(), answer.header(b"content-type") or b""
+    is_json = kind.startswith(b"application/json")
+    is_odd = kind.startswith(b"text/html") or (is_json and raw.lstrip()[:1] not in (b"{", b"["))
+    is_silence = may_be_empty and kind.startswith(b"text/plain")
+    if is_odd or not (raw or is_silence):
+        raise BrokenAnswerError("an answer that is empty, HTML, or not JSON as it says")
+    return parsed(raw) if answer.is_complete and raw.find(ERROR_KEY) >= 0 else None
+
+
+def _content_of(raw: bytes) -> Json:
+    content = parsed(raw)
+    if content is None:
+        raise BrokenAnswerError("an answer that is not a JSON object")
+    if not choices_of(content) and _error_in(content) is None:
+        raise BrokenAnswerError("an answer without choices")
+    return content
+
+
+def _is_surely_text(block: bytes) -> bool:
+    said = TEXT.search(block)
+    return said is not None and end_of_last_event(block) > said.end() and not _may_fail(block)
+
+
+def _is_surely_answer(raw: bytes) -> bool:
+    """Without decoding it."""
+    is_object = raw.startswith(b"{") and raw.endswith(b"}")
+    return is_object and CHOICES.search(raw) is not None and not _may_fail(raw)
+
+
+def _may_fail(said: bytes) -> bool:
+    return said.find(ERROR_KEY) >= 0 or is_broken_off(said)
+
+
+def is_broken_off(said: bytes) -> bool:
+    """Return True if a finish reason in this JSON text reports an aborted answer."""
+    return not BROKEN_OFF.isdisjoint(FINISH.findall(said))
+
+
+def _first_word(block: bytes, is_generation: bool, looks_ahead: bool) -> Json | None:
+    first: Json | None = None
+    for _, event in _events(block):
+        if first is None and (not is_generation or _says_something(event)):
+            first = event
+            if not looks_ahead:
+                break
+        if first is not None and failure_of(event, DECODE) is not None:
+            return event
+    return first
+
+
+def _says_something(event: Json) -> bool:
+    """Return True for an error and for an event with more than a role."""
+    return _error_in(event) is not None or any(map(_is_said, choices_of(event)))
+
+
+def _is_said(choice: Json) -> bool:
+    delta = choice.get("delta")
+    said = {**choice, **delta} if isinstance(delta, dict) else choice
+    return bool(choice.get("finish_reason")) or any(
+        value for name, value in said.items() if name not in SILENT
+    )
+
+
+def _events(block: bytes) -> Iterator[tuple[int, Json]]:
+    """Yield the complete events that are JSON objects, each with the offset of its first byte."""
+    end = end_of_last_event(block)
+    if block.find(b"\n", 0, end) < 0:
+        block = block.replace(b"\r", b"\n")  # as long as it was
+    start = at = 0
+    while at < end:
+        line_end = block.find(b"\n", at, end)
+        line = block[at:line_end].rstrip(b"\r")
+        at = line_end + 1
+        if not line:
+            start = at
+        elif line.startswith(b"data:") and (content := parsed(line[5:])) is not None:
+            yield start, content
+
+
+async def cached_share(answer: Answer) -> float | None:
+    """Return the share of the prompt that the decode engine had cached, if its usage has it."""
+    if answer.is_event_stream:
+        return None
+    content = parsed(await answer.until(lambda _: False))
+    if content is None:
+        return None
+    cached, total = cached_tokens_of(content), prompt_tokens_of(content)
+    return cached / total if cached is not None and total else None
+
+
+# While it passes to the client.
+
+
+def failure_midway(block: bytes, role: Role) -> tuple[int, Exception | None]:
+    """Find a failure in the next events of a stream that the client has partly received. Returns
+    the offset of the failure and the error to raise, or the length of the block and None."""
+    for start, event in _events(block):
+        failure = failure_of(event, role)
+        if isinstance(failure, RejectedError):
+            text = f"the {role} engine ended the answer{message_in(failure.body)}"
+            return start, RefusedMidwayError(text)
+        if failure is not None:
+            return start, failure
+    return len(block), None
+
+
+class Long:
+    """A watch for a non-streamed answer that is too long to be checked before it is relayed. It
+    fails the answer if a finish reason reports that the engine aborted it."""
+
+    __slots__ = ("_answer", "_seam")
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._seam = b""
+
+    def passing(self, block: bytes) -> bytes:
+        said = self._seam + block
+        if is_broken_off(said):
+            self._answer.error = BrokenAnswerError("an answer that its engine has broken off")
+        self._seam = said[-SEAM:]
+        return block
+
+
+class StreamEnd:
+    """A Tap for a stream that cannot be resumed on another engine.
+
+    It passes events until one reports a failure, and drops everything after that. `failure` is the
+    error to raise when the stream is over. A generation's stream also fails if it ends inside an
+    event, or without a finish reason and without [DONE]. `is_several`: the stream has several
+    choices, which may end at different times, so only [DONE] ends it. `last` is the final block,
+    which the owner of the stream sends.
+    """
+
+    __slots__ = ("_inner", "_is_done", "_is_ended", "_is_several", "_role", "failure", "last")
+
+    def __init__(
+        self, role: Role, inner: Tap | None, is_generation: bool, is_several: bool = False
+    ) -> None:
+        self._role = role
+        self._inner = inner
+        self._is_several = is_several
+        self._is_done = False
+        self._is_ended = not is_generation
+        self.failure: Exception | None = None
+        self.last = b""
+
+    def passing(self, block: bytes, last: bool) -> bytes:
+        if self.failure is not None:
+            return b""
+        finishes = FINISH.findall(block)
+        if block.find(ERROR_KEY) >= 0 or not BROKEN_OFF.isdisjoint(finishes):
+            start, failure = failure_midway(block, self._role)
+            # Here and in no method of its own: compiled, this one would go on to hold it for None.
+            block, self.failure = block[:start], failure
+        self._is_done = self._is_done or says_done(block)
+        if not self._is_ended:
+            self._is_ended = self._is_done or (bool(finishes) and not self._is_several)
+        if last and self.failure is None and not self._is_whole(block):
+            self.failure = BrokenAnswerError("an event stream that ended before its answer")
+            block = block[: end_of_last_event(block)]
+        is_last = last and self.failure is None
+        if self._inner is not None:
+            return self._inner.passing(block, is_last)
+        if is_last:
+            self.last, block = block, b""
+        return block
+
+    def _is_whole(self, ending: bytes) -> bool:
+        return self._is_done or (self._is_ended and not ends_inside_event(ending))

@@ -1,0 +1,70 @@
+"""Which web pages may read what is answered to them: pure, and off unless the setting names some.
+
+Credentials are a header that a page sets itself, never a cookie; so no answer allows cookies.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from router.proxy.exchange import Before, Exchange, Header
+
+ANY = "*"
+METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
+EXPOSED = b", ".join(
+    (
+        b"x-request-id",
+        b"retry-after",
+        *(
+            b"x-ratelimit-%b-%b" % (what, of)
+            for of in (b"requests", b"tokens")
+            for what in (b"limit", b"remaining", b"reset")
+        ),
+    )
+)
+# Seconds that a browser may remember what it was told.
+MAX_AGE = b"600"
+NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2048}")
+PREFLIGHT = b"access-control-request-method"
+WANTED = b"access-control-request-headers"
+
+
+def allowing(headers: Iterable[Header], origins: Sequence[str]) -> list[Header]:
+    """What lets the page that asks read the answer; nothing where it may not."""
+    if not origins:
+        return []
+    vary: list[Header] = [] if ANY in origins else [(b"vary", b"origin")]
+    origin = next((value for name, value in headers if name == b"origin"), None)
+    if origin is None or not (ANY in origins or origin.decode("latin-1") in origins):
+        return vary
+    allowed = b"*" if ANY in origins else origin
+    return [
+        (b"access-control-allow-origin", allowed),
+        (b"access-control-expose-headers", EXPOSED),
+        *vary,
+    ]
+
+
+def preflight(headers: Sequence[Header], origins: Sequence[str]) -> list[Header]:
+    """What a browser is told that asks whether a page may ask; nothing where it may not."""
+    given = dict(headers)
+    found = allowing(headers, origins)
+    if PREFLIGHT not in given or len(found) < 2:
+        return found
+    found += [(b"access-control-allow-methods", METHODS), (b"access-control-max-age", MAX_AGE)]
+    wanted = given.get(WANTED, b"")
+    if NAMES.fullmatch(wanted):
+        found.append((b"access-control-allow-headers", wanted))
+    return found
+
+
+class Readable(Before):
+    """An Exchange whose answers say that a page may read them."""
+
+    def __init__(self, front: Exchange, lines: Sequence[Header]) -> None:
+        super().__init__(front)
+        self._lines = lines
+
+    def _told(self, headers: Sequence[Header]) -> list[Header]:
+        return [*headers, *self._lines]

@@ -1,0 +1,100 @@
+"""What a flow knows of its client: one request, and the means to answer it.
+
+router.server.response_writer and router.server.asgi implement it. Each request runs in a task of
+its own, which the server cancels when the client disconnects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from router.http_client.engine_answer import Sink
+from router.http_client.errors import UpstreamError
+
+Header = tuple[bytes, bytes]
+
+
+class Relayed(Protocol):
+    """An answer as a front needs it: see router.http_client.engine_answer.Answer."""
+
+    @property
+    def is_event_stream(self) -> bool: ...
+    @property
+    def length(self) -> int | None: ...
+    async def relay(self, sink: Sink, idle: float, latest: float) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def fail(self, error: UpstreamError) -> None:
+        """Ends `relay` with this error, unless the end has arrived."""
+
+
+class Exchange(Protocol):
+    """`loop` is the one that runs the flow, so that it need not be looked for.
+
+    Header names are lower case. Nothing can be answered twice; `started` says that it was."""
+
+    loop: asyncio.AbstractEventLoop
+    endpoint: str
+    headers: Sequence[Header]
+    arrived: float
+
+    @property
+    def body(self) -> bytes: ...
+    @property
+    def started(self) -> bool: ...
+
+    async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        """Sends a complete answer."""
+
+    async def relay(
+        self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
+    ) -> None:
+        """Sends a head and then the answer's body as it comes, ended when that ends.
+
+        Raises UpstreamError when the engine fails midway: the client's answer is then open, and
+        another `relay` goes on with it.
+        """
+
+    async def finish(self, tail: bytes) -> None:
+        """Ends an answer that `relay` left open, with a last piece of body."""
+
+    def abort(self) -> None:
+        """Cuts an answer that `relay` left open, so that no client can take it for complete."""
+
+
+class Before:
+    """An Exchange before another one, for those that change some of what passes."""
+
+    def __init__(self, front: Exchange) -> None:
+        self.loop: asyncio.AbstractEventLoop = front.loop
+        self.endpoint, self.arrived = front.endpoint, front.arrived
+        self.headers: Sequence[Header] = front.headers
+        self._front = front
+
+    @property
+    def body(self) -> bytes:
+        return self._front.body
+
+    @property
+    def started(self) -> bool:
+        return self._front.started
+
+    async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        await self._front.respond(status, self._told(headers), body)
+
+    async def relay(
+        self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
+    ) -> None:
+        await self._front.relay(status, self._told(headers), answer, idle, latest)
+
+    async def finish(self, tail: bytes) -> None:
+        await self._front.finish(tail)
+
+    def abort(self) -> None:
+        self._front.abort()
+
+    def _told(self, headers: Sequence[Header]) -> Sequence[Header]:
+        """What the client is told of an answer's headers."""
+        return headers

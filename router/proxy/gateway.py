@@ -1,0 +1,246 @@
+"""What every flow works with: the engines, the policies, and the books."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Container, Coroutine, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from msgspec import structs
+
+from router.auth.authenticator import MISSING, Door
+from router.conversations.conversations import Conversations
+from router.fleet.engine import Engine
+from router.fleet.engine_spec import Role
+from router.fleet.fleet import Fleet
+from router.fleet.snapshot import Pool, Snapshot
+from router.http_client.answer_memory import AnswerMemory
+from router.http_client.errors import UpstreamError
+from router.openai.errors import EngineError, NoEngineError, UnauthorizedError, UnknownModelError
+from router.proxy.admission import Admission, Held, has_limits
+from router.proxy.request import Request
+from router.proxy.request_limits import Limits
+from router.proxy.retry_rules import RetryBudget
+from router.routing.affinity import LoadBound
+from router.routing.candidate import Ask
+from router.routing.policy_set import Policies
+from router.routing.prompt_chunks import TOKENS, chunks_of
+from router.routing.route import Route, route
+from router.settings import Settings
+from router.telemetry.access_log import write_lines
+from router.telemetry.log_throttle import Throttle
+from router.telemetry.logs import is_short
+from router.telemetry.metrics import Metrics
+from router.telemetry.record import Record
+from router.telemetry.record_batches import Books, Reader
+from router.telemetry.trace_export import PATIENCE, Tracer
+
+PARTING = 2.0
+# A prefiller works at one prompt after the other: with two, the second one waits already.
+PREFILL_FLOOR = 2
+
+
+class Watch(Protocol):
+    """Somebody looks at requests as they come and go."""
+
+    def opened(self, record: Record) -> None: ...
+    def closed(self, record: Record) -> None: ...
+
+
+class Gateway:
+    """`running` holds the tasks of all requests; `draining` says that no new ones are wanted.
+    `settings` are those in force, `watch` is None as long as nobody looks."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        metrics: Metrics,
+        conversations: Conversations | None = None,
+        tracer: Tracer | None = None,
+        door: Door | None = None,
+        answers: AnswerMemory | None = None,
+    ) -> None:
+        """Raises SettingsError for an engine's key that cannot be read."""
+        self.settings = settings
+        self.watch: Watch | None = None
+        self.limits = Limits.of(settings)
+        self.fleet = fleet
+        self.metrics = metrics
+        self.conversations = conversations
+        self.door = door
+        if door is not None:
+            door.spawn = self.spawn
+        secret = settings.engine_secret()
+        # What engines are shown; and whether what clients show is for the router alone.
+        shown = b"" if secret is None else secret.encode()
+        self.engine_line = b"authorization: Bearer %b\r\n" % shown if shown else b""
+        self.hides_credentials = door is not None or secret is not None
+        self.load_bound = LoadBound(settings.affinity_load_factor, settings.affinity_load_floor)
+        self.budget = RetryBudget()
+        self.admission = Admission(settings, fleet, metrics) if has_limits(settings) else None
+        self.held = Held(settings.max_held_bodies)
+        self.answers = AnswerMemory(settings.max_held_answers) if answers is None else answers
+        self.journals = Held(settings.max_resume_memory)
+        readers: list[Reader] = [metrics.by_model.take]
+        if settings.access_log:
+            readers.append(write_lines)
+        if tracer is not None:
+            readers.append(tracer.take)
+        # For whom it is said how much was moved: each request's params would be kept for it.
+        self.tells_moved = settings.access_log and is_short(settings.log_format)
+        self.tracer = tracer
+        self.books = Books(readers)
+        self.running: set[asyncio.Task[None]] = set()
+        self.draining = False
+        self.interrupted = False
+        self.throttle = Throttle(logging.getLogger("disagg_router.flows"))
+        floor = min(PREFILL_FLOOR, self.load_bound.floor)
+        prefill_bound = LoadBound(self.load_bound.factor, floor)
+        self._prefill = Policies(settings.prefill_policy, prefill_bound)
+        self._decode = Policies(settings.decode_policy, self.load_bound)
+        self._prefill_turn = self._decode_turn = 0
+        self._looked_at: Snapshot | None = None
+        self._wants = False
+        fleet.on_lost = self._forget
+        fleet.on_new_groups = self._keep
+        self._background: set[asyncio.Task[None]] = set()
+
+    def tune(self, settings: Settings) -> None:
+        """Takes over those limits that may change while requests run; they meet new ones."""
+        self.settings = settings
+        self.limits = replace(
+            self.limits,
+            max_body_size=settings.max_body_size,
+            max_connections=settings.max_connections,
+        )
+        self.held.limit = settings.max_held_bodies
+        self.answers.limit = settings.max_held_answers
+        self.journals.limit = settings.max_resume_memory
+        if self.admission is not None:
+            self.admission.tune(settings)
+        elif has_limits(settings):
+            self.admission = Admission(settings, self.fleet, self.metrics)
+
+    def refusal_of(
+        self, headers: Sequence[tuple[bytes, bytes]], endpoint: str | None
+    ) -> UnauthorizedError | None:
+        """Of a request whose body is still to come: a stranger's is not waited for. What is for the
+        application may be open to all without a body, and is counted there where it is not."""
+        key = None if self.door is None else self.door.who(headers)
+        if not isinstance(key, str):
+            return None
+        if endpoint is not None:
+            self.metrics.unauthorized.add((key,))
+        return UnauthorizedError(key == MISSING)
+
+    def route(
+        self, request: Request, home: Engine | None = None, but: Container[str] = ()
+    ) -> Route:
+        """Who may serve this request, in order of preference; the decoder `home` before others, and
+        nobody of the groups `but`.
+
+        Raises UnknownModelError, NoEngineError.
+        """
+        pools = self.pools(request.body.get("model"))
+        if but:
+            pools = [pool for pool in pools if pool.group not in but]
+        session = "" if request.turn is None else request.turn.conversation.session
+        tokens = request.tokens
+        chunks = chunks_of(request.body) if tokens >= TOKENS and self._wants_chunks() else ()
+        turn = self._decode_turn
+        self._decode_turn = turn + 1
+        decoder = Ask(turn, tokens, session, chunks)
+        prefiller = None
+        if not request.alone:
+            same = turn == self._prefill_turn  # as long as nobody needed a decoder alone
+            prefiller = decoder if same else structs.replace(decoder, turn=self._prefill_turn)
+            self._prefill_turn += 1
+        return route(pools, self._prefill, self._decode, (prefiller, decoder), home)
+
+    def others(self, request: Request, planned: Route, role: Role) -> Iterable[Engine]:
+        """Who else of the planned group may be asked, as things are now."""
+        for pool in self.fleet.snapshot.pools(request.model):
+            if pool.group == planned.group:
+                yield from pool.of(role)
+
+    def pools(self, model: object) -> Sequence[Pool]:
+        """Raises UnknownModelError, NoEngineError."""
+        pools = self.fleet.snapshot.pools(model)
+        if pools:
+            return pools
+        if self.fleet.may_serve(model):
+            raise NoEngineError("no decode engine is healthy")
+        raise UnknownModelError(model)
+
+    def shares_loads(self, model: object) -> bool:
+        """Whether each decoder of it reads once for several answers."""
+        pools = self.fleet.snapshot.pools(model)
+        return all(one.learned.shares_loads for pool in pools for one in pool.decoders)
+
+    async def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Waits for something that goes on even if its request does not."""
+        await asyncio.shield(self.spawn(work))
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs something that outlives its request; it must end by itself, soon."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    async def close(self) -> None:
+        """Lets what still runs and what outlived its request end, then closes the conversations."""
+        if left := self.running | self._background:
+            _, late = await asyncio.wait(left, timeout=PARTING)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        if self.conversations is not None:
+            await self.conversations.close()
+        if self.door is not None:
+            await self.door.close()
+        self.books.flush()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close, PATIENCE)
+
+    def interrupt(self) -> None:
+        """Ends every running request; each tells its client so."""
+        self.interrupted = True
+        for task in list(self.running):
+            task.cancel()
+
+    def _wants_chunks(self) -> bool:
+        """Whether a policy remembers who holds what, and has a choice: asked once a snapshot."""
+        snapshot = self.fleet.snapshot
+        if snapshot is not self._looked_at:
+            prefill, decode = self._prefill.remembers, self._decode.remembers
+            # A single decoder's cache tells whether it needs a prefiller.
+            least = 1 if self.limits.min_remote_prefill_tokens else 2
+            self._looked_at, self._wants = (
+                snapshot,
+                any(
+                    (prefill and len(pool.prefillers) > 1)
+                    or (decode and len(pool.decoders) >= least)
+                    for pool in snapshot.any_model
+                ),
+            )
+        return self._wants
+
+    def _forget(self, engine: Engine) -> None:
+        self.fleet.pairs.forget(engine.name)
+        for policies in (self._prefill, self._decode):
+            policies.forget(engine.name, engine.group)
+
+    def _keep(self) -> None:
+        """Nothing of groups that are gone."""
+        for policies in (self._prefill, self._decode):
+            policies.keep(self.fleet.groups)
+
+    def note_failure(self, engine: Engine, role: Role, error: UpstreamError | EngineError) -> None:
+        """Names the engine's role in the error, counts it, and logs it now and then."""
+        error.role = role
+        self.metrics.upstream_errors.labels(role, error.kind).inc()
+        self.throttle.warn(f"{role} engine {engine.name} {error.phrase}", str(error))

@@ -1,0 +1,162 @@
+"""Which headers travel, and in which direction.
+
+A client's headers reach both engines, except those that belong to one connection or describe the
+body (which is written anew), and X-Request-Id (which is decided here). X-data-parallel-rank is
+passed to both legs untouched; where a client sends none, ranks.py may choose one for a leg.
+
+So are X-Forwarded-*, Forwarded, traceparent and tracestate: what a gateway says of the client is
+what engines hear. Nothing is added, for the router's own client is that gateway, whoever asks; and
+nothing here believes them. With traces (router.telemetry.trace_export) each leg has a traceparent
+of its own instead, under the client's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from operator import itemgetter
+from random import getrandbits
+
+from router.auth.credential import CREDENTIALS
+from router.proxy.exchange import Header
+
+REQUEST_ID = b"x-request-id"
+SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:~@+=/-]{1,128}")
+# Beside Connection itself, which may name more of them.
+HOP_BY_HOP = frozenset(
+    (
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"http2-settings",
+    )
+)
+CONVERSATION_ID = b"x-conversation-id"
+CONVERSATION_STREAM = b"x-conversation-stream"
+BREAKS = re.compile(rb"[\r\n\0]")
+DIGITS = re.compile(rb"[0-9]{1,9}")
+LONGEST_RETRY = 3600
+# Whose headers are remembered, and how many: each may be as large as a head may be.
+MOST_CLIENTS, MOST_KNOWN = 256, 64
+NAME = itemgetter(0)
+LOOKED_AT = frozenset((REQUEST_ID, b"connection"))
+NOT_TO_ENGINE = HOP_BY_HOP | {
+    REQUEST_ID,
+    CONVERSATION_ID,
+    CONVERSATION_STREAM,
+    b"accept-encoding",  # answers are read and spliced: never compressed
+    b"content-encoding",
+    b"content-length",
+    b"content-type",
+    b"expect",
+    b"host",
+}
+# An engine that answers with what it was shown shows it to no client.
+NOT_TO_CLIENT = (
+    HOP_BY_HOP
+    | CREDENTIALS
+    | {
+        REQUEST_ID,
+        b"content-length",
+        b"date",
+        b"server",
+        # Which pages may read an answer is for the router to say: engines allow all.
+        b"access-control-allow-origin",
+        b"access-control-allow-credentials",
+        b"access-control-expose-headers",
+    }
+)
+
+
+def sound(headers: Iterable[Header]) -> list[Header]:
+    """With names in lower case, and without those that would be more than one line.
+
+    For fronts whose server lets such headers through; httptools' parser refuses them.
+    """
+    return [(name.lower(), value) for name, value in headers if not BREAKS.search(name + value)]
+
+
+def read(headers: Sequence[Header]) -> tuple[str, bytes]:
+    """The request's id, the client's own where that is harmless, and the lines both legs share."""
+    find = _known if len(headers) <= MOST_KNOWN else _read
+    request_id, lines = find(tuple(headers))
+    return request_id or getrandbits(128).to_bytes(16, "big").hex(), lines
+
+
+def _read(headers: tuple[Header, ...]) -> tuple[str, bytes]:
+    request_id: str = ""
+    kept: Sequence[Header] = headers
+    if not LOOKED_AT.isdisjoint(map(NAME, headers)):
+        request_id, kept = _own_id(headers), _without_hops(headers)
+    lines = [b": ".join(header) for header in kept if header[0] not in NOT_TO_ENGINE]
+    lines.append(b"")
+    return request_id, b"\r\n".join(lines)
+
+
+# Most clients say the same in front of each request.
+_known = lru_cache(maxsize=MOST_CLIENTS)(_read)
+
+
+def to_client(headers: Sequence[Header], request_id: str) -> list[Header]:
+    kept = [header for header in headers if header[0] not in NOT_TO_CLIENT]
+    if b"connection" in map(NAME, kept):
+        kept = [*_without_hops(kept)]
+    kept.append((REQUEST_ID, request_id.encode("ascii")))
+    return kept
+
+
+def retry_after(headers: Sequence[Header]) -> int | None:
+    """Seconds of an answer's Retry-After; 1 where it is given as a date or makes no sense."""
+    given = next((value for name, value in headers if name == b"retry-after"), None)
+    if given is None:
+        return None
+    return min(int(given), LONGEST_RETRY) if DIGITS.fullmatch(given) else 1
+
+
+def _own_id(headers: Sequence[Header]) -> str:
+    for name, value in headers:
+        if name == REQUEST_ID and SANE_REQUEST_ID.fullmatch(value):
+            return value.decode("ascii")
+    return ""
+
+
+def _without_hops(headers: Sequence[Header]) -> Sequence[Header]:
+    """Without Connection headers and those that they nominate."""
+    values = [value for name, value in headers if name == b"connection"]
+    dropped = {token.strip() for token in b",".join(values).lower().split(b",")}
+    dropped.add(b"connection")
+    return [header for header in headers if header[0] not in dropped]
+
+
+def message(
+    path: str,
+    host: str,
+    request_id: str,
+    shared: bytes,
+    content: tuple[bytes | memoryview, bytes],
+    form: bytes = b"",
+) -> bytes:
+    """A whole request to an engine; `content` are the halves of its body. `form`: the type of one
+    that is no JSON."""
+    if form:
+        shared = b"content-type: %b\r\n%b" % (form, shared)
+    start, end = content
+    own = f"{len(start) + len(end)}\r\nx-request-id: {request_id}\r\n".encode("ascii")
+    return b"".join((_opening(path, host, not form), own, shared, b"\r\n", start, end))
+
+
+@lru_cache(maxsize=1024)
+def _opening(path: str, host: str, is_json: bool) -> bytes:
+    lines = (
+        f"POST {path} HTTP/1.1",
+        f"host: {host}",
+        *(("content-type: application/json",) if is_json else ()),
+        "content-length: ",
+    )
+    return "\r\n".join(lines).encode("ascii")

@@ -1,0 +1,113 @@
+"""A request at the door: whose it is, whether it may come in, and what it used when it leaves."""
+
+from __future__ import annotations
+
+from router.auth.api_keys import Key
+from router.auth.authenticator import MISSING, Door, Stay
+from router.auth.quota_ledger import CONCURRENCY, Verdict
+from router.auth.rate_limit import Standing, duration
+from router.openai.errors import ForbiddenModelError, RateLimitError, UnauthorizedError
+from router.proxy.exchange import Exchange, Header
+from router.proxy.rate_limit_headers import Limited
+from router.proxy.request import Request
+from router.telemetry.metrics import Metrics
+from router.telemetry.record import Record
+from router.telemetry.token_usage import tokens_of
+
+# What a request may ask for; the largest that is believed to be meant.
+LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+MOST_TOKENS = 10**9
+# Of requests that came to nothing.
+NOTHING = frozenset(("refused", "failed", "engine_error"))
+
+
+def identified(exchange: Exchange, door: Door, metrics: Metrics) -> Key:
+    """Whose it is; from then on its headers say so, and show no credential. Raises
+    UnauthorizedError."""
+    key = door.who(exchange.headers)
+    if isinstance(key, str):
+        metrics.unauthorized.add((key,))
+        raise UnauthorizedError(key == MISSING)
+    exchange.headers = door.known(exchange.headers, key)
+    return key
+
+
+async def let_in(request: Request, key: Key, door: Door, metrics: Metrics) -> None:
+    """Of a request that was read. Raises ForbiddenModelError, RateLimitError."""
+    request.record.key = key.name
+    if not key.may_ask(request.model):
+        raise ForbiddenModelError(request.model)
+    if not key.has_limits:
+        return
+    stay = await entered(key, request.tokens + asked_for(request), door, metrics)
+    request.stay = stay
+    request.exchange = Limited(request.exchange, stay, lines(stay.verdict))
+
+
+async def entered(key: Key, tokens: int, door: Door, metrics: Metrics) -> Stay:
+    """It must leave the door. Raises RateLimitError."""
+    came = await door.enter(key, tokens)
+    if isinstance(came, Verdict):
+        metrics.rate_limited.labels(key.name, came.refused).inc()
+        raise RateLimitError(_words(key, came), came.refused, came.wait, lines(came))
+    return came
+
+
+def leave(request: Request, door: Door) -> None:
+    """Once, whatever came of it."""
+    stay, request.stay = request.stay, None
+    if stay is not None:
+        door.leave(stay, used(request.record, request.tokens, asked_for(request), stay.passed))
+
+
+def used(record: Record, estimate: int, asked: int, passed: int) -> int:
+    """Tokens, as engines told; where they did not, the prompt's as estimated, and as many as events
+    of the stream were passed on: a client that asks for no usage uses no less."""
+    is_untouched = record.prefill_started is None and record.decode_started is None
+    if is_untouched or record.outcome in NOTHING:
+        return 0
+    prompt, completion, _ = tokens_of(record)
+    if completion is None:
+        completion = passed if record.streamed else asked
+    return (estimate if prompt is None else prompt) + completion
+
+
+def asked_for(request: Request) -> int:
+    """Tokens that it may be answered with, 0 where it does not say."""
+    body = request.body
+    length = next(filter(None, map(_count, map(body.get, LENGTHS))), 0)
+    return min(length * (_count(body.get("n")) or 1), MOST_TOKENS)
+
+
+def _count(value: object) -> int:
+    return value if type(value) is int and 0 < value <= MOST_TOKENS else 0
+
+
+def lines(verdict: Verdict) -> list[Header]:
+    """As OpenAI documents them."""
+    told: list[Header] = []
+    for name, standing in (("requests", verdict.requests), ("tokens", verdict.tokens)):
+        if standing is not None:
+            told += _lines(name, standing)
+    return told
+
+
+def _lines(name: str, standing: Standing) -> list[Header]:
+    said = {
+        "limit": str(standing.limit),
+        "remaining": str(standing.remaining),
+        "reset": duration(standing.reset),
+    }
+    return [(f"x-ratelimit-{what}-{name}".encode(), text.encode()) for what, text in said.items()]
+
+
+def _words(key: Key, verdict: Verdict) -> str:
+    wait = f"Please try again in {duration(verdict.wait)}."
+    if verdict.refused == CONCURRENCY:
+        return f"Rate limit reached: {key.concurrency} requests at once are running. {wait}"
+    standing = verdict.requests if verdict.refused == "requests" else verdict.tokens
+    assert standing is not None
+    return (
+        f"Rate limit reached on {verdict.refused} per minute: Limit {standing.limit}, "
+        f"Remaining {standing.remaining}. {wait}"
+    )

@@ -1,0 +1,111 @@
+"""Reads a decode engine's report that it could not load a prompt's KV.
+
+Decode engines with the capability `load_failures` send the report in one of three places
+(docs/engine.md): in the error object of a failed answer, in the `kv_transfer_params` of a
+non-streamed answer that they computed themselves, or in a comment of a stream. The router removes
+the report from what it sends to the client.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import orjson
+
+from router.common.exact_json import dumps
+from router.common.records import Value
+from router.openai.answers import parsed
+from router.proxy.request import KV_PARAMS
+
+FIELD = "kv_load_failure"
+NEEDLE = FIELD.encode()
+# As a key of an object: no text of a model has it, for quotes in strings are escaped.
+KEY = b'"%b"' % NEEDLE
+COMMENT = re.compile(rb"^: %b ([^\r\n]*)\r?\n" % NEEDLE, re.MULTILINE)
+ERROR_EVENT = re.compile(rb'^data: ?(\{\s*"error"[^\r\n]*)', re.MULTILINE)
+LONGEST = 200
+
+
+class LoadFailure(Value, frozen=True):
+    """`is_of_pair`: the two engines cannot exchange KV, whatever the request."""
+
+    is_of_pair: bool
+    remote: str
+    reason: str
+
+
+def failure_in(content: object) -> LoadFailure | None:
+    """Return the failure reported in an object, or None. Never raises."""
+    told = content.get(FIELD) if isinstance(content, dict) else None
+    if not isinstance(told, dict):
+        return None
+    name, host, port = (told.get(f"remote_{what}") for what in ("engine_id", "host", "port"))
+    remote = f"{name} at {host}:{port}"
+    is_of_pair = told.get("scope") == "pair"
+    return LoadFailure(is_of_pair, _printable(remote), _printable(told.get("reason")))
+
+
+def failure_of_error(raw: bytes) -> LoadFailure | None:
+    """Return the failure reported in the error object of an answer, or None."""
+    content = parsed(raw) if raw.find(KEY) >= 0 else None
+    return None if content is None else failure_in(content.get("error"))
+
+
+def failure_in_whole(raw: bytes) -> tuple[LoadFailure | None, bytes]:
+    """Return the failure that a non-streamed answer reports, and the answer without the report."""
+    content = parsed(raw) if raw.find(KEY) >= 0 else None
+    params = None if content is None else content.get(KV_PARAMS)
+    failure = failure_in(params)
+    if failure is None or content is None or not isinstance(params, dict):
+        return None, raw
+    del params[FIELD]
+    content[KV_PARAMS] = params or None
+    try:
+        return failure, dumps(content)
+    except orjson.JSONEncodeError:  # it can be read, but not written: nested too deep
+        return failure, raw
+
+
+class Watch:
+    """A watch that removes the reports from the events of a stream and passes them on."""
+
+    __slots__ = ("_on_failure", "has_ended")
+
+    def __init__(self, on_failure: Callable[[LoadFailure], None]) -> None:
+        self._on_failure = on_failure
+        # By an error that came of the failure.
+        self.has_ended = False
+
+    def passing(self, block: bytes) -> bytes:
+        if block.find(NEEDLE) < 0:
+            return block
+        block = COMMENT.sub(self._comment, block)
+        return ERROR_EVENT.sub(self._error, block) if block.find(KEY) >= 0 else block
+
+    def _comment(self, found: re.Match[bytes]) -> bytes:
+        self._note(failure_in({FIELD: parsed(found[1])}))
+        return b""
+
+    def _error(self, found: re.Match[bytes]) -> bytes:
+        content = parsed(found[1])
+        error = None if content is None else content.get("error")
+        if not isinstance(error, dict) or FIELD not in error:
+            return found[0]
+        self.has_ended = True
+        self._note(failure_in(error))
+        del error[FIELD]
+        try:
+            return b"data: " + dumps(content)
+        except orjson.JSONEncodeError:
+            return found[0]
+
+    def _note(self, failure: LoadFailure | None) -> None:
+        if failure is not None:
+            self._on_failure(failure)
+
+
+def _printable(told: object) -> str:
+    """Return a value from an engine in a form that is safe to log."""
+    text = told if isinstance(told, str) else str(told)
+    return "".join(c if c.isprintable() else "?" for c in text[:LONGEST])

@@ -1,0 +1,66 @@
+"""Push: both legs at once, so that the prefiller writes its blocks into those of a waiting decoder.
+
+The decoder is told where the prefiller is before that has answered, so its coordinates must be
+known: from its identity page, or learned from an answer of its own. Engines match the two legs by
+`transfer_id`, or by an X-Request-Id that both share and nobody else has ever had.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from uuid import uuid4
+
+from router.common.exact_json import dumps
+from router.fleet.capabilities import Coordinates
+from router.fleet.engine import Engine
+from router.proxy.dp_ranks import chosen, line
+from router.proxy.prefill_answer import Params
+from router.proxy.request import Request
+
+PUSHES = "push"
+
+
+class Push(NamedTuple):
+    """What the two legs of one attempt share. `pinned`: a header line for the prefiller, of which
+    one data-parallel rank is meant; `params` are the decoder's."""
+
+    leg_id: str
+    transfer_id: str
+    pinned: bytes
+    params: Params
+
+
+def push_of(request: Request, prefiller: Engine, decoder: Engine, forced: bool) -> Push | None:
+    """None where these two cannot, or nobody knows where the prefiller is."""
+    if not (forced or (prefiller.learned.pushes and decoder.learned.pushes)):
+        return None
+    found = _rank(request, prefiller)
+    if found is None:
+        return None
+    at, pinned = found
+    leg_id, transfer_id = request.leg_id(), f"xfer-{uuid4()}"
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_request_id": leg_id,
+        "transfer_id": transfer_id,
+        **at._asdict(),
+    }
+    if prefiller.learned.proves_prefix:
+        # As its answer would show. Else the decoder takes it for a stock engine, which cannot be
+        # told that a turn is gone, and keeps each for its whole time, though it be to leave.
+        params["proves_prefix"] = True
+    return Push(leg_id, transfer_id, pinned, Params(dumps(params)))
+
+
+def _rank(request: Request, prefiller: Engine) -> tuple[Coordinates, bytes] | None:
+    """The client's choice, if it made one; else each rank in turn."""
+    ranks = prefiller.learned.ranks
+    wanted = chosen(request)
+    if wanted is not None:
+        at = ranks.get(int(wanted)) if wanted.isdigit() else None
+        return None if at is None else (at, b"")
+    if not ranks:
+        return None
+    number = sorted(ranks)[request.number % len(ranks)]
+    return ranks[number], b"" if len(ranks) == 1 else line(number)

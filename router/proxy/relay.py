@@ -1,0 +1,369 @@
+"""A decoder's answer on its way to the client, and what a turn's leaves for the next turn.
+
+The decoder's kv_transfer_params say where the next turn's KV is. They are the router's: it asked
+for them, so the client does not see them. They are kept before the client sees the answer's end,
+so that its next turn finds them, whichever router it asks. What nobody will find again is given
+back to its decoder.
+
+A stream is not decoded as it passes, only searched for the params. Once those are there, what was
+said is read from a copy, all at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
+
+import orjson
+
+from router.common.exact_json import dumps
+from router.conversations.conversations import Turn
+from router.fleet.engine import Engine
+from router.fleet.engine_spec import DECODE
+from router.http_client.answer_memory import UNCOUNTED, Reservation
+from router.http_client.deadlines import now
+from router.http_client.engine_answer import HIGH_WATER, LAST_BLOCKS, Answer
+from router.http_client.errors import BrokenAnswerError
+from router.openai.answers import Json, Said, events_in, parsed, said_by, said_in
+from router.openai.errors import EngineUnavailableError, PreemptedError
+from router.proxy import headers, stream_from_answer
+from router.proxy.answer_check import Long, StreamEnd, failure_midway, failure_of, is_broken_off
+from router.proxy.exchange import Header
+from router.proxy.gateway import Gateway
+from router.proxy.prefill_answer import Prefilled
+from router.proxy.release import give_up_turn
+from router.proxy.request import KV_PARAMS, PASSED, SEVERAL, Request
+from router.proxy.resume_buffer import Journal
+from router.telemetry.token_usage import NEAR, usage_in
+
+logger = logging.getLogger("disagg_router.flows")
+NEEDLE = b'"kv_transfer_params"'
+EVENT_END = re.compile(rb"(\r\n\r\n|\n\n|\r\r)")
+COPY_LIMIT = 4 * 1024 * 1024
+DONE = "done"
+SEVERAL_ANSWERS = frozenset((SEVERAL, "best_of", "beam_search", "prompt_list"))
+Keeping = Coroutine[Any, Any, None]
+EVENT_STREAM: list[Header] = [(b"content-type", b"text/event-stream; charset=utf-8")]
+JSON: list[Header] = [(b"content-type", b"application/json")]
+
+
+async def deliver(request: Request, gateway: Gateway, engine: Engine, answer: Answer) -> None:
+    """Passes the decoder's answer to the client as it comes."""
+    note_first_byte(request, answer)
+    passed = headers.to_client(answer.headers, request.record.request_id)
+    limits, exchange = gateway.limits, request.exchange
+    raw = None if answer.is_event_stream else answer.whole(limits.max_answer_size)
+    if raw is not None:
+        if len(raw) > HIGH_WATER and request.alone != PASSED and is_broken_off(raw):
+            raise BrokenAnswerError("an answer that its engine has broken off")
+        request.record.usage = usage_in(raw)
+        await exchange.respond(answer.status, passed, raw)
+    else:
+        request.event_stream = request.record.streamed = answer.is_event_stream
+        idle = limits.stream_idle_timeout
+        journal = request.journal if answer.is_event_stream else None
+        ending: StreamEnd | None = None
+        if journal is not None:
+            _write_down(journal, gateway, None)
+            answer.tap = answer.journal = journal
+        elif answer.is_event_stream:
+            is_generation, is_several = request.alone != PASSED, _is_several(request)
+            ending = answer.tap = StreamEnd(engine.role, None, is_generation, is_several)
+        elif request.alone != PASSED:
+            answer.watch = Long(answer).passing
+        try:
+            await exchange.relay(answer.status, passed, answer, idle, request.latest)
+        except asyncio.CancelledError:
+            if answer.is_read and (ending is None or ending.failure is None):
+                note_done(request)
+            raise
+        finally:
+            request.record.usage = usage_in(answer.tail)
+        if journal is not None:
+            require_end(journal)
+            await exchange.finish(journal.last)
+        elif ending is not None:
+            if ending.failure is not None:
+                raise ending.failure
+            await exchange.finish(ending.last)
+    note_done(request)
+
+
+async def deliver_prefilled(request: Request, gateway: Gateway, prefilled: Prefilled) -> None:
+    """A prefiller's answer, where the one token that it was asked for is all of it."""
+    record, body = request.record, request.body
+    content = parsed(prefilled.raw)
+    if content is None or not stream_from_answer.is_answer(content):
+        raise BrokenAnswerError("an answer without choices")
+    content.pop(KV_PARAMS, None)
+    record.stage, record.status, record.first_byte = "stream", 200, now()
+    record.usage = usage_in(prefilled.raw)
+    if request.turn is not None:
+        gateway.metrics.conversation_kept.add(("not_kept",))
+    if body.get("stream"):
+        request.event_stream = record.streamed = True
+        raw, kind = stream_from_answer.events(content, body), EVENT_STREAM
+    else:
+        raw, kind = _written(content), JSON
+    passed = headers.to_client(kind, record.request_id)
+    await request.exchange.respond(200, passed, raw)
+    note_done(request)
+
+
+async def deliver_turn(
+    request: Request,
+    gateway: Gateway,
+    turn: Turn,
+    engine: Engine,
+    answer: Answer,
+    prompt_tokens: int | None,
+) -> None:
+    """The same, and keeps what it leaves for the next turn. `prompt_tokens`: where the prefiller
+    told."""
+    note_first_byte(request, answer)
+    keep = partial(_keep, request, gateway, turn, engine, prompt_tokens)
+    if answer.is_event_stream:
+        await _relay_turn(request, gateway, engine, answer, keep)
+    else:
+        await _respond_turn(request, gateway, engine, answer, keep)
+    note_done(request)
+
+
+async def _respond_turn(
+    request: Request, gateway: Gateway, engine: Engine, answer: Answer, keep: partial[Keeping]
+) -> None:
+    raw = await answer.read(gateway.limits.max_answer_size)
+    request.record.usage = usage_in(raw)
+    content, given = parsed(raw), answer.headers
+    if content is None:
+        raise BrokenAnswerError("an answer that is not a JSON object")
+    failure = failure_of(content, engine.role)
+    if failure is not None:
+        raise failure
+    params = content.pop(KV_PARAMS, None)
+    raw = raw if params is None else _written(content)
+    await _finish(gateway, keep(params, said_in(content)))
+    if request.exact and request.body.get("stream") and stream_from_answer.is_answer(content):
+        raw, given = stream_from_answer.events(content, request.body), EVENT_STREAM
+    passed = headers.to_client(given, request.record.request_id)
+    await request.exchange.respond(answer.status, passed, raw)
+
+
+async def _relay_turn(
+    request: Request, gateway: Gateway, engine: Engine, answer: Answer, keep: partial[Keeping]
+) -> None:
+    request.event_stream = request.record.streamed = True
+    passed = headers.to_client(answer.headers, request.record.request_id)
+    journal = request.journal
+    tail = Tail(request.reserve(gateway.answers))
+    ending = answer.tap = StreamEnd(engine.role, tail, is_generation=True)
+    if journal is not None:
+        if isinstance(journal.inner, Tail):  # of what another decoder has begun
+            tail = journal.inner
+        _write_down(journal, gateway, tail)
+        answer.tap = answer.journal = journal
+    exchange, idle = request.exchange, gateway.limits.stream_idle_timeout
+    try:
+        await exchange.relay(answer.status, passed, answer, idle, request.latest)
+    except BaseException as error:
+        if tail.params is not None:  # said to its end, which nobody waits for
+            gateway.spawn(keep(tail.params, tail.said()))
+        elif isinstance(error, asyncio.CancelledError) and answer.is_read and not ending.failure:
+            note_done(request)
+        raise
+    finally:
+        request.record.usage = usage_in(tail.end)
+    if journal is not None:
+        require_end(journal)
+    elif ending.failure is not None:
+        raise ending.failure
+    _note_stream(gateway, engine, tail.params is not None)
+    if tail.params is None and answer.is_read:
+        note_done(request)  # its client has the last event, and may leave now
+    await _finish(gateway, keep(tail.params, tail.said()))
+    await exchange.finish(tail.last)
+
+
+async def _finish(gateway: Gateway, keeping: Keeping) -> None:
+    """Even if the request is given up meanwhile, where there is a meanwhile."""
+    conversations = gateway.conversations
+    if conversations is not None and conversations.waits:
+        await gateway.finish(keeping)
+    else:
+        await keeping
+
+
+async def _keep(
+    request: Request,
+    gateway: Gateway,
+    turn: Turn,
+    engine: Engine,
+    prompt_tokens: int | None,
+    params: object,
+    said: Said | None,
+) -> None:
+    """Leaves `params` for the next turn, if they are some."""
+    conversations, kept = gateway.conversations, "not_offered"
+    if conversations is not None and isinstance(params, dict) and _tells_where(params):
+        engine.learned.note_kept(params)
+        if prompt_tokens is None and said is not None:
+            prompt_tokens = said.prompt_tokens
+        left = await conversations.keep(turn, engine.name, params, said, prompt_tokens)
+        kept = "kept" if left.done else "not_kept"
+        for entry in left.lost:
+            give_up_turn(request, gateway, entry)
+    elif params is None:
+        note_no_turns(gateway, engine)
+    gateway.metrics.conversation_kept.add((kept,))
+
+
+def note_first_byte(request: Request, answer: Answer) -> None:
+    record, journal = request.record, request.journal
+    record.stage, record.status, record.first_byte = "stream", answer.status, answer.first_body_at
+    if journal is not None:  # another may have begun
+        journal.first_byte = record.first_byte = journal.first_byte or answer.first_body_at
+
+
+def _write_down(journal: Journal, gateway: Gateway, inner: Tail | None) -> None:
+    """What passes from here on."""
+    journal.begin(inner)
+    cause, journal.moved_by = journal.moved_by, ""
+    if cause:
+        gateway.metrics.resumes.add((cause, "gone_on"))
+
+
+def require_end(journal: Journal) -> None:
+    """Raises PreemptedError, or another EngineError, for a stream that its engine has ended, not
+    the answer."""
+    if journal.is_preempted:
+        raise PreemptedError
+    _, failure = failure_midway(journal.error, DECODE)
+    if failure is not None:
+        raise failure
+    if journal.is_cut:
+        raise EngineUnavailableError("the decode engine ended a stream before its end")
+
+
+def note_done(request: Request) -> None:
+    request.record.stage, request.record.outcome = DONE, "ok"
+
+
+def _is_several(request: Request) -> bool:
+    """Whether the stream may hold more than one answer."""
+    return request.is_several or request.alone in SEVERAL_ANSWERS
+
+
+def _written(content: Json) -> bytes:
+    """Raises BrokenAnswerError for what can be read but not written: nesting beyond 250 levels."""
+    try:
+        return dumps(content)
+    except orjson.JSONEncodeError as error:
+        raise BrokenAnswerError(f"it cannot be passed on: {error}") from error
+
+
+def _tells_where(params: Json) -> bool:
+    """A decoder that rejects has params too: why it did."""
+    return any(name.startswith("remote_") for name in params)
+
+
+def _note_stream(gateway: Gateway, engine: Engine, has_params: bool) -> None:
+    learned = engine.learned
+    learned.note_stream(has_params)
+    if learned.streams_params is False and not learned.offers_no_turns:
+        gateway.throttle.warn(
+            "a decoder does not stream kv_transfer_params: its turns are reused only with "
+            "conversation_stream exact, if it keeps them (bidirectional_kv_xfer)",
+            engine.name,
+        )
+
+
+def note_no_turns(gateway: Gateway, engine: Engine) -> None:
+    """Says of an engine, once, that its own word is that it has no part in turns."""
+    learned = engine.learned
+    if learned.offers_no_turns and not learned.is_reported:
+        learned.is_reported = True
+        logger.warning(
+            "conversations reuse nothing at %s engine %s: it was started without "
+            '"bidirectional_kv_xfer": true in its kv_connector_extra_config, or its model keeps a '
+            "state that is of no turn",
+            engine.role,
+            engine.name,
+        )
+
+
+class Tail:
+    """A Tap that takes the params out of what passes, and holds the end back.
+
+    Clients stop reading at [DONE], before the body ends. So from the params on, which come with the
+    end of the answer, each block waits for the one after it; and the last one, whatever came, waits
+    as `last` until what it ends is kept. The copy takes memory of answers; where there is no room
+    for it, or it is too large, the turn is kept without what was said.
+    """
+
+    def __init__(self, reservation: Reservation | None = None) -> None:
+        self._reservation = reservation
+        self.params: Json | None = None
+        self.last = b""
+        self._copy: list[bytes] = []
+        self._size = 0
+
+    def passing(self, block: bytes, last: bool) -> bytes:
+        if block.find(NEEDLE) >= 0:
+            block = self._without_params(block)
+        self._size += len(block)
+        if self._has_room():
+            self._copy.append(block)
+        if last:
+            self.last += block
+            return b""
+        if self.params is not None:
+            block, self.last = self.last, block
+        return block
+
+    @property
+    def end(self) -> bytes:
+        """About the last that passed."""
+        return b"".join(self._copy[-LAST_BLOCKS:])[-NEAR:]
+
+    def said(self) -> Said | None:
+        """Of an answer that brought params: others leave nothing for the next turn."""
+        if self.params is None or self._size > COPY_LIMIT:
+            return None
+        return said_by(events_in(b"".join(self._copy)))
+
+    def _has_room(self) -> bool:
+        if self._size <= UNCOUNTED:
+            return True
+        if self._size > COPY_LIMIT:
+            return False
+        if self._reservation is None or self._reservation.resize(self._size):
+            return True
+        self._size = COPY_LIMIT + 1
+        self._copy.clear()
+        self._reservation.release()
+        return False
+
+    def _without_params(self, block: bytes) -> bytes:
+        pieces = EVENT_END.split(block)
+        ends = [*pieces[1::2], b""]
+        return b"".join(map(self._event, pieces[::2], ends))
+
+    def _event(self, event: bytes, end: bytes) -> bytes:
+        if NEEDLE not in event or not event.startswith(b"data:"):
+            return event + end
+        content = parsed(event[5:])
+        if content is None or KV_PARAMS not in content:
+            return event + end
+        params = content.pop(KV_PARAMS)
+        if isinstance(params, dict) and params:
+            self.params = params
+        if content.get("choices") == [] and content.get("usage") is None:
+            return b""  # an event for the params alone, which no client expects
+        try:
+            return b"data: " + _written(content) + end
+        except BrokenAnswerError:
+            return b""  # it cannot pass as it is

@@ -1,0 +1,194 @@
+"""An answer that begins in the middle, or moves: what each decoder is told of what another engine
+has made, what it is asked to tell so that another can go on, and what is left when nobody does.
+
+Who is asked next is for `run`; what the client has of a stream is written down in the `journal`.
+"""
+
+from __future__ import annotations
+
+from router.fleet.engine import Engine
+from router.fleet.engine_spec import DECODE, PREFILL, Role
+from router.http_client.deadlines import now
+from router.openai.errors import PreemptedError, RefusedMidwayError, RejectedError
+from router.proxy.first_token import asks_one_token, difference, may_be_handed, read_alike
+from router.proxy.gateway import Gateway
+from router.proxy.leg_bodies import message_in
+from router.proxy.legs import LegError
+from router.proxy.prefill_answer import Params, with_field
+from router.proxy.request import AS_SENT, Request
+from router.proxy.resume_buffer import Journal
+
+
+class Moves:
+    """Those of one request. `left`: how often a decoder may hand it back for want of room, before
+    one is to find room; `preempted`: which ones have."""
+
+    __slots__ = ("_gateway", "_hands_nothing", "_request", "left", "preempted")
+
+    def __init__(self, request: Request, gateway: Gateway) -> None:
+        self._request = request
+        self._gateway = gateway
+        self._hands_nothing = False
+        self.left = gateway.limits.max_resumes
+        self.preempted: list[Engine] = []
+
+    @property
+    def going_on(self) -> Journal | None:
+        """Where another engine is to go on with what was said."""
+        journal = self._request.journal
+        return journal if journal is not None and journal.moves else None
+
+    # The first token.
+
+    def hands_over(self, prefiller: Engine, decoder: Engine) -> bool:
+        """Whether this decoder is to go on from the token that this prefiller samples."""
+        gateway, request = self._gateway, self._request
+        if gateway.limits.first_token != "auto" or self.going_on or self._hands_nothing:
+            return False
+        if decoder is prefiller or not decoder.learned.begins or not may_be_handed(request.body):
+            return False
+        if asks_one_token(request.body):  # whose text is not to be held back
+            return False
+        if not read_alike(prefiller, decoder.learned.renders):
+            gateway.metrics.handed_over.add(("differ",))
+            what = difference(prefiller, decoder)
+            gateway.throttle.warn(
+                f"prefiller {prefiller.name} and this decoder differ in {what}: it computes "
+                "the first token again",
+                decoder.name,
+            )
+            return False
+        return True
+
+    def hands_nothing(self, decoder: Engine, error: RejectedError) -> bool:
+        """From here on, since a decoder would not go on from a token: perhaps that was its fault,
+        or the prefiller's, and not the client's."""
+        gateway = self._gateway
+        if error.status != 400 or not gateway.budget.take(now()):
+            return False
+        self._hands_nothing = True
+        gateway.metrics.handed_over.add(("refused",))
+        gateway.throttle.warn(
+            f"a decoder did not go on from a prefiller's token{message_in(error.body)}",
+            decoder.name,
+        )
+        return True
+
+    # What a decoder is told, and asked to tell.
+
+    def told(
+        self, params: Params | None, decoder: Engine, mate: Engine | None, is_chance: bool = False
+    ) -> tuple[Params | None, bool]:
+        """And whether it was asked to hand back what it has no room for. `mate`: the prefiller
+        whose params those are; `is_chance`: nothing is to come back."""
+        journal = self.going_on
+        if params is not None and params.tells_tokens:
+            params = params if self._is_meant(params, decoder, mate) else params.not_beginning()
+        if journal is not None:
+            params = with_field(params, b'"begun":' + journal.begun())
+        return self._asked_to_tell(params, decoder, is_chance)
+
+    def _is_meant(self, params: Params, decoder: Engine, mate: Engine | None) -> bool:
+        """Whether the decoder is to begin with what these tell. Perhaps nobody has asked for it."""
+        if not params.begins or mate is None or self.going_on is not None:
+            return False
+        return decoder.learned.begins and read_alike(decoder, mate.learned.renders)
+
+    def _asked_to_tell(
+        self, params: Params | None, decoder: Engine, is_chance: bool
+    ) -> tuple[Params | None, bool]:
+        request, learned, journal = self._request, decoder.learned, self.going_on
+        may_move = journal is not None or self._may_move(decoder)
+        is_stream = request.body.get("stream") is True and not request.exact
+        if learned.tells_ids and may_move and is_stream:
+            params = self._journal(decoder, params).asking(params)
+        elif journal is None and request.journal is not None:
+            request.journal.close()
+            request.journal = None
+        if not learned.hands_back or request.alone in AS_SENT:
+            return params, False
+        is_kept = not is_stream or (request.journal is not None and not request.journal.is_full)
+        may_come_back = may_move and is_kept and self.left > 0 and not is_chance
+        asked = b"true" if may_come_back else b"false"
+        return with_field(params, b'"hand_back":' + asked), may_come_back
+
+    def _may_move(self, decoder: Engine) -> bool:
+        """Whether another may go on with what this decoder has begun."""
+        request = self._request
+        may_move = self._gateway.limits.max_resumes > 0 and not request.alone
+        return may_move and decoder.learned.begins and may_be_handed(request.body)
+
+    def _journal(self, decoder: Engine, params: Params | None) -> Journal:
+        request = self._request
+        if request.journal is not None and self.going_on is None:
+            # Of a leg that failed before the client had anything: this one may read ids otherwise.
+            request.journal.close()
+            request.journal = None
+        if request.journal is None:
+            request.journal = self._new_journal(decoder)
+        request.journal.know_prompt(params)
+        return request.journal
+
+    def _new_journal(self, decoder: Engine) -> Journal:
+        gateway = self._gateway
+        return Journal(gateway.journals, decoder.learned.renders, gateway.limits.max_resumes)
+
+    # When a decoder could not go on.
+
+    def may_go_on(self, role: Role, error: LegError) -> bool:
+        """With an answer of which the client has some. A move that is under way may take another
+        prefiller, or none, however often it may move; and so may one for want of room, which is
+        asked for so often and no more."""
+        journal = self._request.journal
+        if role is PREFILL and self.going_on is not None:
+            return True
+        if journal is None or isinstance(error, RefusedMidwayError):  # it would be refused again
+            return False
+        if isinstance(error, PreemptedError):
+            return journal.knows_all and self.left > 0
+        return journal.can_go_on
+
+    def note(self, error: LegError) -> None:
+        """It moves. A stream's move is counted where it goes on."""
+        journal, started = self._request.journal, self._request.exchange.started
+        if journal is not None:
+            journal.move(error.kind if started else "", is_free=isinstance(error, PreemptedError))
+        if not started:
+            self._gateway.metrics.resumes.add((error.kind, "gone_on"))
+
+    def take_back(self, error: PreemptedError, engine: Engine) -> None:
+        """What has been said of an answer that nobody has seen. Without it, it begins anew."""
+        request = self._request
+        error.role = DECODE
+        if request.exchange.started:
+            return
+        journal = request.journal or self._new_journal(engine)
+        is_known = error.begun is not None and journal.take(error.begun)
+        request.journal = journal if is_known else None
+        if not is_known:
+            journal.close()
+
+    def starts_over(self) -> bool:
+        """Where nobody goes on with an answer that nobody has seen, it begins anew, and stays."""
+        request = self._request
+        if request.exchange.started or self.going_on is None or request.journal is None:
+            return False
+        request.journal.close()
+        request.journal, self.left = None, 0
+        return True
+
+    def why_not(self) -> str:
+        """For the books, of a stream with which nobody goes on."""
+        journal = self._request.journal
+        if journal is None:
+            return "not_offered"
+        if journal.is_full:
+            return "no_room"
+        return "given_up" if journal.moves or journal.can_go_on else "not_told"
+
+
+def can_go_on(engine: Engine, role: Role, journal: Journal) -> bool:
+    """With what another has begun to say."""
+    learned = engine.learned
+    tells = role is PREFILL or learned.tells_ids
+    return learned.begins and tells and read_alike(engine, journal.renders)

@@ -1,0 +1,117 @@
+"""What of the last turn's KV one request may use, and at which prefiller: no I/O here."""
+
+from __future__ import annotations
+
+from router.common.records import Value
+from router.conversations.conversations import Turn
+from router.conversations.entry import MOST, Entry
+from router.conversations.reuse_limit import Fit, Verdict, cut, judge
+from router.fleet.capabilities import instance_of, rank_in
+from router.fleet.engine import Engine
+from router.fleet.engine_spec import Intent, Role
+from router.fleet.fleet import Fleet
+from router.proxy.request import Body
+from router.routing.affinity import LoadBound
+
+# Differences that an engine finds by itself when it compares token hashes.
+SEEN_BY_PROOF = ("history", "reasoning", "rendering")
+
+
+class Offer(Value, frozen=True):
+    """What a prefiller is told to pull, None for nothing; the rest is for the books."""
+
+    outcome: str
+    reason: str = ""
+    params: Body | None = None
+
+    @property
+    def tokens(self) -> int:
+        held = None if self.params is None else self.params.get("remote_num_tokens")
+        return held if type(held) is int and 0 < held <= MOST else 0
+
+
+class Reuse(Value, frozen=True):
+    """What recalling the last turn came to. `entry` and `verdict` are there together: a last turn
+    at a decoder that still has it. That is `decoder`, if it may be asked: one that is draining is
+    only read from, and the conversation goes on elsewhere. `unproven` is the setting
+    conversation_unproven."""
+
+    turn: Turn
+    unproven: str
+    outcome: str
+    reason: str = ""
+    decoder: Engine | None = None
+    entry: Entry | None = None
+    verdict: Verdict | None = None
+    group: str = ""
+    """Of the decoder that has it."""
+
+    def held_share(self) -> float:
+        """About how much of this prompt the decoder has; 0 if it does not extend the last one."""
+        if self.entry is None or self.verdict is None:
+            return 0
+        extends = self.verdict.fit is Fit.HIT or self.verdict.reason == "rendering"
+        return self.entry.size / max(1, self.turn.prompt.size) if extends else 0
+
+    def rank_at(self, engine: Engine) -> int | None:
+        """Of the decoder's data-parallel ranks, by its own page, the one that has it: the others'
+        caches are of other conversations. None where there is but one."""
+        engine_id = None if self.entry is None else self.entry.engine_id
+        if engine is not self.decoder or engine_id is None or len(engine.learned.ranks) < 2:
+            return None
+        number = rank_in(engine_id)
+        return number if number in engine.learned.ranks else None
+
+    def offer(self, prefiller: Engine) -> Offer:
+        """What this prefiller may pull."""
+        if self.entry is None or self.verdict is None:
+            return Offer(self.outcome, self.reason)
+        if prefiller.group != self.group:
+            return Offer(Fit.MISMATCH, "group")
+        if self.verdict.reason == "model":
+            return Offer(self.verdict.fit, self.verdict.reason)
+        return self._offer(self.entry, self.verdict, prefiller)
+
+    def _offer(self, entry: Entry, verdict: Verdict, prefiller: Engine) -> Offer:
+        if entry.is_revocable and not prefiller.learned.proves_prefix:
+            # It could not find out that the decoder has dropped the turn.
+            return Offer(Fit.MISMATCH, "unproven")
+        whole = verdict.fit is Fit.HIT
+        proven = entry.is_proven and prefiller.learned.proves_prefix
+        if proven and (whole or not self.turn.prompt.has_media):
+            fit = Fit.CUT if verdict.reason in SEEN_BY_PROOF else verdict.fit
+            return Offer(fit, verdict.reason, entry.params)
+        if whole and self.unproven == "whole":
+            return Offer(verdict.fit, verdict.reason, entry.params)
+        params = None if self.unproven == "off" else cut(entry.params, verdict.tokens)
+        fit = Fit.MISMATCH if params is None else Fit.CUT
+        return Offer(fit, verdict.reason or "unproven", params)
+
+
+# The last turn's KV is used up, and was of no use.
+USED_UP = Offer("failed")
+
+
+def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Reuse:
+    """What recalling the last turn came to."""
+    entry = turn.entry
+    if entry is None:
+        return Reuse(turn, unproven, turn.found)
+    decoder = fleet.named(entry.decoder)
+    if decoder is None or not decoder.role.plays(Role.DECODE) or not _is_same(decoder, entry):
+        return Reuse(turn, unproven, "decoder_gone")
+    home: Engine | None = decoder
+    if decoder.intent is not Intent.SERVING:
+        home = None
+    elif not bound.is_far(decoder) and bound.exceeded(decoder, fleet.candidates(Role.DECODE)):
+        return Reuse(turn, unproven, "decoder_overloaded")
+    verdict = judge(entry, turn.prompt, turn.scope)
+    return Reuse(turn, unproven, verdict.fit, verdict.reason, home, entry, verdict, decoder.group)
+
+
+def _is_same(decoder: Engine, entry: Entry) -> bool:
+    """Whether it still runs as it did when the last turn ended."""
+    known, then = decoder.learned.engine_id, entry.engine_id
+    if known is not None and then is not None and known != instance_of(then):
+        return False
+    return decoder.lost_at < entry.created_at

@@ -1,0 +1,303 @@
+"""Makes engines that will work together known to each other before a user's request does.
+
+The first KV that goes from one engine to another costs a handshake, seconds on real hardware. So a
+pair of which one is new gets a tiny request of the router's own, along both legs: a few random
+tokens, which no cache holds, and one token of answer. A pair that cannot be warmed is none the
+worse for it, and is not tried again: the first request to come pays, as it would have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from random import Random
+from typing import NamedTuple
+
+from router.fleet.engine import Engine, Health
+from router.fleet.engine_spec import DECODE, PREFILL, Intent, Role
+from router.http_client.deadlines import now
+from router.http_client.errors import BrokenAnswerError, UpstreamError
+from router.openai.errors import EngineError, RequestError
+from router.proxy import release
+from router.proxy.exchange import Header, Relayed
+from router.proxy.gateway import Gateway
+from router.proxy.leg_bodies import Bodies
+from router.proxy.legs import Legs
+from router.proxy.plan import PULL, PUSH, Plan, mode_of
+from router.proxy.prefill_answer import Prefilled
+from router.proxy.push import Push, push_of
+from router.proxy.request import Request, next_number
+from router.routing.route import Route
+from router.telemetry.record import Record
+
+logger = logging.getLogger("disagg_router.fleet")
+
+LAZY, EAGER = "lazy", "eager"
+# Seconds between two looks at who is new; for one tiny request; and that an engine is kept back.
+LOOK = 0.2
+PATIENCE = 20.0
+LONGEST_COLD = 30.0
+# Requests at once, and engines of the other role that a new one is made known to.
+AT_ONCE = 2
+MOST_PARTNERS = 64
+# Pairs that wait: what comes later than these would has met by itself.
+MOST_WAITING = 4096
+# Of a prompt: more than two blocks of any usual size, with small ids that every vocabulary has.
+TOKENS = 260
+IDS = range(5, 200)
+ENDPOINT = "/v1/completions"
+
+
+class Life(NamedTuple):
+    """An engine from when it was found healthy until it is lost, or becomes another."""
+
+    engine: Engine
+    lost_at: float
+    role: Role
+    group: str
+
+    @property
+    def goes_on(self) -> bool:
+        engine = self.engine
+        is_up = engine.health is Health.HEALTHY and engine.intent is Intent.SERVING
+        return is_up and self == _life_of(engine)
+
+
+def _life_of(engine: Engine) -> Life:
+    return Life(engine, engine.lost_at, engine.role, engine.group)
+
+
+class Pair(NamedTuple):
+    prefiller: Life
+    decoder: Life
+
+    @property
+    def goes_on(self) -> bool:
+        return self.prefiller.goes_on and self.decoder.goes_on
+
+    @property
+    def may_meet(self) -> bool:
+        """As things are now: either may have become another while the pair waited."""
+        prefiller, decoder = self.prefiller.engine, self.decoder.engine
+        plays = prefiller.role.plays(PREFILL) and decoder.role.plays(DECODE)
+        return plays and _may_meet(prefiller, decoder)
+
+
+class Warmer:
+    """`mode`: LAZY warms the pairs of engines that come while the router runs. EAGER warms those of
+    all, and keeps requests from one that came until it is warm, as long as there is another one to
+    ask, and for LONGEST_COLD seconds at most."""
+
+    def __init__(self, gateway: Gateway, mode: str, longest_cold: float = LONGEST_COLD) -> None:
+        self._gateway = gateway
+        self._mode = mode
+        self._longest_cold = longest_cold
+        self._random = Random()
+        self._met: set[Life] = set()
+        self._waiting: deque[Pair] = deque()
+        self._running: dict[asyncio.Task[None], Pair] = {}
+        self._cold: dict[Life, float] = {}
+        self._first = frozenset(gateway.fleet.engines)
+
+    async def run(self) -> None:
+        """Ends only when it is cancelled."""
+        looked_at = None
+        try:
+            while True:
+                snapshot = self._gateway.fleet.snapshot
+                try:
+                    if snapshot is not looked_at:
+                        looked_at = snapshot
+                        await self._meet()
+                    self._go_on()
+                except Exception:
+                    logger.exception("engines are not warmed")
+                await asyncio.sleep(LOOK)
+        finally:
+            for task in self._running:
+                task.cancel()
+
+    async def _meet(self) -> None:
+        """Who is new since the last look. Each is a task's step of its own: that a thousand come at
+        once must not keep requests waiting."""
+        engines = self._gateway.fleet.engines
+        alive = {life for engine in engines if (life := _life_of(engine)).goes_on}
+        new, self._met = alive - self._met, self._met & alive
+        latest = now() + self._longest_cold
+        self._cold |= {life: latest for life in new if life.engine.is_cold}
+        self._waiting = deque(pair for pair in self._waiting if pair.goes_on)
+        for life in sorted(new, key=lambda life: life.engine.name):
+            if len(self._waiting) < MOST_WAITING:
+                partners = self._met if self._mode == EAGER else self._strangers(life)
+                self._waiting += _pairs(life, partners)
+            self._met.add(life)
+            await asyncio.sleep(0)
+
+    def _strangers(self, life: Life) -> Iterable[Life]:
+        """Of two that were there when the router started, and have not been lost since, it is taken
+        that they know each other."""
+        if not self._was_there(life):
+            return self._met
+        return [other for other in self._met if not self._was_there(other)]
+
+    def _was_there(self, life: Life) -> bool:
+        return life.engine in self._first and not life.lost_at
+
+    def _go_on(self) -> None:
+        while self._waiting and len(self._running) < AT_ONCE:
+            pair = self._waiting.popleft()
+            if pair.goes_on and pair.may_meet:
+                task = asyncio.get_running_loop().create_task(self._warm(pair))
+                self._running[task] = pair
+                task.add_done_callback(self._running.pop)
+        if self._cold:
+            self._let_in()
+
+    def _let_in(self) -> None:
+        """Those that are warm, or have waited long enough."""
+        pairs = [*self._waiting, *self._running.values()]
+        left = Counter(life for pair in pairs for life in pair)
+        for life, latest in list(self._cold.items()):
+            if not left[life] or now() >= latest or not life.goes_on:
+                del self._cold[life]
+                if life.goes_on:
+                    self._gateway.fleet.is_warm(life.engine)
+
+    async def _warm(self, pair: Pair) -> None:
+        """Never raises, unless it is cancelled."""
+        prefiller, decoder = pair.prefiller.engine, pair.decoder.engine
+        started = now()
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await self._ask(prefiller, decoder)
+        except (UpstreamError, EngineError, RequestError, TimeoutError) as error:
+            outcome = "failed"
+            self._gateway.throttle.warn(
+                "a pair of engines could not be warmed",
+                f"{prefiller.name}, {decoder.name}: {error}",
+            )
+        except Exception:
+            outcome = "failed"
+            logger.exception("%s and %s could not be warmed", prefiller.name, decoder.name)
+        else:
+            outcome = "done"
+            took = now() - started
+            logger.info(
+                "%s and %s know each other after %.2f s", prefiller.name, decoder.name, took
+            )
+        self._gateway.metrics.warm_ups.labels(outcome).inc()
+
+    async def _ask(self, prefiller: Engine, decoder: Engine) -> None:
+        gateway, limits = self._gateway, self._gateway.limits
+        route = Route(prefiller.group, (prefiller,), (decoder,))
+        request = self._request(prefiller, decoder)
+        pushes = mode_of(route, limits.transfer_mode) is PUSH
+        push = push_of(request, prefiller, decoder, forced=True) if pushes else None
+        bodies = Bodies(request.body)
+        legs = Legs(request, Plan("warm_up", PULL if push is None else PUSH, route), gateway)
+        try:
+            if push is None:
+                params = (await legs.prefill(prefiller, bodies.prefill(), False)).params
+                body = bodies.decode(None if params is None else params.not_retaining())
+                try:
+                    if prefiller.group != decoder.group:
+                        raise BrokenAnswerError("they are not of one group any more")
+                    await legs.decode(decoder, body, False)
+                except BaseException as cause:
+                    release.give_up(request, gateway, params, cause)
+                    raise
+            else:
+                await self._push(legs, request, bodies, push)
+        finally:
+            legs.let_go(is_read=True)
+
+    async def _push(self, legs: Legs, request: Request, bodies: Bodies, push: Push) -> None:
+        (prefiller,), (decoder,) = legs.plan.route.prefillers, legs.plan.route.decoders
+        body = bodies.prefill(None, push.transfer_id)
+        prefilling: asyncio.Task[Prefilled] | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                prefilling = group.create_task(legs.prefill(prefiller, body, False, push))
+                body = bodies.decode(push.params.not_retaining())
+                group.create_task(legs.decode(decoder, body, False, push=push))
+        except BaseException as cause:
+            if prefilling is not None and _has_succeeded(prefilling):
+                release.give_up(request, self._gateway, prefilling.result().params, cause)
+            if isinstance(cause, ExceptionGroup):
+                raise cause.exceptions[0] from None
+            raise
+
+    def _request(self, prefiller: Engine, decoder: Engine) -> Request:
+        models = _shared_models(prefiller, decoder)
+        body = {
+            **({"model": min(models)} if models else {}),
+            "prompt": self._random.choices(IDS, k=TOKENS),
+            "max_tokens": 1,
+            "stream": False,
+        }
+        moment = now()
+        exchange = Unheard(asyncio.get_running_loop(), moment)
+        record = Record(ENDPOINT, moment, f"warm-up-{self._random.getrandbits(64):016x}")
+        line, latest = self._gateway.engine_line, moment + PATIENCE
+        made = Request(exchange, record, line, latest, next_number())
+        made.body, made.tokens = body, TOKENS
+        return made
+
+
+class Unheard:
+    """An Exchange that nobody waits at the other end of."""
+
+    endpoint = ENDPOINT
+    headers: Sequence[Header] = ()
+    body = b""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, arrived: float) -> None:
+        self.loop = loop
+        self.arrived = arrived
+        self.started = False
+
+    async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        self.started = True
+
+    async def relay(
+        self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
+    ) -> None:
+        """It asked for no stream."""
+        self.started = True
+
+    async def finish(self, tail: bytes) -> None:
+        return
+
+    def abort(self) -> None:
+        return
+
+
+def _has_succeeded(leg: asyncio.Task[Prefilled]) -> bool:
+    return leg.done() and not leg.cancelled() and leg.exception() is None
+
+
+def _pairs(life: Life, partners: Iterable[Life]) -> Iterable[Pair]:
+    """Of engines between which KV may go; those that have the most to do first, for they will meet
+    first."""
+    near = [other for other in partners if _may_meet(life.engine, other.engine)]
+    near.sort(key=lambda other: (-other.engine.in_flight, other.engine.name))
+    pairs: list[Pair] = []
+    for other in near[:MOST_PARTNERS]:
+        if life.engine.role.plays(PREFILL) and other.engine.role.plays(DECODE):
+            pairs.append(Pair(life, other))
+        if life.engine.role.plays(DECODE) and other.engine.role.plays(PREFILL):
+            pairs.append(Pair(other, life))
+    return pairs
+
+
+def _may_meet(one: Engine, other: Engine) -> bool:
+    return one.group == other.group and _shared_models(one, other) != frozenset()
+
+
+def _shared_models(one: Engine, other: Engine) -> frozenset[str] | None:
+    """None: not known."""
+    if one.models is None or other.models is None:
+        return one.models or other.models
+    return one.models & other.models

@@ -1,0 +1,24 @@
+"""Each engine in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from router.routing.candidate import MOST_TRIED, Ask, E, Policy
+
+T = TypeVar("T")
+
+
+class RoundRobin(Policy):
+    def order(self, candidates: Sequence[E], ask: Ask) -> Sequence[E]:
+        start = ask.turn % len(candidates) if candidates else 0
+        order = candidates[start : start + MOST_TRIED]
+        missing = min(MOST_TRIED, len(candidates)) - len(order)
+        return [*order, *candidates[:missing]] if missing else order
+
+
+def in_turn(candidates: Sequence[T], turn: int) -> Sequence[T]:
+    """All candidates, starting with the one whose turn it is; the rest are its stand-ins."""
+    start = turn % len(candidates) if candidates else 0
+    return [*candidates[start:], *candidates[:start]] if start else candidates

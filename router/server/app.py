@@ -1,0 +1,349 @@
+"""Wires the rooms together. Nothing else imports everything."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+
+from router.auth.api_keys import Keys
+from router.auth.authenticator import Door
+from router.auth.keyring import Keyring
+from router.common.signature import Seal
+from router.common.tls import Secured
+from router.common.watched_file import Watched
+from router.conversations.conversations import Conversations
+from router.conversations.identity import Identity
+from router.conversations.memory_store import MemoryStore
+from router.conversations.signed_store import SealedStore
+from router.conversations.store import Shelf
+from router.conversations.store_breaker import Breaker
+from router.conversations.stored_responses import Responses
+from router.fleet.circuit_breaker import CLOSED, HALF_OPEN, OPEN
+from router.fleet.duplicate_ids import namesakes
+from router.fleet.engine import Engine, Health
+from router.fleet.engine_spec import DECODE, PREFILL, EngineSpec, Intent
+from router.fleet.fleet import Fleet
+from router.fleet.group_state import census
+from router.fleet.probes import Prober
+from router.fleet.registry import Roster, Standing
+from router.fleet.sources.factory import sources_of
+from router.http_client.answer_memory import AnswerMemory
+from router.http_client.connect import Tls
+from router.http_client.deadlines import Deadlines, now
+from router.http_client.pool import EnginePool, PoolLimits
+from router.openai import fastapi_errors
+from router.proxy.gateway import Gateway
+from router.proxy.warmup import EAGER, Warmer
+from router.server import (
+    dialect_endpoints,
+    index_page,
+    lora_adapters,
+    model_endpoints,
+    openai_endpoints,
+    operations_endpoints,
+    passthrough_endpoints,
+)
+from router.server.access_guard import Guard
+from router.server.http_methods import Manners
+from router.settings import BrokenFileError, Settings, SettingsError
+from router.telemetry.counters import Reading
+from router.telemetry.metrics import Metrics
+from router.telemetry.trace_export import tracer_of
+from router.ui.hub import Hub
+from router.ui.site import site
+
+if TYPE_CHECKING:
+    from router.auth.redis_quota_ledger import SharedLedger
+
+logger = logging.getLogger("disagg_router")
+# Seconds that requests wait at start for sources of engines that have to be asked.
+FIRST_WORDS = 3.0
+CIRCUIT_VALUES = {CLOSED: 0, HALF_OPEN: 1, OPEN: 2}
+HEALTH_VALUES = {Health.HEALTHY: 1, Health.UNHEALTHY: 0, Health.UNKNOWN: -1}
+
+
+def build(settings: Settings, shared: Path | None = None) -> FastAPI:
+    """The application: serves everything under any ASGI server, and the hot endpoints faster when
+    uvicorn runs it with RouterProtocol. Engines are discovered and probed while its lifespan runs.
+
+    `shared` is a folder of all processes of a router of several. Raises SettingsError.
+    """
+    deadlines, metrics = Deadlines(), Metrics()
+    watched: dict[str, Watched] = {}
+    certificates: dict[str, Secured] = {}
+    secured = functools.cache(settings.engine_tls)  # the system's authorities take a while to read
+    has_own = settings.engine_ca_file or settings.engine_certfile
+    if has_own and (pair := secured().file) is not None:  # what is wrong there is told at start
+        watched["engine_tls"], certificates["engine_tls"] = pair, secured()
+    answers = AnswerMemory(settings.max_held_answers)
+    fleet = _fleet(settings, deadlines, secured, answers)
+    fleet.new_are_cold = settings.warm_up == EAGER
+    fleet.weigh(settings.weights)
+    roster = Roster(fleet, sources_of(settings, shared), settings.request_timeout)
+    _read_gauges(metrics, fleet, roster)
+    metrics.by_model.known = lambda: fleet.snapshot.by_model
+    prober = Prober(fleet, settings.health_interval, settings.health_timeout)
+    store = _store(settings, metrics)
+    tracer = tracer_of(os.environ)
+    door = _door(settings, metrics)
+    if door is not None:
+        watched["api_keys"] = door.keyring.file
+    metrics.file_trouble.read = lambda: [((n,), bool(f.trouble)) for n, f in watched.items()]
+    metrics.certificate_end.read = lambda: [
+        ((name,), one.end) for name, one in certificates.items() if one.end is not None
+    ]
+    conversations = _conversations(settings, store)
+    gateway = Gateway(settings, fleet, metrics, conversations, tracer, door, answers)
+    metrics.in_flight.set_function(lambda: len(gateway.running))
+    metrics.held_bodies.set_function(lambda: gateway.held.size)
+    metrics.held_answers.set_function(lambda: answers.size)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
+        loop = asyncio.get_running_loop()
+        watching = [loop.create_task(roster.run()), loop.create_task(prober.run())]
+        watching += [loop.create_task(file.run()) for file in watched.values()]
+        if door is not None:
+            watching.append(loop.create_task(door.keep_places()))
+        try:
+            await roster.heard(FIRST_WORDS)
+            if settings.warm_up != "off":
+                watching.append(loop.create_task(Warmer(gateway, settings.warm_up).run()))
+            yield {"gateway": gateway, "deadlines": deadlines}
+        finally:
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+            await gateway.close()
+            fleet.close()
+
+    app = FastAPI(
+        title="disagg-router",
+        version=version("disagg-router"),
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.gateway, app.state.prober, app.state.roster = gateway, prober, roster
+    app.state.responses = Responses(
+        _shelf(settings, store), settings.tenant_header, settings.responses_ttl
+    )
+    app.state.exposition = metrics.exposition
+    app.state.watched, app.state.certificates = watched, certificates
+    app.state.sealed_store = store if isinstance(store, SealedStore) else None
+    for endpoints in (
+        index_page,
+        openai_endpoints,
+        dialect_endpoints,
+        passthrough_endpoints,
+        lora_adapters,
+        model_endpoints,
+        operations_endpoints,
+    ):
+        app.include_router(endpoints.router)
+    app.state.page = _page(app, settings, gateway, roster)
+    # A port that is asked for and not bound, under another server, hides the page.
+    app.state.page_port = settings.ui_port
+    has_metrics = settings.metrics_port is None
+    app.add_middleware(Guard, gateway=gateway, state=app.state, has_metrics=has_metrics)
+    # Outermost: a page hears of a refusal, too.
+    app.add_middleware(Manners, known=app, origins=settings.cors_origins)
+    fastapi_errors.install(app)
+    return app
+
+
+def _page(app: FastAPI, settings: Settings, gateway: Gateway, roster: Roster) -> Hub | None:
+    """Raises SettingsError."""
+    if not settings.ui:
+        return None
+    hub = Hub(gateway, roster)
+    app.include_router(site(hub, settings.ui_secret()))
+    return hub
+
+
+def _conversations(settings: Settings, store: Shelf | None) -> Conversations | None:
+    if store is None:
+        return None
+    identity = Identity(settings.conversation_ids, settings.tenant_header)
+    return Conversations(store, identity, settings.conversation_ttl)
+
+
+def _door(settings: Settings, metrics: Metrics) -> Door | None:
+    """Raises SettingsError."""
+    path = settings.api_keys_file
+    if path is None:
+        return None
+    keyring = _keyring(settings, path)
+    shared = None if settings.limits_store == "memory" else _shared_ledger(settings, metrics)
+    return Door(keyring, settings.tenant_header, shared)
+
+
+def _keyring(settings: Settings, path: Path) -> Keyring:
+    """Raises SettingsError."""
+    is_divided = settings.workers > 1 and settings.limits_store == "memory"
+    try:
+        return Keyring(path, _require_no_limits if is_divided else lambda keys: None)
+    except ValueError as error:
+        raise BrokenFileError([f"--api-keys-file {path}: {error}"]) from None
+
+
+def check_files(settings: Settings) -> None:
+    """Those that are watched: at start, one that cannot be used is a mistake in the settings like
+    any other. Raises SettingsError."""
+    settings.served_tls()
+    if settings.engine_ca_file or settings.engine_certfile:
+        settings.engine_tls()
+    if settings.api_keys_file is not None:
+        _keyring(settings, settings.api_keys_file)
+
+
+def _require_no_limits(keys: Keys) -> None:
+    """The kernel gives a client's connections to whichever worker: a share of a limit at each would
+    refuse who has one connection, and the whole of it at each would be no limit. Raises
+    ValueError."""
+    for key in keys.values():
+        if key.has_limits:
+            raise ValueError(
+                f"key {key.name} has limits, which several workers cannot count together: set "
+                "--key-limits-store to a Redis URL"
+            )
+
+
+def _shared_ledger(settings: Settings, metrics: Metrics) -> SharedLedger:
+    """Raises SettingsError."""
+    from router.auth.redis_quota_ledger import SharedLedger  # slow to import, and seldom needed
+
+    def failed(operation: str, result: str) -> None:
+        metrics.key_limit_errors.labels(operation, result).inc()
+
+    try:
+        return SharedLedger(
+            settings.limits_store,
+            settings.limits_password(),
+            settings.conversation_store_timeout,
+            failed,
+        )
+    except ValueError as error:
+        raise SettingsError([f"--key-limits-store: {error}"]) from error
+
+
+def _store(settings: Settings, metrics: Metrics) -> Shelf | None:
+    """Raises SettingsError."""
+    if settings.conversation_store == "off":
+        return None
+    if settings.conversation_store == "memory":
+        memory = MemoryStore(settings.conversation_max_entries, settings.conversation_max_bytes)
+        metrics.conversation_entries.set_function(lambda: len(memory))
+        return memory
+    errors = metrics.conversation_store_errors
+    redis = Breaker(_redis(settings), errors)
+    seal = Seal(with_store_keys(settings).store_keys())
+    return SealedStore(redis, seal, errors, settings.conversation_ttl)
+
+
+def with_store_keys(settings: Settings) -> Settings:
+    """With the keys of a shared store, or with one of this router's own. Raises SettingsError.
+
+    Called before a router becomes several processes; the second time it changes nothing.
+    """
+    if settings.conversation_store in ("memory", "off"):
+        return settings
+    keys = settings.store_keys()
+    if not keys:
+        logger.warning(
+            "no --conversation-store-key: turns in Redis are reused only within this router, and "
+            "until it ends"
+        )
+        keys = [secrets.token_urlsafe(32).encode()]
+    return settings.with_store_keys(keys)
+
+
+def _shelf(settings: Settings, store: Shelf | None) -> Shelf | None:
+    """For responses: a memory of their own, so that they do not push out turns."""
+    if settings.conversation_store != "memory":
+        return store
+    return MemoryStore(settings.conversation_max_entries, settings.conversation_max_bytes)
+
+
+def _redis(settings: Settings) -> Shelf:
+    from router.conversations.redis_store import RedisStore  # slow to import, and seldom needed
+
+    try:
+        return RedisStore(
+            settings.conversation_store,
+            settings.store_password(),
+            settings.conversation_store_timeout,
+        )
+    except ValueError as error:
+        raise SettingsError([f"--conversation-store: {error}"]) from error
+
+
+def _fleet(
+    settings: Settings,
+    deadlines: Deadlines,
+    secured: Callable[[], Secured],
+    answers: AnswerMemory,
+) -> Fleet:
+    """`secured` is asked for where an engine wants it."""
+    limits = PoolLimits(
+        connect_timeout=settings.connect_timeout,
+        idle_connections=settings.engine_idle_connections,
+        idle_age=settings.engine_idle_age,
+        header_limit=settings.max_header_size,
+    )
+
+    name = settings.engine_tls_name or ""
+
+    def make_pool(spec: EngineSpec) -> EnginePool:
+        tls = Tls(secured().context, name) if spec.tls else None
+        address = spec.address
+        return EnginePool(address.host, address.port, limits, deadlines, tls, answers)
+
+    secret = settings.engine_secret()
+    credential = "" if secret is None else f"Bearer {secret}"
+    return Fleet((), make_pool, settings.health_failures, credential=credential)
+
+
+def _read_gauges(metrics: Metrics, fleet: Fleet, roster: Roster) -> None:
+    """From the thread that is asked for metrics: each reads what is replaced as a whole."""
+
+    def of_engines(value: Callable[[Engine], float]) -> Callable[[], Iterator[Reading]]:
+        return lambda: (((engine.role, engine.name), value(engine)) for engine in fleet.engines)
+
+    def of_sources(value: Callable[[Standing], float]) -> Callable[[], Iterator[Reading]]:
+        return lambda: (((one.source.name,), value(one)) for one in roster.standings)
+
+    def shared_ids() -> Iterator[Reading]:
+        shared = namesakes(fleet.engines)
+        return (((one.role, one.name), 1) for one in fleet.engines if one.name in shared)
+
+    metrics.engine_healthy.read = of_engines(lambda engine: HEALTH_VALUES[engine.health])
+    metrics.engine_in_flight.read = of_engines(lambda engine: engine.in_flight)
+    metrics.engine_holding.read = of_engines(lambda engine: engine.holding)
+    metrics.engine_draining.read = of_engines(lambda engine: engine.intent is Intent.DRAINING)
+    metrics.engine_shares_id.read = shared_ids
+    metrics.engine_circuit.read = of_engines(lambda engine: CIRCUIT_VALUES[engine.breaker.circuit])
+    metrics.pair_avoided.read = lambda: ((pair, 1.0) for pair in fleet.pairs.avoided(now()))
+    metrics.fleet_changes.read = lambda: (((what,), count) for what, count in roster.counts.items())
+    metrics.source_engines.read = of_sources(lambda standing: len(standing.listed))
+    metrics.source_trouble.read = of_sources(lambda standing: bool(standing.trouble))
+    metrics.source_told.read = of_sources(lambda standing: standing.told_at)
+    metrics.group_weight.read = lambda: (
+        ((name,), group.weight) for name, group in census(fleet).items()
+    )
+    metrics.group_engines.read = lambda: (
+        ((name, role), count)
+        for name, group in census(fleet).items()
+        for role, count in ((PREFILL, group.prefillers), (DECODE, group.decoders))
+    )

@@ -1,0 +1,354 @@
+"""Runs the router on a socket until it is told to stop.
+
+uvicorn closes its listener in the moment of SIGTERM, while load balancers still send; so the
+signals are ours. The first one makes /ready say 503 and changes nothing else for `shutdown_delay`;
+then the listener closes and running requests have `shutdown_timeout` to end; then they are ended,
+each telling its client so. A second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from router.admin.control import Control
+from router.admin.control_channel import listening
+from router.admin.hosting import ADDRESS, Alone, Server, at_work
+from router.admin.worker_process import Member
+from router.common.tls import Secured
+from router.fleet.sources.factory import described
+from router.proxy.gateway import Gateway
+from router.server.app import build
+from router.server.client_connection import RouterProtocol
+from router.server.tls_handshake import Handshake
+from router.settings import Address, Settings, is_loopback
+from router.telemetry.liveness import LivenessServer, answering
+from router.telemetry.trace_export import say_if_missing
+from router.telemetry.worker_metrics import family_exposition, telling
+from router.ui.hub import Hub
+from router.ui.other_workers import SUFFIX, Siblings, told
+
+logger = logging.getLogger("disagg_router")
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Left to uvicorn after our own deadline, to close what does not close by itself.
+BACKSTOP = 6
+BACKLOG = 4096
+# Requests leave hardly any cycles behind, so there is little to collect.
+RARELY = (50_000, 20, 50)
+# Of malloc.h. Bytes: what glibc comes to by itself when a block of 32 MiB has been freed.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+KEPT_FREE = 64 * 1024 * 1024
+SET_UP = frozenset(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"))
+
+
+class BindError(Exception):
+    """The address cannot be listened on."""
+
+
+class Hangup:
+    """What SIGHUP means: read settings again. But where the terminal went away that the router was
+    started in, end, as programs do there; unless it was told to ignore that, as with nohup."""
+
+    def __init__(self, reload: Callable[[], None], end: Callable[[signal.Signals], None]) -> None:
+        self._reload = reload
+        self._end = end
+        self._is_bound = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL and _has_terminal()
+
+    def on_signal(self) -> None:
+        if self._is_bound and not _has_terminal():
+            self._end(signal.SIGHUP)
+        else:
+            self._reload()
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+class Shutdown:
+    """What signals do, in order."""
+
+    def __init__(self, server: Server, gateway: Gateway, settings: Settings) -> None:
+        self._server = server
+        self._gateway = gateway
+        self._settings = settings
+        self._task: asyncio.Task[None] | None = None
+
+    def on_signal(self, number: signal.Signals) -> None:
+        if self._task is not None:
+            logger.warning("%s again: exiting now", number.name)
+            self._gateway.books.flush()
+            os._exit(128 + number)
+        logger.info("%s: shutting down", number.name)
+        self._gateway.draining = True
+        self._task = asyncio.get_running_loop().create_task(self._proceed())
+
+    async def _proceed(self) -> None:
+        await asyncio.sleep(self._settings.shutdown_delay)
+        self._server.should_exit = True
+        await asyncio.sleep(self._settings.shutdown_timeout)
+        if self._gateway.running:
+            logger.warning("ending %d requests that still run", len(self._gateway.running))
+            self._gateway.interrupt()
+        for connection in tuple(self._server.server_state.connections):
+            if isinstance(connection, RouterProtocol):
+                connection.end()
+
+
+def run(settings: Settings, read_again: Callable[[], Settings]) -> None:
+    """Serves until a signal. Raises BindError, or SettingsError for a store that makes no sense."""
+    say_if_missing(os.environ)
+    with bind_all(settings) as listeners, admin_listener(settings) as admin:
+        uvloop.run(_serve_alone(settings, read_again, listeners, admin))
+
+
+def work(settings: Settings, listeners: Listeners, directory: Path, number: int) -> None:
+    """Serves as one of several processes, until SIGTERM. Raises SettingsError.
+
+    All tell their metrics in `directory`, and each answers with those of all; one that is started
+    again finds there what sources listed last.
+    """
+    uvloop.run(_serve_in_family(settings, listeners, directory, number))
+
+
+async def _serve_alone(
+    settings: Settings,
+    read_again: Callable[[], Settings],
+    listeners: Listeners,
+    admin: socket.socket | None,
+) -> None:
+    app = build(settings)
+    control = Control(settings, Alone(Member(settings, app)), read_again)
+    with watched(settings, app.state.exposition):
+        announce(settings, listeners)
+        async with at_work(control, admin):
+            await _serve(settings, listeners, app, SIGNALS, control)
+
+
+async def _serve_in_family(
+    settings: Settings, listeners: Listeners, directory: Path, number: int
+) -> None:
+    app = build(settings, directory)
+    own, app.state.exposition = app.state.exposition, partial(family_exposition, directory)
+    member = Member(settings, app)
+    with telling(directory / f"{number}.sock", own):
+        async with listening(directory / ADDRESS, member), _seen(app, settings, directory, number):
+            await _serve(settings, listeners, app, (signal.SIGTERM,))
+
+
+@contextlib.asynccontextmanager
+async def _seen(
+    app: FastAPI, settings: Settings, directory: Path, number: int
+) -> AsyncIterator[None]:
+    """Whichever worker shows the page, it shows what all see."""
+    page: Hub | None = app.state.page
+    if page is None:
+        yield
+        return
+    page.siblings = Siblings(directory, number, settings.workers)
+    async with told(directory / f"{number}{SUFFIX}", page.own.looked_at):
+        yield
+
+
+@contextlib.contextmanager
+def watched(settings: Settings, exposition: Callable[[], bytes]) -> Iterator[None]:
+    """Answers liveness probes and scrapes on their own ports, if they have some; metrics are where
+    they have their own, and nowhere else. Raises BindError."""
+    wanted = [
+        ("liveness", settings.host, settings.liveness_port, settings.metrics_port is None),
+        ("metrics", settings.metrics_host, settings.metrics_port, True),
+    ]
+    with contextlib.ExitStack() as stack:
+        for what, host, port, has_metrics in wanted:
+            if port is None:
+                continue
+            try:
+                server = LivenessServer(host, port, exposition if has_metrics else None)
+            except OSError as error:
+                where = Address(host, port)
+                raise BindError(f"cannot listen on {where}: {error.strerror or error}") from error
+            stack.enter_context(answering(server))
+            logger.info("%s on http://%s", what, Address(host, server.server_address[1]))
+        yield
+
+
+async def _serve(
+    settings: Settings,
+    listeners: Listeners,
+    app: FastAPI,
+    signals: Iterable[signal.Signals],
+    control: Control | None = None,
+) -> None:
+    _allow_many_connections()
+    gc.collect()
+    gc.freeze()  # what lives from here on dies young; the rest need not be looked at again
+    gc.set_threshold(*RARELY)
+    _keep_freed_memory()
+    secured = settings.served_tls()
+    if secured is not None and secured.file is not None:
+        app.state.watched["tls"], app.state.certificates["tls"] = secured.file, secured
+    config = uvicorn_config(settings, app, secured)
+    server = Server(config)
+    shutdown = Shutdown(server, app.state.gateway, settings)
+    loop = asyncio.get_running_loop()
+    for number in signals:
+        loop.add_signal_handler(number, shutdown.on_signal, number)
+    if control is not None:
+        hangup = Hangup(control.reload_soon, shutdown.on_signal)
+        loop.add_signal_handler(signal.SIGHUP, hangup.on_signal)
+    if listeners.page is not None:
+        app.state.page_port = port_of(listeners.page)
+    await server.serve(sockets=listeners.all)
+
+
+def uvicorn_config(
+    settings: Settings, app: object, secured: Secured | None = None
+) -> uvicorn.Config:
+    http: Any = RouterProtocol if secured is None else partial(Handshake, secured.context)
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type] # FastAPI's and uvicorn's ASGI types differ in spelling
+        http=http,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type] # float is fine
+        timeout_graceful_shutdown=int(settings.shutdown_timeout) + BACKSTOP,
+    )
+
+
+class Listeners(NamedTuple):
+    """Sockets of one process. `page`: where the page alone is, if it has a port of its own."""
+
+    clients: socket.socket
+    page: socket.socket | None
+
+    @property
+    def all(self) -> list[socket.socket]:
+        return [self.clients] if self.page is None else [self.clients, self.page]
+
+    def close(self) -> None:
+        for listener in self.all:
+            listener.close()
+
+
+@contextlib.contextmanager
+def bind_all(
+    settings: Settings, like: Listeners | None = None, shared: bool = False
+) -> Iterator[Listeners]:
+    """`like`: those of another process, which these share their ports with. Raises BindError."""
+    with contextlib.ExitStack() as stack:
+        port = None if like is None else port_of(like.clients)
+        clients = stack.enter_context(bind(settings, port, shared))
+        page = None
+        if settings.ui_port is not None:
+            beside = None if like is None else like.page
+            port = settings.ui_port if beside is None else port_of(beside)
+            page = stack.enter_context(bind_at(settings.ui_host, port, shared))
+        yield Listeners(clients, page)
+
+
+def port_of(listener: socket.socket) -> int:
+    port: int = listener.getsockname()[1]
+    return port
+
+
+def bind(settings: Settings, port: int | None = None, shared: bool = False) -> socket.socket:
+    """A listening socket, so that a port in use is noticed before anything starts.
+
+    Those that are `shared` may be several on one port. Raises BindError.
+    """
+    return bind_at(settings.host, settings.port if port is None else port, shared)
+
+
+def bind_at(host: str, port: int, shared: bool = False) -> socket.socket:
+    """Raises BindError."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        dual = host == "::" and socket.has_dualstack_ipv6()
+        listener = socket.create_server(
+            (host, port),
+            family=family,
+            backlog=BACKLOG,
+            dualstack_ipv6=dual,
+            reuse_port=shared,
+        )
+    except OSError as error:
+        where = Address(host, port)
+        raise BindError(f"cannot listen on {where}: {error.strerror or error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+@contextlib.contextmanager
+def admin_listener(settings: Settings) -> Iterator[socket.socket | None]:
+    """The admin API's, if it has one. Raises BindError."""
+    if settings.admin_port is None:
+        yield None
+        return
+    with bind_at(settings.admin_host, settings.admin_port) as listener:
+        where = Address(settings.admin_host, listener.getsockname()[1])
+        logger.info("admin API on http://%s", where)
+        yield listener
+
+
+def announce(settings: Settings, listeners: Listeners) -> None:
+    address = Address(settings.host, port_of(listeners.clients))
+    engines = f"{len(settings.prefillers)} prefill and {len(settings.decoders)} decode engines"
+    has_flags = bool(settings.prefillers or settings.decoders)
+    known = [*([engines] if has_flags else []), *described(settings)]
+    scheme = "http" if settings.tls_certfile is None else "https"
+    told = ", and those of ".join(known)
+    logger.info("disagg-router on %s://%s with %s", scheme, address, told)
+    if settings.ui:
+        host = settings.host
+        if listeners.page is not None:
+            host = settings.ui_host
+            address = Address(host, port_of(listeners.page))
+        logger.info("page on %s://%s/ui", scheme, address)
+        has_token = settings.ui_token or settings.ui_token_file
+        if not has_token and not is_loopback(host):
+            logger.warning(
+                "--ui without --ui-token-file: whoever reaches %s sees engines, requests and "
+                "settings there",
+                address,
+            )
+
+
+def _keep_freed_memory() -> None:
+    """glibc gives back what is free at its heap's end, and takes it again for the next large body,
+    page by page, until it has seen one of 32 MiB freed: it is told to behave so from the start.
+    Whoever has set it up otherwise is asked nothing. Other C libraries have no word for it."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and SET_UP.isdisjoint(os.environ):
+        mallopt(M_MMAP_THRESHOLD, KEPT_FREE // 2)
+        mallopt(M_TRIM_THRESHOLD, KEPT_FREE)
+
+
+def _allow_many_connections() -> None:
+    """Each request holds two sockets; the usual soft limit of 1024 is soon reached."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,202 @@
+"""One small picture of a router: what each process sees, what all see together, what has changed.
+
+Sections of KEYED are told item by item, the others whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from router.fleet.registry import Roster
+from router.fleet.views import EngineView, View, engines_of, groups_of, view_of
+from router.http_client.deadlines import now
+from router.proxy.gateway import Gateway
+from router.telemetry.metrics import Metrics
+from router.ui.engine_polling import Gauge
+from router.ui.live_requests import Look, Watch, Way, moving
+from router.ui.request_view import Origin, Seen, seen
+
+KEYED = ("engines", "groups", "ways", "running")
+MOST_LISTED = 64
+MOST_ENGINES = 512
+Json = dict[str, Any]
+
+
+class Moved(BaseModel):
+    """KV from one engine to another: requests under way, and those a second."""
+
+    from_: str
+    to: str
+    kind: str
+    moving: int
+    rate: float
+
+
+class Totals(BaseModel):
+    """Since the start of the processes. `by` counts what has become of requests."""
+
+    requests: int
+    in_flight: int
+    by: dict[str, int]
+
+
+class Turns(BaseModel):
+    """Of conversations: by outcome and reason, by what turns left; entries of a memory store."""
+
+    outcomes: dict[str, int]
+    kept: dict[str, int]
+    entries: int | None
+
+
+class Picture(BaseModel):
+    """What one process sees; `ended` since it was last asked, `untold` how many more did."""
+
+    view: View
+    ways: list[Moved]
+    running: list[Seen]
+    ended: list[Seen]
+    untold: int
+    totals: Totals
+    turns: Turns
+
+
+def picture(gateway: Gateway, roster: Roster, watch: Watch, look: Look, origin: Origin) -> Picture:
+    running = watch.running
+    ended, missed = look.take(now())
+    return Picture(
+        view=view_of(gateway.fleet, roster),
+        ways=_ways(moving(running), look.rates.now()),
+        running=[seen(record, origin) for record in running[-MOST_LISTED:]],
+        ended=[seen(record, origin) for record in ended],
+        untold=missed,
+        totals=_totals(gateway),
+        turns=_turns(gateway),
+    )
+
+
+def together(
+    pictures: Sequence[Picture | None],
+    gauges: Mapping[str, Gauge],
+    speeds: Mapping[Way, float] | None = None,
+) -> Json:
+    """Of all processes, None for one that does not answer. `speeds`: in bytes a second."""
+    told = [one for one in pictures if one is not None]
+    views = [None if one is None else one.view for one in pictures]
+    engines = engines_of(views)
+    running = sorted((seen for one in told for seen in one.running), key=lambda one: one.at)
+    return {
+        "engines": {one.name: _engine(one, gauges) for one in engines[:MOST_ENGINES]},
+        "engines_unlisted": max(0, len(engines) - MOST_ENGINES),
+        "groups": {one.name: one.model_dump(mode="json") for one in groups_of(views)},
+        "ways": _added_ways(told, speeds or {}),
+        "running": {one.key: one.model_dump(mode="json") for one in running[-MOST_LISTED:]},
+        "totals": {
+            "requests": sum(one.totals.requests for one in told),
+            "in_flight": sum(one.totals.in_flight for one in told),
+            "by": added([one.totals.by for one in told]),
+        },
+        "turns": {
+            "outcomes": added([one.turns.outcomes for one in told]),
+            "kept": added([one.turns.kept for one in told]),
+            "entries": _entries(told),
+        },
+        "workers": {"answered": len(told), "known": len(pictures)},
+    }
+
+
+def changes(before: Json, after: Json) -> Json:
+    """Only what differs; of a keyed section null for what is gone. Empty: nothing has changed."""
+    found: Json = {}
+    for name, new in after.items():
+        old = before.get(name)
+        if new == old:
+            continue
+        if name not in KEYED or old is None:
+            found[name] = new
+            continue
+        found[name] = {key: item for key, item in new.items() if old.get(key) != item}
+        found[name].update((key, None) for key in old if key not in new)
+    return found
+
+
+def added(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for each in counts:
+        for name, count in each.items():
+            sums[name] = sums.get(name, 0) + count
+    return sums
+
+
+def _engine(view: EngineView, gauges: Mapping[str, Gauge]) -> Json:
+    gauge = gauges.get(view.name, Gauge())
+    return view.model_dump(mode="json") | {"gauge": gauge.model_dump(mode="json")}
+
+
+def _ways(under_way: Mapping[Way, int], rates: Mapping[Way, float]) -> list[Moved]:
+    def order(way: Way) -> tuple[float, float, Way]:
+        return -under_way.get(way, 0), -rates.get(way, 0.0), way
+
+    busiest = sorted({*under_way, *rates}, key=order)
+    return [
+        Moved(
+            from_=way[0],
+            to=way[1],
+            kind=way[2],
+            moving=under_way.get(way, 0),
+            rate=round(rates.get(way, 0.0), 2),
+        )
+        for way in busiest[:MOST_LISTED]
+    ]
+
+
+def _added_ways(pictures: Sequence[Picture], speeds: Mapping[Way, float]) -> Json:
+    """Engines tell of other routers' requests, too."""
+    found: Json = {}
+    for one in [way for picture in pictures for way in picture.ways]:
+        known = _way(found, (one.from_, one.to, one.kind))
+        known["moving"] += one.moving
+        known["rate"] = round(known["rate"] + one.rate, 2)
+    fastest = sorted(speeds.items(), key=lambda item: (-item[1], item[0]))
+    for way, speed in fastest[:MOST_LISTED]:
+        _way(found, way)["bytes_per_second"] = speed
+    return found
+
+
+def _way(found: Json, way: Way) -> Json:
+    from_, to, kind = way
+    nothing = {"from": from_, "to": to, "kind": kind, "moving": 0, "rate": 0.0}
+    known: Json = found.setdefault(" ".join(way), nothing | {"bytes_per_second": None})
+    return known
+
+
+def _totals(gateway: Gateway) -> Totals:
+    by: dict[str, int] = {}
+    for labels, count in gateway.metrics.requests.counts().items():
+        outcome = str(labels[-1])
+        by[outcome] = by.get(outcome, 0) + count
+    return Totals(requests=sum(by.values()), in_flight=len(gateway.running), by=by)
+
+
+def _turns(gateway: Gateway) -> Turns:
+    metrics = gateway.metrics
+    return Turns(
+        outcomes={_named(labels): n for labels, n in metrics.conversation_turns.counts().items()},
+        kept={_named(labels): n for labels, n in metrics.conversation_kept.counts().items()},
+        entries=_waiting(metrics) if gateway.settings.conversation_store == "memory" else None,
+    )
+
+
+def _waiting(metrics: Metrics) -> int:
+    return int(sum(one.value for f in metrics.conversation_entries.collect() for one in f.samples))
+
+
+def _entries(pictures: Sequence[Picture]) -> int | None:
+    counts = [one.turns.entries for one in pictures if one.turns.entries is not None]
+    return sum(counts) if counts else None
+
+
+def _named(labels: Sequence[object]) -> str:
+    return " ".join(str(label) for label in labels if label != "")

@@ -1,0 +1,52 @@
+"""What tests ask an engine, and what it says to that."""
+
+from __future__ import annotations
+
+from router.http_client.deadlines import now
+from router.http_client.engine_answer import Answer
+from router.http_client.pool import EnginePool
+from tests.unit.router.harness import post
+from tests.unit.router.mock_engine import Peer, Received, Script
+
+REQUEST = post(b"{}")
+LIMIT = 10 * 1024 * 1024
+OK = b"HTTP/1.1 200 OK\r\n"
+WHOLE = OK + b"content-length: 2\r\n\r\n{}"
+
+
+def soon() -> float:
+    """A deadline that is not to come."""
+    return now() + 10
+
+
+async def ask(pool: EnginePool, fresh: bool = False) -> Answer:
+    return await pool.ask(REQUEST, soon(), fresh)
+
+
+async def body_of(pool: EnginePool, fresh: bool = False) -> bytes:
+    """A whole answer; what it leaves is its connection, kept or not."""
+    answer = await ask(pool, fresh)
+    try:
+        return await answer.read(LIMIT)
+    finally:
+        answer.close()
+
+
+def saying(data: bytes) -> Script:
+    """Sends this, and closes."""
+
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.send(data)
+        peer.close()
+
+    return script
+
+
+def saying_and_waiting(data: bytes) -> Script:
+    """Sends this, and keeps the connection open until it is left."""
+
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.send(data)
+        await peer.wait_left()
+
+    return script

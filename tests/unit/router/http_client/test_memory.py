@@ -1,0 +1,55 @@
+"""Answers that are read whole reserve their bytes in one memory for all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.http_client.answer_memory import UNCOUNTED, AnswerMemory, Reservation
+from router.http_client.errors import AnswersFullError
+from router.http_client.pool import EnginePool
+from tests.unit.router.harness import eventually
+from tests.unit.router.http_client.asking import REQUEST, soon
+from tests.unit.router.mock_engine import MockEngine, Peer, Received
+
+MIB = 1024 * 1024
+
+
+async def test_what_the_router_asks_engines_itself_is_never_refused(
+    pool: EnginePool, engine: MockEngine
+) -> None:
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.answer(b"x" * MIB)
+
+    memory = pool._memory = AnswerMemory(1)
+    engine.usual = script
+    assert len((await pool.ask_whole(REQUEST, soon(), 2 * MIB)).body) == MIB
+    answer = await pool.ask(REQUEST, soon())
+    with pytest.raises(AnswersFullError):
+        await answer.read(2 * MIB)
+    await eventually(lambda: pool.open_count == pool.idle_count)
+    memory.limit = 0
+    answer = await pool.ask(REQUEST, soon())
+    await answer.read(2 * MIB)
+    assert memory.size == MIB
+    answer.close()
+    answer.close()
+    assert memory.size == 0
+
+
+def test_a_reservation_counts_what_is_large_and_stays_as_it_is_where_there_is_no_room() -> None:
+    memory = AnswerMemory(4 * MIB)
+    one, other = Reservation(memory), Reservation(memory)
+    assert one.resize(UNCOUNTED)
+    assert memory.size == 0
+    assert one.resize(3 * MIB)
+    assert not other.resize(2 * MIB)
+    assert other.resize(MIB)
+    assert not one.resize(3 * MIB + 1)
+    assert (one.size, memory.size) == (3 * MIB, 4 * MIB)
+    memory.limit = MIB  # as an operator may set it meanwhile
+    assert one.resize(2 * MIB), "less is always possible"
+    assert not one.resize(2 * MIB + 1)
+    one.release()
+    one.release()
+    other.release()
+    assert memory.size == 0

@@ -1,0 +1,397 @@
+"""Anthropic's Messages, translated to chats and back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.openai.answer_blocks import Story
+from router.openai.anthropic_messages import chat_of, chat_to_count
+from router.openai.errors import BadRequestError
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router, eventually, post
+from tests.unit.router.mock_engine import STREAM_HEAD, MockEngine, Peer, Received
+from tests.unit.router.mock_engine import chunk as framed
+from tests.unit.router.openai.chats import (
+    HELLO,
+    chunk,
+    events_of,
+    says_hello,
+    thinks_and_calls,
+    whole,
+)
+
+PATH = "/v1/messages"
+HI = {"role": "user", "content": "hi"}
+ASKED = {"model": "m", "max_tokens": 5, "messages": [HI]}
+WEATHER = {"name": "weather", "description": "d", "input_schema": {"type": "object"}}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return chat_of(ASKED | fields)
+
+
+def test_a_plain_message_is_a_plain_chat() -> None:
+    assert chat() == ASKED
+    assert chat(temperature=0.5, top_p=0.9, top_k=3, stop_sequences=["a"], stream=True) == {
+        **ASKED,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "stop": ["a"],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+@pytest.mark.parametrize("system", ["be kind", [{"type": "text", "text": "be kind"}]])
+def test_a_system_prompt_comes_first(system: object) -> None:
+    assert chat(system=system)["messages"] == [{"role": "system", "content": "be kind"}, HI]
+
+
+def test_tools_and_what_they_said_are_told() -> None:
+    said = [
+        HI,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "text", "text": "I look"},
+                {"type": "tool_use", "id": "t1", "name": "weather", "input": {"at": "Rome"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "and then?"},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t1",
+                    "content": [
+                        {"type": "text", "text": "sunny"},
+                        {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}},
+                    ],
+                },
+            ],
+        },
+    ]
+    given = chat(messages=said, tools=[WEATHER], tool_choice={"type": "tool", "name": "weather"})
+    call = {
+        "id": "t1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"at":"Rome"}'},
+    }
+    assert given["messages"][1:] == [
+        {"role": "assistant", "content": "I look", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "t1", "content": "sunny"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "and then?"},
+                {"type": "image_url", "image_url": {"url": "http://x/y.png"}},
+            ],
+        },
+    ]
+    function = {"name": "weather", "description": "d", "parameters": {"type": "object"}}
+    assert given["tools"] == [{"type": "function", "function": function}]
+    assert given["tool_choice"] == {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"), [("auto", "auto"), ("any", "required"), ("none", "none")]
+)
+def test_a_choice_of_tools_has_another_name(choice: str, expected: str) -> None:
+    given = chat(tools=[WEATHER], tool_choice={"type": choice, "disable_parallel_tool_use": True})
+    assert (given["tool_choice"], given["parallel_tool_calls"]) == (expected, False)
+
+
+def test_an_image_is_passed_as_chats_have_it() -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    content = [{"type": "text", "text": "what?"}, {"type": "image", "source": source}]
+    assert chat(messages=[{"role": "user", "content": content}])["messages"][0]["content"] == [
+        {"type": "text", "text": "what?"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "where", "what"),
+    [
+        ({"messages": []}, "messages", "at least one"),
+        ({"messages": "hi"}, "messages", "list"),
+        ({"messages": [7]}, "messages[0]", "object"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "must be"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "list"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "at least one"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+            "messages[0].content[0]",
+            "'document'",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "server_tool_use"}]}]},
+            "messages[0].content[0]",
+            "'server_tool_use'",
+        ),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]", "'bash_20250124'"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "object"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "no"}}, "tool_choice", "'no'"),
+        ({"system": 7}, "system", "list"),
+        ({"mcp_servers": [{}]}, "mcp_servers", "not supported"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(
+    fields: dict[str, Any], where: str, what: str
+) -> None:
+    with pytest.raises(BadRequestError, match=what.strip("'")) as refused:
+        chat(**fields)
+    assert refused.value.param == where
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=4)
+    | st.sampled_from(["text", "image", "tool_use", "tool_result", "user", "assistant", "base64"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(
+            ["type", "role", "content", "text", "source", "id", "name", "input", "tool_use_id",
+             "input_schema", "url", "data", "media_type", "format", "effort"]
+        ), inner, max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+FIELDS = st.sampled_from(
+    ["messages", "system", "tools", "tool_choice", "output_config", "stop_sequences", "metadata"]
+)
+
+
+@settings(max_examples=200)
+@given(st.dictionaries(FIELDS, JSON))
+def test_any_json_is_translated_or_refused(fields: dict[str, Any]) -> None:
+    for translate in (chat_of, chat_to_count):
+        with contextlib.suppress(BadRequestError):
+            translate(ASKED | fields)
+
+
+@given(JSON, JSON, JSON)
+def test_any_answer_is_heard(choices: object, usage: object, error: object) -> None:
+    story = Story()
+    list(story.hear({"choices": choices, "usage": usage}))
+    list(story.hear({"choices": [{"delta": choices, "message": usage, "logprobs": error}]}))
+    list(story.hear({"error": error}))
+    list(story.end())
+
+
+# Through the router.
+
+
+async def test_a_message_goes_along_both_legs(router: Router, p: MockEngine, d: MockEngine) -> None:
+    answer = await router.client.post(PATH, json=ASKED)
+    assert answer.status_code == 200
+    told = answer.json()
+    assert told.pop("id").startswith("msg_")
+    assert told == {
+        "type": "message",
+        "role": "assistant",
+        "model": "m",
+        "content": [{"type": "text", "text": "Hello"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 6,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 4,
+            "output_tokens": 3,
+        },
+    }
+    assert p.last.path == d.last.path == "/v1/chat/completions"
+    assert p.last.json["max_tokens"] == 1
+    assert d.last.json["max_tokens"] == 5
+    assert "remote_host" in d.last.json["kv_transfer_params"]
+    labels = {"endpoint": PATH, "flow": "pull", "status": "200", "outcome": "ok"}
+    assert router.metric("requests_total", **labels) == 1
+
+
+async def test_thoughts_text_and_calls_are_blocks_whole_and_streamed(
+    router: Router, d: MockEngine
+) -> None:
+    d.scripts = [thinks_and_calls, thinks_and_calls]
+    whole_one = (await router.client.post(PATH, json=ASKED)).json()
+    assert whole_one["content"] == [
+        {"type": "thinking", "thinking": "hmm", "signature": ""},
+        {"type": "text", "text": "Well"},
+        {"type": "tool_use", "id": "call_a", "name": "f", "input": {"x": 1}},
+        {"type": "tool_use", "id": "call_b", "name": "g", "input": {}},
+    ]
+    assert whole_one["stop_reason"] == "tool_use"
+    answer = await router.client.post(PATH, json={**ASKED, "stream": True})
+    events = events_of(answer.text)
+    assert events[0]["type"] == "message_start"
+    assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+    assert events[-2]["usage"] == whole_one["usage"]
+    starts = [e["content_block"]["type"] for e in events if e["type"] == "content_block_start"]
+    assert starts == ["thinking", "text", "tool_use", "tool_use"]
+    stops = [event["index"] for event in events if event["type"] == "content_block_stop"]
+    assert stops == [0, 1, 2, 3]
+    arguments = [e["delta"].get("partial_json", "") for e in events if "delta" in e]
+    assert json.loads("".join(arguments)[:-2]) == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop", "reason", "sequence"),
+    [
+        ("stop", None, "end_turn", None),
+        ("stop", 128001, "end_turn", None),
+        ("stop", "END", "stop_sequence", "END"),
+        ("length", None, "max_tokens", None),
+        ("content_filter", None, "refusal", None),
+    ],
+)
+async def test_why_it_ended_is_told(
+    router: Router, d: MockEngine, finish: str, stop: object, reason: str, sequence: str | None
+) -> None:
+    async def ends(_: Received, peer: Peer) -> None:
+        await peer.answer(whole({"content": "x"}, finish, stop_reason=stop))
+
+    d.scripts = [ends]
+    told = (await router.client.post(PATH, json=ASKED)).json()
+    assert (told["stop_reason"], told["stop_sequence"]) == (reason, sequence)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind"),
+    [
+        (b"{", 400, "invalid_request_error"),
+        (json.dumps({"messages": [HI]}).encode(), 400, "invalid_request_error"),
+        (json.dumps(ASKED | {"max_tokens": "abc"}).encode(), 400, "invalid_request_error"),
+        (json.dumps(ASKED | {"model": "none"}).encode(), 404, "not_found_error"),
+        (b" " * 3000, 413, "request_too_large"),
+    ],
+)
+async def test_errors_have_the_dialects_own_shape(
+    start_router: StartRouter, body: bytes, status: int, kind: str
+) -> None:
+    router = await start_router(max_body_size=2000)
+    answer = await router.client.post(PATH, content=body)
+    told = answer.json()
+    assert (answer.status_code, told["type"], told["error"]["type"]) == (status, "error", kind)
+    assert told["error"]["message"]
+
+
+async def test_an_engines_refusal_is_told_in_this_dialect(router: Router, d: MockEngine) -> None:
+    async def refuses(_: Received, peer: Peer) -> None:
+        await peer.answer({"detail": "no such thing"}, 422)
+
+    d.scripts = [refuses]
+    answer = await router.client.post(PATH, json=ASKED)
+    assert answer.status_code == 422
+    assert answer.json()["error"] == {"type": "invalid_request_error", "message": "no such thing"}
+
+
+@pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(200, b"<html>"), (200, b"[]"), (200, b"{}"), (204, b""), (301, b""), (404, b"<html>"),
+     (429, b'{"error": 7}'), (400, b'{"error": {"message": 7}}'), (422, b'{"detail": [{}]}')],
+)  # fmt: skip
+async def test_whatever_an_engine_answers_is_told_in_this_dialect(
+    router: Router, d: MockEngine, path: str, status: int, body: bytes
+) -> None:
+    async def strange(_: Received, peer: Peer) -> None:
+        await peer.answer(body, status)
+
+    d.scripts = [strange] * 4
+    answer = await router.client.post(path, json=ASKED)
+    assert answer.status_code == (status if status >= 400 else 502)
+    told = answer.json()
+    assert (told["type"], type(told["error"]["message"])) == ("error", str)
+
+
+async def test_a_stream_that_breaks_ends_with_an_error_event(router: Router, d: MockEngine) -> None:
+    async def breaks(_: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD + framed(b"".join(HELLO[:2])))
+        peer.close()
+
+    d.scripts = [breaks]
+    answer = await router.client.post(PATH, json={**ASKED, "stream": True})
+    events = events_of(answer.text)
+    assert events[0]["type"] == "message_start"
+    assert events[-1]["type"] == "error"
+    assert events[-1]["error"]["type"] == "api_error"
+
+
+async def test_a_stream_without_a_finish_is_no_whole_one(router: Router, d: MockEngine) -> None:
+    async def stops_short(_: Received, peer: Peer) -> None:
+        await peer.stream(*HELLO[:2])
+
+    d.scripts = [stops_short]
+    answer = await router.client.post(PATH, json={**ASKED, "stream": True})
+    assert events_of(answer.text)[-1]["type"] == "error"
+
+
+async def test_heartbeats_pass_between_events(start_router: StartRouter, p: MockEngine) -> None:
+    usual = p.usual
+
+    async def slow(request: Received, peer: Peer) -> None:
+        await asyncio.sleep(0.35)  # longer than three heartbeats
+        await usual(request, peer)
+
+    p.scripts = [slow]
+    router = await start_router(stream_heartbeat=0.1)
+    answer = await router.client.post(PATH, json={**ASKED, "stream": True})
+    assert answer.text.startswith(": heartbeat\n\n")
+    assert events_of(answer.text)[-1]["type"] == "message_stop"
+
+
+async def test_a_key_by_anthropics_name_is_the_one_that_engines_know(
+    router: Router, d: MockEngine
+) -> None:
+    await router.client.post(PATH, json=ASKED, headers={"x-api-key": "secret"})
+    assert d.last.header("authorization") == "Bearer secret"
+    assert d.last.header("x-api-key") is None
+
+
+async def test_a_client_that_leaves_ends_the_leg(router: Router, d: MockEngine) -> None:
+    left: list[bool] = []
+
+    async def waits(_: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD + framed(chunk({"content": "a"})))
+        await peer.wait_left()
+        left.append(True)
+
+    d.scripts = [waits]
+    async with router.socket() as client:
+        await client.send(post(json.dumps({**ASKED, "stream": True}).encode(), PATH))
+        await client.head()
+    await eventually(lambda: left)
+
+
+async def test_an_exact_turn_is_streamed_from_its_whole_answer(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    router = await start_router(conversation_stream="exact")
+    d.usual = says_hello
+    asked = {**ASKED, "stream": True, "conversation_id": "c"}
+    events = events_of((await router.client.post(PATH, json=asked)).text)
+    assert d.last.json["stream"] is False
+    assert events[-1]["type"] == "message_stop"
+
+
+async def test_tokens_are_counted_by_an_engine(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    async def counts(_: Received, peer: Peer) -> None:
+        await peer.answer({"count": 12, "tokens": [1] * 12, "max_model_len": 100})
+
+    d.scripts = [counts]
+    asked = {"model": "m", "system": "s", "messages": [HI]}
+    answer = await router.client.post(f"{PATH}/count_tokens", json=asked)
+    assert answer.json() == {"input_tokens": 12}
+    assert d.last.path == "/tokenize"
+    assert d.last.json["messages"] == [{"role": "system", "content": "s"}, HI]
+    assert not p.requests

@@ -1,0 +1,98 @@
+"""What a journal keeps of a stream, and what it lets pass."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.proxy.admission import Held
+from router.proxy.resume_buffer import Journal
+
+FIRST = b': prompt_token_ids AAAA\n: token_ids BBBB\ndata: {"id":"a","created":1,"x":"Hel"}\n\n'
+NEXT = b': token_ids CCCC\ndata: {"id":"a","created":1,"x":"lo"}\n\n'
+PLAIN = b'data: {"id":"a","created":1,"x":"lo"}\n\n'
+
+
+def after_first() -> Journal:
+    journal = Journal(Held(0), {}, 2)
+    journal.begin(None)
+    assert journal.passing(FIRST, False) == b'data: {"id":"a","created":1,"x":"Hel"}\n\n'
+    return journal
+
+
+def output_of(journal: Journal) -> bytes:
+    return journal.begun().partition(b'"output_token_ids":"')[2].partition(b'"')[0]
+
+
+@pytest.mark.parametrize(
+    ("block", "passes", "output"),
+    [
+        (NEXT, PLAIN, b"BBBBCCCC"),
+        (NEXT.replace(b"\n", b"\r\n"), PLAIN.replace(b"\n", b"\r\n"), b"BBBBCCCC"),
+        (NEXT + NEXT, PLAIN + PLAIN, b"BBBBCCCCCCCC"),
+        (PLAIN + NEXT, PLAIN + PLAIN, b"BBBBCCCC"),
+        (b": heartbeat\n\n" + NEXT, b": heartbeat\n\n" + PLAIN, b"BBBBCCCC"),
+        (b": token_ids CCCC\n" + NEXT, PLAIN, b"BBBBCCCCCCCC"),
+    ],
+)  # fmt: skip
+def test_ids_are_kept_and_not_passed_on(block: bytes, passes: bytes, output: bytes) -> None:
+    journal = after_first()
+    assert journal.passing(block, False) == passes
+    assert output_of(journal) == output
+    assert journal.can_go_on
+
+
+def test_text_that_looks_like_a_comment_passes() -> None:
+    journal, said = after_first(), PLAIN.replace(b"lo", b": token_ids EEEE")
+    assert journal.passing(b": token_ids CCCC\n" + said, False) == said
+    assert output_of(journal) == b"BBBBCCCC"
+
+
+@pytest.mark.parametrize("ids", [b"CCC", b"CCCCC", b"CC=C", b"CC C"])
+def test_who_tells_nonsense_is_not_followed(ids: bytes) -> None:
+    journal = after_first()
+    assert journal.passing(NEXT.replace(b"CCCC", ids), False) == PLAIN
+    assert journal.is_full
+    assert not journal.can_go_on
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        b': token_ids CCCC\ndata: {"id":"a","created":1,"finish_reason":"stop"}\n\n',
+        b': token_ids CCCC\ndata: {"id":"a","created":1,"finish_reason" : "abort"}\n\n',
+        b": token_ids CCCC\ndata: [DONE]\n\n",
+    ],
+)
+def test_from_its_end_on_a_stream_waits(end: bytes) -> None:
+    journal = after_first()
+    assert journal.passing(NEXT + end, False) == PLAIN
+    assert output_of(journal) == b"BBBBCCCC"
+    assert journal.passing(end, False) == b""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        b'data: {"id":"a","created":1,"finish_reason":"abort","stop_reason":"cache_threshold"}\n\n'
+        b"data: [DONE]\n\n",
+        b'data: {"id":"a","created":1,"finish_reason":"stop"}\n\ndata: {"usa',
+        b'data: {"id":"a","created":1,"finish_reason":"stop"}\n\ndata: {"error": {}}\n\n',
+    ],
+)
+@pytest.mark.parametrize("is_last", [True, False])
+def test_nothing_of_an_end_that_is_none_passes(end: bytes, is_last: bool) -> None:
+    """Whoever goes on with the answer says another end of it."""
+    journal = after_first()
+    passed = journal.passing(PLAIN + end, is_last)
+    if not is_last:
+        passed += journal.passing(b"", True)
+    assert passed == PLAIN
+    assert journal.is_cut
+
+
+@pytest.mark.parametrize("before", [b"", b": token_ids CCCC\n", NEXT])
+def test_an_error_cuts_the_stream(before: bytes) -> None:
+    journal = after_first()
+    passes = PLAIN if before == NEXT else b""
+    assert journal.passing(before + b'data: {"error": {"message": "x"}}\n\n', False) == passes
+    assert journal.is_cut

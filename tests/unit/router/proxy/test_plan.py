@@ -1,0 +1,135 @@
+"""Plans are values: what a request and what is known of engines come to."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from router.conversations.conversations import Turn
+from router.fleet.capabilities import Learned
+from router.fleet.engine import Engine
+from router.proxy.exchange import Exchange
+from router.proxy.plan import SHORT, Mode, make_plan
+from router.proxy.request import Request
+from router.proxy.request_limits import Limits
+from router.proxy.turn_reuse import Reuse
+from router.routing.route import NOWHERE, Route
+from router.settings import Settings
+from router.telemetry.record import Record
+
+
+def decoder(knows_threshold: bool | None = None) -> Engine:
+    return cast(Engine, SimpleNamespace(learned=Learned(knows_threshold=knows_threshold)))
+
+
+def request(size: int = 10, turn: bool = False, **fields: Any) -> Request:
+    exchange = cast(Exchange, SimpleNamespace(body=b"x" * size))
+    made = Request(exchange, Record("/v1/completions", 0.0, "id"), b"", 100.0, 0, **fields)
+    made.turn = cast(Turn, object()) if turn else None
+    return made
+
+
+def limits(**changes: Any) -> Limits:
+    engines: dict[str, Any] = {f"{role}_hosts": ("h",) for role in ("prefiller", "decoder")}
+    ports: dict[str, Any] = {"prefiller_ports": (1,), "decoder_ports": (2,)}
+    return Limits.of(Settings(**engines, **ports, **changes))
+
+
+class Held(Reuse, frozen=True):
+    """A last turn of which the decoder has so much."""
+
+    def held_share(self) -> float:
+        return 0.6
+
+
+def held(at: Engine) -> Reuse:
+    return Held(cast(Turn, object()), "whole", "entry", decoder=at)
+
+
+def route(*decoders: Engine) -> Route:
+    return Route("g", (decoder(),), decoders)
+
+
+@pytest.mark.parametrize("why", ["n", "prompt_list", "client_params"])
+def test_what_cannot_be_shared_is_done_alone_whatever_else_is_asked(why: str) -> None:
+    plan = make_plan(request(alone=why, threshold=0.5), route(decoder()), None, limits())
+    assert (plan.mode, plan.flow, plan.why_alone) == (Mode.ALONE, "decode_only", why)
+    assert (plan.threshold, plan.was_skipped, plan.reuse) == (0, False, None)
+
+
+@pytest.mark.parametrize(
+    ("body", "proves", "is_alone"),
+    [
+        ({"prompt_embeds": "eA=="}, "prefiller", True),
+        ({"prompt_embeds": ["eA=="], "prompt": None}, "decoder", True),
+        ({"prompt_embeds": "eA=="}, "", False),
+        ({"prompt_embeds": None, "prompt": "hello"}, "prefiller", False),
+        ({"prompt_embeds": [], "prompt": "hello"}, "prefiller", False),
+        ({"prompt_embeds": "eA==", "messages": []}, "prefiller", False),
+    ],
+)
+def test_embeddings_are_prefilled_for_nobody_who_goes_by_tokens(
+    body: dict[str, Any], proves: str, is_alone: bool
+) -> None:
+    """Between two stock engines they are handed over like any prompt."""
+    asked = request(body=body)
+    given = route(decoder())
+    given.prefillers[0].learned.proves_prefix = proves == "prefiller"
+    given.decoders[0].learned.proves_prefix = proves == "decoder"
+    plan = make_plan(asked, given, None, limits())
+    assert (plan.mode is Mode.ALONE) == is_alone
+    assert plan.why_alone == ("prompt_embeds" if is_alone else "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "flow"),
+    [({}, "pull"), ({"threshold": 0.5}, "decode_first"), ({"turn": True}, "turn")],
+)
+def test_all_else_is_pulled(fields: dict[str, Any], flow: str) -> None:
+    plan = make_plan(request(**fields), route(decoder()), None, limits())
+    assert (plan.mode, plan.flow, plan.why_alone) == (Mode.PULL, flow, "")
+
+
+@pytest.mark.parametrize(
+    ("knows", "size", "asks"),
+    [
+        (True, 10 * SHORT, True),
+        (None, 10 * SHORT, True),
+        (False, SHORT, True),
+        (False, SHORT + 1, False),
+    ],
+)
+def test_a_decoder_that_ignores_thresholds_is_asked_first_only_for_little(
+    knows: bool | None, size: int, asks: bool
+) -> None:
+    plan = make_plan(request(size, threshold=0.5), route(decoder(knows)), None, limits())
+    assert (plan.threshold, plan.was_skipped) == ((0.5, False) if asks else (0, True))
+
+
+def test_nobody_is_asked_first_where_there_is_nobody() -> None:
+    plan = make_plan(request(threshold=0.5), NOWHERE, None, limits())
+    assert (plan.threshold, plan.route.decoders, plan.route.prefillers) == (0, (), ())
+
+
+@pytest.mark.parametrize(
+    ("share", "knows", "body", "asked"),
+    [
+        (0.5, True, {}, 0.5),
+        (0.6, True, {}, 0.6),
+        (0.7, True, {}, 0),
+        (0, True, {}, 0),
+        (0.5, None, {}, 0),
+        (0.5, False, {}, 0),
+        (0.5, True, {"cache_hit_threshold": 0}, 0),
+    ],
+)
+def test_the_last_turns_decoder_is_asked_first_if_it_holds_enough_and_may_say_no(
+    share: float, knows: bool | None, body: dict[str, Any], asked: float
+) -> None:
+    home = decoder(knows)
+    asking = request(turn=True, body=body)
+    plan = make_plan(asking, route(home), held(home), limits(decode_first_turns=share))
+    assert (plan.threshold, plan.flow) == (asked, "turn")
+    assert plan.reuse is not None

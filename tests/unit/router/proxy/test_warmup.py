@@ -1,0 +1,285 @@
+"""A pair of engines meets before a request needs it, and nobody is the worse if it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from router.fleet.circuit_breaker import Circuit
+from router.fleet.engine import Health
+from router.fleet.engine_spec import EngineSpec, Role
+from router.fleet.fleet import Fleet
+from router.proxy import warmup
+from router.proxy.warmup import Warmer
+from router.settings import Address
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router, eventually
+from tests.unit.router.mock_engine import (
+    PARAMS,
+    MockEngine,
+    Peer,
+    Received,
+    is_release,
+    running_engine,
+    usual_decode,
+    usual_prefill,
+)
+from tests.unit.router.proxy.test_groups import regroup
+from tests.unit.router.proxy.test_push import IDENTITY
+from tests.unit.router.test_answers import answering, hang
+
+
+def warm(engine: MockEngine) -> list[Received]:
+    """What it was asked to be warmed."""
+    return [r for r in engine.requests if (r.header("x-request-id") or "").startswith("warm-up-")]
+
+
+def asked(engine: MockEngine) -> int:
+    return len(engine.requests) - len(warm(engine))
+
+
+def warmed(router: Router, outcome: str = "done") -> float:
+    return router.metric("warm_ups_total", outcome=outcome)
+
+
+async def lose(router: Router, mock: MockEngine) -> None:
+    """It is away for a while."""
+    mock.healthy = False
+    await eventually(lambda: not router.engine(mock).is_wanted)
+    mock.healthy = True
+    await eventually(lambda: router.engine(mock).is_wanted)
+
+
+async def test_lazy_leaves_alone_who_was_there_and_warms_who_comes(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async with running_engine(usual_decode) as d2:
+        router = await start_router(ds=[d, d2], warm_up="lazy")
+        await router.knows_its_engines()
+        await lose(router, d2)
+        await eventually(lambda: warmed(router) == 1)
+        assert len(warm(p)) == len(warm(d2)) == 1
+        assert not warm(d)
+        assert warm(p)[0].json["kv_transfer_params"]["do_remote_decode"]
+        assert warm(d2)[0].json["kv_transfer_params"] == PARAMS | {"retain": False}
+        assert warm(p)[0].json["prompt"] == warm(d2)[0].json["prompt"]
+        assert len(warm(p)[0].json["prompt"]) == warmup.TOKENS
+        await router.settled()
+
+
+async def test_off_warms_nobody(start_router: StartRouter, p: MockEngine, d: MockEngine) -> None:
+    router = await start_router(warm_up="off")
+    await lose(router, d)
+    assert (await router.complete()).status_code == 200
+    assert not warm(p)
+
+
+async def test_eager_warms_every_pair_once_with_a_prompt_of_its_own(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
+        router = await start_router(ps=[p, p2], ds=[d, d2], warm_up="eager")
+        await eventually(lambda: warmed(router) == 4)
+        await eventually(lambda: not any(e.is_cold for e in router.gateway.fleet.engines))
+        legs = [len(warm(engine)) for engine in (p, p2, d, d2)]
+        assert legs == [2, 2, 2, 2]
+        prompts = {tuple(r.json["prompt"]) for engine in (p, p2) for r in warm(engine)}
+        assert len(prompts) == 4
+
+
+async def test_an_engine_that_comes_is_not_asked_before_it_is_warm(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    goes_on = asyncio.Event()
+
+    async def slowly(request: Received, peer: Peer) -> None:
+        if request in warm(d2):
+            await goes_on.wait()
+        await usual_decode(request, peer)
+
+    async with running_engine(usual_decode) as d2:
+        router = await start_router(ds=[d, d2], warm_up="eager")
+        await eventually(lambda: warmed(router) == 2)
+        d2.usual = slowly
+        d2.requests.clear()
+        await lose(router, d2)
+        await eventually(lambda: warm(d2))
+        for _ in range(4):
+            assert (await router.complete()).status_code == 200
+        assert not asked(d2)
+        goes_on.set()
+        await eventually(lambda: not router.engine(d2).is_cold)
+        for _ in range(4):
+            assert (await router.complete()).status_code == 200
+        assert asked(d2)
+
+
+async def test_the_only_engine_of_its_role_is_asked_cold(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async def never_warm(request: Received, peer: Peer) -> None:
+        await (hang if request in warm(d) else usual_decode)(request, peer)
+
+    d.usual = never_warm
+    router = await start_router(warm_up="eager")
+    await eventually(lambda: warm(d))
+    assert router.engine(d).is_cold
+    assert (await router.complete()).status_code == 200
+
+
+@pytest.mark.parametrize("status", [401, 500, 503])
+async def test_who_cannot_be_warmed_is_asked_all_the_same_and_not_blamed(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, status: int
+) -> None:
+    p.usual = answering(status, {})
+    router = await start_router(warm_up="eager")
+    await eventually(lambda: warmed(router, "failed") == 1)
+    await eventually(lambda: not router.engine(p).is_cold)
+    assert router.engine(p).breaker.circuit is Circuit.CLOSED
+    assert len(warm(p)) == 1
+    await router.settled()
+
+
+async def test_what_was_prefilled_for_a_decoder_that_failed_is_released(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    d.scripts = [answering(500, {})]
+    router = await start_router(warm_up="eager")
+    await eventually(lambda: warmed(router, "failed") == 1)
+    await router.settled()
+    assert router.metric("releases_total", outcome="done") == 1
+
+
+async def test_a_warm_up_that_hangs_keeps_an_engine_back_for_a_while_only(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start_router(warm_up="off")
+    d.usual = hang
+    gateway = router.gateway
+    gateway.fleet.new_are_cold = True
+    warmer = asyncio.create_task(Warmer(gateway, "eager", longest_cold=0.1).run())
+    try:
+        await lose(router, d)
+        await eventually(lambda: warm(d))
+        await eventually(lambda: not router.engine(d).is_cold)
+        assert not warmed(router, "done")
+    finally:
+        warmer.cancel()
+        await asyncio.gather(warmer, return_exceptions=True)
+
+
+async def test_engines_that_push_are_warmed_by_a_push(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    p.identity, d.identity = IDENTITY, {"transfer_modes": ["push"], "capabilities": []}
+    router = await start_router(warm_up="eager")
+    await eventually(lambda: warmed(router) == 1)
+    prefill, decode = warm(p)[0], warm(d)[0]
+    assert prefill.header("x-request-id") == decode.header("x-request-id")
+    sent, told = prefill.json["kv_transfer_params"], decode.json["kv_transfer_params"]
+    assert sent["transfer_id"] == told["transfer_id"]
+
+
+async def test_few_are_warmed_at_once(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    running = most = 0
+
+    async def counted(request: Received, peer: Peer) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        await usual_prefill(request, peer)
+
+    p.usual = counted
+    async with running_engine(usual_decode) as d2, running_engine(usual_decode) as d3:
+        router = await start_router(ds=[d, d2, d3], warm_up="eager")
+        await eventually(lambda: warmed(router) == 3)
+        assert most <= warmup.AT_ONCE
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_pair_that_is_of_one_group_no_more_is_not_warmed(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, late: bool
+) -> None:
+    """Whether that comes while it waits, or between its two legs."""
+    goes_on = asyncio.Event()
+
+    async def slowly(request: Received, peer: Peer) -> None:
+        await goes_on.wait()
+        await usual_prefill(request, peer)
+
+    p.usual = slowly
+    async with running_engine(usual_decode) as d2, running_engine(usual_decode) as d3:
+        router = await start_router(ds=[d, d2, d3], warm_up="eager")
+        await eventually(lambda: len(warm(p)) == warmup.AT_ONCE)
+        begun = {r.header("x-request-id") for r in warm(p)}
+        for mock in (d, d2, d3):
+            regroup(router, mock, "green")
+        if not late:
+            regroup(router, p, "green")
+        goes_on.set()
+        await eventually(lambda: not any(e.is_cold for e in router.gateway.fleet.engines))
+        await router.settled()
+        legs = [r for mock in (d, d2, d3) for r in warm(mock) if not is_release(r)]
+        # Where all of them moved, those begun may go on, and all pairs are new ones.
+        assert len(legs) == (0 if late else len(begun) + 3)
+        assert len(warm(p)) == len(begun) + (0 if late else 3)
+
+
+async def test_what_was_prefilled_for_a_push_that_failed_is_released(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    p.identity, d.identity = IDENTITY, {"transfer_modes": ["push"], "capabilities": []}
+    router = await start_router(warm_up="off")
+    await router.knows_its_engines()
+
+    async def fails_late(request: Received, peer: Peer) -> None:
+        await eventually(lambda: router.engine(p).holding)
+        await answering(500, {})(request, peer)
+
+    d.scripts = [fails_late]
+    warmer = asyncio.create_task(Warmer(router.gateway, "eager").run())
+    try:
+        await eventually(lambda: warmed(router, "failed") == 1)
+        await router.settled()
+        assert router.metric("releases_total", outcome="done") == 1
+    finally:
+        warmer.cancel()
+        await asyncio.gather(warmer, return_exceptions=True)
+
+
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+async def test_a_thousand_that_come_and_flap_keep_nobody_waiting(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, mode: str
+) -> None:
+    router = await start_router(warm_up="off")
+    fleet = Fleet((), cast(Any, lambda spec: None), 3)
+    with fleet.one_change():
+        for number in range(1000):
+            role = Role.PREFILL if number % 2 else Role.DECODE
+            engine = fleet.add(EngineSpec(role, Address(f"h{number}", 1)))
+            engine.health = Health.HEALTHY
+    warmer = Warmer(router.gateway, mode)
+    router.gateway.fleet, alone = fleet, router.gateway.fleet
+    most_pairs = 2 * warmup.MOST_PARTNERS
+    try:
+        for life in range(2):
+            for engine in fleet.engines:
+                engine.lost_at = float(life)
+            meeting = asyncio.create_task(warmer._meet())
+            while not meeting.done():
+                met, waiting = len(warmer._met), len(warmer._waiting)
+                await asyncio.sleep(0)
+                # Between two looks of anybody else, one engine is met: what a step may cost.
+                assert len(warmer._met) <= met + 1 or not met
+                assert len(warmer._waiting) <= waiting + most_pairs
+            await meeting
+            assert len(warmer._met) == 1000
+            assert len(warmer._waiting) < warmup.MOST_WAITING + most_pairs
+    finally:
+        router.gateway.fleet = alone

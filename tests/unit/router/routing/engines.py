@@ -1,0 +1,28 @@
+"""Engines that only count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from router.routing.affinity import LoadBound
+
+BOUND = LoadBound(1.5, 8)
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    name: str
+    in_flight: int = 0
+    tokens_in_flight: int = 0
+
+
+def engines(count: int) -> tuple[Engine, ...]:
+    return tuple(Engine(f"10.0.{n // 256}.{n % 256}:8000") for n in range(count))
+
+
+def loaded(loads: list[tuple[int, int]]) -> tuple[Engine, ...]:
+    """From pairs of tokens and legs."""
+    made = engines(len(loads))
+    for engine, (tokens, legs) in zip(made, loads, strict=True):
+        engine.tokens_in_flight, engine.in_flight = tokens, legs
+    return made

@@ -1,0 +1,305 @@
+"""Whose turn it is: the queue alone, without a clock or a socket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.fleet.circuit_breaker import Breaker, BreakerRules
+from router.fleet.engine import Engine, Health
+from router.fleet.engine_spec import EngineSpec, Role
+from router.fleet.snapshot import Pool, Snapshot, picture
+from router.http_client.deadlines import Deadlines
+from router.http_client.pool import EnginePool, PoolLimits
+from router.routing.queueing import MOST_ROUNDS, Place, Queue, Room, Ticket, place
+from router.settings import Address
+
+LIMITS = PoolLimits(1.0, 1, 1.0, 1000)
+ANY = Room(0, 0)
+ONE = Room(1, 0)
+
+
+def engine(name: str, role: Role, models: Sequence[str] = (), group: str = "default") -> Engine:
+    spec = EngineSpec(role, Address(name, 1), frozenset(models), group)
+    pool = EnginePool(name, 1, LIMITS, Deadlines())
+    return Engine(spec, pool, Breaker(BreakerRules()), Health.HEALTHY)
+
+
+def fleet(prefillers: int, decoders: int) -> list[Engine]:
+    made = [engine(f"p{n}", Role.PREFILL) for n in range(prefillers)]
+    return made + [engine(f"d{n}", Role.DECODE) for n in range(decoders)]
+
+
+def ticket(
+    tenant: str = "a", priority: int = 0, tokens: int = 1, model: str = "m", alone: bool = False
+) -> Ticket:
+    return Ticket(tenant, priority, tokens, model, alone)
+
+
+def served(queue: Queue[Ticket], snapshot: Snapshot, room: Room = ANY) -> list[Ticket]:
+    """All that there is room for, none of which ends."""
+    order = []
+    while (found := queue.next(snapshot.pools, room)) is not None:
+        ticket, where = found
+        order.append(ticket)
+        take(where, ticket)
+    return order
+
+
+def take(where: Place, ticket: Ticket) -> None:
+    for one in (where.prefiller, where.decoder):
+        if one is not None:
+            one.admitted += 1
+    computing = where.decoder if ticket.alone else where.prefiller
+    if computing is not None:
+        computing.admitted_tokens += ticket.tokens
+
+
+def leave(where: Place, ticket: Ticket) -> None:
+    for one in (where.prefiller, where.decoder):
+        if one is not None:
+            one.admitted -= 1
+    computing = where.decoder if ticket.alone else where.prefiller
+    if computing is not None:
+        computing.admitted_tokens -= ticket.tokens
+
+
+def test_room_needs_a_prefiller_and_a_decoder_of_one_group() -> None:
+    p, d = engine("p", Role.PREFILL, group="x"), engine("d", Role.DECODE, group="x")
+    q, e = engine("q", Role.PREFILL, group="y"), engine("e", Role.DECODE, group="y")
+    pools = picture([p, d, q, e]).any_model
+    assert place(pools, 1, False, ONE) == ("x", p, d)
+    p.admitted = 1
+    assert place(pools, 1, False, ONE) == ("y", q, e)
+    e.admitted = 1
+    assert place(pools, 1, False, ONE) is None
+    assert place(pools, 1, True, ONE) == ("x", None, d), "alone it needs a decoder only"
+
+
+def test_the_largest_prompt_fits_where_none_is_computed() -> None:
+    p, d = fleet(1, 1)
+    pools, room = picture([p, d]).any_model, Room(0, 100)
+    assert place(pools, 1000, False, room)
+    p.admitted_tokens = 1
+    assert place(pools, 99, False, room)
+    assert place(pools, 100, False, room) is None
+
+
+def test_a_role_that_nobody_plays_is_not_waited_for() -> None:
+    p, d = fleet(1, 1)
+    assert place(picture([d]).any_model, 1, False, ONE) == ("default", None, d)
+    assert place(picture([p]).any_model, 1, False, ONE) == ("default", p, None)
+
+
+def test_lower_priorities_go_first() -> None:
+    queue: Queue[Ticket] = Queue(10)
+    asked = [ticket(priority=priority) for priority in (3, 0, -5, 7)]
+    for one in asked:
+        queue.add(one)
+    assert [one.priority for one in served(queue, picture(fleet(1, 1)))] == [-5, 0, 3, 7]
+
+
+def test_tenants_take_turns_and_a_large_request_sits_rounds_out() -> None:
+    queue: Queue[Ticket] = Queue(20)
+    for tenant, tokens in [("a", 1)] * 3 + [("big", 2 * 4096)] * 2 + [("b", 1)] * 3:
+        queue.add(ticket(tenant, tokens=tokens))
+    order = [one.tenant for one in served(queue, picture(fleet(1, 1)))]
+    assert order == ["a", "big", "b", "a", "b", "a", "b", "big"]
+
+
+def test_who_asks_one_thing_at_a_time_has_its_share_beside_a_flood() -> None:
+    queue: Queue[Ticket] = Queue(100)
+    snapshot = picture(fleet(1, 1))
+    for _ in range(50):
+        queue.add(ticket("flood"))
+    order: list[str] = []
+    queue.add(ticket("modest"))
+    while len(order) < 40:
+        found = queue.next(snapshot.pools, ANY)
+        assert found is not None
+        order.append(found[0].tenant)
+        if found[0].tenant == "modest":
+            queue.add(ticket("modest"))
+    assert order.count("modest") == 20
+
+
+def test_who_gave_up_waiting_is_charged_for_nothing() -> None:
+    queue: Queue[Ticket] = Queue(1000)
+    tired = [ticket("a") for _ in range(500)]
+    for one in tired:
+        queue.add(one)
+    for _ in range(3):
+        queue.add(ticket("b"))
+    for one in tired:
+        assert queue.remove(one)
+        assert not queue.remove(one)
+    queue.add(ticket("a"))
+    order = [one.tenant for one in served(queue, picture(fleet(1, 1)))]
+    assert order == ["b", "a", "b", "b"]
+
+
+def test_a_small_prompt_does_not_overtake_a_large_one_that_waits_for_its_engines() -> None:
+    p, d = fleet(1, 1)
+    p.admitted_tokens = 50
+    queue: Queue[Ticket] = Queue(10)
+    queue.add(ticket("a", tokens=1000))
+    queue.add(ticket("b", tokens=1, model="adapter"))
+    queue.add(ticket("c", tokens=1, alone=True))
+    order = served(queue, picture([p, d]), Room(0, 100))
+    assert [one.tenant for one in order] == ["c"], "which needs the decoder alone"
+    p.admitted_tokens = 0
+    assert [one.tenant for one in served(queue, picture([p, d]), Room(0, 100))] == ["a"]
+
+
+def test_another_models_requests_pass() -> None:
+    m = [engine("p1", Role.PREFILL, ["m"]), engine("d1", Role.DECODE, ["m"])]
+    n = [engine("p2", Role.PREFILL, ["n"]), engine("d2", Role.DECODE, ["n"])]
+    m[0].admitted = 1
+    queue: Queue[Ticket] = Queue(10)
+    queue.add(ticket(model="m"))
+    queue.add(ticket(model="n"))
+    assert [one.model for one in served(queue, picture([*m, *n]), ONE)] == ["n"]
+
+
+def test_whom_nobody_can_serve_any_more_goes_on_to_be_told_so() -> None:
+    queue: Queue[Ticket] = Queue(10)
+    queue.add(ticket())
+    assert queue.next(picture([]).pools, ONE) is not None
+
+
+@pytest.mark.parametrize(
+    ("waiting", "newcomer", "goes", "is_outranked", "is_over_share"),
+    [
+        ([("a", 0)] * 4, ("a", 0), "newcomer", False, False),
+        ([("a", 0)] * 4, ("b", 0), "a", False, True),
+        ([("a", 0)] * 2 + [("b", 0)] * 2, ("a", 0), "newcomer", False, True),
+        ([("a", 0), ("b", 0), ("c", 0), ("d", 0)], ("e", 0), "newcomer", False, False),
+        ([("a", 0), ("b", 0), ("c", 0), ("d", 1)], ("e", 0), "d", True, False),
+        ([("a", 0), ("b", 0), ("c", 0), ("d", 0)], ("e", 1), "newcomer", False, False),
+    ],
+)
+def test_who_goes_when_the_queue_is_full(
+    waiting: list[tuple[str, int]],
+    newcomer: tuple[str, int],
+    goes: str,
+    is_outranked: bool,
+    is_over_share: bool,
+) -> None:
+    queue: Queue[Ticket] = Queue(4)
+    for tenant, priority in waiting:
+        queue.add(ticket(tenant, priority))
+    late = ticket(*newcomer)
+    queue.add(late)
+    shed = queue.shed(late)
+    assert shed is not None
+    assert (shed.ticket is late) == (goes == "newcomer")
+    assert goes == "newcomer" or shed.ticket.tenant == goes
+    assert (shed.is_outranked, shed.is_over_share) == (is_outranked, is_over_share)
+    assert queue.depth == 4
+    assert queue.shed(late) is None
+
+
+Step = tuple[str, str, int, int]
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["ask", "ask", "ask", "end", "leave", "ask alone"]),
+        st.sampled_from("abc"),
+        st.integers(0, 2),
+        st.sampled_from([1, 60, 5000, 90_000]),
+    ),
+    max_size=80,
+)
+
+
+@given(steps, st.integers(0, 5), st.integers(0, 3), st.sampled_from([0, 100]))
+def test_limits_hold_and_nobody_is_lost_whatever_happens(
+    steps: list[Step], size: int, requests: int, tokens: int
+) -> None:
+    engines, room = fleet(2, 2), Room(requests, tokens)
+    pools = picture(engines).pools
+    queue: Queue[Ticket] = Queue(size)
+    asked, running, gone, waiting = 0, list[tuple[Ticket, Place]](), 0, dict[Ticket, None]()
+
+    def settle() -> None:
+        while (found := queue.next(pools, room)) is not None:
+            take(found[1], found[0])
+            running.append(found)
+            del waiting[found[0]]
+
+    for verb, tenant, priority, prompt in steps:
+        if verb.startswith("ask"):
+            one = ticket(tenant, priority, prompt, alone=verb == "ask alone")
+            asked += 1
+            waiting[one] = None
+            queue.add(one)
+            settle()
+            if (shed := queue.shed(one)) is not None:
+                del waiting[shed.ticket]
+                gone += 1
+        elif verb == "end" and running:
+            found = running.pop(0)
+            leave(found[1], found[0])
+            gone += 1
+            settle()
+        elif verb == "leave" and waiting:
+            one = next(iter(waiting))
+            assert queue.remove(one)
+            del waiting[one]
+            gone += 1
+            settle()
+        assert queue.depth == len(waiting) <= size
+        assert asked == gone + len(running) + len(waiting)
+        for one_engine in engines:
+            assert not requests or one_engine.admitted <= requests
+            at = [t.tokens for t, w in running if one_engine in (w.prefiller, w.decoder)]
+            assert not tokens or one_engine.admitted_tokens <= max(tokens, *at, 0)
+    while running:
+        found = running.pop(0)
+        leave(found[1], found[0])
+        settle()
+    assert not queue.depth, "when all have ended, nobody waits"
+    left = (queue._lines, queue._rounds, queue._waiting, queue._tenants, queue._opened)
+    assert not any(left)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 200_000)), min_size=1, max_size=40
+    ),
+    st.integers(1, 12),
+    st.integers(0, 39),
+)
+def test_nobody_starves_whoever_else_comes(
+    first: list[tuple[str, int]], size: int, watched: int
+) -> None:
+    """Newcomers with tenants of their own fill every place that comes free, for ever; whoever
+    waits is served all the same, within the rounds that its tenant may have to sit out."""
+    queue: Queue[Ticket] = Queue(size)
+    pools = picture(fleet(1, 1)).pools
+    for tenant, tokens in first[:size]:
+        queue.add(ticket(tenant, tokens=tokens))
+    known = [one for line in queue._lines.values() for one in line]
+    one = known[watched % len(known)]
+    ahead = sum(other.tenant == one.tenant and other.number <= one.number for other in known)
+    bound = ahead * (MOST_ROUNDS + 2) * (size + 1)
+    for number in range(bound):
+        found = queue.next(pools, ANY)
+        assert found is not None
+        if found[0] is one:
+            return
+        queue.add(ticket(f"new{number}", tokens=number % 3 * 50_000))
+    pytest.fail(f"not served among {bound}")
+
+
+def test_what_is_known_of_tenants_is_bounded() -> None:
+    queue: Queue[Ticket] = Queue(4)
+    pools: Sequence[Pool] = picture(fleet(1, 1)).any_model
+    queue.add(ticket("first"))
+    for number in range(2000):
+        queue.add(ticket(f"{number}", tokens=10**6))
+        assert queue.next(lambda _: pools, ANY) is not None
+    assert queue.depth == 1
+    assert len(queue._rounds) <= (MOST_ROUNDS + 2) * 4 + 1

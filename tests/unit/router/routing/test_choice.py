@@ -1,0 +1,169 @@
+"""What holds for every policy, and for those that go by load."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.routing.affinity import LoadBound, first
+from router.routing.candidate import MOST_TRIED, Ask, Policy, load
+from router.routing.least_loaded import LeastLoaded
+from router.routing.policy_registry import POLICIES, UnknownPolicyError, make_policy
+from router.routing.power_of_two import PowerOfTwo
+from router.routing.repeatable_random import SAMPLE, mix, sample
+from router.routing.round_robin import RoundRobin
+from router.routing.session_affinity import Session
+from tests.unit.router.routing.engines import BOUND, Engine, engines, loaded
+
+LOADS = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 40)), max_size=200)
+ASKS = st.builds(
+    Ask,
+    turn=st.integers(0, 2**63),
+    tokens=st.integers(0, 10**6),
+    session=st.sampled_from(["", "a", "b", "\ud800"]),
+    chunks=st.lists(st.integers(0, 20), max_size=6).map(tuple),
+)
+NAMES = pytest.mark.parametrize("name", POLICIES)
+
+
+@NAMES
+@given(loads=LOADS, asks=st.lists(ASKS, min_size=1, max_size=6))
+def test_an_order_is_distinct_candidates_and_replays(
+    name: str, loads: list[tuple[int, int]], asks: list[Ask]
+) -> None:
+    candidates = loaded(loads)
+    policy, twin = make_policy(name, BOUND), make_policy(name, BOUND)
+    for ask in asks:
+        order = policy.order(candidates, ask)
+        assert len(set(order)) == len(order)
+        assert set(order) <= set(candidates)
+        assert min(1, len(candidates)) <= len(order) <= min(MOST_TRIED, len(candidates))
+        assert list(order) == list(twin.order(list(candidates), ask)), "a list is no other question"
+        for each in (policy, twin):
+            if order:
+                each.note(order[0].name, ask)
+                each.note_cached(order[0].name, ask, ask.tokens // 2)
+
+
+@NAMES
+@pytest.mark.parametrize("count", [1, 3, 64, 150])
+def test_nobody_starves(name: str, count: int) -> None:
+    policy, candidates = make_policy(name, BOUND), engines(count)
+    chosen = _fill(policy, candidates, 30 * count)
+    assert len(chosen) == count
+
+
+@NAMES
+def test_who_goes_is_not_chosen_any_more_and_who_comes_is(name: str) -> None:
+    policy, everyone = make_policy(name, BOUND), engines(12)
+    for present in (everyone[:8], everyone[4:], everyone[:1], everyone):
+        for turn in range(400):
+            ask = Ask(turn, session=f"s{turn}", chunks=(turn % 7, turn))
+            order = policy.order(present, ask)
+            assert set(order) <= set(present)
+            policy.note(order[0].name, ask)
+        policy.forget(everyone[5].name)
+
+
+@given(count=st.integers(1, 300), rounds=st.integers(1, 3), start=st.integers(0, 10**9))
+def test_round_robin_is_exact(count: int, rounds: int, start: int) -> None:
+    candidates, policy = engines(count), RoundRobin()
+    turns = range(start, start + rounds * count)
+    chosen = Counter(policy.order(candidates, Ask(turn))[0].name for turn in turns)
+    assert set(chosen.values()) == {rounds}
+
+
+@given(LOADS.filter(bool), st.integers(0, 2**63))
+def test_the_least_loaded_of_those_looked_at_is_first(
+    loads: list[tuple[int, int]], turn: int
+) -> None:
+    candidates = loaded(loads)
+    order = LeastLoaded().order(candidates, Ask(turn))
+    looked_at = sample(candidates, mix(turn))
+    assert load(order[0]) == min(map(load, looked_at))
+    assert [load(engine) for engine in order] == sorted(map(load, looked_at))[: len(order)]
+
+
+def test_equally_loaded_engines_take_turns() -> None:
+    candidates = engines(5)
+    chosen = [LeastLoaded().order(candidates, Ask(turn))[0] for turn in range(5)]
+    assert chosen == list(candidates)
+
+
+def test_of_two_by_chance_the_fuller_one_is_never_first() -> None:
+    candidates = loaded([(10, 1)] * 50 + [(0, 0)] * 50)
+    for turn in range(500):
+        first_two = PowerOfTwo().order(candidates, Ask(turn))[:2]
+        assert load(first_two[0]) <= load(first_two[1])
+
+
+@pytest.mark.parametrize(("name", "most"), [("power_of_two", 5), ("least_loaded", 1)])
+@pytest.mark.parametrize("count", [10, 200])
+def test_going_by_load_nobody_is_far_above_the_mean(name: str, most: int, count: int) -> None:
+    candidates = engines(count)
+    _fill(make_policy(name, BOUND), candidates, 50 * count)
+    assert max(engine.in_flight for engine in candidates) <= 50 + most
+
+
+@given(st.integers(0, 1100), st.integers(0, 2**64 - 1))
+def test_a_sample_is_distinct_and_full(size: int, chance: int) -> None:
+    found = sample(range(size), chance)
+    assert len(set(found)) == len(found) == min(size, SAMPLE)
+
+
+def test_samples_reach_everyone_equally_often() -> None:
+    seen = Counter(item for turn in range(4000) for item in sample(range(1000), mix(turn)))
+    expected = 4000 * SAMPLE / 1000
+    assert len(seen) == 1000
+    assert max(seen.values()) < 1.4 * expected
+    assert min(seen.values()) > 0.6 * expected
+
+
+@given(LOADS.filter(bool), st.integers(0, 10), st.floats(1, 4))
+def test_only_what_is_above_floor_and_mean_is_overloaded(
+    loads: list[tuple[int, int]], floor: int, factor: float
+) -> None:
+    candidates = loaded(loads)[:SAMPLE]
+    mean = sum(engine.in_flight for engine in candidates) / len(candidates)
+    for engine in candidates:
+        expected = engine.in_flight >= floor and engine.in_flight > factor * mean
+        assert LoadBound(factor, floor).exceeded(engine, candidates) == expected
+
+
+def test_the_overloaded_are_last_in_a_sessions_order_of_all() -> None:
+    idle, candidates = loaded([(0, 0)] * 3), loaded([(0, 0)] * 2 + [(0, 90)])
+    home = next(
+        session
+        for session in map(str, range(1000))
+        if Session(BOUND).order(idle, Ask(0, session=session))[0] is idle[-1]
+    )
+    order = Session(BOUND).order(candidates, Ask(0, session=home))
+    assert order[-1] is candidates[-1]
+    assert set(order) == set(candidates)
+    assert first(candidates, candidates[1])[0] is candidates[1]
+
+
+@pytest.mark.parametrize("name", ["round-robin", "Session", "POWER-OF_TWO"])
+def test_a_policy_is_found_by_its_name(name: str) -> None:
+    assert isinstance(make_policy(name, BOUND), Policy)
+
+
+def test_an_unknown_policy_is_told_with_the_known_ones() -> None:
+    with pytest.raises(UnknownPolicyError, match=r"least-loadd.*did you mean least_loaded.*prefix"):
+        make_policy("least-loadd", BOUND)
+
+
+def _fill(policy: Policy, candidates: tuple[Engine, ...], turns: int) -> Counter[str]:
+    """Legs that never end; nothing is shared."""
+    chosen: Counter[str] = Counter()
+    for turn in range(turns):
+        ask = Ask(turn, 1, f"session {turn}", (turn,))
+        engine = policy.order(candidates, ask)[0]
+        policy.note(engine.name, ask)
+        engine.in_flight += 1
+        engine.tokens_in_flight += 1
+        chosen[engine.name] += 1
+    return chosen

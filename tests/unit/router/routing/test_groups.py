@@ -1,0 +1,106 @@
+"""Groups: shares by weight, conversations that stay, nobody in half a group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.fleet.circuit_breaker import Breaker, BreakerRules
+from router.fleet.engine import Engine, Health
+from router.fleet.engine_spec import EngineSpec, Role
+from router.fleet.snapshot import Pool
+from router.http_client.deadlines import Deadlines
+from router.http_client.pool import EnginePool, PoolLimits
+from router.routing.candidate import Ask
+from router.routing.group_choice import group_of, preferred
+from router.settings import Address
+
+LIMITS = PoolLimits(connect_timeout=1, idle_connections=1, idle_age=1, header_limit=1024)
+
+
+def engine(role: Role, group: str) -> Engine:
+    address = Address(f"{role}-{group}", 8000)
+    pool = EnginePool(address.host, address.port, LIMITS, Deadlines())
+    made = Engine(EngineSpec(role, address, group=group), pool, Breaker(BreakerRules()))
+    made.health = Health.HEALTHY
+    return made
+
+
+def group(name: str, weight: float = 1.0, roles: str = "pd") -> Pool:
+    prefillers = (engine(Role.PREFILL, name),) if "p" in roles else ()
+    decoders = (engine(Role.DECODE, name),) if "d" in roles else ()
+    return Pool(name, weight, prefillers, decoders)
+
+
+def chosen(pools: list[Pool], session: str = "", turn: int = 0) -> str:
+    found = group_of(pools, Ask(turn, session=session))
+    assert found is not None
+    return found.group
+
+
+@pytest.mark.parametrize("names", ["", "conversation"])
+def test_a_group_gets_its_weights_share(names: str) -> None:
+    pools, count = [group("blue", 3), group("green", 1)], 4000
+    found = Counter(chosen(pools, f"{names}{n}" if names else "", n) for n in range(count))
+    assert found["green"] / count == pytest.approx(0.25, abs=0.03)
+
+
+def test_what_a_change_of_weights_moves_is_the_share_that_changes() -> None:
+    before, after = [group("blue", 9), group("green", 1)], [group("blue", 5), group("green", 5)]
+    sessions = [f"s{n}" for n in range(3000)]
+    was, now = [chosen(before, s) for s in sessions], [chosen(after, s) for s in sessions]
+    moved = sum(one != other for one, other in zip(was, now, strict=True)) / len(sessions)
+    assert moved == pytest.approx(0.4, abs=0.04)
+    assert not any(one == "green" != other for one, other in zip(was, now, strict=True))
+
+
+@given(st.lists(st.sampled_from("abcdef"), min_size=2, unique=True), st.text(max_size=8))
+def test_the_order_of_groups_and_those_that_go_do_not_move_a_conversation(
+    names: list[str], session: str
+) -> None:
+    pools = [group(name) for name in names]
+    first = chosen(pools, session or "s")
+    assert chosen(pools[::-1], session or "s") == first
+    left = [pool for pool in pools if pool.group == first or pool.group != names[0]]
+    assert chosen(left, session or "s") == first
+
+
+def test_nobody_is_sent_to_half_a_group_or_to_one_without_weight() -> None:
+    whole, half = group("whole", 0.1), group("half", 100, roles="d")
+    assert {chosen([whole, half], turn=n) for n in range(50)} == {"whole"}
+    assert {chosen([whole, group("none", 0)], turn=n) for n in range(50)} == {"whole"}
+
+
+@pytest.mark.parametrize("state", ["is_cold", "is_cooling"])
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_group_whose_engines_are_better_left_alone_gets_nothing_while_there_is_another(
+    state: str, role: Role
+) -> None:
+    sound, green = group("sound"), group("green", 100)
+    for pool in (sound, green):
+        for one in (*pool.prefillers, *pool.decoders):
+            one.look()
+    troubled = green.of(role)[0]
+    setattr(troubled, state, True)
+    troubled.look()
+    assert {chosen([sound, green], turn=n) for n in range(50)} == {"sound"}
+    assert chosen([green, group("none", 0)]) == "green"
+
+
+def test_where_there_is_no_other_half_a_group_serves_and_so_does_one_without_weight() -> None:
+    half = group("half", roles="d")
+    assert preferred([half, group("other", roles="p")]) == [half]
+    assert chosen([group("a", 0), group("b", 0)]) in ("a", "b")
+    assert group_of([], Ask(0)) is None
+
+
+def test_a_conversation_stays_in_its_group_whatever_that_weighs() -> None:
+    blue, green = group("blue", 0), group("green", 5)
+    found = group_of([green, blue], Ask(0, session="s"), blue.decoders[0])
+    assert found is blue
+    gone = replace(blue, prefillers=())
+    assert group_of([green, gone], Ask(0, session="s"), blue.decoders[0]) is green

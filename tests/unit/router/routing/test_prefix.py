@@ -1,0 +1,189 @@
+"""Who holds most of a prompt is asked, as far as we know, and what we know is bounded."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.routing.candidate import Ask
+from router.routing.chunk_index import MOST_UNUSED, Holders
+from router.routing.prefix_cache import ENOUGH, MOST_OPEN, Prefix
+from router.routing.prompt_chunks import TOKENS
+from tests.unit.router.routing.engines import BOUND, Engine, engines
+
+TURN = iter(range(10**9))
+
+
+def _ask(*chunks: int) -> Ask:
+    return Ask(next(TURN), TOKENS * len(chunks), chunks=chunks)
+
+
+def _told(*notes: tuple[Engine, tuple[int, ...]]) -> Prefix:
+    """All engines are known to it, and have answered those prompts."""
+    policy = Prefix(BOUND)
+    policy.order(FLEET, _ask(0))
+    for engine, chunks in notes:
+        ask = _ask(*chunks)
+        policy.note(engine.name, ask)
+        policy.note_cached(engine.name, ask, 0)
+    return policy
+
+
+FLEET = engines(6)
+
+
+@pytest.fixture(autouse=True)
+def _idle() -> None:
+    for engine in FLEET:
+        engine.in_flight = engine.tokens_in_flight = 0
+
+
+def test_the_longest_match_wins_and_the_next_one_stands_in_when_it_is_overloaded() -> None:
+    a, b, c = FLEET[:3]
+    policy = _told((a, (1, 2)), (b, (1, 2, 3, 4)), (c, (1,)))
+    assert policy.order(FLEET, _ask(1, 2, 3, 4, 5))[0] is b
+    b.in_flight = 20
+    order = policy.order(FLEET, _ask(1, 2, 3, 4, 5))
+    assert order[0] is a
+    a.in_flight = 20
+    assert policy.order(FLEET, _ask(1, 2, 3, 4, 5))[0] is c
+
+
+def test_of_equal_matches_the_less_loaded_wins() -> None:
+    a, b = FLEET[:2]
+    policy = _told((a, (1, 2)), (b, (1, 2)))
+    a.tokens_in_flight = 5
+    assert policy.order(FLEET, _ask(1, 2, 9))[0] is b
+    b.tokens_in_flight = 6
+    assert policy.order(FLEET, _ask(1, 2, 9))[0] is a
+
+
+def test_an_unknown_prompt_goes_by_load() -> None:
+    for engine in FLEET[1:]:
+        engine.tokens_in_flight = 1
+    assert _told((FLEET[3], (1, 2))).order(FLEET, _ask(7, 8))[0] is FLEET[0]
+
+
+def test_a_forgotten_engine_holds_nothing_even_if_its_name_comes_back() -> None:
+    a = FLEET[0]
+    policy = _told((a, (1, 2)))
+    assert policy.expected(a.name, _ask(1, 2, 3)) == 2 * TOKENS
+    policy.forget(a.name)
+    policy.order(FLEET, _ask(1, 2))
+    assert policy.expected(a.name, _ask(1, 2, 3)) == 0
+
+
+def test_several_answers_that_belie_us_end_the_belief_and_one_does_not() -> None:
+    a = FLEET[0]
+    policy = _told((a, (1, 2, 3, 4)))
+    for strike in range(ENOUGH):
+        assert policy.expected(a.name, _ask(1, 2, 3, 4)) == 4 * TOKENS, strike
+        ask = _ask(1, 2, 3, 4)
+        policy.note(a.name, ask)
+        policy.note_cached(a.name, ask, TOKENS)
+    assert policy.expected(a.name, _ask(1, 2, 3, 4)) == 0
+
+
+def test_answers_that_confirm_us_take_strikes_back() -> None:
+    a = FLEET[0]
+    policy = _told((a, (1, 2, 3, 4)))
+    for cached in [0, 0, 4 * TOKENS] * 3:
+        ask = _ask(1, 2, 3, 4)
+        policy.note(a.name, ask)
+        policy.note_cached(a.name, ask, cached)
+    assert policy.expected(a.name, _ask(1, 2, 3, 4)) == 4 * TOKENS
+
+
+def test_a_first_prompt_that_finds_nothing_cached_belies_nothing() -> None:
+    a, policy = FLEET[0], _told()
+    for number in range(10):
+        ask = _ask(100 + number, 200 + number)
+        policy.note(a.name, ask)
+        policy.note_cached(a.name, ask, 0)
+    assert policy.expected(a.name, _ask(100, 200)) == 2 * TOKENS
+
+
+def test_prompts_sent_at_the_same_time_belie_nothing() -> None:
+    """None of them finds in the cache what they are all computing."""
+    a, policy = FLEET[0], _told()
+    asks = [_ask(1, 2, 3, number) for number in range(10, 10 + 3 * ENOUGH)]
+    for ask in asks:
+        policy.note(a.name, ask)
+    for ask in asks:
+        policy.note_cached(a.name, ask, 0)
+    assert policy.expected(a.name, _ask(1, 2, 3)) == 3 * TOKENS
+
+
+def test_what_is_still_being_computed_is_not_expected_but_attracts() -> None:
+    a, policy = FLEET[0], _told((FLEET[0], (1, 2)))
+    ask = _ask(1, 2, 3, 4)
+    policy.note(a.name, ask)
+    assert policy.expected(a.name, _ask(1, 2, 3, 5)) == 2 * TOKENS
+    assert policy.order(FLEET, _ask(1, 2, 3, 5))[0] is a
+    policy.note_cached(a.name, ask, 2 * TOKENS)
+    assert policy.expected(a.name, _ask(1, 2, 3, 5)) == 3 * TOKENS
+
+
+def test_memory_is_bounded_whatever_is_asked_and_never_answered() -> None:
+    holders = Holders(per_engine=50, in_all=400)
+    policy = Prefix(BOUND, holders)
+    policy.order(FLEET, _ask(0))
+    for number in range(1000):
+        chunks = range(number * 10, number * 10 + 10)
+        policy.note(FLEET[number % 6].name, _ask(*chunks))
+        assert 0 < len(holders) <= 420
+    assert all(len(asks) <= MOST_OPEN for asks in policy._open.values())
+    policy.note("nobody", _ask(1))
+    assert "nobody" not in policy._open
+
+
+def test_many_names_that_come_and_go_keep_few_bits() -> None:
+    holders = Holders()
+    for number in range(3 * MOST_UNUSED):
+        holders.seat([f"pod-{number}", "old"])
+        holders.add("old", [number])
+        assert holders.bit("old").bit_length() <= MOST_UNUSED + 6
+        if number % 2:
+            holders.forget(f"pod-{number}")
+
+
+def test_what_is_asked_again_and_again_is_kept_and_the_rest_is_not() -> None:
+    holders = Holders(per_engine=100, in_all=1000)
+    (bit,) = holders.seat(["a"])
+    for number in range(1000):
+        holders.add("a", [1, 2, 3])
+        holders.add("a", [10 + number])
+    assert holders.longest([1, 2, 3], bit).depth == 3
+    assert holders.longest([10], bit).depth == 0
+    assert holders.longest([1009], bit).depth == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 2), min_size=1, max_size=6))))
+def test_a_match_is_the_longest_that_was_noted(notes: list[tuple[int, list[int]]]) -> None:
+    """Against looking through all that was noted; chunks are chained as real ones are."""
+    holders = Holders()
+    bits = holders.seat([str(n) for n in range(6)])
+    for engine, path in notes:
+        holders.add(str(engine), _chained(path))
+    asked = [0, 1, 0, 1]
+    depths = {
+        engine: max((_common(path, asked) for e, path in notes if e == engine), default=0)
+        for engine in range(6)
+    }
+    for among in (range(6), range(3), range(1)):
+        match = holders.longest(_chained(asked), sum(bits[engine] for engine in among))
+        depth = max(depths[engine] for engine in among)
+        assert match.depth == depth
+        if depth:
+            held = {engine for engine in among if bits[engine] & match.engines}
+            assert held == {engine for engine in among if depths[engine] == depth}
+
+
+def _chained(path: list[int]) -> list[int]:
+    return [hash(tuple(path[: end + 1])) for end in range(len(path))]
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    same = [a == b for a, b in zip(one, other, strict=False)]
+    return same.index(False) if False in same else len(same)

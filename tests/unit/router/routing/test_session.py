@@ -1,0 +1,106 @@
+"""A session's engine: always the same, evenly spread, and moved only when it must be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from statistics import pstdev
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.routing.candidate import Ask
+from router.routing.hash_ring import Ring
+from router.routing.session_affinity import Session
+from tests.unit.router.routing.engines import BOUND, Engine, engines
+
+SESSIONS = [f"session {number}" for number in range(600)]
+
+
+def _owners(policy: Session, candidates: tuple[Engine, ...]) -> dict[str, str]:
+    return {s: policy.order(candidates, Ask(0, session=s))[0].name for s in SESSIONS}
+
+
+@pytest.mark.parametrize("count", [2, 4, 8, 40, 500])
+def test_sessions_are_spread_as_evenly_as_chance_does(count: int) -> None:
+    """Besides what chance does to few sessions, an engine's share is off by 4 % or so."""
+    policy, candidates, asked = Session(BOUND), engines(count), 10_000
+    seen = Counter(policy.order(candidates, Ask(0, session=f"s{n}"))[0].name for n in range(asked))
+    mean = asked / count
+    shares = [seen[engine.name] / mean for engine in candidates]
+    by_chance = mean**-0.5
+    assert pstdev(shares) < 1.15 * (by_chance**2 + 0.04**2) ** 0.5
+    assert max(shares) < 1 + 5 * by_chance + 0.12
+
+
+@settings(max_examples=10)
+@given(count=st.integers(2, 30), data=st.data())
+def test_only_the_sessions_of_the_engine_that_goes_move(count: int, data: st.DataObject) -> None:
+    candidates = engines(count + 1)
+    gone = data.draw(st.sampled_from(candidates))
+    rest = tuple(engine for engine in candidates if engine is not gone)
+    policy = Session(BOUND)
+    before = _owners(policy, candidates)
+    after = _owners(policy, rest)
+    assert {s for s in SESSIONS if before[s] != after[s]} == {
+        s for s in SESSIONS if before[s] == gone.name
+    }
+    assert _owners(policy, candidates) == before, "it comes back, and so do they"
+    assert _owners(Session(BOUND), rest) == after, "a router that never knew it agrees"
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(
+        st.lists(st.integers(0, 15), min_size=1, unique=True).map(
+            lambda numbers: [f"e{number}" for number in numbers]
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_a_ring_is_the_same_whatever_it_was_before(seatings: list[list[str]]) -> None:
+    ring = Ring()
+    for names in seatings:
+        ring.seat(names)
+        fresh = Ring()
+        fresh.seat(sorted(names))
+        for session in SESSIONS[:50]:
+            found = [names[place] for place in ring.nearest(session)]
+            assert found == [sorted(names)[place] for place in fresh.nearest(session)]
+
+
+def test_names_that_are_gone_are_not_kept() -> None:
+    ring = Ring()
+    for number in range(300):
+        ring.seat([f"pod-{number}-{n}" for n in range(3)])
+        assert len(ring) <= 6
+
+
+def test_a_session_leaves_an_overloaded_engine_and_comes_back() -> None:
+    policy, candidates = Session(BOUND), engines(5)
+    ask = Ask(1, session="s")
+    own, next_one = policy.order(candidates, ask)[:2]
+    own.in_flight = 20
+    order = policy.order(candidates, ask)
+    assert order[0] is next_one
+    assert own not in order[:2]
+    own.in_flight = 7
+    assert policy.order(candidates, ask)[0] is own
+
+
+def test_when_its_engines_are_all_overloaded_a_session_goes_by_load() -> None:
+    policy, candidates = Session(BOUND), engines(100)
+    near = (
+        set(policy._ring.nearest("s")) if policy.order(candidates, Ask(1, session="s")) else set()
+    )
+    for place in near:
+        candidates[place].in_flight = candidates[place].tokens_in_flight = 100
+    order = policy.order(candidates, Ask(2, session="s"))
+    assert order[0].in_flight == 0
+
+
+def test_without_a_session_load_decides() -> None:
+    policy, candidates = Session(BOUND), engines(2)
+    candidates[0].tokens_in_flight = 1
+    assert all(policy.order(candidates, Ask(n))[0] is candidates[1] for n in range(20))

@@ -1,0 +1,148 @@
+"""The picture: what several processes see together, and what of it has changed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.fleet.views import View
+from router.ui.engine_polling import Engines, Gauge, figures_in, leases_in
+from router.ui.snapshot import KEYED, Json, Moved, Picture, Totals, Turns, changes, together
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.fleet.test_views import seen
+from tests.unit.router.harness import eventually
+from tests.unit.router.mock_engine import MockEngine
+
+
+def one(in_flight: int = 1, entries: int | None = None) -> Picture:
+    return Picture(
+        view=View(engines=[seen(in_flight=in_flight)], groups=[], is_informed=True),
+        ways=[Moved(from_="p", to="d", kind="prompt", moving=1, rate=0.5)],
+        running=[],
+        ended=[],
+        untold=0,
+        totals=Totals(requests=2, in_flight=1, by={"ok": 2}),
+        turns=Turns(outcomes={"hit": 1}, kept={}, entries=entries),
+    )
+
+
+def test_counts_of_processes_add_up() -> None:
+    told = together([one(2, 5), one(3, 6), None], {"a:1": Gauge(kv_usage=0.5)})
+    assert told["engines"]["a:1"]["in_flight"] == 5
+    assert told["engines"]["a:1"]["gauge"]["kv_usage"] == 0.5
+    assert told["ways"]["p d prompt"] == {
+        "from": "p",
+        "to": "d",
+        "kind": "prompt",
+        "moving": 2,
+        "rate": 1.0,
+        "bytes_per_second": None,
+    }
+    assert told["totals"] == {"requests": 4, "in_flight": 2, "by": {"ok": 4}}
+    assert told["turns"] == {"outcomes": {"hit": 2}, "kept": {}, "entries": 11}
+    assert told["workers"] == {"answered": 2, "known": 3}
+
+
+def test_bytes_are_told_of_ways_that_others_requests_took_too() -> None:
+    speeds = {("p", "d", "prompt"): 5.0, ("d", "p", "turn"): 7.0}
+    ways = together([one()], {}, speeds)["ways"]
+    assert ways["p d prompt"]["bytes_per_second"] == 5.0
+    assert (ways["d p turn"]["rate"], ways["d p turn"]["bytes_per_second"]) == (0, 7.0)
+
+
+def test_only_what_is_different_is_told() -> None:
+    before = together([one()], {})
+    assert changes(before, together([one()], {})) == {}
+    after = together([one(9)], {})
+    assert list(changes(before, after)) == ["engines"]
+    after["engines"] = {}
+    assert changes(before, after) == {"engines": {"a:1": None}}
+
+
+ITEMS = st.dictionaries(st.sampled_from("abc"), st.integers(0, 2))
+
+
+@given(
+    st.fixed_dictionaries(dict.fromkeys((*KEYED, "totals"), ITEMS)),
+    st.fixed_dictionaries(dict.fromkeys((*KEYED, "totals"), ITEMS)),
+)
+def test_who_had_the_one_and_hears_the_changes_has_the_other(before: Json, after: Json) -> None:
+    has = {name: dict(items) for name, items in before.items()}
+    for name, items in changes(before, after).items():
+        if name in KEYED:
+            has[name].update(items)
+            has[name] = {key: item for key, item in has[name].items() if item is not None}
+        else:
+            has[name] = items
+    assert has == after
+
+
+@pytest.mark.parametrize(
+    ("metrics", "usage", "waiting"),
+    [
+        (b'vllm:kv_cache_usage_perc{engine="0",model_name="a}b"} 0.25\n', 0.25, None),
+        (b"vllm:kv_cache_usage_perc 0.25\nvllm:kv_cache_usage_perc{e='1'} 0.5\n", 0.5, None),
+        (b"disagg_engine_blocks 10.0\ndisagg_engine_blocks_free 4.0\n", 0.6, None),
+        (b"vllm:num_requests_waiting 3.0\nvllm:num_requests_waiting_x 9\n", None, 3),
+        (b"vllm:kv_cache_usage_perc nan\nvllm:kv_cache_usage_perc 1e+--\n", None, None),
+        (b"vllm:kv_cache_usage_perc 77\n", 1.0, None),
+        (b"disagg_engine_blocks 0\ndisagg_engine_blocks_free 4.0\n", None, None),
+    ],
+)
+def test_what_metrics_say(metrics: bytes, usage: float | None, waiting: int | None) -> None:
+    figures = figures_in(metrics)
+    assert (figures.usage, figures.waiting) == (usage, waiting)
+
+
+@given(st.binary() | st.text().map(lambda text: b"vllm:kv_cache_usage_perc " + text.encode()))
+def test_no_metrics_break_it(metrics: bytes) -> None:
+    figures_in(metrics)
+
+
+@pytest.mark.parametrize(
+    ("page", "told"),
+    [
+        ({"ranks": [{"num_leases": 2, "num_quarantined": 0}, {"num_leases": 3}]}, (5, 0)),
+        ({"ranks": []}, (None, None)),
+        ({"ranks": [{"num_leases": True}, None, "x", {"num_leases": "9"}]}, (None, None)),
+        ({"ranks": {}}, (None, None)),
+        ([], (None, None)),
+        (None, (None, None)),
+    ],
+)
+def test_what_leases_say(page: object, told: tuple[int | None, int | None]) -> None:
+    assert leases_in(page) == told
+
+
+async def test_whatever_an_engine_answers_it_is_no_less_healthy(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start_router()
+    p.pages = {"/metrics": b"\xff\x00" * 50_000, "/disagg/leases": b"[" * 9000}
+    d.pages = {"/metrics": b"vllm:kv_cache_usage_perc 0.5\n"}
+    router.engine(p).learned.told = True
+    engines = Engines(router.gateway.fleet, lambda: 0.0)
+    await engines.ask_all()
+    assert engines.told()[router.engine(d).name].kv_usage == 0.5
+    assert engines.told()[router.engine(p).name] == Gauge()
+    d.is_mute = True
+    await engines.ask_all()
+    assert router.engine(p).failures == 0
+    assert router.engine(p).health == "healthy"
+
+
+async def test_a_speed_is_known_at_the_second_answer_and_forgotten_with_silence(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    router = await start_router()
+    name, at = router.engine(d).name, 0.0
+    engines = Engines(router.gateway.fleet, lambda: at)
+    for moment, moved, speed in ((0.0, 1000, None), (2.0, 4000, 1500.0), (3.0, 0, 0.0)):
+        at = moment
+        d.pages = {"/metrics": b"vllm:nixl_bytes_transferred_sum %d\n" % moved}
+        await engines.ask_all()
+        assert engines.told()[name].bytes_per_second == speed
+    at = 99.0
+    assert name not in engines.told()
+    await eventually(lambda: router.engine(d).health == "healthy")

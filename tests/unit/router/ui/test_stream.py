@@ -1,0 +1,282 @@
+"""The feed: what who looks is told, who is let in, and that nothing goes on while nobody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from router.ui import event_feed
+from router.ui import hub as hub_module
+from router.ui.hub import Hub
+from router.ui.transfers import found_by
+from router.ui.viewers import MOST_BYTES, MOST_QUEUED, MOST_WATCHERS, Watcher
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router, eventually
+from tests.unit.router.mock_engine import MockEngine, Peer, Received, running_engine, usual_decode
+
+TOKEN = "a token of more than sixteen"
+Event = tuple[str, Any]
+
+
+def hub_of(router: Router) -> Hub:
+    hub: Hub = router.app.state.page
+    return hub
+
+
+def is_watched(router: Router) -> bool:
+    return router.gateway.watch is not None
+
+
+@contextlib.asynccontextmanager
+async def looking(router: Router, **headers: str) -> AsyncIterator[AsyncIterator[Event]]:
+    """Events as they come; one that looks, until the block ends."""
+    async with router.client.stream("GET", "/ui/events", headers=headers) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        yield events_of(answer)
+
+
+async def events_of(answer: httpx.Response) -> AsyncIterator[Event]:
+    name = ""
+    async for line in answer.aiter_lines():
+        if line.startswith("event: "):
+            name = line[7:]
+        elif line.startswith("data: "):
+            yield name, json.loads(line[6:])
+
+
+async def until(events: AsyncIterator[Event], wanted: str) -> Any:
+    async with asyncio.timeout(5):
+        async for name, content in events:
+            if name == wanted:
+                return content
+    raise AssertionError(f"no {wanted}")
+
+
+async def test_first_everything_then_what_ended(start_router: StartRouter) -> None:
+    router = await start_router(ui=True)
+    async with looking(router) as events:
+        whole = await until(events, "snapshot")
+        assert [e["role"] for e in whole["engines"].values()] == ["prefill", "decode"]
+        assert whole["ended"] == []
+        answer = await router.complete()
+        (request,) = (await until(events, "ended"))["requests"]
+        assert request["id"] == answer.headers["x-request-id"]
+        assert request["outcome"] == "ok"
+        assert request["ms"]["prefill_started"] <= request["ms"]["prefill_done"]
+    await eventually(lambda: not hub_of(router).watchers)
+    async with looking(router) as events:  # who comes later sees nothing of before
+        assert (await until(events, "snapshot"))["ended"] == []
+
+
+async def test_an_engine_that_dies_is_told(start_router: StartRouter, d: MockEngine) -> None:
+    router = await start_router(ui=True)
+    name = router.engine(d).name
+    async with looking(router) as events:
+        await until(events, "snapshot")
+        await d.stop()
+        while True:
+            change = await until(events, "change")
+            if change.get("engines", {}).get(name, {}).get("health") == "unhealthy":
+                return
+
+
+async def test_failures_on_the_way_are_told_with_what_followed(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    async def fails(request: Received, peer: Peer) -> None:
+        await peer.answer({}, 500)
+
+    d.usual = fails
+    async with running_engine(usual_decode) as other:
+        router = await start_router(ui=True, ds=[d, other])
+        async with looking(router) as events:
+            await until(events, "snapshot")
+            failures: list[str] = []
+            for _ in range(2):  # one of them begins at the one that fails
+                assert (await router.complete()).status_code == 200
+                (request,) = (await until(events, "ended"))["requests"]
+                failures += request["failures"]
+    name = router.engine(d).name
+    assert failures == [f"decode at {name}: status_5xx; prefilled afresh"]
+
+
+async def test_what_an_engine_says_that_it_moved_is_told_of_its_request(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    router = await start_router(ui=True)
+    router.engine(d).learned.told = True
+    async with looking(router) as events:
+        await until(events, "snapshot")
+        await router.complete()
+        (request,) = (await until(events, "ended"))["requests"]
+        transfer = {
+            "what": "READ",
+            "found_by": found_by(request["id"]),
+            "engine_id": "p",
+            "blocks": 3,
+            "bytes": 300,
+            "seconds": 0.002,
+            "age_seconds": 0.0,
+        }
+        d.pages["/metrics"] = b"\n"
+        page = {"ranks": [{"transfers": [transfer | {"found_by": "x"}, transfer]}]}
+        d.pages["/disagg/leases"] = json.dumps(page).encode()
+        moved = (await until(events, "moved"))[request["key"]]
+        assert (moved["prompt"]["blocks"], moved["prompt"]["ms"], moved["turn"]) == (3, 2.0, None)
+        async with looking(router) as others:  # who comes later hears it with the request
+            (later,) = (await until(others, "snapshot"))["ended"]
+            assert later["moved"] == moved
+
+
+async def test_nothing_is_gathered_while_nobody_looks(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    router = await start_router(ui=True)
+    hub = hub_of(router)
+    before = asyncio.all_tasks()
+    assert not is_watched(router)
+    async with looking(router) as events:
+        await until(events, "snapshot")
+        assert is_watched(router)
+        await eventually(lambda: d.looks)
+    await eventually(lambda: not is_watched(router))  # its task ends after the last who looked
+    assert not hub.watchers
+    await eventually(lambda: not _ours(asyncio.all_tasks() - before))
+    assert (await router.complete()).status_code == 200
+    assert not is_watched(router)
+
+
+def _ours(tasks: set[asyncio.Task[Any]]) -> list[str]:
+    names = [task.get_coro().__qualname__ for task in tasks]  # type: ignore[union-attr]
+    return [name for name in names if name.startswith(("Hub.", "Engines.", "Feed."))]
+
+
+async def test_without_ui_there_is_none(router: Router) -> None:
+    for path in ("/ui", "/ui/", "/ui/events", "/ui/app.js"):
+        assert (await router.client.get(path)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "shown", [None, "", "Bearer", "Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN} x"]
+)
+async def test_a_wrong_token_is_401(start_router: StartRouter, shown: str | None) -> None:
+    router = await start_router(ui=True, ui_token=TOKEN.replace(" ", "-"))
+    headers = {} if shown is None else {"authorization": shown.strip()}
+    answer = await router.client.get("/ui/events", headers=headers)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["type"] == "AuthenticationError"
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert (await router.client.get("/ui/")).status_code == 200  # which asks for it
+
+
+async def test_the_token_lets_in(start_router: StartRouter) -> None:
+    token = TOKEN.replace(" ", "-")
+    router = await start_router(ui=True, ui_token=token)
+    async with looking(router, authorization=f"Bearer {token}") as events:
+        whole = await until(events, "snapshot")
+    assert token not in json.dumps(whole)
+
+
+async def test_other_sites_are_not_let_in(start_router: StartRouter) -> None:
+    router = await start_router(ui=True)
+    headers = {"sec-fetch-site": "cross-site"}
+    assert (await router.client.get("/ui/events", headers=headers)).status_code == 403
+
+
+async def test_so_many_may_look_and_no_more(start_router: StartRouter) -> None:
+    router = await start_router(ui=True)
+    async with contextlib.AsyncExitStack() as stack:
+        held = [await stack.enter_async_context(looking(router)) for _ in range(MOST_WATCHERS)]
+        for events in held:
+            await until(events, "snapshot")
+        answer = await router.client.get("/ui/events")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"]
+    await eventually(lambda: not hub_of(router).watchers)
+    async with looking(router) as events:
+        await until(events, "snapshot")
+
+
+async def test_who_does_not_read_is_cut(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_feed, "PATIENCE", 0.2)
+    monkeypatch.setattr(hub_module, "TICK", 0.01)
+    router = await start_router(ui=True)
+    hub = hub_of(router)
+    async with router.socket() as client:
+        await client.send(b"GET /ui/events HTTP/1.1\r\nhost: x\r\n\r\n")
+        await eventually(lambda: hub.watchers == 1)
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        big = hub_module.event("change", {"x": "y" * 1_000_000})
+        async with asyncio.timeout(10):
+            while hub.watchers:
+                hub._send(big)
+                await asyncio.sleep(0.01)
+    await eventually(lambda: not is_watched(router))
+
+
+async def test_a_router_that_ends_waits_for_nobody_who_looks(start_router: StartRouter) -> None:
+    router = await start_router(ui=True)
+    async with looking(router) as events:
+        await until(events, "snapshot")
+        router.gateway.draining = True
+        async with asyncio.timeout(5):
+            assert [name async for name, _ in events if name == "snapshot"] == []
+
+
+async def test_a_fault_of_ours_ends_the_feed_and_nothing_else(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = await start_router(ui=True)
+    with monkeypatch.context() as broken:
+        broken.setattr(hub_module, "together", lambda *_: 1 / 0)
+        async with looking(router) as events:
+            async with asyncio.timeout(5):
+                assert [event async for event in events] == []
+        assert (await router.complete()).status_code == 200
+    async with looking(router) as events:
+        await until(events, "snapshot")
+
+
+async def test_a_queue_has_bounds() -> None:
+    watcher = Watcher()
+    watcher.put(b"x" * (2 * MOST_BYTES))  # the first may be large
+    assert len(await watcher.next(1)) == 2 * MOST_BYTES
+    for _ in range(MOST_QUEUED):
+        watcher.put(b"x")
+    assert len(await watcher.next(1)) == MOST_QUEUED
+    for _ in range(MOST_QUEUED + 1):
+        watcher.put(b"x")
+    assert watcher.is_cut
+    assert await watcher.next(1) == b""
+    watcher = Watcher()
+    watcher.put(b"x" * MOST_BYTES)
+    watcher.put(b"x")
+    assert watcher.is_cut
+    assert await Watcher().next(0.01) == b"", "time is over"
+
+
+async def test_its_files_are_safe_and_name_no_other_host(start_router: StartRouter) -> None:
+    router = await start_router(ui=True)
+    answer = await router.client.get("/ui")
+    assert (answer.status_code, answer.headers["location"]) == (307, "ui/")
+    page = await router.client.get("/ui/")
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    for name in ("app.js", "style.css", "icon.svg", "chat.js"):
+        file = await router.client.get(f"/ui/{name}")
+        assert file.status_code == 200
+        again = {"if-none-match": file.headers["etag"]}
+        assert (await router.client.get(f"/ui/{name}", headers=again)).status_code == 304
+    for path in ("/ui/nothing", "/ui/..%2fhub.py", "/ui/%2e%2e/hub.py", "/ui/a/b"):
+        missing = await router.client.get(path)
+        assert missing.status_code == 404
+        assert missing.json()["error"]["message"]

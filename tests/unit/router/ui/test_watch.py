@@ -1,0 +1,96 @@
+"""Requests as they come and go: bounded, and each looker has its own."""
+
+from __future__ import annotations
+
+from router.telemetry.record import Record
+from router.telemetry.token_usage import tokens_of
+from router.ui.live_requests import (
+    MOST_FRESH,
+    MOST_RUNNING,
+    WINDOW,
+    Look,
+    Rates,
+    Watch,
+    moving,
+    ways_of,
+)
+from router.ui.request_view import Origin, seen
+
+
+def record(**fields: object) -> Record:
+    made = Record("/v1/completions", 100.0, "id")
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_what_is_held_has_bounds_and_what_did_not_fit_is_counted() -> None:
+    watch, look = Watch(), Look()
+    watch.looks.append(look)
+    many = [record() for _ in range(2 * MOST_RUNNING)]
+    for each in many:
+        watch.opened(each)
+    assert len(watch.running) == MOST_RUNNING
+    for each in many:
+        watch.closed(each)
+    assert not watch.running
+    fresh, missed = look.take(0.0)
+    assert list(fresh) == many[-MOST_FRESH:]
+    assert missed == len(many) - MOST_FRESH
+    assert look.take(1.0) == ([], 0)
+
+
+def test_to_look_at_a_request_that_runs_takes_none_of_its_tokens() -> None:
+    running = record(prefill_usage=b'{"prompt_tokens":46}')
+    assert seen(running, Origin("w", 0.0)).prompt_tokens == 46
+    running.usage, running.ended = b'{"prompt_tokens":46,"completion_tokens":5}', 101.0
+    assert tokens_of(running) == (46, 5, None), "the access line and metrics have all of them"
+    assert seen(running, Origin("w", 0.0)).completion_tokens == 5
+
+
+def test_one_that_looks_takes_nothing_from_another() -> None:
+    watch = Watch()
+    watch.looks += [Look(), Look()]
+    watch.closed(one := record())
+    assert [look.take(0.0)[0] for look in watch.looks] == [[one], [one]]
+
+
+def test_rates_are_of_the_last_seconds() -> None:
+    rates, way = Rates(), ("p", "d", "prompt")
+    rates.add(0.0, {way: 8})
+    assert rates.now() == {way: 8 / WINDOW}
+    rates.add(WINDOW - 0.1, {})
+    assert rates.now() == {way: 8 / WINDOW}
+    rates.add(WINDOW, {})
+    assert rates.now() == {}
+
+
+def test_which_way_kv_went_and_goes() -> None:
+    done = record(prefiller="p", decoder="d", first_byte=101.0, reused_from="e", stage="done")
+    assert list(ways_of(done)) == [("p", "d", "prompt"), ("e", "p", "turn")]
+    assert list(ways_of(record(prefiller="p"))) == []
+    asked = record(prefiller="p", decoder="d", stage="decode")
+    pulling = record(prefiller="p", reused_from="e", stage="prefill")
+    alone = record(decoder="d", stage="decode")
+    ways = {("p", "d", "prompt"): 2, ("e", "p", "turn"): 1}
+    assert moving([asked, asked, pulling, alone, done]) == ways
+
+
+def test_what_a_record_says() -> None:
+    made = record(
+        prefill_started=100.01,
+        prefill_done=100.2,
+        ended=101.0,
+        outcome="ok",
+        usage=b'{"prompt_tokens":446,"completion_tokens":7,"cached_tokens":412}',
+        failures=("decode at x: timeout; another was asked",),
+        error="E: " + "x" * 9000,
+    )
+    told = seen(made, Origin("7", 1e9))
+    assert told.at == 1e9 + 100
+    assert (told.ms.prefill_started, told.ms.prefill_done, told.ms.ended) == (10, 200, 1000)
+    assert told.ms.first_byte is None
+    assert (told.prompt_tokens, told.completion_tokens, told.cached_tokens) == (446, 7, 412)
+    assert len(told.error) < 1000
+    assert told.failures == ["decode at x: timeout; another was asked"]
+    assert seen(record(), Origin("7", 0)).outcome == "running"
