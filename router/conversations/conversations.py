@@ -15,7 +15,7 @@ from router.conversations.identity import Conversation, Header, Identity
 from router.conversations.prompt import Prompt, prompt_of
 from router.conversations.reuse_scope import rewrites_history, scope_of
 from router.conversations.store import Store, StoreError, UnverifiedError
-from router.openai.answers import Json, Said
+from router.openai.answers import AnswerChoice, Json
 
 # A store keeps an entry longer than it is valid, so that "came too late" can be told from "never
 # was there".
@@ -122,7 +122,12 @@ class Conversations:
             turn.found, turn.entry = Found.ENTRY, entry
 
     async def keep(
-        self, turn: Turn, decoder: str, params: Json, said: Said | None, prompt_tokens: int | None
+        self,
+        turn: Turn,
+        decoder: str,
+        params: Json,
+        said: AnswerChoice | None,
+        prompt_tokens: int | None,
     ) -> Kept:
         """Leaves the decoder's params for the next turn, if it can."""
         entry = self._entry(turn, decoder, params, said, prompt_tokens)
@@ -145,7 +150,12 @@ class Conversations:
         await self._store.close()
 
     def _entry(
-        self, turn: Turn, decoder: str, params: Json, said: Said | None, prompt_tokens: int | None
+        self,
+        turn: Turn,
+        decoder: str,
+        params: Json,
+        said: AnswerChoice | None,
+        prompt_tokens: int | None,
     ) -> Entry:
         now = self._clock()
         return Entry(
@@ -191,7 +201,7 @@ def _marks(turn: Turn, prompt_tokens: int | None) -> tuple[Mark, ...]:
     return tuple(kept[-MOST_MARKS:])
 
 
-def _why_inexact(turn: Turn, said: Said | None) -> Inexact:
+def _why_inexact(turn: Turn, said: AnswerChoice | None) -> Inexact:
     """Why a template may render the answer in the next prompt otherwise than it was generated."""
     if said is None:
         return "rendering"
@@ -204,7 +214,7 @@ def _why_inexact(turn: Turn, said: Said | None) -> Inexact:
     return "rendering" if trimmed or said.message.get("tool_calls") else ""
 
 
-def _size(said: Said | None) -> int:
+def _size(said: AnswerChoice | None) -> int:
     if said is None:
         return 0
     if said.message is not None:

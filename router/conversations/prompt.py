@@ -18,7 +18,13 @@ import orjson
 from router.common.exact_json import dumps
 from router.common.records import Value
 from router.conversations.entry import DIGEST_BYTES, Mark
-from router.openai.answers import REASONING_KEYS, Json, Said, has_reasoning, holds_trace
+from router.openai.answers import (
+    REASONING_KEYS,
+    AnswerChoice,
+    Json,
+    contains_think_mark,
+    has_reasoning,
+)
 
 # Of a message that is nothing but text.
 PLAIN = ("role", "content")
@@ -41,7 +47,7 @@ class Prompt(Protocol):
     def digest_at(self, count: int) -> str | None:
         """Of the first `count` units; None where there are fewer."""
 
-    def with_answer(self, said: Said) -> Mark | None:
+    def with_answer(self, said: AnswerChoice) -> Mark | None:
         """The prompt followed by what was answered, as a next turn would repeat it."""
 
 
@@ -61,7 +67,7 @@ class ChatPrompt(Value, frozen=True):
     def digest_at(self, count: int) -> str | None:
         return self.chain[count] if 0 <= count <= self.count else None
 
-    def with_answer(self, said: Said) -> Mark | None:
+    def with_answer(self, said: AnswerChoice) -> Mark | None:
         if said.message is None:
             return None
         message = {"role": "assistant", **said.message}
@@ -90,7 +96,7 @@ class TextPrompt(Value, frozen=True):
             return None
         return _digest(self.text[:count].encode("utf-8", "surrogatepass"))
 
-    def with_answer(self, said: Said) -> Mark | None:
+    def with_answer(self, said: AnswerChoice) -> Mark | None:
         if said.text is None:
             return None
         whole = self.text + said.text
@@ -119,7 +125,7 @@ class TokenPrompt(Value, frozen=True):
             return None
         return _digest(dumps(self.token_ids[:count]))
 
-    def with_answer(self, said: Said) -> Mark | None:
+    def with_answer(self, said: AnswerChoice) -> Mark | None:
         if said.token_ids is None:
             return None
         whole = [*self.token_ids, *said.token_ids]
@@ -152,7 +158,7 @@ def _chat(messages: list[Any]) -> ChatPrompt:
         size += len(content)
         chain.append(_chained(chain[-1], content))
         if text is not None:
-            reasoned = reasoned or (number if holds_trace(text) else 0)
+            reasoned = reasoned or (number if contains_think_mark(text) else 0)
         elif isinstance(message, dict):
             has_media = has_media or _has_media(message)
             reasoned = reasoned or (number if has_reasoning(message) else 0)

@@ -14,7 +14,7 @@ from router.common.exact_json import dumps, loads
 from router.conversations.identity import Header, Identity
 from router.conversations.store import Shelf, StoreError
 from router.openai.answers import Json
-from router.openai.errors import BadRequestError, StoreFailedError
+from router.openai.errors import BadRequestError, ResponseStoreError
 
 VERSION = 1
 LONGEST_ID = 128
@@ -59,7 +59,7 @@ class Responses:
             return
 
     async def find(self, tenant: str, name: str) -> KeptResponse:
-        """Raises UnknownResponseError, StoreFailedError."""
+        """Raises UnknownResponseError, ResponseStoreError."""
         if self._shelf is None:
             raise BadRequestError(
                 "responses are not kept: the router was started with --conversation-store off",
@@ -68,20 +68,20 @@ class Responses:
         try:
             raw = await self._shelf.read(_key(tenant, name))
         except StoreError as error:
-            raise StoreFailedError("what was said before cannot be read now") from error
+            raise ResponseStoreError("what was said before cannot be read now") from error
         kept = None if raw is None else _read(raw)
         if kept is None:
             raise UnknownResponseError(name)
         return kept
 
     async def forget(self, tenant: str, name: str) -> None:
-        """Raises UnknownResponseError, StoreFailedError."""
+        """Raises UnknownResponseError, ResponseStoreError."""
         await self.find(tenant, name)
         assert self._shelf is not None
         try:
             await self._shelf.take(_key(tenant, name))
         except StoreError as error:
-            raise StoreFailedError("what was said before cannot be forgotten now") from error
+            raise ResponseStoreError("what was said before cannot be forgotten now") from error
 
 
 def _read(raw: bytes) -> KeptResponse | None:

@@ -13,11 +13,11 @@ from router.common.records import Value
 
 Json = dict[str, Any]
 REASONING_KEYS = frozenset(("reasoning", "reasoning_content"))
-MOST_TOKENS = 10**15
-THINK_MARK = re.compile("</?think>")
+MAX_TOKEN_COUNT = 10**15
+THINK_TAG = re.compile("</?think>")
 
 
-class Said(Value, frozen=True):
+class AnswerChoice(Value, frozen=True):
     """The only choice of an answer. `message` for a chat, `text` and `token_ids` otherwise."""
 
     message: Json | None = None
@@ -27,7 +27,7 @@ class Said(Value, frozen=True):
     prompt_tokens: int | None = None
 
 
-def said_in(answer: Json) -> Said | None:
+def read_choice(answer: Json) -> AnswerChoice | None:
     """Total: None for what is not an answer with exactly one choice."""
     choice = _only_choice(answer)
     if choice is None:
@@ -36,20 +36,22 @@ def said_in(answer: Json) -> Said | None:
     message = choice.get("message")
     if isinstance(message, dict):
         reasoned = has_reasoning(message)
-        return Said(message=message, reasoned=reasoned, prompt_tokens=prompt_tokens)
+        return AnswerChoice(message=message, reasoned=reasoned, prompt_tokens=prompt_tokens)
     text = choice.get("text")
     if not isinstance(text, str):
         return None
-    return Said(text=text, token_ids=_ids(choice.get("token_ids")), prompt_tokens=prompt_tokens)
+    return AnswerChoice(
+        text=text, token_ids=_ids(choice.get("token_ids")), prompt_tokens=prompt_tokens
+    )
 
 
-def said_by(chunks: Iterable[Json]) -> Said | None:
+def read_streamed_choice(chunks: Iterable[Json]) -> AnswerChoice | None:
     """The same, from the chunks of a stream."""
-    answer = whole_of(chunks)
-    return None if answer is None else said_in(answer)
+    answer = merge_chunks(chunks)
+    return None if answer is None else read_choice(answer)
 
 
-def whole_of(chunks: Iterable[Json]) -> Json | None:
+def merge_chunks(chunks: Iterable[Json]) -> Json | None:
     """The one choice of a stream put together, without logprobs; None if there is not just one."""
     message: Json = {}
     texts: list[str] = []
@@ -106,12 +108,12 @@ def events_in(raw: bytes) -> Iterator[Json]:
     for line in raw.splitlines():
         if not line.startswith(b"data:"):
             continue
-        content = parsed(line[5:].strip())
+        content = parse_object(line[5:].strip())
         if content is not None:
             yield content
 
 
-def parsed(raw: bytes) -> Json | None:
+def parse_object(raw: bytes) -> Json | None:
     """A JSON object, or None."""
     try:
         content = loads(raw)
@@ -125,11 +127,11 @@ def has_reasoning(message: Json) -> bool:
     if not REASONING_KEYS.isdisjoint(message) and any(map(message.get, REASONING_KEYS)):
         return True
     content = message.get("content")
-    return isinstance(content, str) and holds_trace(content)
+    return isinstance(content, str) and contains_think_mark(content)
 
 
-def holds_trace(text: str) -> bool:
-    return "think>" in text and THINK_MARK.search(text) is not None
+def contains_think_mark(text: str) -> bool:
+    return "think>" in text and THINK_TAG.search(text) is not None
 
 
 def prompt_tokens_of(answer: Json) -> int | None:
@@ -150,7 +152,7 @@ def _usage(answer: Json, name: str) -> int | None:
 
 def _count(value: object) -> int | None:
     """Return the count, or None if it is not a plausible one: it may be too large for a float."""
-    return value if type(value) is int and 0 <= value <= MOST_TOKENS else None
+    return value if type(value) is int and 0 <= value <= MAX_TOKEN_COUNT else None
 
 
 def _only_choice(answer: Json) -> Json | None:

@@ -1,36 +1,36 @@
-"""What a client is told when something fails: one table, OpenAI's error object.
+"""The errors that clients receive, each with its HTTP status and OpenAI error object.
 
 RequestError
-├── BadRequestError          the body is not a JSON object
-│   └── MalformedRequestError    not even HTTP
-│       └── UnknownCodingError       in a transfer coding that we have not
+├── BadRequestError             the body is invalid
+│   └── MalformedRequestError       the request is not valid HTTP
+│       └── UnknownCodingError          its transfer coding is not supported
 ├── HeadTooLargeError
 ├── BodyTooLargeError
-├── ForbiddenError           a setting forbids it
-├── NotFoundError            it is not here, or another's
-├── StoreFailedError         what was kept cannot be read now
-├── UnsupportedTypeError     the body is not what is taken there
-├── RequestTimeoutError      the client did not send its request in time
-├── UnauthorizedError        no key of ours is shown
-├── RateLimitError           the key's own limits
-├── NoEngineError            no engine of a role may be asked
-├── UnknownModelError        no engine serves the model
-├── ForbiddenModelError      not for this key
-├── CredentialError          an engine refused what the router itself showed it
-├── UntoldFinishError        an answer has ended in a way that a dialect cannot tell
-├── EngineError              an engine answered 5xx
-│   ├── EngineUnavailableError   503
-│   ├── EngineOverloadedError    503 or 429, and when to come back
-│   ├── LoadFailedError          a decode engine could not load the prompt's KV, and says from whom
-│   ├── PreemptedError           it has ended an answer for want of room, as it was asked to
-│   ├── RefusedMidwayError       it ends an answer midway, for the request is wrong
-│   └── EnginesDiedError         several have died at this request
+├── ForbiddenError              a setting forbids the operation
+├── NotFoundError               the object does not exist or belongs to another tenant
+├── ResponseStoreError          a stored response cannot be read now
+├── UnsupportedTypeError        the endpoint does not accept the body's content type
+├── RequestTimeoutError         the client did not send its request in time
+├── UnauthorizedError           the request has no valid API key
+├── RateLimitError              a limit of the API key is exceeded
+├── NoEngineError               no engine of a role is usable
+├── UnknownModelError           no engine serves the model
+├── ForbiddenModelError         the API key may not use the model
+├── EngineCredentialError       an engine rejected the router's own credential
+├── UnsupportedFinishError      a dialect cannot express how the answer ended
+├── EngineError                 an engine answered 5xx
+│   ├── EngineUnavailableError      503
+│   ├── EngineOverloadedError       503 or 429, with the time to retry after
+│   ├── LoadFailedError             a decode engine could not load the prompt's KV blocks
+│   ├── PreemptedError              a decode engine returned an answer for lack of KV blocks
+│   ├── RejectedMidStreamError      an engine reported an invalid request in mid-stream
+│   └── RepeatedCrashError          several engines crashed during this request
 ├── ShuttingDownError
-├── CrowdedError             the router's own limits; `reason` is for the books
-│   └── CrowdedTenantError       this tenant's share of them
-└── RejectedError            an engine answered 4xx: no failure of ours, passed on as it is
+├── OverloadError               a limit of the router is reached; `reason` labels the metric
+│   └── TenantOverloadError         the tenant's share of the queue is used up
+└── EngineRejectedError         an engine answered 4xx: the answer is passed to the client
 
-Together with router.http_client.errors these are all failures that a flow can meet.
+Together with router.http_client.errors these are all the failures of a request.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ import orjson
 
 from router.http_client import errors as upstream
 from router.http_client.engine_answer import Headers
-from router.openai.generated_tokens import Begun
+from router.openai.generated_tokens import GeneratedTokens
 
 
 class RequestError(Exception):
@@ -90,7 +90,7 @@ class NotFoundError(RequestError):
     pass
 
 
-class StoreFailedError(RequestError):
+class ResponseStoreError(RequestError):
     pass
 
 
@@ -149,11 +149,11 @@ class ForbiddenModelError(RequestError):
         )
 
 
-class CredentialError(RequestError):
+class EngineCredentialError(RequestError):
     """Nothing that the client could mend."""
 
 
-class UntoldFinishError(RequestError):
+class UnsupportedFinishError(RequestError):
     """The client's API has no counterpart for the finish reason, so the answer may be cut."""
 
 
@@ -174,7 +174,7 @@ class EngineOverloadedError(EngineError):
     phrase = "has too much to do"
 
     def __init__(
-        self, message: str, retry_after: int = 1, rejected: RejectedError | None = None
+        self, message: str, retry_after: int = 1, rejected: EngineRejectedError | None = None
     ) -> None:
         super().__init__(message)
         self.retry_after = retry_after
@@ -198,16 +198,16 @@ class PreemptedError(EngineError):
     kind = "preempted"
     phrase = "had no room for all of an answer"
 
-    def __init__(self, begun: Begun | None = None) -> None:
+    def __init__(self, begun: GeneratedTokens | None = None) -> None:
         super().__init__("the decode engine had no room for all of this answer")
         self.begun = begun
 
 
-class RefusedMidwayError(EngineError):
+class RejectedMidStreamError(EngineError):
     """An engine reports in mid-stream that the request is invalid. It is not the engine's fault."""
 
 
-class EnginesDiedError(EngineError):
+class RepeatedCrashError(EngineError):
     """Several engines crashed during this request. A header tells clients not to retry."""
 
     headers: Headers = [(b"x-should-retry", b"false")]  # noqa: RUF012 # nobody changes it
@@ -217,67 +217,67 @@ class ShuttingDownError(RequestError):
     pass
 
 
-class CrowdedError(RequestError):
+class OverloadError(RequestError):
     def __init__(self, message: str, reason: str = "other", retry_after: int = 1) -> None:
         super().__init__(message)
         self.reason, self.retry_after = reason, retry_after
 
 
-class CrowdedTenantError(CrowdedError):
+class TenantOverloadError(OverloadError):
     pass
 
 
-class RejectedError(RequestError):
+class EngineRejectedError(RequestError):
     def __init__(self, status: int, headers: Headers, body: bytes) -> None:
         super().__init__(f"an engine answered {status}")
         self.status, self.headers, self.body = status, headers, body
 
 
-def bodies_too_large() -> CrowdedError:
-    return CrowdedError("too much is being asked at once", "bodies")
+def too_many_held_bodies() -> OverloadError:
+    return OverloadError("too much is being asked at once", "bodies")
 
 
-class Shape(NamedTuple):
+class ErrorShape(NamedTuple):
     status: int
     type: str
 
 
 # The first class of an exception's ancestry that is listed decides.
-SHAPES: dict[type[BaseException], Shape] = {
-    BadRequestError: Shape(400, "BadRequestError"),
-    UnknownCodingError: Shape(501, "NotImplementedError"),
-    HeadTooLargeError: Shape(431, "RequestHeaderFieldsTooLargeError"),
-    BodyTooLargeError: Shape(413, "RequestEntityTooLargeError"),
-    NotFoundError: Shape(404, "NotFoundError"),
-    StoreFailedError: Shape(503, "ServiceUnavailableError"),
-    ForbiddenError: Shape(403, "PermissionDeniedError"),
-    UnsupportedTypeError: Shape(415, "UnsupportedMediaTypeError"),
-    RequestTimeoutError: Shape(408, "RequestTimeoutError"),
-    NoEngineError: Shape(503, "ServiceUnavailableError"),
-    UnknownModelError: Shape(404, "NotFoundError"),
-    UnauthorizedError: Shape(401, "invalid_request_error"),
-    RateLimitError: Shape(429, "rate_limit_error"),
-    ForbiddenModelError: Shape(404, "invalid_request_error"),
-    CredentialError: Shape(502, "BadGatewayError"),
-    UntoldFinishError: Shape(502, "BadGatewayError"),
-    EngineUnavailableError: Shape(503, "ServiceUnavailableError"),
-    EngineOverloadedError: Shape(503, "ServiceUnavailableError"),
-    PreemptedError: Shape(503, "ServiceUnavailableError"),
-    EngineError: Shape(502, "BadGatewayError"),
-    ShuttingDownError: Shape(503, "ServiceUnavailableError"),
-    CrowdedTenantError: Shape(429, "RateLimitError"),
-    CrowdedError: Shape(503, "ServiceUnavailableError"),
-    upstream.LocalError: Shape(503, "ServiceUnavailableError"),
-    upstream.ConnectTimeoutError: Shape(504, "GatewayTimeoutError"),
-    upstream.ConnectError: Shape(503, "ServiceUnavailableError"),
-    upstream.LocalError: Shape(503, "ServiceUnavailableError"),
-    upstream.EngineLostError: Shape(503, "ServiceUnavailableError"),
-    upstream.DisconnectedError: Shape(503, "ServiceUnavailableError"),
-    upstream.EngineLostError: Shape(503, "ServiceUnavailableError"),
-    upstream.AnswerTimeoutError: Shape(504, "GatewayTimeoutError"),
-    upstream.BrokenAnswerError: Shape(502, "BadGatewayError"),
-    upstream.UpstreamError: Shape(502, "BadGatewayError"),
-    Exception: Shape(500, "InternalServerError"),
+SHAPES: dict[type[BaseException], ErrorShape] = {
+    BadRequestError: ErrorShape(400, "BadRequestError"),
+    UnknownCodingError: ErrorShape(501, "NotImplementedError"),
+    HeadTooLargeError: ErrorShape(431, "RequestHeaderFieldsTooLargeError"),
+    BodyTooLargeError: ErrorShape(413, "RequestEntityTooLargeError"),
+    NotFoundError: ErrorShape(404, "NotFoundError"),
+    ResponseStoreError: ErrorShape(503, "ServiceUnavailableError"),
+    ForbiddenError: ErrorShape(403, "PermissionDeniedError"),
+    UnsupportedTypeError: ErrorShape(415, "UnsupportedMediaTypeError"),
+    RequestTimeoutError: ErrorShape(408, "RequestTimeoutError"),
+    NoEngineError: ErrorShape(503, "ServiceUnavailableError"),
+    UnknownModelError: ErrorShape(404, "NotFoundError"),
+    UnauthorizedError: ErrorShape(401, "invalid_request_error"),
+    RateLimitError: ErrorShape(429, "rate_limit_error"),
+    ForbiddenModelError: ErrorShape(404, "invalid_request_error"),
+    EngineCredentialError: ErrorShape(502, "BadGatewayError"),
+    UnsupportedFinishError: ErrorShape(502, "BadGatewayError"),
+    EngineUnavailableError: ErrorShape(503, "ServiceUnavailableError"),
+    EngineOverloadedError: ErrorShape(503, "ServiceUnavailableError"),
+    PreemptedError: ErrorShape(503, "ServiceUnavailableError"),
+    EngineError: ErrorShape(502, "BadGatewayError"),
+    ShuttingDownError: ErrorShape(503, "ServiceUnavailableError"),
+    TenantOverloadError: ErrorShape(429, "RateLimitError"),
+    OverloadError: ErrorShape(503, "ServiceUnavailableError"),
+    upstream.LocalError: ErrorShape(503, "ServiceUnavailableError"),
+    upstream.ConnectTimeoutError: ErrorShape(504, "GatewayTimeoutError"),
+    upstream.ConnectError: ErrorShape(503, "ServiceUnavailableError"),
+    upstream.LocalError: ErrorShape(503, "ServiceUnavailableError"),
+    upstream.EngineLostError: ErrorShape(503, "ServiceUnavailableError"),
+    upstream.DisconnectedError: ErrorShape(503, "ServiceUnavailableError"),
+    upstream.EngineLostError: ErrorShape(503, "ServiceUnavailableError"),
+    upstream.AnswerTimeoutError: ErrorShape(504, "GatewayTimeoutError"),
+    upstream.BrokenAnswerError: ErrorShape(502, "BadGatewayError"),
+    upstream.UpstreamError: ErrorShape(502, "BadGatewayError"),
+    Exception: ErrorShape(500, "InternalServerError"),
 }
 NO_KEY = (
     "You didn't provide an API key. You need to provide your API key in an Authorization header "
@@ -294,7 +294,7 @@ TYPES = {
 }
 
 
-def shape_of(error: Exception) -> Shape:
+def shape_of(error: Exception) -> ErrorShape:
     return next(SHAPES[kind] for kind in type(error).__mro__ if kind in SHAPES)
 
 

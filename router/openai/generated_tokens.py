@@ -6,12 +6,12 @@ import re
 
 import msgspec
 
-IDS = re.compile(r"(?:[A-Za-z0-9+/]{4})+")
+TOKEN_IDS = re.compile(r"(?:[A-Za-z0-9+/]{4})+")
 # Base64 of a token's three bytes.
-WIDTH = 4
+TOKEN_ID_CHARS = 4
 
 
-class Begun(msgspec.Struct, gc=False):
+class GeneratedTokens(msgspec.Struct, gc=False):
     """Ids in base64, and what is to be told of them besides."""
 
     prompt_token_ids: str
@@ -23,17 +23,17 @@ class Begun(msgspec.Struct, gc=False):
     def is_sound(self) -> bool:
         """None of it is said, and there is something to go on with."""
         told = (self.prompt_token_ids, self.output_token_ids)
-        return not self.spoken and all(map(IDS.fullmatch, told))
+        return not self.spoken and all(map(TOKEN_IDS.fullmatch, told))
 
 
 class _Params(msgspec.Struct, gc=False):
-    begun: Begun
+    begun: GeneratedTokens
 
 
 _params = msgspec.json.Decoder(_Params).decode
 
 
-def begun_in(params: bytes) -> Begun | None:
+def read_generated_tokens(params: bytes) -> GeneratedTokens | None:
     """Of kv_transfer_params. What makes no sense is not gone on with."""
     try:
         begun = _params(params).begun

@@ -31,7 +31,7 @@ IN_ALL = re.compile(
 )
 
 
-def in_own_terms(answer: bytes, asked: Mapping[str, object]) -> bytes:
+def restate_prompt_limit(answer: bytes, asked: Mapping[str, object]) -> bytes:
     """The answer itself, unless it speaks of the one token that the client did not ask for."""
     try:
         content = loads(answer)
@@ -41,14 +41,14 @@ def in_own_terms(answer: bytes, asked: Mapping[str, object]) -> bytes:
     message = error.get("message") if isinstance(error, dict) else None
     if not isinstance(error, dict) or not isinstance(message, str):
         return answer
-    said = own_message(message, _most(asked))
+    said = restate_message(message, _most(asked))
     if said == message:
         return answer
     error["message"] = said
     return dumps(content)
 
 
-def own_message(message: str, most: int | None) -> str:
+def restate_message(message: str, most: int | None) -> str:
     """`most`: tokens of answer that the client asked for; None where it named none."""
     if found := REQUESTED.search(message):
         count = int(found["prompt"])

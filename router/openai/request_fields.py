@@ -25,12 +25,14 @@ INTEGER = "Input should be a valid integer"
 BOOLEAN = "Input should be a valid boolean"
 
 
-class Wrong(NamedTuple):
+class InvalidField(NamedTuple):
     field: str
     message: str
 
 
-def wrong_field(body: Mapping[str, object], is_chat: bool, context: int | None) -> Wrong | None:
+def find_invalid_field(
+    body: Mapping[str, object], is_chat: bool, context: int | None
+) -> InvalidField | None:
     """The first thing wrong with the body. `context`: of the decoder that has the longest, as far
     as that is known."""
     found = None if _is_usual(body, context) else _wrong_value(body, is_chat, context)
@@ -52,18 +54,20 @@ def _is_usual(body: Mapping[str, object], context: int | None) -> bool:
     return stream is True and options == USAGE
 
 
-def _wrong_value(body: Mapping[str, object], is_chat: bool, context: int | None) -> Wrong | None:
+def _wrong_value(
+    body: Mapping[str, object], is_chat: bool, context: int | None
+) -> InvalidField | None:
     most = body.get(MAX_TOKENS)
     name = MAX_TOKENS
     if is_chat and (given := body.get(MAX_COMPLETION_TOKENS)) is not None:
         if most is not None and (why := _why_no_integer(most)):
-            return Wrong(MAX_TOKENS, why)
+            return InvalidField(MAX_TOKENS, why)
         most, name = given, MAX_COMPLETION_TOKENS
     if most is not None and (why := _why_no_integer(most)):
-        return Wrong(name, why)
+        return InvalidField(name, why)
     least = body.get(MIN_TOKENS)
     if MIN_TOKENS in body and (why := _why_no_integer(least)):
-        return Wrong(MIN_TOKENS, why)
+        return InvalidField(MIN_TOKENS, why)
     return (
         _out_of_range(name, _integer(most), _integer(least), body, is_chat, context)
         or _wrong_stream(body)
@@ -77,48 +81,50 @@ def _out_of_range(
     body: Mapping[str, object],
     is_chat: bool,
     context: int | None,
-) -> Wrong | None:
+) -> InvalidField | None:
     if most is not None:
         if context is not None and most > context:
             text = f"{name}={most} cannot be greater than max_model_len={context}. "
-            return Wrong(name, f"{text}Please request fewer output tokens.")
+            return InvalidField(name, f"{text}Please request fewer output tokens.")
         # The prompt alone, said back: vLLM takes 0 for that.
         is_echo = most == 0 and not is_chat and body.get("echo")
         if most < 1 and not is_echo:
-            return Wrong(MAX_TOKENS, f"max_tokens must be at least 1, got {most}.")
+            return InvalidField(MAX_TOKENS, f"max_tokens must be at least 1, got {most}.")
     if least is not None and least < 0:
-        return Wrong(MIN_TOKENS, f"min_tokens must be greater than or equal to 0, got {least}.")
+        return InvalidField(
+            MIN_TOKENS, f"min_tokens must be greater than or equal to 0, got {least}."
+        )
     room = most or context
     return None if room is None or least is None else _too_many(least, room)
 
 
-def _too_many(least: int, room: int) -> Wrong | None:
+def _too_many(least: int, room: int) -> InvalidField | None:
     if least <= room:
         return None
     text = f"min_tokens must be less than or equal to max_tokens={room}, got {least}."
-    return Wrong(MIN_TOKENS, text)
+    return InvalidField(MIN_TOKENS, text)
 
 
-def _wrong_stream(body: Mapping[str, object]) -> Wrong | None:
+def _wrong_stream(body: Mapping[str, object]) -> InvalidField | None:
     stream = body.get(STREAM)
     if stream is not None and not _is_boolean(stream):
-        return Wrong(STREAM, f"{STREAM}: {BOOLEAN}")
+        return InvalidField(STREAM, f"{STREAM}: {BOOLEAN}")
     options = body.get(STREAM_OPTIONS)
     if options is None:
         return None
     if options and not stream:
         text = "Stream options can only be defined when `stream=True`."
-        return Wrong(STREAM_OPTIONS, text)
+        return InvalidField(STREAM_OPTIONS, text)
     if not isinstance(options, dict):
-        return Wrong(STREAM_OPTIONS, f"{STREAM_OPTIONS}: Input should be a valid dictionary")
+        return InvalidField(STREAM_OPTIONS, f"{STREAM_OPTIONS}: Input should be a valid dictionary")
     for name in OPTIONS:
         value = number(options.get(name))
         if value is not None and not _is_boolean(value):
-            return Wrong(STREAM_OPTIONS, f"{STREAM_OPTIONS}.{name}: {BOOLEAN}")
+            return InvalidField(STREAM_OPTIONS, f"{STREAM_OPTIONS}.{name}: {BOOLEAN}")
     return None
 
 
-def _without_room(body: Mapping[str, object], context: int) -> Wrong | None:
+def _without_room(body: Mapping[str, object], context: int) -> InvalidField | None:
     """Of a prompt of token ids: then it is known how many there are."""
     prompt = body["prompt"]
     assert isinstance(prompt, list)
@@ -134,7 +140,7 @@ def _without_room(body: Mapping[str, object], context: int) -> Wrong | None:
         f"{count} input tokens, which exceeds this limit even without any output tokens. "
         "Please reduce the length of the input prompt."
     )
-    return Wrong("input_tokens", text)
+    return InvalidField("input_tokens", text)
 
 
 def _why_no_integer(value: object) -> str:

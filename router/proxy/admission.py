@@ -20,7 +20,7 @@ from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet
 from router.fleet.snapshot import Pool
 from router.http_client.deadlines import Deadlines, now
-from router.openai.errors import CrowdedError, CrowdedTenantError, RequestError
+from router.openai.errors import OverloadError, RequestError, TenantOverloadError
 from router.proxy.exchange import Header
 from router.proxy.request import Request
 from router.routing.queueing import Place, Queue, Room, Ticket, place
@@ -211,7 +211,7 @@ class Admission:
         return None if found is None else Seat(self, found, tokens, alone)
 
     async def wait(self, request: Request) -> Seat:
-        """Raises CrowdedError, CrowdedTenantError."""
+        """Raises OverloadError, TenantOverloadError."""
         headers = request.exchange.headers
         priority = priority_of(headers, request.body) if self._heeds_priorities else 0
         waiter = Waiter(request, self._identity.tenant(headers), priority, self)
@@ -246,7 +246,7 @@ class Admission:
     def expired(self, waiter: Waiter) -> None:
         if self._queue.remove(waiter):
             text = f"no engine had room for this request in {now() - waiter.since:.0f} s"
-            self._tell(waiter, CrowdedError(text, "queue_timeout", self._retry_after()))
+            self._tell(waiter, OverloadError(text, "queue_timeout", self._retry_after()))
 
     def _shed(self, newcomer: Waiter) -> None:
         shed = self._queue.shed(newcomer)
@@ -255,15 +255,15 @@ class Admission:
         seconds = self._retry_after()
         error: RequestError
         if not self._queue.size:
-            error = CrowdedError("no engine has room for this request", "no_queue", seconds)
+            error = OverloadError("no engine has room for this request", "no_queue", seconds)
         elif shed.is_outranked:
             text = "a request of higher priority took this one's place in the queue"
-            error = CrowdedError(text, "outranked", seconds)
+            error = OverloadError(text, "outranked", seconds)
         elif shed.is_over_share:
             text = "too many of your requests wait already"
-            error = CrowdedTenantError(text, "tenant_share", seconds)
+            error = TenantOverloadError(text, "tenant_share", seconds)
         else:
-            error = CrowdedError("too many requests wait already", "queue_full", seconds)
+            error = OverloadError("too many requests wait already", "queue_full", seconds)
         self._tell(shed.ticket, error)
 
     def _tell(self, waiter: Waiter, outcome: Seat | RequestError) -> None:

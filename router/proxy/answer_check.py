@@ -23,15 +23,15 @@ from router.openai.answers import (
     Json,
     cached_tokens_of,
     choices_of,
-    parsed,
+    parse_object,
     prompt_tokens_of,
 )
 from router.openai.errors import (
     JSON,
     EngineError,
+    EngineRejectedError,
     EngineUnavailableError,
-    RefusedMidwayError,
-    RejectedError,
+    RejectedMidStreamError,
     error_body,
     type_of_status,
 )
@@ -58,7 +58,8 @@ def failure_of(content: Json, role: Role) -> Exception | None:
     """Return the failure that a whole answer or an event of a stream reports; None if it reports
     none.
 
-    The failure is a RejectedError if the error object has a 4xx code: then the request is at fault.
+    The failure is an EngineRejectedError if the error object has a 4xx code: then the request is
+    at fault.
     """
     error = _error_in(content)
     if error is not None:
@@ -93,7 +94,7 @@ def _told(error: object, role: Role) -> Exception:
             body = dumps({"error": said})
         except orjson.JSONEncodeError:  # it can be read, but not written: nested too deep
             body = error_body(code, type_of_status(code), str(message)[:1000])
-        return RejectedError(code, JSON, body)
+        return EngineRejectedError(code, JSON, body)
     text = f": {message[:1000]}" if isinstance(message, str) else ""
     return EngineError(f"the {role} engine answered with an error{text}")
 
@@ -135,7 +136,7 @@ def word_of(answer: Answer) -> Json | None:
 
 def prefilled_word(raw: bytes) -> Json | None:
     """Return the content of a prefill engine's answer if it may report a failure, else None."""
-    return parsed(raw) if _may_fail(raw) else None
+    return parse_object(raw) if _may_fail(raw) else None
 
 
 def passed_word(answer: Answer, may_be_empty: bool = False) -> Json | None:
@@ -148,11 +149,11 @@ def passed_word(answer: Answer, may_be_empty: bool = False) -> Json | None:
     is_silence = may_be_empty and kind.startswith(b"text/plain")
     if is_odd or not (raw or is_silence):
         raise BrokenAnswerError("an answer that is empty, HTML, or not JSON as it says")
-    return parsed(raw) if answer.is_complete and raw.find(ERROR_KEY) >= 0 else None
+    return parse_object(raw) if answer.is_complete and raw.find(ERROR_KEY) >= 0 else None
 
 
 def _content_of(raw: bytes) -> Json:
-    content = parsed(raw)
+    content = parse_object(raw)
     if content is None:
         raise BrokenAnswerError("an answer that is not a JSON object")
     if not choices_of(content) and _error_in(content) is None:
@@ -217,7 +218,7 @@ def _events(block: bytes) -> Iterator[tuple[int, Json]]:
         at = line_end + 1
         if not line:
             start = at
-        elif line.startswith(b"data:") and (content := parsed(line[5:])) is not None:
+        elif line.startswith(b"data:") and (content := parse_object(line[5:])) is not None:
             yield start, content
 
 
@@ -225,7 +226,7 @@ async def cached_share(answer: Answer) -> float | None:
     """Return the share of the prompt that the decode engine had cached, if its usage has it."""
     if answer.is_event_stream:
         return None
-    content = parsed(await answer.until(lambda _: False))
+    content = parse_object(await answer.until(lambda _: False))
     if content is None:
         return None
     cached, total = cached_tokens_of(content), prompt_tokens_of(content)
@@ -240,9 +241,9 @@ def failure_midway(block: bytes, role: Role) -> tuple[int, Exception | None]:
     the offset of the failure and the error to raise, or the length of the block and None."""
     for start, event in _events(block):
         failure = failure_of(event, role)
-        if isinstance(failure, RejectedError):
+        if isinstance(failure, EngineRejectedError):
             text = f"the {role} engine ended the answer{message_in(failure.body)}"
-            return start, RefusedMidwayError(text)
+            return start, RejectedMidStreamError(text)
         if failure is not None:
             return start, failure
     return len(block), None

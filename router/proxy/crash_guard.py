@@ -22,7 +22,7 @@ from router.http_client.errors import (
     DisconnectedError,
     UpstreamError,
 )
-from router.openai.errors import EnginesDiedError, EngineUnavailableError
+from router.openai.errors import EngineUnavailableError, RepeatedCrashError
 
 # Engines that may die during one request.
 MOST_DEATHS = 2
@@ -39,11 +39,11 @@ def is_suspicious(kind: str, error: Exception) -> bool:
 
 
 async def require_few(suspects: Mapping[Engine, float]) -> None:
-    """Raises EnginesDiedError when MOST_DEATHS of these engines are dead. `suspects`: when each of
-    them failed, in Unix time."""
+    """Raises RepeatedCrashError when MOST_DEATHS of these engines are dead. `suspects`: when each
+    of them failed, in Unix time."""
     died = await asyncio.gather(*[_has_died(engine, at) for engine, at in suspects.items()])
     if sum(died) >= MOST_DEATHS:
-        raise EnginesDiedError(
+        raise RepeatedCrashError(
             f"{sum(died)} engines died while they worked on this request, so no other one is "
             "asked; sending it again may end more of them"
         )

@@ -72,7 +72,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: Reading | None = 
         rejected = _rejected_in(error)
         if rejected is not None and rejected.status == 401 and gateway.hides_credentials:
             gateway.throttle.warn("an engine refuses the router's credential", str(error))
-            rejected, error = None, errors.CredentialError("an engine refused the router")
+            rejected, error = None, errors.EngineCredentialError("an engine refused the router")
         if rejected is not None and request.exchange.started:
             gateway.throttle.warn("an engine refuses to go on with a stream", str(rejected.body))
             gateway.metrics.resumes.add((f"status_{rejected.status}", "refused"))
@@ -138,7 +138,7 @@ def _note_disconnect(record: Record, gateway: Gateway) -> None:
 
 
 async def _plan(request: Request, gateway: Gateway) -> Plan:
-    """Raises UnknownModelError, NoEngineError, CrowdedError."""
+    """Raises UnknownModelError, NoEngineError, OverloadError."""
     turn, conversations, limits = request.turn, gateway.conversations, gateway.limits
     admission = gateway.admission
     if admission is not None:
@@ -162,14 +162,14 @@ def _settled(request: Request, route: Route) -> Route:
     return route if request.seat is None else request.seat.settle(route)
 
 
-def _rejected_in(error: Exception) -> errors.RejectedError | None:
+def _rejected_in(error: Exception) -> errors.EngineRejectedError | None:
     """An engine's 4xx, which the client gets as it is."""
     if isinstance(error, errors.EngineOverloadedError):
         return error.rejected
-    return error if isinstance(error, errors.RejectedError) else None
+    return error if isinstance(error, errors.EngineRejectedError) else None
 
 
-async def _pass_on(request: Request, rejected: errors.RejectedError) -> None:
+async def _pass_on(request: Request, rejected: errors.EngineRejectedError) -> None:
     record = request.record
     record.status = rejected.status
     record.outcome = "refused" if rejected.status < 500 else "engine_error"
@@ -181,11 +181,11 @@ async def _refuse(request: Request, gateway: Gateway, error: Exception) -> None:
     """Tells the client of a failure as honestly as what it already got allows."""
     record, exchange = request.record, request.exchange
     record.error = f"{type(error).__name__}: {error}"
-    if isinstance(error, errors.CrowdedError):
+    if isinstance(error, errors.OverloadError):
         gateway.metrics.refusals.add((error.reason,))
     elif isinstance(error, AnswersFullError):
         gateway.metrics.refusals.add(("answers",))
-    elif isinstance(error, errors.EnginesDiedError):
+    elif isinstance(error, errors.RepeatedCrashError):
         gateway.throttle.warn("a request may kill engines", f"{record.request_id}: {error}")
     shape = errors.shape_of(error)
     if shape.status == 500:

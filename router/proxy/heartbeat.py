@@ -18,7 +18,7 @@ from router.http_client.deadlines import now
 from router.http_client.engine_answer import Sink
 from router.http_client.errors import BrokenAnswerError, ReaderStalledError, UpstreamError
 from router.http_client.sse import BOUNDARIES
-from router.openai.answers import parsed
+from router.openai.answers import parse_object
 from router.openai.errors import error_body, type_of_status
 from router.proxy import headers as head
 from router.proxy import stream_from_answer
@@ -241,7 +241,7 @@ def _as_events(status: int, headers: Sequence[Header], body: bytes, asked: Body)
     kind = next((value for name, value in headers if name == b"content-type"), b"")
     if kind.startswith(EVENT_STREAM_TYPE):
         return body
-    content = parsed(body)
+    content = parse_object(body)
     try:
         if content is not None:
             return _told(status, content, asked)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from router.fleet.engine import Engine
 from router.fleet.engine_spec import DECODE, Role
 from router.http_client.deadlines import now
-from router.openai.errors import RejectedError
+from router.openai.errors import EngineRejectedError
 from router.proxy.gateway import Gateway
 from router.proxy.leg_bodies import Halves
 from router.proxy.legs import LEG_ERRORS, REJECTED, Came, LegError, Legs
@@ -73,8 +73,8 @@ class Scatter:
         self._journals[engine], self._request.journal = self._request.journal, None
 
     async def run(self, legs: Legs, fresh: bool, threshold: float) -> Ended:
-        """Until the client has its answer, or nobody is left to wait for. Raises RejectedError
-        where that is all that was said."""
+        """Until the client has its answer, or nobody is left to wait for. Raises
+        EngineRejectedError where that is all that was said."""
         self._request.record.stage = "decode"
         for engine, body in self._bodies.items():
             accept = partial(self._accept, engine)
@@ -122,7 +122,7 @@ class Scatter:
             error = None if leg.cancelled() else leg.exception()
             if isinstance(error, LEG_ERRORS):
                 failures[engine] = (error, engine, DECODE)
-            elif isinstance(error, RejectedError):
+            elif isinstance(error, EngineRejectedError):
                 refusal = error
             elif error is not None:
                 raise error

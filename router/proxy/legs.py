@@ -23,11 +23,11 @@ from router.openai.answers import Json
 from router.openai.errors import (
     EngineError,
     EngineOverloadedError,
+    EngineRejectedError,
     EngineUnavailableError,
     LoadFailedError,
-    RejectedError,
 )
-from router.openai.prompt_limit import in_own_terms
+from router.openai.prompt_limit import restate_prompt_limit
 from router.proxy import headers, release
 from router.proxy.answer_check import (
     cached_share,
@@ -87,7 +87,7 @@ ANSWERED, CUT, UNASKED, REJECTED, AFRESH, ITSELF = Came
 
 class Legs:
     """Those of one request. Each may raise UpstreamError or EngineError, for which there is a row
-    in the table of failures, and RejectedError with an engine's 4xx."""
+    in the table of failures, and EngineRejectedError with an engine's 4xx."""
 
     __slots__ = ("_gateway", "_is_read", "_load_failure", "_loads_from", "_prompt_tokens",
                  "_request", "holder", "may_come_back", "plan")  # fmt: skip
@@ -309,7 +309,7 @@ class Legs:
         if self._request.alone == PASSED:  # what it does not do speaks not against it
             body = await answer.read(self._gateway.limits.max_answer_size)
             self._request.keep(answer)
-            raise RejectedError(answer.status, answer.headers, body)
+            raise EngineRejectedError(answer.status, answer.headers, body)
         if answer.status >= 500:
             words = await _last_words(answer)
             if asked is None:
@@ -318,7 +318,7 @@ class Legs:
         body = await answer.read(self._gateway.limits.max_answer_size)
         self._request.keep(answer)
         if asked is not None and answer.status == 400:
-            body = in_own_terms(body, asked)
+            body = restate_prompt_limit(body, asked)
         if answer.status >= 400 and engine.breaker.succeeded():  # it had every right to refuse
             self._gateway.fleet.answered(engine)
         raise _error_of(engine, answer, body)
@@ -422,7 +422,7 @@ class Legs:
         failure = None if word is None else failure_of(word, engine.role)
         if failure is None:
             return
-        if isinstance(failure, RejectedError) and engine.breaker.succeeded():
+        if isinstance(failure, EngineRejectedError) and engine.breaker.succeeded():
             self._gateway.fleet.answered(engine)  # it had every right to refuse
         raise failure
 
@@ -460,7 +460,7 @@ def _error_of(engine: Engine, answer: Answer, body: bytes) -> Exception:
     status = answer.status
     if status < 400:
         return BrokenAnswerError(f"an answer with status {status}")
-    rejected = RejectedError(status, answer.headers, body) if status < 500 else None
+    rejected = EngineRejectedError(status, answer.headers, body) if status < 500 else None
     text = f"the {engine.role} engine answered {status}{message_in(body)}"
     seconds = headers.retry_after(answer.headers) if status in (429, 503) else None
     if seconds is not None:

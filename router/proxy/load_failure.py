@@ -15,7 +15,7 @@ import orjson
 
 from router.common.exact_json import dumps
 from router.common.records import Value
-from router.openai.answers import parsed
+from router.openai.answers import parse_object
 from router.proxy.request import KV_PARAMS
 
 FIELD = "kv_load_failure"
@@ -48,13 +48,13 @@ def failure_in(content: object) -> LoadFailure | None:
 
 def failure_of_error(raw: bytes) -> LoadFailure | None:
     """Return the failure reported in the error object of an answer, or None."""
-    content = parsed(raw) if raw.find(KEY) >= 0 else None
+    content = parse_object(raw) if raw.find(KEY) >= 0 else None
     return None if content is None else failure_in(content.get("error"))
 
 
 def failure_in_whole(raw: bytes) -> tuple[LoadFailure | None, bytes]:
     """Return the failure that a non-streamed answer reports, and the answer without the report."""
-    content = parsed(raw) if raw.find(KEY) >= 0 else None
+    content = parse_object(raw) if raw.find(KEY) >= 0 else None
     params = None if content is None else content.get(KV_PARAMS)
     failure = failure_in(params)
     if failure is None or content is None or not isinstance(params, dict):
@@ -84,11 +84,11 @@ class Watch:
         return ERROR_EVENT.sub(self._error, block) if block.find(KEY) >= 0 else block
 
     def _comment(self, found: re.Match[bytes]) -> bytes:
-        self._note(failure_in({FIELD: parsed(found[1])}))
+        self._note(failure_in({FIELD: parse_object(found[1])}))
         return b""
 
     def _error(self, found: re.Match[bytes]) -> bytes:
-        content = parsed(found[1])
+        content = parse_object(found[1])
         error = None if content is None else content.get("error")
         if not isinstance(error, dict) or FIELD not in error:
             return found[0]

@@ -11,7 +11,7 @@ import msgspec
 from router.http_client.engine_answer import Answer
 from router.openai.answers import Json, choices_of
 from router.openai.errors import PreemptedError
-from router.openai.generated_tokens import begun_in
+from router.openai.generated_tokens import read_generated_tokens
 from router.proxy.threshold_probe import REJECTION
 
 NEEDLE = b'"preempted"'
@@ -56,7 +56,7 @@ def _in_whole(raw: bytes) -> PreemptedError | None:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
     reasons = [(choice.finish_reason, choice.stop_reason) for choice in content.choices]
-    begun = begun_in(bytes(content.kv_transfer_params))
+    begun = read_generated_tokens(bytes(content.kv_transfer_params))
     if BACK in reasons or (begun is not None and BACK_FROM_TOOLS in reasons):
         return PreemptedError(begun)
     return None

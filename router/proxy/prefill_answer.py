@@ -16,7 +16,7 @@ from router.common.exact_json import dumps, loads
 from router.common.records import Value
 from router.http_client.errors import BrokenAnswerError
 from router.openai.answers import cached_tokens_of, prompt_tokens_of
-from router.openai.generated_tokens import WIDTH, begun_in
+from router.openai.generated_tokens import TOKEN_ID_CHARS, read_generated_tokens
 from router.proxy.first_token import LENGTH, STOP, finish_in
 
 Body = dict[str, Any]
@@ -69,8 +69,8 @@ class Params(Value, frozen=True):
     @property
     def tells_one_token(self) -> bool:
         """In the form that was agreed on, and the prompt's before it."""
-        begun = begun_in(self.raw)
-        return begun is not None and len(begun.output_token_ids) == WIDTH
+        begun = read_generated_tokens(self.raw)
+        return begun is not None and len(begun.output_token_ids) == TOKEN_ID_CHARS
 
     def not_beginning(self) -> Params:
         """For a decoder that cannot, or that reads ids in another way."""

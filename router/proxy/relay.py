@@ -28,7 +28,14 @@ from router.http_client.answer_memory import UNCOUNTED, Reservation
 from router.http_client.deadlines import now
 from router.http_client.engine_answer import HIGH_WATER, LAST_BLOCKS, Answer
 from router.http_client.errors import BrokenAnswerError
-from router.openai.answers import Json, Said, events_in, parsed, said_by, said_in
+from router.openai.answers import (
+    AnswerChoice,
+    Json,
+    events_in,
+    parse_object,
+    read_choice,
+    read_streamed_choice,
+)
 from router.openai.errors import EngineUnavailableError, PreemptedError
 from router.proxy import headers, stream_from_answer
 from router.proxy.answer_check import Long, StreamEnd, failure_midway, failure_of, is_broken_off
@@ -96,7 +103,7 @@ async def deliver(request: Request, gateway: Gateway, engine: Engine, answer: An
 async def deliver_prefilled(request: Request, gateway: Gateway, prefilled: Prefilled) -> None:
     """A prefiller's answer, where the one token that it was asked for is all of it."""
     record, body = request.record, request.body
-    content = parsed(prefilled.raw)
+    content = parse_object(prefilled.raw)
     if content is None or not stream_from_answer.is_answer(content):
         raise BrokenAnswerError("an answer without choices")
     content.pop(KV_PARAMS, None)
@@ -138,7 +145,7 @@ async def _respond_turn(
 ) -> None:
     raw = await answer.read(gateway.limits.max_answer_size)
     request.record.usage = usage_in(raw)
-    content, given = parsed(raw), answer.headers
+    content, given = parse_object(raw), answer.headers
     if content is None:
         raise BrokenAnswerError("an answer that is not a JSON object")
     failure = failure_of(content, engine.role)
@@ -146,7 +153,7 @@ async def _respond_turn(
         raise failure
     params = content.pop(KV_PARAMS, None)
     raw = raw if params is None else _written(content)
-    await _finish(gateway, keep(params, said_in(content)))
+    await _finish(gateway, keep(params, read_choice(content)))
     if request.exact and request.body.get("stream") and stream_from_answer.is_answer(content):
         raw, given = stream_from_answer.events(content, request.body), EVENT_STREAM
     passed = headers.to_client(given, request.record.request_id)
@@ -204,7 +211,7 @@ async def _keep(
     engine: Engine,
     prompt_tokens: int | None,
     params: object,
-    said: Said | None,
+    said: AnswerChoice | None,
 ) -> None:
     """Leaves `params` for the next turn, if they are some."""
     conversations, kept = gateway.conversations, "not_offered"
@@ -329,11 +336,11 @@ class Tail:
         """About the last that passed."""
         return b"".join(self._copy[-LAST_BLOCKS:])[-NEAR:]
 
-    def said(self) -> Said | None:
+    def said(self) -> AnswerChoice | None:
         """Of an answer that brought params: others leave nothing for the next turn."""
         if self.params is None or self._size > COPY_LIMIT:
             return None
-        return said_by(events_in(b"".join(self._copy)))
+        return read_streamed_choice(events_in(b"".join(self._copy)))
 
     def _has_room(self) -> bool:
         if self._size <= UNCOUNTED:
@@ -355,7 +362,7 @@ class Tail:
     def _event(self, event: bytes, end: bytes) -> bytes:
         if NEEDLE not in event or not event.startswith(b"data:"):
             return event + end
-        content = parsed(event[5:])
+        content = parse_object(event[5:])
         if content is None or KV_PARAMS not in content:
             return event + end
         params = content.pop(KV_PARAMS)

@@ -16,7 +16,7 @@ from router.conversations.conversations import Conversations, Turn
 from router.http_client.answer_memory import AnswerMemory, Reservation
 from router.http_client.engine_answer import Answer
 from router.openai.errors import BadRequestError
-from router.openai.request_fields import wrong_field
+from router.openai.request_fields import find_invalid_field
 from router.proxy.content_type import check_json
 from router.proxy.exchange import Exchange
 from router.proxy.first_token import is_number
@@ -156,7 +156,7 @@ class Request(Thing):
             return  # one engine sees it all
         model = body.get("model")
         context = contexts.get(model) if type(model) is str else None
-        wrong = wrong_field(body, self.exchange.endpoint != COMPLETIONS, context)
+        wrong = find_invalid_field(body, self.exchange.endpoint != COMPLETIONS, context)
         if wrong is not None:
             raise BadRequestError(wrong.message, wrong.field)
 

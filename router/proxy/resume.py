@@ -9,7 +9,7 @@ from __future__ import annotations
 from router.fleet.engine import Engine
 from router.fleet.engine_spec import DECODE, PREFILL, Role
 from router.http_client.deadlines import now
-from router.openai.errors import PreemptedError, RefusedMidwayError, RejectedError
+from router.openai.errors import EngineRejectedError, PreemptedError, RejectedMidStreamError
 from router.proxy.first_token import asks_one_token, difference, may_be_handed, read_alike
 from router.proxy.gateway import Gateway
 from router.proxy.leg_bodies import message_in
@@ -60,7 +60,7 @@ class Moves:
             return False
         return True
 
-    def hands_nothing(self, decoder: Engine, error: RejectedError) -> bool:
+    def hands_nothing(self, decoder: Engine, error: EngineRejectedError) -> bool:
         """From here on, since a decoder would not go on from a token: perhaps that was its fault,
         or the prefiller's, and not the client's."""
         gateway = self._gateway
@@ -142,7 +142,9 @@ class Moves:
         journal = self._request.journal
         if role is PREFILL and self.going_on is not None:
             return True
-        if journal is None or isinstance(error, RefusedMidwayError):  # it would be refused again
+        if journal is None or isinstance(
+            error, RejectedMidStreamError
+        ):  # it would be refused again
             return False
         if isinstance(error, PreemptedError):
             return journal.knows_all and self.left > 0

@@ -22,8 +22,8 @@ from typing import Protocol
 
 from router.http_client.engine_answer import Tap
 from router.http_client.sse import EVENT_LIMIT, end_of_last_event
-from router.openai.answers import parsed
-from router.openai.generated_tokens import WIDTH, Begun
+from router.openai.answers import parse_object
+from router.openai.generated_tokens import TOKEN_ID_CHARS, GeneratedTokens
 from router.proxy.prefill_answer import PROMPT_IDS, Params, with_field
 
 # What is not known of the prompt yet has to be told, too.
@@ -93,7 +93,7 @@ class Journal:
     @property
     def said(self) -> int:
         """Tokens that the client has."""
-        return len(self._output) // WIDTH
+        return len(self._output) // TOKEN_ID_CHARS
 
     @property
     def can_go_on(self) -> bool:
@@ -110,7 +110,7 @@ class Journal:
         self.moves, self.moved_by = self.moves + 1, kind
         self._most_moves += is_free
 
-    def take(self, begun: Begun) -> bool:
+    def take(self, begun: GeneratedTokens) -> bool:
         """What was said of an answer that no client has, instead of what was known. False: there is
         no room for it."""
         self._room.size -= self._size
@@ -222,7 +222,7 @@ class Journal:
         return held
 
     def _note(self, found: re.Match[bytes]) -> bytes:
-        if IDS.fullmatch(found[2]) is None or len(found[2]) % WIDTH:
+        if IDS.fullmatch(found[2]) is None or len(found[2]) % TOKEN_ID_CHARS:
             # Who goes on would say these again.
             self.is_full = True
         elif found[1]:
@@ -292,7 +292,7 @@ def ends_inside_event(ending: bytes) -> bool:
     if not rest or says_done(ending):
         return False
     line = rest.splitlines()[-1]
-    is_whole = line.startswith(b"data:") and parsed(line[5:]) is not None
+    is_whole = line.startswith(b"data:") and parse_object(line[5:]) is not None
     return not is_whole and not line.startswith(b":")
 
 

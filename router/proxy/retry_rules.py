@@ -5,8 +5,8 @@ whose client has seen nothing yet; whether that speaks against the engine; wheth
 some of the budget (not where nobody was asked for anything). Once the client has seen a byte of the
 answer there is one thing left, whatever the row says: the stream ends, and says why.
 
-An engine's 4xx is in no row: it is the answer (RejectedError). And when the request's own time is
-over, nothing speaks against the engine that had it last.
+An engine's 4xx is in no row: it is the answer (EngineRejectedError). And when the request's own
+time is over, nothing speaks against the engine that had it last.
 """
 
 from __future__ import annotations

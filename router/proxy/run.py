@@ -21,11 +21,11 @@ from router.http_client.deadlines import now
 from router.http_client.errors import ConnectRefusedError
 from router.openai.errors import (
     EngineOverloadedError,
+    EngineRejectedError,
     LoadFailedError,
     NoEngineError,
     PreemptedError,
-    RefusedMidwayError,
-    RejectedError,
+    RejectedMidStreamError,
     UnknownModelError,
 )
 from router.proxy import release
@@ -120,7 +120,7 @@ class Run:
         self._offer = USED_UP
 
     async def answer(self) -> None:
-        """Raises UpstreamError, EngineError, NoEngineError, or RejectedError with a 4xx."""
+        """Raises UpstreamError, EngineError, NoEngineError, or EngineRejectedError with a 4xx."""
         plan = self._plan
         if plan.was_skipped:
             self._gateway.metrics.decode_first.add(("skipped",))
@@ -247,7 +247,7 @@ class Run:
                 )
             except LEG_ERRORS as error:
                 self._after(error, engine, PREFILL)
-            except RejectedError:
+            except EngineRejectedError:
                 if self._moves is None or not self._moves.starts_over():
                     raise
             else:
@@ -282,7 +282,7 @@ class Run:
                 return await self._legs.decode(
                     engine, self._decode_body(told, threshold), self._fresh, threshold
                 )
-            except RejectedError as error:
+            except EngineRejectedError as error:
                 if self._moves is None:
                     raise
                 if self._moves.starts_over():
@@ -674,5 +674,5 @@ def _blame(gateway: Gateway, engine: Engine, error: LegError, is_its_fault: bool
         gateway.fleet.unreachable(engine, str(error))
     elif isinstance(error, EngineOverloadedError):
         gateway.fleet.cool(engine, error.retry_after or 1)
-    elif is_its_fault and not isinstance(error, RefusedMidwayError):
+    elif is_its_fault and not isinstance(error, RejectedMidStreamError):
         gateway.fleet.failed(engine, str(error))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from router.fleet.engine import Engine
 from router.http_client.errors import UpstreamError
-from router.openai.answers import Json, choices_of, parsed
+from router.openai.answers import Json, choices_of, parse_object
 from router.proxy.request import COMPLETIONS, THRESHOLD, Request
 from router.proxy.side_request import smallest, tell
 
@@ -22,7 +22,7 @@ async def try_threshold(request: Request, engine: Engine) -> None:
         told = await tell(request, engine, COMPLETIONS, body, "trial")
     except UpstreamError:
         return
-    answer = parsed(told.body) if told.status == 200 else None
+    answer = parse_object(told.body) if told.status == 200 else None
     if answer is not None and is_rejection(answer):
         engine.learned.note_rejected()
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from router.fleet.engine import Engine
 from router.fleet.engine_spec import DECODE, PREFILL, Role
 from router.http_client.deadlines import now
-from router.openai.errors import RejectedError
+from router.openai.errors import EngineRejectedError
 from router.proxy.gateway import Gateway
 from router.proxy.leg_bodies import Halves
 from router.proxy.legs import ANSWERED, LEG_ERRORS, Came, Legs
@@ -91,7 +91,7 @@ class Traced(Legs):
         except LEG_ERRORS as error:
             leg.kind, leg.error = error.kind, str(error)
             raise
-        except RejectedError as error:
+        except EngineRejectedError as error:
             leg.kind = leg.error = f"status_{error.status}"
             raise
         except Exception as error:

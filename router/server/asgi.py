@@ -25,7 +25,7 @@ from router.openai.errors import (
     BodyTooLargeError,
     RequestError,
     RequestTimeoutError,
-    bodies_too_large,
+    too_many_held_bodies,
 )
 from router.proxy import headers
 from router.proxy.admission import Held
@@ -100,7 +100,7 @@ async def _read_body(scope: Scope, receive: Receive, limit: int, held: Held) -> 
     if int(announced) > limit:
         raise too_large
     if not held.has_room(int(announced)):
-        raise bodies_too_large()
+        raise too_many_held_bodies()
     body = bytearray()
     try:
         while True:
@@ -113,7 +113,7 @@ async def _read_body(scope: Scope, receive: Receive, limit: int, held: Held) -> 
             if len(body) > limit:
                 raise too_large
             if not held.has_room(0):
-                raise bodies_too_large()
+                raise too_many_held_bodies()
             if not message.get("more_body", False):
                 return bytes(body)
     except BaseException:

@@ -22,8 +22,8 @@ from uvicorn.server import ServerState
 
 from router.http_client.deadlines import NEVER, Deadlines, now
 from router.openai.errors import (
-    CrowdedError,
     MalformedRequestError,
+    OverloadError,
     RequestError,
     RequestTimeoutError,
     ShuttingDownError,
@@ -204,7 +204,7 @@ class RouterProtocol(asyncio.Protocol):
             inbound.requests.popleft()
             self._is_continued = False
             if self._crowded and self._is_too_many(request):
-                self._refuse(request, CrowdedError("too many connections", "connections"))
+                self._refuse(request, OverloadError("too many connections", "connections"))
             else:
                 self._answer(request)
         elif not self._is_continued and request.expects_continue:

@@ -25,8 +25,8 @@ from router.http_client.errors import (
 )
 from router.openai import anthropic_messages, responses
 from router.openai.answer_blocks import Step, Story
-from router.openai.answers import Json, events_in, parsed
-from router.openai.errors import UntoldFinishError, error_body, type_of_status
+from router.openai.answers import Json, events_in, parse_object
+from router.openai.errors import UnsupportedFinishError, error_body, type_of_status
 from router.openai.field_checks import text
 from router.proxy.content_type import check_json
 from router.proxy.exchange import Before, Exchange, Header, Relayed
@@ -69,8 +69,8 @@ class Speaker(ABC):
     def end(self) -> Iterator[bytes]: ...
 
     def require_told(self) -> None:
-        """Raise UntoldFinishError if the dialect has no counterpart for the finish reason. Called
-        when the story has ended."""
+        """Raise UnsupportedFinishError if the dialect has no counterpart for the finish reason.
+        Called when the story has ended."""
         return
 
     async def keep(self) -> None:
@@ -99,7 +99,7 @@ class MessagesSpeaker(Speaker):
 
     def require_told(self) -> None:
         if self.story.is_odd:
-            raise UntoldFinishError(f"the answer ended for the reason {self.story.finish!r}")
+            raise UnsupportedFinishError(f"the answer ended for the reason {self.story.finish!r}")
 
     def tell(self, steps: Iterable[Step]) -> Iterator[bytes]:
         return self._events.tell(steps)
@@ -221,7 +221,7 @@ class Translated(Before):
             await self._speaker.keep()
             await self._front.respond(status, headers, told)
             return
-        content = parsed(body)
+        content = parse_object(body)
         if content is None:
             raise BrokenAnswerError(STRANGE)
         await self._tell(status, headers, content)
@@ -239,7 +239,7 @@ class Translated(Before):
         if passing.is_over:  # with heartbeats: the end has come by the same way
             try:
                 self._require_told()
-            except UntoldFinishError as error:
+            except UnsupportedFinishError as error:
                 self._speaker.story.error = {"message": str(error)}
                 await self._end(b"")
                 raise
@@ -251,10 +251,10 @@ class Translated(Before):
         await self._end(self._unsent)
 
     def _require_told(self) -> None:
-        """Of a stream. Raises UntoldFinishError for one that says [DONE] and not why, too."""
+        """Of a stream. Raises UnsupportedFinishError for one that says [DONE] and not why, too."""
         story = self._speaker.story
         if story.error is None and story.finish is None:
-            raise UntoldFinishError("the answer ended for no reason that was said")
+            raise UnsupportedFinishError("the answer ended for no reason that was said")
         self._speaker.require_told()
 
     def release(self) -> None:
@@ -292,7 +292,7 @@ class Translated(Before):
         return BrokenAnswerError(STRANGE)
 
     async def _refuse(self, status: int, headers: Sequence[Header], body: bytes) -> None:
-        content = parsed(body) or {}
+        content = parse_object(body) or {}
         error = content.get("error", content)
         if not isinstance(error, dict) or not isinstance(error.get("message"), str):
             error = _own_error(status, error, body)

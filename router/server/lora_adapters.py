@@ -24,7 +24,7 @@ from router.http_client.pool import Whole
 from router.openai.errors import (
     BadRequestError,
     BodyTooLargeError,
-    CredentialError,
+    EngineCredentialError,
     EngineError,
     ForbiddenError,
     ForbiddenModelError,
@@ -149,7 +149,7 @@ async def _tell(
     if worst.answer is None:
         raise EngineError(f"{worst.engine.role} engine {worst.engine.name} did not answer")
     if worst.answer.status == 401 and gateway.hides_credentials:
-        raise CredentialError("an engine refused the router")
+        raise EngineCredentialError("an engine refused the router")
     passed = {n.decode(): v.decode("latin-1") for n, v in worst.answer.headers if n == CONTENT_TYPE}
     return Response(worst.answer.body, worst.answer.status, passed)
 

@@ -17,7 +17,7 @@ from router.fleet.probes import ANSWER_LIMIT, Model, models_in
 from router.http_client.deadlines import now
 from router.http_client.errors import UpstreamError
 from router.http_client.pool import Whole
-from router.openai.answers import parsed
+from router.openai.answers import parse_object
 from router.openai.errors import NoEngineError, UnknownModelError
 from router.proxy.gateway import Gateway
 from router.server.access_guard import CALLER
@@ -61,7 +61,8 @@ async def _models(request: Request) -> Sequence[Model] | Response:
     lists = [
         (told.engine, found)
         for told in answers
-        if told.answer.status == 200 and (found := models_in(parsed(told.answer.body))) is not None
+        if told.answer.status == 200
+        and (found := models_in(parse_object(told.answer.body))) is not None
     ]
     if lists:
         alone = gateway.limits.without_prefiller == "decode"

@@ -22,7 +22,7 @@ from router.openai.errors import (
     MalformedRequestError,
     RequestError,
     UnknownCodingError,
-    bodies_too_large,
+    too_many_held_bodies,
 )
 from router.proxy.admission import Held
 from router.proxy.exchange import Header
@@ -191,7 +191,7 @@ class Inbound:
         if size > self._bounds.limits.max_body_size:
             self.refuse(self._body_too_large())
         elif not held.has_room(len(piece)):
-            self.refuse(bodies_too_large())
+            self.refuse(too_many_held_bodies())
         else:
             current.size = size
             held.size += len(piece)
@@ -266,7 +266,7 @@ class Inbound:
         if size > self._bounds.limits.max_body_size:
             self.refuse(self._body_too_large())
         elif not self._bounds.held.has_room(size - current.size):
-            self.refuse(bodies_too_large())
+            self.refuse(too_many_held_bodies())
 
     def _head_too_large(self) -> HeadTooLargeError:
         limit = self._bounds.limits.max_header_size

@@ -16,7 +16,7 @@ from router.http_client.engine_answer import Answer
 from router.http_client.errors import UpstreamError
 from router.http_client.pool import EnginePool, PoolLimits
 from router.http_client.sse import EVENT_LIMIT
-from router.openai.answers import parsed
+from router.openai.answers import parse_object
 
 PATH = "/v1/chat/completions"
 DONE = b"[DONE]"
@@ -144,7 +144,7 @@ class Reading:
         if data == DONE:
             self._is_done = True
             return
-        content = parsed(data)
+        content = parse_object(data)
         if content is None:
             self._problem = "an event that is no JSON object"
         elif "error" in content:
@@ -173,7 +173,7 @@ class Reading:
 
 
 async def _refusal(answer: Answer) -> str:
-    content = parsed(await answer.read(LARGEST_ERROR))
+    content = parse_object(await answer.read(LARGEST_ERROR))
     told = "" if content is None else _told(content)
     return f"{answer.status} {told}".strip()
 

@@ -11,7 +11,7 @@ import pytest
 
 from engine_ext.base.begun import Begun, packed, unpacked
 from router.fleet.circuit_breaker import Circuit
-from router.openai.generated_tokens import begun_in
+from router.openai.generated_tokens import read_generated_tokens
 from router.proxy.admission import Held
 from router.proxy.resume_buffer import Journal
 from tests.unit.router.conftest import StartRouter
@@ -542,7 +542,7 @@ def test_a_journal_that_takes_what_was_handed_back_counts_it_once() -> None:
     journal = Journal(room, {}, 2)
     wire = json.dumps({"begun": told(3)}).encode()
     for _ in range(2):
-        begun = begun_in(wire)
+        begun = read_generated_tokens(wire)
         assert begun is not None
         assert journal.take(begun)
     assert json.loads(journal.begun()) == told(3)

@@ -15,7 +15,7 @@ from typing import Any
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from router.openai.request_fields import wrong_field
+from router.openai.request_fields import find_invalid_field
 
 CONTEXT, PROMPT = 100, 5
 NUMBERS: list[Any] = [
@@ -64,7 +64,7 @@ def rows() -> Iterator[tuple[bool, dict[str, Any], str, str]]:
     for is_chat in (True, False):
         content = {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": "x"}
         for fields in bodies():
-            wrong = wrong_field({**content, **fields}, is_chat, CONTEXT)
+            wrong = find_invalid_field({**content, **fields}, is_chat, CONTEXT)
             ours = "" if wrong is None else wrong.message
             yield is_chat, fields, ours, vllms_words(is_chat, {**content, **fields})
 

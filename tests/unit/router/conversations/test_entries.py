@@ -18,7 +18,7 @@ from router.conversations.memory_store import MemoryStore
 from router.conversations.prompt import prompt_of
 from router.conversations.reuse_limit import cut, judge
 from router.conversations.reuse_scope import scope_of
-from router.openai.answers import said_in
+from router.openai.answers import read_choice
 from tests.unit.router.conversations.around import Around
 
 NOW = 1000.0
@@ -49,7 +49,7 @@ BODIES = st.fixed_dictionaries(
     {"model": VALUES, "prompt": st.text(max_size=9) | st.lists(st.integers(0, 9), max_size=9)}
 )
 ANSWERS = st.none() | st.builds(
-    lambda message, text: said_in({"choices": [{"message": message, "text": text}]}),
+    lambda message, text: read_choice({"choices": [{"message": message, "text": text}]}),
     st.none() | MESSAGE,
     st.text(max_size=5),
 )
@@ -190,7 +190,7 @@ async def test_a_real_entry_whose_bytes_were_changed_is_one_or_none(
 
 async def usual() -> dict[str, Any]:
     body, params = {"model": "m", "prompt": "abc"}, {"remote_host": "h"}
-    raw = await written(body, params, said_in({"choices": [{"text": "d"}]}), 3)
+    raw = await written(body, params, read_choice({"choices": [{"text": "d"}]}), 3)
     content: dict[str, Any] = orjson.loads(raw)
     return content
 

@@ -16,7 +16,7 @@ from router.conversations.memory_store import MemoryStore
 from router.conversations.prompt import prompt_of
 from router.conversations.reuse_limit import MARGIN_TOKENS, Fit, cut, judge
 from router.conversations.reuse_scope import scope_of
-from router.openai.answers import Said, said_by, said_in
+from router.openai.answers import AnswerChoice, read_choice, read_streamed_choice
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(),
@@ -61,7 +61,11 @@ class Desk:
         )
 
     async def leave(
-        self, body: dict[str, Any], answer: Said | None, tokens: int | None = 600, **params: Any
+        self,
+        body: dict[str, Any],
+        answer: AnswerChoice | None,
+        tokens: int | None = 600,
+        **params: Any,
     ) -> None:
         turn = self.conversations.turn_of((), {"conversation_id": "c", **body})
         assert turn is not None
@@ -76,14 +80,14 @@ class Desk:
         return turn.entry
 
 
-def said(**message: Any) -> Said:
-    answer = said_in({"choices": [{"message": {"role": "assistant", **message}}]})
+def said(**message: Any) -> AnswerChoice:
+    answer = read_choice({"choices": [{"message": {"role": "assistant", **message}}]})
     assert answer is not None
     return answer
 
 
 async def left(
-    answer: Said | None = None, body: dict[str, Any] | None = None, tokens: int | None = 600
+    answer: AnswerChoice | None = None, body: dict[str, Any] | None = None, tokens: int | None = 600
 ) -> Entry:
     desk = Desk()
     first = body or chat(SYSTEM, FIRST)
@@ -236,7 +240,7 @@ async def test_completions_are_compared_by_characters_and_by_ids(
     prompt: object, answer: dict[str, Any], after: object, fit: str
 ) -> None:
     body = {"model": "m", "prompt": prompt}
-    entry = await left(said_in({"choices": [answer]}), body)
+    entry = await left(read_choice({"choices": [answer]}), body)
     assert verdict(entry, {**body, "prompt": after})[0] == fit
 
 
@@ -269,8 +273,8 @@ def test_any_json_is_a_prompt_or_none_and_an_answer_or_none(
         found = prompt_of(body)
         assert found is None or found.digest_at(found.count) is not None
         assert found is None or found.digest_at(found.count + 1) is None
-    said_in({"choices": choices})
-    said_in({"choices": [choices]})
+    read_choice({"choices": choices})
+    read_choice({"choices": [choices]})
     assert scope_of({"model": messages, "tools": prompt}) is not None
 
 
@@ -335,7 +339,7 @@ def test_what_was_no_text_is_none(before: object, after: str) -> None:
         {"content": before, "tool_calls": calls[0]},
         {"content": after, "tool_calls": calls[1]},
     ]
-    said = said_by([{"choices": [{"index": 0, "delta": delta}]} for delta in deltas])
+    said = read_streamed_choice([{"choices": [{"index": 0, "delta": delta}]} for delta in deltas])
     assert said is not None
     assert said.message is not None
     assert said.message["content"] == "text"

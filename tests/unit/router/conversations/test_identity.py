@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from router.conversations.identity import Conversation, Header, Identity
 from router.conversations.prompt import prompt_of
-from router.openai.answers import Said
+from router.openai.answers import AnswerChoice
 
 ORDER = ("conversation_id", "x-conversation-id", "x-session-id", "session_id", "prefix")
 
@@ -87,7 +87,7 @@ def test_a_chat_without_an_id_is_recognised_by_its_messages() -> None:
     assert first.take_key is None
     prompt = prompt_of({"messages": [ASKED]})
     assert prompt is not None
-    left_at = first.key_after(prompt.with_answer(Said(message=SAID)))
+    left_at = first.key_after(prompt.with_answer(AnswerChoice(message=SAID)))
     second = recognised([], ASKED, SAID, NEXT)
     assert second.take_key == left_at
     assert second.session != recognised([], NEXT).session

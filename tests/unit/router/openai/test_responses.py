@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from router.conversations.memory_store import MemoryStore
 from router.conversations.store import StoreError
 from router.conversations.stored_responses import KeptResponse, Responses, UnknownResponseError
-from router.openai.errors import BadRequestError, StoreFailedError
+from router.openai.errors import BadRequestError, ResponseStoreError
 from router.openai.responses import chat_of
 from tests.redis_server import running_redis
 from tests.unit.router.conftest import StartRouter
@@ -398,7 +398,7 @@ async def test_a_store_that_fails_costs_what_was_said_before_and_no_request() ->
 
     kept = Responses(Failing(MemoryStore(1, 1)), "authorization", 1)
     await kept.keep("t", "a", KEPT)
-    with pytest.raises(StoreFailedError):
+    with pytest.raises(ResponseStoreError):
         await kept.find("t", "a")
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.openai.prompt_limit import in_own_terms, own_message
-from router.openai.request_fields import wrong_field
+from router.openai.prompt_limit import restate_message, restate_prompt_limit
+from router.openai.request_fields import find_invalid_field
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import MockEngine, Peer, Received
@@ -103,7 +103,7 @@ def body_of(is_chat: bool, fields: dict[str, Any]) -> dict[str, Any]:
 def test_what_is_wrong_is_named_in_the_engines_words(
     is_chat: bool, fields: dict[str, Any], param: str, words: str
 ) -> None:
-    found = wrong_field(body_of(is_chat, fields), is_chat, CONTEXT)
+    found = find_invalid_field(body_of(is_chat, fields), is_chat, CONTEXT)
     assert found is not None
     assert found.field == param
     assert words in found.message
@@ -112,33 +112,35 @@ def test_what_is_wrong_is_named_in_the_engines_words(
 @pytest.mark.parametrize("fields", RIGHT, ids=str)
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_what_an_engine_takes_or_cuts_is_left_to_it(is_chat: bool, fields: dict[str, Any]) -> None:
-    assert wrong_field(body_of(is_chat, fields), is_chat, CONTEXT) is None
+    assert find_invalid_field(body_of(is_chat, fields), is_chat, CONTEXT) is None
 
 
 def test_a_completion_of_nothing_says_its_prompt_back() -> None:
-    assert wrong_field({"prompt": "hi", "echo": True, "max_tokens": 0}, False, CONTEXT) is None
-    assert wrong_field({"prompt": "hi", "max_completion_tokens": 0}, False, CONTEXT) is None
+    assert (
+        find_invalid_field({"prompt": "hi", "echo": True, "max_tokens": 0}, False, CONTEXT) is None
+    )
+    assert find_invalid_field({"prompt": "hi", "max_completion_tokens": 0}, False, CONTEXT) is None
 
 
 @pytest.mark.parametrize("prompt", [[1] * 90, [[1] * 90]], ids=["plain", "nested"])
 def test_what_a_prompt_of_token_ids_leaves_is_known(prompt: list[Any]) -> None:
     body = {"prompt": prompt, "max_tokens": 50, "min_tokens": 11}
-    found = wrong_field(body, False, CONTEXT)
+    found = find_invalid_field(body, False, CONTEXT)
     words = "min_tokens must be less than or equal to max_tokens=10, got 11."
     assert found == ("min_tokens", words)
-    assert wrong_field(body | {"min_tokens": 10}, False, CONTEXT) is None
-    assert wrong_field(body | {"truncate_prompt_tokens": 5}, False, CONTEXT) is None
+    assert find_invalid_field(body | {"min_tokens": 10}, False, CONTEXT) is None
+    assert find_invalid_field(body | {"truncate_prompt_tokens": 5}, False, CONTEXT) is None
 
 
 def test_without_a_known_context_nothing_is_too_long() -> None:
     body = {"prompt": [1] * 1000, "max_tokens": 10**9}
-    assert wrong_field(body, False, None) is None
-    assert wrong_field({"prompt": "hi", "min_tokens": 10**9}, False, None) is None
+    assert find_invalid_field(body, False, None) is None
+    assert find_invalid_field({"prompt": "hi", "min_tokens": 10**9}, False, None) is None
 
 
 @pytest.mark.parametrize("prompt", [[1] * 101, [[1] * 101]], ids=["plain", "nested"])
 def test_a_prompt_of_token_ids_that_is_too_long_is_told_so(prompt: list[Any]) -> None:
-    found = wrong_field({"prompt": prompt, "max_tokens": 5}, False, CONTEXT)
+    found = find_invalid_field({"prompt": prompt, "max_tokens": 5}, False, CONTEXT)
     assert found == (
         "input_tokens",
         "This model's maximum context length is 100 tokens. However, your prompt contains 101 "
@@ -158,7 +160,7 @@ def test_a_prompt_of_token_ids_that_is_too_long_is_told_so(prompt: list[Any]) ->
     ],
 )
 def test_other_prompts_are_not_measured(body: dict[str, Any]) -> None:
-    assert wrong_field(body, False, CONTEXT) is None
+    assert find_invalid_field(body, False, CONTEXT) is None
 
 
 JSON = st.recursive(
@@ -172,7 +174,7 @@ JSON = st.recursive(
 @given(st.dictionaries(st.sampled_from(LOOKED_AT), JSON), st.booleans())
 def test_any_json_is_judged(body: dict[str, Any], is_chat: bool) -> None:
     for context in (None, 1):
-        wrong_field(body, is_chat, context)
+        find_invalid_field(body, is_chat, context)
 
 
 async def test_what_is_refused_reaches_no_engine(
@@ -259,12 +261,12 @@ TOTAL = (
 def test_what_is_said_of_one_token_is_said_of_those_asked_for(
     said: str, most: int | None, told: str
 ) -> None:
-    assert own_message(said, most) == told
+    assert restate_message(said, most) == told
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"error": 1}', b'{"error": {"message": 1}}'])
 def test_an_answer_that_is_no_error_object_stays_as_it_is(body: bytes) -> None:
-    assert in_own_terms(body, {"max_tokens": 7}) is body
+    assert restate_prompt_limit(body, {"max_tokens": 7}) is body
 
 
 async def test_a_clients_own_number_stands_in_what_a_prefiller_refuses(

@@ -11,9 +11,9 @@ import pytest
 
 from router.openai.errors import (
     BodyTooLargeError,
-    CrowdedError,
     HeadTooLargeError,
     MalformedRequestError,
+    OverloadError,
     RequestTimeoutError,
     UnauthorizedError,
     shape_of,
@@ -178,7 +178,7 @@ def test_bodies_of_all_requests_have_one_bound() -> None:
     one, other = Inbound(bounded), Inbound(bounded)
     one.feed(post(body=b"x" * 80))
     other.feed(post(body=b"x" * 80)[:-10])
-    assert isinstance(other.requests[0].refusal, CrowdedError)
+    assert isinstance(other.requests[0].refusal, OverloadError)
     assert bounded.held.size == 80
     taken(one)
     assert bounded.held.size == 0
