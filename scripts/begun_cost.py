@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from engine_ext.base.begun import Begun
+from engine_ext.base.begun import EngineResumeState
 from engine_ext.reference.chat_template import ChatTemplate
 from engine_ext.reference.server.preparation import prepare_chat
 from engine_ext.reference.server.served_model import ServedModel
@@ -58,7 +58,7 @@ def compare(model: ServedModel, tokens: int) -> dict[str, float]:
     body: dict[str, Any] = {"messages": conversation(model, tokens), "max_tokens": 100}
     rendered = orjson.dumps(body)
     prompt = prepare_chat(model, rendered, None).prompts[0].token_ids
-    begun = Begun(prompt, (prompt[0],)).to_wire()
+    begun = EngineResumeState(prompt, (prompt[0],)).to_wire()
     given = orjson.dumps({**body, "kv_transfer_params": {"begun": begun}})
     return {
         "tokens": len(prompt),

@@ -55,7 +55,7 @@ class BegunError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class EngineResumeState:
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...] = ()
     spoken: int = 0
@@ -79,7 +79,7 @@ class Begun:
         }
 
 
-def begun_in(params: object) -> Begun | None:
+def begun_in(params: object) -> EngineResumeState | None:
     """Of `kv_transfer_params`, whatever they are; None where nothing has begun.
 
     Raises BegunError.
@@ -96,7 +96,9 @@ def begun_in(params: object) -> Begun | None:
     spoken = raw.get("spoken", 0)
     if type(spoken) is not int or not 0 <= spoken <= len(output):
         raise BegunError(f"{KEY}.spoken is not a number of output tokens")
-    return Begun(prompt, output, spoken, _logprobs(raw.get("logprobs"), output[spoken:]))
+    return EngineResumeState(
+        prompt, output, spoken, _logprobs(raw.get("logprobs"), output[spoken:])
+    )
 
 
 def told(token_ids: Sequence[int], prompt_token_ids: Sequence[int] = ()) -> str:

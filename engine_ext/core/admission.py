@@ -14,7 +14,7 @@ FIELD = "cache_hit_threshold"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AdmissionVerdict:
     """`is_refused` exactly when `rate` is below `threshold`."""
 
     rate: float
@@ -53,10 +53,10 @@ def hands_back(params: Any, default: bool) -> bool:
 
 def judge(
     threshold: float, local_tokens: int, external_tokens: int, num_tokens: int, *, prefills: bool
-) -> Verdict:
+) -> AdmissionVerdict:
     """`num_tokens`: prompt and what was generated before a preemption, all of which must be had.
 
     `prefills`: the request is a prefill leg, whose work it is to compute; it is never refused.
     """
     rate = min(1.0, (local_tokens + external_tokens) / max(1, num_tokens))
-    return Verdict(rate, 0.0 if prefills else threshold)
+    return AdmissionVerdict(rate, 0.0 if prefills else threshold)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine_ext.base import begun
-from engine_ext.base.begun import Begun
+from engine_ext.base.begun import EngineResumeState
 from engine_ext.base.config import TransferMode
 from engine_ext.base.proof import Keys, PrefixProof
 from engine_ext.base.types import BlockIds, CacheGeometry, EngineIdentity, EngineRequest
@@ -91,7 +91,7 @@ class Answers:
 
 def _begun(request: EngineRequest) -> dict[str, Any]:
     prompt = tuple(request.prompt_token_ids)
-    return Begun(prompt, tuple(request.token_ids[len(prompt) :])).to_wire()
+    return EngineResumeState(prompt, tuple(request.token_ids[len(prompt) :])).to_wire()
 
 
 def _proof(tokens: Sequence[int], keys: Keys, where: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from engine_ext.core.orders import Orders
 
 
 @dataclass(slots=True)
-class _Prompt:
+class _DraftedPrompt:
     request: EngineRequest
     num_tokens: int
     """Of the request as it came."""
@@ -33,7 +33,7 @@ class Drafts:
     def __init__(self, orders: Orders, block_size: int) -> None:
         self._orders = orders
         self._block_size = block_size
-        self._prompts: dict[str, _Prompt] = {}
+        self._prompts: dict[str, _DraftedPrompt] = {}
 
     def __bool__(self) -> bool:
         return bool(self._prompts)
@@ -42,7 +42,7 @@ class Drafts:
         return request_id in self._prompts
 
     def expect(self, request: EngineRequest, transfer_id: str | None) -> None:
-        prompt = _Prompt(request, len(request.token_ids), transfer_id)
+        prompt = _DraftedPrompt(request, len(request.token_ids), transfer_id)
         self._prompts[request.request_id] = prompt
 
     def computed(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> None:
@@ -78,13 +78,15 @@ class Drafts:
         return prompt is not None and prompt.last is not None
 
     @staticmethod
-    def _digest(prompt: _Prompt) -> bytes | None:
+    def _digest(prompt: _DraftedPrompt) -> bytes | None:
         keys = prompt.request.content_keys
         if keys is None:
             return None
         return digest(prompt.request.token_ids, keys, prompt.num_tokens)
 
-    def _tell(self, prompt: _Prompt, blocks: BlockIds, num_tokens: int, content: bytes) -> None:
+    def _tell(
+        self, prompt: _DraftedPrompt, blocks: BlockIds, num_tokens: int, content: bytes
+    ) -> None:
         prompt.last = PushOffer(
             prompt.request.request_id,
             blocks,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.proof import NoProof, PrefixProof
 from engine_ext.base.types import STATE, CacheGeometry, EngineRequest, RemoteSource, first_seen
-from engine_ext.core.params import Role
+from engine_ext.core.params import TransferRole
 from engine_ext.layout.plan import without_holes
 
 logger = logging.getLogger(__name__)
@@ -45,14 +45,14 @@ class Loadable:
     def tokens(
         self,
         request: EngineRequest,
-        role: Role,
+        role: TransferRole,
         source: RemoteSource,
         proof: PrefixProof | NoProof,
         unix_time: float,
     ) -> int:
         """Tokens from position 0 whose KV the remote's blocks hold, and which are this request's,
         or may be, where there is no proof and the remote may be a stock engine."""
-        if role is Role.PREFILL and not self._may_pull_turn(source, proof, unix_time):
+        if role is TransferRole.PREFILL and not self._may_pull_turn(source, proof, unix_time):
             return 0
         if not self._loads(request):
             return 0

@@ -33,9 +33,9 @@ from engine_ext.base.types import (
     TrackOrder,
 )
 from engine_ext.core.orders import Orders
-from engine_ext.core.params import Role
+from engine_ext.core.params import TransferRole
 from engine_ext.core.room import EarlyBlocks
-from engine_ext.core.siblings import Siblings
+from engine_ext.core.siblings import RequestFamilies
 from engine_ext.push.names import base_id
 
 
@@ -62,10 +62,10 @@ _NEXT = {
 
 
 @dataclass(slots=True)
-class Load:
+class KVLoad:
     origin: RemoteSource | PushTarget
     """Whom we read from, or who writes to us."""
-    role: Role
+    role: TransferRole
     num_tokens: int
     """Leading tokens whose KV can be had, proven or trusted."""
     is_proven: bool = False
@@ -110,12 +110,12 @@ class Loads:
         self._early = early or EarlyBlocks(block_size)
         self._recompute_threshold = config.recompute_threshold
         self._policy = config.load_failure_policy
-        self._loads: dict[str, Load] = {}
+        self._loads: dict[str, KVLoad] = {}
         self._fenced: dict[str, PeerAddress] = {}
         """And which engine each was loaded from."""
         self.failures = LoadFailures()
         """A host takes each with the request's next output."""
-        self._siblings = Siblings()
+        self._siblings = RequestFamilies()
 
     def failure_policy(self, request_id: str) -> LoadFailurePolicy:
         """A prefill that cannot have the last turn's KV computes it: that is what it is for."""
@@ -134,18 +134,23 @@ class Loads:
         return load is not None and load.state in (LoadState.OFFERED, LoadState.LOADING)
 
     def offer(
-        self, request_id: str, source: RemoteSource, role: Role, num_tokens: int, is_proven: bool
+        self,
+        request_id: str,
+        source: RemoteSource,
+        role: TransferRole,
+        num_tokens: int,
+        is_proven: bool,
     ) -> None:
         """A remote holds the KV of the request's first `num_tokens` tokens."""
-        load = self._loads[request_id] = Load(source, role, num_tokens, is_proven)
+        load = self._loads[request_id] = KVLoad(source, role, num_tokens, is_proven)
         if num_tokens < self._least_tokens(role):
             self._decline(request_id, load)
-        elif role is Role.DECODE:
+        elif role is TransferRole.DECODE:
             self._orders.tracks.append(TrackOrder(request_id, source.address, source.request_id))
 
     def await_push(self, request_id: str, target: PushTarget, num_tokens: int) -> None:
         """`target` will write the KV of the request's first `num_tokens` tokens."""
-        load = self._loads[request_id] = Load(target, Role.DECODE, num_tokens)
+        load = self._loads[request_id] = KVLoad(target, TransferRole.DECODE, num_tokens)
         if not num_tokens:
             self._decline(request_id, load)
             return
@@ -173,7 +178,7 @@ class Loads:
         load = self._offered(request_id)
         return load is not None and load.is_inquired and not load.is_ready
 
-    def _may_be_early(self, load: Load) -> bool:
+    def _may_be_early(self, load: KVLoad) -> bool:
         taken = sum(self._early.of(one.num_tokens) for one in self._loads.values() if one.is_early)
         return self._early.may_grow(taken, self._early.of(load.num_tokens))
 
@@ -221,7 +226,7 @@ class Loads:
     def has_waiting(self) -> bool:
         """True if a decode request has no blocks yet."""
         return any(
-            load.role is Role.DECODE and load.state is LoadState.OFFERED
+            load.role is TransferRole.DECODE and load.state is LoadState.OFFERED
             for load in self._loads.values()
         )
 
@@ -300,7 +305,7 @@ class Loads:
             return
         if failed and load.is_given_back:
             origin, role = load.origin, load.role
-            self._loads[request_id] = Load(origin, role, load.num_tokens, is_reclaimed=True)
+            self._loads[request_id] = KVLoad(origin, role, load.num_tokens, is_reclaimed=True)
             return
         if failed:
             self.failures.note(request_id, load.origin.address, problem or UNKNOWN)
@@ -334,21 +339,25 @@ class Loads:
         """The host hears of this request by its fence alone."""
         return request_id in self._fenced
 
-    def _policy_of(self, load: Load) -> LoadFailurePolicy:
-        if load.role is Role.PREFILL or load.is_given_back or load.state is LoadState.OFFERED:
+    def _policy_of(self, load: KVLoad) -> LoadFailurePolicy:
+        if (
+            load.role is TransferRole.PREFILL
+            or load.is_given_back
+            or load.state is LoadState.OFFERED
+        ):
             return "recompute"
         return self._policy
 
-    def _least_tokens(self, role: Role) -> int:
+    def _least_tokens(self, role: TransferRole) -> int:
         """Fewer are computed: a prefill engine is there for that."""
-        return max(1, self._recompute_threshold if role is Role.PREFILL else 1)
+        return max(1, self._recompute_threshold if role is TransferRole.PREFILL else 1)
 
-    def _offered(self, request_id: str) -> Load | None:
+    def _offered(self, request_id: str) -> KVLoad | None:
         load = self._loads.get(request_id)
         return None if load is None or load.state is not LoadState.OFFERED else load
 
     def _order(
-        self, request: EngineRequest, load: Load, block_ids: BlockIds, first_token: int
+        self, request: EngineRequest, load: KVLoad, block_ids: BlockIds, first_token: int
     ) -> None:
         name, origin = request.request_id, load.origin
         where = block_ids, first_token, load.num_tokens
@@ -364,7 +373,7 @@ class Loads:
             PushRegistration(name, origin, *where, content, recomputes)
         )
 
-    def _decline(self, request_id: str, load: Load) -> None:
+    def _decline(self, request_id: str, load: KVLoad) -> None:
         load.on(LoadEvent.DECLINE)
         self._orders.untracks.append(request_id)
         self._tell_holder(request_id, load.origin)

@@ -27,14 +27,14 @@ from engine_ext.push.clocks import RemoteClocks
 from engine_ext.push.registration import Registrations
 from engine_ext.push.writer import PushWriter
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
-from engine_ext.transfer.checksums import Blocks, Checksums, HostBlocks
+from engine_ext.transfer.checksums import BlockMemory, Checksums, HostBlocks
 from engine_ext.transfer.heartbeats import Beat, HeartbeatTracker
 from engine_ext.transfer.holder import Holder
 from engine_ext.transfer.leases import NEVER, LeaseTable
 from engine_ext.transfer.peer import PeerError, Peers
 from engine_ext.transfer.pull import Pulls
 from engine_ext.transfer.readers import Readers
-from engine_ext.transfer.report import Report
+from engine_ext.transfer.report import TransferReport
 from engine_ext.transfer.results import Results
 from engine_ext.transfer.validator import TRUSTING, Validator
 from engine_ext.wire.dial import Dialer
@@ -91,7 +91,7 @@ class TransferLoop:
         clock: Clock,
         dialer: Dialer | None = None,
         validator: Validator = TRUSTING,
-        blocks: Blocks | None = None,
+        blocks: BlockMemory | None = None,
     ) -> None:
         """`blocks`: where they lie, if not in host memory."""
         us = TensorRank(geometry.tp_rank, identity.tp_size)
@@ -124,7 +124,7 @@ class TransferLoop:
         # With a secret, only its holders are heard to say hello.
         arriving = validator if config.access.secret is None else TRUSTING
         self._readers = Readers(agent, config.unused_ttl, self._peers.knows, arriving)
-        self._report = Report(clock)
+        self._report = TransferReport(clock)
         self._writer = PushWriter(
             agent,
             self._peers,

@@ -23,7 +23,7 @@ MAX_BLOCK_ID = (1 << 31) - 1
 T = TypeVar("T")
 
 
-class Role(enum.Enum):
+class TransferRole(enum.Enum):
     """Our part in the transfer that a request asks for."""
 
     NONE = "none"
@@ -45,7 +45,7 @@ class TransferParams:
     ordinary local one.
     """
 
-    role: Role
+    role: TransferRole
     source: RemoteSource | None = None
     proof: PrefixProof | NoProof = NoProof.ABSENT
     """Which content the source's blocks hold."""
@@ -77,11 +77,11 @@ def parse(
     `allowed_peers` are not followed; a host's name is judged when it has been looked up.
     """
     if raw is None:
-        return TransferParams(Role.NONE)
+        return TransferParams(TransferRole.NONE)
     try:
         return _allowed(_parse(raw, mode), allowed_peers)
     except _InvalidError as problem:
-        return TransferParams(Role.NONE, problem=str(problem))
+        return TransferParams(TransferRole.NONE, problem=str(problem))
 
 
 def _parse(raw: Any, mode: TransferMode) -> TransferParams:
@@ -94,12 +94,12 @@ def _parse(raw: Any, mode: TransferMode) -> TransferParams:
     if decode:
         return replace(_prefill(raw), hands_over=_flag(raw, begun.ASK))
     if not prefill:
-        return TransferParams(Role.NONE, retain=retain)
+        return TransferParams(TransferRole.NONE, retain=retain)
     target = _target(raw) if mode == "push" else None
     # Of a push there is no answer yet that could hold a proof: the router says what P is.
     proves = raw.get("proves_prefix") is True
     return TransferParams(
-        Role.DECODE,
+        TransferRole.DECODE,
         source=_source(raw) if target is None else None,
         target=target,
         transfer_id=None if target is None else target.transfer_id,
@@ -115,25 +115,25 @@ def _allowed(params: TransferParams, peers: Networks) -> TransferParams:
     if origin is None or peers.may_admit(origin.address.host):
         return params
     problem = f"remote_host {origin.address.host} is not one of this engine's allowed_peers"
-    if params.role is Role.PREFILL:
+    if params.role is TransferRole.PREFILL:
         return replace(params, source=None, problem=problem)
-    return TransferParams(Role.NONE, problem=problem, refused=origin.address)
+    return TransferParams(TransferRole.NONE, problem=problem, refused=origin.address)
 
 
 def _prefill(raw: dict[Any, Any]) -> TransferParams:
     """An earlier turn that makes no sense costs its reuse, not the prefill."""
     transfer_id = _optional_identifier(raw, "transfer_id")
     if not raw.get("remote_block_ids"):
-        return TransferParams(Role.PREFILL, transfer_id=transfer_id)
+        return TransferParams(TransferRole.PREFILL, transfer_id=transfer_id)
     try:
         # Engines that do not say it yet prove what they hold, and may drop any turn.
         is_revocable = raw.get("prefix_proof") is not None and raw.get("revocable") is not False
         source = replace(_source(raw), is_revocable=is_revocable)
         return TransferParams(
-            Role.PREFILL, source=source, proof=_proof(raw), transfer_id=transfer_id
+            TransferRole.PREFILL, source=source, proof=_proof(raw), transfer_id=transfer_id
         )
     except _InvalidError as problem:
-        return TransferParams(Role.PREFILL, transfer_id=transfer_id, problem=str(problem))
+        return TransferParams(TransferRole.PREFILL, transfer_id=transfer_id, problem=str(problem))
 
 
 def _source(raw: dict[Any, Any]) -> RemoteSource:

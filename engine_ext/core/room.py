@@ -95,7 +95,7 @@ class Lack(enum.Enum):
     again."""
 
 
-class Room:
+class HostBlockSupply:
     """What a connector sees of its host's blocks: the host asks about a waiting request, and gives
     it blocks in the same step, or has none."""
 

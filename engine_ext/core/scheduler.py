@@ -37,8 +37,8 @@ from engine_ext.core.holds import Holds
 from engine_ext.core.loadable import Loadable
 from engine_ext.core.loads import Loads
 from engine_ext.core.orders import Orders
-from engine_ext.core.params import Role, TransferParams, parse
-from engine_ext.core.room import EarlyBlocks, Lack, Room
+from engine_ext.core.params import TransferParams, TransferRole, parse
+from engine_ext.core.room import EarlyBlocks, HostBlockSupply, Lack
 from engine_ext.core.support import refuse_unsupported
 from engine_ext.staging.stage import SavePlanner
 from engine_ext.wire.errors import Rank
@@ -80,7 +80,7 @@ class SchedulerConnector:
             host_takes_back,
         )
         self._loads = Loads(self._orders, geometry.block_size, config, early)
-        self._room = Room(clock)
+        self._room = HostBlockSupply(clock)
         answers = Answers(identity, geometry, config.transfer_mode, unix_time)
         self._holds = Holds(self._orders, answers, config, geometry)
         self._saves = SavePlanner(geometry.block_size) if geometry.is_staged else None
@@ -131,7 +131,7 @@ class SchedulerConnector:
         if not self._has_state or request.content_keys is None:
             return None
         params = parse(request.kv_transfer_params, self._config.transfer_mode)
-        if params.role is not Role.PREFILL:
+        if params.role is not TransferRole.PREFILL:
             return None
         return 0 if params.hands_over or len(request.token_ids) < 2 else 1
 
@@ -146,7 +146,7 @@ class SchedulerConnector:
             self._loads.failures.note(request.request_id, params.refused, problem)
         origin = params.source or params.target
         is_sibling = origin is not None and self._loads.is_left_to_sibling(request.request_id)
-        if params.role is Role.PREFILL:
+        if params.role is TransferRole.PREFILL:
             self._holds.expect_reader(request, params.transfer_id, params.hands_over)
             if self._writes_early:
                 self._drafts.expect(request, params.transfer_id)
@@ -178,7 +178,7 @@ class SchedulerConnector:
         role, proof = params.role, params.proof
         if proof is NoProof.UNREADABLE:
             self._proofs_unreadable += 1
-            if role is Role.DECODE:
+            if role is TransferRole.DECODE:
                 problem = LoadProblem("its prefix_proof is unreadable", is_of_pair=False)
                 self._loads.failures.note(request.request_id, source.address, problem)
             logger.warning(

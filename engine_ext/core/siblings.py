@@ -16,7 +16,7 @@ MOST = 4096
 _CHILD = re.compile(r"[0-9]+_(.+)", re.DOTALL)
 
 
-class Siblings:
+class RequestFamilies:
     def __init__(self) -> None:
         self._first: OrderedDict[str, str] = OrderedDict()
         """Of each family, who came first."""

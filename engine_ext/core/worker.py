@@ -32,7 +32,7 @@ from engine_ext.core.loop import IDLE_WAIT, RECENT_WAIT, TransferLoop
 from engine_ext.core.support import UnsupportedError, refuse_unsupported, refuse_unsupported_memory
 from engine_ext.staging.stage import StagedTransfers, StagingFactory
 from engine_ext.transfer.agent import Agent, AgentError, NixlAgent
-from engine_ext.transfer.checksums import Blocks
+from engine_ext.transfer.checksums import BlockMemory
 from engine_ext.transfer.results import Results
 from engine_ext.transfer.sealed import sealed
 from engine_ext.transfer.validator import open_validator
@@ -58,7 +58,7 @@ def open_nixl(
     return NixlAgent(regions, config.backends, config.num_threads, stats)
 
 
-class Question(NamedTuple):
+class InspectionRequest(NamedTuple):
     asked: str | None
     answer: "Future[Inspection]"
 
@@ -86,7 +86,7 @@ class WorkerConnector:
         self._stats = ConnectorStats()
         self._open_agent = open_agent or partial(open_nixl, stats=self._stats)
         self._inbox: deque[StepMetadata] = deque()
-        self._questions: deque[Question] = deque(maxlen=MAX_QUESTIONS)
+        self._questions: deque[InspectionRequest] = deque(maxlen=MAX_QUESTIONS)
         self._accepted: StepMetadata | None = None
         """The last that was handed over."""
         self._wake = threading.Event()
@@ -183,7 +183,7 @@ class WorkerConnector:
 
         Raises TimeoutError where the owner thread does not come to it.
         """
-        question = Question(asked, Future())
+        question = InspectionRequest(asked, Future())
         self._questions.append(question)
         self._wake.set()
         return question.answer.result(seconds)
@@ -220,7 +220,7 @@ class WorkerConnector:
         return loop.step(now)
 
     @staticmethod
-    def _answer(loop: TransferLoop, question: Question, now: float) -> None:
+    def _answer(loop: TransferLoop, question: InspectionRequest, now: float) -> None:
         try:
             question.answer.set_result(loop.inspect(now, question.asked))
         except Exception as error:
@@ -248,7 +248,7 @@ class WorkerConnector:
         except AgentError as error:
             logger.warning("%s", error)
 
-    def _device_blocks(self) -> Blocks | None:
+    def _device_blocks(self) -> BlockMemory | None:
         """Return how to read blocks that are not in host memory, for their checksums. Raises
         UnsupportedError where they cannot be."""
         first = self._regions[0]

@@ -37,7 +37,7 @@ class PlanError(Exception):
     """The peer does not fit, or the blocks named do not cover the tokens asked for."""
 
 
-class Blocks(NamedTuple):
+class BlockRange(NamedTuple):
     """Block ids of one group, in position order; `first` is the place of the first in the
     request, counted in blocks."""
 
@@ -45,7 +45,7 @@ class Blocks(NamedTuple):
     first: int = 0
 
 
-class Part(NamedTuple):
+class TokenRange(NamedTuple):
     """Of what is written, the tokens [since, until), or all from `since` on. A group with a window
     gives blocks up while the prompt is computed: its blocks go with the last part, all of them."""
 
@@ -61,7 +61,7 @@ class Part(NamedTuple):
         return (first, last) if first < last else (0, 0)
 
 
-WHOLE = Part()
+WHOLE = TokenRange()
 
 
 class Batch(NamedTuple):
@@ -147,10 +147,10 @@ class PeerLayout:
         self._check_groups(local, remote)
         held = last_token if held_tokens is None else held_tokens
         theirs = [
-            Blocks(ids, 0 if window is None else max(0, _blocks(held, self.remote) - len(ids)))
+            BlockRange(ids, 0 if window is None else max(0, _blocks(held, self.remote) - len(ids)))
             for ids, window in zip(remote, self.windows, strict=True)
         ]
-        ours = [Blocks(ids) for ids in local]
+        ours = [BlockRange(ids) for ids in local]
         return self._batch(ours, theirs, first_token, last_token, into_local=True)
 
     def to_write(
@@ -159,7 +159,7 @@ class PeerLayout:
         remote: BlockIds,
         first_token: int | None,
         last_token: int,
-        part: Part = WHOLE,
+        part: TokenRange = WHOLE,
     ) -> Batch:
         """As `to_read`, where `local` begins at the request's start, or where its window does, and
         both lists end with the block of token `last_token - 1`; `first_token` None: as many as
@@ -168,11 +168,13 @@ class PeerLayout:
         self._check_groups(local, remote)
         if STATE in self.windows and (first_token is None or part.until is not None):
             raise PlanError("a state, for whom does not say of which tokens, or not of all of them")
-        theirs = [Blocks(ids, _blocks(last_token, self.remote) - len(ids)) for ids in remote]
+        theirs = [BlockRange(ids, _blocks(last_token, self.remote) - len(ids)) for ids in remote]
         if any(blocks.first < 0 for blocks in theirs):
             raise PlanError(f"more remote blocks than {last_token} tokens need")
         ours = [
-            Blocks(ids, 0 if window is None else max(0, _blocks(last_token, self.local) - len(ids)))
+            BlockRange(
+                ids, 0 if window is None else max(0, _blocks(last_token, self.local) - len(ids))
+            )
             for ids, window in zip(local, self.windows, strict=True)
         ]
         if first_token is None:
@@ -195,13 +197,13 @@ class PeerLayout:
 
     def _batch(
         self,
-        local: Sequence[Blocks],
-        remote: Sequence[Blocks],
+        local: Sequence[BlockRange],
+        remote: Sequence[BlockRange],
         first_token: int,
         last_token: int,
         *,
         into_local: bool,
-        part: Part = WHOLE,
+        part: TokenRange = WHOLE,
     ) -> Batch:
         in_reach = 0 <= first_token <= last_token <= MAX_UNITS * self.unit
         if first_token % self.unit or not in_reach:
@@ -233,8 +235,8 @@ class PeerLayout:
     def _pair(
         self,
         group: int,
-        local: Blocks,
-        remote: Blocks,
+        local: BlockRange,
+        remote: BlockRange,
         first_token: int,
         last_token: int,
         into_local: bool,
@@ -277,7 +279,7 @@ class PeerLayout:
     def _units(
         self,
         name: str,
-        blocks: Blocks,
+        blocks: BlockRange,
         side: Side,
         positions: npt.NDArray[np.int64],
         window: int | None,
@@ -294,7 +296,7 @@ class PeerLayout:
         return Units(ids[np.maximum(index + 1, 0)], positions % per_block)
 
 
-def _state(name: str, blocks: Blocks) -> Units:
+def _state(name: str, blocks: BlockRange) -> Units:
     """Of all tokens, whichever are asked for. Raises PlanError."""
     if len(blocks.ids) != 1:
         raise PlanError(f"{len(blocks.ids)} {name} blocks of a state, which has one")

@@ -12,7 +12,7 @@ from engine_ext.base.types import ConnectorStats
 PREFIX = "disagg_engine_kv_"
 
 
-class Counted(NamedTuple):
+class CountedMetric(NamedTuple):
     field: str
     """Of ConnectorStats."""
     name: str
@@ -36,7 +36,7 @@ class Distributed(NamedTuple):
 
 
 COUNTED = tuple(
-    Counted(
+    CountedMetric(
         field.name,
         PREFIX + field.name,
         f"KV connector: {field.name.replace('_', ' ')}",

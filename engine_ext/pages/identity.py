@@ -35,7 +35,7 @@ class SideChannel(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class EngineDescription:
     """What the host knows without asking its ranks."""
 
     name: str
@@ -67,7 +67,7 @@ def capabilities_of(config: ConnectorConfig | None) -> tuple[str, ...]:
     return ("prefix_proof", "acknowledged_leases", "release", *turns)
 
 
-def identity(engine: Engine) -> dict[str, Any]:
+def identity(engine: EngineDescription) -> dict[str, Any]:
     """The page, as JSON. Blocks while the ranks answer, at most ANSWER_SECONDS.
 
     Raises IdentityError.
@@ -92,7 +92,7 @@ def identity(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _fitting(engine: Engine) -> dict[str, Any]:
+def _fitting(engine: EngineDescription) -> dict[str, Any]:
     if not engine.features:
         return {}
     return {"features": list(engine.features), "missing": dict(engine.missing)}
@@ -105,7 +105,7 @@ def installed_version(distribution: str) -> str:
         return "unknown"
 
 
-def _ranks(engine: Engine) -> list[dict[str, Any]]:
+def _ranks(engine: EngineDescription) -> list[dict[str, Any]]:
     dialer = TcpDialer(access=replace(engine.access, peers=EVERYWHERE))
     deadline = time.monotonic() + ANSWER_SECONDS
     try:
@@ -116,7 +116,9 @@ def _ranks(engine: Engine) -> list[dict[str, Any]]:
         dialer.close()
 
 
-def _rank(engine: Engine, at: SideChannel, dialer: TcpDialer, deadline: float) -> dict[str, Any]:
+def _rank(
+    engine: EngineDescription, at: SideChannel, dialer: TcpDialer, deadline: float
+) -> dict[str, Any]:
     """The names are those of `kv_transfer_params`, where these have one."""
     payload = _shake_hands(at, dialer, deadline)
     metadata = decode_metadata(payload)

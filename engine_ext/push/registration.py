@@ -87,7 +87,7 @@ BEGIN_BEATS = 3
 keeps our blocks longer."""
 
 
-class State(enum.Enum):
+class RegistrationState(enum.Enum):
     CONNECTING = "connecting"
     REGISTERED = "registered"
     RETURNING = "returning"
@@ -95,7 +95,7 @@ class State(enum.Enum):
     WITHDRAWING = "withdrawing"
 
 
-class Event(enum.Enum):
+class RegistrationEvent(enum.Enum):
     REGISTER = "register"
     RECLAIM = "reclaim"
     RETURN = "return"
@@ -104,24 +104,24 @@ class Event(enum.Enum):
 
 
 _NEXT = {
-    (State.CONNECTING, Event.REGISTER): State.REGISTERED,
-    (State.REGISTERED, Event.RECLAIM): State.RETURNING,
-    (State.REGISTERED, Event.WITHDRAW): State.WITHDRAWING,
-    (State.CONNECTING, Event.RETURN): State.RETURNED,
-    (State.RETURNING, Event.RETURN): State.RETURNED,
-    (State.RETURNING, Event.REGISTER): State.REGISTERED,
-    (State.RETURNED, Event.REGISTER): State.REGISTERED,
-    (State.RETURNED, Event.CONNECT): State.CONNECTING,
-    (State.RETURNING, Event.WITHDRAW): State.WITHDRAWING,
+    (RegistrationState.CONNECTING, RegistrationEvent.REGISTER): RegistrationState.REGISTERED,
+    (RegistrationState.REGISTERED, RegistrationEvent.RECLAIM): RegistrationState.RETURNING,
+    (RegistrationState.REGISTERED, RegistrationEvent.WITHDRAW): RegistrationState.WITHDRAWING,
+    (RegistrationState.CONNECTING, RegistrationEvent.RETURN): RegistrationState.RETURNED,
+    (RegistrationState.RETURNING, RegistrationEvent.RETURN): RegistrationState.RETURNED,
+    (RegistrationState.RETURNING, RegistrationEvent.REGISTER): RegistrationState.REGISTERED,
+    (RegistrationState.RETURNED, RegistrationEvent.REGISTER): RegistrationState.REGISTERED,
+    (RegistrationState.RETURNED, RegistrationEvent.CONNECT): RegistrationState.CONNECTING,
+    (RegistrationState.RETURNING, RegistrationEvent.WITHDRAW): RegistrationState.WITHDRAWING,
 }
 
 
 @dataclass(slots=True)
-class Waiting:
+class PendingRegistration:
     registration: PushRegistration
     generation: int
     deadline: float
-    state: State = State.CONNECTING
+    state: RegistrationState = RegistrationState.CONNECTING
     peers: dict[str, PeerHandle] = field(default_factory=dict)
     """Those that may still write, by name: who comes to the place of one does not speak for it."""
     begin_by: dict[str, float] = field(default_factory=dict)
@@ -158,9 +158,9 @@ class Waiting:
     @property
     def is_wanted(self) -> bool:
         """P was asked, and has not been told to leave it."""
-        return self.state in (State.REGISTERED, State.RETURNING)
+        return self.state in (RegistrationState.REGISTERED, RegistrationState.RETURNING)
 
-    def on(self, event: Event) -> None:
+    def on(self, event: RegistrationEvent) -> None:
         """Raises IllegalEventError."""
         self.state = after(_NEXT, self.state, event)
 
@@ -201,7 +201,7 @@ class Registrations:
         self._stats = stats
         self._max_quarantined = max_quarantined
         self._asks_every = min(config.heartbeat_interval, LONGEST_ASKING)
-        self._waiting: dict[str, Waiting] = {}
+        self._waiting: dict[str, PendingRegistration] = {}
         self._declines: list[PushWithdrawal] = []
 
     @property
@@ -238,14 +238,14 @@ class Registrations:
 
     def register(self, registration: PushRegistration, now: float) -> None:
         deadline = now + self._config.push_deadline
-        waiting = Waiting(registration, next(self._sequence), deadline)
+        waiting = PendingRegistration(registration, next(self._sequence), deadline)
         self._waiting[waiting.request_id] = waiting
 
     def withdraw(self, withdrawal: PushWithdrawal, now: float) -> None:
         waiting = self._waiting.get(withdrawal.request_id)
         if waiting is None:
             self._declines.append(withdrawal)
-        elif waiting.state in (State.CONNECTING, State.RETURNED):
+        elif waiting.state in (RegistrationState.CONNECTING, RegistrationState.RETURNED):
             waiting.is_aborted = True
             self._end(waiting, ok=False)
             self._declines.append(withdrawal)
@@ -259,12 +259,12 @@ class Registrations:
         waiting = self._waiting.get(request_id)
         if waiting is None:
             return
-        if waiting.state is State.CONNECTING:
+        if waiting.state is RegistrationState.CONNECTING:
             self._return(waiting, now)
-        elif waiting.state is not State.REGISTERED:
+        elif waiting.state is not RegistrationState.REGISTERED:
             return
         elif all(peer.returns_blocks for peer in waiting.peers.values()):
-            waiting.on(Event.RECLAIM)
+            waiting.on(RegistrationEvent.RECLAIM)
             waiting.ask_again_at = now
         else:
             self._results.ready(request_id)  # It cannot be given back.
@@ -275,7 +275,7 @@ class Registrations:
         if waiting is None:
             return
         waiting.is_to_end = True
-        if waiting.state is State.RETURNED:
+        if waiting.state is RegistrationState.RETURNED:
             self._end_given_back(waiting)
         else:
             self.reclaim(request_id, now)
@@ -291,7 +291,7 @@ class Registrations:
         waiting = self._find(message.request_id, sender, message.generation)
         if waiting is None:
             return
-        if message.is_given_back and waiting.state is State.RETURNING:
+        if message.is_given_back and waiting.state is RegistrationState.RETURNING:
             waiting.returned[sender] = waiting.peers[sender]
             self._settle(waiting, sender, now)
             return
@@ -316,7 +316,7 @@ class Registrations:
         if waiting.peers and waiting.is_wanted:
             self._withdraw(waiting, now)
 
-    def _settle(self, waiting: Waiting, sender: str, now: float) -> None:
+    def _settle(self, waiting: PendingRegistration, sender: str, now: float) -> None:
         del waiting.peers[sender]
         if waiting.peers:
             return
@@ -327,9 +327,9 @@ class Registrations:
         else:
             self._return(waiting, now)
 
-    def _return(self, waiting: Waiting, now: float) -> None:
+    def _return(self, waiting: PendingRegistration, now: float) -> None:
         """P does not write into these blocks; they stay until all our ranks can say so."""
-        waiting.on(Event.RETURN)
+        waiting.on(RegistrationEvent.RETURN)
         waiting.returned_at = now
         if waiting.is_to_end:
             self._end_given_back(waiting)
@@ -337,17 +337,17 @@ class Registrations:
             waiting.has_told = True
             self._results.given_back(waiting.request_id)
 
-    def _register_again(self, waiting: Waiting) -> None:
+    def _register_again(self, waiting: PendingRegistration) -> None:
         """With those ranks of P that gave back, and hold the whole prompt now as others do."""
         if not waiting.returned:
-            waiting.on(Event.CONNECT)
+            waiting.on(RegistrationEvent.CONNECT)
             return
-        waiting.on(Event.REGISTER)
+        waiting.on(RegistrationEvent.REGISTER)
         waiting.generation = next(self._sequence)
         waiting.peers, waiting.returned = waiting.returned, {}
         waiting.ask_again_at = 0.0
 
-    def _end_given_back(self, waiting: Waiting) -> None:
+    def _end_given_back(self, waiting: PendingRegistration) -> None:
         del self._waiting[waiting.request_id]
         waiting.is_reported = True
         self._stats.pushes_given_back += 1
@@ -366,10 +366,10 @@ class Registrations:
         for withdrawal in declines:
             self._say_decline(withdrawal, now)
 
-    def _advance(self, waiting: Waiting, now: float) -> None:
-        if waiting.state is State.WITHDRAWING:
+    def _advance(self, waiting: PendingRegistration, now: float) -> None:
+        if waiting.state is RegistrationState.WITHDRAWING:
             self._forget_harmless(waiting, now)
-        elif waiting.state is State.RETURNED:
+        elif waiting.state is RegistrationState.RETURNED:
             if now - waiting.returned_at >= RETURNED_SECONDS:
                 self._register_again(waiting)
         elif waiting.deadline <= now:
@@ -377,27 +377,27 @@ class Registrations:
         elif self._beats.is_silent(waiting.address, now, SILENT_BEATS, SILENT_SECONDS):
             self._fail(waiting, "P is silent", now, is_of_pair=True)
             self._peers.forget(waiting.address)
-        elif waiting.state is State.CONNECTING:
+        elif waiting.state is RegistrationState.CONNECTING:
             self._register(waiting, now)
         else:
             self._ask_again(waiting, now)
 
     def _fail(
-        self, waiting: Waiting, problem: str, now: float, *, is_of_pair: bool = False
+        self, waiting: PendingRegistration, problem: str, now: float, *, is_of_pair: bool = False
     ) -> None:
         """Whatever is wrong: nobody waits for P's WRITE any more, which may come all the same."""
         if waiting.problem is None and not waiting.is_aborted:
             waiting.problem = LoadProblem(problem, is_of_pair)
-        if waiting.state is State.WITHDRAWING:
+        if waiting.state is RegistrationState.WITHDRAWING:
             logger.debug("request %s: %s", waiting.request_id, problem)
             return
         logger.warning("request %s: %s", waiting.request_id, problem)
-        if waiting.state is State.CONNECTING:
+        if waiting.state is RegistrationState.CONNECTING:
             self._end(waiting, ok=False)
         else:
             self._withdraw(waiting, now)
 
-    def _register(self, waiting: Waiting, now: float) -> None:
+    def _register(self, waiting: PendingRegistration, now: float) -> None:
         peers = self._peers.connect_all(waiting.address, now)
         if peers is None:
             return
@@ -409,10 +409,10 @@ class Registrations:
             return
         # Before the first message leaves: one that cannot be sent may have arrived.
         waiting.peers = {peer.name: peer for peer in peers}
-        waiting.on(Event.REGISTER)
+        waiting.on(RegistrationEvent.REGISTER)
         self._ask(waiting, peers, now)
 
-    def _may_ask(self, waiting: Waiting, peers: list[PeerHandle], now: float) -> bool:
+    def _may_ask(self, waiting: PendingRegistration, peers: list[PeerHandle], now: float) -> bool:
         """P's clock is known, which it tells with every answer to a heartbeat, so that it can be
         told by when to begin."""
         if all(self._clocks.is_fresh(peer.name, now) for peer in peers):
@@ -420,7 +420,7 @@ class Registrations:
         self._beats.hurry(waiting.address, now)
         return False
 
-    def _ask_again(self, waiting: Waiting, now: float) -> None:
+    def _ask_again(self, waiting: PendingRegistration, now: float) -> None:
         """The same message once more, to peers that remember what they answered."""
         if waiting.ask_again_at > now:
             return
@@ -433,10 +433,12 @@ class Registrations:
             return
         if not waiting.meet(peers) and waiting.is_wanted:
             self._fail(waiting, "P is another process now", now)
-        elif waiting.state is not State.REGISTERED or self._may_ask(waiting, peers, now):
+        elif waiting.state is not RegistrationState.REGISTERED or self._may_ask(
+            waiting, peers, now
+        ):
             self._ask(waiting, peers, now)
 
-    def _ask(self, waiting: Waiting, peers: list[PeerHandle], now: float) -> None:
+    def _ask(self, waiting: PendingRegistration, peers: list[PeerHandle], now: float) -> None:
         """Those of `peers` that were asked before, and have not answered."""
         waiting.ask_again_at = now + self._asks_every
         is_well = True
@@ -451,15 +453,15 @@ class Registrations:
         if not is_well:
             self._peers.forget(waiting.address)
 
-    def _question(self, waiting: Waiting, peer: PeerHandle, now: float) -> bytes:
-        if waiting.state is State.REGISTERED:
+    def _question(self, waiting: PendingRegistration, peer: PeerHandle, now: float) -> bytes:
+        if waiting.state is RegistrationState.REGISTERED:
             begin_by = self._clocks.earliest(peer.name, now) + BEGIN_BEATS * max(
                 self._asks_every, 1.0
             )
             waiting.begin_by[peer.name] = max(begin_by, waiting.begin_by.get(peer.name, NEVER))
             return encode_registration(self._message(waiting, begin_by))
         target = waiting.registration.target
-        if waiting.state is State.RETURNING:
+        if waiting.state is RegistrationState.RETURNING:
             return encode_extension(
                 ReturnBlocks(waiting.request_id, waiting.generation, target.transfer_id)
             )
@@ -472,8 +474,8 @@ class Registrations:
             )
         )
 
-    def _withdraw(self, waiting: Waiting, now: float) -> None:
-        waiting.on(Event.WITHDRAW)
+    def _withdraw(self, waiting: PendingRegistration, now: float) -> None:
+        waiting.on(RegistrationEvent.WITHDRAW)
         waiting.is_spoilt = True
         waiting.ask_again_at = now
         if not (waiting.registration.recomputes or waiting.has_told):
@@ -483,7 +485,7 @@ class Registrations:
         except (PeerError, AgentError) as error:
             logger.warning("request %s: %s", waiting.request_id, error)
 
-    def _forget_harmless(self, waiting: Waiting, now: float) -> None:
+    def _forget_harmless(self, waiting: PendingRegistration, now: float) -> None:
         """Peers that can write no more; then asks the others."""
         for name, peer in list(waiting.peers.items()):
             if self._is_harmless(waiting, peer, now):
@@ -491,7 +493,7 @@ class Registrations:
         if waiting.peers:
             self._ask_again(waiting, now)
 
-    def _is_harmless(self, waiting: Waiting, peer: PeerHandle, now: float) -> bool:
+    def _is_harmless(self, waiting: PendingRegistration, peer: PeerHandle, now: float) -> bool:
         """By its own clock it is too late to begin, and what has begun has landed."""
         if peer.name in waiting.landed_by:
             return now >= waiting.landed_by[peer.name]
@@ -523,7 +525,7 @@ class Registrations:
         except AgentError as error:
             logger.warning("%s was not told: %s", peer.name, error)
 
-    def _message(self, waiting: Waiting, begin_by: float) -> PushRegistered:
+    def _message(self, waiting: PendingRegistration, begin_by: float) -> PushRegistered:
         registration, target = waiting.registration, waiting.registration.target
         return PushRegistered(
             request_id=registration.request_id,
@@ -560,17 +562,17 @@ class Registrations:
         awaited = tuple(ids if window == STATE else ids[first:last] for ids, window in groups)
         return without_holes(awaited, windows)
 
-    def _find(self, request_id: str, sender: str, generation: int) -> Waiting | None:
+    def _find(self, request_id: str, sender: str, generation: int) -> PendingRegistration | None:
         waiting = self._waiting.get(request_id)
         if waiting is None or sender not in waiting.peers or generation != waiting.generation:
             return None
         return waiting
 
-    def _end(self, waiting: Waiting, *, ok: bool) -> None:
+    def _end(self, waiting: PendingRegistration, *, ok: bool) -> None:
         del self._waiting[waiting.request_id]
         self._report(waiting, ok=ok)
 
-    def _report(self, waiting: Waiting, *, ok: bool) -> None:
+    def _report(self, waiting: PendingRegistration, *, ok: bool) -> None:
         """Once."""
         if waiting.is_reported:
             return

@@ -108,7 +108,7 @@ def are_different(transfer_id: str | None, other: str | None) -> bool:
 
 
 @dataclass(slots=True)
-class Held:
+class HeldOffer:
     """An offer. From its first match on, its blocks are ours alone until the end is reported. A
     draft grows into one; its blocks are the running request's."""
 

@@ -46,7 +46,7 @@ from engine_ext.push.replies import (
 )
 from engine_ext.push.tables import (
     Doubt,
-    Held,
+    HeldOffer,
     NameTable,
     Registered,
     RegistrationKey,
@@ -59,7 +59,7 @@ from engine_ext.transfer.agent import Agent
 from engine_ext.transfer.leases import LeaseTable
 from engine_ext.transfer.peer import Peers
 from engine_ext.transfer.readers import Readers
-from engine_ext.transfer.report import Report
+from engine_ext.transfer.report import TransferReport
 from engine_ext.wire.notifications import (
     AwaitPrompt,
     PushFailed,
@@ -93,7 +93,7 @@ class PushWriter:
         us: TensorRank,
         stats: ConnectorStats,
         clock: Clock,
-        report: Report,
+        report: TransferReport,
         on_free: Callable[[str], None],
     ) -> None:
         """`on_free` is told of each request whose lease has ended here."""
@@ -104,9 +104,9 @@ class PushWriter:
         self._clock = clock
         self._prefilling: NameTable[str] = NameTable()
         """Requests that will be offered, or cancelled."""
-        self._offers: dict[str, Held] = {}
+        self._offers: dict[str, HeldOffer] = {}
         self._offer_names: NameTable[str] = NameTable()
-        self._drafts: dict[str, Held] = {}
+        self._drafts: dict[str, HeldOffer] = {}
         """Of requests that run yet; they are offered, or cancelled."""
         self._draft_names: NameTable[str] = NameTable()
         self._registrations = RegistrationTable()
@@ -161,7 +161,7 @@ class PushWriter:
         names = names_of(draft.request_id, draft.transfer_id)
         held = self._drafts.get(draft.request_id)
         if held is None:
-            held = self._drafts[draft.request_id] = Held(draft, is_draft=True)
+            held = self._drafts[draft.request_id] = HeldOffer(draft, is_draft=True)
             self._draft_names.add(draft.request_id, names)
         held.offer = draft
         if held.request is not None:
@@ -190,7 +190,7 @@ class PushWriter:
         if not fitting and self._unwanted.take(names, now):
             self._free_unwanted(offer, now)
             return
-        held = self._offers[offer.request_id] = Held(offer)
+        held = self._offers[offer.request_id] = HeldOffer(offer)
         self._offer_names.add(offer.request_id, names)
         for registered in self._registrations.pop_all(fitting):
             self._match(held, registered, now)
@@ -210,11 +210,11 @@ class PushWriter:
             self._offer_names.add(offer.request_id, names_of(offer.request_id, offer.transfer_id))
         return True
 
-    def _pop_draft(self, request_id: str) -> Held | None:
+    def _pop_draft(self, request_id: str) -> HeldOffer | None:
         self._draft_names.remove(request_id)
         return self._drafts.pop(request_id, None)
 
-    def _abandon(self, held: Held, reason: str, now: float) -> None:
+    def _abandon(self, held: HeldOffer, reason: str, now: float) -> None:
         """What has been written of a draft is not believed, and no more is."""
         self._fail_missing(held, now)
         self._writes.give_up(held, reason)
@@ -415,12 +415,12 @@ class PushWriter:
             ranks = self._registrations.pop_ranks(registered)
             self._refuse_ranks(ranks, doubt.reason, now)
 
-    def _offers_named(self, names: tuple[str, ...]) -> list[Held]:
+    def _offers_named(self, names: tuple[str, ...]) -> list[HeldOffer]:
         """Those that are being written first: other ranks of the same request may join them."""
         offers = [self._offers[request_id] for request_id in self._offer_names.find(names)]
         return sorted(offers, key=lambda held: held.request is None)
 
-    def _match(self, held: Held, registered: Registered, now: float) -> None:
+    def _match(self, held: HeldOffer, registered: Registered, now: float) -> None:
         if held.request is None and not self._begin(held, registered, now):
             return
         held.senders.add(registered.sender)
@@ -429,7 +429,7 @@ class PushWriter:
             self.forget(held.offer.request_id)
         self._writes.begin(held, registered)
 
-    def _begin(self, held: Held, registered: Registered, now: float) -> bool:
+    def _begin(self, held: HeldOffer, registered: Registered, now: float) -> bool:
         if not held.is_draft and not self._leases.take(held.offer.request_id):
             self.forget(held.offer.request_id)
             self._replies.refuse(registered, LEASE_ENDED)
@@ -444,14 +444,14 @@ class PushWriter:
         of_stage = max(1, registered.message.decode_tp_size // self._us.size)
         return of_stage * registered.address.pp_size
 
-    def _leave(self, held: Held, sender: str) -> None:
+    def _leave(self, held: HeldOffer, sender: str) -> None:
         """A rank of D withdraws where others of it have registered."""
         held.senders.add(sender)
         if held.is_complete:
             self.forget(held.offer.request_id)
         self._end_if_last(held)
 
-    def _close(self, held: Held, now: float) -> None:
+    def _close(self, held: HeldOffer, now: float) -> None:
         """Ranks of D are missing: from now on their registrations come too late."""
         self._fail_missing(held, now)
         held.num_readers = 0
@@ -489,7 +489,7 @@ class PushWriter:
         if writing.is_asked_back:
             self._replies.give_back(writing.registered.key)
 
-    def _unmatch_if_last(self, held: Held) -> None:
+    def _unmatch_if_last(self, held: HeldOffer) -> None:
         """It was for nobody, unless another registers by then: its blocks are freed at once."""
         if held.num_writing or held.request is None:
             return
@@ -499,12 +499,12 @@ class PushWriter:
         held.request = None
         held.senders.clear()
 
-    def _fail_missing(self, held: Held, now: float) -> None:
+    def _fail_missing(self, held: HeldOffer, now: float) -> None:
         """Ranks of D that have not registered are refused when they do."""
         if held.request is not None and not held.is_complete:
             self._failed.add((whole_id(held.request.request_id),), now)
 
-    def _end_if_last(self, held: Held) -> None:
+    def _end_if_last(self, held: HeldOffer) -> None:
         """Those it was written to are done with it; others may believe in its lease yet."""
         if not held.is_complete or held.num_writing:
             return

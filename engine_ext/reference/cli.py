@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.reference.engine_config import EngineConfig
 from engine_ext.reference.server.serving import SIGNALS, bind
-from engine_ext.reference.settings import Settings, SideChannel
+from engine_ext.reference.settings import ReferenceSettings, SideChannelConfig
 
 PROGRAM = "disagg-engine"
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run(settings)
 
 
-def _run(settings: Settings) -> int:
+def _run(settings: ReferenceSettings) -> int:
     try:
         bound = _bind(settings)
     except ValueError as error:
@@ -97,7 +97,7 @@ def _wait_without_spinning(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def _bind(settings: Settings) -> socket.socket:
+def _bind(settings: ReferenceSettings) -> socket.socket:
     try:
         return bind(settings.host, settings.port)
     except OSError as error:
@@ -119,7 +119,9 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(0)
 
 
-def read_settings(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Settings:
+def read_settings(
+    arguments: Sequence[str] | None, environment: Mapping[str, str]
+) -> ReferenceSettings:
     """Ends the process with status 2 for what is wrong."""
     parser = _parser()
     options = vars(parser.parse_args(arguments))
@@ -129,9 +131,9 @@ def read_settings(arguments: Sequence[str] | None, environment: Mapping[str, str
         parser.error(str(error))
 
 
-def _settings(options: dict[str, Any], environment: Mapping[str, str]) -> Settings:
+def _settings(options: dict[str, Any], environment: Mapping[str, str]) -> ReferenceSettings:
     connector = _connector(options["kv_transfer_config"])
-    return Settings(
+    return ReferenceSettings(
         engine=_engine(options, connector),
         connector=connector,
         side_channel=_side_channel(environment),
@@ -172,13 +174,13 @@ def _connector(text: str | None) -> ConnectorConfig | None:
     return ConnectorConfig.from_kv_transfer_config(raw)
 
 
-def _side_channel(environment: Mapping[str, str]) -> SideChannel:
-    default = SideChannel()
+def _side_channel(environment: Mapping[str, str]) -> SideChannelConfig:
+    default = SideChannelConfig()
     try:
         port = _port(environment.get(PORT_VARIABLE) or str(default.port))
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"{PORT_VARIABLE}: {error}") from None
-    return SideChannel(environment.get(HOST_VARIABLE) or default.host, port)
+    return SideChannelConfig(environment.get(HOST_VARIABLE) or default.host, port)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from engine_ext.base.types import EMPTY_STEP, StepMetadata, TransferResults
-from engine_ext.reference.answer import Answer, StopRules
+from engine_ext.reference.answer import GeneratedAnswer, StopRules
 from engine_ext.reference.beginning import Beginning
 from engine_ext.reference.block_manager import BlockManager
 from engine_ext.reference.counters import Counters
@@ -30,7 +30,7 @@ from engine_ext.reference.runner import ModelRunner
 from engine_ext.reference.sampler import SampledToken, pass_over
 from engine_ext.reference.scheduler import Scheduler
 from engine_ext.reference.sequence import Sequence
-from engine_ext.reference.step import Step
+from engine_ext.reference.step import SchedulerStep
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class EngineCore:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._rules = rules
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, GeneratedAnswer] = {}
         self._unsaid: dict[str, tuple[Sequence, Beginning]] = {}
         """Begun elsewhere, and not admitted yet, which may be refused."""
 
@@ -165,8 +165,8 @@ class EngineCore:
         """Raises IntegrityError."""
         self._scheduler.check_integrity()
 
-    def _answer(self, seq: Sequence) -> Answer:
-        return Answer(
+    def _answer(self, seq: Sequence) -> GeneratedAnswer:
+        return GeneratedAnswer(
             seq.prompt_token_ids,
             seq.sampling,
             self._tokenizer,
@@ -217,7 +217,7 @@ class EngineCore:
         self._counters.finished["error"] += 1
         return RequestOutput(request_id=request.request_id, finish_reason="error", error=error)
 
-    def _load(self, step: Step, outputs: list[RequestOutput]) -> StepMetadata:
+    def _load(self, step: SchedulerStep, outputs: list[RequestOutput]) -> StepMetadata:
         """Hands the step's orders to the worker half. What is not built goes with a later step;
         loads that do not get through have failed."""
         meta = self._orders(step, outputs)
@@ -228,7 +228,7 @@ class EngineCore:
             self._connector.worker.fail_loads(meta)
         return meta
 
-    def _orders(self, step: Step, outputs: list[RequestOutput]) -> StepMetadata:
+    def _orders(self, step: SchedulerStep, outputs: list[RequestOutput]) -> StepMetadata:
         saves = False
         try:
             saves = self._connector.scheduler.wants_steps
@@ -242,7 +242,7 @@ class EngineCore:
             step.chunks.clear()
         return EMPTY_STEP
 
-    def _announce(self, step: Step) -> None:
+    def _announce(self, step: SchedulerStep) -> None:
         for chunk in step.chunks:
             self._connector.scheduler.on_step(
                 chunk.seq.request_id,
@@ -252,7 +252,7 @@ class EngineCore:
             )
 
     def _compute(
-        self, step: Step, meta: StepMetadata, outputs: list[RequestOutput]
+        self, step: SchedulerStep, meta: StepMetadata, outputs: list[RequestOutput]
     ) -> dict[Sequence, SampledToken | None]:
         try:
             tokens = self._runner.run(step)

@@ -34,7 +34,7 @@ _CHECK_INTERVAL = 10.0
 _GONE = "the engine is not running"
 
 
-class Engine:
+class ReferenceEngine:
     """Owns the core, the thread that steps it and the connector, from construction to `shutdown`.
 
     All methods may be called from any thread; `generate` needs a running event loop.

@@ -15,7 +15,7 @@ from engine_ext.core.connector import Connector, build_connector
 from engine_ext.pages import identity
 from engine_ext.reference.build import build_engine, max_model_len
 from engine_ext.reference.chat_template import ChatTemplate
-from engine_ext.reference.engine import Engine
+from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.engine_config import EngineConfig
 from engine_ext.reference.fingerprint import model_factors, renders
 from engine_ext.reference.grammar import GrammarCompiler
@@ -23,7 +23,7 @@ from engine_ext.reference.model_config import ModelConfig, read_model_config
 from engine_ext.reference.server.app import build_app
 from engine_ext.reference.server.served_model import SamplingDefaults, ServedModel
 from engine_ext.reference.server.serving import Stopwatch, serve
-from engine_ext.reference.settings import Settings, SideChannel
+from engine_ext.reference.settings import ReferenceSettings, SideChannelConfig
 from engine_ext.reference.tokenizer import Tokenizer
 from engine_ext.transfer.agent import AgentError
 
@@ -51,8 +51,8 @@ class HostError(Exception):
 @dataclass(frozen=True, slots=True)
 class Host:
     model: ServedModel
-    engine: Engine
-    itself: identity.Engine
+    engine: ReferenceEngine
+    itself: identity.EngineDescription
 
     def run(self, bound: socket.socket, *, shutdown_timeout: int) -> None:
         """Until a signal. Raises HostError where the engine does not stop in time."""
@@ -80,7 +80,7 @@ class Host:
             raise HostError("the engine had failed; the log says how")
 
 
-def build_host(settings: Settings) -> Host:
+def build_host(settings: ReferenceSettings) -> Host:
     """Raises HostError."""
     try:
         return _build(settings)
@@ -88,7 +88,7 @@ def build_host(settings: Settings) -> Host:
         raise HostError(str(error)) from error
 
 
-def _build(settings: Settings) -> Host:
+def _build(settings: ReferenceSettings) -> Host:
     config = settings.engine
     model = _served_model(settings, read_model_config(config.model, config.dtype, config.device))
     started = time.monotonic()
@@ -97,7 +97,7 @@ def _build(settings: Settings) -> Host:
     return Host(model, engine, _itself(settings))
 
 
-def _served_model(settings: Settings, model_config: ModelConfig) -> ServedModel:
+def _served_model(settings: ReferenceSettings, model_config: ModelConfig) -> ServedModel:
     directory = settings.engine.model
     tokenizer = Tokenizer.load(directory)
     return ServedModel(
@@ -117,10 +117,10 @@ def _served_model(settings: Settings, model_config: ModelConfig) -> ServedModel:
     )
 
 
-def _itself(settings: Settings) -> identity.Engine:
+def _itself(settings: ReferenceSettings) -> identity.EngineDescription:
     connector, at = settings.connector, settings.side_channel
     own = () if connector is None else WITH_CONNECTOR
-    return identity.Engine(
+    return identity.EngineDescription(
         name="disagg-engine",
         side_channels=() if connector is None else (identity.SideChannel(0, at.host, at.port),),
         transfer_modes=() if connector is None else (connector.transfer_mode,),
@@ -131,7 +131,7 @@ def _itself(settings: Settings) -> identity.Engine:
     )
 
 
-def _connector_factory(settings: Settings) -> "_ConnectorFactory | None":
+def _connector_factory(settings: ReferenceSettings) -> "_ConnectorFactory | None":
     if settings.connector is None:
         return None
     return _ConnectorFactory(settings.engine, settings.connector, settings.side_channel)
@@ -141,7 +141,7 @@ def _connector_factory(settings: Settings) -> "_ConnectorFactory | None":
 class _ConnectorFactory:
     engine: EngineConfig
     config: ConnectorConfig
-    side_channel: SideChannel
+    side_channel: SideChannelConfig
 
     def __call__(self, model_config: ModelConfig, geometry: CacheGeometry) -> Connector:
         return build_connector(

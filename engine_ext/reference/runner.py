@@ -9,7 +9,7 @@ from engine_ext.reference.model.batch import BatchBuilder, ChunkInput
 from engine_ext.reference.model.decoder import LanguageModel
 from engine_ext.reference.sampler import SampledToken, Sampler
 from engine_ext.reference.sequence import Sequence
-from engine_ext.reference.step import Chunk, Step
+from engine_ext.reference.step import Chunk, SchedulerStep
 
 
 class ModelRunner:
@@ -21,7 +21,7 @@ class ModelRunner:
         self._builder = builder
         self._sampler = sampler
 
-    def run(self, step: Step) -> dict[Sequence, SampledToken | None]:
+    def run(self, step: SchedulerStep) -> dict[Sequence, SampledToken | None]:
         """The next token of each chunk that reaches its sequence's end; None for broken logits.
 
         When this returns, the KV of the step is in memory, for any reader.

@@ -15,7 +15,7 @@ from collections import deque
 
 from engine_ext.base import begun
 from engine_ext.base.types import NO_RESULTS, FinishDecision, TransferResults
-from engine_ext.core.admission import FIELD, Verdict, hands_back, judge, prefills
+from engine_ext.core.admission import FIELD, AdmissionVerdict, hands_back, judge, prefills
 from engine_ext.reference.beginning import handed_over
 from engine_ext.reference.block_manager import BlockManager
 from engine_ext.reference.counters import Counters
@@ -25,7 +25,7 @@ from engine_ext.reference.kv_connector import SchedulerHalf
 from engine_ext.reference.prefill_shares import shares
 from engine_ext.reference.queues import Queues
 from engine_ext.reference.sequence import REMOTE_CACHED, Sequence
-from engine_ext.reference.step import Step
+from engine_ext.reference.step import SchedulerStep
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ class Scheduler:
             return
         self._note_load_failure(seq)
 
-    def schedule(self) -> Step:
-        step = Step(budget=self._config.max_num_batched_tokens)
+    def schedule(self) -> SchedulerStep:
+        step = SchedulerStep(budget=self._config.max_num_batched_tokens)
         self._schedule_decodes(step)
         prefill = min(self._config.prefill_tokens_per_step, step.budget)
         step.seats = prefill - bool(self._prefilling())
@@ -153,7 +153,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         self.queues.check_integrity(self._blocks)
 
-    def _schedule_decodes(self, step: Step) -> None:
+    def _schedule_decodes(self, step: SchedulerStep) -> None:
         index = 0
         while index < len(self.queues.running) and step.budget > 0:
             seq = self.queues.running[index]
@@ -168,7 +168,7 @@ class Scheduler:
     def _prefilling(self) -> list[Sequence]:
         return [seq for seq in self.queues.running if seq.num_uncomputed_tokens > 1]
 
-    def _schedule_prefills(self, step: Step, budget: int) -> None:
+    def _schedule_prefills(self, step: SchedulerStep, budget: int) -> None:
         """All of their blocks were theirs when they were admitted."""
         running = self.queues.running
         old = running[: len(running) - step.num_admitted]
@@ -180,7 +180,7 @@ class Scheduler:
             if num_tokens:
                 step.add(seq, num_tokens)
 
-    def _grow_at_any_cost(self, seq: Sequence, step: Step) -> list[int] | None:
+    def _grow_at_any_cost(self, seq: Sequence, step: SchedulerStep) -> list[int] | None:
         """Room for all tokens of `seq`, taken from those who came last; None where that was `seq`
         itself."""
         while (fresh := self._blocks.grow(seq, seq.num_tokens)) is None:
@@ -190,13 +190,13 @@ class Scheduler:
                 return None
         return fresh
 
-    def _schedule_loaded(self, step: Step) -> None:
+    def _schedule_loaded(self, step: SchedulerStep) -> None:
         while self.queues.loaded and self._has_room(step):
             seq = self.queues.loaded[0]
             num_loaded_blocks = -(-seq.num_computed_tokens // self._blocks.block_size)
             self._start(seq, seq.block_ids[num_loaded_blocks:], step)
 
-    def _schedule_waiting(self, step: Step) -> None:
+    def _schedule_waiting(self, step: SchedulerStep) -> None:
         waiting = self.queues.waiting
         passed_over: deque[Sequence] = deque()
         while waiting and self._has_room(step):
@@ -208,7 +208,7 @@ class Scheduler:
                 passed_over.append(waiting.popleft())
         waiting.extendleft(reversed(passed_over))
 
-    def _try_admit(self, seq: Sequence, step: Step) -> _Admission:
+    def _try_admit(self, seq: Sequence, step: SchedulerStep) -> _Admission:
         try:
             return self._admit(seq, step)
         except Exception:
@@ -216,7 +216,7 @@ class Scheduler:
             step.ended.append(seq)
             return _Admission.TAKEN
 
-    def _admit(self, seq: Sequence, step: Step) -> _Admission:
+    def _admit(self, seq: Sequence, step: SchedulerStep) -> _Admission:
         prefix = self._blocks.find_prefix(seq)
         local = len(prefix) * self._blocks.block_size
         matched = self._connector.get_num_new_matched_tokens(seq, local)
@@ -239,7 +239,7 @@ class Scheduler:
         """By its threshold, when it is to be admitted."""
         return self._threshold(seq) > 0 and not prefills(seq.kv_transfer_params)
 
-    def _judge(self, seq: Sequence, local: int, external: int) -> Verdict:
+    def _judge(self, seq: Sequence, local: int, external: int) -> AdmissionVerdict:
         is_prefill = prefills(seq.kv_transfer_params)
         return judge(self._threshold(seq), local, external, seq.num_tokens, prefills=is_prefill)
 
@@ -247,13 +247,13 @@ class Scheduler:
         own = seq.cache_hit_threshold
         return self._config.global_cache_hit_threshold if own is None else own
 
-    def _refuse(self, seq: Sequence, verdict: Verdict, step: Step) -> _Admission:
+    def _refuse(self, seq: Sequence, verdict: AdmissionVerdict, step: SchedulerStep) -> _Admission:
         self.finish(seq, refused(verdict.stop_reason))
         seq.kv_transfer_answer = {"cache_hit_rate": verdict.rate, FIELD: verdict.threshold}
         step.ended.append(seq)
         return _Admission.TAKEN
 
-    def _admit_local(self, seq: Sequence, prefix: list[int], step: Step) -> _Admission:
+    def _admit_local(self, seq: Sequence, prefix: list[int], step: SchedulerStep) -> _Admission:
         local = len(prefix) * self._blocks.block_size
         fresh = self._blocks.admit(seq, prefix)
         if fresh is None:
@@ -262,7 +262,9 @@ class Scheduler:
         self._start(seq, fresh, step)
         return _Admission.TAKEN
 
-    def _park(self, seq: Sequence, prefix: list[int], num_external: int, step: Step) -> _Admission:
+    def _park(
+        self, seq: Sequence, prefix: list[int], num_external: int, step: SchedulerStep
+    ) -> _Admission:
         local = len(prefix) * self._blocks.block_size
         if self._blocks.admit(seq, prefix) is None:
             return _Admission.NO_ROOM
@@ -279,7 +281,7 @@ class Scheduler:
             self._connector.fail_load(seq.request_id)
         return _Admission.TAKEN
 
-    def _start(self, seq: Sequence, fresh: list[int], step: Step) -> None:
+    def _start(self, seq: Sequence, fresh: list[int], step: SchedulerStep) -> None:
         try:
             self._connector.update_state_after_alloc(seq, seq.blocks_by_group(), 0)
         except Exception:
@@ -290,7 +292,7 @@ class Scheduler:
         self.queues.running.append(seq)
         step.admit(fresh)
 
-    def _has_room(self, step: Step) -> bool:
+    def _has_room(self, step: SchedulerStep) -> bool:
         return step.seats > 0 and len(self.queues.running) < self._config.max_num_seqs
 
     def _note_prefix_hit(self, seq: Sequence, num_tokens: int) -> None:
@@ -300,7 +302,7 @@ class Scheduler:
             seq.num_prefix_hit_tokens = seq.num_cached_tokens = of_prompt
             self._counters.prompt_tokens_cached += of_prompt
 
-    def _preempt(self, seq: Sequence, step: Step) -> None:
+    def _preempt(self, seq: Sequence, step: SchedulerStep) -> None:
         if self._hands_back(seq):
             self.finish(seq, HANDED_BACK)
             step.ended.append(seq)

@@ -7,7 +7,7 @@ from engine_ext.reference.engine_config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
-class SideChannel:
+class SideChannelConfig:
     """Where other engines ask for the handshake: vLLM's VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT."""
 
     host: str = "localhost"
@@ -15,11 +15,11 @@ class SideChannel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ReferenceSettings:
     engine: EngineConfig
     connector: ConnectorConfig | None
     """None: an engine that transfers nothing."""
-    side_channel: SideChannel
+    side_channel: SideChannelConfig
     served_model_names: tuple[str, ...]
     host: str
     port: int

@@ -23,7 +23,7 @@ class Chunk:
 
 
 @dataclass(slots=True)
-class Step:
+class SchedulerStep:
     budget: int
     """Tokens that may still be added."""
     seats: int = 0

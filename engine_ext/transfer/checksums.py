@@ -52,7 +52,7 @@ Buffer = bytes | memoryview | ctypes.Array[ctypes.c_ubyte]
 Sums = npt.NDArray[np.uint32]
 
 
-class Blocks(Protocol):
+class BlockMemory(Protocol):
     """The memory that KV blocks lie in."""
 
     def read(self, region: Region, block_id: int) -> Buffer:
@@ -89,7 +89,7 @@ class Summing:
 
 
 @dataclass(slots=True, eq=False)
-class Check:
+class ChecksumComparison:
     """What a READ has brought, to be compared with what the holder had."""
 
     ours: Summing
@@ -123,7 +123,9 @@ class Check:
 class Checksums:
     """The sums of one rank's blocks, as holder and as reader. Only the owner thread uses it."""
 
-    def __init__(self, regions: Sequence[Region], geometry: CacheGeometry, blocks: Blocks) -> None:
+    def __init__(
+        self, regions: Sequence[Region], geometry: CacheGeometry, blocks: BlockMemory
+    ) -> None:
         self._block_size = geometry.block_size
         self._windows = geometry.group_windows
         self._regions = tuple(
@@ -176,7 +178,7 @@ class Checksums:
 
     # The reader's side.
 
-    def check(self, order: PullOrder) -> Check:
+    def check(self, order: PullOrder) -> ChecksumComparison:
         """Begin the sums of the blocks that `order` has read."""
         pairs = [
             list(self._places(order, group, window)) for group, window in enumerate(self._windows)
@@ -184,7 +186,7 @@ class Checksums:
         summing = self._begin(tuple(tuple(ours for ours, _ in group) for group in pairs))
         summing.is_wanted = True
         places = [[place for _, place in group] for group in pairs]
-        return Check(summing, places, [len(ids) for ids in order.source.block_ids])
+        return ChecksumComparison(summing, places, [len(ids) for ids in order.source.block_ids])
 
     def cancel(self, summing: Summing) -> None:
         """Stop the work on sums that no request waits for any more."""

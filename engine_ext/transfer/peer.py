@@ -25,8 +25,8 @@ from engine_ext.layout.plan import ALONE, PeerLayout, PlanError
 from engine_ext.layout.ranks import MAX_FACED, RankError, TensorRank
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
 from engine_ext.transfer.leases import NEVER
-from engine_ext.transfer.validator import TRUSTING, Check, Validator
-from engine_ext.wire.dial import Dialer, Handshake, PeerRank, TcpDialer
+from engine_ext.transfer.validator import TRUSTING, MetadataValidation, Validator
+from engine_ext.wire.dial import Dialer, PeerRank, PendingHandshake, TcpDialer
 from engine_ext.wire.errors import EXTENSION_VERSION, WireError
 from engine_ext.wire.handshake import (
     AgentMetadata,
@@ -57,12 +57,12 @@ class RefusedPeerError(PeerError):
 
 @dataclass(slots=True)
 class Connecting:
-    client: Handshake
+    client: PendingHandshake
     started: float
     deadline: float
     metadata: AgentMetadata | None = None
     """The answer, whose NIXL metadata is under validation."""
-    check: Check | None = None
+    check: MetadataValidation | None = None
 
 
 @dataclass(slots=True)
@@ -326,7 +326,7 @@ class Peers:
         if problem:
             logger.warning("%s; going on, enforce_handshake_compat is false", problem)
 
-    def _validate(self, metadata: AgentMetadata, now: float) -> Check:
+    def _validate(self, metadata: AgentMetadata, now: float) -> MetadataValidation:
         """What an engine with the extension says has been proven, where there is a secret: see
         secret_handshake.py. Without one, and for stock engines in mixed mode, nothing has."""
         is_proven = self._config.access.secret is not None and metadata.disagg_ext is not None

@@ -41,11 +41,11 @@ from engine_ext.base.types import (
 )
 from engine_ext.layout.plan import Batch, PlanError
 from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
-from engine_ext.transfer.checksums import SLOWEST_BYTES_PER_SECOND, Check, Checksums
+from engine_ext.transfer.checksums import SLOWEST_BYTES_PER_SECOND, ChecksumComparison, Checksums
 from engine_ext.transfer.heartbeats import HeartbeatTracker
 from engine_ext.transfer.moving import Moving
 from engine_ext.transfer.peer import PeerError, Peers, RefusedPeerError
-from engine_ext.transfer.report import Report
+from engine_ext.transfer.report import TransferReport
 from engine_ext.transfer.results import Results
 from engine_ext.wire.notifications import Read, encode_extension, encode_read_done
 
@@ -57,7 +57,7 @@ UNENDED = "an earlier READ from this engine has not ended"
 
 
 @dataclass(slots=True)
-class Part:
+class RankRead:
     """One READ, from one rank."""
 
     peer: PeerHandle
@@ -69,7 +69,7 @@ class Part:
     wants_sums: bool = False
     sums: tuple[bytes, ...] | None = None
     """The holder's checksums, if its answer had any."""
-    check: Check | None = None
+    check: ChecksumComparison | None = None
     """Of what it brought."""
 
     @property
@@ -89,11 +89,11 @@ class Part:
 
 
 @dataclass(slots=True, eq=False)
-class Reading:
+class ActivePull:
     order: PullOrder
     peers: list[PeerHandle]
     """Every rank that holds the request, read from or not."""
-    parts: list[Part] = field(default_factory=list)
+    parts: list[RankRead] = field(default_factory=list)
     began: float = 0.0
     num_blocks: int = 0
     num_bytes: int = 0
@@ -104,7 +104,7 @@ class Reading:
     answer_by: float = 0.0
 
     @property
-    def running(self) -> list[Part]:
+    def running(self) -> list[RankRead]:
         return [part for part in self.parts if part.is_running]
 
 
@@ -121,7 +121,7 @@ class Pulls:
         config: ConnectorConfig,
         stats: ConnectorStats,
         clock: Clock,
-        report: Report,
+        report: TransferReport,
         decline: Callable[[RemoteSource], None],
         max_quarantined: int,
         checksums: Checksums | None = None,
@@ -139,9 +139,9 @@ class Pulls:
         self._max_quarantined = max_quarantined
         self._checksums = checksums
         self._connecting: list[PullOrder] = []
-        self._reading: list[Reading] = []
-        self._confirming: list[Reading] = []
-        self._quarantine: list[Reading] = []
+        self._reading: list[ActivePull] = []
+        self._confirming: list[ActivePull] = []
+        self._quarantine: list[ActivePull] = []
         """Let go of, and not ended."""
 
     @property
@@ -213,7 +213,7 @@ class Pulls:
             self._guard(reading, partial(self._poll_quarantined, reading, now))
         orders, self._connecting = self._connecting, []
         for order in orders:
-            self._guard(Reading(order, []), partial(self._try_to_read, order, now))
+            self._guard(ActivePull(order, []), partial(self._try_to_read, order, now))
         self._stats.pulls_active = self.num_active
 
     def answered(
@@ -226,10 +226,10 @@ class Pulls:
                 if is_asked and part.answer is None:
                     part.answer, part.sums = valid, sums
 
-    def _moving(self) -> tuple[Reading, ...]:
+    def _moving(self) -> tuple[ActivePull, ...]:
         return (*self._reading, *self._quarantine)
 
-    def _guard(self, reading: Reading, action: Callable[[], None]) -> None:
+    def _guard(self, reading: ActivePull, action: Callable[[], None]) -> None:
         """A fault of ours must not park a request for ever, nor free what is still written to."""
         try:
             action()
@@ -264,7 +264,7 @@ class Pulls:
         if peers is None:
             self._connecting.append(order)
             return
-        reading = Reading(order, peers, began=now)
+        reading = ActivePull(order, peers, began=now)
         if (problem := refusal_of(order, peers)) is not None:
             self._stats.pulls_refused += 1
             self._give_up(reading, problem)
@@ -297,7 +297,7 @@ class Pulls:
             return f"{num_blocks} blocks are in quarantine"
         return None
 
-    def _read(self, reading: Reading, now: float) -> None:
+    def _read(self, reading: ActivePull, now: float) -> None:
         """Plans all parts before the first starts."""
         order = reading.order
         batches = [
@@ -312,7 +312,7 @@ class Pulls:
             read_done = _read_done(order, peer, sequence, wants_sums)
             transfer = self._agent.start_read(peer, batch.local, batch.remote, read_done)
             moving = Moving(transfer, now + self._config.transfer_timeout)
-            reading.parts.append(Part(peer, moving, sequence, wants_sums=wants_sums))
+            reading.parts.append(RankRead(peer, moving, sequence, wants_sums=wants_sums))
             reading.num_bytes += batch.num_bytes
             reading.num_blocks = max(reading.num_blocks, batch.num_blocks)
 
@@ -327,7 +327,7 @@ class Pulls:
             source.num_tokens,
         )
 
-    def _poll(self, reading: Reading, now: float) -> None:
+    def _poll(self, reading: ActivePull, now: float) -> None:
         self._ask_nixl(reading, now)
         if not reading.running:
             self._reading.remove(reading)
@@ -335,7 +335,7 @@ class Pulls:
         elif all(part.moving.is_late(now) for part in reading.running):
             self._let_go(reading)
 
-    def _poll_quarantined(self, reading: Reading, now: float) -> None:
+    def _poll_quarantined(self, reading: ActivePull, now: float) -> None:
         self._ask_nixl(reading, now)
         if reading.running:
             return
@@ -345,7 +345,7 @@ class Pulls:
             self._fail(reading.order, reading.problem or "it took too long", is_of_pair=True)
         self._end_badly(reading)
 
-    def _ask_nixl(self, reading: Reading, now: float) -> None:
+    def _ask_nixl(self, reading: ActivePull, now: float) -> None:
         for part in reading.running:
             moving = part.moving
             moving.problem = moving.problem or reading.problem
@@ -353,7 +353,7 @@ class Pulls:
             if moving.problem is not None:
                 reading.problem = reading.problem or f"READ: {moving.problem}"
 
-    def _let_go(self, reading: Reading) -> None:
+    def _let_go(self, reading: ActivePull) -> None:
         """Nobody waits for it any more, nor renews its lease; what it may still write into stays
         ours to watch. Where that would be computed into, the report waits, too."""
         self._reading.remove(reading)
@@ -362,14 +362,14 @@ class Pulls:
         if not reading.order.recomputes:
             self._fail(reading.order, reading.problem or "it took too long", is_of_pair=True)
 
-    def _settle(self, reading: Reading, now: float) -> None:
+    def _settle(self, reading: ActivePull, now: float) -> None:
         """`now` was read after NIXL had ended the last part."""
         if reading.problem is None:
             self._arrive(reading, now)
         else:
             self._give_up(reading, reading.problem)
 
-    def _arrive(self, reading: Reading, now: float) -> None:
+    def _arrive(self, reading: ActivePull, now: float) -> None:
         """With several holders, one's answered heartbeat proves nothing about the others."""
         is_proven = len(reading.peers) == 1 and (
             self._beats.valid_until(reading.order.request_id, reading.peers[0].name) > now
@@ -390,7 +390,7 @@ class Pulls:
                 reading.answer_by += reading.num_bytes / SLOWEST_BYTES_PER_SECOND
         self._confirming.append(reading)
 
-    def _confirm(self, reading: Reading, now: float) -> None:
+    def _confirm(self, reading: ActivePull, now: float) -> None:
         answers = [part.answer for part in reading.parts if part.peer.has_extension]
         if None in answers and False not in answers and now < reading.answer_by:
             return
@@ -416,12 +416,12 @@ class Pulls:
         if silent:
             self._peers.forget(reading.order.source.address)
 
-    def _stop_checks(self, reading: Reading) -> None:
+    def _stop_checks(self, reading: ActivePull) -> None:
         for part in reading.parts:
             if self._checksums is not None and part.check is not None:
                 self._checksums.cancel(part.check.ours)
 
-    def _succeed(self, reading: Reading) -> None:
+    def _succeed(self, reading: ActivePull) -> None:
         self._stats.pulls_ok += 1
         self._stats.blocks_received += reading.num_blocks
         self._stats.bytes_received += reading.num_bytes
@@ -433,7 +433,7 @@ class Pulls:
         self._results.received(reading.order.request_id, ok=True)
         self._tell_done(reading)
 
-    def _note(self, reading: Reading) -> None:
+    def _note(self, reading: ActivePull) -> None:
         order = reading.order
         self._report.note(
             "READ",
@@ -445,11 +445,11 @@ class Pulls:
             num_proven=order.last_token if order.is_proven else 0,
         )
 
-    def _give_up(self, reading: Reading, problem: str) -> None:
+    def _give_up(self, reading: ActivePull, problem: str) -> None:
         self._fail(reading.order, problem, is_of_pair=reading.has_begun)
         self._end_badly(reading)
 
-    def _end_badly(self, reading: Reading) -> None:
+    def _end_badly(self, reading: ActivePull) -> None:
         self._read_by_us(reading.order)
         self._tell_done(reading, even_if_read=True)
         if reading.has_begun and reading.problem != REQUEST_ENDED:
@@ -458,7 +458,7 @@ class Pulls:
     def _read_by_us(self, order: PullOrder) -> None:
         self._beats.confirm(order.source.address.engine_id, order.source.request_id)
 
-    def _tell_done(self, reading: Reading, *, even_if_read: bool = False) -> None:
+    def _tell_done(self, reading: ActivePull, *, even_if_read: bool = False) -> None:
         """Those whose READ has not told them already may free their blocks."""
         told = set() if even_if_read else {part.peer.name for part in reading.parts}
         for peer in reading.peers:

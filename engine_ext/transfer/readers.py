@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engine_ext.base.seldom import Seldom
 from engine_ext.transfer.agent import Agent, AgentError
-from engine_ext.transfer.validator import TRUSTING, Check, Validator
+from engine_ext.transfer.validator import TRUSTING, MetadataValidation, Validator
 from engine_ext.wire.nixl_metadata import agent_name
 from engine_ext.wire.notifications import ExtensionMessage, encode_extension
 
@@ -34,7 +34,7 @@ class Arrival:
     """An agent that has said hello; its metadata is being validated."""
 
     sender: str
-    check: Check
+    check: MetadataValidation
 
 
 class Readers:
@@ -73,7 +73,7 @@ class Readers:
         else:
             self._admit(sender, check, now)
 
-    def _admit(self, sender: str, check: Check, now: float) -> None:
+    def _admit(self, sender: str, check: MetadataValidation, now: float) -> None:
         if check.problem:
             logger.warning("ignored a hello of %s: %s", sender, check.problem)
             return

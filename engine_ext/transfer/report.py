@@ -17,7 +17,7 @@ MOST_TRANSFERS = 128
 MOST_ENGINES = 256
 
 
-class Report:
+class TransferReport:
     """The owner thread's alone."""
 
     def __init__(self, clock: Clock) -> None:

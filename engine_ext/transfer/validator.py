@@ -73,7 +73,7 @@ have too few for both of us."""
 
 
 @dataclass(slots=True, eq=False)
-class Check:
+class MetadataValidation:
     """Metadata under validation. Its state is `problem`."""
 
     metadata: bytes
@@ -94,7 +94,7 @@ class Validator(Protocol):
 
     @property
     def num_pending(self) -> int: ...
-    def submit(self, metadata: bytes, now: float, *, is_expected: bool) -> Check:
+    def submit(self, metadata: bytes, now: float, *, is_expected: bool) -> MetadataValidation:
         """Begin to check it; the result may be there at once. `is_expected`: the engine itself
         asked that peer for it."""
 
@@ -107,8 +107,8 @@ class Trusting:
 
     num_pending = 0
 
-    def submit(self, metadata: bytes, now: float, *, is_expected: bool) -> Check:
-        return Check(metadata, now, problem="")
+    def submit(self, metadata: bytes, now: float, *, is_expected: bool) -> MetadataValidation:
+        return MetadataValidation(metadata, now, problem="")
 
     def step(self, now: float) -> None:
         pass
@@ -136,9 +136,9 @@ class ProcessValidator:
         self._stats = stats
         self._process: _Process | None = None
         self._ended: list[subprocess.Popen[bytes]] = []
-        self._expected: deque[Check] = deque()
-        self._unexpected: deque[Check] = deque()
-        self._running: Check | None = None
+        self._expected: deque[MetadataValidation] = deque()
+        self._unexpected: deque[MetadataValidation] = deque()
+        self._running: MetadataValidation | None = None
         self._known: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
         """By digest: the problem, or an empty string, and when it was found."""
         self._starts = float(BURST)
@@ -155,11 +155,11 @@ class ProcessValidator:
         """Of the process that runs now."""
         return None if self._process is None else self._process.popen.pid
 
-    def submit(self, metadata: bytes, now: float, *, is_expected: bool) -> Check:
+    def submit(self, metadata: bytes, now: float, *, is_expected: bool) -> MetadataValidation:
         try:
-            check = Check(parse(metadata).padded().encode(), now + WAIT_SECONDS)
+            check = MetadataValidation(parse(metadata).padded().encode(), now + WAIT_SECONDS)
         except WireError as error:
-            return self._refuse(Check(b"", now), str(error))
+            return self._refuse(MetadataValidation(b"", now), str(error))
         problem, found_at = self._known.get(_digest(check.metadata), (None, now))
         if problem == "":
             return self._accept(check)
@@ -265,12 +265,12 @@ class ProcessValidator:
         else:
             self._accept(check)
 
-    def _accept(self, check: Check) -> Check:
+    def _accept(self, check: MetadataValidation) -> MetadataValidation:
         check.problem = ""
         self._stats.metadata_accepted += 1
         return check
 
-    def _refuse(self, check: Check, problem: str) -> Check:
+    def _refuse(self, check: MetadataValidation, problem: str) -> MetadataValidation:
         check.problem = problem
         self._stats.metadata_refused += 1
         return check

@@ -333,13 +333,13 @@ def _speculation(config: Any) -> str | None:
     return f"{config.method} {config.num_speculative_tokens}"
 
 
-def engine(vllm_config: VllmConfig) -> identity.Engine:
+def engine(vllm_config: VllmConfig) -> identity.EngineDescription:
     """What this server says of itself, whichever connector it has, if any. Raises ValueError where
     our connector's configuration cannot be read any more."""
     parallel = vllm_config.parallel_config
     transfer = transfer_config(vllm_config)
     ours = _config_of_ours(vllm_config)
-    return identity.Engine(
+    return identity.EngineDescription(
         name="vllm",
         side_channels=_side_channels(vllm_config) if transfer is not None else (),
         transfer_modes=_transfer_modes(transfer),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine_ext.base.begun import KEY, Begun
+from engine_ext.base.begun import KEY, EngineResumeState
 
 UNFIT = (
     "use_beam_search",
@@ -21,7 +21,7 @@ keep a count of the answer that we do not set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class RequestDemands:
     """By the rest of the request, and of this engine."""
 
     vocab_size: int
@@ -34,7 +34,7 @@ class Asked:
     """Fields that were set and need a prompt that was rendered here, or several answers."""
 
 
-def refusal(begun: Begun, asked: Asked) -> str | None:
+def refusal(begun: EngineResumeState, asked: RequestDemands) -> str | None:
     """One line that says why not; None where it can."""
     if asked.unfit:
         return f"{KEY} does not go with {', '.join(asked.unfit)}"
@@ -65,7 +65,7 @@ def unfit(request: Any) -> list[str]:
     return found
 
 
-def _missing_logprobs(begun: Begun, wanted: int | None) -> str | None:
+def _missing_logprobs(begun: EngineResumeState, wanted: int | None) -> str | None:
     if wanted is None or not begun.unspoken:
         return None
     if not begun.logprobs:

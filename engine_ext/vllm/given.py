@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine_ext.base.begun import KEY, MAX_ID, Begun, Logprob
+from engine_ext.base.begun import KEY, MAX_ID, EngineResumeState, Logprob
 
 FIELD = "disagg_begun"
 STAYS = "disagg_stays"
@@ -31,7 +31,7 @@ class Given:
         )
 
 
-def carried(begun: Begun) -> dict[str, Any]:
+def carried(begun: EngineResumeState) -> dict[str, Any]:
     return {
         "token_ids": list(begun.output_token_ids),
         "spoken": begun.spoken,
@@ -39,10 +39,10 @@ def carried(begun: Begun) -> dict[str, Any]:
     }
 
 
-def carried_by(request: Any) -> Begun | None:
+def carried_by(request: Any) -> EngineResumeState | None:
     """What compat/begun_prompt.py has left on a request."""
     begun = (request.kv_transfer_params or {}).get(KEY)
-    return begun if isinstance(begun, Begun) else None
+    return begun if isinstance(begun, EngineResumeState) else None
 
 
 def given_in(sampling_params: Any) -> Given | None:

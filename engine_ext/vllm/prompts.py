@@ -25,7 +25,7 @@ class Computed(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Prompt:
+class _AdmittedPrompt:
     view: EngineRequest
     block_ids: list[list[int]] = field(default_factory=list)
     num_found: int = 0
@@ -42,10 +42,10 @@ class _Prompt:
 
 class Prompts:
     def __init__(self) -> None:
-        self._prompts: dict[str, _Prompt] = {}
+        self._prompts: dict[str, _AdmittedPrompt] = {}
 
     def follow(self, view: EngineRequest) -> None:
-        self._prompts[view.request_id] = _Prompt(view)
+        self._prompts[view.request_id] = _AdmittedPrompt(view)
 
     def forget(self, request_id: str) -> None:
         self._prompts.pop(request_id, None)

@@ -20,9 +20,16 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from engine_ext.base.begun import HAND_BACK, KEY, PREEMPTED, Begun, fit_in
+from engine_ext.base.begun import HAND_BACK, KEY, PREEMPTED, EngineResumeState, fit_in
 from engine_ext.base.load_failure import KEY as LOAD_FAILURE
-from engine_ext.core.admission import FIELD, Verdict, hands_back, judge, parse_threshold, prefills
+from engine_ext.core.admission import (
+    FIELD,
+    AdmissionVerdict,
+    hands_back,
+    judge,
+    parse_threshold,
+    prefills,
+)
 from engine_ext.vllm.compat import features, finish_reason, grammar, support
 from engine_ext.vllm.compat.parts import fitted, part_of
 from engine_ext.vllm.connector import ours_in
@@ -310,14 +317,14 @@ class DisaggMixin:
         )
         return False
 
-    def _try_to_judge(self, request: Request) -> Verdict | None:
+    def _try_to_judge(self, request: Request) -> AdmissionVerdict | None:
         try:
             return self._judge(request)
         except Exception:
             logger.exception("request %s: its cache hits were not judged", request.request_id)
             return None
 
-    def _judge(self, request: Request) -> Verdict | None:
+    def _judge(self, request: Request) -> AdmissionVerdict | None:
         """None where there is nothing to judge: no threshold, or blocks already there."""
         threshold = self._threshold_of(request)
         if threshold <= 0 or request.num_computed_tokens > 0:
@@ -373,7 +380,7 @@ def _refuse_without(feature: features.Feature, asked: str) -> None:
         raise ValueError(f"{asked}: {NO_PLUGIN}")
 
 
-def _refusal(request: Request, verdict: Verdict) -> EngineCoreOutput:
+def _refusal(request: Request, verdict: AdmissionVerdict) -> EngineCoreOutput:
     told = {"cache_hit_rate": verdict.rate, FIELD: verdict.threshold}
     return _end(request, verdict.stop_reason, told)
 
@@ -382,7 +389,9 @@ def _handed_back(request: Request) -> EngineCoreOutput:
     """A stream has told its tokens; log-probabilities are known to the HTTP server."""
     if _is_streamed(request):
         return _end(request, PREEMPTED, None)
-    begun = Begun(tuple(request.prompt_token_ids or ()), tuple(request.output_token_ids))
+    begun = EngineResumeState(
+        tuple(request.prompt_token_ids or ()), tuple(request.output_token_ids)
+    )
     return _end(request, PREEMPTED, {KEY: begun.to_wire()})
 
 

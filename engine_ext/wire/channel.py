@@ -3,7 +3,7 @@
 import socket
 from itertools import islice
 
-from engine_ext.wire.zmtp import Session
+from engine_ext.wire.zmtp import ZmtpSession
 
 MAX_PIECES = 64
 """Handed to the kernel at once; Linux takes 1,024."""
@@ -12,7 +12,7 @@ MAX_PIECES = 64
 class Channel:
     """Owns its socket. Methods never block, and raise OSError when the connection is over."""
 
-    def __init__(self, connection: socket.socket, session: Session, chunk: int) -> None:
+    def __init__(self, connection: socket.socket, session: ZmtpSession, chunk: int) -> None:
         """`chunk`: bytes that are read at once, and so the most that a read can cost."""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -7,10 +7,10 @@ from engine_ext.base.access import OPEN, Access, parse_address
 from engine_ext.wire.channel import Channel
 from engine_ext.wire.errors import Rank, WireError
 from engine_ext.wire.handshake import MAX_REPLY_BYTES, HandshakePayload, encode_request
-from engine_ext.wire.secret_handshake import Place, Prover
-from engine_ext.wire.zmtp import Limits, Session
+from engine_ext.wire.secret_handshake import Prover, SideChannelAddress
+from engine_ext.wire.zmtp import MessageLimits, ZmtpSession
 
-REPLY = Limits(frames=8, num_bytes=MAX_REPLY_BYTES)
+REPLY = MessageLimits(frames=8, num_bytes=MAX_REPLY_BYTES)
 """An empty frame, payload, clock, and a mac; four may yet be added."""
 CHUNK = 128 << 10
 
@@ -29,7 +29,7 @@ class HandshakeClient:
         """`address` is numeric; `announced` the name whose address it is, and that the listener
         knows itself by. Raises WireError."""
         self._where = f"{address}:{port}"
-        self._prover = Prover(access, rank, Place(announced or address, port))
+        self._prover = Prover(access, rank, SideChannelAddress(announced or address, port))
         self._question: bytes | None = encode_request(rank)
         try:
             self._channel = _connect(address, port)
@@ -94,7 +94,7 @@ def _connect(address: str, port: int) -> Channel:
     is_ipv6 = isinstance(found, ipaddress.IPv6Address)
     connection = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        channel = Channel(connection, Session(b"DEALER", REPLY), CHUNK)
+        channel = Channel(connection, ZmtpSession(b"DEALER", REPLY), CHUNK)
         connection.connect(_endpoint(found, port))
     except BlockingIOError:
         return channel

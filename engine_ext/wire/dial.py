@@ -30,7 +30,7 @@ class PeerRank(NamedTuple):
         return f"engine {engine_id} at {host}:{port}, rank {self.rank}{stage}"
 
 
-class Handshake(Protocol):
+class PendingHandshake(Protocol):
     """One in flight. Neither method blocks; `receive` raises WireError, and is None until then."""
 
     def receive(self) -> HandshakePayload | None: ...
@@ -38,7 +38,7 @@ class Handshake(Protocol):
 
 
 class Dialer(Protocol):
-    def dial(self, peer: PeerRank) -> Handshake:
+    def dial(self, peer: PeerRank) -> PendingHandshake:
         """Begins a handshake, without blocking. Raises WireError."""
 
     def close(self) -> None: ...
@@ -52,7 +52,7 @@ class TcpDialer:
         self._access = access
         self._lookups: dict[str, Lookup] = {}
 
-    def dial(self, peer: PeerRank) -> Handshake:
+    def dial(self, peer: PeerRank) -> PendingHandshake:
         host = peer.address.host
         if parse_address(host) is not None:
             return self.connect(host, peer)

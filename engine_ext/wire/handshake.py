@@ -47,14 +47,14 @@ class Proof(NamedTuple):
     mac: bytes
 
 
-class Question(NamedTuple):
+class HandshakeRequest(NamedTuple):
     """Stock asks without a proof."""
 
     rank: Rank
     proof: Proof | None = None
 
 
-class RefusedError(WireError):
+class HandshakeRefusedError(WireError):
     """The listener's own words; `challenge`: it will answer who proves to hold the secret."""
 
     def __init__(self, reason: str, challenge: bytes | None) -> None:
@@ -164,15 +164,15 @@ def encode_request(rank: Rank, proof: Proof | None = None) -> bytes:
     return msgspec.msgpack.encode((PROVEN_METADATA, *rank, *proof))
 
 
-def decode_request(message: bytes) -> Question:
+def decode_request(message: bytes) -> HandshakeRequest:
     try:
         match msgspec.msgpack.decode(message, type=list[bytes | int]):
             case [name, int(pp), int(tp)] if name == GET_METADATA:
-                return Question((pp, tp))
+                return HandshakeRequest((pp, tp))
             case [name, int(pp), int(tp), bytes(challenge), bytes(nonce), bytes(mac)] if (
                 name == PROVEN_METADATA
             ):
-                return Question((pp, tp), Proof(challenge, nonce, mac))
+                return HandshakeRequest((pp, tp), Proof(challenge, nonce, mac))
             case other:
                 raise WireError(f"handshake request: unknown message {other!r:.64}")
     except MALFORMED as error:
@@ -205,18 +205,21 @@ def encode_refusal(reason: str, challenge: bytes | None = None) -> bytes:
 
 
 def decode_challenge(message: bytes) -> bytes | None:
-    """Nothing else in the answer is looked at. Raises RefusedError for a refusal that has none."""
+    """Return the challenge; nothing else in the answer is read.
+
+    Raises HandshakeRefusedError for a refusal that has none.
+    """
     preface = _decode("handshake reply", message, _Preface)
     if preface.error is not None and preface.challenge is None:
-        raise RefusedError(preface.error[:500], None)
+        raise HandshakeRefusedError(preface.error[:500], None)
     return preface.challenge
 
 
 def decode_payload(message: bytes) -> HandshakePayload:
-    """Raises RefusedError for what `encode_refusal` made, WireError for all else."""
+    """Raises HandshakeRefusedError for what `encode_refusal` made, WireError for all else."""
     preface = _decode("handshake reply", message, _Preface)
     if preface.error is not None:
-        raise RefusedError(preface.error[:500], preface.challenge)
+        raise HandshakeRefusedError(preface.error[:500], preface.challenge)
     return _decode("handshake reply", message, HandshakePayload)
 
 

@@ -19,15 +19,15 @@ from engine_ext.base.access import OPEN, Access
 from engine_ext.base.seldom import Seldom
 from engine_ext.wire.channel import Channel
 from engine_ext.wire.errors import Rank, WireError
-from engine_ext.wire.secret_handshake import Answers, Asker, Place
+from engine_ext.wire.secret_handshake import Asker, HandshakeAnswers, SideChannelAddress
 from engine_ext.wire.visitors import MAX_VISITORS, Visitor, Visitors, most_visitors
-from engine_ext.wire.zmtp import Limits, Session
+from engine_ext.wire.zmtp import MessageLimits, ZmtpSession
 
 logger = logging.getLogger(__name__)
 logger.addFilter(Seldom())
 
 MAX_REQUEST_BYTES = 4096
-QUESTION = Limits(frames=2, num_bytes=MAX_REQUEST_BYTES)
+QUESTION = MessageLimits(frames=2, num_bytes=MAX_REQUEST_BYTES)
 """An empty frame, as REQ sockets put in front, and the question: stock's is 17 bytes, ours with a
 proof 130."""
 CHUNK = MAX_REQUEST_BYTES
@@ -57,7 +57,9 @@ class HandshakeServer:
             raise OSError(f"side channel {host}:{port}: {error}") from None
         name: tuple[str, int] = self._door.getsockname()[:2]
         own_address, self._port = name
-        self._answers = Answers(payloads, access, Place(host, self._port), own_address)
+        self._answers = HandshakeAnswers(
+            payloads, access, SideChannelAddress(host, self._port), own_address
+        )
         self._visitors = Visitors(most_visitors())
         self._reopens_at: float | None = None
         self._stop = threading.Event()
@@ -150,7 +152,7 @@ class HandshakeServer:
             return
         if self._visitors.is_full:
             self._make_room()
-        channel = Channel(connection, Session(b"ROUTER", QUESTION), CHUNK)
+        channel = Channel(connection, ZmtpSession(b"ROUTER", QUESTION), CHUNK)
         asker = Asker(secrets.token_bytes(16), address)
         visitor = Visitor(channel, asker, time.monotonic())
         self._selector.register(connection, selectors.EVENT_WRITE, visitor)

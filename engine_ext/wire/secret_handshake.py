@@ -42,7 +42,7 @@ NONCE_BYTES = 16
 _CLOCK = struct.Struct("!d")
 
 
-class Place(NamedTuple):
+class SideChannelAddress(NamedTuple):
     """A side channel's address, as the engine itself announces it."""
 
     host: str
@@ -58,7 +58,7 @@ class Asker(NamedTuple):
     """Numeric, as the socket knows it."""
 
 
-class Answer(NamedTuple):
+class HandshakeAnswer(NamedTuple):
     payload: bytes
     mac: bytes | None = None
     """For those who asked for a proof, too."""
@@ -87,11 +87,15 @@ class Challenges:
         return _mac(self._key, "challenge", clock, asker.identity, asker.address)
 
 
-class Answers:
+class HandshakeAnswers:
     """What is said to whom, for each rank of an engine. Decides; the listener sends."""
 
     def __init__(
-        self, payloads: Mapping[Rank, bytes], access: Access, place: Place, own_address: str
+        self,
+        payloads: Mapping[Rank, bytes],
+        access: Access,
+        place: SideChannelAddress,
+        own_address: str,
     ) -> None:
         """`own_address`: always let in; an engine's pages ask its own side channel."""
         self._payloads = dict(payloads)
@@ -104,7 +108,7 @@ class Answers:
     def admit(self, address: str) -> bool:
         return self._access.peers.admit(address) or address == self._own_address
 
-    def to(self, request: bytes, asker: Asker, now: float) -> Answer:
+    def to(self, request: bytes, asker: Asker, now: float) -> HandshakeAnswer:
         """Total: a refusal for what makes no sense."""
         if not self.admit(asker.address):
             return _refuse(f"{asker.address} is not one of this engine's allowed_peers")
@@ -119,18 +123,24 @@ class Answers:
             return _refuse("this engine has no side_channel_secret_file")
         return self._proven(secret, rank, proof, asker, now)
 
-    def _unproven(self, rank: Rank, asker: Asker, now: float) -> Answer:
+    def _unproven(self, rank: Rank, asker: Asker, now: float) -> HandshakeAnswer:
         if self._access.secret is None:
             return self._known(self._payloads, rank)
         challenge = self._challenges.make(asker, now)
         if not self._access.is_mixed:
-            return Answer(encode_refusal("this engine asks for the shared secret", challenge))
+            return HandshakeAnswer(
+                encode_refusal("this engine asks for the shared secret", challenge)
+            )
         plain = self._plain.get(rank)
         if plain is None:
             return self._known({}, rank)
-        return Answer(msgspec.msgpack.encode(msgspec.structs.replace(plain, challenge=challenge)))
+        return HandshakeAnswer(
+            msgspec.msgpack.encode(msgspec.structs.replace(plain, challenge=challenge))
+        )
 
-    def _proven(self, secret: Secret, rank: Rank, proof: Proof, asker: Asker, now: float) -> Answer:
+    def _proven(
+        self, secret: Secret, rank: Rank, proof: Proof, asker: Asker, now: float
+    ) -> HandshakeAnswer:
         if not self._challenges.accept(proof.challenge, asker, now):
             return _refuse("the challenge is not ours, or too old")
         if not hmac.compare_digest(proof.mac, _proof_mac(secret, rank, proof, self._place)):
@@ -140,9 +150,13 @@ class Answers:
         return answer._replace(mac=_answer_mac(secret, proof, answer.payload))
 
     @staticmethod
-    def _known(payloads: Mapping[Rank, bytes], rank: Rank) -> Answer:
+    def _known(payloads: Mapping[Rank, bytes], rank: Rank) -> HandshakeAnswer:
         payload = payloads.get(rank)
-        return Answer(payload) if payload else _refuse(f"no worker of pipeline, tensor rank {rank}")
+        return (
+            HandshakeAnswer(payload)
+            if payload
+            else _refuse(f"no worker of pipeline, tensor rank {rank}")
+        )
 
     def _of_stock(self) -> dict[Rank, HandshakePayload]:
         return {rank: as_stock(decode_payload(one)) for rank, one in self._payloads.items()}
@@ -151,7 +165,7 @@ class Answers:
 class Prover:
     """A dialer's side of one handshake."""
 
-    def __init__(self, access: Access, rank: Rank, dialled: Place) -> None:
+    def __init__(self, access: Access, rank: Rank, dialled: SideChannelAddress) -> None:
         self._access = access
         self._rank = rank
         self._dialled = dialled
@@ -192,11 +206,11 @@ def _not_a_holder() -> WireError:
     return WireError("handshake: the peer does not hold the shared secret")
 
 
-def _refuse(reason: str) -> Answer:
-    return Answer(encode_refusal(reason), problem=reason)
+def _refuse(reason: str) -> HandshakeAnswer:
+    return HandshakeAnswer(encode_refusal(reason), problem=reason)
 
 
-def _proof_mac(secret: Secret, rank: Rank, proof: Proof, place: Place) -> bytes:
+def _proof_mac(secret: Secret, rank: Rank, proof: Proof, place: SideChannelAddress) -> bytes:
     return _mac(secret.handshake_key, "dialer", *rank, proof.challenge, proof.nonce, *place)
 
 

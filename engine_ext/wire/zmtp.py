@@ -2,8 +2,8 @@
 
 Bytes in, messages out; sockets are somebody else's. libzmq bounds a frame and not how many make a
 message, so that one message that never ends takes all of a process's memory. Here nothing is kept
-that is larger than its `Limits`, and what breaks a rule is refused by what it announces, before it
-is there. Raises WireError, after which the connection is to be closed.
+that is larger than its `MessageLimits`, and what breaks a rule is refused by what it announces,
+before it is there. Raises WireError, after which the connection is to be closed.
 
     peers greet at once             signature, version 3, "NULL", padding: 64 bytes
     and say what they are           a command READY with the type of their socket
@@ -36,7 +36,7 @@ PEERS = {b"ROUTER": (b"REQ", b"DEALER"), b"DEALER": (b"ROUTER",)}
 """Who asks a listener, and who answers a dialer. libzmq allows more, none of it of use here."""
 
 
-class Limits(NamedTuple):
+class MessageLimits(NamedTuple):
     """Of one message."""
 
     frames: int
@@ -49,13 +49,13 @@ class _Header(NamedTuple):
     body_at: int
 
 
-class Session:
+class ZmtpSession:
     """One end of a connection. Put what arrives into `feed`, send what is in `outgoing`.
 
     At no time more is kept than one message within its limits and what was fed last.
     """
 
-    def __init__(self, socket_type: bytes, limits: Limits) -> None:
+    def __init__(self, socket_type: bytes, limits: MessageLimits) -> None:
         self._peers = PEERS[socket_type]
         self._limits = limits
         self._received = bytearray()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.base.begun import Begun, begun_in
+from engine_ext.base.begun import EngineResumeState, begun_in
 from tests.integration.legs import PREFILL, coordinates_in, prefill_body
 from tests.integration.oracle import (
     Answer,
@@ -46,7 +46,9 @@ def post(server: Server, prompt: Any, params: dict[str, Any], **fields: Any) -> 
     return answer
 
 
-def start(server: Server, prompt: Any, begun: Begun | None = None, **fields: Any) -> dict[str, Any]:
+def start(
+    server: Server, prompt: Any, begun: EngineResumeState | None = None, **fields: Any
+) -> dict[str, Any]:
     """P's leg: its `kv_transfer_params`, with what it hands over."""
     given = {} if begun is None else {"begun": begun.to_wire()}
     params = {**PREFILL, "hand_over": True, **given}
@@ -60,13 +62,15 @@ def go_on(server: Server, params: dict[str, Any], **fields: Any) -> Answer:
     return Answer.in_body(post(server, "", {"retain": False, **params}, **fields))
 
 
-def given(prompt: str | list[int], answer: Answer, count: int, spoken: int = 0) -> Begun:
+def given(
+    prompt: str | list[int], answer: Answer, count: int, spoken: int = 0
+) -> EngineResumeState:
     ids = tuple(prompt.encode() if isinstance(prompt, str) else prompt)
     logprobs = tuple(
         ((token, value), (token, value))
         for token, value in zip(answer.tokens[spoken:count], answer.logprobs[spoken:], strict=False)
     )
-    return Begun(ids, answer.tokens[:count], spoken, logprobs)
+    return EngineResumeState(ids, answer.tokens[:count], spoken, logprobs)
 
 
 def is_free(server: Server) -> bool:
@@ -121,7 +125,9 @@ def test_one_wrong_token_changes_the_answer(
 ) -> None:
     prompt = text_of(100, 4200)
     right = complete(alone, prompt)
-    wrong = Begun(tuple(prompt.encode()), ((right.tokens[0] + 1) % 256, *right.tokens[1:4]), 4)
+    wrong = EngineResumeState(
+        tuple(prompt.encode()), ((right.tokens[0] + 1) % 256, *right.tokens[1:4]), 4
+    )
     rest = go_on(decoder, {"begun": wrong.to_wire()})
     assert rest.tokens != right.tokens[4:]
 

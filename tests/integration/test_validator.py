@@ -25,7 +25,7 @@ from engine_ext.transfer.validator import (
     UNEXPECTED_BURST,
     UNEXPECTED_SECONDS,
     WAIT_SECONDS,
-    Check,
+    MetadataValidation,
     ProcessValidator,
     open_validator,
 )
@@ -43,7 +43,7 @@ class Validating:
         self.validator = ProcessValidator(("UCX",), self.stats)
         self.now = 1000.0
 
-    def submit(self, metadata: bytes, *, is_expected: bool = True) -> Check:
+    def submit(self, metadata: bytes, *, is_expected: bool = True) -> MetadataValidation:
         return self.validator.submit(metadata, self.now, is_expected=is_expected)
 
     def until(self, condition: Callable[[], object], what: str) -> None:

@@ -19,7 +19,7 @@ from collections import deque
 from engine_ext.base.access import OPEN, Access, read_secret
 from engine_ext.base.types import PeerAddress
 from engine_ext.wire import notifications as wire
-from engine_ext.wire.dial import Handshake, PeerRank, TcpDialer
+from engine_ext.wire.dial import PeerRank, PendingHandshake, TcpDialer
 from engine_ext.wire.errors import WireError
 from engine_ext.wire.handshake import AgentMetadata, decode_metadata
 from tests.integration.stranger import GARBAGE, agent_called, forged, registration
@@ -42,7 +42,7 @@ class Victim:
         self.port = port
         self._metadata: AgentMetadata | None = None
         self._dialer = dialer
-        self._handshake: Handshake | None = None
+        self._handshake: PendingHandshake | None = None
         self._deadline = 0.0
 
     @property

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine_ext.base.begun import KEY, Begun, begun_in
+from engine_ext.base.begun import KEY, EngineResumeState, begun_in
 from tests.integration.oracle import NOISE
 from tests.integration.processes import Server
 
@@ -69,7 +69,7 @@ def streamed(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "stream": True, "stream_options": {"include_usage": True}}
 
 
-def begin(body: dict[str, Any], begun: Begun, params: Any = None) -> dict[str, Any]:
+def begin(body: dict[str, Any], begun: EngineResumeState, params: Any = None) -> dict[str, Any]:
     return {**body, "kv_transfer_params": {**(params or {}), KEY: begun.to_wire()}}
 
 
@@ -96,7 +96,7 @@ def taken_over(params: dict[str, Any], said: Said, spoken: int = 0) -> dict[str,
     begun = begun_in(params)
     assert begun is not None
     assert begun.output_token_ids == said.tokens
-    given = Begun(
+    given = EngineResumeState(
         begun.prompt_token_ids,
         begun.output_token_ids,
         spoken,

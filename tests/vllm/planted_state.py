@@ -5,7 +5,7 @@ from engine_ext.layout import plan
 
 
 def register() -> None:
-    def nobodys(name: str, blocks: plan.Blocks) -> plan.Units:
-        return found(name, plan.Blocks([plan.NULL_BLOCK]) if name == "remote" else blocks)
+    def nobodys(name: str, blocks: plan.BlockRange) -> plan.Units:
+        return found(name, plan.BlockRange([plan.NULL_BLOCK]) if name == "remote" else blocks)
 
     found, plan._state = plan._state, nobodys

@@ -16,7 +16,7 @@ from engine_ext.reference.server.dialect import Dialect
 from engine_ext.reference.server.errors import EngineFailureError
 from engine_ext.reference.server.generation import Outputs
 from engine_ext.reference.server.job import Job
-from engine_ext.reference.server.tally import Tally
+from engine_ext.reference.server.tally import JobTally
 
 DONE = b"data: [DONE]\n\n"
 
@@ -27,7 +27,7 @@ def event(value: dict[str, Any]) -> bytes:
 
 async def whole(dialect: Dialect, outputs: Outputs) -> dict[str, Any]:
     """The body of an answer that is not streamed."""
-    tally = Tally(dialect.job)
+    tally = JobTally(dialect.job)
     pieces: list[list[RequestOutput]] = [[] for _ in tally.choices]
     async with aclosing(outputs):
         async for choice, output in outputs:
@@ -51,7 +51,7 @@ async def streamed(dialect: Dialect, outputs: Outputs) -> AsyncGenerator[bytes, 
     `kv_transfer_params` are in the last chunk before `[DONE]`: that of the usage where the client
     asked for one, else the one that finishes the last choice. Stock vLLM 0.32 never streams them.
     """
-    tally = Tally(dialect.job)
+    tally = JobTally(dialect.job)
     begun, is_first = dialect.job.num_spoken > 0, True
     async with aclosing(outputs):
         async for choice, output in outputs:
@@ -83,14 +83,14 @@ def _told(job: Job, output: RequestOutput, is_first: bool) -> bytes:
     return told(output.token_ids, job.prompts[0].token_ids if names_prompt else ()).encode()
 
 
-def _failure(tally: Tally, output: RequestOutput) -> bytes:
+def _failure(tally: JobTally, output: RequestOutput) -> bytes:
     """Named once, before the first event that knows of it."""
     if output.load_failure is None or tally.load_failure is not None:
         return b""
     return load_failure.comment(output.load_failure).encode()
 
 
-def _chunk(dialect: Dialect, tally: Tally, choice: int, output: RequestOutput) -> dict[str, Any]:
+def _chunk(dialect: Dialect, tally: JobTally, choice: int, output: RequestOutput) -> dict[str, Any]:
     entry = dialect.chunk_choice(choice, output, first=not tally.choices[choice].begun)
     tally.add(choice, output)
     options = dialect.job.options
@@ -102,17 +102,17 @@ def _chunk(dialect: Dialect, tally: Tally, choice: int, output: RequestOutput) -
     return dialect.chunk([entry], **rest)
 
 
-def _closing(dialect: Dialect, tally: Tally) -> Iterator[bytes]:
+def _closing(dialect: Dialect, tally: JobTally) -> Iterator[bytes]:
     if dialect.job.options.include_usage:
         yield event(dialect.chunk([], usage=tally.usage(), **_parting(tally)))
     yield DONE
 
 
-def _parting(tally: Tally) -> dict[str, Any]:
+def _parting(tally: JobTally) -> dict[str, Any]:
     params = tally.kv_transfer_params
     return {} if params is None else {"kv_transfer_params": params}
 
 
-def _check_complete(tally: Tally) -> None:
+def _check_complete(tally: JobTally) -> None:
     if not tally.all_finished:
         raise EngineFailureError("the engine ended without finishing this request")

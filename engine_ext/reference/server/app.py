@@ -21,8 +21,8 @@ from engine_ext.reference.server.disconnect import ClientGoneError, until_discon
 from engine_ext.reference.server.engine_like import EngineLike
 from engine_ext.reference.server.errors import (
     ApiError,
-    BadRequestError,
-    NotFoundError,
+    EngineBadRequestError,
+    EngineNotFoundError,
     UnavailableError,
     error_body,
 )
@@ -38,13 +38,13 @@ logger = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that left. Nobody reads it."""
 
-NAMELESS = identity.Engine(name="disagg-engine", versions={})
+NAMELESS = identity.EngineDescription(name="disagg-engine", versions={})
 
 Prepare = Callable[[ServedModel, bytes, str | None], Job]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class BodyLimits:
     body_bytes: int = 32 * 2**20
     body_seconds: float = 60.0
 
@@ -53,7 +53,11 @@ class Endpoints:
     """The handlers. They own nothing but the way from a request to the engine and back."""
 
     def __init__(
-        self, model: ServedModel, engine: EngineLike, limits: Limits, itself: identity.Engine
+        self,
+        model: ServedModel,
+        engine: EngineLike,
+        limits: BodyLimits,
+        itself: identity.EngineDescription,
     ) -> None:
         self._model = model
         self._engine = engine
@@ -92,7 +96,7 @@ class Endpoints:
         if not name:
             return RedirectResponse(request.url.replace(path="/v1/models"))
         if name not in self._model.names:
-            raise NotFoundError(f"The model `{name}` does not exist.", "model")
+            raise EngineNotFoundError(f"The model `{name}` does not exist.", "model")
         return _json(self._card(name))
 
     async def tokenize(self, request: Request) -> Response:
@@ -128,7 +132,7 @@ class Endpoints:
         try:
             names = release.parse(json_object(await self._body(request)))
         except ValueError as error:
-            raise BadRequestError(str(error)) from None
+            raise EngineBadRequestError(str(error)) from None
         return _json({"released": await self._engine.release(*names)})
 
     async def leases(self, request: Request) -> Response:
@@ -198,8 +202,8 @@ class Endpoints:
 def build_app(
     model: ServedModel,
     engine: EngineLike,
-    limits: Limits | None = None,
-    itself: identity.Engine | None = None,
+    limits: BodyLimits | None = None,
+    itself: identity.EngineDescription | None = None,
 ) -> FastAPI:
     """`itself`: what the engine says of itself at `/disagg/identity`."""
     app = FastAPI(
@@ -214,7 +218,7 @@ def build_app(
             Exception: _internal_error,
         },
     )
-    endpoints = Endpoints(model, engine, limits or Limits(), itself or NAMELESS)
+    endpoints = Endpoints(model, engine, limits or BodyLimits(), itself or NAMELESS)
     for method, path, handler in endpoints.routes():
         app.add_api_route(path, handler, methods=[method], response_class=Response)
     return app

@@ -7,27 +7,36 @@ from typing import Any
 import orjson
 from starlette.requests import Request
 
-from engine_ext.reference.server.errors import BadRequestError, RequestTimeoutError, TooLargeError
+from engine_ext.reference.server.errors import (
+    EngineBadRequestError,
+    EngineBodyTooLargeError,
+    EngineRequestTimeoutError,
+)
 
 
 async def read_body(request: Request, *, limit: int, timeout: float) -> bytes:
-    """Raises TooLargeError above `limit` bytes, RequestTimeoutError after `timeout` seconds."""
+    """Raises EngineBodyTooLargeError above `limit` bytes.
+
+    Raises EngineRequestTimeoutError after `timeout` seconds.
+    """
     try:
         async with asyncio.timeout(timeout):
             return await _read(request, limit)
     except TimeoutError:
-        raise RequestTimeoutError(f"the request body did not arrive within {timeout:g} s") from None
+        raise EngineRequestTimeoutError(
+            f"the request body did not arrive within {timeout:g} s"
+        ) from None
 
 
 async def _read(request: Request, limit: int) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > limit:
-        raise TooLargeError(f"the request body is larger than {limit} bytes")
+        raise EngineBodyTooLargeError(f"the request body is larger than {limit} bytes")
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > limit:
-            raise TooLargeError(f"the request body is larger than {limit} bytes")
+            raise EngineBodyTooLargeError(f"the request body is larger than {limit} bytes")
     return bytes(body)
 
 
@@ -40,7 +49,7 @@ def json_object(body: bytes) -> dict[str, Any]:
     try:
         value = orjson.loads(body.removeprefix(codecs.BOM_UTF8))
     except orjson.JSONDecodeError as error:
-        raise BadRequestError(f"the request body is not valid JSON: {error}") from None
+        raise EngineBadRequestError(f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise BadRequestError("the request body must be a JSON object")
+        raise EngineBadRequestError("the request body must be a JSON object")
     return {name: member for name, member in value.items() if member is not None}

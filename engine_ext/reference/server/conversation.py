@@ -6,16 +6,18 @@ from typing import Any
 import orjson
 
 from engine_ext.reference.chat_template import ChatTemplate
-from engine_ext.reference.server.errors import BadRequestError
-from engine_ext.reference.server.requests import Conversation
+from engine_ext.reference.server.errors import EngineBadRequestError
+from engine_ext.reference.server.requests import ChatTemplateRequest
 
 
-def render(conversation: Conversation, template: ChatTemplate | None) -> str:
-    """The prompt's text. Raises BadRequestError where the template or the messages say no."""
+def render(conversation: ChatTemplateRequest, template: ChatTemplate | None) -> str:
+    """The prompt's text. Raises EngineBadRequestError where the template or the messages say no."""
     if template is None:
-        raise BadRequestError("this model has no chat template: use /v1/completions", "messages")
+        raise EngineBadRequestError(
+            "this model has no chat template: use /v1/completions", "messages"
+        )
     if conversation.continue_final_message and conversation.add_generation_prompt:
-        raise BadRequestError(
+        raise EngineBadRequestError(
             "continue_final_message and add_generation_prompt cannot both be true",
             "continue_final_message",
         )
@@ -29,16 +31,16 @@ def render(conversation: Conversation, template: ChatTemplate | None) -> str:
             arguments=conversation.chat_template_kwargs,
         )
     except ValueError as error:
-        raise BadRequestError(str(error), "messages") from error
+        raise EngineBadRequestError(str(error), "messages") from error
 
 
-def adds_generation_prompt(conversation: Conversation) -> bool:
+def adds_generation_prompt(conversation: ChatTemplateRequest) -> bool:
     if conversation.add_generation_prompt is not None:
         return conversation.add_generation_prompt
     return not conversation.continue_final_message
 
 
-def answering_role(conversation: Conversation) -> str:
+def answering_role(conversation: ChatTemplateRequest) -> str:
     last = conversation.messages[-1]
     if adds_generation_prompt(conversation) or not isinstance(last, dict):
         return "assistant"
@@ -48,9 +50,9 @@ def answering_role(conversation: Conversation) -> str:
 def _message(message: Any, place: int) -> dict[str, Any]:
     where = f"messages[{place}]"
     if not isinstance(message, dict):
-        raise BadRequestError(f"{where} must be an object with role and content", "messages")
+        raise EngineBadRequestError(f"{where} must be an object with role and content", "messages")
     if not isinstance(message.get("role"), str):
-        raise BadRequestError(f"{where}.role must be a string", "messages")
+        raise EngineBadRequestError(f"{where}.role must be a string", "messages")
     kept = {name: value for name, value in message.items() if name != "tool_calls"}
     kept["content"] = _text(message.get("content"), f"{where}.content")
     calls = message.get("tool_calls")
@@ -62,7 +64,7 @@ def _text(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise BadRequestError(f"{where} must be a string or a list of text parts", "messages")
+        raise EngineBadRequestError(f"{where} must be a string or a list of text parts", "messages")
     return "\n".join(_part(part, f"{where}[{place}]") for place, part in enumerate(content))
 
 
@@ -71,25 +73,25 @@ def _part(part: Any, where: str) -> str:
         return part
     kind = part.get("type") if isinstance(part, dict) else None
     if kind != "text":
-        raise BadRequestError(
+        raise EngineBadRequestError(
             f"{where} must be a text part: this model reads nothing else", "messages"
         )
     if not isinstance(part.get("text"), str):
-        raise BadRequestError(f"{where}.text must be a string", "messages")
+        raise EngineBadRequestError(f"{where}.text must be a string", "messages")
     return str(part["text"])
 
 
 def _tool_calls(calls: Any, where: str) -> list[Any]:
     """Templates want arguments as an object; clients send them as a string of JSON."""
     if not isinstance(calls, list):
-        raise BadRequestError(f"{where} must be a list", "messages")
+        raise EngineBadRequestError(f"{where} must be a list", "messages")
     return [_tool_call(call, f"{where}[{place}]") for place, call in enumerate(calls)]
 
 
 def _tool_call(call: Any, where: str) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
-        raise BadRequestError(f"{where}.function must be an object", "messages")
+        raise EngineBadRequestError(f"{where}.function must be an object", "messages")
     arguments = _arguments(function.get("arguments"))
     return {**call, "function": {**function, "arguments": arguments}}
 

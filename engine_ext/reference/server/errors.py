@@ -1,12 +1,12 @@
 """What an endpoint can answer besides an answer.
 
 ApiError
-├── BadRequestError      400  the request is wrong, and the message says how
-├── NotFoundError        404  unknown model
-├── RequestTimeoutError  408  the body did not come
-├── TooLargeError        413  the body is over the limit
-├── EngineFailureError   500  this request failed inside the engine
-└── UnavailableError     503  the engine is dead, or on its way down
+├── EngineBadRequestError      400  the request is wrong, and the message says how
+├── EngineNotFoundError        404  unknown model
+├── EngineRequestTimeoutError  408  the body did not come
+├── EngineBodyTooLargeError    413  the body is over the limit
+├── EngineFailureError         500  this request failed inside the engine
+└── UnavailableError           503  the engine is dead, or on its way down
 """
 
 from http import HTTPStatus
@@ -27,19 +27,19 @@ class ApiError(Exception):
         return error_body(self.status, self.message, self.param)
 
 
-class BadRequestError(ApiError):
+class EngineBadRequestError(ApiError):
     status = HTTPStatus.BAD_REQUEST
 
 
-class NotFoundError(ApiError):
+class EngineNotFoundError(ApiError):
     status = HTTPStatus.NOT_FOUND
 
 
-class RequestTimeoutError(ApiError):
+class EngineRequestTimeoutError(ApiError):
     status = HTTPStatus.REQUEST_TIMEOUT
 
 
-class TooLargeError(ApiError):
+class EngineBodyTooLargeError(ApiError):
     status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from engine_ext.reference.beginning import Beginning
 from engine_ext.reference.messages import GenerateRequest, SamplingParams
 from engine_ext.reference.server import request_id
-from engine_ext.reference.server.prompts import Prompt
+from engine_ext.reference.server.prompts import TokenizedPrompt
 from engine_ext.reference.server.tool_calls import Forced
 
 
@@ -35,7 +35,7 @@ class Job:
     """As the client sees it."""
     created: int
     model: str
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[TokenizedPrompt, ...]
     engine_ids: tuple[str, ...]
     """One for each prompt."""
     sampling: SamplingParams
@@ -55,7 +55,7 @@ class Job:
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
 
-    def prompt_of(self, choice: int) -> Prompt:
+    def prompt_of(self, choice: int) -> TokenizedPrompt:
         return self.prompts[choice // self.n]
 
     def engine_requests(self) -> Iterator[GenerateRequest]:

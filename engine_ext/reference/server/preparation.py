@@ -2,15 +2,15 @@
 
 import time
 
-from engine_ext.base.begun import Begun
+from engine_ext.base.begun import EngineResumeState
 from engine_ext.reference.messages import SamplingParams
 from engine_ext.reference.server import conversation, request_id
-from engine_ext.reference.server.errors import BadRequestError
+from engine_ext.reference.server.errors import EngineBadRequestError
 from engine_ext.reference.server.job import AnswerOptions, Job, engine_ids
 from engine_ext.reference.server.lengths import check_asked, room
 from engine_ext.reference.server.prompts import (
-    Prompt,
     TokenIds,
+    TokenizedPrompt,
     check_token_ids,
     encode,
     read_prompts,
@@ -25,7 +25,7 @@ from engine_ext.reference.server.requests import (
 from engine_ext.reference.server.served_model import ServedModel
 from engine_ext.reference.server.structure import grammar_of
 from engine_ext.reference.server.tool_calls import Forced, forced_by
-from engine_ext.reference.server.transfer import BEGUN, Transfer, read_transfer
+from engine_ext.reference.server.transfer import BEGUN, TransferFields, read_transfer
 
 COMPLETION_TOKENS = 16
 """`max_tokens` of a completion that says nothing; a chat goes on to the end of the context."""
@@ -35,13 +35,13 @@ MAX_TEMPERATURE = 2
 
 
 def prepare_completion(model: ServedModel, body: bytes, id_header: str | None) -> Job:
-    """Raises BadRequestError or NotFoundError."""
+    """Raises EngineBadRequestError or EngineNotFoundError."""
     request = parse_generation(CompletionBody, body)
     model.check_name(request.model)
     asked = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     check_asked(asked, model, "max_tokens")
     if request.echo and request.logprobs is not None:
-        raise BadRequestError(
+        raise EngineBadRequestError(
             "logprobs of the prompt are not supported: echo without logprobs", "echo"
         )
     transfer = read_transfer(request, model)
@@ -67,40 +67,48 @@ def prepare_completion(model: ServedModel, body: bytes, id_header: str | None) -
 
 
 def _completion_prompts(
-    request: CompletionBody, transfer: Transfer, model: ServedModel
-) -> tuple[Prompt, ...]:
+    request: CompletionBody, transfer: TransferFields, model: ServedModel
+) -> tuple[TokenizedPrompt, ...]:
     if transfer.begun is not None:
         return (_begun_completion(request, transfer.begun, model),)
     texts = read_prompts(request.prompt)
     if len(texts) * request.n > MAX_SEQUENCES:
-        raise BadRequestError(f"prompts times n must be at most {MAX_SEQUENCES}", "n")
+        raise EngineBadRequestError(f"prompts times n must be at most {MAX_SEQUENCES}", "n")
     return tuple(_completion_prompt(text, request, model) for text in texts)
 
 
-def _begun_completion(request: CompletionBody, begun: Begun, model: ServedModel) -> Prompt:
+def _begun_completion(
+    request: CompletionBody, begun: EngineResumeState, model: ServedModel
+) -> TokenizedPrompt:
     """What was asked for is read only to be repeated: it is the given ids that are gone on from."""
     asked = request.prompt
     if isinstance(asked, list) and len(asked) > 1 and not isinstance(asked[0], int):
-        raise BadRequestError(f"{BEGUN} is of one prompt, and here are {len(asked)}", "prompt")
+        raise EngineBadRequestError(
+            f"{BEGUN} is of one prompt, and here are {len(asked)}", "prompt"
+        )
     if not request.echo or begun.spoken:
-        return Prompt(begun.prompt_token_ids)
+        return TokenizedPrompt(begun.prompt_token_ids)
     text = model.tokenizer.decode(list(begun.prompt_token_ids))
-    return Prompt(begun.prompt_token_ids, asked if isinstance(asked, str) else text)
+    return TokenizedPrompt(begun.prompt_token_ids, asked if isinstance(asked, str) else text)
 
 
-def _completion_prompt(text: str | TokenIds, request: CompletionBody, model: ServedModel) -> Prompt:
+def _completion_prompt(
+    text: str | TokenIds, request: CompletionBody, model: ServedModel
+) -> TokenizedPrompt:
     token_ids = encode(text, model, add_special_tokens=request.add_special_tokens)
     if not request.echo:
-        return Prompt(token_ids)
-    return Prompt(token_ids, text if isinstance(text, str) else model.tokenizer.decode(list(text)))
+        return TokenizedPrompt(token_ids)
+    return TokenizedPrompt(
+        token_ids, text if isinstance(text, str) else model.tokenizer.decode(list(text))
+    )
 
 
 def prepare_chat(model: ServedModel, body: bytes, id_header: str | None) -> Job:
-    """Raises BadRequestError or NotFoundError."""
+    """Raises EngineBadRequestError or EngineNotFoundError."""
     request = parse_generation(ChatBody, body)
     model.check_name(request.model)
     if request.top_logprobs and not request.logprobs:
-        raise BadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+        raise EngineBadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     logprobs = request.top_logprobs if request.logprobs else None
     asked = _asked_of_chat(request, model)
     transfer = read_transfer(request, model)
@@ -113,7 +121,7 @@ def prepare_chat(model: ServedModel, body: bytes, id_header: str | None) -> Job:
         id=job_id,
         created=int(time.time()),
         model=model.name,
-        prompts=(Prompt(token_ids),),
+        prompts=(TokenizedPrompt(token_ids),),
         engine_ids=(request_id.engine_id(job_id),),
         sampling=sampling,
         n=request.n,
@@ -124,7 +132,7 @@ def prepare_chat(model: ServedModel, body: bytes, id_header: str | None) -> Job:
     )
 
 
-def _chat_prompt(request: ChatBody, transfer: Transfer, model: ServedModel) -> TokenIds:
+def _chat_prompt(request: ChatBody, transfer: TransferFields, model: ServedModel) -> TokenIds:
     if transfer.begun is not None:
         return transfer.begun.prompt_token_ids
     given = transfer.prompt_token_ids
@@ -142,7 +150,7 @@ def _asked_of_chat(request: ChatBody, model: ServedModel) -> int | None:
 
 def _options(
     request: GenerationBody,
-    transfer: Transfer,
+    transfer: TransferFields,
     logprobs: int | None,
     role: str = "assistant",
     forced: Forced | None = None,
@@ -171,7 +179,7 @@ def _sampling(
 ) -> SamplingParams:
     """`least_room`: of the prompts, what the longest one leaves for an answer."""
     if request.min_tokens > least_room:
-        raise BadRequestError(
+        raise EngineBadRequestError(
             f"min_tokens must be less than or equal to max_tokens={least_room}, "
             f"got {request.min_tokens}.",
             "min_tokens",
@@ -202,4 +210,4 @@ def _check_temperature(temperature: float | None) -> None:
     if temperature is None or 0 <= temperature <= MAX_TEMPERATURE:
         return
     bound = "non-negative" if temperature < 0 else f"in [0, {MAX_TEMPERATURE}]"
-    raise BadRequestError(f"temperature must be {bound}, got {temperature}.", "temperature")
+    raise EngineBadRequestError(f"temperature must be {bound}, got {temperature}.", "temperature")

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from engine_ext.core.admission import parse_threshold
 from engine_ext.reference.server.body import json_object
-from engine_ext.reference.server.errors import BadRequestError
+from engine_ext.reference.server.errors import EngineBadRequestError
 
 INT64 = 2**63
 MAX_CHOICES = 128
@@ -97,7 +97,7 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool = True
 
 
-class Conversation(_Body):
+class ChatTemplateRequest(_Body):
     """What the chat template needs."""
 
     messages: list[Any] = Field(min_length=1)
@@ -108,7 +108,7 @@ class Conversation(_Body):
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class ChatBody(GenerationBody, Conversation):
+class ChatBody(GenerationBody, ChatTemplateRequest):
     max_completion_tokens: int | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -122,7 +122,7 @@ class TokenizeTextBody(_Body):
     return_token_strs: bool = False
 
 
-class TokenizeChatBody(Conversation):
+class TokenizeChatBody(ChatTemplateRequest):
     return_token_strs: bool = False
 
 
@@ -134,7 +134,7 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def parse(kind: type[B], fields: dict[str, Any]) -> B:
-    """Raises BadRequestError that names every wrong field, up to three."""
+    """Raises EngineBadRequestError that names every wrong field, up to three."""
     try:
         return kind.model_validate(fields)
     except pydantic.ValidationError as error:
@@ -142,22 +142,24 @@ def parse(kind: type[B], fields: dict[str, Any]) -> B:
 
 
 def parse_generation(kind: type[B], body: bytes) -> B:
-    """Raises BadRequestError for what `kind` forbids and for what the engine does not have."""
+    """Raises EngineBadRequestError for what `kind` forbids or the engine does not have."""
     fields = json_object(body)
     for name in _UNSUPPORTED.keys() & fields.keys():
         if fields[name] not in _UNSUPPORTED[name]:
-            raise BadRequestError(f"{name} is not supported by this engine; leave it out", name)
+            raise EngineBadRequestError(
+                f"{name} is not supported by this engine; leave it out", name
+            )
     if fields.get("stream_options") and not fields.get("stream"):
-        raise BadRequestError(
+        raise EngineBadRequestError(
             "stream_options can only be set when stream is true", "stream_options"
         )
     return parse(kind, fields)
 
 
-def _described(error: pydantic.ValidationError) -> BadRequestError:
+def _described(error: pydantic.ValidationError) -> EngineBadRequestError:
     found = error.errors(include_url=False, include_context=False, include_input=False)
     messages = [f"{_path(entry['loc'])}: {entry['msg']}" for entry in found[:_REPORTED_ERRORS]]
-    return BadRequestError("; ".join(messages), str(found[0]["loc"][0]))
+    return EngineBadRequestError("; ".join(messages), str(found[0]["loc"][0]))
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from engine_ext.reference.answer import StopRules
 from engine_ext.reference.chat_template import ChatTemplate
 from engine_ext.reference.grammar import GrammarCompiler
-from engine_ext.reference.server.errors import NotFoundError
+from engine_ext.reference.server.errors import EngineNotFoundError
 from engine_ext.reference.tokenizer import Tokenizer, read_json_object
 
 
@@ -70,9 +70,9 @@ class ServedModel:
         return StopRules(self.eos_token_ids, self.max_model_len)
 
     def check_name(self, name: str | None) -> None:
-        """Raises NotFoundError. A request that names no model means this one."""
+        """Raises EngineNotFoundError. A request that names no model means this one."""
         if name and name not in self.names:
             known = ", ".join(self.names)
-            raise NotFoundError(
+            raise EngineNotFoundError(
                 f"The model `{name}` does not exist. Valid aliases: {known}.", "model"
             )

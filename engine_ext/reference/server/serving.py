@@ -20,7 +20,7 @@ KEEP_ALIVE_SECONDS = 75
 """Longer than a router's pool keeps an idle connection, so that the router closes first."""
 
 
-class Server(uvicorn.Server):
+class ReferenceServer(uvicorn.Server):
     """uvicorn raises a signal again when it is done, and then no exit status could be 0."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -76,7 +76,7 @@ async def serve(
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=shutdown_timeout,
     )
-    server = Server(config)
+    server = ReferenceServer(config)
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, _stop, server, signalled, number)
@@ -88,7 +88,7 @@ async def serve(
             signal.signal(number, signal.SIG_DFL)
 
 
-def _stop(server: Server, signalled: Stopwatch, number: signal.Signals) -> None:
+def _stop(server: ReferenceServer, signalled: Stopwatch, number: signal.Signals) -> None:
     if server.should_exit:
         os._exit(128 + number)
     signalled.start()

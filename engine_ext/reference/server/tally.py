@@ -16,7 +16,7 @@ class ChoiceTally:
 
 
 @dataclass(slots=True)
-class Tally:
+class JobTally:
     job: Job
     choices: list[ChoiceTally] = field(init=False)
     kv_transfer_params: dict[str, Any] | None = None

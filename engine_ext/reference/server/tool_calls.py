@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from engine_ext.reference.server.errors import BadRequestError
+from engine_ext.reference.server.errors import EngineBadRequestError
 from engine_ext.reference.server.requests import ChatBody
 
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -23,7 +23,10 @@ class Forced(NamedTuple):
 
 
 def forced_by(request: ChatBody) -> Forced | None:
-    """None where the model may speak freely. Raises BadRequestError, mostly in vLLM's words."""
+    """None where the model may speak freely.
+
+    Raises EngineBadRequestError, mostly in vLLM's words.
+    """
     choice = request.tool_choice
     if choice in (None, "auto", "none"):
         return None
@@ -110,7 +113,7 @@ def _of_any(functions: dict[str, dict[str, Any]], *, is_single: bool) -> dict[st
         own = dict(parameters)
         for key, one in _definitions(own.pop("$defs", {}), name).items():
             if shared.setdefault(key, one) != one:
-                raise BadRequestError(
+                raise EngineBadRequestError(
                     f"Tool definition '{key}' has multiple schemas, which is not supported.",
                     "tools",
                 )
@@ -130,7 +133,9 @@ def _of_any(functions: dict[str, dict[str, Any]], *, is_single: bool) -> dict[st
 def _definitions(given: Any, name: str) -> dict[str, Any]:
     if isinstance(given, dict):
         return given
-    raise BadRequestError(f"`$defs` in the parameters of tool '{name}' must be an object", "tools")
+    raise EngineBadRequestError(
+        f"`$defs` in the parameters of tool '{name}' must be an object", "tools"
+    )
 
 
 def _functions(tools: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -140,7 +145,7 @@ def _functions(tools: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any
             continue
         parameters = function.get("parameters")
         if parameters is not None and not isinstance(parameters, dict):
-            raise BadRequestError("tools[].function.parameters must be an object", "tools")
+            raise EngineBadRequestError("tools[].function.parameters must be an object", "tools")
         yield function["name"], parameters or ANY_ARGUMENTS
 
 
@@ -148,5 +153,5 @@ def _written(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _wrong(message: str) -> BadRequestError:
-    return BadRequestError(message, "tool_choice")
+def _wrong(message: str) -> EngineBadRequestError:
+    return EngineBadRequestError(message, "tool_choice")

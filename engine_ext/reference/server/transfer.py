@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_ext.base import begun as wire
-from engine_ext.base.begun import Begun, BegunError, begun_in
+from engine_ext.base.begun import BegunError, EngineResumeState, begun_in
 from engine_ext.core.admission import prefills
 from engine_ext.reference.beginning import Beginning, BeginningError, begin, hands_over
 from engine_ext.reference.messages import SamplingParams
 from engine_ext.reference.server.body import json_object
-from engine_ext.reference.server.errors import BadRequestError
+from engine_ext.reference.server.errors import EngineBadRequestError
 from engine_ext.reference.server.prompts import TokenIds, check_token_ids
 from engine_ext.reference.server.requests import GenerationBody
 from engine_ext.reference.server.served_model import ServedModel
@@ -22,10 +22,10 @@ OURS = frozenset((PROMPT, wire.KEY, wire.TELL))
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class TransferFields:
     params: dict[str, Any] | None
     """For the connector."""
-    begun: Begun | None = None
+    begun: EngineResumeState | None = None
     tell: str | None = None
     prompt_token_ids: TokenIds | None = None
     """vLLM's way to spare a decode engine the tokenization."""
@@ -39,7 +39,7 @@ class Transfer:
         return min(left, max(max_tokens, len(self.begun.output_token_ids) + 1))
 
     def begin(self, sampling: SamplingParams, model: ServedModel) -> Beginning | None:
-        """Raises BadRequestError for tokens that the answer cannot have."""
+        """Raises EngineBadRequestError for tokens that the answer cannot have."""
         if self.begun is None:
             return None
         tokenizer = model.tokenizer.backend
@@ -47,36 +47,36 @@ class Transfer:
         try:
             return begin(self.begun, sampling, tokenizer, model.rules, hands_over=is_handed_on)
         except BeginningError as error:
-            raise BadRequestError(f"{BEGUN}: {error}", PARAM) from None
+            raise EngineBadRequestError(f"{BEGUN}: {error}", PARAM) from None
 
 
-def read_transfer(request: GenerationBody, model: ServedModel) -> Transfer:
-    """Raises BadRequestError."""
+def read_transfer(request: GenerationBody, model: ServedModel) -> TransferFields:
+    """Raises EngineBadRequestError."""
     params = request.kv_transfer_params
     if params is None:
-        return Transfer(None)
+        return TransferFields(None)
     rest = {name: value for name, value in params.items() if name not in OURS}
     tell = params.get(wire.TELL)
     if tell not in (None, wire.OUTPUT, wire.ALL):
         problem = f"{PARAM}.{wire.TELL} must be {wire.OUTPUT} or {wire.ALL}"
-        raise BadRequestError(problem, PARAM)
+        raise EngineBadRequestError(problem, PARAM)
     if not isinstance(params.get(wire.HAND_BACK, False), bool):
-        raise BadRequestError(f"{PARAM}.{wire.HAND_BACK} must be a boolean", PARAM)
+        raise EngineBadRequestError(f"{PARAM}.{wire.HAND_BACK} must be a boolean", PARAM)
     try:
         begun = begun_in(params)
     except BegunError as error:
-        raise BadRequestError(f"{PARAM}: {error}", PARAM) from None
+        raise EngineBadRequestError(f"{PARAM}: {error}", PARAM) from None
     if begun is not None:
         _check(begun, request, model)
-        return Transfer(rest, begun, tell)
-    return Transfer(rest, tell=tell, prompt_token_ids=_listed(params.get(PROMPT)))
+        return TransferFields(rest, begun, tell)
+    return TransferFields(rest, tell=tell, prompt_token_ids=_listed(params.get(PROMPT)))
 
 
 def remote_params(body: bytes) -> dict[str, Any] | None:
     """Of a request that was refused, where another engine may keep blocks for it."""
     try:
         params = json_object(body).get(PARAM)
-    except BadRequestError:
+    except EngineBadRequestError:
         return None
     if not isinstance(params, dict):
         return None
@@ -84,14 +84,14 @@ def remote_params(body: bytes) -> dict[str, Any] | None:
     return params if names_one else None
 
 
-def _check(begun: Begun, request: GenerationBody, model: ServedModel) -> None:
+def _check(begun: EngineResumeState, request: GenerationBody, model: ServedModel) -> None:
     if request.n > 1:
-        raise BadRequestError(f"{BEGUN} is of one answer, and n is {request.n}", "n")
+        raise EngineBadRequestError(f"{BEGUN} is of one answer, and n is {request.n}", "n")
     check_token_ids(begun.prompt_token_ids, model, PARAM)
     check_token_ids(begun.output_token_ids, model, PARAM)
     count = len(begun.prompt_token_ids) + len(begun.output_token_ids)
     if count > model.max_model_len:
-        raise BadRequestError(
+        raise EngineBadRequestError(
             f"{BEGUN} holds {count} tokens, and this model's maximum context length is "
             f"{model.max_model_len} tokens.",
             PARAM,
@@ -102,5 +102,7 @@ def _listed(ids: Any) -> TokenIds | None:
     if ids is None:
         return None
     if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
-        raise BadRequestError(f"{PARAM}.{PROMPT} must be a non-empty list of token ids", PARAM)
+        raise EngineBadRequestError(
+            f"{PARAM}.{PROMPT} must be a non-empty list of token ids", PARAM
+        )
     return tuple(ids)

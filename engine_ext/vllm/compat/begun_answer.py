@@ -22,8 +22,8 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
 from engine_ext.base.begun import Logprob
-from engine_ext.vllm.compat.begun_hand_over import SPOKEN, Spoken
-from engine_ext.vllm.compat.told import Told
+from engine_ext.vllm.compat.begun_hand_over import SPOKEN, SentCounts
+from engine_ext.vllm.compat.told import GivenTokenResults
 from engine_ext.vllm.given import Given, given_in
 
 logger = logging.getLogger(__name__)
@@ -96,14 +96,14 @@ def _say(processor: Any, request: Any, given: Given, queue: Any) -> None:
         if number < given.spoken:
             num_silent = len(parts)
             told = state.detokenizer.get_next_output_text(False, False)
-            setattr(state, SPOKEN, Spoken(number + 1, len(told)))
+            setattr(state, SPOKEN, SentCounts(number + 1, len(told)))
     state.queue, state.stream_interval = queue, interval
     state.sent_tokens_offset = state.detokenizer.num_output_tokens() if interval > 1 else 0
     # The prompt's statistics come with the engine's first token.
     state.is_prefilling = True
     if parts:
         is_streamed = state.output_kind is RequestOutputKind.DELTA
-        queue.put(Told.of(parts, num_silent) if is_streamed else parts[-1])
+        queue.put(GivenTokenResults.of(parts, num_silent) if is_streamed else parts[-1])
 
 
 def _output(state: Any, token: int, logprobs: Sequence[Logprob], end: End) -> EngineCoreOutput:

@@ -19,12 +19,12 @@ SPOKEN = "_disagg_spoken"
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
+class SentCounts:
     num_tokens: int = 0
     num_characters: int = 0
 
 
-NOTHING = Spoken()
+NOTHING = SentCounts()
 
 
 def install() -> None:
@@ -60,7 +60,7 @@ def _handing_over(original: Any) -> Any:
     return make_request_output
 
 
-def _completed(state: Any, params: dict[str, Any], spoken: Spoken) -> dict[str, Any]:
+def _completed(state: Any, params: dict[str, Any], spoken: SentCounts) -> dict[str, Any]:
     begun = dict(params[KEY])
     if spoken.num_tokens:
         begun["spoken"] = spoken.num_tokens
@@ -74,7 +74,7 @@ def _completed(state: Any, params: dict[str, Any], spoken: Spoken) -> dict[str, 
     return {**params, KEY: begun}
 
 
-def _hold_back(state: Any, completion: Any, finish_reason: Any, spoken: Spoken) -> None:
+def _hold_back(state: Any, completion: Any, finish_reason: Any, spoken: SentCounts) -> None:
     is_whole = finish_reason is not FinishReason.LENGTH
     text = state.detokenizer.get_next_output_text(is_whole, False)
     completion.text = text[spoken.num_characters :]

@@ -14,11 +14,11 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.chat_utils import has_non_text_content
 
-from engine_ext.base.begun import KEY, Begun, BegunError, begun_in
+from engine_ext.base.begun import KEY, BegunError, EngineResumeState, begun_in
 from engine_ext.core.admission import FIELD as THRESHOLD
 from engine_ext.core.admission import prefills
 from engine_ext.vllm import describe
-from engine_ext.vllm.fit import Asked, refusal, unfit
+from engine_ext.vllm.fit import RequestDemands, refusal, unfit
 
 MARK = "_disagg_begun"
 CHARACTERS = 4
@@ -76,7 +76,7 @@ def _ask_for_one(request: Any, num_tokens: int) -> None:
             setattr(request, name, max(asked, num_tokens))
 
 
-def _read(serving: Any, request: Any) -> Begun:
+def _read(serving: Any, request: Any) -> EngineResumeState:
     """Raises BegunError."""
     if not describe.begins(serving.engine_client.vllm_config):
         raise BegunError(NOT_OFFERED)
@@ -99,9 +99,9 @@ def _refuse_long(raw: Any, max_model_len: int) -> None:
         raise BegunError(f"{KEY} has more tokens than this model's context, {max_model_len}")
 
 
-def _asked(serving: Any, request: Any) -> Asked:
+def _asked(serving: Any, request: Any) -> RequestDemands:
     config = serving.model_config
-    return Asked(
+    return RequestDemands(
         vocab_size=config.get_vocab_size(),
         max_model_len=config.max_model_len,
         says_only_the_rest=bool(request.stream) or prefills(request.kv_transfer_params),

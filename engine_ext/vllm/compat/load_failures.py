@@ -22,7 +22,7 @@ from engine_ext.vllm.compat.wrapped import wrap, wrap_in
 MESSAGE = "the KV cache of this request could not be loaded from the remote engine"
 
 
-class LoadFailedError(GenerationError):
+class LoadGenerationError(GenerationError):
     """`failure`: in its wire form."""
 
     def __init__(self, failure: dict[str, Any]) -> None:
@@ -36,10 +36,10 @@ def failure_in(result: Any) -> dict[str, Any] | None:
 
 
 def require_loaded(result: Any) -> None:
-    """Raises LoadFailedError."""
+    """Raises LoadGenerationError."""
     failure = failure_in(result)
     if failure is not None and any(output.finish_reason == "error" for output in result.outputs):
-        raise LoadFailedError(failure)
+        raise LoadGenerationError(failure)
 
 
 def install() -> None:
@@ -80,7 +80,7 @@ def _saying_more(original: Any) -> Any:
     @functools.wraps(original)
     def create(message: Any, *args: Any, **kwargs: Any) -> Any:
         response = original(message, *args, **kwargs)
-        if isinstance(message, LoadFailedError):
+        if isinstance(message, LoadGenerationError):
             setattr(response.error, KEY, message.failure)
         return response
 

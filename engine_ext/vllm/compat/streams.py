@@ -21,7 +21,7 @@ from vllm.entrypoints.openai.completion import serving as completion
 from engine_ext.base import load_failure
 from engine_ext.base.begun import ALL, OUTPUT, TELL, told
 from engine_ext.core.admission import FINISH_REASON
-from engine_ext.vllm.compat.told import Told
+from engine_ext.vllm.compat.told import GivenTokenResults
 from engine_ext.vllm.compat.wrapped import wrap_in
 
 DONE = "data: [DONE]"
@@ -37,7 +37,7 @@ TEXT = "text_completion"
 
 
 @dataclass
-class Seen:
+class StreamResults:
     """Of the results that went into a stream."""
 
     kv_transfer_params: dict[str, Any] | None = None
@@ -67,7 +67,7 @@ class Seen:
     async def watch(self, results: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for item in results:
             result = item[1] if isinstance(item, tuple) else item
-            if not isinstance(result, Told):
+            if not isinstance(result, GivenTokenResults):
                 self._look_at(result)
                 yield item
                 continue
@@ -158,7 +158,7 @@ def _saying_more(kind: str, original: Any) -> Any:
     @functools.wraps(original)
     async def generator(self: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
         has_parser = getattr(self, "parser_cls", None) is not None
-        seen = Seen(one_by_one=has_parser, tell=_told_to(request))
+        seen = StreamResults(one_by_one=has_parser, tell=_told_to(request))
         watched = [seen.watch(each) if _is_results(each) else each for each in args]
         if "result_generator" in kwargs:
             kwargs["result_generator"] = seen.watch(kwargs["result_generator"])

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.outputs import RequestOutput
 
 
-class Told(RequestOutput):
+class GivenTokenResults(RequestOutput):
     """The results of given tokens, and behind them what has come since: vLLM adds results to one
     that nobody has fetched yet, and parsers want them one by one."""
 
@@ -17,7 +17,7 @@ class Told(RequestOutput):
     rest: RequestOutput | None = None
 
     @classmethod
-    def of(cls, parts: Sequence[RequestOutput], num_silent: int) -> "Told":
+    def of(cls, parts: Sequence[RequestOutput], num_silent: int) -> "GivenTokenResults":
         given = cls(**vars(parts[-1]))
         given.parts, given.num_silent = parts, num_silent
         if num_silent == len(parts) and given.finished:

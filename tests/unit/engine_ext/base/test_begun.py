@@ -12,8 +12,8 @@ from engine_ext.base.begun import (
     LOWEST,
     MAX_ID,
     MAX_LOGPROBS,
-    Begun,
     BegunError,
+    EngineResumeState,
     begun_in,
     fit_in,
     packed,
@@ -32,7 +32,7 @@ def test_ids_come_back_as_they_went(token_ids: list[int]) -> None:
 @given(IDS.filter(bool), IDS)
 def test_what_has_begun_comes_back_as_it_went(prompt: list[int], output: list[int]) -> None:
     logprobs = tuple(((token, -0.5), (1, -1.0)) for token in output[1:])
-    begun = Begun(tuple(prompt), tuple(output), 1 if output else 0, logprobs)
+    begun = EngineResumeState(tuple(prompt), tuple(output), 1 if output else 0, logprobs)
     assert begun_in({KEY: json.loads(json.dumps(begun.to_wire()))}) == begun
     assert begun.unspoken == tuple(output[1:])
 

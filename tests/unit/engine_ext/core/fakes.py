@@ -8,7 +8,7 @@ from engine_ext.base.proof import Keys, PrefixProof
 from engine_ext.base.types import PeerAddress, Region, RemoteSource
 from engine_ext.layout.plan import Indices, PeerLayout
 from engine_ext.transfer.agent import AgentError, PeerHandle, TransferState
-from engine_ext.transfer.validator import Check
+from engine_ext.transfer.validator import MetadataValidation
 from engine_ext.wire.handshake import AgentMetadata
 
 
@@ -128,14 +128,14 @@ class FakeAgent:
 class SlowValidator:
     """A verdict comes when a test gives it, on all that waits: why not, or nothing."""
 
-    waiting: list[Check] = field(default_factory=list)
+    waiting: list[MetadataValidation] = field(default_factory=list)
 
     @property
     def num_pending(self) -> int:
         return len(self.waiting)
 
-    def submit(self, metadata: bytes, now: float, *, is_expected: bool) -> Check:
-        self.waiting.append(Check(metadata, now))
+    def submit(self, metadata: bytes, now: float, *, is_expected: bool) -> MetadataValidation:
+        self.waiting.append(MetadataValidation(metadata, now))
         return self.waiting[-1]
 
     def judge(self, problem: str = "") -> None:

@@ -13,7 +13,7 @@ from engine_ext.base.types import EngineIdentity, LeaseGrant, StepMetadata
 from engine_ext.core.worker import WorkerConnector
 from engine_ext.pages import leases
 from engine_ext.transfer.agent import TransferState
-from engine_ext.transfer.report import MOST_ENGINES, MOST_TRANSFERS, Report
+from engine_ext.transfer.report import MOST_ENGINES, MOST_TRANSFERS, TransferReport
 from engine_ext.wire import notifications as wire
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.listener import HandshakeServer
@@ -137,7 +137,7 @@ def test_what_was_read_is_told_with_whose_it_was_and_nobodys_name(
 
 
 def test_transfers_and_engines_are_remembered_up_to_a_number() -> None:
-    report = Report(lambda: 5.0)
+    report = TransferReport(lambda: 5.0)
     for number in range(2 * MOST_ENGINES):
         report.note(
             "READ",

@@ -4,9 +4,9 @@ import pytest
 
 from engine_ext.base.config import ConnectorConfig, LoadFailurePolicy
 from engine_ext.base.states import IllegalEventError
-from engine_ext.core.loads import Load, LoadEvent, Loads, LoadState
+from engine_ext.core.loads import KVLoad, LoadEvent, Loads, LoadState
 from engine_ext.core.orders import Orders
-from engine_ext.core.params import Role
+from engine_ext.core.params import TransferRole
 from tests.unit.engine_ext.core.fakes import Request, source
 
 LEGAL = {
@@ -24,13 +24,15 @@ BLOCKS = (tuple(range(7)),)
 def test_an_event_that_cannot_happen_in_a_state_is_an_error_and_changes_nothing(
     state: LoadState, event: LoadEvent
 ) -> None:
-    load = Load(source(), Role.DECODE, 100, state=state)
+    load = KVLoad(source(), TransferRole.DECODE, 100, state=state)
     with pytest.raises(IllegalEventError):
         load.on(event)
     assert load.state is state
 
 
-def loads(orders: Orders, policy: LoadFailurePolicy = "fail", role: Role = Role.DECODE) -> Loads:
+def loads(
+    orders: Orders, policy: LoadFailurePolicy = "fail", role: TransferRole = TransferRole.DECODE
+) -> Loads:
     """One, of a request d-1, that is loading."""
     made = Loads(orders, 16, ConnectorConfig(engine_id="d", load_failure_policy=policy))
     made.offer("d-1", source(), role, 100, is_proven=True)
@@ -42,7 +44,7 @@ def loads(orders: Orders, policy: LoadFailurePolicy = "fail", role: Role = Role.
 def test_a_report_of_a_load_that_has_not_begun_leaves_the_offer() -> None:
     """It is of an earlier request of the same name."""
     made = Loads(Orders(), 16, ConnectorConfig(engine_id="d"))
-    made.offer("d-1", source(), Role.DECODE, 100, is_proven=True)
+    made.offer("d-1", source(), TransferRole.DECODE, 100, is_proven=True)
     made.reported("d-1", failed=False)
     assert made.missing("d-1", 0) == 100
 
@@ -73,10 +75,14 @@ def test_a_request_whose_load_failed_is_fenced_when_it_ends() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "role"),
-    [("recompute", Role.DECODE), ("fail", Role.PREFILL), ("recompute", Role.PREFILL)],
+    [
+        ("recompute", TransferRole.DECODE),
+        ("fail", TransferRole.PREFILL),
+        ("recompute", TransferRole.PREFILL),
+    ],
 )
 def test_a_load_that_is_computed_when_it_fails_is_reported_when_nothing_writes_any_more(
-    policy: LoadFailurePolicy, role: Role
+    policy: LoadFailurePolicy, role: TransferRole
 ) -> None:
     orders = Orders()
     made = Loads(orders, 16, ConnectorConfig(engine_id="d", load_failure_policy=policy))
@@ -101,7 +107,7 @@ def test_a_load_that_could_not_be_ordered_waits_for_its_lease_no_more_when_the_h
     """Else the holder is not told: a request that waits for the lease speaks for it."""
     orders = Orders()
     made = Loads(orders, 16, ConnectorConfig(engine_id="d"))
-    made.offer("d-1", source(), Role.DECODE, 100, is_proven=True)
+    made.offer("d-1", source(), TransferRole.DECODE, 100, is_proven=True)
     orders.take()
     made.fail("d-1")
     meta = orders.take()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_ext.base.access import parse_networks
-from engine_ext.core.params import Role, parse
+from engine_ext.core.params import TransferRole, parse
 
 GOOD: dict[str, Any] = {
     "do_remote_prefill": True,
@@ -35,7 +35,7 @@ def test_prefill_skeleton_of_the_router_makes_us_a_prefiller() -> None:
         "remote_host": None,
         "remote_port": None,
     }
-    assert parse(skeleton).role is Role.PREFILL
+    assert parse(skeleton).role is TransferRole.PREFILL
 
 
 def test_full_answer_of_a_prefiller_is_a_source() -> None:
@@ -55,7 +55,7 @@ def test_flat_block_list_of_an_older_peer_is_one_group() -> None:
 def test_absent_params_and_false_flags_are_no_problem() -> None:
     for raw in (None, {}, {"foo": 1}, {"do_remote_prefill": False}):
         params = parse(raw)
-        assert params.role is Role.NONE
+        assert params.role is TransferRole.NONE
         assert params.problem is None
 
 
@@ -92,7 +92,7 @@ def test_absent_params_and_false_flags_are_no_problem() -> None:
 )
 def test_a_bad_field_makes_the_request_local_and_is_named(key: str, value: Any) -> None:
     params = parse({**GOOD, key: value})
-    assert params.role is Role.NONE
+    assert params.role is TransferRole.NONE
     assert params.source is None
     assert params.problem is not None
     assert key in params.problem
@@ -106,13 +106,13 @@ def test_any_value_is_parsed_without_an_exception(value: Any) -> None:
 @given(st.sampled_from(sorted(GOOD)), json_values)
 def test_any_value_of_any_field_is_parsed_without_an_exception(key: str, value: Any) -> None:
     params = parse({**GOOD, key: value})
-    assert (params.source is not None) == (params.role is Role.DECODE)
+    assert (params.source is not None) == (params.role is TransferRole.DECODE)
 
 
 @pytest.mark.parametrize("key", ["dcp_size", "pcp_size"])
 def test_parallelism_that_is_not_supported_is_named_and_the_request_computed_here(key: str) -> None:
     params = parse({**GOOD, key: 2})
-    assert params.role is Role.NONE
+    assert params.role is TransferRole.NONE
     assert params.problem is not None
     assert key in params.problem
 
@@ -131,9 +131,9 @@ def test_a_host_outside_of_the_allowed_peers_is_not_followed_in_either_role_or_m
     assert parse({**GOOD, "remote_host": "a.name"}, allowed_peers=outside).source is not None
     for mode in ("pull", "push"):
         params = parse(GOOD, mode, outside)
-        assert (params.role, params.source, params.target) == (Role.NONE, None, None)
+        assert (params.role, params.source, params.target) == (TransferRole.NONE, None, None)
         assert "allowed_peers" in str(params.problem)
     turn = {**GOOD, "do_remote_prefill": False, "do_remote_decode": True}
     params = parse(turn, allowed_peers=outside)
-    assert (params.role, params.source) == (Role.PREFILL, None)
+    assert (params.role, params.source) == (TransferRole.PREFILL, None)
     assert "allowed_peers" in str(params.problem)

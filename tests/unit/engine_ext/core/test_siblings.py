@@ -6,7 +6,7 @@ import pytest
 
 from engine_ext.base.types import FinishStatus, MatchedTokens, TransferResults
 from engine_ext.core.scheduler import SchedulerConnector
-from engine_ext.core.siblings import MOST, Siblings
+from engine_ext.core.siblings import MOST, RequestFamilies
 from tests.unit.engine_ext.core.fakes import Request
 from tests.unit.engine_ext.core.test_scheduler import BLOCKS, answer_of_p, make
 
@@ -96,7 +96,7 @@ def test_of_several_one_is_kept_for_the_next_turn() -> None:
 
 
 def test_only_so_many_families_are_remembered() -> None:
-    siblings = Siblings()
+    siblings = RequestFamilies()
     for number in range(MOST + 10):
         siblings.join(f"0_d-{number}")
         siblings.join(f"1_d-{number}")

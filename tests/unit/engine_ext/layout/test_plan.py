@@ -12,10 +12,10 @@ from engine_ext.base.types import SHARED, STATE, CacheGeometry, Region, chunked,
 from engine_ext.layout.match import match_peer
 from engine_ext.layout.plan import (
     Batch,
-    Part,
     PeerLayout,
     PlanError,
     Side,
+    TokenRange,
     strided_descriptors,
     without_holes,
 )
@@ -165,7 +165,7 @@ def test_every_byte_of_a_write_goes_once_to_its_place(case: Case, computed: list
             if plan.skips_write:
                 continue
             ends = [number * writer.block_size for number in computed]
-            parts = [*map(Part, [0, *ends], ends), Part(since=ends[-1] if ends else 0)]
+            parts = [*map(TokenRange, [0, *ends], ends), TokenRange(since=ends[-1] if ends else 0)]
             for number, part in zip([*computed, None], parts, strict=True):
                 ours = (tuple(case.prefill_blocks[:number]),)
                 batch = plan.to_write(ours, (registered,), case.first_token, case.num_tokens, part)
@@ -609,8 +609,8 @@ def test_of_a_chunk_its_own_blocks_are_needed(num_tokens: int, needed: int) -> N
 def test_a_group_with_a_window_goes_with_the_last_part() -> None:
     plan = match(windowed(), windowed())
     ours, theirs = (1, 2, 3, 4, 5), (6, 7, 8, 9, 10)
-    early = plan.to_write((ours[:3], (0, 2, 3)), (theirs, theirs), 0, 20, Part(until=12))
-    last = plan.to_write((ours, (0, 0, 3, 4, 5)), (theirs, theirs), 0, 20, Part(since=12))
+    early = plan.to_write((ours[:3], (0, 2, 3)), (theirs, theirs), 0, 20, TokenRange(until=12))
+    last = plan.to_write((ours, (0, 0, 3, 4, 5)), (theirs, theirs), 0, 20, TokenRange(since=12))
     assert (early.num_blocks, last.num_blocks) == (3, 2 + 3)
 
 
@@ -643,7 +643,7 @@ def test_a_state_is_written_to_none_but_who_says_of_which_tokens() -> None:
     with pytest.raises(PlanError, match="of which tokens"):
         plan.to_write(((1, 2, 3), (9,)), ((4, 5, 6), (7,)), None, 11)
     with pytest.raises(PlanError, match="not of all"):
-        plan.to_write(((1, 2, 3), (9,)), ((4, 5, 6), (7,)), 0, 11, Part(until=8))
+        plan.to_write(((1, 2, 3), (9,)), ((4, 5, 6), (7,)), 0, 11, TokenRange(until=8))
 
 
 @pytest.mark.parametrize("size", [2, 8])

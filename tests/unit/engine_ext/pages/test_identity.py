@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 
 from engine_ext.base.config import ConnectorConfig
-from engine_ext.pages.identity import Engine, IdentityError, SideChannel, capabilities_of, identity
+from engine_ext.pages.identity import (
+    EngineDescription,
+    IdentityError,
+    SideChannel,
+    capabilities_of,
+    identity,
+)
 from engine_ext.pages.release import Release, parse
 from engine_ext.wire.handshake import AgentMetadata, compatibility_hash, encode_payload
 from engine_ext.wire.listener import HandshakeServer
@@ -34,7 +40,9 @@ def test_every_rank_is_told_as_other_engines_are_told_it() -> None:
     listeners = [listener("e_dp0"), listener("e_dp1")]
     try:
         at = [SideChannel(rank, "127.0.0.1", one.port) for rank, one in enumerate(listeners)]
-        said = identity(Engine(name="x", side_channels=at, dp_size=2, versions={"x": "1"}))
+        said = identity(
+            EngineDescription(name="x", side_channels=at, dp_size=2, versions={"x": "1"})
+        )
     finally:
         for one in listeners:
             one.close()
@@ -52,7 +60,7 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
         port = silent.getsockname()[1]
         at = [SideChannel(0, "127.0.0.1", port)]
         with pytest.raises(IdentityError, match=f"127.0.0.1:{port}"):
-            identity(Engine(name="x", side_channels=at, versions={}))
+            identity(EngineDescription(name="x", side_channels=at, versions={}))
 
 
 def test_turns_are_a_capability_where_they_are_switched_on() -> None:
@@ -63,8 +71,8 @@ def test_turns_are_a_capability_where_they_are_switched_on() -> None:
 
 def test_what_an_engine_renders_with_is_told_where_it_is_known() -> None:
     renders = {"model": "a", "tokenizer": "b", "chat_template": "c"}
-    assert identity(Engine(name="x", versions={}, renders=renders))["renders"] == renders
-    assert "renders" not in identity(Engine(name="x", versions={}))
+    assert identity(EngineDescription(name="x", versions={}, renders=renders))["renders"] == renders
+    assert "renders" not in identity(EngineDescription(name="x", versions={}))
 
 
 def test_a_release_is_read_from_a_prefill_engines_own_answer() -> None:

@@ -26,7 +26,7 @@ from engine_ext.core.scheduler import SchedulerConnector
 from engine_ext.transfer.agent import TransferState
 from engine_ext.transfer.leases import NEVER
 from engine_ext.transfer.results import Results
-from engine_ext.wire.dial import Handshake, PeerRank
+from engine_ext.wire.dial import PeerRank, PendingHandshake
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import AgentMetadata, encode_payload
 from tests.unit.engine_ext.simulation.agents import SimAgent, SimTransfer
@@ -539,7 +539,7 @@ class SimEngine:
 
     # How others see it, and it them.
 
-    def dial(self, peer: PeerRank) -> Handshake:
+    def dial(self, peer: PeerRank) -> PendingHandshake:
         self.network.later(self.network.weather.handshake, self.wake)
         return self.network.dial(peer, self.version)
 

@@ -8,7 +8,7 @@ from functools import partial
 import msgspec
 
 from engine_ext.transfer.agent import AgentError, TransferState
-from engine_ext.wire.dial import Handshake, PeerRank
+from engine_ext.wire.dial import PeerRank, PendingHandshake
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import HandshakePayload, decode_metadata, decode_payload
 from engine_ext.wire.notifications import PushDone, ReadDone, decode_notification
@@ -319,7 +319,7 @@ class Network:
 
     # Handshakes.
 
-    def dial(self, peer: PeerRank, version: int | None) -> Handshake:
+    def dial(self, peer: PeerRank, version: int | None) -> PendingHandshake:
         """By an engine with that version of the extension."""
         return SimHandshake(self, peer, version, self.now + self.weather.handshake)
 

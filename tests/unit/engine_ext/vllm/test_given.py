@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine_ext.base.begun import MAX_ID, Begun
-from engine_ext.vllm.fit import Asked, refusal
+from engine_ext.base.begun import MAX_ID, EngineResumeState
+from engine_ext.vllm.fit import RequestDemands, refusal
 from engine_ext.vllm.given import FIELD, STAYS, Given, carried, given_in, stays, token_ids_in
 
 
@@ -18,14 +18,14 @@ class Params:
 
 
 def test_what_was_given_is_found_where_it_was_put() -> None:
-    begun = Begun((1, 2), (3, 4), spoken=1, logprobs=(((4, -0.5), (7, -1.5)),))
+    begun = EngineResumeState((1, 2), (3, 4), spoken=1, logprobs=(((4, -0.5), (7, -1.5)),))
     params = Params({FIELD: carried(begun), "other": 1})
     assert token_ids_in(params) == [3, 4]
     assert given_in(params) == Given([3, 4], 1, [[(4, -0.5), (7, -1.5)]])
 
 
 def test_a_prompt_alone_gives_nothing_of_an_answer() -> None:
-    assert given_in(Params({FIELD: carried(Begun((1, 2)))})) is None
+    assert given_in(Params({FIELD: carried(EngineResumeState((1, 2)))})) is None
 
 
 @pytest.mark.parametrize(
@@ -52,36 +52,40 @@ def test_what_makes_no_sense_is_nothing_and_raises_nothing(extra: Any) -> None:
     assert token_ids_in(None) == []
 
 
-FITS = Asked(vocab_size=100, max_model_len=10, says_only_the_rest=True)
+FITS = RequestDemands(vocab_size=100, max_model_len=10, says_only_the_rest=True)
 
 
 def test_a_request_can_begin_up_to_the_contexts_end() -> None:
-    assert refusal(Begun((1,) * 9, (2,)), FITS) is None
-    assert refusal(Begun((99,)), FITS) is None
+    assert refusal(EngineResumeState((1,) * 9, (2,)), FITS) is None
+    assert refusal(EngineResumeState((99,)), FITS) is None
 
 
 @pytest.mark.parametrize(
     ("begun", "words"),
     [
-        (Begun((1,) * 10), "11 tokens"),
-        (Begun((1,) * 9, (2, 2)), "11 tokens"),
-        (Begun((100,)), "prompt_token_ids holds 100"),
-        (Begun((1,), (100,)), "output_token_ids holds 100"),
+        (EngineResumeState((1,) * 10), "11 tokens"),
+        (EngineResumeState((1,) * 9, (2, 2)), "11 tokens"),
+        (EngineResumeState((100,)), "prompt_token_ids holds 100"),
+        (EngineResumeState((1,), (100,)), "output_token_ids holds 100"),
     ],
 )
-def test_what_the_model_cannot_read_is_refused_by_name(begun: Begun, words: str) -> None:
+def test_what_the_model_cannot_read_is_refused_by_name(
+    begun: EngineResumeState, words: str
+) -> None:
     assert words in str(refusal(begun, FITS))
 
 
 def test_fields_that_need_a_rendered_prompt_are_named() -> None:
-    asked = Asked(vocab_size=9, max_model_len=9, says_only_the_rest=True, unfit=("echo", "n"))
-    assert refusal(Begun((1,)), asked) == "begun does not go with echo, n"
+    asked = RequestDemands(
+        vocab_size=9, max_model_len=9, says_only_the_rest=True, unfit=("echo", "n")
+    )
+    assert refusal(EngineResumeState((1,)), asked) == "begun does not go with echo, n"
 
 
 def test_only_a_stream_leaves_out_what_the_client_has() -> None:
-    asked = Asked(vocab_size=9, max_model_len=9, says_only_the_rest=False)
-    assert "spoken" in str(refusal(Begun((1,), (2,), spoken=1), asked))
-    assert refusal(Begun((1,), (2,)), asked) is None
+    asked = RequestDemands(vocab_size=9, max_model_len=9, says_only_the_rest=False)
+    assert "spoken" in str(refusal(EngineResumeState((1,), (2,), spoken=1), asked))
+    assert refusal(EngineResumeState((1,), (2,)), asked) is None
 
 
 ENTRY = ((2, -0.5), (3, -1.0))
@@ -90,20 +94,22 @@ ENTRY = ((2, -0.5), (3, -1.0))
 @pytest.mark.parametrize(
     ("wanted", "begun", "is_refused"),
     [
-        (None, Begun((1,), (2,)), False),
-        (0, Begun((1,), (2,)), True),
-        (0, Begun((1,), (2,), spoken=1), False),
-        (0, Begun((1,)), False),
-        (2, Begun((1,), (2,), logprobs=(ENTRY,)), False),
-        (3, Begun((1,), (2,), logprobs=(ENTRY,)), True),
-        (2, Begun((1,), (2,), logprobs=(((2, -0.5), (2, -0.5)),)), True),
-        (-1, Begun((1,), (2,), logprobs=(ENTRY,)), True),
+        (None, EngineResumeState((1,), (2,)), False),
+        (0, EngineResumeState((1,), (2,)), True),
+        (0, EngineResumeState((1,), (2,), spoken=1), False),
+        (0, EngineResumeState((1,)), False),
+        (2, EngineResumeState((1,), (2,), logprobs=(ENTRY,)), False),
+        (3, EngineResumeState((1,), (2,), logprobs=(ENTRY,)), True),
+        (2, EngineResumeState((1,), (2,), logprobs=(((2, -0.5), (2, -0.5)),)), True),
+        (-1, EngineResumeState((1,), (2,), logprobs=(ENTRY,)), True),
     ],
 )
 def test_log_probabilities_that_are_asked_for_must_be_given(
-    wanted: int | None, begun: Begun, is_refused: bool
+    wanted: int | None, begun: EngineResumeState, is_refused: bool
 ) -> None:
-    asked = Asked(vocab_size=9, max_model_len=9, says_only_the_rest=True, num_logprobs=wanted)
+    asked = RequestDemands(
+        vocab_size=9, max_model_len=9, says_only_the_rest=True, num_logprobs=wanted
+    )
     assert (refusal(begun, asked) is not None) is is_refused
 
 

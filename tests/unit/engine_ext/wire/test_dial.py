@@ -8,7 +8,7 @@ import pytest
 
 from engine_ext.base.access import Access, parse_networks
 from engine_ext.base.types import PeerAddress
-from engine_ext.wire.dial import MAX_LOOKUPS, Handshake, PeerRank, TcpDialer
+from engine_ext.wire.dial import MAX_LOOKUPS, PeerRank, PendingHandshake, TcpDialer
 from engine_ext.wire.errors import WireError
 from engine_ext.wire.handshake import encode_payload
 from engine_ext.wire.listener import HandshakeServer
@@ -56,7 +56,7 @@ def at(engine_id: str, host: str, port: int) -> PeerRank:
     return PeerRank(PeerAddress(engine_id, host, port), 0)
 
 
-def answer(handshake: Handshake) -> bool:
+def answer(handshake: PendingHandshake) -> bool:
     deadline = time.monotonic() + 5
     while handshake.receive() is None:
         assert time.monotonic() < deadline

@@ -19,7 +19,7 @@ from engine_ext.wire.handshake import (
     NOT_FOR_STOCK,
     AgentMetadata,
     HandshakePayload,
-    RefusedError,
+    HandshakeRefusedError,
     as_stock,
     decode_challenge,
     decode_metadata,
@@ -27,11 +27,11 @@ from engine_ext.wire.handshake import (
     encode_payload,
     encode_refusal,
 )
-from engine_ext.wire.secret_handshake import Place, Prover
+from engine_ext.wire.secret_handshake import Prover, SideChannelAddress
 from tests.unit.engine_ext.wire.metadata import METADATA
 
 RANK = (0, 0)
-PLACE = Place("10.0.0.7", 5600)
+PLACE = SideChannelAddress("10.0.0.7", 5600)
 SECRET = Access(Secret.of(b"a secret of the whole fleet"))
 CHALLENGE = b"c" * 40
 
@@ -129,7 +129,7 @@ def test_a_challenge_is_refused_by_its_length() -> None:
 
 
 def test_a_refusal_is_read_to_its_five_hundredth_letter() -> None:
-    with pytest.raises(RefusedError) as refusal:
+    with pytest.raises(HandshakeRefusedError) as refusal:
         decode_payload(encode_refusal("x" * 10_000, CHALLENGE))
     assert str(refusal.value).count("x") == 500
     assert refusal.value.challenge == CHALLENGE
@@ -155,7 +155,7 @@ def test_what_was_not_proven_is_not_decoded(mac: list[bytes]) -> None:
 def test_a_short_answer_that_was_not_proven_may_say_why() -> None:
     prover = Prover(SECRET, RANK, PLACE)
     prover.take([encode_refusal("prove it", CHALLENGE), b"clock"])
-    with pytest.raises(RefusedError, match="too old"):
+    with pytest.raises(HandshakeRefusedError, match="too old"):
         prover.take([encode_refusal("the challenge is too old"), b"clock"])
 
 

@@ -28,7 +28,7 @@ from engine_ext.wire.handshake import Proof, decode_payload, encode_payload, enc
 from engine_ext.wire.listener import CHUNK, MAX_REQUEST_BYTES, HandshakeServer
 from engine_ext.wire.secret_handshake import Asker
 from engine_ext.wire.visitors import IDLE_SECONDS, QUESTION_SECONDS, Visitor, Visitors
-from engine_ext.wire.zmtp import GREETING, Limits, Session
+from engine_ext.wire.zmtp import GREETING, MessageLimits, ZmtpSession
 from tests.unit.engine_ext.wire.metadata import METADATA
 from tests.unit.engine_ext.wire.waiting import answer, until
 
@@ -263,7 +263,7 @@ def tcp_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def visitor_of(address: str, connection: socket.socket, now: float = 0.0) -> Visitor:
-    channel = Channel(connection, Session(b"ROUTER", Limits(2, 100)), 100)
+    channel = Channel(connection, ZmtpSession(b"ROUTER", MessageLimits(2, 100)), 100)
     return Visitor(channel, Asker(b"", address), now)
 
 

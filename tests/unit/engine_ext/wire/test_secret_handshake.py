@@ -15,7 +15,7 @@ from engine_ext.wire.client import HandshakeClient
 from engine_ext.wire.errors import EXTENSION_VERSION, WireError
 from engine_ext.wire.handshake import (
     HandshakePayload,
-    RefusedError,
+    HandshakeRefusedError,
     decode_metadata,
     decode_payload,
     encode_payload,
@@ -24,11 +24,11 @@ from engine_ext.wire.handshake import (
 from engine_ext.wire.listener import HandshakeServer
 from engine_ext.wire.secret_handshake import (
     CHALLENGE_SECONDS,
-    Answers,
     Asker,
     Challenges,
-    Place,
+    HandshakeAnswers,
     Prover,
+    SideChannelAddress,
 )
 from tests.unit.engine_ext.wire.metadata import METADATA as SOME_METADATA
 from tests.unit.engine_ext.wire.waiting import answer, until
@@ -40,21 +40,21 @@ METADATA = msgspec.structs.replace(
 )
 PAYLOAD = encode_payload(METADATA, {"model": "m"})
 RANK = (0, 0)
-PLACE = Place("10.0.0.7", 5600)
+PLACE = SideChannelAddress("10.0.0.7", 5600)
 ASKER = Asker(b"\0conn", "10.0.0.9")
 SECRET = Secret.of(b"a secret of the whole fleet")
 REQUIRED, MIXED = Access(SECRET), Access(SECRET, is_mixed=True)
 NOW = 1000.0
 
 
-def listener(access: Access) -> Answers:
-    return Answers({RANK: PAYLOAD}, access, PLACE, PLACE.host)
+def listener(access: Access) -> HandshakeAnswers:
+    return HandshakeAnswers({RANK: PAYLOAD}, access, PLACE, PLACE.host)
 
 
 def shake(
-    theirs: Answers,
+    theirs: HandshakeAnswers,
     ours: Access,
-    dialled: Place = PLACE,
+    dialled: SideChannelAddress = PLACE,
     relay: Callable[[bytes], bytes] = lambda message: message,
 ) -> HandshakePayload:
     """Both questions, if there are two. `relay` has every answer in its hands."""
@@ -111,7 +111,7 @@ def test_a_stranger_learns_nothing_but_that_there_is_a_secret() -> None:
     answer, mac, _ = listener(REQUIRED).to(encode_request(RANK), ASKER, NOW)
     assert mac is None
     assert set(msgspec.msgpack.decode(answer)) == {"error", "challenge"}
-    with pytest.raises(RefusedError, match="shared secret"):
+    with pytest.raises(HandshakeRefusedError, match="shared secret"):
         decode_payload(answer)
 
 
@@ -141,7 +141,7 @@ def test_an_answer_that_was_changed_on_the_way_is_not_believed() -> None:
 
 def test_who_is_dialled_in_an_engines_stead_cannot_pass_question_and_answer_on() -> None:
     with pytest.raises(WireError, match=r"not made for 10\.0\.0\.7:5600"):
-        shake(listener(REQUIRED), REQUIRED, dialled=Place("10.6.6.6", 5600))
+        shake(listener(REQUIRED), REQUIRED, dialled=SideChannelAddress("10.6.6.6", 5600))
 
 
 @given(st.floats(0, CHALLENGE_SECONDS))
@@ -181,7 +181,7 @@ def test_an_address_outside_of_the_allowed_peers_is_refused_whatever_it_asks() -
     assert extension(shake(theirs, REQUIRED)) == EXTENSION_VERSION
     for address in ("10.0.0.16", "192.168.0.1", "::2", "", "nonsense"):
         answer, *_ = theirs.to(encode_request(RANK), ASKER._replace(address=address), NOW)
-        with pytest.raises(RefusedError, match="allowed_peers"):
+        with pytest.raises(HandshakeRefusedError, match="allowed_peers"):
             decode_payload(answer)
     for address in ("10.0.0.15", "::1", "::ffff:10.0.0.1", PLACE.host):
         answer, *_ = theirs.to(encode_request(RANK), ASKER._replace(address=address), NOW)
@@ -204,7 +204,7 @@ def test_over_sockets_the_secret_is_proven_both_ways(host: str) -> None:
     server = HandshakeServer(host, 0, {RANK: PAYLOAD}, REQUIRED)
     try:
         assert dial(server, REQUIRED, host) == decode_payload(PAYLOAD)
-        with pytest.raises(RefusedError):
+        with pytest.raises(HandshakeRefusedError):
             dial(server, OPEN, host)
         with pytest.raises(WireError, match="not made for"):
             dial(server, REQUIRED, "another.host")

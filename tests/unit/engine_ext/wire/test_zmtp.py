@@ -15,11 +15,11 @@ from engine_ext.wire.zmtp import (
     GREETING_BYTES,
     MAX_COMMAND_BYTES,
     MAX_COMMANDS,
-    Limits,
-    Session,
+    MessageLimits,
+    ZmtpSession,
 )
 
-LIMITS = Limits(frames=3, num_bytes=1000)
+LIMITS = MessageLimits(frames=3, num_bytes=1000)
 
 KINDS: dict[bytes, int] = {b"REQ": zmq.REQ, b"DEALER": zmq.DEALER, b"ROUTER": zmq.ROUTER}
 
@@ -31,7 +31,7 @@ def context() -> Iterator["zmq.Context[Any]"]:
     made.destroy(linger=0)
 
 
-def said(session: Session) -> bytes:
+def said(session: ZmtpSession) -> bytes:
     """What it has to say by now."""
     told = b"".join(session.outgoing)
     session.outgoing.clear()
@@ -48,9 +48,11 @@ def ready(kind: bytes) -> bytes:
     return frame(4, b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind)
 
 
-def met(kind: bytes = b"ROUTER", peer: bytes = b"REQ", limits: Limits = LIMITS) -> Session:
+def met(
+    kind: bytes = b"ROUTER", peer: bytes = b"REQ", limits: MessageLimits = LIMITS
+) -> ZmtpSession:
     """A session that its peer has greeted, and that has nothing left to say."""
-    session = Session(kind, limits)
+    session = ZmtpSession(kind, limits)
     session.feed(GREETING + ready(peer))
     assert session.next_message() is None
     assert session.is_ready
@@ -58,7 +60,7 @@ def met(kind: bytes = b"ROUTER", peer: bytes = b"REQ", limits: Limits = LIMITS) 
     return session
 
 
-def messages(session: Session) -> list[list[bytes]]:
+def messages(session: ZmtpSession) -> list[list[bytes]]:
     return list(iter(session.next_message, None))
 
 
@@ -73,7 +75,7 @@ def recorded(context: "zmq.Context[Any]", kind: bytes, peer: bytes) -> bytes:
         with connection:
             connection.settimeout(5)
             connection.sendall(GREETING + ready(peer))
-            return exactly(connection, len(said(Session(b"ROUTER", LIMITS))) - 6 + len(kind))
+            return exactly(connection, len(said(ZmtpSession(b"ROUTER", LIMITS))) - 6 + len(kind))
 
 
 def exactly(connection: socket.socket, count: int) -> bytes:
@@ -91,7 +93,7 @@ def test_the_greeting_and_ready_are_libzmqs_to_the_byte(
     theirs = bytearray(recorded(context, kind, peer))
     assert theirs[11] in (0, 1)
     theirs[11] = 0
-    assert said(Session(kind, LIMITS)) == bytes(theirs)
+    assert said(ZmtpSession(kind, LIMITS)) == bytes(theirs)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_the_greeting_and_ready_are_libzmqs_to_the_byte(
 def test_what_libzmq_says_of_itself_is_understood(
     context: "zmq.Context[Any]", ours: bytes, peer: bytes
 ) -> None:
-    session = Session(ours, LIMITS)
+    session = ZmtpSession(ours, LIMITS)
     session.feed(recorded(context, peer, ours))
     assert session.next_message() is None
     assert session.is_ready
@@ -119,7 +121,7 @@ FRAMES = st.lists(st.binary(max_size=300), min_size=1, max_size=3)
 def test_however_the_bytes_are_cut_the_messages_are_the_same(
     sent: list[list[bytes]], cuts: list[int]
 ) -> None:
-    dialer, listener = Session(b"DEALER", LIMITS), Session(b"ROUTER", LIMITS)
+    dialer, listener = ZmtpSession(b"DEALER", LIMITS), ZmtpSession(b"ROUTER", LIMITS)
     for frames in sent:
         dialer.send(frames)
     stream, heard = said(dialer), list[list[bytes]]()
@@ -144,7 +146,7 @@ def grammar() -> st.SearchStrategy[bytes]:
 def test_whatever_a_peer_says_costs_one_error_at_most_and_no_more_than_its_limits(
     stream: bytes, chunk: int
 ) -> None:
-    session = Session(b"ROUTER", LIMITS)
+    session = ZmtpSession(b"ROUTER", LIMITS)
     most = LIMITS.num_bytes + MAX_COMMAND_BYTES + GREETING_BYTES
     try:
         for at in range(0, len(stream), chunk):
@@ -247,14 +249,14 @@ def test_a_message_ends_the_count_of_commands() -> None:
     ],
 )
 def test_a_beginning_that_is_none_is_an_end(start: bytes, problem: str) -> None:
-    session = Session(b"ROUTER", LIMITS)
+    session = ZmtpSession(b"ROUTER", LIMITS)
     session.feed(start)
     with pytest.raises(WireError, match=problem):
         session.next_message()
 
 
 def test_names_of_properties_are_the_same_in_any_case() -> None:
-    session = Session(b"ROUTER", LIMITS)
+    session = ZmtpSession(b"ROUTER", LIMITS)
     session.feed(GREETING + frame(4, b"\x05READY\x0bSOCKET-TYPE\0\0\0\x03REQ"))
     assert session.next_message() is None
     assert session.is_ready

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine_ext.base.types import StepMetadata
 from engine_ext.reference.build import build_engine
-from engine_ext.reference.engine import Engine
+from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.engine_config import EngineConfig
 from engine_ext.reference.messages import GenerateRequest, RequestOutput
 from engine_ext.reference.model.batch import ForwardBatch
@@ -32,14 +32,14 @@ from tests.unit.reference.core.harness import (
 
 PATIENCE = 20.0
 """Seconds a condition may take on a busy machine."""
-Start = Callable[..., Engine]
+Start = Callable[..., ReferenceEngine]
 
 
 @pytest.fixture
 def start(model_dir: Path, decoder: Decoder) -> Iterator[Start]:
-    engines: list[Engine] = []
+    engines: list[ReferenceEngine] = []
 
-    def start_engine(connector: FakeConnector | None = None, **changes: Any) -> Engine:
+    def start_engine(connector: FakeConnector | None = None, **changes: Any) -> ReferenceEngine:
         connect = (lambda *_: connector) if connector else None
         changes.setdefault("model", decoder)
         engines.append(make_parts(model_dir, connect=connect, **changes).start())
@@ -62,7 +62,7 @@ async def collect(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
         return merge([output async for output in outputs])
 
 
-async def answer(engine: Engine, one: GenerateRequest) -> RequestOutput:
+async def answer(engine: ReferenceEngine, one: GenerateRequest) -> RequestOutput:
     return await collect(engine.generate(one))
 
 

@@ -23,10 +23,10 @@ from engine_ext.reference.messages import (
     RequestOutput,
     TokenLogprob,
 )
-from engine_ext.reference.server.app import Limits, build_app
+from engine_ext.reference.server.app import BodyLimits, build_app
 from engine_ext.reference.server.engine_like import EngineLike
 from engine_ext.reference.server.served_model import ServedModel
-from engine_ext.reference.server.serving import Server
+from engine_ext.reference.server.serving import ReferenceServer
 from engine_ext.reference.tokenizer import Tokenizer
 
 STATS = EngineStats(
@@ -191,13 +191,13 @@ RunningServer = ServerOf[FakeEngine]
 
 @asynccontextmanager
 async def serving(
-    model: ServedModel, engine: E, limits: Limits | None = None
+    model: ServedModel, engine: E, limits: BodyLimits | None = None
 ) -> AsyncIterator[ServerOf[E]]:
     app = build_app(model, engine, limits)
     config = uvicorn.Config(
         app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=2
     )
-    server = Server(config)
+    server = ReferenceServer(config)
     task = asyncio.create_task(server.serve())
     try:
         await until(lambda: server.started)

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine_ext.base.begun import Begun, packed
+from engine_ext.base.begun import EngineResumeState, packed
 from engine_ext.reference.build import build_engine
-from engine_ext.reference.engine import Engine
+from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.engine_config import EngineConfig
-from engine_ext.reference.server.errors import BadRequestError
+from engine_ext.reference.server.errors import EngineBadRequestError
 from engine_ext.reference.server.preparation import prepare_chat, prepare_completion
 from engine_ext.reference.server.served_model import ServedModel
 from engine_ext.reference.server.transfer import remote_params
@@ -80,7 +80,7 @@ async def client(directory: Path, roomy: ServedModel) -> AsyncIterator[httpx.Asy
     config = EngineConfig(
         model=directory, num_blocks=129, num_threads=1, enable_prefix_caching=False
     )
-    engine: Engine = build_engine(config)
+    engine: ReferenceEngine = build_engine(config)
     async with in_process(roomy, engine) as client:
         yield client
     engine.check_integrity()
@@ -179,7 +179,7 @@ def logprobs_in(path: str, told: Told, start: int, end: int) -> list[list[list[f
 
 
 def begun_with(tokens: Sequence[int], prompt: Sequence[int], spoken: int, **more: Any) -> Any:
-    wire = Begun(tuple(prompt), tuple(tokens), spoken).to_wire()
+    wire = EngineResumeState(tuple(prompt), tuple(tokens), spoken).to_wire()
     return {"kv_transfer_params": {"begun": {**wire, **more}}}
 
 
@@ -384,7 +384,7 @@ def test_whatever_is_given_is_taken_or_refused(
     body = json.dumps({**fields, "kv_transfer_params": params}).encode()
     try:
         job = (prepare_chat if is_chat else prepare_completion)(model, body, None)
-    except BadRequestError:
+    except EngineBadRequestError:
         remote_params(body)
         return
     if job.begun is not None:

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine_ext.reference.server.app import Limits, package_version
+from engine_ext.reference.server.app import BodyLimits, package_version
 from engine_ext.reference.server.served_model import ServedModel
 from tests.unit.reference.server.fake_engine import HELD, FakeEngine, RunningServer, serving
 
@@ -116,7 +116,7 @@ async def test_a_body_over_the_limit_is_a_413(
         for _ in range(20):
             yield b" " * 100
 
-    async with serving(model, engine, Limits(body_bytes=1000)) as server:
+    async with serving(model, engine, BodyLimits(body_bytes=1000)) as server:
         body = b" " * 2000 if announced else unannounced()
         response = await server.client.post("/v1/completions", content=body)  # type: ignore[arg-type]  # an async generator is fine
         assert response.status_code == 413
@@ -125,7 +125,7 @@ async def test_a_body_over_the_limit_is_a_413(
 
 
 async def test_a_body_that_never_comes_is_given_up(model: ServedModel, engine: FakeEngine) -> None:
-    async with serving(model, engine, Limits(body_seconds=0.05)) as server:
+    async with serving(model, engine, BodyLimits(body_seconds=0.05)) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
         status = await asyncio.wait_for(reader.readline(), 10)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from engine_ext.reference.build import build_engine
-from engine_ext.reference.engine import Engine
+from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.engine_config import EngineConfig
 from engine_ext.reference.server.served_model import ServedModel
 from tests.unit.reference.server.fake_engine import (
@@ -38,7 +38,7 @@ def model(directory: Path) -> ServedModel:
 
 
 @pytest.fixture
-async def engine(directory: Path) -> AsyncIterator[Engine]:
+async def engine(directory: Path) -> AsyncIterator[ReferenceEngine]:
     engine = build_engine(EngineConfig(model=directory, num_blocks=33, num_threads=1))
     yield engine
     engine.check_integrity()
@@ -46,7 +46,7 @@ async def engine(directory: Path) -> AsyncIterator[Engine]:
 
 
 @pytest.fixture
-async def client(model: ServedModel, engine: Engine) -> AsyncIterator[httpx.AsyncClient]:
+async def client(model: ServedModel, engine: ReferenceEngine) -> AsyncIterator[httpx.AsyncClient]:
     async with in_process(model, engine) as client:
         yield client
 
@@ -113,7 +113,7 @@ async def test_a_prompt_seen_before_is_reported_as_cached(client: httpx.AsyncCli
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_rejection_is_an_answer_without_tokens(
-    path: str, stream: bool, client: httpx.AsyncClient, engine: Engine
+    path: str, stream: bool, client: httpx.AsyncClient, engine: ReferenceEngine
 ) -> None:
     body = {**BODY, "cache_hit_threshold": 0.5, "stream": stream}
     response = await client.post(path, json=body)
@@ -141,7 +141,7 @@ async def test_a_prompt_seen_before_is_not_rejected(client: httpx.AsyncClient) -
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_gives_its_blocks_back(
-    stream: bool, model: ServedModel, engine: Engine
+    stream: bool, model: ServedModel, engine: ReferenceEngine
 ) -> None:
     body = json.dumps({**BODY, "max_tokens": 1000, "stream": stream}).encode()
     head = f"POST {PATHS[0]} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"

@@ -17,7 +17,7 @@ import pytest
 from pydantic import BaseModel
 
 from engine_ext.reference.build import build_engine
-from engine_ext.reference.engine import Engine
+from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.engine_config import EngineConfig
 from engine_ext.reference.grammar import MAX_GRAMMAR, GrammarCompiler
 from engine_ext.reference.model_config import read_model_config
@@ -56,7 +56,7 @@ BODY: dict[str, Any] = {"messages": ASKED, "prompt": "Once", "max_tokens": 400, 
 
 
 @pytest.fixture
-async def engine(directory: Path) -> AsyncIterator[Engine]:
+async def engine(directory: Path) -> AsyncIterator[ReferenceEngine]:
     engine = build_engine(EngineConfig(model=directory, num_blocks=65, num_threads=1))
     yield engine
     engine.check_integrity()
@@ -64,7 +64,7 @@ async def engine(directory: Path) -> AsyncIterator[Engine]:
 
 
 @pytest.fixture
-async def client(directory: Path, engine: Engine) -> AsyncIterator[httpx.AsyncClient]:
+async def client(directory: Path, engine: ReferenceEngine) -> AsyncIterator[httpx.AsyncClient]:
     model = replace(served_model(directory), max_model_len=2048)
     async with in_process(model, engine) as client:
         yield client

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_ext.reference.build import build_engine
-from engine_ext.reference.engine import Engine
+from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.engine_config import EngineConfig
 from engine_ext.reference.server.tool_calls import Calls, Forced, calls_in
 from tests.unit.reference.server.fake_engine import events_of, in_process, served_model
@@ -48,7 +48,7 @@ BODY: dict[str, Any] = {
 
 
 @pytest.fixture
-async def engine(directory: Path) -> AsyncIterator[Engine]:
+async def engine(directory: Path) -> AsyncIterator[ReferenceEngine]:
     engine = build_engine(EngineConfig(model=directory, num_blocks=129, num_threads=1))
     yield engine
     engine.check_integrity()
@@ -56,7 +56,7 @@ async def engine(directory: Path) -> AsyncIterator[Engine]:
 
 
 @pytest.fixture
-async def client(directory: Path, engine: Engine) -> AsyncIterator[httpx.AsyncClient]:
+async def client(directory: Path, engine: ReferenceEngine) -> AsyncIterator[httpx.AsyncClient]:
     model = replace(served_model(directory), max_model_len=2048)
     async with in_process(model, engine) as client:
         yield client
