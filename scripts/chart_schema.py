@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from router.settings import SECRETS, Settings
+from router.settings import SECRET_NAMES, Settings
 
 SCHEMA = Path(__file__).parents[1] / "charts/disagg-router/values.schema.json"
 CHARTS_OWN = re.compile(
@@ -46,7 +46,7 @@ def settings_schema() -> dict[str, Any]:
 
 
 def _is_charts_own(name: str) -> bool:
-    is_secret = name != "conversation_store" and name.removesuffix("_file") in SECRETS
+    is_secret = name != "conversation_store" and name.removesuffix("_file") in SECRET_NAMES
     return is_secret or CHARTS_OWN.fullmatch(name) is not None
 
 

@@ -17,7 +17,7 @@ from router.fleet.sources.file import Entry
 from router.fleet.views import EngineView, GroupView
 from router.openai import fastapi_errors
 from router.openai.errors import error_body, type_of_status
-from router.settings import GROUP, HEAVIEST, SettingsError
+from router.settings import GROUP_NAME, MAX_GROUP_WEIGHT, SettingsError
 
 T = TypeVar("T")
 TYPES = {409: "ConflictError"}
@@ -47,7 +47,7 @@ class Reload(BaseModel):
 
 
 class NewWeight(msgspec.Struct, forbid_unknown_fields=True):
-    weight: Annotated[float, msgspec.Meta(ge=0, le=HEAVIEST)]
+    weight: Annotated[float, msgspec.Meta(ge=0, le=MAX_GROUP_WEIGHT)]
 
 
 def control_of(request: Request) -> Control:
@@ -57,7 +57,7 @@ def control_of(request: Request) -> Control:
 
 TheControl = Annotated[Control, Depends(control_of)]
 Name = Annotated[str, Path(description="host:port", max_length=300)]
-GroupName = Annotated[str, Path(pattern=rf"^{GROUP.pattern}$")]
+GroupName = Annotated[str, Path(pattern=rf"^{GROUP_NAME.pattern}$")]
 router = APIRouter(prefix="/admin", tags=["Admin"])
 
 
@@ -68,7 +68,7 @@ def _schema(kind: type) -> dict[str, Any]:
     if "role" in properties:
         properties["role"] = {"type": "string", "enum": list(Role)}
     if "group" in properties:
-        properties["group"]["pattern"] = f"^{GROUP.pattern}$"
+        properties["group"]["pattern"] = f"^{GROUP_NAME.pattern}$"
     return schema
 
 

@@ -17,8 +17,9 @@ from router.settings import (
     Settings,
     SettingsError,
     default_of,
+    description_of,
     flag_of,
-    group_of,
+    group_title,
     load,
     metavar_of,
     unknown_variables,
@@ -93,8 +94,8 @@ def parser() -> Parser:
     text = f"{PROGRAM} {version(PROGRAM)}{' (compiled)' if _is_compiled() else ''}"
     general.add_argument("--version", action="version", version=text, help="Show it and exit.")
     groups = {"General": general}
-    for name, field in Settings.model_fields.items():
-        title = group_of(field)
+    for name in Settings.model_fields:
+        title = group_title(name)
         if title not in groups:
             groups[title] = made.add_argument_group(title)
         groups[title].add_argument(*_spellings(name), dest=name, **_options(name))
@@ -116,10 +117,10 @@ def _spellings(name: str) -> list[str]:
 def _options(name: str) -> dict[str, Any]:
     field = Settings.model_fields[name]
     default = default_of(field)
-    text = f"{field.description} (default: {default})" if default else str(field.description)
+    text = description_of(field) + (f" (default: {default})" if default else "")
     if field.annotation is bool:
         return {"action": argparse.BooleanOptionalAction, "help": text}
-    options: dict[str, Any] = {"metavar": metavar_of(field), "help": text}
+    options: dict[str, Any] = {"metavar": metavar_of(name), "help": text}
     if isinstance(field.default, tuple):
         options |= {"nargs": "+", "action": "extend"}
     return options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, SecretStr
 
-from router.settings import SECRETS, Settings, flag_of, group_of
+from router.settings import SECRET_NAMES, Settings, flag_of, group_title
 
 HIDDEN = "set, not shown"
 STORES = ("memory", "off")
@@ -20,7 +20,7 @@ class Shown(BaseModel):
 def shown(settings: Settings) -> list[Shown]:
     return [
         Shown(
-            group=group_of(field),
+            group=group_title(name),
             flag=flag_of(name),
             value=_text(name, value := getattr(settings, name)),
             is_default=value == field.default,
@@ -32,7 +32,7 @@ def shown(settings: Settings) -> list[Shown]:
 def _text(name: str, value: object) -> str:
     if value is None:
         return ""
-    if isinstance(value, SecretStr) or (name in SECRETS and value not in STORES):
+    if isinstance(value, SecretStr) or (name in SECRET_NAMES and value not in STORES):
         # A store's URL may have a password; its scheme says which kind it is.
         scheme, found, _ = value.partition("://") if isinstance(value, str) else ("", "", "")
         return f"{scheme}://… ({HIDDEN})" if found else HIDDEN

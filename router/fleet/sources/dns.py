@@ -27,7 +27,7 @@ from router.fleet.engine_spec import EngineSpec, Listed, Role
 from router.fleet.sources.background import aside
 from router.fleet.sources.backoff import Backoff
 from router.fleet.sources.source import Report, line_of
-from router.settings import TLS, Address, canonical
+from router.settings import TLS_SCHEME, Address, canonical
 
 MakeResolver = Callable[[], dns.asyncresolver.Resolver]
 # Seconds for all questions of one look together.
@@ -68,8 +68,8 @@ class DnsSource:
         self.name = f"dns:{role}:{name}"
         self.first = Report()
         self._role = role
-        self._asked = name.removeprefix(TLS)
-        self._tls = name.startswith(TLS)
+        self._asked = name.removeprefix(TLS_SCHEME)
+        self._tls = name.startswith(TLS_SCHEME)
         self._make_resolver = make_resolver
         self._doubt = doubt
         self._backoff = Backoff(chance)

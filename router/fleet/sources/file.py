@@ -24,14 +24,14 @@ from router.common.watched_file import INTERVAL, PATIENCE, UnreadableError, cont
 from router.common.yaml_list import NoListError, entries_of
 from router.fleet.engine_spec import DEFAULT_GROUP, EngineSpec, Intent, Listed, Role
 from router.fleet.sources.source import Report, SourceError
-from router.settings import GROUP, HEAVIEST, HOST_NAME, TLS, Address, canonical
+from router.settings import GROUP_NAME, HOST_NAME, MAX_GROUP_WEIGHT, TLS_SCHEME, Address, canonical
 
 PORTS = {"http": 80, "https": 443}
 # About ten thousand engines.
 MOST_BYTES = 1024 * 1024
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-Group = Annotated[str, msgspec.Meta(pattern=rf"\A{GROUP.pattern}\Z")]
+Group = Annotated[str, msgspec.Meta(pattern=rf"\A{GROUP_NAME.pattern}\Z")]
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,10 +140,10 @@ def _entries(content: bytes) -> list[object]:
 
 def _listed(entry: Entry) -> Listed:
     """Raises ValueError."""
-    if not (math.isfinite(entry.weight) and 0 <= entry.weight <= HEAVIEST):
-        raise ValueError(f"weight: not a number from 0 to {HEAVIEST:g}")
+    if not (math.isfinite(entry.weight) and 0 <= entry.weight <= MAX_GROUP_WEIGHT):
+        raise ValueError(f"weight: not a number from 0 to {MAX_GROUP_WEIGHT:g}")
     address, models = address_of(entry.url), frozenset(entry.models)
-    tls = entry.url.startswith(TLS)
+    tls = entry.url.startswith(TLS_SCHEME)
     spec = EngineSpec(entry.role, address, models, entry.group, entry.weight, tls)
     return Listed(spec, Intent.DRAINING if entry.draining else Intent.SERVING)
 

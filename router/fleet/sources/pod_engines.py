@@ -9,7 +9,7 @@ import msgspec
 
 from router.fleet.engine_spec import DEFAULT_GROUP, EngineSpec, Intent, Listed, Role
 from router.fleet.sources.source import SourceError
-from router.settings import HEAVIEST, Address, canonical, is_port
+from router.settings import MAX_GROUP_WEIGHT, Address, canonical, is_port
 
 # What a pod may say of itself, as a label or, before that, as an annotation.
 OURS = "disagg-router.io/"
@@ -132,7 +132,7 @@ def _weight(pod: Pod) -> float:
         weight = 1.0 if said is None else float(said)
     except ValueError:
         weight = math.nan
-    if not 0 <= weight <= HEAVIEST:
+    if not 0 <= weight <= MAX_GROUP_WEIGHT:
         raise SourceError(f"{OURS}weight is {str(said)[:64]!r}, not a number from 0 to 1e6")
     return weight
 

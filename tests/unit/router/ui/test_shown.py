@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from router.settings import SECRETS, Settings, SettingsError, load
+from router.settings import SECRET_NAMES, Settings, SettingsError, load
 from router.ui.visible_settings import HIDDEN, shown
 from tests.unit.router.test_settings import ENGINES
 
@@ -15,7 +15,7 @@ SECRET = "hunter2-hunter2-hunter2"
 
 
 def test_no_secret_is_in_them() -> None:
-    given = {name: SecretStr(SECRET) for name in SECRETS if name != "conversation_store"}
+    given = {name: SecretStr(SECRET) for name in SECRET_NAMES if name != "conversation_store"}
     url = f"redis://user:{SECRET}@far:6379/0"
     settings = load(ENGINES).model_copy(update={**given, "conversation_store": url})
     told = {one.flag: one for one in shown(settings)}
@@ -28,7 +28,7 @@ def test_no_secret_is_in_them() -> None:
 
 def test_every_secret_type_is_named_a_secret() -> None:
     for name, field in Settings.model_fields.items():
-        assert ("SecretStr" in str(field.annotation)) <= (name in SECRETS), name
+        assert ("SecretStr" in str(field.annotation)) <= (name in SECRET_NAMES), name
 
 
 def test_values_are_as_a_person_would_write_them() -> None:

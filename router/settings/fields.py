@@ -1,0 +1,238 @@
+"""Types of values that settings have, and how a group of settings declares its fields.
+
+A list may be given as a list, as JSON, or as words with commas or spaces between them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+MIB = 1024 * 1024
+MAX_SECONDS = 366 * 86400.0
+MIN_HEARTBEAT_S = 0.1
+MAX_GROUP_WEIGHT = 1e6
+# Stands before an engine's host or DNS name if the engine is reached over TLS.
+TLS_SCHEME = "https://"
+STORE_URL = re.compile(r"memory|off|rediss?(\+cluster|\+sentinel)?://.+")
+FIELD_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+GROUP_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}://[A-Za-z0-9._\[\]:-]{1,259}")
+LABEL_SELECTOR = re.compile(r"[A-Za-z0-9!(][A-Za-z0-9_./,=!() -]{0,1023}")
+NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?")
+HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?")
+
+
+class SettingsGroup(BaseModel):
+    """Settings that `--help` shows under one title. `Settings` inherits from all groups.
+
+    The docstring of a field is its help text.
+    """
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+    title: ClassVar[str]
+
+    def conflicts(self) -> Iterator[str]:
+        """Yield one line for each reason why settings of this group do not fit together."""
+        yield from ()
+
+
+class Metavar(NamedTuple):
+    """Stands for a value of the annotated type in `--help`."""
+
+    text: str
+
+
+class Address(NamedTuple):
+    """An HTTP server's host and port. A host that is an IPv6 address has no brackets."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def canonical(host: str) -> str:
+    """Return the one spelling of `host` by which engines from several sources are compared.
+
+    Raises ValueError for text with a colon that is not an IPv6 address.
+    """
+    return str(_ipv6(host)) if ":" in host else host.lower()
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine can reach `host`. Names other than localhost are not."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def is_port(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 6 and 0 < int(text) < 65536
+
+
+def _ipv6(text: str) -> ipaddress.IPv6Address:
+    """Raises ValueError. The library accepts any text as a zone, even quotes and line breaks."""
+    address = ipaddress.IPv6Address(text)
+    if address.scope_id is not None and not HOST_NAME.fullmatch(address.scope_id):
+        raise ValueError(f"{text!r} has no interface's name behind its address")
+    return address
+
+
+def _is_address(parse: Callable[[str], object], text: str) -> bool:
+    try:
+        parse(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _parse_list(value: object) -> list[object]:
+    if isinstance(value, str):
+        if value.lstrip().startswith("["):
+            try:
+                return list(json.loads(value))
+            except ValueError:
+                pass  # "[::1]" is a host, not a list
+        return list(value.replace(",", " ").split())
+    if isinstance(value, list | tuple):
+        return [item for part in value for item in _parse_list(part)]
+    return [value]
+
+
+def _parse_host(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    host = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+    if not (_is_address(_ipv6, host) if ":" in host else HOST_NAME.fullmatch(host)):
+        raise ValueError("not a host: give a name, IPv4 or IPv6, without scheme or port")
+    return host
+
+
+def _parse_engine_host(value: object) -> object:
+    if isinstance(value, str) and value.startswith(TLS_SCHEME):
+        return f"{TLS_SCHEME}{_parse_host(value.removeprefix(TLS_SCHEME))}"
+    return _parse_host(value)
+
+
+def _check_dns_name(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    plain = value.removeprefix(TLS_SCHEME)
+    name, _, port = plain.rpartition(":")
+    if plain.startswith("_"):
+        if HOST_NAME.fullmatch(plain):
+            return value
+    elif HOST_NAME.fullmatch(name) and is_port(port):
+        if not _is_address(ipaddress.IPv4Address, name):
+            return value
+        raise ValueError("an address needs no DNS: give it to the -hosts and -ports")
+    raise ValueError("not a DNS name: name:port for A and AAAA, _http._tcp.name for SRV")
+
+
+def _matches(pattern: re.Pattern[str], complaint: str) -> BeforeValidator:
+    def check(value: object) -> object:
+        if isinstance(value, str) and not pattern.fullmatch(value):
+            raise ValueError(complaint)
+        return value
+
+    return BeforeValidator(check)
+
+
+def _parse_pod_port(value: object) -> object:
+    text = str(value)
+    if not is_port(text) and not PORT_NAME.fullmatch(text):
+        raise ValueError("neither a port nor the name of one")
+    return text
+
+
+def _check_limits_store(value: object) -> object:
+    if value == "off":
+        raise ValueError("limits are counted somewhere: memory, or a Redis URL")
+    return value
+
+
+def _check_heartbeat(seconds: float) -> float:
+    if 0 < seconds < MIN_HEARTBEAT_S:
+        raise ValueError(f"at least {MIN_HEARTBEAT_S:g} seconds, or 0 for none")
+    return seconds
+
+
+def _parse_weights(value: object) -> object:
+    """A YAML file may also have a mapping."""
+    if isinstance(value, dict):
+        value = [f"{group}={weight}" for group, weight in value.items()]
+    return _parse_list(value)
+
+
+def _parse_weight(value: object) -> object:
+    text = str(value)
+    group, _, number = text.partition("=")
+    try:
+        weight = float(number) if number.isascii() and "_" not in number else -1.0
+    except ValueError:
+        weight = -1.0
+    if not GROUP_NAME.fullmatch(group) or not 0 <= weight <= MAX_GROUP_WEIGHT:
+        raise ValueError(f"not as in blue=9: a group, and a number from 0 to {MAX_GROUP_WEIGHT:g}")
+    return text
+
+
+def _parse_web_origin(value: object) -> object:
+    """Return the origin in lower case, as browsers send it."""
+    if not isinstance(value, str) or not (value == "*" or ORIGIN.fullmatch(value)):
+        raise ValueError("not an origin, as in https://chat.example or http://localhost:3000")
+    return value.lower()
+
+
+AsList = BeforeValidator(_parse_list)
+Lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
+Host = Annotated[str, BeforeValidator(_parse_host), Metavar("HOST")]
+EngineHost = Annotated[str, BeforeValidator(_parse_engine_host), Metavar("HOST")]
+Hosts = Annotated[tuple[EngineHost, ...], AsList]
+Port = Annotated[int, Field(ge=1, le=65535), Metavar("PORT")]
+Ports = Annotated[tuple[Port, ...], AsList]
+ListenPort = Annotated[int, Field(ge=0, le=65535), Metavar("PORT")]
+PodPort = Annotated[str, BeforeValidator(_parse_pod_port), Metavar("PORT")]
+DnsName = Annotated[str, BeforeValidator(_check_dns_name), Metavar("NAME")]
+DnsNames = Annotated[tuple[DnsName, ...], AsList]
+Origin = Annotated[str, BeforeValidator(_parse_web_origin), Metavar("ORIGIN")]
+Origins = Annotated[tuple[Origin, ...], AsList]
+Name = Annotated[
+    str, _matches(FIELD_NAME, "not the name of a header or of a field"), Metavar("NAME")
+]
+Names = Annotated[tuple[Name, ...], AsList]
+Selector = Annotated[
+    str,
+    _matches(LABEL_SELECTOR, "not a label selector, as in llm-d.ai/role=prefill,app=vllm"),
+    Metavar("SELECTOR"),
+]
+Namespace = Annotated[str, _matches(NAMESPACE, "not the name of a namespace"), Metavar("NAME")]
+Store = Annotated[
+    str,
+    _matches(
+        STORE_URL,
+        "not a store: memory, off, or redis://, rediss://, redis+cluster://, redis+sentinel://",
+    ),
+    Metavar("STORE"),
+]
+LimitsStore = Annotated[Store, BeforeValidator(_check_limits_store)]
+Share = Annotated[float, Field(ge=0, le=1), Metavar("SHARE")]
+Factor = Annotated[float, Field(ge=1), Metavar("FACTOR")]
+Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS), Metavar("SECONDS")]
+Delay = Annotated[float, Field(ge=0, le=MAX_SECONDS), Metavar("SECONDS")]
+Heartbeat = Annotated[Delay, AfterValidator(_check_heartbeat)]
+Count = Annotated[int, Field(ge=0)]
+PositiveCount = Annotated[int, Field(ge=1)]
+Weight = Annotated[str, BeforeValidator(_parse_weight), Metavar("GROUP=WEIGHT")]
+Weights = Annotated[tuple[Weight, ...], BeforeValidator(_parse_weights)]
+Policy = Annotated[
+    Literal["round_robin", "least_loaded", "power_of_two", "session", "prefix"], Lower
+]
