@@ -83,8 +83,8 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def is_movable(self) -> bool:
-        journal = None if self._answer is None else self._answer.journal
-        return journal is not None and journal.can_go_on
+        buffer = None if self._answer is None else self._answer.resume_buffer
+        return buffer is not None and buffer.can_resume
 
     def fail(self, error: UpstreamError) -> None:
         """Fails the answer that is running, if any, and ends the connection."""

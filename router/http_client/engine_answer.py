@@ -57,9 +57,9 @@ class Tap(Protocol):
     def passing(self, block: bytes, last: bool) -> bytes: ...
 
 
-class Journaled(Protocol):
+class Resumable(Protocol):
     @property
-    def can_go_on(self) -> bool: ...
+    def can_resume(self) -> bool: ...
 
 
 class Sink(Protocol):
@@ -70,16 +70,16 @@ class Sink(Protocol):
 
 class Answer:
     """Times are seconds of the monotonic clock. What its head says is filled in by the connection,
-    and `error` set where it has failed. `journal`: where it is written down what the reader has,
-    for another engine to go on with. `memory`: where its bytes are reserved while it is read whole,
-    None for an answer that is never refused. `reservation`: those bytes, once there are some.
-    `watch`: sees whole events of a stream before anything else, or what comes of a long answer, and
-    what it returns passes, unless it has set `error`."""
+    and `error` set where it has failed. `resume_buffer`: keeps what the reader has, for another
+    engine to go on with. `memory`: where its bytes are reserved while it is read whole, None for an
+    answer that is never refused. `reservation`: those bytes, once there are some. `watch`: sees
+    whole events of a stream before anything else, or what comes of a long answer, and what it
+    returns passes, unless it has set `error`."""
 
     __slots__ = ("_done", "_gate", "_held", "_held_size", "_idle", "_latest", "_recent", "_sink",
                  "_stalled", "_waiter", "_whole_limit", "_wire", "deadline", "deadlines", "error",
-                 "first_body_at", "headers", "is_event_stream", "journal", "length", "memory",
-                 "reservation", "status", "tap", "watch")  # fmt: skip
+                 "first_body_at", "headers", "is_event_stream", "length", "memory", "reservation",
+                 "resume_buffer", "status", "tap", "watch")  # fmt: skip
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Answer:
         self.first_body_at: float | None = None
         self.tap: Tap | None = None
         self.watch: Callable[[bytes], bytes] | None = None
-        self.journal: Journaled | None = None
+        self.resume_buffer: Resumable | None = None
         self.error: UpstreamError | None = None
         self.memory = memory
         self.reservation: Reservation | None = None

@@ -4,7 +4,7 @@ An engine may return status 200 with an error object (vLLM reports a failed gene
 like this), with the finish reason of an aborted answer, with a rejection that the router did not
 request, or with no content. `failure_of` decides whether JSON content is such a failure. Legs call
 it before the client has received anything, so that the router can retry on another engine.
-`StreamEnd` calls it for the rest of a stream.
+`StreamValidator` calls it for the rest of a stream.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class Long:
         return block
 
 
-class StreamEnd:
+class StreamValidator:
     """A Tap for a stream that cannot be resumed on another engine.
 
     It passes events until one reports a failure, and drops everything after that. `failure` is the

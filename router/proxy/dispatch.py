@@ -87,10 +87,12 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: Reading | None = 
             request.seat.leave()
         if isinstance(request.exchange, Beating):
             request.exchange.close()
-        if request.journal is not None:
+        if request.resume_buffer is not None:
             # Of the first leg, where the last one said nothing.
-            request.record.first_byte = request.record.first_byte or request.journal.first_byte
-            request.journal.close()
+            request.record.first_byte = (
+                request.record.first_byte or request.resume_buffer.first_byte
+            )
+            request.resume_buffer.close()
         for reservation in request.reservations or ():
             reservation.release()
         if request.stay is not None and gateway.door is not None:

@@ -83,7 +83,7 @@ class Gateway:
         self.admission = Admission(settings, fleet, metrics) if has_limits(settings) else None
         self.held = Held(settings.max_held_bodies)
         self.answers = AnswerMemory(settings.max_held_answers) if answers is None else answers
-        self.journals = Held(settings.max_resume_memory)
+        self.resume_memory = Held(settings.max_resume_memory)
         readers: list[Reader] = [metrics.by_model.take]
         if settings.access_log:
             readers.append(write_lines)
@@ -118,7 +118,7 @@ class Gateway:
         )
         self.held.limit = settings.max_held_bodies
         self.answers.limit = settings.max_held_answers
-        self.journals.limit = settings.max_resume_memory
+        self.resume_memory.limit = settings.max_resume_memory
         if self.admission is not None:
             self.admission.tune(settings)
         elif has_limits(settings):

@@ -20,7 +20,7 @@ from router.proxy.gateway import Gateway
 from router.proxy.leg_bodies import Halves
 from router.proxy.legs import LEG_ERRORS, REJECTED, Came, LegError, Legs
 from router.proxy.request import Request
-from router.proxy.resume_buffer import Journal
+from router.proxy.resume_buffer import ResumeBuffer
 
 # Seconds for the others once one is out: a look at a cache is quick, and an engine that is busy or
 # frozen holds no request up that a prefiller could have by now.
@@ -63,14 +63,14 @@ class Scatter:
         self._request = request
         self._gateway = gateway
         self._bodies: dict[Engine, Halves] = {}
-        self._journals: dict[Engine, Journal | None] = {}
+        self._buffers: dict[Engine, ResumeBuffer | None] = {}
         self._legs: dict[Engine, asyncio.Task[Came]] = {}
         self._winner: Engine | None = None
 
     def add(self, engine: Engine, body: Halves) -> None:
-        """Will be asked. The journal that its body asks it to fill is the request's if it wins."""
+        """Will be asked. The buffer that its body asks it to fill is the request's if it wins."""
         self._bodies[engine] = body
-        self._journals[engine], self._request.journal = self._request.journal, None
+        self._buffers[engine], self._request.resume_buffer = self._request.resume_buffer, None
 
     async def run(self, legs: Legs, fresh: bool, threshold: float) -> Ended:
         """Until the client has its answer, or nobody is left to wait for. Raises
@@ -94,7 +94,7 @@ class Scatter:
     def _accept(self, engine: Engine) -> None:
         """The first one: in the turn of the loop in which it says so the others end."""
         self._winner = engine
-        self._request.journal = self._journals[engine]
+        self._request.resume_buffer = self._buffers[engine]
         for other, leg in self._legs.items():
             if other is not engine:
                 leg.cancel()

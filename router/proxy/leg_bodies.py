@@ -16,7 +16,7 @@ from router.openai.errors import BadRequestError
 from router.openai.request_fields import MAX_COMPLETION_TOKENS, MIN_TOKENS
 from router.proxy.prefill_answer import Params
 from router.proxy.request import KV_PARAMS, THRESHOLD, Body
-from router.proxy.resume_buffer import Journal
+from router.proxy.resume_buffer import ResumeBuffer
 
 # What a prefiller needs to keep its blocks for a decoder (vLLM's NixlConnector).
 PREFILL_PARAMS = {
@@ -81,13 +81,13 @@ class Bodies:
         last_turn: Body | None = None,
         transfer_id: str = "",
         hands_over: bool = False,
-        journal: Journal | None = None,
+        buffer: ResumeBuffer | None = None,
     ) -> Halves:
         """`last_turn` are a decoder's params: the prefiller pulls from there what it need not
-        compute. `hands_over`: a decoder is to go on from the token that it samples. `journal`: of
+        compute. `hands_over`: a decoder is to go on from the token that it samples. `buffer`: of
         what was said, which it computes like the prompt."""
-        if journal is not None:
-            return self._with(self._going_on(journal))
+        if buffer is not None:
+            return self._with(self._going_on(buffer))
         fields = [ONE_TOKEN]
         if hands_over and self._own.get(MIN_TOKENS):
             fields.append(ONE_AT_LEAST)
@@ -103,13 +103,13 @@ class Bodies:
             fields.append(_field(KV_PARAMS, {**params, **named}))
         return self._with(fields)
 
-    def _going_on(self, journal: Journal) -> list[bytes]:
+    def _going_on(self, buffer: ResumeBuffer) -> list[bytes]:
         """What was said counts; one token more is sampled, and not used."""
-        most = journal.said + 1
+        most = buffer.num_tokens + 1
         fields = [b'"max_tokens":%d,"stream":false,%s' % (most, NO_THRESHOLD)]
         if MAX_COMPLETION_TOKENS in self._own:
             fields.append(b'"max_completion_tokens":%d' % most)
-        return [*fields, b'%s,"begun":%s}' % (KEEP_BLOCKS[:-1], journal.begun())]
+        return [*fields, b'%s,"begun":%s}' % (KEEP_BLOCKS[:-1], buffer.begun())]
 
     def decode(self, params: Params | None, threshold: float = 0.0, whole: bool = False) -> Halves:
         """Return the body of a decode leg. `threshold` is the share of the prompt that the decode

@@ -435,7 +435,7 @@ class Legs:
             is_form = bool(self._request.form)
             return passed_word(answer, is_form) if is_passed else word_of(answer)
         try:
-            return await first_word(answer, not is_passed, self._request.journal is None)
+            return await first_word(answer, not is_passed, self._request.resume_buffer is None)
         except UpstreamError:  # of an engine that has begun to answer: it has read its KV
             self._request.record.first_byte = answer.first_body_at
             raise

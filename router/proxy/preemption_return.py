@@ -1,7 +1,7 @@
 """Answers with status 200 that a decoder has ended for want of room, as it was asked to.
 
-Of a stream the journal has what was said. An answer that is not streamed is looked at before the
-client has any of it: it tells its tokens (`begun`), for another decoder to say all of them.
+Of a stream the resume buffer has what was said. An answer that is not streamed is looked at before
+the client has any of it: it tells its tokens (`begun`), for another decoder to say all of them.
 """
 
 from __future__ import annotations

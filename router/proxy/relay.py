@@ -38,13 +38,19 @@ from router.openai.answers import (
 )
 from router.openai.errors import EngineUnavailableError, PreemptedError
 from router.proxy import headers, stream_from_answer
-from router.proxy.answer_check import Long, StreamEnd, failure_midway, failure_of, is_broken_off
+from router.proxy.answer_check import (
+    Long,
+    StreamValidator,
+    failure_midway,
+    failure_of,
+    is_broken_off,
+)
 from router.proxy.exchange import Header
 from router.proxy.gateway import Gateway
 from router.proxy.prefill_answer import Prefilled
 from router.proxy.release import give_up_turn
 from router.proxy.request import KV_PARAMS, PASSED, SEVERAL, Request
-from router.proxy.resume_buffer import Journal
+from router.proxy.resume_buffer import ResumeBuffer
 from router.telemetry.token_usage import NEAR, usage_in
 
 logger = logging.getLogger("disagg_router.flows")
@@ -72,14 +78,14 @@ async def deliver(request: Request, gateway: Gateway, engine: Engine, answer: An
     else:
         request.event_stream = request.record.streamed = answer.is_event_stream
         idle = limits.stream_idle_timeout
-        journal = request.journal if answer.is_event_stream else None
-        ending: StreamEnd | None = None
-        if journal is not None:
-            _write_down(journal, gateway, None)
-            answer.tap = answer.journal = journal
+        buffer = request.resume_buffer if answer.is_event_stream else None
+        ending: StreamValidator | None = None
+        if buffer is not None:
+            _write_down(buffer, gateway, None)
+            answer.tap = answer.resume_buffer = buffer
         elif answer.is_event_stream:
             is_generation, is_several = request.alone != PASSED, _is_several(request)
-            ending = answer.tap = StreamEnd(engine.role, None, is_generation, is_several)
+            ending = answer.tap = StreamValidator(engine.role, None, is_generation, is_several)
         elif request.alone != PASSED:
             answer.watch = Long(answer).passing
         try:
@@ -90,9 +96,9 @@ async def deliver(request: Request, gateway: Gateway, engine: Engine, answer: An
             raise
         finally:
             request.record.usage = usage_in(answer.tail)
-        if journal is not None:
-            require_end(journal)
-            await exchange.finish(journal.last)
+        if buffer is not None:
+            require_end(buffer)
+            await exchange.finish(buffer.last)
         elif ending is not None:
             if ending.failure is not None:
                 raise ending.failure
@@ -165,14 +171,14 @@ async def _relay_turn(
 ) -> None:
     request.event_stream = request.record.streamed = True
     passed = headers.to_client(answer.headers, request.record.request_id)
-    journal = request.journal
+    buffer = request.resume_buffer
     tail = Tail(request.reserve(gateway.answers))
-    ending = answer.tap = StreamEnd(engine.role, tail, is_generation=True)
-    if journal is not None:
-        if isinstance(journal.inner, Tail):  # of what another decoder has begun
-            tail = journal.inner
-        _write_down(journal, gateway, tail)
-        answer.tap = answer.journal = journal
+    ending = answer.tap = StreamValidator(engine.role, tail, is_generation=True)
+    if buffer is not None:
+        if isinstance(buffer.inner, Tail):  # of what another decoder has begun
+            tail = buffer.inner
+        _write_down(buffer, gateway, tail)
+        answer.tap = answer.resume_buffer = buffer
     exchange, idle = request.exchange, gateway.limits.stream_idle_timeout
     try:
         await exchange.relay(answer.status, passed, answer, idle, request.latest)
@@ -184,8 +190,8 @@ async def _relay_turn(
         raise
     finally:
         request.record.usage = usage_in(tail.end)
-    if journal is not None:
-        require_end(journal)
+    if buffer is not None:
+        require_end(buffer)
     elif ending.failure is not None:
         raise ending.failure
     _note_stream(gateway, engine, tail.params is not None)
@@ -229,29 +235,29 @@ async def _keep(
 
 
 def note_first_byte(request: Request, answer: Answer) -> None:
-    record, journal = request.record, request.journal
+    record, buffer = request.record, request.resume_buffer
     record.stage, record.status, record.first_byte = "stream", answer.status, answer.first_body_at
-    if journal is not None:  # another may have begun
-        journal.first_byte = record.first_byte = journal.first_byte or answer.first_body_at
+    if buffer is not None:  # another may have begun
+        buffer.first_byte = record.first_byte = buffer.first_byte or answer.first_body_at
 
 
-def _write_down(journal: Journal, gateway: Gateway, inner: Tail | None) -> None:
+def _write_down(buffer: ResumeBuffer, gateway: Gateway, inner: Tail | None) -> None:
     """What passes from here on."""
-    journal.begin(inner)
-    cause, journal.moved_by = journal.moved_by, ""
+    buffer.start_leg(inner)
+    cause, buffer.resume_cause = buffer.resume_cause, ""
     if cause:
         gateway.metrics.resumes.add((cause, "gone_on"))
 
 
-def require_end(journal: Journal) -> None:
+def require_end(buffer: ResumeBuffer) -> None:
     """Raises PreemptedError, or another EngineError, for a stream that its engine has ended, not
     the answer."""
-    if journal.is_preempted:
+    if buffer.is_preempted:
         raise PreemptedError
-    _, failure = failure_midway(journal.error, DECODE)
+    _, failure = failure_midway(buffer.error, DECODE)
     if failure is not None:
         raise failure
-    if journal.is_cut:
+    if buffer.is_cut:
         raise EngineUnavailableError("the decode engine ended a stream before its end")
 
 

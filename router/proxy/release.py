@@ -52,8 +52,8 @@ def _was_read(request: Request, params: Params) -> bool:
     says before it has any KV. Where nobody counts, the prefiller knows."""
     if request.record.first_byte is None:
         return False
-    journal = request.journal
-    return not params.begins or (journal is not None and journal.said > 1)
+    buffer = request.resume_buffer
+    return not params.begins or (buffer is not None and buffer.num_tokens > 1)
 
 
 def _has_arrived(request: Request) -> bool:

@@ -27,7 +27,7 @@ from router.telemetry.record import Record
 
 if TYPE_CHECKING:
     from router.proxy.admission import Seat
-    from router.proxy.resume_buffer import Journal
+    from router.proxy.resume_buffer import ResumeBuffer
 
 Body = dict[str, Any]
 COMPLETIONS = "/v1/completions"
@@ -93,7 +93,7 @@ class Request(Thing):
     """Its place at engines, where these have limits."""
     stay: Stay | None = None
     """What it took of its caller's limits, where the caller has some."""
-    journal: Journal | None = None
+    resume_buffer: ResumeBuffer | None = None
     """Of a stream with which another decoder could go on."""
     is_several: bool = False
     """Answers: only decoders that read once for all of them may have it."""

@@ -1,7 +1,8 @@
 """An answer that begins in the middle, or moves: what each decoder is told of what another engine
 has made, what it is asked to tell so that another can go on, and what is left when nobody does.
 
-Who is asked next is for `run`; what the client has of a stream is written down in the `journal`.
+Who is asked next is for `run`; what the client has of a stream is written down in the
+`resume_buffer`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from router.proxy.leg_bodies import message_in
 from router.proxy.legs import LegError
 from router.proxy.prefill_answer import Params, with_field
 from router.proxy.request import AS_SENT, Request
-from router.proxy.resume_buffer import Journal
+from router.proxy.resume_buffer import ResumeBuffer
 
 
 class Moves:
@@ -33,10 +34,10 @@ class Moves:
         self.preempted: list[Engine] = []
 
     @property
-    def going_on(self) -> Journal | None:
+    def going_on(self) -> ResumeBuffer | None:
         """Where another engine is to go on with what was said."""
-        journal = self._request.journal
-        return journal if journal is not None and journal.moves else None
+        buffer = self._request.resume_buffer
+        return buffer if buffer is not None and buffer.num_resumes else None
 
     # The first token.
 
@@ -81,11 +82,11 @@ class Moves:
     ) -> tuple[Params | None, bool]:
         """And whether it was asked to hand back what it has no room for. `mate`: the prefiller
         whose params those are; `is_chance`: nothing is to come back."""
-        journal = self.going_on
+        buffer = self.going_on
         if params is not None and params.tells_tokens:
             params = params if self._is_meant(params, decoder, mate) else params.not_beginning()
-        if journal is not None:
-            params = with_field(params, b'"begun":' + journal.begun())
+        if buffer is not None:
+            params = with_field(params, b'"begun":' + buffer.begun())
         return self._asked_to_tell(params, decoder, is_chance)
 
     def _is_meant(self, params: Params, decoder: Engine, mate: Engine | None) -> bool:
@@ -97,17 +98,19 @@ class Moves:
     def _asked_to_tell(
         self, params: Params | None, decoder: Engine, is_chance: bool
     ) -> tuple[Params | None, bool]:
-        request, learned, journal = self._request, decoder.learned, self.going_on
-        may_move = journal is not None or self._may_move(decoder)
+        request, learned, buffer = self._request, decoder.learned, self.going_on
+        may_move = buffer is not None or self._may_move(decoder)
         is_stream = request.body.get("stream") is True and not request.exact
         if learned.tells_ids and may_move and is_stream:
-            params = self._journal(decoder, params).asking(params)
-        elif journal is None and request.journal is not None:
-            request.journal.close()
-            request.journal = None
+            params = self._buffer(decoder, params).asking_for_ids(params)
+        elif buffer is None and request.resume_buffer is not None:
+            request.resume_buffer.close()
+            request.resume_buffer = None
         if not learned.hands_back or request.alone in AS_SENT:
             return params, False
-        is_kept = not is_stream or (request.journal is not None and not request.journal.is_full)
+        is_kept = not is_stream or (
+            request.resume_buffer is not None and not request.resume_buffer.is_full
+        )
         may_come_back = may_move and is_kept and self.left > 0 and not is_chance
         asked = b"true" if may_come_back else b"false"
         return with_field(params, b'"hand_back":' + asked), may_come_back
@@ -118,20 +121,22 @@ class Moves:
         may_move = self._gateway.limits.max_resumes > 0 and not request.alone
         return may_move and decoder.learned.begins and may_be_handed(request.body)
 
-    def _journal(self, decoder: Engine, params: Params | None) -> Journal:
+    def _buffer(self, decoder: Engine, params: Params | None) -> ResumeBuffer:
         request = self._request
-        if request.journal is not None and self.going_on is None:
+        if request.resume_buffer is not None and self.going_on is None:
             # Of a leg that failed before the client had anything: this one may read ids otherwise.
-            request.journal.close()
-            request.journal = None
-        if request.journal is None:
-            request.journal = self._new_journal(decoder)
-        request.journal.know_prompt(params)
-        return request.journal
+            request.resume_buffer.close()
+            request.resume_buffer = None
+        if request.resume_buffer is None:
+            request.resume_buffer = self._new_buffer(decoder)
+        request.resume_buffer.keep_prompt(params)
+        return request.resume_buffer
 
-    def _new_journal(self, decoder: Engine) -> Journal:
+    def _new_buffer(self, decoder: Engine) -> ResumeBuffer:
         gateway = self._gateway
-        return Journal(gateway.journals, decoder.learned.renders, gateway.limits.max_resumes)
+        return ResumeBuffer(
+            gateway.resume_memory, decoder.learned.renders, gateway.limits.max_resumes
+        )
 
     # When a decoder could not go on.
 
@@ -139,22 +144,22 @@ class Moves:
         """With an answer of which the client has some. A move that is under way may take another
         prefiller, or none, however often it may move; and so may one for want of room, which is
         asked for so often and no more."""
-        journal = self._request.journal
+        buffer = self._request.resume_buffer
         if role is PREFILL and self.going_on is not None:
             return True
-        if journal is None or isinstance(
-            error, RejectedMidStreamError
-        ):  # it would be refused again
+        if buffer is None or isinstance(error, RejectedMidStreamError):  # refused again
             return False
         if isinstance(error, PreemptedError):
-            return journal.knows_all and self.left > 0
-        return journal.can_go_on
+            return buffer.is_complete and self.left > 0
+        return buffer.can_resume
 
     def note(self, error: LegError) -> None:
         """It moves. A stream's move is counted where it goes on."""
-        journal, started = self._request.journal, self._request.exchange.started
-        if journal is not None:
-            journal.move(error.kind if started else "", is_free=isinstance(error, PreemptedError))
+        buffer, started = self._request.resume_buffer, self._request.exchange.started
+        if buffer is not None:
+            buffer.note_resume(
+                error.kind if started else "", is_free=isinstance(error, PreemptedError)
+            )
         if not started:
             self._gateway.metrics.resumes.add((error.kind, "gone_on"))
 
@@ -164,33 +169,33 @@ class Moves:
         error.role = DECODE
         if request.exchange.started:
             return
-        journal = request.journal or self._new_journal(engine)
-        is_known = error.begun is not None and journal.take(error.begun)
-        request.journal = journal if is_known else None
+        buffer = request.resume_buffer or self._new_buffer(engine)
+        is_known = error.begun is not None and buffer.take_returned(error.begun)
+        request.resume_buffer = buffer if is_known else None
         if not is_known:
-            journal.close()
+            buffer.close()
 
     def starts_over(self) -> bool:
         """Where nobody goes on with an answer that nobody has seen, it begins anew, and stays."""
         request = self._request
-        if request.exchange.started or self.going_on is None or request.journal is None:
+        if request.exchange.started or self.going_on is None or request.resume_buffer is None:
             return False
-        request.journal.close()
-        request.journal, self.left = None, 0
+        request.resume_buffer.close()
+        request.resume_buffer, self.left = None, 0
         return True
 
     def why_not(self) -> str:
         """For the books, of a stream with which nobody goes on."""
-        journal = self._request.journal
-        if journal is None:
+        buffer = self._request.resume_buffer
+        if buffer is None:
             return "not_offered"
-        if journal.is_full:
+        if buffer.is_full:
             return "no_room"
-        return "given_up" if journal.moves or journal.can_go_on else "not_told"
+        return "given_up" if buffer.num_resumes or buffer.can_resume else "not_told"
 
 
-def can_go_on(engine: Engine, role: Role, journal: Journal) -> bool:
+def can_go_on(engine: Engine, role: Role, buffer: ResumeBuffer) -> bool:
     """With what another has begun to say."""
     learned = engine.learned
     tells = role is PREFILL or learned.tells_ids
-    return learned.begins and tells and read_alike(engine, journal.renders)
+    return learned.begins and tells and read_alike(engine, buffer.renders)

@@ -46,36 +46,36 @@ ID = re.compile(rb'^data: ?\{\s*"id"\s*:\s*("[^"\\]*")', re.MULTILINE)
 CREATED = re.compile(rb'"created"\s*:\s*\d+')
 END = b"\n\n"
 # Bytes behind a finish, which wait for the stream's end: a turn's params grow with its prompt.
-MOST_HELD = EVENT_LIMIT
+MAX_HELD_BYTES = EVENT_LIMIT
 
 
-class Room(Protocol):
-    """Bytes that all journals hold together."""
+class ByteBudget(Protocol):
+    """Bytes that all resume buffers hold together."""
 
     size: int
 
     def has_room(self, more: int) -> bool: ...
 
 
-class Journal:
+class ResumeBuffer:
     """A Tap before that of a turn, if there is one. It must be closed.
 
     `is_full`: it has not kept all. `is_cut`: the engine has ended the stream before the answer's
-    end, perhaps with the event `error`; `is_preempted`: for want of room. `moves`: how often
-    another engine was to go on; `moved_by`: why one is to, until it does. `last` is what the reader
-    of the stream says at its end, as of every Tap.
+    end, perhaps with the event `error`; `is_preempted`: for want of room. `num_resumes`: how often
+    another engine was to go on; `resume_cause`: why one is to, until it does. `last` is what the
+    reader of the stream says at its end, as of every Tap.
     """
 
-    __slots__ = ("_created", "_held", "_id", "_most_moves", "_output", "_prompt",
-                 "_renamings", "_room", "_unspoken", "error", "first_byte", "inner", "is_cut",
-                 "is_full", "is_preempted", "last", "moved_by", "moves", "renders")  # fmt: skip
+    __slots__ = ("_created", "_held", "_id", "_max_resumes", "_output", "_prompt", "_renamings",
+                 "_room", "_unspoken", "error", "first_byte", "inner", "is_cut", "is_full",
+                 "is_preempted", "last", "num_resumes", "renders", "resume_cause")  # fmt: skip
 
-    def __init__(self, room: Room, renders: Mapping[str, str], most_moves: int) -> None:
+    def __init__(self, room: ByteBudget, renders: Mapping[str, str], max_resumes: int) -> None:
         self.renders = renders
-        self._most_moves = most_moves
+        self._max_resumes = max_resumes
         self.is_cut = self.is_preempted = False
         self.error = b""
-        self.moves, self.moved_by = 0, ""
+        self.num_resumes, self.resume_cause = 0, ""
         self.last = b""
         self.first_byte: float | None = None
         # Ids, in base64.
@@ -91,26 +91,26 @@ class Journal:
         self._renamings: list[tuple[bytes, bytes]] | None = None
 
     @property
-    def said(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens that the client has."""
         return len(self._output) // TOKEN_ID_CHARS
 
     @property
-    def can_go_on(self) -> bool:
+    def can_resume(self) -> bool:
         """Whether another engine may be asked, could be told all that it needs, and there is
         something left."""
-        return self.knows_all and self.moves < self._most_moves
+        return self.is_complete and self.num_resumes < self._max_resumes
 
     @property
-    def knows_all(self) -> bool:
+    def is_complete(self) -> bool:
         return bool(self._prompt and self._output) and not self.is_full and not self.last
 
-    def move(self, kind: str, is_free: bool) -> None:
+    def note_resume(self, kind: str, is_free: bool) -> None:
         """Another engine is to go on, for that reason. `is_free`: no matter how often it may."""
-        self.moves, self.moved_by = self.moves + 1, kind
-        self._most_moves += is_free
+        self.num_resumes, self.resume_cause = self.num_resumes + 1, kind
+        self._max_resumes += is_free
 
-    def take(self, begun: GeneratedTokens) -> bool:
+    def take_returned(self, begun: GeneratedTokens) -> bool:
         """What was said of an answer that no client has, instead of what was known. False: there is
         no room for it."""
         self._room.size -= self._size
@@ -128,18 +128,18 @@ class Journal:
         ids = b'"prompt_token_ids":"%s","output_token_ids":"%s"' % (self._prompt, self._output)
         if self._unspoken is not None:
             return b"{%s%s}" % (ids, self._unspoken)
-        return b'{%s,"spoken":%d}' % (ids, self.said)
+        return b'{%s,"spoken":%d}' % (ids, self.num_tokens)
 
-    def know_prompt(self, params: Params | None) -> None:
+    def keep_prompt(self, params: Params | None) -> None:
         found = None if params is None else PROMPT_IDS.search(params.raw)
         if found is not None:
             self._keep_prompt(found[1])
 
-    def asking(self, params: Params | None) -> Params:
+    def asking_for_ids(self, params: Params | None) -> Params:
         """A decoder's params, which is to tell what it says."""
         return with_field(params, b'"tell_token_ids":' + (OUTPUT if self._prompt else ALL))
 
-    def begin(self, inner: Tap | None) -> None:
+    def start_leg(self, inner: Tap | None) -> None:
         """Another answer passes from here on."""
         self.inner = inner
         self._let_go()
@@ -200,7 +200,7 @@ class Journal:
             return passes, False
         self._held += block
         self._room.size += len(block)
-        if len(self._held) > MOST_HELD or not self._room.has_room(0):
+        if len(self._held) > MAX_HELD_BYTES or not self._room.has_room(0):
             self.is_full = True
         elif not last:
             return passes, False
@@ -209,7 +209,7 @@ class Journal:
         held = self._let_go()
         if REFUSED.search(held) is not None:
             # Whoever has said nothing, and does not say that it was preempted, refuses to begin.
-            is_said = self.said > 0 or passes.find(MARK) >= 0
+            is_said = self.num_tokens > 0 or passes.find(MARK) >= 0
             self.is_preempted = is_said or BACK.search(held) is not None
             if self.is_preempted:
                 return passes, True

@@ -50,7 +50,7 @@ from router.proxy.push import PUSHES, Push, push_of
 from router.proxy.relay import deliver_prefilled
 from router.proxy.request import PASSED, Body, Request
 from router.proxy.resume import Moves, can_go_on
-from router.proxy.resume_buffer import Journal
+from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.retry_rules import RULES, Next, next_of
 from router.proxy.traced_legs import legs_of
 from router.proxy.turn_reuse import USED_UP, Offer
@@ -229,17 +229,17 @@ class Run:
         while True:
             if len(self._suspects) >= MOST_DEATHS:
                 await require_few(self._suspects)
-            journal = self._going_on
+            buffer = self._going_on
             engine = self._prefiller()
             if engine is None:
                 if self._has_moved():
                     continue
-                if journal is None:
+                if buffer is None:
                     self._require_short()
                 return None
             offered = None if self._plan.reuse is None else self._offer_at(engine)
             hands_over = engine.learned.hands_over and self._hands_over(engine)
-            body = self._bodies.prefill(offered, "", hands_over, journal)
+            body = self._bodies.prefill(offered, "", hands_over, buffer)
             try:
                 is_offered = offered is not None
                 prefilled = await self._legs.prefill(
@@ -459,9 +459,9 @@ class Run:
         known = (*order, *self._gateway.others(self._request, route, role))
         fit = [one for one in known if one.is_wanted and one.role.plays(role)]
         able = [one for one in fit if one not in self._failed]
-        journal = self._going_on
-        if journal is not None:
-            able = [one for one in able if can_go_on(one, role, journal)]
+        buffer = self._going_on
+        if buffer is not None:
+            able = [one for one in able if can_go_on(one, role, buffer)]
         return sorted(able, key=self._unloaded.count) if self._unloaded else able
 
     def _paired(self, able: list[Engine], mate: Engine | None) -> list[Engine]:
@@ -530,7 +530,7 @@ class Run:
         return self._moves
 
     @property
-    def _going_on(self) -> Journal | None:
+    def _going_on(self) -> ResumeBuffer | None:
         """Where another engine is to go on with what was said."""
         return None if self._moves is None else self._moves.going_on
 

@@ -12,10 +12,10 @@ import pytest
 from engine_ext.base.begun import packed, told, unpacked
 from router.fleet import probes
 from router.http_client.sse import EVENT_LIMIT
-from router.proxy import resume_buffer as journal_module
+from router.proxy import resume_buffer as resume_module
 from router.proxy.admission import Held
 from router.proxy.prefill_answer import Params
-from router.proxy.resume_buffer import Journal
+from router.proxy.resume_buffer import ResumeBuffer
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (
@@ -196,7 +196,7 @@ async def test_another_decoder_goes_on(
     kind = {"frozen": "timeout", **broken}.get(how)
     assert router.metric("resumes_total", kind=kind or "status_5xx", outcome="gone_on") == 1
     assert router.metric("requests_total", **_ended(router)) == 1
-    assert router.gateway.journals.size == 0
+    assert router.gateway.resume_memory.size == 0
 
 
 async def test_a_request_that_is_wrong_is_refused_once(
@@ -330,7 +330,7 @@ async def test_again_and_again_but_not_for_ever(
         outcomes = {"kind": "broken_answer"}
         assert router.metric("resumes_total", outcome="gone_on", **outcomes) == 4
         assert router.metric("resumes_total", outcome="given_up", **outcomes) == 1
-        assert router.gateway.journals.size == 0
+        assert router.gateway.resume_memory.size == 0
 
 
 async def test_only_who_goes_on_is_counted(
@@ -419,7 +419,7 @@ async def test_streams_of_a_decoder_that_is_taken_away_move(
     router = await start()
     d.scripts = d2.scripts = [dies_after(2, "frozen")]
     asking = asyncio.create_task(router.stream())
-    await eventually(lambda: router.gateway.journals.size > 4 * len(PROMPT) + 4)
+    await eventually(lambda: router.gateway.resume_memory.size > 4 * len(PROMPT) + 4)
     first = next(one for one in (d, d2) if legs(one))
     router.gateway.fleet.remove(router.engine(first).name)
     assert texts_of((await asking).text) == WORDS
@@ -434,7 +434,7 @@ async def test_a_decoder_that_has_left_and_says_nothing_loses_its_streams_soon(
     router = await start()
     d.scripts = d2.scripts = [dies_after(2, "frozen")]
     asking = asyncio.create_task(router.stream())
-    await eventually(lambda: router.gateway.journals.size > 4 * len(PROMPT) + 4)
+    await eventually(lambda: router.gateway.resume_memory.size > 4 * len(PROMPT) + 4)
     first = next(one for one in (d, d2) if legs(one))
     assert first._server is not None
     first._server.close()
@@ -484,7 +484,7 @@ async def test_where_nobody_can_go_on_the_stream_ends_with_an_error(
         answer = await router.stream()
         assert error_in(answer.text)["code"] == 502
         assert answer.text.count('"text"') == 2
-        assert router.gateway.journals.size == 0
+        assert router.gateway.resume_memory.size == 0
 
 
 @pytest.mark.parametrize("fields", [{"n": 2}, {"suffix": "x"}, {"stream": False}])
@@ -506,8 +506,8 @@ async def test_a_client_that_leaves_leaves_nothing(
     async with router.socket() as client:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         await client.send(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-        await eventually(lambda: router.gateway.journals.size > 0)
-    await eventually(lambda: router.gateway.journals.size == 0)
+        await eventually(lambda: router.gateway.resume_memory.size > 0)
+    await eventually(lambda: router.gateway.resume_memory.size == 0)
     assert (await router.stream()).status_code == 200
 
 
@@ -527,10 +527,10 @@ async def test_many_at_once_are_each_their_own(
     answers = await asyncio.gather(*(router.stream() for _ in range(30)))
     assert all(texts_of(answer.text) == WORDS for answer in answers)
     assert not left
-    assert router.gateway.journals.size == 0
+    assert router.gateway.resume_memory.size == 0
 
 
-# The journal by itself.
+# The resume buffer by itself.
 
 
 def event(text: bytes, ids: str = "") -> bytes:
@@ -544,76 +544,74 @@ FINISH = b'data: {"id":"a","created":1,"finish_reason":"stop"}\n\n'
 @pytest.mark.parametrize("size", [1, 2, 3, 1000])
 def test_however_it_is_cut_into_blocks(size: int) -> None:
     """Blocks are whole events, some at once."""
-    journal = Journal(Held(0), {}, 2)
+    buffer = ResumeBuffer(Held(0), {}, 2)
     events = [event(b"x", "AQAA"), event(b"y", "AgAAAwAA"), event(b"z"), FINISH + DONE]
-    journal.begin(None)
+    buffer.start_leg(None)
     passed = b""
     for at in range(0, 4, size):
-        passed += journal.passing(b"".join(events[at : at + size]), at + size >= 4)
-    assert passed + journal.last == event(b"x") + event(b"y") + event(b"z") + FINISH + DONE
-    assert journal.said == 3
-    assert not journal.is_cut
+        passed += buffer.passing(b"".join(events[at : at + size]), at + size >= 4)
+    assert passed + buffer.last == event(b"x") + event(b"y") + event(b"z") + FINISH + DONE
+    assert buffer.num_tokens == 3
+    assert not buffer.is_cut
 
 
 def test_a_finish_waits_for_the_end() -> None:
-    journal = Journal(Held(0), {}, 2)
-    journal.begin(None)
-    assert journal.passing(event(b"x", "AQAA") + FINISH, False) == event(b"x")
-    assert journal.passing(DONE, False) == b""
-    assert journal.passing(b"", True) == b""
-    assert journal.last == FINISH + DONE
-    assert not journal.can_go_on
+    buffer = ResumeBuffer(Held(0), {}, 2)
+    buffer.start_leg(None)
+    assert buffer.passing(event(b"x", "AQAA") + FINISH, False) == event(b"x")
+    assert buffer.passing(DONE, False) == b""
+    assert buffer.passing(b"", True) == b""
+    assert buffer.last == FINISH + DONE
+    assert not buffer.can_resume
 
 
 def test_what_waits_behind_a_finish_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_module, "MOST_HELD", 1000)
-    journal = Journal(Held(0), {}, 2)
-    journal.begin(None)
+    monkeypatch.setattr(resume_module, "MAX_HELD_BYTES", 1000)
+    buffer = ResumeBuffer(Held(0), {}, 2)
+    buffer.start_leg(None)
     more = event(b"x" * 600)
-    assert journal.passing(event(b"y", "AQAA") + FINISH + more, False) == event(b"y")
-    assert journal.passing(more, False) == FINISH + more + more
-    assert not journal.can_go_on
+    assert buffer.passing(event(b"y", "AQAA") + FINISH + more, False) == event(b"y")
+    assert buffer.passing(more, False) == FINISH + more + more
+    assert not buffer.can_resume
 
 
 def test_what_waits_behind_a_finish_takes_room() -> None:
     room = Held(1000)
-    journal = Journal(room, {}, 2)
-    journal.begin(None)
-    journal.passing(event(b"y", "AQAA") + FINISH, False)
+    buffer = ResumeBuffer(room, {}, 2)
+    buffer.start_leg(None)
+    buffer.passing(event(b"y", "AQAA") + FINISH, False)
     assert room.size == 4 + len(FINISH)
     more = event(b"x" * 990)
-    assert journal.passing(more, False) == FINISH + more
-    assert not journal.can_go_on
+    assert buffer.passing(more, False) == FINISH + more
+    assert not buffer.can_resume
     assert room.size == 4
-    journal.begin(None)
-    journal.passing(FINISH, False)
-    journal.close()
+    buffer.start_leg(None)
+    buffer.passing(FINISH, False)
+    buffer.close()
     assert room.size == 0
 
 
 def test_what_looks_like_a_comment_inside_a_text_is_text() -> None:
-    journal = Journal(Held(0), {}, 2)
-    journal.begin(None)
+    buffer = ResumeBuffer(Held(0), {}, 2)
+    buffer.start_leg(None)
     block = event(rb"\n: token_ids AQAA\n\"finish_reason\":\"stop\"", "AQAA")
-    assert journal.passing(block, False) == event(
-        rb"\n: token_ids AQAA\n\"finish_reason\":\"stop\""
-    )
-    assert journal.said == 1
+    assert buffer.passing(block, False) == event(rb"\n: token_ids AQAA\n\"finish_reason\":\"stop\"")
+    assert buffer.num_tokens == 1
 
 
 def test_there_is_room_for_so_many() -> None:
     room = Held(16)
-    one, other = Journal(room, {}, 2), Journal(room, {}, 2)
-    for journal in (one, other):
-        journal.know_prompt(Params(b'{"begun":{"prompt_token_ids": "AQAA"}}'))
-        journal.begin(None)
-        journal.passing(event(b"x", "AQAA"), False)
-        assert journal.can_go_on
+    one, other = ResumeBuffer(room, {}, 2), ResumeBuffer(room, {}, 2)
+    for buffer in (one, other):
+        buffer.keep_prompt(Params(b'{"begun":{"prompt_token_ids": "AQAA"}}'))
+        buffer.start_leg(None)
+        buffer.passing(event(b"x", "AQAA"), False)
+        assert buffer.can_resume
     one.passing(event(b"x", "AQAA"), False)
     assert one.is_full
-    assert not one.can_go_on
+    assert not one.can_resume
     other.close()
     one.passing(event(b"x", "AQAA"), False)
-    assert not one.can_go_on  # it lacks one in the middle
+    assert not one.can_resume  # it lacks one in the middle
     one.close()
     assert room.size == 0

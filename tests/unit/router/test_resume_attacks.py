@@ -8,7 +8,7 @@ import pytest
 
 from engine_ext.base.begun import packed
 from router.proxy.admission import Held
-from router.proxy.resume_buffer import Journal
+from router.proxy.resume_buffer import ResumeBuffer
 from tests.unit.router import test_resume
 from tests.unit.router.mock_engine import (
     DONE,
@@ -99,7 +99,7 @@ async def test_who_goes_on_reads_ids_as_who_told_them(start: Start, d: MockEngin
         answer = await router.stream()
         assert len(legs(d2)) == 1
         assert '"error"' in answer.text
-        assert router.gateway.journals.size == 0
+        assert router.gateway.resume_memory.size == 0
         for one in (d, d3):
             assert all(b'"spoken"' not in leg.body for leg in legs(one))
 
@@ -113,25 +113,25 @@ def test_what_came_with_an_early_end_is_seen_by_the_next_tap() -> None:
             self.text += block
             return block
 
-    seen, journal = Seen(), Journal(Held(0), {}, 2)
-    journal.begin(seen)
+    seen, buffer = Seen(), ResumeBuffer(Held(0), {}, 2)
+    buffer.start_leg(seen)
     error = b'data: {"error": {"message": "no"}}\n\n'
-    assert journal.passing(event(b"x", "AQAA") + error, False) == event(b"x")
-    assert journal.is_cut
+    assert buffer.passing(event(b"x", "AQAA") + error, False) == event(b"x")
+    assert buffer.is_cut
     assert seen.text == event(b"x")
 
 
 @pytest.mark.parametrize("ids", ["AQA", "!!!!", ""])
 def test_ids_that_are_none_are_no_ids(ids: str) -> None:
     """What was not told is said twice, so nobody may go on."""
-    journal = Journal(Held(0), {}, 2)
-    journal.begin(None)
+    buffer = ResumeBuffer(Held(0), {}, 2)
+    buffer.start_leg(None)
     first = b": prompt_token_ids AQAA\n" + event(b"w", "AQAA")
-    journal.passing(first, False)
-    assert journal.can_go_on
-    passed = journal.passing(b": token_ids %s\n" % ids.encode() + event(b"x"), False)
+    buffer.passing(first, False)
+    assert buffer.can_resume
+    passed = buffer.passing(b": token_ids %s\n" % ids.encode() + event(b"x"), False)
     assert passed == event(b"x")
-    assert journal.can_go_on is (ids == "")
+    assert buffer.can_resume is (ids == "")
 
 
 async def test_a_long_prompt_is_told(start: Start, d: MockEngine, d2: MockEngine) -> None:

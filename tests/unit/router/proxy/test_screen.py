@@ -10,7 +10,7 @@ import pytest
 from router.fleet.engine_spec import DECODE
 from router.http_client.deadlines import Deadlines, now
 from router.http_client.engine_answer import HIGH_WATER, Answer
-from router.proxy.answer_check import StreamEnd, failure_of, first_word
+from router.proxy.answer_check import StreamValidator, failure_of, first_word
 from tests.unit.router.mock_engine import event
 from tests.unit.router.proxy.test_stopped_engines import CHAT_END, ROLE, TEXT_END, said
 
@@ -112,7 +112,7 @@ def test_nothing_passes_from_a_failure_on(failed: bytes, boundary: bytes) -> Non
     whole = TEXT + event("and") + failed + event("more") + b"data: [DONE]\n\n"
     events = [one + b"\n\n" for one in whole.split(b"\n\n")[:-1]]
     for cut in range(len(events)):
-        ending = StreamEnd(DECODE, None, is_generation=True)
+        ending = StreamValidator(DECODE, None, is_generation=True)
         blocks = [b"".join(events[:cut]), b"".join(events[cut:])]
         blocks = [block.replace(b"\n", boundary) for block in blocks]
         passed = b"".join(
@@ -138,7 +138,7 @@ def test_nothing_passes_from_a_failure_on(failed: bytes, boundary: bytes) -> Non
     ],
 )
 def test_a_stream_has_an_end(events: bytes, is_whole: bool) -> None:
-    ending = StreamEnd(DECODE, None, is_generation=True)
+    ending = StreamValidator(DECODE, None, is_generation=True)
     passed = ending.passing(events, True)
     assert (ending.failure is None) == is_whole
     assert (ending.last if is_whole else passed) == (events if is_whole else TEXT)
@@ -164,7 +164,7 @@ def test_nothing_that_is_cut_passes_behind_a_finish(
     end: bytes, is_several: bool, passes: bytes
 ) -> None:
     """And of several answers one may have its finish long before the others."""
-    ending = StreamEnd(DECODE, None, True, is_several)
+    ending = StreamValidator(DECODE, None, True, is_several)
     passed = ending.passing(TEXT + STOP, False) + ending.passing(end, True) + ending.last
     assert passed == TEXT + STOP + passes
     assert (ending.failure is None) == (passes == end and (not is_several or b"DONE" in end))

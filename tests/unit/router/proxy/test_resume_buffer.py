@@ -1,26 +1,26 @@
-"""What a journal keeps of a stream, and what it lets pass."""
+"""What a resume buffer keeps of a stream, and what it lets pass."""
 
 from __future__ import annotations
 
 import pytest
 
 from router.proxy.admission import Held
-from router.proxy.resume_buffer import Journal
+from router.proxy.resume_buffer import ResumeBuffer
 
 FIRST = b': prompt_token_ids AAAA\n: token_ids BBBB\ndata: {"id":"a","created":1,"x":"Hel"}\n\n'
 NEXT = b': token_ids CCCC\ndata: {"id":"a","created":1,"x":"lo"}\n\n'
 PLAIN = b'data: {"id":"a","created":1,"x":"lo"}\n\n'
 
 
-def after_first() -> Journal:
-    journal = Journal(Held(0), {}, 2)
-    journal.begin(None)
-    assert journal.passing(FIRST, False) == b'data: {"id":"a","created":1,"x":"Hel"}\n\n'
-    return journal
+def after_first() -> ResumeBuffer:
+    buffer = ResumeBuffer(Held(0), {}, 2)
+    buffer.start_leg(None)
+    assert buffer.passing(FIRST, False) == b'data: {"id":"a","created":1,"x":"Hel"}\n\n'
+    return buffer
 
 
-def output_of(journal: Journal) -> bytes:
-    return journal.begun().partition(b'"output_token_ids":"')[2].partition(b'"')[0]
+def output_of(buffer: ResumeBuffer) -> bytes:
+    return buffer.begun().partition(b'"output_token_ids":"')[2].partition(b'"')[0]
 
 
 @pytest.mark.parametrize(
@@ -35,24 +35,24 @@ def output_of(journal: Journal) -> bytes:
     ],
 )  # fmt: skip
 def test_ids_are_kept_and_not_passed_on(block: bytes, passes: bytes, output: bytes) -> None:
-    journal = after_first()
-    assert journal.passing(block, False) == passes
-    assert output_of(journal) == output
-    assert journal.can_go_on
+    buffer = after_first()
+    assert buffer.passing(block, False) == passes
+    assert output_of(buffer) == output
+    assert buffer.can_resume
 
 
 def test_text_that_looks_like_a_comment_passes() -> None:
-    journal, said = after_first(), PLAIN.replace(b"lo", b": token_ids EEEE")
-    assert journal.passing(b": token_ids CCCC\n" + said, False) == said
-    assert output_of(journal) == b"BBBBCCCC"
+    buffer, said = after_first(), PLAIN.replace(b"lo", b": token_ids EEEE")
+    assert buffer.passing(b": token_ids CCCC\n" + said, False) == said
+    assert output_of(buffer) == b"BBBBCCCC"
 
 
 @pytest.mark.parametrize("ids", [b"CCC", b"CCCCC", b"CC=C", b"CC C"])
 def test_who_tells_nonsense_is_not_followed(ids: bytes) -> None:
-    journal = after_first()
-    assert journal.passing(NEXT.replace(b"CCCC", ids), False) == PLAIN
-    assert journal.is_full
-    assert not journal.can_go_on
+    buffer = after_first()
+    assert buffer.passing(NEXT.replace(b"CCCC", ids), False) == PLAIN
+    assert buffer.is_full
+    assert not buffer.can_resume
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,10 @@ def test_who_tells_nonsense_is_not_followed(ids: bytes) -> None:
     ],
 )
 def test_from_its_end_on_a_stream_waits(end: bytes) -> None:
-    journal = after_first()
-    assert journal.passing(NEXT + end, False) == PLAIN
-    assert output_of(journal) == b"BBBBCCCC"
-    assert journal.passing(end, False) == b""
+    buffer = after_first()
+    assert buffer.passing(NEXT + end, False) == PLAIN
+    assert output_of(buffer) == b"BBBBCCCC"
+    assert buffer.passing(end, False) == b""
 
 
 @pytest.mark.parametrize(
@@ -82,17 +82,17 @@ def test_from_its_end_on_a_stream_waits(end: bytes) -> None:
 @pytest.mark.parametrize("is_last", [True, False])
 def test_nothing_of_an_end_that_is_none_passes(end: bytes, is_last: bool) -> None:
     """Whoever goes on with the answer says another end of it."""
-    journal = after_first()
-    passed = journal.passing(PLAIN + end, is_last)
+    buffer = after_first()
+    passed = buffer.passing(PLAIN + end, is_last)
     if not is_last:
-        passed += journal.passing(b"", True)
+        passed += buffer.passing(b"", True)
     assert passed == PLAIN
-    assert journal.is_cut
+    assert buffer.is_cut
 
 
 @pytest.mark.parametrize("before", [b"", b": token_ids CCCC\n", NEXT])
 def test_an_error_cuts_the_stream(before: bytes) -> None:
-    journal = after_first()
+    buffer = after_first()
     passes = PLAIN if before == NEXT else b""
-    assert journal.passing(before + b'data: {"error": {"message": "x"}}\n\n', False) == passes
-    assert journal.is_cut
+    assert buffer.passing(before + b'data: {"error": {"message": "x"}}\n\n', False) == passes
+    assert buffer.is_cut
