@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record
 from router.telemetry.token_usage import tokens_of
-from router.ui.live_requests import Look, Watch
-from router.ui.request_view import Origin, seen
+from router.ui.live_requests import LiveRequests, RequestFeed
+from router.ui.request_view import Origin, view_request
 
 REQUESTS, BATCH, ROUNDS = 20_000, 256, 5
 USAGE = (
@@ -29,13 +29,15 @@ def main() -> None:
         tokens_of(record)  # the access line reads them anyway
     metrics = Metrics()
     metrics.by_model.known = lambda: ("m",)
-    watch = Watch()
-    watch.looks.append(look := Look())
+    watch = LiveRequests()
+    watch.looks.append(look := RequestFeed())
     origin = Origin("1", 0.0)
     show("counted as it ends", lambda: _finish(metrics, records))
     show("counted by model, in batches", lambda: _in_batches(metrics, records))
     show("noted for who looks", lambda: _note(watch, records))
-    show("made ready to be told", lambda: [seen(one, origin).model_dump() for one in records])
+    show(
+        "made ready to be told", lambda: [view_request(one, origin).model_dump() for one in records]
+    )
     taken = best(lambda: [metrics.exposition() for _ in range(20)]) / 20
     size = len(metrics.exposition()) / 1000
     print(f"/metrics read once: {taken * 1000:.1f} ms, {size:.0f} kB")
@@ -61,7 +63,7 @@ def _finish(metrics: Metrics, records: list[Record]) -> None:
         metrics.finish(record)
 
 
-def _note(watch: Watch, records: list[Record]) -> None:
+def _note(watch: LiveRequests, records: list[Record]) -> None:
     for record in records:
         watch.opened(record)
         watch.closed(record)

@@ -16,11 +16,11 @@ MOST_BYTES = 64 * 1024
 PATIENCE = 10.0
 
 
-class TooLargeError(Exception):
+class AdminBodyTooLargeError(Exception):
     pass
 
 
-class Gate:
+class AdminGate:
     """Before an ASGI application. `token` is what callers have to show now; None: nothing, which is
     for loopback alone."""
 
@@ -36,7 +36,7 @@ class Gate:
             try:
                 async with asyncio.timeout(PATIENCE):
                     body = await _body(scope["headers"], receive)
-            except TooLargeError:
+            except AdminBodyTooLargeError:
                 text = f"the body is larger than {MOST_BYTES} bytes"
                 refusal = _refusal(413, "RequestEntityTooLargeError", text)
             except TimeoutError:
@@ -66,10 +66,10 @@ def _refusal(status: int, kind: str, text: str, headers: dict[str, str] | None =
 
 
 async def _body(headers: Headers, receive: Receive) -> bytes | None:
-    """None where the client has left. Raises TooLargeError."""
+    """None where the client has left. Raises AdminBodyTooLargeError."""
     announced = dict(headers).get(b"content-length", b"0")
     if not announced.isdigit() or len(announced) > 18 or int(announced) > MOST_BYTES:
-        raise TooLargeError
+        raise AdminBodyTooLargeError
     body = bytearray()
     while True:
         message = await receive()
@@ -77,7 +77,7 @@ async def _body(headers: Headers, receive: Receive) -> bytes | None:
             return None
         body += message.get("body", b"")
         if len(body) > MOST_BYTES:
-            raise TooLargeError
+            raise AdminBodyTooLargeError
         if not message.get("more_body", False):
             return bytes(body)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from router.admin.desired_state import RELOADABLE, TUNABLE, State, Tunables, changed
+from router.admin.desired_state import RELOADABLE, TUNABLE, DesiredState, Tunables, changed
 from router.auth.keyring import Keyring
 from router.fleet.engine_spec import Intent
 from router.fleet.overrides import SOURCE, Overlay
@@ -30,13 +30,13 @@ PATIENCE = 5.0
 LOOK = 1.0
 
 
-class Processes(Protocol):
-    async def tell(self, state: State) -> Sequence[View | None]:
+class WorkerProcesses(Protocol):
+    async def tell(self, state: DesiredState) -> Sequence[View | None]:
         """What each process sees when it has taken over the state; None for one that does not
         answer in time, and will be told when it does."""
 
 
-class RefusedError(Exception):
+class AdminRequestError(Exception):
     """What was asked for cannot be done; the message says why."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -44,7 +44,7 @@ class RefusedError(Exception):
         self.status = status
 
 
-class Seen(NamedTuple):
+class EngineListing(NamedTuple):
     engines: list[EngineView]
     answered: int
     known: int
@@ -61,7 +61,7 @@ class Control:
     """`settings` as they were loaded, `read_again` loads them anew. Raises SettingsError."""
 
     def __init__(
-        self, settings: Settings, processes: Processes, read_again: Callable[[], Settings]
+        self, settings: Settings, processes: WorkerProcesses, read_again: Callable[[], Settings]
     ) -> None:
         self._started = settings
         self._processes = processes
@@ -71,7 +71,7 @@ class Control:
         self._reading: asyncio.Task[Settings] | None = None
         self._reloads: set[asyncio.Task[None]] = set()
         self.token = settings.admin_secret()
-        self.state = State(Tunables.of(settings))
+        self.state = DesiredState(Tunables.of(settings))
 
     async def run(self) -> None:
         """Forgets the drains of engines that are gone; ends only when it is cancelled."""
@@ -84,34 +84,36 @@ class Control:
 
     # Questions.
 
-    async def engines(self) -> Seen:
+    async def engines(self) -> EngineListing:
         views = await self._processes.tell(self.state)
-        return Seen(engines_of(views), sum(view is not None for view in views), len(views))
+        return EngineListing(engines_of(views), sum(view is not None for view in views), len(views))
 
     async def engine(self, name: str) -> EngineView:
-        """Raises RefusedError."""
+        """Raises AdminRequestError."""
         return _find(name, (await self.engines()).engines)
 
     async def groups(self) -> list[GroupView]:
         return groups_of(await self._processes.tell(self.state))
 
-    # Commands. Each raises RefusedError.
+    # Commands. Each raises AdminRequestError.
 
     async def add(self, entry: object) -> EngineView:
         """`entry` as in the engines file."""
         try:
             spec, intent = (listed := listed_in(entry)).spec, listed.intent
         except SourceError as error:
-            raise RefusedError(400, str(error)) from None
+            raise AdminRequestError(400, str(error)) from None
         async with self._lock:
             for engine in await self._known():
                 if engine.name == spec.name and engine.sources:
-                    raise RefusedError(409, f"{spec.name} is listed by {_named(engine)} already")
+                    raise AdminRequestError(
+                        409, f"{spec.name} is listed by {_named(engine)} already"
+                    )
             overlay = self.state.overlay.without_drain(spec.address)
             if overlay.adds(spec.address):
-                raise RefusedError(409, f"{spec.name} is listed by {SOURCE} already")
+                raise AdminRequestError(409, f"{spec.name} is listed by {SOURCE} already")
             if len(overlay.added) >= MOST_ADDED:
-                raise RefusedError(409, f"{MOST_ADDED} engines were added already, no more")
+                raise AdminRequestError(409, f"{MOST_ADDED} engines were added already, no more")
             overlay = overlay.with_engine(spec)
             if intent is Intent.DRAINING:
                 overlay = overlay.with_drain(spec.address)
@@ -126,7 +128,9 @@ class Control:
             address = address_of(engine.url)
             if SOURCE not in engine.sources:
                 whose = f"by {_named(engine)}" if engine.sources else "by nobody any more"
-                raise RefusedError(409, f"{engine.name} was not added here: it is listed {whose}")
+                raise AdminRequestError(
+                    409, f"{engine.name} was not added here: it is listed {whose}"
+                )
             overlay = self.state.overlay.without_engine(address)
             if engine.sources == [SOURCE]:
                 overlay = overlay.without_drain(address)
@@ -143,7 +147,9 @@ class Control:
         async with self._lock:
             overlay = self.state.overlay.with_weight(group, weight)
             if len(overlay.weights) > MOST_WEIGHTS:
-                raise RefusedError(409, f"{MOST_WEIGHTS} groups have a weight already, no more")
+                raise AdminRequestError(
+                    409, f"{MOST_WEIGHTS} groups have a weight already, no more"
+                )
             await self._known()
             await self._impose(overlay)
         logger.info("group %s has weight %g", group, weight)
@@ -152,7 +158,7 @@ class Control:
     async def unweigh(self, group: str) -> None:
         async with self._lock:
             if group not in self.state.overlay.weights:
-                raise RefusedError(404, f"group {group} was given no weight here")
+                raise AdminRequestError(404, f"group {group} was given no weight here")
             await self._impose(self.state.overlay.without_weight(group))
         logger.info("group %s has no weight of its own any more", group)
 
@@ -209,10 +215,10 @@ class Control:
     # Steps.
 
     async def _known(self) -> list[EngineView]:
-        """Raises RefusedError where no process answers."""
+        """Raises AdminRequestError where no process answers."""
         seen = await self.engines()
         if not seen.answered:
-            raise RefusedError(503, "no process of the router answers")
+            raise AdminRequestError(503, "no process of the router answers")
         return seen.engines
 
     async def _impose(self, overlay: Overlay) -> list[EngineView]:
@@ -257,7 +263,7 @@ class Control:
 
 
 def _find(name: str, engines: Sequence[EngineView]) -> EngineView:
-    """By any spelling of its address. Raises RefusedError."""
+    """By any spelling of its address. Raises AdminRequestError."""
     try:
         wanted = str(address_of(f"http://{name}"))
     except ValueError:
@@ -265,7 +271,7 @@ def _find(name: str, engines: Sequence[EngineView]) -> EngineView:
     for engine in engines:
         if engine.name == wanted:
             return engine
-    raise RefusedError(404, f"there is no engine {name[:300]}")
+    raise AdminRequestError(404, f"there is no engine {name[:300]}")
 
 
 def _named(engine: EngineView) -> str:

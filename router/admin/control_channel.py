@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from router.admin.desired_state import State, decoded, encoded
-from router.admin.worker_process import Member
+from router.admin.desired_state import DesiredState, decoded, encoded
+from router.admin.worker_process import WorkerProcess
 from router.fleet.views import View
 
 logger = logging.getLogger("disagg_router.admin")
@@ -29,7 +29,7 @@ AGAIN = 0.2
 LONGEST_LINE = 64 * 1024 * 1024
 
 
-class Line:
+class WorkerChannel:
     """To one worker, one exchange at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -38,7 +38,7 @@ class Line:
         self._lock = asyncio.Lock()
         self.is_over = asyncio.Event()
 
-    async def ask(self, board: Switchboard) -> View | None:
+    async def ask(self, board: ControlChannel) -> View | None:
         """Ends the line where there is no answer in time: what came later would be another's."""
         if self.is_over.is_set():
             return None
@@ -60,13 +60,13 @@ class Line:
         self._writer.transport.abort()
 
 
-class Switchboard:
+class ControlChannel:
     """The control's end: `known` workers there should be."""
 
-    def __init__(self, state: State, known: int) -> None:
+    def __init__(self, state: DesiredState, known: int) -> None:
         self.state = state
         self._known = known
-        self._lines: dict[Line, None] = {}
+        self._lines: dict[WorkerChannel, None] = {}
         self._taken: set[asyncio.Task[Any]] = set()
 
     @contextlib.asynccontextmanager
@@ -81,7 +81,7 @@ class Switchboard:
             if self._taken:
                 await asyncio.wait(self._taken, timeout=PATIENCE)
 
-    async def tell(self, state: State) -> Sequence[View | None]:
+    async def tell(self, state: DesiredState) -> Sequence[View | None]:
         self.state = state
         views = await asyncio.gather(*[line.ask(self) for line in self._lines])
         told = [view for view in views if view is not None]
@@ -93,7 +93,7 @@ class Switchboard:
         if (task := asyncio.current_task()) is not None:
             self._taken.add(task)
             task.add_done_callback(self._taken.discard)
-        line = Line(reader, writer)
+        line = WorkerChannel(reader, writer)
         self._lines[line] = None  # before it is asked: what is told meanwhile is told to it, too
         try:
             await line.ask(self)
@@ -104,7 +104,7 @@ class Switchboard:
 
 
 @contextlib.asynccontextmanager
-async def listening(path: Path, member: Member) -> AsyncIterator[None]:
+async def follow_control(path: Path, member: WorkerProcess) -> AsyncIterator[None]:
     """A worker's end, until the block ends. It has the state when the block begins; but an control
     that says nothing keeps no worker from serving."""
     has_heard = asyncio.Event()
@@ -121,7 +121,7 @@ async def listening(path: Path, member: Member) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _follow(path: Path, member: Member, has_heard: asyncio.Event) -> None:
+async def _follow(path: Path, member: WorkerProcess, has_heard: asyncio.Event) -> None:
     while True:
         try:
             reader, writer = await asyncio.open_unix_connection(path, limit=LONGEST_LINE)

@@ -45,7 +45,7 @@ RELOADABLE = frozenset((*TUNABLE, *KEYS, *TOKEN))
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class DesiredState:
     """`store_keys` None: those that the process has had from the start. `reloads`: how often files
     were to be looked at again, at once."""
 
@@ -55,14 +55,14 @@ class State:
     reloads: int = 0
 
 
-_ADAPTER = TypeAdapter(State)
+_ADAPTER = TypeAdapter(DesiredState)
 
 
-def encoded(state: State) -> bytes:
+def encoded(state: DesiredState) -> bytes:
     return _ADAPTER.dump_json(state)
 
 
-def decoded(raw: bytes) -> State:
+def decoded(raw: bytes) -> DesiredState:
     """Raises ValueError."""
     return _ADAPTER.validate_json(raw)
 

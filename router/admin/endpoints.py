@@ -10,8 +10,8 @@ from fastapi import APIRouter, Depends, FastAPI, Path, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from router.admin.access import Gate
-from router.admin.control import Control, RefusedError
+from router.admin.access import AdminGate
+from router.admin.control import AdminRequestError, Control
 from router.fleet.engine_spec import Role
 from router.fleet.sources.file import Entry
 from router.fleet.views import EngineView, GroupView
@@ -23,23 +23,23 @@ T = TypeVar("T")
 TYPES = {409: "ConflictError"}
 
 
-class Workers(BaseModel):
+class WorkerCounts(BaseModel):
     answered: int
     known: int
 
 
-class Engines(BaseModel):
+class EngineList(BaseModel):
     """Nobody is `drained` while a worker does not answer."""
 
     engines: list[EngineView]
-    workers: Workers
+    workers: WorkerCounts
 
 
-class Groups(BaseModel):
+class GroupList(BaseModel):
     groups: list[GroupView]
 
 
-class Reload(BaseModel):
+class ReloadResult(BaseModel):
     """Names of settings: those that are new now, and those that differ and need a restart."""
 
     applied: list[str]
@@ -78,10 +78,10 @@ def _body(kind: type) -> dict[str, Any]:
 
 
 @router.get("/engines", summary="Every engine, as all processes of the router see it")
-async def engines(control: TheControl) -> Engines:
+async def engines(control: TheControl) -> EngineList:
     seen = await control.engines()
-    workers = Workers(answered=seen.answered, known=seen.known)
-    return Engines(engines=seen.engines, workers=workers)
+    workers = WorkerCounts(answered=seen.answered, known=seen.known)
+    return EngineList(engines=seen.engines, workers=workers)
 
 
 @router.post("/engines", status_code=201, summary="Adds an engine", openapi_extra=_body(Entry))
@@ -115,8 +115,8 @@ async def resume(name: Name, control: TheControl) -> EngineView:
 
 
 @router.get("/groups", summary="Groups of engines that pair, and their weights")
-async def groups(control: TheControl) -> Groups:
-    return Groups(groups=await control.groups())
+async def groups(control: TheControl) -> GroupList:
+    return GroupList(groups=await control.groups())
 
 
 @router.put("/groups/{group}", summary="Gives a group a weight", openapi_extra=_body(NewWeight))
@@ -131,12 +131,12 @@ async def unweigh(group: GroupName, control: TheControl) -> None:
 
 
 @router.post("/reload", summary="Reads settings again, and applies those that may change now")
-async def reload(control: TheControl) -> Reload:
+async def reload(control: TheControl) -> ReloadResult:
     reloaded = await control.reload()
-    return Reload(applied=reloaded.applied, needs_restart=reloaded.needs_restart)
+    return ReloadResult(applied=reloaded.applied, needs_restart=reloaded.needs_restart)
 
 
-def application(control: Control) -> Gate:
+def application(control: Control) -> AdminGate:
     app = FastAPI(
         title="disagg-router admin",
         version=version("disagg-router"),
@@ -148,21 +148,21 @@ def application(control: Control) -> Gate:
     app.state.control = control
     app.include_router(router)
     fastapi_errors.install(app)
-    app.add_exception_handler(RefusedError, _refused)
+    app.add_exception_handler(AdminRequestError, _refused)
     app.add_exception_handler(SettingsError, _unusable)
-    return Gate(app, lambda: control.token)
+    return AdminGate(app, lambda: control.token)
 
 
 def _read(body: bytes, kind: type[T]) -> T:
-    """Raises RefusedError."""
+    """Raises AdminRequestError."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise RefusedError(400, str(error)) from None
+        raise AdminRequestError(400, str(error)) from None
 
 
 async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RefusedError)
+    assert isinstance(error, AdminRequestError)
     return _answer(error.status, str(error))
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import uvicorn
 
 from router.admin.control import Control
-from router.admin.control_channel import Switchboard
-from router.admin.desired_state import State, Tunables
+from router.admin.control_channel import ControlChannel
+from router.admin.desired_state import DesiredState, Tunables
 from router.admin.endpoints import application
-from router.admin.worker_process import Member
+from router.admin.worker_process import WorkerProcess
 from router.fleet.views import View
 from router.settings import Settings
 
@@ -31,7 +31,7 @@ PATIENCE = 10.0
 ADDRESS = "control"
 
 
-class Server(uvicorn.Server):
+class AdminServer(uvicorn.Server):
     """uvicorn's server without its signal handlers."""
 
     @contextlib.contextmanager
@@ -39,23 +39,23 @@ class Server(uvicorn.Server):
         yield
 
 
-class Alone:
+class SingleProcess:
     """The only process of a router, which is this one."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: WorkerProcess) -> None:
         self._member = member
 
-    async def tell(self, state: State) -> Sequence[View | None]:
+    async def tell(self, state: DesiredState) -> Sequence[View | None]:
         return [self._member.adopt(state)]
 
 
 @contextlib.asynccontextmanager
-async def at_work(control: Control, listener: socket.socket | None) -> AsyncIterator[None]:
+async def serve_control(control: Control, listener: socket.socket | None) -> AsyncIterator[None]:
     """Until the block ends."""
     tasks = [asyncio.create_task(control.run())]
     server = None
     if listener is not None:
-        server = Server(_config(control))
+        server = AdminServer(_config(control))
         tasks.append(asyncio.create_task(_sweep(server)))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -69,7 +69,7 @@ async def at_work(control: Control, listener: socket.socket | None) -> AsyncIter
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _sweep(server: Server) -> None:
+async def _sweep(server: AdminServer) -> None:
     """Ends connections that last too long, be it that they never ask for anything."""
     since: dict[Any, float] = {}
     clock = asyncio.get_running_loop().time
@@ -109,7 +109,7 @@ class ControlThread:
         listener: socket.socket | None,
     ) -> None:
         """Raises SettingsError."""
-        self._board = Switchboard(State(Tunables.of(settings)), settings.workers)
+        self._board = ControlChannel(DesiredState(Tunables.of(settings)), settings.workers)
         self._control = Control(settings, self._board, read_again)
         self._path = directory / ADDRESS
         self._listener = listener
@@ -147,6 +147,6 @@ class ControlThread:
 
     async def _work(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        async with self._board.open(self._path), at_work(self._control, self._listener):
+        async with self._board.open(self._path), serve_control(self._control, self._listener):
             self._is_open.set()
             await self._end.wait()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from router.admin.desired_state import State, Tunables
+from router.admin.desired_state import DesiredState, Tunables
 from router.common.signature import Seal
 from router.common.watched_file import Watched
-from router.conversations.signed_store import SealedStore
+from router.conversations.signed_store import SignedStore
 from router.fleet.registry import Roster
 from router.fleet.views import View, view_of
 from router.proxy.gateway import Gateway
@@ -15,20 +15,20 @@ from router.settings import Settings
 from router.telemetry import logs
 
 
-class Member:
+class WorkerProcess:
     """`settings` are those that the application was built with."""
 
     def __init__(self, settings: Settings, app: FastAPI) -> None:
         self._settings = settings
         self._gateway: Gateway = app.state.gateway
         self._roster: Roster = app.state.roster
-        self._store: SealedStore | None = app.state.sealed_store
+        self._store: SignedStore | None = app.state.sealed_store
         self._watched: dict[str, Watched] = app.state.watched
         self._tunables = Tunables.of(settings)
         self._keys: tuple[str, ...] | None = None
         self._reloads = 0
 
-    def adopt(self, state: State) -> View:
+    def adopt(self, state: DesiredState) -> View:
         """What it sees from then on. A second time it changes nothing."""
         self._tune(state.tunables)
         self._weigh(state)
@@ -49,7 +49,7 @@ class Member:
         logs.set_level(settings.log_level)
         self._tunables = tunables
 
-    def _weigh(self, state: State) -> None:
+    def _weigh(self, state: DesiredState) -> None:
         settings = state.tunables.over(self._settings)
         weights = {**settings.weights, **state.overlay.weights}
         if weights != self._gateway.fleet.group_weights:

@@ -10,8 +10,15 @@ import orjson
 
 from router.common.exact_json import number
 from router.common.records import Thing, Value
-from router.conversations.entry import MOST, MOST_MARKS, Entry, Inexact, Mark, Scope
-from router.conversations.identity import Conversation, Header, Identity
+from router.conversations.entry import (
+    MAX_COUNT,
+    MOST_MARKS,
+    Entry,
+    InexactReason,
+    PromptPrefix,
+    ReuseScope,
+)
+from router.conversations.identity import Conversation, ConversationResolver, Header
 from router.conversations.prompt import Prompt, prompt_of
 from router.conversations.reuse_scope import rewrites_history, scope_of
 from router.conversations.store import Store, StoreError, UnverifiedError
@@ -25,7 +32,7 @@ MARGIN_SHARE = 1 / 16
 LATEST = 1e11
 
 
-class Found(StrEnum):
+class RecallOutcome(StrEnum):
     """What looking for the last turn came to."""
 
     ENTRY = "entry"
@@ -41,13 +48,13 @@ class Turn(Thing):
 
     conversation: Conversation
     prompt: Prompt
-    scope: Scope
+    scope: ReuseScope
     rewritten: bool
-    found: Found = Found.NEW
+    found: RecallOutcome = RecallOutcome.NEW
     entry: Entry | None = None
 
 
-class Kept(Value, frozen=True):
+class KeepOutcome(Value, frozen=True):
     """Whether a turn could be kept, and the entries that nobody will take any more."""
 
     done: bool
@@ -60,7 +67,7 @@ class Conversations:
     def __init__(
         self,
         store: Store,
-        identity: Identity,
+        identity: ConversationResolver,
         ttl: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -106,20 +113,20 @@ class Conversations:
         try:
             raw = await self._store.take(key)
         except UnverifiedError:
-            turn.found = Found.UNVERIFIED
+            turn.found = RecallOutcome.UNVERIFIED
             return
         except StoreError:
-            turn.found = Found.STORE_FAILED
+            turn.found = RecallOutcome.STORE_FAILED
             return
         if raw is None:
             return
         entry = Entry.from_bytes(raw)
         if entry is None:  # another version's
-            turn.found = Found.UNREADABLE
+            turn.found = RecallOutcome.UNREADABLE
         elif entry.expires_at <= self._clock():
-            turn.found = Found.EXPIRED
+            turn.found = RecallOutcome.EXPIRED
         else:
-            turn.found, turn.entry = Found.ENTRY, entry
+            turn.found, turn.entry = RecallOutcome.ENTRY, entry
 
     async def keep(
         self,
@@ -128,23 +135,23 @@ class Conversations:
         params: Json,
         said: AnswerChoice | None,
         prompt_tokens: int | None,
-    ) -> Kept:
+    ) -> KeepOutcome:
         """Leaves the decoder's params for the next turn, if it can."""
         entry = self._entry(turn, decoder, params, said, prompt_tokens)
         key = turn.conversation.key_after(entry.whole)
         if key is None or entry.expires_at <= entry.created_at:
-            return Kept(False, [entry])
+            return KeepOutcome(False, [entry])
         raw = _written(entry)
         if raw is None:
-            return Kept(False, [])
+            return KeepOutcome(False, [])
         try:
             given_up = await self._store.put(
                 key, raw, entry.expires_at - entry.created_at + AFTERLIFE
             )
         except StoreError:
-            return Kept(False, [entry])
+            return KeepOutcome(False, [entry])
         lost = [found for found in map(Entry.from_bytes, given_up) if found is not None]
-        return Kept(raw not in given_up, lost)
+        return KeepOutcome(raw not in given_up, lost)
 
     async def close(self) -> None:
         await self._store.close()
@@ -188,20 +195,20 @@ def _written(entry: Entry) -> bytes | None:
         return None
 
 
-def _marks(turn: Turn, prompt_tokens: int | None) -> tuple[Mark, ...]:
+def _marks(turn: Turn, prompt_tokens: int | None) -> tuple[PromptPrefix, ...]:
     """The prompts so far that this one extends, and this one."""
     prompt = turn.prompt
     older = turn.entry.prompts if turn.entry is not None else ()
     kept = [mark for mark in older if prompt.digest_at(mark.count) == mark.digest]
     digest = prompt.digest_at(prompt.count)
-    known = prompt_tokens is not None and 0 <= prompt_tokens <= MOST
+    known = prompt_tokens is not None and 0 <= prompt_tokens <= MAX_COUNT
     if known and digest is not None and prompt.plain == prompt.count:
         kept = [mark for mark in kept if mark.count < prompt.count]
-        kept.append(Mark(prompt.count, digest, prompt_tokens))
+        kept.append(PromptPrefix(prompt.count, digest, prompt_tokens))
     return tuple(kept[-MOST_MARKS:])
 
 
-def _why_inexact(turn: Turn, said: AnswerChoice | None) -> Inexact:
+def _why_inexact(turn: Turn, said: AnswerChoice | None) -> InexactReason:
     """Why a template may render the answer in the next prompt otherwise than it was generated."""
     if said is None:
         return "rendering"

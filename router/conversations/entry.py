@@ -18,17 +18,17 @@ from router.openai.answers import Json
 VERSION = 1
 DIGEST_BYTES = 16
 SCOPE_BYTES = 8
-MOST = 2**53
+MAX_COUNT = 2**53
 MOST_MARKS = 16
-Count = Annotated[int, Meta(ge=0, le=MOST)]
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Text = Annotated[str, Meta(max_length=512)]
 Time = Annotated[float, Meta(ge=0, le=1e11)]
-Inexact = Literal["", "reasoning", "rendering"]
+InexactReason = Literal["", "reasoning", "rendering"]
 Digest = Annotated[str, Meta(max_length=2 * DIGEST_BYTES)]
 ScopeDigest = Annotated[str, Meta(max_length=2 * SCOPE_BYTES)]
 
 
-class Mark(Struct, frozen=True):
+class PromptPrefix(Struct, frozen=True):
     """A beginning of a prompt: how long, which, and how many tokens it was, where known."""
 
     count: Count
@@ -36,7 +36,7 @@ class Mark(Struct, frozen=True):
     tokens: Count | None = None
 
 
-class Scope(Struct, frozen=True):
+class ReuseScope(Struct, frozen=True):
     """What must be the same in two turns besides their messages, as digests. `model` is what KV
     depends on although no token shows it."""
 
@@ -56,10 +56,10 @@ class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fiel
     created_at: Time
     expires_at: Time
     kind: Text
-    scope: Scope
-    prompts: Annotated[tuple[Mark, ...], Meta(max_length=MOST_MARKS)]
-    whole: Mark | None
-    inexact: Inexact
+    scope: ReuseScope
+    prompts: Annotated[tuple[PromptPrefix, ...], Meta(max_length=MOST_MARKS)]
+    whole: PromptPrefix | None
+    inexact: InexactReason
     size: Count
     """Bytes of prompt and answer, roughly."""
 

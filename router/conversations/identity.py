@@ -14,7 +14,7 @@ from functools import lru_cache
 from operator import itemgetter
 
 from router.common.records import Value
-from router.conversations.entry import Mark
+from router.conversations.entry import PromptPrefix
 from router.conversations.prompt import ChatPrompt, Prompt
 from router.openai.answers import Json
 
@@ -36,14 +36,14 @@ class Conversation(Value, frozen=True):
     keep_key: str | None
     tenant: str
 
-    def key_after(self, whole: Mark | None) -> str | None:
+    def key_after(self, whole: PromptPrefix | None) -> str | None:
         """Where this turn leaves its entry, whose prompt and answer are `whole`."""
         if self.keep_key is not None:
             return self.keep_key
         return None if whole is None else _hash(self.tenant, PREFIX, whole.digest)
 
 
-class Identity:
+class ConversationResolver:
     """Reads ids out of requests. Costs one pass over the headers and some look-ups."""
 
     def __init__(self, names: Sequence[str], tenant_header: str) -> None:

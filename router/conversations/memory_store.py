@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 
-class Kept(NamedTuple):
+class StoredValue(NamedTuple):
     value: bytes
     expires_at: float
 
@@ -24,7 +24,7 @@ class MemoryStore:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._clock = clock
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._kept: OrderedDict[str, StoredValue] = OrderedDict()
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -50,7 +50,7 @@ class MemoryStore:
         if len(value) > self._max_bytes:
             return [*lost, value]
         self._drop_expired()
-        self._kept[key] = Kept(value, self._clock() + seconds)
+        self._kept[key] = StoredValue(value, self._clock() + seconds)
         self._num_bytes += len(value)
         while len(self._kept) > self._max_entries or self._num_bytes > self._max_bytes:
             _, oldest = self._kept.popitem(last=False)
@@ -62,7 +62,7 @@ class MemoryStore:
         self._kept.clear()
         self._num_bytes = 0
 
-    def _remove(self, key: str) -> Kept | None:
+    def _remove(self, key: str) -> StoredValue | None:
         kept = self._kept.pop(key, None)
         if kept is not None:
             self._num_bytes -= len(kept.value)

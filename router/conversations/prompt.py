@@ -17,7 +17,7 @@ import orjson
 
 from router.common.exact_json import dumps
 from router.common.records import Value
-from router.conversations.entry import DIGEST_BYTES, Mark
+from router.conversations.entry import DIGEST_BYTES, PromptPrefix
 from router.openai.answers import (
     REASONING_KEYS,
     AnswerChoice,
@@ -47,7 +47,7 @@ class Prompt(Protocol):
     def digest_at(self, count: int) -> str | None:
         """Of the first `count` units; None where there are fewer."""
 
-    def with_answer(self, said: AnswerChoice) -> Mark | None:
+    def with_answer(self, said: AnswerChoice) -> PromptPrefix | None:
         """The prompt followed by what was answered, as a next turn would repeat it."""
 
 
@@ -67,11 +67,11 @@ class ChatPrompt(Value, frozen=True):
     def digest_at(self, count: int) -> str | None:
         return self.chain[count] if 0 <= count <= self.count else None
 
-    def with_answer(self, said: AnswerChoice) -> Mark | None:
+    def with_answer(self, said: AnswerChoice) -> PromptPrefix | None:
         if said.message is None:
             return None
         message = {"role": "assistant", **said.message}
-        return Mark(self.count + 1, _chained(self.chain[-1], canonical(message)))
+        return PromptPrefix(self.count + 1, _chained(self.chain[-1], canonical(message)))
 
 
 class TextPrompt(Value, frozen=True):
@@ -96,11 +96,11 @@ class TextPrompt(Value, frozen=True):
             return None
         return _digest(self.text[:count].encode("utf-8", "surrogatepass"))
 
-    def with_answer(self, said: AnswerChoice) -> Mark | None:
+    def with_answer(self, said: AnswerChoice) -> PromptPrefix | None:
         if said.text is None:
             return None
         whole = self.text + said.text
-        return Mark(len(whole), _digest(whole.encode("utf-8", "surrogatepass")))
+        return PromptPrefix(len(whole), _digest(whole.encode("utf-8", "surrogatepass")))
 
 
 class TokenPrompt(Value, frozen=True):
@@ -125,11 +125,11 @@ class TokenPrompt(Value, frozen=True):
             return None
         return _digest(dumps(self.token_ids[:count]))
 
-    def with_answer(self, said: AnswerChoice) -> Mark | None:
+    def with_answer(self, said: AnswerChoice) -> PromptPrefix | None:
         if said.token_ids is None:
             return None
         whole = [*self.token_ids, *said.token_ids]
-        return Mark(len(whole), _digest(dumps(whole)))
+        return PromptPrefix(len(whole), _digest(dumps(whole)))
 
 
 def prompt_of(body: Json) -> Prompt | None:

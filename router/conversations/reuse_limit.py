@@ -11,7 +11,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from router.common.records import Value
-from router.conversations.entry import Entry, Mark, Scope
+from router.conversations.entry import Entry, PromptPrefix, ReuseScope
 from router.conversations.prompt import Prompt
 from router.openai.answers import Json
 
@@ -21,35 +21,39 @@ MARGIN_TOKENS = 16
 BLOCK_SIZES = tuple(2**power for power in range(11))
 
 
-class Fit(StrEnum):
+class ReuseMatch(StrEnum):
     HIT = "hit"
     CUT = "cut"
     MISMATCH = "mismatch"
 
 
-class Verdict(Value, frozen=True):
+class ReuseDecision(Value, frozen=True):
     """`tokens`: how many leading tokens, all of them prompt before, are surely the same."""
 
-    fit: Fit
+    fit: ReuseMatch
     reason: str = ""
     tokens: int = 0
 
 
-def judge(entry: Entry, prompt: Prompt, scope: Scope) -> Verdict:
+def decide_reuse(entry: Entry, prompt: Prompt, scope: ReuseScope) -> ReuseDecision:
     """`reason` is model, tools, template, reasoning, rendering or history; empty for a hit."""
     if scope.model != entry.scope.model:
-        return Verdict(Fit.MISMATCH, "model")
+        return ReuseDecision(ReuseMatch.MISMATCH, "model")
     if prompt.kind != entry.kind:
-        return Verdict(Fit.MISMATCH, "history")
+        return ReuseDecision(ReuseMatch.MISMATCH, "history")
     if scope.tools != entry.scope.tools:
-        return Verdict(Fit.MISMATCH, "tools")
+        return ReuseDecision(ReuseMatch.MISMATCH, "tools")
     if scope.template != entry.scope.template:
-        return Verdict(Fit.MISMATCH, "template")
+        return ReuseDecision(ReuseMatch.MISMATCH, "template")
     tokens = max((_tokens(mark) for mark in entry.prompts if _is_safe(mark, prompt)), default=0)
     reason = _why_not_whole(entry, prompt)
     if reason is None:
-        return Verdict(Fit.HIT, "", tokens)
-    return Verdict(Fit.CUT, reason, tokens) if tokens else Verdict(Fit.MISMATCH, reason)
+        return ReuseDecision(ReuseMatch.HIT, "", tokens)
+    return (
+        ReuseDecision(ReuseMatch.CUT, reason, tokens)
+        if tokens
+        else ReuseDecision(ReuseMatch.MISMATCH, reason)
+    )
 
 
 def _why_not_whole(entry: Entry, prompt: Prompt) -> str | None:
@@ -60,19 +64,19 @@ def _why_not_whole(entry: Entry, prompt: Prompt) -> str | None:
     return "reasoning" if prompt.plain < entry.whole.count else None
 
 
-def _is_safe(mark: Mark, prompt: Prompt) -> bool:
+def _is_safe(mark: PromptPrefix, prompt: Prompt) -> bool:
     return mark.count <= prompt.plain and _extends(prompt, mark)
 
 
-def _extends(prompt: Prompt, mark: Mark) -> bool:
+def _extends(prompt: Prompt, mark: PromptPrefix) -> bool:
     return prompt.digest_at(mark.count) == mark.digest
 
 
-def _tokens(mark: Mark) -> int:
+def _tokens(mark: PromptPrefix) -> int:
     return max(0, (mark.tokens or 0) - MARGIN_TOKENS)
 
 
-def cut(params: Json, tokens: int) -> Json | None:
+def truncate_params(params: Json, tokens: int) -> Json | None:
     """The decoder's params, of whole blocks within the first `tokens` tokens.
 
     None where it is not certain which blocks those are: several KV-cache groups, or a block size

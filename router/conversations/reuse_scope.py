@@ -8,7 +8,7 @@ from functools import lru_cache
 import orjson
 
 from router.common.exact_json import dumps
-from router.conversations.entry import SCOPE_BYTES, Scope
+from router.conversations.entry import SCOPE_BYTES, ReuseScope
 from router.openai.answers import Json
 
 MODEL = ("model", "cache_salt", "mm_processor_kwargs")
@@ -28,11 +28,13 @@ THINKING = ("enable_thinking", "thinking")
 SHORT = 256
 
 
-def scope_of(body: Json) -> Scope:
+def scope_of(body: Json) -> ReuseScope:
     tools = _present(body, TOOLS)
     if body.get("tool_choice") == "none":
         tools = {**tools, "tool_choice": "none"}  # an engine may leave them out of the prompt
-    return Scope(_digest(_present(body, MODEL)), _digest(tools), _digest(_present(body, TEMPLATE)))
+    return ReuseScope(
+        _digest(_present(body, MODEL)), _digest(tools), _digest(_present(body, TEMPLATE))
+    )
 
 
 def rewrites_history(body: Json) -> bool:

@@ -21,7 +21,7 @@ DOUBT = (
 )
 
 
-class SealedStore:
+class SignedStore:
     """A Store before another one, which keeps what was put under the same key and nothing else.
 
     Whoever can read the other one may put back what was taken. So what we took is remembered for

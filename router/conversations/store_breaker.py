@@ -15,7 +15,7 @@ T = TypeVar("T")
 logger = logging.getLogger("disagg_router.conversations")
 
 
-class Breaker:
+class StoreBreaker:
     """A Store before another one. While it is open every call raises StoreError at once.
 
     After `pause` seconds one call tries again, and the others still do not wait for it.

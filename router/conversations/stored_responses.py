@@ -11,7 +11,7 @@ import orjson
 from msgspec import Meta, Struct
 
 from router.common.exact_json import dumps, loads
-from router.conversations.identity import Header, Identity
+from router.conversations.identity import ConversationResolver, Header
 from router.conversations.store import Shelf, StoreError
 from router.openai.answers import Json
 from router.openai.errors import BadRequestError, ResponseStoreError
@@ -30,7 +30,7 @@ class UnknownResponseError(BadRequestError):
         )
 
 
-class KeptResponse(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fields=True):
+class StoredResponse(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fields=True):
     """`root`: the id of the first response of the conversation."""
 
     root: Text
@@ -38,17 +38,17 @@ class KeptResponse(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unkno
     response: Json
 
 
-class Responses:
+class ResponseStore:
     """`shelf` is None where nothing is kept. Bounded by the store, and `seconds` of life."""
 
     def __init__(self, shelf: Shelf | None, tenant_header: str, seconds: float) -> None:
         self._shelf, self._seconds = shelf, seconds
-        self._identity = Identity((), tenant_header)
+        self._identity = ConversationResolver((), tenant_header)
 
     def tenant(self, headers: Sequence[Header]) -> str:
         return self._identity.tenant(headers)
 
-    async def keep(self, tenant: str, name: str, kept: KeptResponse) -> None:
+    async def keep(self, tenant: str, name: str, kept: StoredResponse) -> None:
         """Or not, if the store cannot: a client hears of it when it goes on."""
         if self._shelf is None:
             return
@@ -58,7 +58,7 @@ class Responses:
         except (StoreError, orjson.JSONEncodeError):
             return
 
-    async def find(self, tenant: str, name: str) -> KeptResponse:
+    async def find(self, tenant: str, name: str) -> StoredResponse:
         """Raises UnknownResponseError, ResponseStoreError."""
         if self._shelf is None:
             raise BadRequestError(
@@ -84,13 +84,13 @@ class Responses:
             raise ResponseStoreError("what was said before cannot be forgotten now") from error
 
 
-def _read(raw: bytes) -> KeptResponse | None:
+def _read(raw: bytes) -> StoredResponse | None:
     """Total: None for what this version did not write."""
     try:
         content = loads(raw)
         if not isinstance(content, dict) or "v" not in content:
             return None
-        return msgspec.convert(content, KeptResponse)
+        return msgspec.convert(content, StoredResponse)
     except (orjson.JSONDecodeError, msgspec.ValidationError, RecursionError):
         return None
 

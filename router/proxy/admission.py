@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from router.conversations.identity import Identity
+from router.conversations.identity import ConversationResolver
 from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet
 from router.fleet.snapshot import Pool
@@ -180,7 +180,7 @@ class Admission:
         self.room = Room(settings.max_engine_requests, settings.max_engine_prefill_tokens)
         self.timeout = settings.queue_timeout
         self._queue: Queue[Waiter] = Queue(settings.queue_size)
-        self._identity = Identity((), settings.tenant_header)
+        self._identity = ConversationResolver((), settings.tenant_header)
         self._heeds_priorities = settings.queue_priorities
         self._fleet = fleet
         self._metrics = metrics

@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from router.conversations.conversations import Found
+from router.conversations.conversations import RecallOutcome
 from router.fleet.engine import Engine
 from router.fleet.engine_spec import DECODE, PREFILL, Role
 from router.http_client.deadlines import now
@@ -549,7 +549,7 @@ class Run:
     def _keeping(self, params: Params | None) -> Params | None:
         """Asks the decoder to keep a turn's KV, unless it could not be found again."""
         reuse = self._plan.reuse
-        keeps = reuse is not None and reuse.turn.found is not Found.STORE_FAILED
+        keeps = reuse is not None and reuse.turn.found is not RecallOutcome.STORE_FAILED
         if params is None:
             return RETAIN if keeps else None
         return params.retaining() if keeps else params.not_retaining()

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from router.common.records import Value
 from router.conversations.conversations import Turn
-from router.conversations.entry import MOST, Entry
-from router.conversations.reuse_limit import Fit, Verdict, cut, judge
+from router.conversations.entry import MAX_COUNT, Entry
+from router.conversations.reuse_limit import (
+    ReuseDecision,
+    ReuseMatch,
+    decide_reuse,
+    truncate_params,
+)
 from router.fleet.capabilities import instance_of, rank_in
 from router.fleet.engine import Engine
 from router.fleet.engine_spec import Intent, Role
@@ -27,7 +32,7 @@ class Offer(Value, frozen=True):
     @property
     def tokens(self) -> int:
         held = None if self.params is None else self.params.get("remote_num_tokens")
-        return held if type(held) is int and 0 < held <= MOST else 0
+        return held if type(held) is int and 0 < held <= MAX_COUNT else 0
 
 
 class Reuse(Value, frozen=True):
@@ -42,7 +47,7 @@ class Reuse(Value, frozen=True):
     reason: str = ""
     decoder: Engine | None = None
     entry: Entry | None = None
-    verdict: Verdict | None = None
+    verdict: ReuseDecision | None = None
     group: str = ""
     """Of the decoder that has it."""
 
@@ -50,7 +55,7 @@ class Reuse(Value, frozen=True):
         """About how much of this prompt the decoder has; 0 if it does not extend the last one."""
         if self.entry is None or self.verdict is None:
             return 0
-        extends = self.verdict.fit is Fit.HIT or self.verdict.reason == "rendering"
+        extends = self.verdict.fit is ReuseMatch.HIT or self.verdict.reason == "rendering"
         return self.entry.size / max(1, self.turn.prompt.size) if extends else 0
 
     def rank_at(self, engine: Engine) -> int | None:
@@ -67,24 +72,24 @@ class Reuse(Value, frozen=True):
         if self.entry is None or self.verdict is None:
             return Offer(self.outcome, self.reason)
         if prefiller.group != self.group:
-            return Offer(Fit.MISMATCH, "group")
+            return Offer(ReuseMatch.MISMATCH, "group")
         if self.verdict.reason == "model":
             return Offer(self.verdict.fit, self.verdict.reason)
         return self._offer(self.entry, self.verdict, prefiller)
 
-    def _offer(self, entry: Entry, verdict: Verdict, prefiller: Engine) -> Offer:
+    def _offer(self, entry: Entry, verdict: ReuseDecision, prefiller: Engine) -> Offer:
         if entry.is_revocable and not prefiller.learned.proves_prefix:
             # It could not find out that the decoder has dropped the turn.
-            return Offer(Fit.MISMATCH, "unproven")
-        whole = verdict.fit is Fit.HIT
+            return Offer(ReuseMatch.MISMATCH, "unproven")
+        whole = verdict.fit is ReuseMatch.HIT
         proven = entry.is_proven and prefiller.learned.proves_prefix
         if proven and (whole or not self.turn.prompt.has_media):
-            fit = Fit.CUT if verdict.reason in SEEN_BY_PROOF else verdict.fit
+            fit = ReuseMatch.CUT if verdict.reason in SEEN_BY_PROOF else verdict.fit
             return Offer(fit, verdict.reason, entry.params)
         if whole and self.unproven == "whole":
             return Offer(verdict.fit, verdict.reason, entry.params)
-        params = None if self.unproven == "off" else cut(entry.params, verdict.tokens)
-        fit = Fit.MISMATCH if params is None else Fit.CUT
+        params = None if self.unproven == "off" else truncate_params(entry.params, verdict.tokens)
+        fit = ReuseMatch.MISMATCH if params is None else ReuseMatch.CUT
         return Offer(fit, verdict.reason or "unproven", params)
 
 
@@ -105,7 +110,7 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Reu
         home = None
     elif not bound.is_far(decoder) and bound.exceeded(decoder, fleet.candidates(Role.DECODE)):
         return Reuse(turn, unproven, "decoder_overloaded")
-    verdict = judge(entry, turn.prompt, turn.scope)
+    verdict = decide_reuse(entry, turn.prompt, turn.scope)
     return Reuse(turn, unproven, verdict.fit, verdict.reason, home, entry, verdict, decoder.group)
 
 

@@ -22,12 +22,12 @@ from router.common.signature import Seal
 from router.common.tls import Secured
 from router.common.watched_file import Watched
 from router.conversations.conversations import Conversations
-from router.conversations.identity import Identity
+from router.conversations.identity import ConversationResolver
 from router.conversations.memory_store import MemoryStore
-from router.conversations.signed_store import SealedStore
+from router.conversations.signed_store import SignedStore
 from router.conversations.store import Shelf
-from router.conversations.store_breaker import Breaker
-from router.conversations.stored_responses import Responses
+from router.conversations.store_breaker import StoreBreaker
+from router.conversations.stored_responses import ResponseStore
 from router.fleet.circuit_breaker import CLOSED, HALF_OPEN, OPEN
 from router.fleet.duplicate_ids import namesakes
 from router.fleet.engine import Engine, Health
@@ -59,8 +59,8 @@ from router.settings import BrokenFileError, Settings, SettingsError
 from router.telemetry.counters import Reading
 from router.telemetry.metrics import Metrics
 from router.telemetry.trace_export import tracer_of
-from router.ui.hub import Hub
-from router.ui.site import site
+from router.ui.hub import DashboardHub
+from router.ui.site import dashboard_routes
 
 if TYPE_CHECKING:
     from router.auth.redis_quota_ledger import SharedLedger
@@ -136,12 +136,12 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         redoc_url=None,
     )
     app.state.gateway, app.state.prober, app.state.roster = gateway, prober, roster
-    app.state.responses = Responses(
+    app.state.responses = ResponseStore(
         _shelf(settings, store), settings.tenant_header, settings.responses_ttl
     )
     app.state.exposition = metrics.exposition
     app.state.watched, app.state.certificates = watched, certificates
-    app.state.sealed_store = store if isinstance(store, SealedStore) else None
+    app.state.sealed_store = store if isinstance(store, SignedStore) else None
     for endpoints in (
         index_page,
         openai_endpoints,
@@ -163,19 +163,21 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     return app
 
 
-def _page(app: FastAPI, settings: Settings, gateway: Gateway, roster: Roster) -> Hub | None:
+def _page(
+    app: FastAPI, settings: Settings, gateway: Gateway, roster: Roster
+) -> DashboardHub | None:
     """Raises SettingsError."""
     if not settings.ui:
         return None
-    hub = Hub(gateway, roster)
-    app.include_router(site(hub, settings.ui_secret()))
+    hub = DashboardHub(gateway, roster)
+    app.include_router(dashboard_routes(hub, settings.ui_secret()))
     return hub
 
 
 def _conversations(settings: Settings, store: Shelf | None) -> Conversations | None:
     if store is None:
         return None
-    identity = Identity(settings.conversation_ids, settings.tenant_header)
+    identity = ConversationResolver(settings.conversation_ids, settings.tenant_header)
     return Conversations(store, identity, settings.conversation_ttl)
 
 
@@ -247,9 +249,9 @@ def _store(settings: Settings, metrics: Metrics) -> Shelf | None:
         metrics.conversation_entries.set_function(lambda: len(memory))
         return memory
     errors = metrics.conversation_store_errors
-    redis = Breaker(_redis(settings), errors)
+    redis = StoreBreaker(_redis(settings), errors)
     seal = Seal(with_store_keys(settings).store_keys())
-    return SealedStore(redis, seal, errors, settings.conversation_ttl)
+    return SignedStore(redis, seal, errors, settings.conversation_ttl)
 
 
 def with_store_keys(settings: Settings) -> Settings:

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.auth.api_keys import Key
 from router.common.exact_json import dumps
-from router.conversations.stored_responses import Responses, UnknownResponseError
+from router.conversations.stored_responses import ResponseStore, UnknownResponseError
 from router.openai import anthropic_messages, responses
 from router.openai.errors import NotFoundError
 from router.proxy import headers
@@ -36,14 +36,16 @@ ANTHROPIC: list[Any] = ["Anthropic"]
 class Spoken(Served):
     """Runs a flow behind a translation."""
 
-    def __init__(self, gateway: Gateway, endpoint: str, speaker: type[Speaker] | Responses) -> None:
+    def __init__(
+        self, gateway: Gateway, endpoint: str, speaker: type[Speaker] | ResponseStore
+    ) -> None:
         super().__init__(gateway, endpoint)
         self._speaker_of = speaker
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = AsgiExchange(scope, send, self._endpoint)
         of = self._speaker_of
-        if isinstance(of, Responses):
+        if isinstance(of, ResponseStore):
             whose = _owned(self._gateway, scope, exchange.headers)
             speaker: Speaker = ResponsesSpeaker(of, whose)
         else:
@@ -65,7 +67,7 @@ async def create_response(request: Request) -> Response:
 
 @router.get(f"{responses.PATH}/{{name}}", summary="A response that is kept", tags=OPENAI)
 async def get_response(name: str, request: Request) -> Response:
-    kept: Responses = request.app.state.responses
+    kept: ResponseStore = request.app.state.responses
     try:
         found = await kept.find(kept.tenant(_headers(request)), name)
     except UnknownResponseError as error:
@@ -75,7 +77,7 @@ async def get_response(name: str, request: Request) -> Response:
 
 @router.delete(f"{responses.PATH}/{{name}}", summary="Forgets a response", tags=OPENAI)
 async def delete_response(name: str, request: Request) -> Response:
-    kept: Responses = request.app.state.responses
+    kept: ResponseStore = request.app.state.responses
     try:
         await kept.forget(kept.tenant(_headers(request)), name)
     except UnknownResponseError as error:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import orjson
 
 from router.common.exact_json import dumps
-from router.conversations.stored_responses import KeptResponse, Responses
+from router.conversations.stored_responses import ResponseStore, StoredResponse
 from router.http_client.answer_memory import AnswerMemory, Reservation
 from router.http_client.engine_answer import NO_ROOM, Sink
 from router.http_client.errors import (
@@ -122,7 +122,7 @@ class CountSpeaker(MessagesSpeaker):
 
 
 class ResponsesSpeaker(Speaker):
-    def __init__(self, kept: Responses, headers: Sequence[Header]) -> None:
+    def __init__(self, kept: ResponseStore, headers: Sequence[Header]) -> None:
         super().__init__()
         self._kept, self._tenant = kept, kept.tenant(headers)
         self._name = f"resp_{secrets.token_hex(16)}"
@@ -169,7 +169,7 @@ class ResponsesSpeaker(Speaker):
     async def keep(self) -> None:
         if self._is_kept and self.story.error is None and not self.story.is_odd:
             messages = [*self._history, responses.said_in(self.story)]
-            kept = KeptResponse(self._root, messages, self._telling.response())
+            kept = StoredResponse(self._root, messages, self._telling.response())
             await self._kept.keep(self._tenant, self._name, kept)
 
 

@@ -27,9 +27,9 @@ import uvloop
 from fastapi import FastAPI
 
 from router.admin.control import Control
-from router.admin.control_channel import listening
-from router.admin.hosting import ADDRESS, Alone, Server, at_work
-from router.admin.worker_process import Member
+from router.admin.control_channel import follow_control
+from router.admin.hosting import ADDRESS, AdminServer, SingleProcess, serve_control
+from router.admin.worker_process import WorkerProcess
 from router.common.tls import Secured
 from router.fleet.sources.factory import described
 from router.proxy.gateway import Gateway
@@ -40,8 +40,8 @@ from router.settings import Address, Settings, is_loopback
 from router.telemetry.liveness import LivenessServer, answering
 from router.telemetry.trace_export import say_if_missing
 from router.telemetry.worker_metrics import family_exposition, telling
-from router.ui.hub import Hub
-from router.ui.other_workers import SUFFIX, Siblings, told
+from router.ui.hub import DashboardHub
+from router.ui.other_workers import SUFFIX, OtherWorkers, serve_snapshots
 
 logger = logging.getLogger("disagg_router")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -87,7 +87,7 @@ def _has_terminal() -> bool:
 class Shutdown:
     """What signals do, in order."""
 
-    def __init__(self, server: Server, gateway: Gateway, settings: Settings) -> None:
+    def __init__(self, server: AdminServer, gateway: Gateway, settings: Settings) -> None:
         self._server = server
         self._gateway = gateway
         self._settings = settings
@@ -137,10 +137,10 @@ async def _serve_alone(
     admin: socket.socket | None,
 ) -> None:
     app = build(settings)
-    control = Control(settings, Alone(Member(settings, app)), read_again)
+    control = Control(settings, SingleProcess(WorkerProcess(settings, app)), read_again)
     with watched(settings, app.state.exposition):
         announce(settings, listeners)
-        async with at_work(control, admin):
+        async with serve_control(control, admin):
             await _serve(settings, listeners, app, SIGNALS, control)
 
 
@@ -149,9 +149,12 @@ async def _serve_in_family(
 ) -> None:
     app = build(settings, directory)
     own, app.state.exposition = app.state.exposition, partial(family_exposition, directory)
-    member = Member(settings, app)
+    member = WorkerProcess(settings, app)
     with telling(directory / f"{number}.sock", own):
-        async with listening(directory / ADDRESS, member), _seen(app, settings, directory, number):
+        async with (
+            follow_control(directory / ADDRESS, member),
+            _seen(app, settings, directory, number),
+        ):
             await _serve(settings, listeners, app, (signal.SIGTERM,))
 
 
@@ -160,12 +163,12 @@ async def _seen(
     app: FastAPI, settings: Settings, directory: Path, number: int
 ) -> AsyncIterator[None]:
     """Whichever worker shows the page, it shows what all see."""
-    page: Hub | None = app.state.page
+    page: DashboardHub | None = app.state.page
     if page is None:
         yield
         return
-    page.siblings = Siblings(directory, number, settings.workers)
-    async with told(directory / f"{number}{SUFFIX}", page.own.looked_at):
+    page.siblings = OtherWorkers(directory, number, settings.workers)
+    async with serve_snapshots(directory / f"{number}{SUFFIX}", page.own.looked_at):
         yield
 
 
@@ -207,7 +210,7 @@ async def _serve(
     if secured is not None and secured.file is not None:
         app.state.watched["tls"], app.state.certificates["tls"] = secured.file, secured
     config = uvicorn_config(settings, app, secured)
-    server = Server(config)
+    server = AdminServer(config)
     shutdown = Shutdown(server, app.state.gateway, settings)
     loop = asyncio.get_running_loop()
     for number in signals:
@@ -320,8 +323,8 @@ def announce(settings: Settings, listeners: Listeners) -> None:
     has_flags = bool(settings.prefillers or settings.decoders)
     known = [*([engines] if has_flags else []), *described(settings)]
     scheme = "http" if settings.tls_certfile is None else "https"
-    told = ", and those of ".join(known)
-    logger.info("disagg-router on %s://%s with %s", scheme, address, told)
+    serve_snapshots = ", and those of ".join(known)
+    logger.info("disagg-router on %s://%s with %s", scheme, address, serve_snapshots)
     if settings.ui:
         host = settings.host
         if listeners.page is not None:

@@ -19,8 +19,8 @@ from router.fleet.probes import json_of
 from router.http_client.deadlines import now
 from router.http_client.errors import UpstreamError
 from router.http_client.pool import Whole
-from router.ui.live_requests import Way
-from router.ui.transfers import NOTHING, Page, Traffic, page_in
+from router.ui.live_requests import EngineLink
+from router.ui.transfers import NOTHING, TransferHistory, TransferPage, page_in
 
 logger = logging.getLogger("disagg_router.page")
 EVERY = 1.0
@@ -43,7 +43,7 @@ WAITING = (b"vllm:num_requests_waiting", b"disagg_engine_requests_waiting")
 MOVED = b"vllm:nixl_bytes_transferred_sum"
 
 
-class Gauge(BaseModel):
+class EngineGauge(BaseModel):
     """None: the engine does not say. `kv_usage` is a share, `leases` counts what it keeps for
     others to read, `quarantined` what it cannot let go of yet."""
 
@@ -55,27 +55,27 @@ class Gauge(BaseModel):
 
 
 @dataclass(slots=True)
-class Said:
+class PolledGauge:
     at: float
-    gauge: Gauge
+    gauge: EngineGauge
     moved: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class PolledMetrics:
     usage: float | None
     waiting: int | None
     moved: float | None
 
 
-class Engines:
+class EnginePoller:
     """`told` are the gauges of those that have answered lately, by name."""
 
     def __init__(self, fleet: Fleet, clock: Callable[[], float] = now) -> None:
         self._fleet = fleet
         self._clock = clock
-        self._said: dict[str, Said] = {}
-        self._traffic = Traffic()
+        self._said: dict[str, PolledGauge] = {}
+        self._traffic = TransferHistory()
 
     async def run(self) -> None:
         """Ends only when it is cancelled."""
@@ -100,15 +100,15 @@ class Engines:
         except TimeoutError:
             pass
 
-    def told(self) -> dict[str, Gauge]:
+    def told(self) -> dict[str, EngineGauge]:
         oldest = self._clock() - OLDEST
         return {name: said.gauge for name, said in self._said.items() if said.at >= oldest}
 
-    def pages(self) -> dict[str, Page]:
+    def pages(self) -> dict[str, TransferPage]:
         """What those say of their transfers that have, lately."""
         return self._traffic.latest(self._clock() - OLDEST)
 
-    def rates(self) -> dict[Way, float]:
+    def rates(self) -> dict[EngineLink, float]:
         """Bytes a second, as far as engines tell."""
         roles = {engine.name: engine.role for engine in self._fleet.engines}
         return self._traffic.rates(roles, self._clock() - OLDEST)
@@ -128,17 +128,17 @@ class Engines:
         if page != replace(NOTHING, at=asked):
             self._traffic.note(engine.name, page)
         at, before = self._clock(), self._said.get(engine.name)
-        gauge = Gauge(
+        gauge = EngineGauge(
             kv_usage=figures.usage,
             waiting=figures.waiting,
             leases=leases,
             quarantined=quarantined,
             bytes_per_second=_speed(before, figures.moved, at),
         )
-        self._said[engine.name] = Said(at, gauge, figures.moved)
+        self._said[engine.name] = PolledGauge(at, gauge, figures.moved)
 
 
-def figures_in(metrics: bytes) -> Figures:
+def figures_in(metrics: bytes) -> PolledMetrics:
     """Total: what makes no sense is not there."""
     sums: dict[bytes, float] = {}
     highest: dict[bytes, float] = {}
@@ -153,7 +153,7 @@ def figures_in(metrics: bytes) -> Figures:
     if usage is None and blocks and free is not None:
         usage = 1 - free / blocks
     waiting = next((sums[name] for name in WAITING if name in sums), None)
-    return Figures(
+    return PolledMetrics(
         None if usage is None else round(min(1.0, max(0.0, usage)), 3),
         None if waiting is None else int(waiting),
         sums.get(MOVED),
@@ -181,7 +181,7 @@ def _number(digits: bytes) -> float | None:
     return value if 0 <= value < 1e18 else None
 
 
-def _speed(before: Said | None, moved: float | None, at: float) -> float | None:
+def _speed(before: PolledGauge | None, moved: float | None, at: float) -> float | None:
     if before is None or before.moved is None or moved is None or at <= before.at:
         return None
     return round(max(0.0, moved - before.moved) / (at - before.at), 1)

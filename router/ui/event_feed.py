@@ -12,8 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from router.auth.bearer_token import shows
 from router.openai.errors import error_body
-from router.ui.hub import FullError, Hub
-from router.ui.viewers import MOST_WATCHERS, Watcher
+from router.ui.hub import DashboardHub, TooManyViewersError
+from router.ui.viewers import MOST_WATCHERS, Viewer
 
 logger = logging.getLogger("disagg_router.page")
 # Seconds between two comments where nothing else is told, and for a client to take what is sent.
@@ -28,10 +28,10 @@ HEADERS = {
 }
 
 
-class Feed(Response):
+class DashboardFeed(Response):
     """`token` is what callers have to show; None: nothing."""
 
-    def __init__(self, hub: Hub, token: str | None) -> None:
+    def __init__(self, hub: DashboardHub, token: str | None) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._hub = hub
@@ -44,11 +44,11 @@ class Feed(Response):
         try:
             with self._hub.watching() as watcher:
                 await self._tell(watcher, receive, send)
-        except FullError:
+        except TooManyViewersError:
             text = f"{MOST_WATCHERS} look at the page already"
             await _error(503, "ServiceUnavailableError", text)(scope, receive, send)
 
-    async def _tell(self, watcher: Watcher, receive: Receive, send: Send) -> None:
+    async def _tell(self, watcher: Viewer, receive: Receive, send: Send) -> None:
         telling = asyncio.create_task(self._send_on(watcher, send))
         leaving = asyncio.create_task(_left(receive))
         try:
@@ -58,7 +58,7 @@ class Feed(Response):
                 task.cancel()
             await asyncio.gather(telling, leaving, return_exceptions=True)
 
-    async def _send_on(self, watcher: Watcher, send: Send) -> None:
+    async def _send_on(self, watcher: Viewer, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         block = b": here you are\n\n"
         with contextlib.suppress(TimeoutError):

@@ -17,14 +17,14 @@ import orjson
 from router.fleet.registry import Roster
 from router.http_client.deadlines import now
 from router.proxy.gateway import Gateway
-from router.ui.engine_polling import Engines
-from router.ui.live_requests import Look, Watch
-from router.ui.other_workers import Siblings
+from router.ui.engine_polling import EnginePoller
+from router.ui.live_requests import LiveRequests, RequestFeed
+from router.ui.other_workers import OtherWorkers
 from router.ui.request_view import Origin
-from router.ui.snapshot import Json, Picture, changes, picture, together
-from router.ui.transfers import Awaited
-from router.ui.viewers import MOST_WATCHERS, Watcher
-from router.ui.visible_settings import shown
+from router.ui.snapshot import Json, ProcessSnapshot, changes, merge_snapshots, take_snapshot
+from router.ui.transfers import TransferMatcher
+from router.ui.viewers import MOST_WATCHERS, Viewer
+from router.ui.visible_settings import visible_settings
 
 logger = logging.getLogger("disagg_router.page")
 TICK = 0.25
@@ -33,22 +33,22 @@ MOST_ENDED = 256
 MOST_TOLD = 100
 
 
-class FullError(Exception):
+class TooManyViewersError(Exception):
     """So many look already that one more is refused."""
 
 
-class Own:
+class SnapshotSource:
     """What this process sees, as long as somebody wants to know: a page here, or a sibling's."""
 
     def __init__(self, gateway: Gateway, roster: Roster) -> None:
         self._gateway = gateway
         self._roster = roster
-        self._watch = Watch()
+        self._watch = LiveRequests()
 
     @contextlib.contextmanager
-    def looked_at(self) -> Iterator[Callable[[], Picture]]:
+    def looked_at(self) -> Iterator[Callable[[], ProcessSnapshot]]:
         """What it gives is what to look with."""
-        look, watch = Look(), self._watch
+        look, watch = RequestFeed(), self._watch
         watch.looks.append(look)
         self._gateway.watch = watch
         try:
@@ -56,36 +56,36 @@ class Own:
         finally:
             watch.looks.remove(look)
             if not watch.looks:
-                self._gateway.watch, self._watch = None, Watch()
+                self._gateway.watch, self._watch = None, LiveRequests()
 
-    def _picture(self, watch: Watch, look: Look) -> Picture:
+    def _picture(self, watch: LiveRequests, look: RequestFeed) -> ProcessSnapshot:
         origin = Origin(str(os.getpid()), time.time() - now())
-        return picture(self._gateway, self._roster, watch, look, origin)
+        return take_snapshot(self._gateway, self._roster, watch, look, origin)
 
 
-class Hub:
+class DashboardHub:
     """`siblings` are the other processes of this router, if it has any."""
 
     def __init__(self, gateway: Gateway, roster: Roster) -> None:
         self._gateway = gateway
-        self.own = Own(gateway, roster)
-        self.siblings: Siblings | None = None
-        self._watchers: set[Watcher] = set()
+        self.own = SnapshotSource(gateway, roster)
+        self.siblings: OtherWorkers | None = None
+        self._watchers: set[Viewer] = set()
         self._work: asyncio.Task[None] | None = None
         self._picture: Json = {}
         self._ended: deque[Json] = deque(maxlen=MOST_ENDED)
-        self._awaited = Awaited()
+        self._awaited = TransferMatcher()
 
     @property
     def watchers(self) -> int:
         return len(self._watchers)
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[Watcher]:
-        """Raises FullError."""
+    def watching(self) -> Iterator[Viewer]:
+        """Raises TooManyViewersError."""
         if len(self._watchers) >= MOST_WATCHERS:
-            raise FullError
-        watcher = Watcher()
+            raise TooManyViewersError
+        watcher = Viewer()
         if self._work is None or self._work.done():
             self._picture = {}
             self._work = asyncio.get_running_loop().create_task(self._run())
@@ -105,7 +105,7 @@ class Hub:
             work.cancel()
         self._picture = {}
         self._ended.clear()
-        self._awaited = Awaited()
+        self._awaited = TransferMatcher()
 
     async def _run(self) -> None:
         """Until nobody looks, or the router is to end, or a fault of ours: then all are cut."""
@@ -119,8 +119,8 @@ class Hub:
                 for watcher in self._watchers:
                     watcher.cut()
 
-    async def _tell_with_helpers(self, look: Callable[[], Picture]) -> None:
-        engines = Engines(self._gateway.fleet)
+    async def _tell_with_helpers(self, look: Callable[[], ProcessSnapshot]) -> None:
+        engines = EnginePoller(self._gateway.fleet)
         async with asyncio.TaskGroup() as group:
             helpers = [group.create_task(engines.run())]
             if self.siblings is not None:
@@ -131,8 +131,8 @@ class Hub:
             for helper in helpers:
                 helper.cancel()
 
-    def _tell(self, own: Picture, engines: Engines) -> None:
-        pictures: list[Picture | None] = [own]
+    def _tell(self, own: ProcessSnapshot, engines: EnginePoller) -> None:
+        pictures: list[ProcessSnapshot | None] = [own]
         ended, untold = own.ended, own.untold
         if self.siblings is not None:
             pictures += self.siblings.pictures()
@@ -144,7 +144,10 @@ class Hub:
         told = [one.model_dump(mode="json") for one in shown]
         self._awaited.expect(shown)
         moves = self._awaited.take(engines.pages(), time.time() - now())
-        before, self._picture = self._picture, together(pictures, engines.told(), engines.rates())
+        before, self._picture = (
+            self._picture,
+            merge_snapshots(pictures, engines.told(), engines.rates()),
+        )
         self._ended.extend(told)
         moved = {key: one.model_dump(mode="json") for key, one in moves.items()}
         for one in self._ended:
@@ -168,7 +171,7 @@ class Hub:
         settings = self._gateway.settings
         about = {
             "version": version("disagg-router"),
-            "settings": [one.model_dump(mode="json") for one in shown(settings)],
+            "settings": [one.model_dump(mode="json") for one in visible_settings(settings)],
             "ended": list(self._ended),
             "conversations": {"store": settings.conversation_store.partition("://")[0]},
             "ttl": settings.conversation_ttl,

@@ -13,36 +13,36 @@ MOST_FRESH = 256
 WINDOW = 4.0
 
 # From, to, and what moves: "prompt" from prefiller to decoder, "turn" the other way.
-Way = tuple[str, str, str]
+EngineLink = tuple[str, str, str]
 
 
-class Rates:
+class LinkRates:
     """How many a second over each way, of the last seconds. Time is passed in."""
 
     def __init__(self) -> None:
-        self._counts: deque[tuple[float, dict[Way, int]]] = deque()
+        self._counts: deque[tuple[float, dict[EngineLink, int]]] = deque()
 
-    def add(self, at: float, ways: dict[Way, int]) -> None:
+    def add(self, at: float, ways: dict[EngineLink, int]) -> None:
         self._counts.append((at, ways))
         while self._counts[0][0] <= at - WINDOW:
             self._counts.popleft()
 
-    def now(self) -> dict[Way, float]:
-        sums: dict[Way, int] = {}
+    def now(self) -> dict[EngineLink, float]:
+        sums: dict[EngineLink, int] = {}
         for _, ways in self._counts:
             for way, count in ways.items():
                 sums[way] = sums.get(way, 0) + count
         return {way: count / WINDOW for way, count in sums.items()}
 
 
-class Look:
+class RequestFeed:
     """One that looks: what has ended since it last took it; what does not fit is only counted."""
 
     def __init__(self) -> None:
         self._fresh: deque[Record] = deque(maxlen=MOST_FRESH)
-        self._ways: dict[Way, int] = {}
+        self._ways: dict[EngineLink, int] = {}
         self._missed = 0
-        self.rates = Rates()
+        self.rates = LinkRates()
 
     def note(self, record: Record) -> None:
         self._missed += len(self._fresh) == MOST_FRESH
@@ -59,12 +59,12 @@ class Look:
         return list(fresh), missed
 
 
-class Watch:
+class LiveRequests:
     """Of those who look at this process. It is asked about each request, so it does little."""
 
     def __init__(self) -> None:
         self._running: dict[int, Record] = {}
-        self.looks: list[Look] = []
+        self.looks: list[RequestFeed] = []
 
     def opened(self, record: Record) -> None:
         if len(self._running) < MOST_RUNNING:
@@ -81,7 +81,7 @@ class Watch:
         return list(self._running.values())
 
 
-def ways_of(record: Record) -> Iterable[Way]:
+def ways_of(record: Record) -> Iterable[EngineLink]:
     """Which engines' KV a request took where."""
     if record.prefiller and record.decoder and record.first_byte is not None:
         yield record.prefiller, record.decoder, "prompt"
@@ -89,10 +89,10 @@ def ways_of(record: Record) -> Iterable[Way]:
         yield record.reused_from, record.prefiller, "turn"
 
 
-def moving(records: Iterable[Record]) -> dict[Way, int]:
+def moving(records: Iterable[Record]) -> dict[EngineLink, int]:
     """Over which ways KV goes now, as far as a router can tell: the decoder was asked for what a
     prefiller has made, and has not begun to answer."""
-    found: dict[Way, int] = {}
+    found: dict[EngineLink, int] = {}
     for record in records:
         if record.stage == "decode" and record.prefiller and record.first_byte is None:
             way = record.prefiller, record.decoder, "prompt"

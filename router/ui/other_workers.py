@@ -15,8 +15,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from router.ui.request_view import Seen
-from router.ui.snapshot import Picture
+from router.ui.request_view import RequestView
+from router.ui.snapshot import ProcessSnapshot
 
 logger = logging.getLogger("disagg_router.page")
 SUFFIX = ".page"
@@ -29,16 +29,16 @@ MOST_LINES = 256
 MOST_ENDED = 1024
 
 
-Looking = Callable[[], contextlib.AbstractContextManager[Callable[[], Picture]]]
+Looking = Callable[[], contextlib.AbstractContextManager[Callable[[], ProcessSnapshot]]]
 
 
-class Siblings:
+class OtherWorkers:
     """Of the worker `number`, of `count` that there should be."""
 
     def __init__(self, directory: Path, number: int, count: int) -> None:
         self._paths = [directory / f"{n}{SUFFIX}" for n in range(count) if n != number]
-        self._pictures: dict[Path, Picture] = {}
-        self._ended: deque[Seen] = deque(maxlen=MOST_ENDED)
+        self._pictures: dict[Path, ProcessSnapshot] = {}
+        self._ended: deque[RequestView] = deque(maxlen=MOST_ENDED)
         self._untold = 0
 
     async def run(self) -> None:
@@ -51,11 +51,11 @@ class Siblings:
             self._pictures.clear()
             self._ended.clear()
 
-    def pictures(self) -> list[Picture | None]:
+    def pictures(self) -> list[ProcessSnapshot | None]:
         """What each sees; None for one that does not answer."""
         return [self._pictures.get(path) for path in self._paths]
 
-    def take_ended(self) -> tuple[Sequence[Seen], int]:
+    def take_ended(self) -> tuple[Sequence[RequestView], int]:
         """Since the last time, and how many more did."""
         ended, untold = list(self._ended), self._untold
         self._ended.clear()
@@ -79,7 +79,7 @@ class Siblings:
         try:
             while True:
                 async with asyncio.timeout(PATIENCE):
-                    seen = Picture.model_validate_json(await reader.readuntil(b"\n"))
+                    seen = ProcessSnapshot.model_validate_json(await reader.readuntil(b"\n"))
                 self._pictures[path] = seen
                 self._untold += seen.untold
                 self._ended.extend(seen.ended)
@@ -88,7 +88,7 @@ class Siblings:
 
 
 @contextlib.asynccontextmanager
-async def told(path: Path, looked_at: Looking) -> AsyncIterator[None]:
+async def serve_snapshots(path: Path, looked_at: Looking) -> AsyncIterator[None]:
     """Tells siblings what this worker sees, until the block ends."""
     lines: set[asyncio.Task[None]] = set()
 
@@ -119,7 +119,7 @@ async def told(path: Path, looked_at: Looking) -> AsyncIterator[None]:
 
 
 async def _tell_on(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, look: Callable[[], Picture]
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, look: Callable[[], ProcessSnapshot]
 ) -> None:
     while not reader.at_eof():
         writer.write(look().model_dump_json().encode() + b"\n")

@@ -12,7 +12,7 @@ from router.telemetry.token_usage import tokens_of, tokens_so_far
 LONGEST_ERROR = 500
 
 
-class Spans(BaseModel):
+class RequestTimings(BaseModel):
     """Milliseconds since the request came; null: it did not get there."""
 
     prefill_started: float | None
@@ -22,7 +22,7 @@ class Spans(BaseModel):
     ended: float | None
 
 
-class Seen(BaseModel):
+class RequestView(BaseModel):
     """`at` is Unix time. `cached`: of the prompt, what nobody computed for this request."""
 
     key: str
@@ -37,7 +37,7 @@ class Seen(BaseModel):
     decoder: str
     conversation: str
     reused_from: str
-    ms: Spans
+    ms: RequestTimings
     prompt_tokens: int | None
     completion_tokens: int | None
     cached_tokens: int | None
@@ -52,11 +52,11 @@ class Origin(NamedTuple):
     unix: float
 
 
-def seen(record: Record, origin: Origin) -> Seen:
+def view_request(record: Record, origin: Origin) -> RequestView:
     """Of a request that has ended, or runs."""
     has_ended = record.ended is not None
     prompt, completion, cached = tokens_of(record) if has_ended else tokens_so_far(record)
-    return Seen(
+    return RequestView(
         key=f"{origin.name}-{id(record):x}-{record.started:.6f}",
         id=record.request_id,
         at=round(origin.unix + record.started, 3),
@@ -78,11 +78,11 @@ def seen(record: Record, origin: Origin) -> Seen:
     )
 
 
-def _spans(record: Record) -> Spans:
+def _spans(record: Record) -> RequestTimings:
     def since(moment: float | None) -> float | None:
         return None if moment is None else round((moment - record.started) * 1000, 1)
 
-    return Spans(
+    return RequestTimings(
         prefill_started=since(record.prefill_started),
         prefill_done=since(record.prefill_done),
         decode_started=since(record.decode_started),

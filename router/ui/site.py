@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 from starlette.exceptions import HTTPException
 
-from router.ui.event_feed import Feed
-from router.ui.hub import Hub
+from router.ui.event_feed import DashboardFeed
+from router.ui.hub import DashboardHub
 
 TYPES = {
     "html": "text/html; charset=utf-8",
@@ -40,13 +40,13 @@ SAFE = {
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class StaticFile:
     content: bytes
     kind: str
     tag: str
 
 
-def read_files() -> Mapping[str, File]:
+def read_files() -> Mapping[str, StaticFile]:
     """By name; there are no folders."""
     return {
         entry.name: _file(entry.name, entry.read_bytes())
@@ -55,7 +55,7 @@ def read_files() -> Mapping[str, File]:
     }
 
 
-def site(hub: Hub, token: str | None) -> APIRouter:
+def dashboard_routes(hub: DashboardHub, token: str | None) -> APIRouter:
     """`token` is what who looks has to show; None: nothing. The files have no secrets."""
     known = read_files()
     router = APIRouter(tags=["Page"])
@@ -68,7 +68,7 @@ def site(hub: Hub, token: str | None) -> APIRouter:
 
     @router.get("/ui/events", summary="What the page shows, as server-sent events")
     async def events() -> Response:
-        return Feed(hub, token)
+        return DashboardFeed(hub, token)
 
     @router.head("/ui/{name}", include_in_schema=False)
     @router.get("/ui/{name}", include_in_schema=False)
@@ -83,7 +83,7 @@ def site(hub: Hub, token: str | None) -> APIRouter:
     return router
 
 
-def _answer(file: File | None, request: Request) -> Response:
+def _answer(file: StaticFile | None, request: Request) -> Response:
     if file is None:
         raise HTTPException(404)
     headers = {**SAFE, "etag": file.tag}
@@ -92,6 +92,6 @@ def _answer(file: File | None, request: Request) -> Response:
     return Response(file.content, 200, headers | {"content-type": file.kind})
 
 
-def _file(name: str, content: bytes) -> File:
+def _file(name: str, content: bytes) -> StaticFile:
     digest = hashlib.sha256(content).hexdigest()[:16]
-    return File(content, TYPES[name.rpartition(".")[2]], f'"{digest}"')
+    return StaticFile(content, TYPES[name.rpartition(".")[2]], f'"{digest}"')

@@ -15,9 +15,9 @@ from router.fleet.views import EngineView, View, engines_of, groups_of, view_of
 from router.http_client.deadlines import now
 from router.proxy.gateway import Gateway
 from router.telemetry.metrics import Metrics
-from router.ui.engine_polling import Gauge
-from router.ui.live_requests import Look, Watch, Way, moving
-from router.ui.request_view import Origin, Seen, seen
+from router.ui.engine_polling import EngineGauge
+from router.ui.live_requests import EngineLink, LiveRequests, RequestFeed, moving
+from router.ui.request_view import Origin, RequestView, view_request
 
 KEYED = ("engines", "groups", "ways", "running")
 MOST_LISTED = 64
@@ -25,7 +25,7 @@ MOST_ENGINES = 512
 Json = dict[str, Any]
 
 
-class Moved(BaseModel):
+class LinkTraffic(BaseModel):
     """KV from one engine to another: requests under way, and those a second."""
 
     from_: str
@@ -35,7 +35,7 @@ class Moved(BaseModel):
     rate: float
 
 
-class Totals(BaseModel):
+class RequestTotals(BaseModel):
     """Since the start of the processes. `by` counts what has become of requests."""
 
     requests: int
@@ -43,7 +43,7 @@ class Totals(BaseModel):
     by: dict[str, int]
 
 
-class Turns(BaseModel):
+class TurnTotals(BaseModel):
     """Of conversations: by outcome and reason, by what turns left; entries of a memory store."""
 
     outcomes: dict[str, int]
@@ -51,42 +51,44 @@ class Turns(BaseModel):
     entries: int | None
 
 
-class Picture(BaseModel):
+class ProcessSnapshot(BaseModel):
     """What one process sees; `ended` since it was last asked, `untold` how many more did."""
 
     view: View
-    ways: list[Moved]
-    running: list[Seen]
-    ended: list[Seen]
+    ways: list[LinkTraffic]
+    running: list[RequestView]
+    ended: list[RequestView]
     untold: int
-    totals: Totals
-    turns: Turns
+    totals: RequestTotals
+    turns: TurnTotals
 
 
-def picture(gateway: Gateway, roster: Roster, watch: Watch, look: Look, origin: Origin) -> Picture:
+def take_snapshot(
+    gateway: Gateway, roster: Roster, watch: LiveRequests, look: RequestFeed, origin: Origin
+) -> ProcessSnapshot:
     running = watch.running
     ended, missed = look.take(now())
-    return Picture(
+    return ProcessSnapshot(
         view=view_of(gateway.fleet, roster),
         ways=_ways(moving(running), look.rates.now()),
-        running=[seen(record, origin) for record in running[-MOST_LISTED:]],
-        ended=[seen(record, origin) for record in ended],
+        running=[view_request(record, origin) for record in running[-MOST_LISTED:]],
+        ended=[view_request(record, origin) for record in ended],
         untold=missed,
         totals=_totals(gateway),
         turns=_turns(gateway),
     )
 
 
-def together(
-    pictures: Sequence[Picture | None],
-    gauges: Mapping[str, Gauge],
-    speeds: Mapping[Way, float] | None = None,
+def merge_snapshots(
+    pictures: Sequence[ProcessSnapshot | None],
+    gauges: Mapping[str, EngineGauge],
+    speeds: Mapping[EngineLink, float] | None = None,
 ) -> Json:
     """Of all processes, None for one that does not answer. `speeds`: in bytes a second."""
     told = [one for one in pictures if one is not None]
     views = [None if one is None else one.view for one in pictures]
     engines = engines_of(views)
-    running = sorted((seen for one in told for seen in one.running), key=lambda one: one.at)
+    running = sorted((view for one in told for view in one.running), key=lambda view: view.at)
     return {
         "engines": {one.name: _engine(one, gauges) for one in engines[:MOST_ENGINES]},
         "engines_unlisted": max(0, len(engines) - MOST_ENGINES),
@@ -130,18 +132,20 @@ def added(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
     return sums
 
 
-def _engine(view: EngineView, gauges: Mapping[str, Gauge]) -> Json:
-    gauge = gauges.get(view.name, Gauge())
+def _engine(view: EngineView, gauges: Mapping[str, EngineGauge]) -> Json:
+    gauge = gauges.get(view.name, EngineGauge())
     return view.model_dump(mode="json") | {"gauge": gauge.model_dump(mode="json")}
 
 
-def _ways(under_way: Mapping[Way, int], rates: Mapping[Way, float]) -> list[Moved]:
-    def order(way: Way) -> tuple[float, float, Way]:
+def _ways(
+    under_way: Mapping[EngineLink, int], rates: Mapping[EngineLink, float]
+) -> list[LinkTraffic]:
+    def order(way: EngineLink) -> tuple[float, float, EngineLink]:
         return -under_way.get(way, 0), -rates.get(way, 0.0), way
 
     busiest = sorted({*under_way, *rates}, key=order)
     return [
-        Moved(
+        LinkTraffic(
             from_=way[0],
             to=way[1],
             kind=way[2],
@@ -152,10 +156,10 @@ def _ways(under_way: Mapping[Way, int], rates: Mapping[Way, float]) -> list[Move
     ]
 
 
-def _added_ways(pictures: Sequence[Picture], speeds: Mapping[Way, float]) -> Json:
+def _added_ways(pictures: Sequence[ProcessSnapshot], speeds: Mapping[EngineLink, float]) -> Json:
     """Engines tell of other routers' requests, too."""
     found: Json = {}
-    for one in [way for picture in pictures for way in picture.ways]:
+    for one in [way for each in pictures for way in each.ways]:
         known = _way(found, (one.from_, one.to, one.kind))
         known["moving"] += one.moving
         known["rate"] = round(known["rate"] + one.rate, 2)
@@ -165,24 +169,24 @@ def _added_ways(pictures: Sequence[Picture], speeds: Mapping[Way, float]) -> Jso
     return found
 
 
-def _way(found: Json, way: Way) -> Json:
+def _way(found: Json, way: EngineLink) -> Json:
     from_, to, kind = way
     nothing = {"from": from_, "to": to, "kind": kind, "moving": 0, "rate": 0.0}
     known: Json = found.setdefault(" ".join(way), nothing | {"bytes_per_second": None})
     return known
 
 
-def _totals(gateway: Gateway) -> Totals:
+def _totals(gateway: Gateway) -> RequestTotals:
     by: dict[str, int] = {}
     for labels, count in gateway.metrics.requests.counts().items():
         outcome = str(labels[-1])
         by[outcome] = by.get(outcome, 0) + count
-    return Totals(requests=sum(by.values()), in_flight=len(gateway.running), by=by)
+    return RequestTotals(requests=sum(by.values()), in_flight=len(gateway.running), by=by)
 
 
-def _turns(gateway: Gateway) -> Turns:
+def _turns(gateway: Gateway) -> TurnTotals:
     metrics = gateway.metrics
-    return Turns(
+    return TurnTotals(
         outcomes={_named(labels): n for labels, n in metrics.conversation_turns.counts().items()},
         kept={_named(labels): n for labels, n in metrics.conversation_kept.counts().items()},
         entries=_waiting(metrics) if gateway.settings.conversation_store == "memory" else None,
@@ -193,7 +197,7 @@ def _waiting(metrics: Metrics) -> int:
     return int(sum(one.value for f in metrics.conversation_entries.collect() for one in f.samples))
 
 
-def _entries(pictures: Sequence[Picture]) -> int | None:
+def _entries(pictures: Sequence[ProcessSnapshot]) -> int | None:
     counts = [one.turns.entries for one in pictures if one.turns.entries is not None]
     return sum(counts) if counts else None
 

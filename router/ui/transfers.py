@@ -18,8 +18,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from router.fleet.engine_spec import Role
 from router.http_client.deadlines import now
-from router.ui.live_requests import WINDOW, Way
-from router.ui.request_view import Seen
+from router.ui.live_requests import WINDOW, EngineLink
+from router.ui.request_view import RequestView
 
 MOST_RANKS = 64
 # Of one rank's page.
@@ -35,7 +35,7 @@ Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 What = Literal["READ", "WRITE"]
 
 
-class Moved(BaseModel):
+class MovedBytes(BaseModel):
     """As an engine's page has it, like the next."""
 
     what: What
@@ -43,7 +43,7 @@ class Moved(BaseModel):
     bytes: Count
 
 
-class Ended(BaseModel):
+class EndedTransfer(BaseModel):
     what: What
     found_by: str
     blocks: Count
@@ -52,10 +52,10 @@ class Ended(BaseModel):
     age_seconds: Seconds
 
 
-E = TypeVar("E", Moved, Ended)
+E = TypeVar("E", MovedBytes, EndedTransfer)
 
 
-class Flow(NamedTuple):
+class TransferFlow(NamedTuple):
     """`what` was done by the engine that says so, `peer` is the other side's engine id."""
 
     what: str
@@ -73,20 +73,20 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class TransferPage:
     """One engine's, read `at` that time: its ranks' ids, bytes since its start, the latest
     transfers by what was done and what they are found by."""
 
     at: float
     ids: frozenset[str] = frozenset()
-    moved: Mapping[Flow, int] = field(default_factory=dict)
+    moved: Mapping[TransferFlow, int] = field(default_factory=dict)
     transfers: Mapping[tuple[str, str], Transfer] = field(default_factory=dict)
 
 
-NOTHING = Page(0.0)
+NOTHING = TransferPage(0.0)
 
 
-class Move(BaseModel):
+class TransferView(BaseModel):
     """`ended` is in milliseconds since the request came."""
 
     blocks: int
@@ -95,11 +95,11 @@ class Move(BaseModel):
     ended: float
 
 
-class Moves(BaseModel):
+class RequestTransfers(BaseModel):
     """Of a request: what a decoder got of a prefiller, and what that got of the last turn."""
 
-    prompt: Move | None = None
-    turn: Move | None = None
+    prompt: TransferView | None = None
+    turn: TransferView | None = None
 
 
 def found_by(request_id: str) -> str:
@@ -107,26 +107,26 @@ def found_by(request_id: str) -> str:
     return blake2b(FOREIGN.sub("-", request_id).encode(), digest_size=8).hexdigest()
 
 
-def page_in(content: object, at: float) -> Page:
+def page_in(content: object, at: float) -> TransferPage:
     """Total: what makes no sense is not there."""
     ids: set[str] = set()
-    moved: dict[Flow, int] = {}
+    moved: dict[TransferFlow, int] = {}
     transfers: dict[tuple[str, str], Transfer] = {}
     for rank in islice(_dicts(content, "ranks"), MOST_RANKS):
         if isinstance(rank.get("engine_id"), str):
             ids.add(rank["engine_id"])
-        for one in _said(Moved, rank, "moved"):
-            flow = Flow(one.what, one.engine_id)
+        for one in _said(MovedBytes, rank, "moved"):
+            flow = TransferFlow(one.what, one.engine_id)
             moved[flow] = moved.get(flow, 0) + one.bytes
         for key, more in _of_rank(rank, at).items():
             transfers[key] = _beside(transfers[key], more) if key in transfers else more
-    return Page(at, frozenset(ids), moved, transfers)
+    return TransferPage(at, frozenset(ids), moved, transfers)
 
 
 def _of_rank(rank: Mapping[str, Any], at: float) -> dict[tuple[str, str], Transfer]:
     """A request of several prompts has several, one after the other."""
     found: dict[tuple[str, str], Transfer] = {}
-    for one in _said(Ended, rank, "transfers"):
+    for one in _said(EndedTransfer, rank, "transfers"):
         transfer = Transfer(one.blocks, one.bytes, one.seconds, at - one.age_seconds)
         key = one.what, one.found_by
         found[key] = _after(found[key], transfer) if key in found else transfer
@@ -161,13 +161,13 @@ def _dicts(within: object, name: str) -> Iterator[dict[str, Any]]:
         yield from (entry for entry in entries if isinstance(entry, dict))
 
 
-class Traffic:
+class TransferHistory:
     """The pages of the last seconds, by engine."""
 
     def __init__(self) -> None:
-        self._pages: dict[str, deque[Page]] = {}
+        self._pages: dict[str, deque[TransferPage]] = {}
 
-    def note(self, engine: str, page: Page) -> None:
+    def note(self, engine: str, page: TransferPage) -> None:
         pages = self._pages.setdefault(engine, deque())
         pages.append(page)
         while len(pages) > 2 and pages[1].at <= page.at - WINDOW:
@@ -177,15 +177,15 @@ class Traffic:
         """The others are gone."""
         self._pages = {name: self._pages[name] for name in engines if name in self._pages}
 
-    def latest(self, oldest: float) -> dict[str, Page]:
+    def latest(self, oldest: float) -> dict[str, TransferPage]:
         """Of those that have answered since `oldest`."""
         return {name: p[-1] for name, p in self._pages.items() if p[-1].at >= oldest}
 
-    def rates(self, roles: Mapping[str, Role], oldest: float) -> dict[Way, float]:
+    def rates(self, roles: Mapping[str, Role], oldest: float) -> dict[EngineLink, float]:
         """Bytes a second over each way on which anything moved."""
         latest = self.latest(oldest)
         names = {peer: name for name, page in latest.items() for peer in page.ids}
-        found: dict[Way, float] = {}
+        found: dict[EngineLink, float] = {}
         for name in latest:
             for flow, rate in _rates(self._pages[name]):
                 other = names.get(flow.peer)
@@ -197,7 +197,7 @@ class Traffic:
         return found
 
 
-def _rates(pages: deque[Page]) -> Iterator[tuple[Flow, float]]:
+def _rates(pages: deque[TransferPage]) -> Iterator[tuple[TransferFlow, float]]:
     first, last = pages[0], pages[-1]
     if last.at <= first.at:
         return
@@ -208,20 +208,20 @@ def _rates(pages: deque[Page]) -> Iterator[tuple[Flow, float]]:
 
 
 @dataclass(slots=True)
-class Waiting:
-    seen: Seen
+class AwaitedRequest:
+    seen: RequestView
     name: str
     since: float
-    told: Moves = field(default_factory=Moves)
+    told: RequestTransfers = field(default_factory=RequestTransfers)
 
-    def hears(self, pages: Mapping[str, Page], unix: float) -> Moves:
+    def hears(self, pages: Mapping[str, TransferPage], unix: float) -> RequestTransfers:
         """Of pages that are younger than its end; what is known stays as it was told."""
         seen = self.seen
         young = {name: page for name, page in pages.items() if page.at > self.since}
         p, d = (young.get(one, NOTHING).transfers for one in (seen.prefiller, seen.decoder))
         prompt = d.get(("READ", self.name)) or p.get(("WRITE", self.name))
         turn = p.get(("READ", self.name)) if seen.reused_from else None
-        return Moves(
+        return RequestTransfers(
             prompt=self.told.prompt or _move(prompt, seen.at - unix),
             turn=self.told.turn or _move(turn, seen.at - unix),
         )
@@ -231,38 +231,38 @@ class Waiting:
         return bool(is_whole) or now - self.since > LATEST
 
 
-class Awaited:
+class TransferMatcher:
     """Requests that have ended, until engines have said what they moved for them."""
 
     def __init__(self, clock: Callable[[], float] = now) -> None:
         self._clock = clock
-        self._waiting: OrderedDict[str, Waiting] = OrderedDict()
+        self._waiting: OrderedDict[str, AwaitedRequest] = OrderedDict()
 
-    def expect(self, ended: Iterable[Seen]) -> None:
+    def expect(self, ended: Iterable[RequestView]) -> None:
         since = self._clock()
         for seen in ended:
             if seen.prefiller and seen.decoder:
-                waiting = Waiting(seen, found_by(seen.id), since)
+                waiting = AwaitedRequest(seen, found_by(seen.id), since)
                 self._waiting[seen.key] = waiting
         while len(self._waiting) > MOST_WAITING:
             self._waiting.popitem(last=False)
 
-    def take(self, pages: Mapping[str, Page], unix: float) -> dict[str, Moves]:
+    def take(self, pages: Mapping[str, TransferPage], unix: float) -> dict[str, RequestTransfers]:
         """What is new, by the requests' keys; `unix` is when our clock began."""
-        found: dict[str, Moves] = {}
+        found: dict[str, RequestTransfers] = {}
         for key, one in list(self._waiting.items()):
             moves = one.hears(pages, unix)
-            if moves not in (one.told, Moves()):
+            if moves not in (one.told, RequestTransfers()):
                 one.told = found[key] = moves
             if one.is_over(self._clock()):
                 del self._waiting[key]
         return found
 
 
-def _move(transfer: Transfer | None, came: float) -> Move | None:
+def _move(transfer: Transfer | None, came: float) -> TransferView | None:
     if transfer is None:
         return None
-    return Move(
+    return TransferView(
         blocks=transfer.blocks,
         bytes=transfer.bytes,
         ms=round(transfer.seconds * 1000, 2),

@@ -10,7 +10,7 @@ MOST_QUEUED = 64
 MOST_BYTES = 8 * 1024 * 1024
 
 
-class Watcher:
+class Viewer:
     """One that looks: events for it, in order. The first may be as large as it likes."""
 
     def __init__(self) -> None:

@@ -10,16 +10,16 @@ HIDDEN = "set, not shown"
 STORES = ("memory", "off")
 
 
-class Shown(BaseModel):
+class VisibleSetting(BaseModel):
     group: str
     flag: str
     value: str
     is_default: bool
 
 
-def shown(settings: Settings) -> list[Shown]:
+def visible_settings(settings: Settings) -> list[VisibleSetting]:
     return [
-        Shown(
+        VisibleSetting(
             group=group_title(name),
             flag=flag_of(name),
             value=_text(name, value := getattr(settings, name)),

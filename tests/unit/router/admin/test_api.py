@@ -15,8 +15,8 @@ import pytest
 
 from router.admin.control import Control
 from router.admin.endpoints import application
-from router.admin.hosting import Alone
-from router.admin.worker_process import Member
+from router.admin.hosting import SingleProcess
+from router.admin.worker_process import WorkerProcess
 from router.fleet.engine import Health
 from router.fleet.engine_spec import Intent
 from router.settings import Settings
@@ -66,7 +66,7 @@ async def administered(
         return settings_for(p=p, d=d, **given)
 
     async with running_router(settings) as router:
-        control = Control(settings, Alone(Member(settings, router.app)), read_again)
+        control = Control(settings, SingleProcess(WorkerProcess(settings, router.app)), read_again)
         tidying = asyncio.create_task(control.run())
         app = application(control)
         async with httpx.AsyncClient(

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from router.admin import control as control_module
-from router.admin.control import Control, RefusedError
-from router.admin.desired_state import RELOADABLE, State
+from router.admin.control import AdminRequestError, Control
+from router.admin.desired_state import RELOADABLE, DesiredState
 from router.fleet.engine_spec import EngineSpec, Intent, Listed, Role
 from router.fleet.overrides import Overlay, overlaid
 from router.fleet.views import EngineView, View
@@ -31,9 +31,9 @@ class FakeProcesses:
     def __init__(self, *of: list[Listed] | None) -> None:
         self.of: list[list[Listed] | None] = list(of)
         self.is_informed = True
-        self.told: list[State] = []
+        self.told: list[DesiredState] = []
 
-    async def tell(self, state: State) -> Sequence[View | None]:
+    async def tell(self, state: DesiredState) -> Sequence[View | None]:
         self.told.append(state)
         return [self._view(listed, state.overlay) for listed in self.of]
 
@@ -70,7 +70,7 @@ def control_of(
 
 
 async def refused(awaitable: Any) -> tuple[int, str]:
-    with pytest.raises(RefusedError) as error:
+    with pytest.raises(AdminRequestError) as error:
         await awaitable
     return error.value.status, str(error.value)
 

@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from router.admin import access as gate_module
-from router.admin.access import MOST_BYTES, Gate
+from router.admin.access import MOST_BYTES, AdminGate
 
 TOKEN = "0123456789abcdef"
 
@@ -22,7 +22,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def client(token: str | None = TOKEN) -> httpx.AsyncClient:
-    gate = Gate(echo, lambda: token)
+    gate = AdminGate(echo, lambda: token)
     return httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://x")
 
 
@@ -108,7 +108,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.M
         sent.append(message)
 
     scope = {"type": "http", "headers": [(b"authorization", f"Bearer {TOKEN}".encode())]}
-    await Gate(echo, lambda: TOKEN)(scope, receive, send)
+    await AdminGate(echo, lambda: TOKEN)(scope, receive, send)
     assert sent[0]["status"] == 408
 
 
@@ -120,4 +120,4 @@ async def test_a_caller_that_leaves_meanwhile_costs_nothing() -> None:
         raise AssertionError
 
     scope = {"type": "http", "headers": [(b"authorization", f"Bearer {TOKEN}".encode())]}
-    await Gate(echo, lambda: TOKEN)(scope, receive, send)
+    await AdminGate(echo, lambda: TOKEN)(scope, receive, send)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from router.admin import hosting as hosting_module
-from router.admin.hosting import ControlThread, at_work
+from router.admin.hosting import ControlThread, serve_control
 from router.server.serve import bind_at
 from router.settings import load
 from tests.unit.router.admin.test_control import TOKEN, A, control_of
@@ -27,7 +27,7 @@ async def test_a_connection_is_for_one_call_and_does_not_last(
     control, _, _ = control_of([A])
     with bind_at("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-        async with at_work(control, listener):
+        async with serve_control(control, listener):
             silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
             async with asyncio.timeout(10):
                 for reader, writer in silent:

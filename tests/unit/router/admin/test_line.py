@@ -12,9 +12,9 @@ from typing import Any, cast
 import pytest
 
 from router.admin import control_channel as line_module
-from router.admin.control_channel import Switchboard, listening
-from router.admin.desired_state import State, Tunables, decoded, encoded
-from router.admin.worker_process import Member
+from router.admin.control_channel import ControlChannel, follow_control
+from router.admin.desired_state import DesiredState, Tunables, decoded, encoded
+from router.admin.worker_process import WorkerProcess
 from router.fleet.engine_spec import EngineSpec, Role
 from router.fleet.overrides import Overlay
 from router.fleet.views import View
@@ -23,7 +23,7 @@ from tests.unit.router.harness import eventually
 from tests.unit.router.test_settings import ENGINES
 
 SPEC = EngineSpec(Role.DECODE, Address("::1", 9), frozenset("ab"), "blue", 0.5)
-EMPTY = State(Tunables.of(load(ENGINES)))
+EMPTY = DesiredState(Tunables.of(load(ENGINES)))
 FULL = replace(
     EMPTY,
     overlay=Overlay((SPEC,), frozenset([Address("h", 1)]), {"blue": 0.1}),
@@ -33,10 +33,10 @@ FULL = replace(
 
 class FakeMember:
     def __init__(self) -> None:
-        self.states: list[State] = []
+        self.states: list[DesiredState] = []
         self.fault: Exception | None = None
 
-    def adopt(self, state: State) -> View:
+    def adopt(self, state: DesiredState) -> View:
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault
@@ -47,7 +47,7 @@ class FakeMember:
 @contextlib.asynccontextmanager
 async def worker(path: Path) -> AsyncIterator[FakeMember]:
     member = FakeMember()
-    async with listening(path, cast(Member, member)):
+    async with follow_control(path, cast(WorkerProcess, member)):
         yield member
 
 
@@ -67,7 +67,7 @@ def test_a_state_is_the_same_on_the_other_side() -> None:
 
 
 async def test_all_are_told_and_who_comes_later_is_told_at_once(tmp_path: Path) -> None:
-    path, board = tmp_path / "control", Switchboard(EMPTY, 2)
+    path, board = tmp_path / "control", ControlChannel(EMPTY, 2)
     async with board.open(path), worker(path) as one:
         assert one.states == [EMPTY], "before it serves"
         assert await board.tell(FULL) == [View(engines=[], groups=[], is_informed=True), None]
@@ -85,7 +85,7 @@ async def test_all_are_told_and_who_comes_later_is_told_at_once(tmp_path: Path) 
 async def test_one_that_stands_still_is_not_waited_for_and_has_the_state_later(
     tmp_path: Path,
 ) -> None:
-    path, board = tmp_path / "control", Switchboard(EMPTY, 2)
+    path, board = tmp_path / "control", ControlChannel(EMPTY, 2)
     async with board.open(path), worker(path) as one:
         reader, writer = await asyncio.open_unix_connection(str(path))
         assert decoded(await reader.readline()) == EMPTY  # and says nothing
@@ -99,7 +99,7 @@ async def test_one_that_stands_still_is_not_waited_for_and_has_the_state_later(
 
 async def test_what_is_told_while_one_comes_reaches_it(tmp_path: Path) -> None:
     """Its first exchange is under way when the state changes."""
-    path, board = tmp_path / "control", Switchboard(EMPTY, 1)
+    path, board = tmp_path / "control", ControlChannel(EMPTY, 1)
     async with board.open(path):
         reader, writer = await asyncio.open_unix_connection(str(path))
         assert decoded(await reader.readline()) == EMPTY
@@ -115,7 +115,7 @@ async def test_what_is_told_while_one_comes_reaches_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("garbage", [b"{}\n", b"\xff\n", b"no end"])
 async def test_nonsense_is_no_answer(tmp_path: Path, garbage: bytes) -> None:
-    path, board = tmp_path / "control", Switchboard(EMPTY, 1)
+    path, board = tmp_path / "control", ControlChannel(EMPTY, 1)
     async with board.open(path):
         reader, writer = await asyncio.open_unix_connection(str(path))
         await reader.readline()
@@ -128,7 +128,7 @@ async def test_nonsense_is_no_answer(tmp_path: Path, garbage: bytes) -> None:
 async def test_a_fault_in_a_worker_is_told_and_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, board = tmp_path / "control", Switchboard(EMPTY, 1)
+    path, board = tmp_path / "control", ControlChannel(EMPTY, 1)
     async with board.open(path), worker(path) as one:
         one.fault = RuntimeError("a fault of ours")
         assert await board.tell(FULL) == [None]
@@ -137,7 +137,7 @@ async def test_a_fault_in_a_worker_is_told_and_tried_again(
 
 
 async def test_lines_of_the_dead_are_not_kept(tmp_path: Path) -> None:
-    path, board = tmp_path / "control", Switchboard(EMPTY, 1)
+    path, board = tmp_path / "control", ControlChannel(EMPTY, 1)
     async with board.open(path):
         for _ in range(20):
             async with worker(path):

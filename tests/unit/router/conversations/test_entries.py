@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.conversations.conversations import Conversations, Found, Turn
-from router.conversations.entry import Entry, Mark, Scope
-from router.conversations.identity import Identity
+from router.conversations.conversations import Conversations, RecallOutcome, Turn
+from router.conversations.entry import Entry, PromptPrefix, ReuseScope
+from router.conversations.identity import ConversationResolver
 from router.conversations.memory_store import MemoryStore
 from router.conversations.prompt import prompt_of
-from router.conversations.reuse_limit import cut, judge
+from router.conversations.reuse_limit import decide_reuse, truncate_params
 from router.conversations.reuse_scope import scope_of
 from router.openai.answers import read_choice
 from tests.unit.router.conversations.around import Around
@@ -77,12 +77,14 @@ async def written(body: dict[str, Any], params: dict[str, Any], said: Any, token
     """What two turns of a conversation leave, as it lies in the store; empty if they left none."""
     shelf = Open(MemoryStore(9, 10**6))
     conversations = Conversations(
-        shelf, Identity(["conversation_id"], "authorization"), 450, lambda: NOW
+        shelf, ConversationResolver(["conversation_id"], "authorization"), 450, lambda: NOW
     )
     for _ in range(2):
         turn = turn_of(conversations, body)
         await conversations.recall(turn)
-        assert turn.found in (Found.NEW, Found.ENTRY), "what a turn leaves can be read"
+        assert turn.found in (RecallOutcome.NEW, RecallOutcome.ENTRY), (
+            "what a turn leaves can be read"
+        )
         await conversations.keep(turn, "d:1", params, said, tokens)
     return shelf.last
 
@@ -147,8 +149,8 @@ async def test_a_real_entry_that_was_changed_is_one_with_all_types_right_or_none
     assert_typed(entry)
     prompt = prompt_of(after)
     assert prompt is not None
-    verdict = judge(entry, prompt, scope_of(after))
-    cut(entry.params, verdict.tokens)
+    verdict = decide_reuse(entry, prompt, scope_of(after))
+    truncate_params(entry.params, verdict.tokens)
     assert Entry.from_bytes(entry.to_bytes()) == entry
 
 
@@ -163,12 +165,12 @@ def assert_typed(entry: Entry) -> None:
         assert math.isfinite(time)
         assert time >= 0
     assert type(entry.size) is int
-    assert type(entry.scope) is Scope
-    assert all(type(getattr(entry.scope, name)) is str for name in Scope.__struct_fields__)
+    assert type(entry.scope) is ReuseScope
+    assert all(type(getattr(entry.scope, name)) is str for name in ReuseScope.__struct_fields__)
     assert type(entry.prompts) is tuple
     assert len(entry.prompts) <= 16
     for mark in (*entry.prompts, *([] if entry.whole is None else [entry.whole])):
-        assert type(mark) is Mark
+        assert type(mark) is PromptPrefix
         assert type(mark.count) is int
         assert mark.count >= 0
         assert type(mark.digest) is str

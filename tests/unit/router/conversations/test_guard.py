@@ -11,10 +11,15 @@ from msgspec.structs import replace
 
 from router.conversations.conversations import Conversations
 from router.conversations.entry import Entry
-from router.conversations.identity import Identity
+from router.conversations.identity import ConversationResolver
 from router.conversations.memory_store import MemoryStore
 from router.conversations.prompt import prompt_of
-from router.conversations.reuse_limit import MARGIN_TOKENS, Fit, cut, judge
+from router.conversations.reuse_limit import (
+    MARGIN_TOKENS,
+    ReuseMatch,
+    decide_reuse,
+    truncate_params,
+)
 from router.conversations.reuse_scope import scope_of
 from router.openai.answers import AnswerChoice, read_choice, read_streamed_choice
 
@@ -55,7 +60,7 @@ class Desk:
 
     def __init__(self, *names: str) -> None:
         self.clock = Clock()
-        identity = Identity(names or ("conversation_id",), "authorization")
+        identity = ConversationResolver(names or ("conversation_id",), "authorization")
         self.conversations = Conversations(
             MemoryStore(100, 10**6), identity, ttl=450, clock=self.clock
         )
@@ -100,7 +105,7 @@ async def left(
 def verdict(entry: Entry, body: dict[str, Any]) -> tuple[str, str, int]:
     prompt = prompt_of(body)
     assert prompt is not None
-    found = judge(entry, prompt, scope_of(body))
+    found = decide_reuse(entry, prompt, scope_of(body))
     return found.fit.value, found.reason, found.tokens
 
 
@@ -259,9 +264,9 @@ async def test_a_hit_is_an_extension_and_a_cut_a_common_beginning(
     entry = await left(said(content=answer), chat(*before))
     fit, _, _ = verdict(entry, chat(*after))
     extended = [*before, {"role": "assistant", "content": answer}]
-    if fit == Fit.HIT:
+    if fit == ReuseMatch.HIT:
         assert after[: len(extended)] == extended
-    if fit == Fit.CUT:
+    if fit == ReuseMatch.CUT:
         assert after[: len(before)] == before
 
 
@@ -287,7 +292,7 @@ async def test_an_entry_survives_its_store_bit_for_bit() -> None:
 def test_a_cut_keeps_whole_blocks_within_the_safe_tokens(held: int, safe: int, size: int) -> None:
     blocks = list(range(-(-held // size)))
     params = {"remote_block_ids": [blocks], "remote_num_tokens": held, "other": 1}
-    found = cut(params, safe)
+    found = truncate_params(params, safe)
     if found is None:
         return
     kept = found["remote_block_ids"][0]
@@ -309,7 +314,7 @@ def test_a_cut_keeps_whole_blocks_within_the_safe_tokens(held: int, safe: int, s
     ],
 )
 def test_blocks_that_cannot_be_told_apart_are_not_cut(params: dict[str, Any]) -> None:
-    assert cut(params, 1000) is None
+    assert truncate_params(params, 1000) is None
 
 
 async def test_an_entry_is_valid_for_less_than_the_decoder_keeps_its_blocks() -> None:

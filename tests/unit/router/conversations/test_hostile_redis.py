@@ -10,7 +10,7 @@ import pytest
 from redis import Redis
 
 from router.common.signature import MAC_BYTES, Seal
-from router.conversations.conversations import Kept
+from router.conversations.conversations import KeepOutcome
 from router.conversations.redis_store import NAMESPACE
 from tests.redis_server import KEY, RedisServer, running_redis
 from tests.unit.router.conversations.engines import KEPT, decoding, prefilling
@@ -187,10 +187,10 @@ async def test_what_was_forged_and_is_replaced_is_no_turn_to_give_up(
     assert conversations is not None
     turn = conversations.turn_of((), {"model": "m", "messages": ASKED, "conversation_id": "c"})
     assert turn is not None
-    assert await conversations.keep(turn, "d:1", KEPT, None, None) == Kept(True, [])
+    assert await conversations.keep(turn, "d:1", KEPT, None, None) == KeepOutcome(True, [])
     (lost,) = (await conversations.keep(turn, "d:1", KEPT, None, None)).lost
     assert lost.params == KEPT
     writer.delete(key)
     writer.rpush(key, PLANTED)
-    assert await conversations.keep(turn, "d:1", KEPT, None, None) == Kept(True, [])
+    assert await conversations.keep(turn, "d:1", KEPT, None, None) == KeepOutcome(True, [])
     assert lying(writer)[1]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.conversations.identity import Conversation, Header, Identity
+from router.conversations.identity import Conversation, ConversationResolver, Header
 from router.conversations.prompt import prompt_of
 from router.openai.answers import AnswerChoice
 
@@ -14,7 +14,7 @@ ORDER = ("conversation_id", "x-conversation-id", "x-session-id", "session_id", "
 
 
 def id_of(headers: list[Header], body: dict[str, object]) -> str | None:
-    found = Identity(ORDER, "authorization").id_of(headers, body)
+    found = ConversationResolver(ORDER, "authorization").id_of(headers, body)
     return None if found is None else found[1]
 
 
@@ -42,7 +42,9 @@ def test_the_first_name_that_is_set_wins(
 
 
 def key(headers: list[Header], id: str, tenant_header: str = "authorization") -> str | None:
-    return Identity(ORDER, tenant_header).named(headers, ("conversation_id", id)).take_key
+    return (
+        ConversationResolver(ORDER, tenant_header).named(headers, ("conversation_id", id)).take_key
+    )
 
 
 @given(st.text(), st.text(), st.binary(max_size=20), st.binary(max_size=20))
@@ -72,7 +74,7 @@ def test_another_header_can_tell_callers_apart() -> None:
 def recognised(headers: list[Header], *messages: dict[str, str]) -> Conversation:
     prompt = prompt_of({"messages": list(messages)})
     assert prompt is not None
-    found = Identity(("prefix",), "authorization").recognised(headers, prompt)
+    found = ConversationResolver(("prefix",), "authorization").recognised(headers, prompt)
     assert found is not None
     return found
 

@@ -11,7 +11,7 @@ from prometheus_client import Counter
 
 from router.common.signature import MAC_BYTES, Seal
 from router.conversations.memory_store import MemoryStore
-from router.conversations.signed_store import LARGEST, SealedStore
+from router.conversations.signed_store import LARGEST, SignedStore
 from router.conversations.store import UnverifiedError
 from tests.unit.router.conversations.test_stores import Clock
 
@@ -26,7 +26,7 @@ class Desk:
         self.clock = Clock()
         self.errors = Counter("errors", "", ("operation", "result"), registry=None)
         seal = Seal(keys or (NEW,))
-        self.store = SealedStore(self.shared, seal, self.errors, 450, self.clock)
+        self.store = SignedStore(self.shared, seal, self.errors, 450, self.clock)
 
     def unverified(self, operation: str) -> float:
         return float(self.errors.labels(operation, "unverified")._value.get())

@@ -14,7 +14,7 @@ from router.common.redis_url import connect
 from router.conversations.memory_store import MemoryStore
 from router.conversations.redis_store import NAMESPACE, RedisStore
 from router.conversations.store import Shelf, StoreError
-from router.conversations.store_breaker import Breaker
+from router.conversations.store_breaker import StoreBreaker
 from tests.redis_server import RedisServer, running_redis
 
 
@@ -170,7 +170,7 @@ async def test_a_failing_store_is_asked_once_in_a_while_and_again_when_it_is_bac
     caplog.set_level(logging.INFO)
     clock, store = Clock(), Failing()
     errors = Counter("errors", "", ("operation", "result"), registry=None)
-    breaker = Breaker(store, errors, pause=5, clock=clock)
+    breaker = StoreBreaker(store, errors, pause=5, clock=clock)
     for _ in range(20):
         with pytest.raises(StoreError):
             await breaker.take("k")
@@ -192,7 +192,7 @@ async def test_a_failing_store_is_asked_once_in_a_while_and_again_when_it_is_bac
 async def test_only_one_call_tries_a_store_that_may_be_back() -> None:
     clock, store = Clock(), Failing()
     errors = Counter("errors", "", ("operation", "result"), registry=None)
-    breaker = Breaker(store, errors, pause=5, clock=clock)
+    breaker = StoreBreaker(store, errors, pause=5, clock=clock)
     with pytest.raises(StoreError):
         await breaker.take("k")
     clock.now += 5

@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 
 from router.conversations.memory_store import MemoryStore
 from router.conversations.store import StoreError
-from router.conversations.stored_responses import KeptResponse, Responses, UnknownResponseError
+from router.conversations.stored_responses import (
+    ResponseStore,
+    StoredResponse,
+    UnknownResponseError,
+)
 from router.openai.errors import BadRequestError, ResponseStoreError
 from router.openai.responses import chat_of
 from tests.redis_server import running_redis
@@ -364,11 +368,11 @@ async def test_what_cannot_be_said_back_is_refused(router: Router, p: MockEngine
 
 # What is kept.
 
-KEPT = KeptResponse("resp_root", [HI], {"id": "resp_1"})
+KEPT = StoredResponse("resp_root", [HI], {"id": "resp_1"})
 
 
 async def test_memory_is_bounded() -> None:
-    kept = Responses(MemoryStore(2, 10_000), "authorization", 100)
+    kept = ResponseStore(MemoryStore(2, 10_000), "authorization", 100)
     for name in "abc":
         await kept.keep("t", name, KEPT)
     with pytest.raises(UnknownResponseError):
@@ -385,7 +389,7 @@ async def test_what_lies_there_that_is_none_is_not_found(strange: bytes) -> None
             return strange
 
     with pytest.raises(UnknownResponseError):
-        await Responses(Strange(MemoryStore(1, 1)), "authorization", 1).find("t", "a")
+        await ResponseStore(Strange(MemoryStore(1, 1)), "authorization", 1).find("t", "a")
 
 
 async def test_a_store_that_fails_costs_what_was_said_before_and_no_request() -> None:
@@ -396,14 +400,14 @@ async def test_a_store_that_fails_costs_what_was_said_before_and_no_request() ->
         async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
             raise StoreError("no connection")
 
-    kept = Responses(Failing(MemoryStore(1, 1)), "authorization", 1)
+    kept = ResponseStore(Failing(MemoryStore(1, 1)), "authorization", 1)
     await kept.keep("t", "a", KEPT)
     with pytest.raises(ResponseStoreError):
         await kept.find("t", "a")
 
 
 async def test_two_tenants_with_one_id_are_two() -> None:
-    kept = Responses(MemoryStore(9, 10_000), "authorization", 100)
+    kept = ResponseStore(MemoryStore(9, 10_000), "authorization", 100)
     await kept.keep("t", "a:b", KEPT)
     for tenant, name in (("t:a", "b"), ("", "a:b"), ("t2", "a:b")):
         with pytest.raises(UnknownResponseError):

@@ -7,28 +7,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.views import View
-from router.ui.engine_polling import Engines, Gauge, figures_in, leases_in
-from router.ui.snapshot import KEYED, Json, Moved, Picture, Totals, Turns, changes, together
+from router.ui.engine_polling import EngineGauge, EnginePoller, figures_in, leases_in
+from router.ui.snapshot import (
+    KEYED,
+    Json,
+    LinkTraffic,
+    ProcessSnapshot,
+    RequestTotals,
+    TurnTotals,
+    changes,
+    merge_snapshots,
+)
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.fleet.test_views import seen
 from tests.unit.router.harness import eventually
 from tests.unit.router.mock_engine import MockEngine
 
 
-def one(in_flight: int = 1, entries: int | None = None) -> Picture:
-    return Picture(
+def one(in_flight: int = 1, entries: int | None = None) -> ProcessSnapshot:
+    return ProcessSnapshot(
         view=View(engines=[seen(in_flight=in_flight)], groups=[], is_informed=True),
-        ways=[Moved(from_="p", to="d", kind="prompt", moving=1, rate=0.5)],
+        ways=[LinkTraffic(from_="p", to="d", kind="prompt", moving=1, rate=0.5)],
         running=[],
         ended=[],
         untold=0,
-        totals=Totals(requests=2, in_flight=1, by={"ok": 2}),
-        turns=Turns(outcomes={"hit": 1}, kept={}, entries=entries),
+        totals=RequestTotals(requests=2, in_flight=1, by={"ok": 2}),
+        turns=TurnTotals(outcomes={"hit": 1}, kept={}, entries=entries),
     )
 
 
 def test_counts_of_processes_add_up() -> None:
-    told = together([one(2, 5), one(3, 6), None], {"a:1": Gauge(kv_usage=0.5)})
+    told = merge_snapshots([one(2, 5), one(3, 6), None], {"a:1": EngineGauge(kv_usage=0.5)})
     assert told["engines"]["a:1"]["in_flight"] == 5
     assert told["engines"]["a:1"]["gauge"]["kv_usage"] == 0.5
     assert told["ways"]["p d prompt"] == {
@@ -46,15 +55,15 @@ def test_counts_of_processes_add_up() -> None:
 
 def test_bytes_are_told_of_ways_that_others_requests_took_too() -> None:
     speeds = {("p", "d", "prompt"): 5.0, ("d", "p", "turn"): 7.0}
-    ways = together([one()], {}, speeds)["ways"]
+    ways = merge_snapshots([one()], {}, speeds)["ways"]
     assert ways["p d prompt"]["bytes_per_second"] == 5.0
     assert (ways["d p turn"]["rate"], ways["d p turn"]["bytes_per_second"]) == (0, 7.0)
 
 
 def test_only_what_is_different_is_told() -> None:
-    before = together([one()], {})
-    assert changes(before, together([one()], {})) == {}
-    after = together([one(9)], {})
+    before = merge_snapshots([one()], {})
+    assert changes(before, merge_snapshots([one()], {})) == {}
+    after = merge_snapshots([one(9)], {})
     assert list(changes(before, after)) == ["engines"]
     after["engines"] = {}
     assert changes(before, after) == {"engines": {"a:1": None}}
@@ -122,10 +131,10 @@ async def test_whatever_an_engine_answers_it_is_no_less_healthy(
     p.pages = {"/metrics": b"\xff\x00" * 50_000, "/disagg/leases": b"[" * 9000}
     d.pages = {"/metrics": b"vllm:kv_cache_usage_perc 0.5\n"}
     router.engine(p).learned.told = True
-    engines = Engines(router.gateway.fleet, lambda: 0.0)
+    engines = EnginePoller(router.gateway.fleet, lambda: 0.0)
     await engines.ask_all()
     assert engines.told()[router.engine(d).name].kv_usage == 0.5
-    assert engines.told()[router.engine(p).name] == Gauge()
+    assert engines.told()[router.engine(p).name] == EngineGauge()
     d.is_mute = True
     await engines.ask_all()
     assert router.engine(p).failures == 0
@@ -137,7 +146,7 @@ async def test_a_speed_is_known_at_the_second_answer_and_forgotten_with_silence(
 ) -> None:
     router = await start_router()
     name, at = router.engine(d).name, 0.0
-    engines = Engines(router.gateway.fleet, lambda: at)
+    engines = EnginePoller(router.gateway.fleet, lambda: at)
     for moment, moved, speed in ((0.0, 1000, None), (2.0, 4000, 1500.0), (3.0, 0, 0.0)):
         at = moment
         d.pages = {"/metrics": b"vllm:nixl_bytes_transferred_sum %d\n" % moved}

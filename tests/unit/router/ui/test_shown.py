@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from router.settings import SECRET_NAMES, Settings, SettingsError, load
-from router.ui.visible_settings import HIDDEN, shown
+from router.ui.visible_settings import HIDDEN, visible_settings
 from tests.unit.router.test_settings import ENGINES
 
 SECRET = "hunter2-hunter2-hunter2"
@@ -18,7 +18,7 @@ def test_no_secret_is_in_them() -> None:
     given = {name: SecretStr(SECRET) for name in SECRET_NAMES if name != "conversation_store"}
     url = f"redis://user:{SECRET}@far:6379/0"
     settings = load(ENGINES).model_copy(update={**given, "conversation_store": url})
-    told = {one.flag: one for one in shown(settings)}
+    told = {one.flag: one for one in visible_settings(settings)}
     assert SECRET not in str(told)
     assert "far" not in told["--conversation-store"].value
     assert told["--conversation-store"].value.startswith("redis://")
@@ -32,7 +32,10 @@ def test_every_secret_type_is_named_a_secret() -> None:
 
 
 def test_values_are_as_a_person_would_write_them() -> None:
-    told = {one.flag: one for one in shown(load({**ENGINES, "request_timeout": 7, "ui": True}))}
+    told = {
+        one.flag: one
+        for one in visible_settings(load({**ENGINES, "request_timeout": 7, "ui": True}))
+    }
     assert told["--request-timeout"].value == "7"
     assert not told["--request-timeout"].is_default
     assert told["--ui"].value == "on"

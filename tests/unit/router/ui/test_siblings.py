@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from router.ui import other_workers as siblings_module
-from router.ui.other_workers import SUFFIX, Siblings, told
-from router.ui.snapshot import Picture
+from router.ui.other_workers import SUFFIX, OtherWorkers, serve_snapshots
+from router.ui.snapshot import ProcessSnapshot
 from tests.unit.router.harness import eventually
 from tests.unit.router.mock_engine import MockEngine
 from tests.unit.router.test_workers import BODY, family
@@ -83,7 +83,7 @@ class Source:
         return self.looks > 0
 
     @contextlib.contextmanager
-    def looked_at(self) -> Iterator[Callable[[], Picture]]:
+    def looked_at(self) -> Iterator[Callable[[], ProcessSnapshot]]:
         self.looks += 1
         try:
             yield lambda: one(7)
@@ -94,12 +94,12 @@ class Source:
 @pytest.fixture
 async def source(tmp_path: Path) -> AsyncIterator[Source]:
     made = Source()
-    async with told(tmp_path / f"1{SUFFIX}", made.looked_at):
+    async with serve_snapshots(tmp_path / f"1{SUFFIX}", made.looked_at):
         yield made
 
 
 @contextlib.asynccontextmanager
-async def running(siblings: Siblings) -> AsyncIterator[None]:
+async def running(siblings: OtherWorkers) -> AsyncIterator[None]:
     task = asyncio.create_task(siblings.run())
     try:
         yield
@@ -111,7 +111,7 @@ async def running(siblings: Siblings) -> AsyncIterator[None]:
 async def test_a_line_is_there_only_as_long_as_somebody_looks(
     tmp_path: Path, source: Source
 ) -> None:
-    siblings = Siblings(tmp_path, 0, 3)
+    siblings = OtherWorkers(tmp_path, 0, 3)
     await eventually(lambda: not source.is_looked_at)
     async with running(siblings):
         await eventually(lambda: siblings.pictures() == [one(7), None])
@@ -134,7 +134,7 @@ async def test_a_worker_that_is_frozen_or_talks_nonsense_is_none(
         writer.write({1: b"{}\n", 2: b"x" * 100 + b"\n", 3: b""}.get(len(writers), sound))
 
     server = await asyncio.start_unix_server(talk, tmp_path / f"1{SUFFIX}")
-    siblings = Siblings(tmp_path, 0, 2)
+    siblings = OtherWorkers(tmp_path, 0, 2)
     async with running(siblings):
         await eventually(lambda: len(writers) >= 4 and siblings.pictures() == [one(4)])
         # It says no more: what it said last is not what is so for ever.
@@ -147,5 +147,5 @@ async def test_a_worker_that_is_frozen_or_talks_nonsense_is_none(
 def test_a_picture_comes_through_as_it_was() -> None:
     text = one(3, 4).model_dump_json()
     assert "\n" not in text
-    assert Picture.model_validate_json(text) == one(3, 4)
+    assert ProcessSnapshot.model_validate_json(text) == one(3, 4)
     json.loads(text)

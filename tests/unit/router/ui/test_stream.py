@@ -13,9 +13,9 @@ import pytest
 
 from router.ui import event_feed
 from router.ui import hub as hub_module
-from router.ui.hub import Hub
+from router.ui.hub import DashboardHub
 from router.ui.transfers import found_by
-from router.ui.viewers import MOST_BYTES, MOST_QUEUED, MOST_WATCHERS, Watcher
+from router.ui.viewers import MOST_BYTES, MOST_QUEUED, MOST_WATCHERS, Viewer
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import MockEngine, Peer, Received, running_engine, usual_decode
@@ -24,8 +24,8 @@ TOKEN = "a token of more than sixteen"
 Event = tuple[str, Any]
 
 
-def hub_of(router: Router) -> Hub:
-    hub: Hub = router.app.state.page
+def hub_of(router: Router) -> DashboardHub:
+    hub: DashboardHub = router.app.state.page
     return hub
 
 
@@ -155,7 +155,11 @@ async def test_nothing_is_gathered_while_nobody_looks(
 
 def _ours(tasks: set[asyncio.Task[Any]]) -> list[str]:
     names = [task.get_coro().__qualname__ for task in tasks]  # type: ignore[union-attr]
-    return [name for name in names if name.startswith(("Hub.", "Engines.", "Feed."))]
+    return [
+        name
+        for name in names
+        if name.startswith(("DashboardHub.", "EnginePoller.", "DashboardFeed."))
+    ]
 
 
 async def test_without_ui_there_is_none(router: Router) -> None:
@@ -237,7 +241,7 @@ async def test_a_fault_of_ours_ends_the_feed_and_nothing_else(
 ) -> None:
     router = await start_router(ui=True)
     with monkeypatch.context() as broken:
-        broken.setattr(hub_module, "together", lambda *_: 1 / 0)
+        broken.setattr(hub_module, "merge_snapshots", lambda *_: 1 / 0)
         async with looking(router) as events:
             async with asyncio.timeout(5):
                 assert [event async for event in events] == []
@@ -247,7 +251,7 @@ async def test_a_fault_of_ours_ends_the_feed_and_nothing_else(
 
 
 async def test_a_queue_has_bounds() -> None:
-    watcher = Watcher()
+    watcher = Viewer()
     watcher.put(b"x" * (2 * MOST_BYTES))  # the first may be large
     assert len(await watcher.next(1)) == 2 * MOST_BYTES
     for _ in range(MOST_QUEUED):
@@ -257,11 +261,11 @@ async def test_a_queue_has_bounds() -> None:
         watcher.put(b"x")
     assert watcher.is_cut
     assert await watcher.next(1) == b""
-    watcher = Watcher()
+    watcher = Viewer()
     watcher.put(b"x" * MOST_BYTES)
     watcher.put(b"x")
     assert watcher.is_cut
-    assert await Watcher().next(0.01) == b"", "time is over"
+    assert await Viewer().next(0.01) == b"", "time is over"
 
 
 async def test_its_files_are_safe_and_name_no_other_host(start_router: StartRouter) -> None:

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from engine_ext.base.inspection import Inspection, MovedSeen, TransferSeen
 from engine_ext.pages import leases
 from router.fleet.engine_spec import Role
-from router.ui.request_view import Origin, Seen, seen
+from router.ui.request_view import Origin, RequestView, view_request
 from router.ui.transfers import (
     LATEST,
     MOST_WAITING,
     NOTHING,
-    Awaited,
-    Move,
-    Moves,
-    Page,
-    Traffic,
+    RequestTransfers,
     Transfer,
+    TransferHistory,
+    TransferMatcher,
+    TransferPage,
+    TransferView,
     found_by,
     page_in,
 )
@@ -40,9 +40,9 @@ def transfer(client: str = "id", what: str = "READ", blocks: int = 3, age: float
     return TransferSeen(what, NAME.format(client), "p-1", blocks, blocks * 10, 0.25, age)
 
 
-def ended(key: str = "k", **fields: Any) -> Seen:
+def ended(key: str = "k", **fields: Any) -> RequestView:
     made = record(prefiller="p", decoder="d", ended=101.0, **fields)
-    return seen(made, Origin("w", 1000.0)).model_copy(update={"key": key})
+    return view_request(made, Origin("w", 1000.0)).model_copy(update={"key": key})
 
 
 def test_an_engines_page_is_read_as_it_says_it() -> None:
@@ -80,12 +80,14 @@ def test_numbers_that_make_no_sense_are_not_there(count: object) -> None:
     assert found in ({("READ", "p-1"): 5}, {("READ", "p-1"): 6})  # true may be one
 
 
-def page(at: float, engine_id: str, what: str = "READ", peer: str = "", count: int = 0) -> Page:
+def page(
+    at: float, engine_id: str, what: str = "READ", peer: str = "", count: int = 0
+) -> TransferPage:
     return page_in({"ranks": [rank(engine_id, moved=(MovedSeen(what, peer, 1, count),))]}, at)
 
 
 def test_bytes_a_second_are_of_the_last_seconds_and_name_both_ends() -> None:
-    traffic = Traffic()
+    traffic = TransferHistory()
     traffic.note("p", page(0.0, "p-1"))
     for at, count in ((0.0, 0), (1.0, 100), (2.0, 200), (6.0, 600), (7.0, 600), (11.0, 600)):
         traffic.note("d", page(at, "d-1", "READ", "p-1", count))
@@ -110,32 +112,32 @@ def test_bytes_a_second_are_of_the_last_seconds_and_name_both_ends() -> None:
 def test_who_reads_and_who_writes_say_which_way_it_went(
     who: str, what: str, way: tuple[str, str, str]
 ) -> None:
-    traffic, other = Traffic(), "p" if who == "d" else "d"
+    traffic, other = TransferHistory(), "p" if who == "d" else "d"
     traffic.note(other, page(0.0, f"{other}-1"))
     for at in (0.0, 2.0):
         traffic.note(who, page(at, f"{who}-1", what, f"{other}-1", int(at * 50)))
     assert traffic.rates(ROLES, 0.0) == {way: 50.0}
 
 
-def said(at: float, *transfers: Any) -> Page:
+def said(at: float, *transfers: Any) -> TransferPage:
     return page_in({"ranks": [rank(transfers=transfers)]}, at)
 
 
 def test_a_request_is_told_once_what_was_moved_for_it() -> None:
     time = 200.0
-    awaited = Awaited(lambda: time)
+    awaited = TransferMatcher(lambda: time)
     awaited.expect([ended()])
     assert awaited.take({"d": said(200.0, transfer())}, 1000.0) == {}, "asked before its end"
     pages = {"d": said(201.0, transfer(), transfer("another")), "p": said(201.0)}
     # It came at 100 by our clock, and moved at 200.
-    whole = Moves(prompt=Move(blocks=3, bytes=30, ms=250.0, ended=100_000.0))
+    whole = RequestTransfers(prompt=TransferView(blocks=3, bytes=30, ms=250.0, ended=100_000.0))
     assert awaited.take(pages, 1000.0) == {"k": whole}
     assert awaited.take(pages, 1000.0) == {}
 
 
 def test_a_push_is_told_by_the_prefiller_and_a_turn_when_it_is_heard_of() -> None:
     time = 200.0
-    awaited = Awaited(lambda: time)
+    awaited = TransferMatcher(lambda: time)
     awaited.expect([ended(reused_from="d")])
     pages = {"p": said(201.0, transfer(what="WRITE", blocks=2)), "d": said(201.0)}
     (first,) = awaited.take(pages, 1000.0).values()
@@ -149,7 +151,7 @@ def test_a_push_is_told_by_the_prefiller_and_a_turn_when_it_is_heard_of() -> Non
 
 def test_who_waits_has_bounds_in_number_and_time() -> None:
     time = 200.0
-    awaited = Awaited(lambda: time)
+    awaited = TransferMatcher(lambda: time)
     awaited.expect([ended(str(n)) for n in range(2 * MOST_WAITING)])
     time += LATEST + 1
     pages = {"d": said(time, transfer())}

@@ -8,13 +8,13 @@ from router.ui.live_requests import (
     MOST_FRESH,
     MOST_RUNNING,
     WINDOW,
-    Look,
-    Rates,
-    Watch,
+    LinkRates,
+    LiveRequests,
+    RequestFeed,
     moving,
     ways_of,
 )
-from router.ui.request_view import Origin, seen
+from router.ui.request_view import Origin, view_request
 
 
 def record(**fields: object) -> Record:
@@ -25,7 +25,7 @@ def record(**fields: object) -> Record:
 
 
 def test_what_is_held_has_bounds_and_what_did_not_fit_is_counted() -> None:
-    watch, look = Watch(), Look()
+    watch, look = LiveRequests(), RequestFeed()
     watch.looks.append(look)
     many = [record() for _ in range(2 * MOST_RUNNING)]
     for each in many:
@@ -42,21 +42,21 @@ def test_what_is_held_has_bounds_and_what_did_not_fit_is_counted() -> None:
 
 def test_to_look_at_a_request_that_runs_takes_none_of_its_tokens() -> None:
     running = record(prefill_usage=b'{"prompt_tokens":46}')
-    assert seen(running, Origin("w", 0.0)).prompt_tokens == 46
+    assert view_request(running, Origin("w", 0.0)).prompt_tokens == 46
     running.usage, running.ended = b'{"prompt_tokens":46,"completion_tokens":5}', 101.0
     assert tokens_of(running) == (46, 5, None), "the access line and metrics have all of them"
-    assert seen(running, Origin("w", 0.0)).completion_tokens == 5
+    assert view_request(running, Origin("w", 0.0)).completion_tokens == 5
 
 
 def test_one_that_looks_takes_nothing_from_another() -> None:
-    watch = Watch()
-    watch.looks += [Look(), Look()]
+    watch = LiveRequests()
+    watch.looks += [RequestFeed(), RequestFeed()]
     watch.closed(one := record())
     assert [look.take(0.0)[0] for look in watch.looks] == [[one], [one]]
 
 
 def test_rates_are_of_the_last_seconds() -> None:
-    rates, way = Rates(), ("p", "d", "prompt")
+    rates, way = LinkRates(), ("p", "d", "prompt")
     rates.add(0.0, {way: 8})
     assert rates.now() == {way: 8 / WINDOW}
     rates.add(WINDOW - 0.1, {})
@@ -86,11 +86,11 @@ def test_what_a_record_says() -> None:
         failures=("decode at x: timeout; another was asked",),
         error="E: " + "x" * 9000,
     )
-    told = seen(made, Origin("7", 1e9))
+    told = view_request(made, Origin("7", 1e9))
     assert told.at == 1e9 + 100
     assert (told.ms.prefill_started, told.ms.prefill_done, told.ms.ended) == (10, 200, 1000)
     assert told.ms.first_byte is None
     assert (told.prompt_tokens, told.completion_tokens, told.cached_tokens) == (446, 7, 412)
     assert len(told.error) < 1000
     assert told.failures == ["decode at x: timeout; another was asked"]
-    assert seen(record(), Origin("7", 0)).outcome == "running"
+    assert view_request(record(), Origin("7", 0)).outcome == "running"
