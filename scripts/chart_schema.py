@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from router.settings import SECRET_NAMES, Settings
+from router.settings import RENAMED, SECRET_NAMES, Settings
 
 SCHEMA = Path(__file__).parents[1] / "charts/disagg-router/values.schema.json"
 CHARTS_OWN = re.compile(
@@ -33,6 +33,7 @@ def with_settings(text: str) -> str:
 def settings_schema() -> dict[str, Any]:
     properties = Settings.model_json_schema()["properties"]
     properties["conversation_store"] = WITHOUT_REDIS
+    properties |= {name: properties[current] for name, current in RENAMED.items()}
     return {
         "type": "object",
         "description": "The router's settings, under their flags' names (README).",

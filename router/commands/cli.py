@@ -14,9 +14,11 @@ from typing import Any
 
 from router.commands.arguments import Parser
 from router.settings import (
+    RENAMED,
     Settings,
     SettingsError,
     default_of,
+    deprecation_warnings,
     description_of,
     flag_of,
     group_title,
@@ -99,6 +101,9 @@ def parser() -> Parser:
         if title not in groups:
             groups[title] = made.add_argument_group(title)
         groups[title].add_argument(*_spellings(name), dest=name, **_options(name))
+    for name, current in RENAMED.items():
+        options = _options(current) | {"help": argparse.SUPPRESS}
+        made.add_argument(flag_of(name), dest=name, **options)
     return made
 
 
@@ -140,8 +145,11 @@ def _serve(flags: dict[str, Any]) -> int:
             print(f"{PROGRAM}: error: {problem}", file=sys.stderr)
         return 2
     logs.configure(settings.log_level, settings.log_format)
+    logger = logging.getLogger("disagg_router")
+    for line in deprecation_warnings(settings, flags):
+        logger.warning("%s", line)
     for variable in unknown_variables(os.environ):
-        logging.getLogger("disagg_router").warning("%s is no setting, and ignored", variable)
+        logger.warning("%s is not a setting, and is ignored", variable)
     try:
         check(settings)
         # Before anything listens.

@@ -157,14 +157,14 @@ def _to_scatter(
     """Decoders to ask at once: streams alone, for of another answer nothing shows who has accepted
     before all of it is computed; and engines that surely know the threshold, for each of the others
     would compute the prompt. Where a decoder holds the last turn it is asked alone."""
-    if limits.scatter < 2 or request.exact or request.body.get("stream") is not True:
+    if limits.hedged_decoders < 2 or request.exact or request.body.get("stream") is not True:
         return ()
     if reuse is not None and reuse.decoder is not None and reuse.held_share():
         return ()
     others = in_turn(route.all_decoders, request.number)
     order = (*route.decoders, *(one for one in others if one not in route.decoders))
     able = (one for one in order if one.learned.knows_threshold)
-    found = tuple(islice(able, limits.scatter))
+    found = tuple(islice(able, limits.hedged_decoders))
     return found if len(found) > 1 else ()
 
 

@@ -22,6 +22,7 @@ class Limits:
     decode_first_threshold: float
     decode_first_turns: float
     first_token: str
+    hedged_decoders: int
     max_answer_size: int
     max_body_size: int
     max_connections: int
@@ -30,7 +31,6 @@ class Limits:
     min_remote_prefill_tokens: int
     prefill_timeout: float
     request_timeout: float
-    scatter: int
     stream_heartbeat: float
     stream_idle_timeout: float
     transfer_mode: str

@@ -17,9 +17,16 @@ from router.settings.fields import (
     is_loopback,
     is_port,
 )
-from router.settings.model import SECRET_NAMES, Settings, load, unknown_variables
+from router.settings.model import (
+    SECRET_NAMES,
+    Settings,
+    deprecation_warnings,
+    load,
+    unknown_variables,
+)
 from router.settings.names import (
     ADMIN_URL,
+    RENAMED,
     BrokenFileError,
     SettingsError,
     flag_of,
@@ -38,6 +45,7 @@ __all__ = [
     "GROUP_NAME",
     "HOST_NAME",
     "MAX_GROUP_WEIGHT",
+    "RENAMED",
     "SECRET_NAMES",
     "TLS_SCHEME",
     "Address",
@@ -46,6 +54,7 @@ __all__ = [
     "SettingsError",
     "canonical",
     "default_of",
+    "deprecation_warnings",
     "description_of",
     "flag_of",
     "group_title",

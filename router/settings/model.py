@@ -36,7 +36,16 @@ from router.settings.engines import (
     pairing_problems,
 )
 from router.settings.fields import SettingsGroup
-from router.settings.names import ADMIN_URL, PREFIX, SettingsError, flag_of, variable_of
+from router.settings.names import (
+    ADMIN_URL,
+    PREFIX,
+    RENAMED,
+    SettingsError,
+    flag_of,
+    names_of,
+    variable_of,
+    with_current_names,
+)
 from router.settings.routing import AdmissionSettings, DecodeFirstSettings, SelectionSettings
 from router.settings.server import (
     LogSettings,
@@ -100,9 +109,10 @@ class Settings(
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         variables = VariableSource(settings_cls)
-        path = init_settings().get("config") or variables().get("config")
-        file = InitSettingsSource(settings_cls, read_file(Path(path)) if path else {})
-        return init_settings, variables, file
+        given = InitSettingsSource(settings_cls, with_current_names(init_settings()))
+        path = given().get("config") or variables().get("config")
+        content = with_current_names(read_file(Path(path))) if path else {}
+        return given, variables, InitSettingsSource(settings_cls, content)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
@@ -172,15 +182,17 @@ class VariableSource(EnvSettingsSource):
     """The environment without the variables that Kubernetes sets for a Service of our name."""
 
     def __call__(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in super().__call__().items()
-            if not (isinstance(value, str) and SERVICE_LINK.match(value))
+        values = {
+            old: os.environ[variable_of(old)] for old in RENAMED if variable_of(old) in os.environ
         }
+        for name, value in super().__call__().items():
+            if not (isinstance(value, str) and SERVICE_LINK.match(value)):
+                values[name] = value
+        return with_current_names(values)
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the YAML file's settings under the model's names. Raises SettingsError."""
+    """Return the YAML file's settings, with underscores in their names. Raises SettingsError."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -220,16 +232,33 @@ def _problems(error: ValidationError, flags: Mapping[str, Any]) -> list[str]:
 
 
 def _origin(name: str, flags: Mapping[str, Any]) -> str:
-    if name in flags:
-        return flag_of(name)
-    if name in Settings.model_fields and variable_of(name) in os.environ:
-        return variable_of(name)
+    for given in names_of(name):
+        if given in flags:
+            return flag_of(given)
+    for given in names_of(name):
+        if name in Settings.model_fields and variable_of(given) in os.environ:
+            return variable_of(given)
     return f"{name.replace('_', '-')} (in the configuration file)"
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Return the variables with our prefix that are not settings, most likely misspelt."""
     links = (f"{PREFIX}SERVICE_", f"{PREFIX}PORT_")
-    known = {ADMIN_URL, *map(variable_of, Settings.model_fields)}
+    known = {ADMIN_URL, *map(variable_of, (*Settings.model_fields, *RENAMED))}
     ours = {name for name in environment if name.startswith(PREFIX) and not name.startswith(links)}
     return sorted(ours - known)
+
+
+def deprecation_warnings(settings: Settings, flags: Mapping[str, Any]) -> list[str]:
+    """Return a line for each deprecated name in `flags`, the environment and the file."""
+    content = {} if settings.config is None else read_file(settings.config)
+    lines = []
+    for old, current in RENAMED.items():
+        if old in flags:
+            lines.append(f"{flag_of(old)} is deprecated: use {flag_of(current)}")
+        if variable_of(old) in os.environ:
+            lines.append(f"{variable_of(old)} is deprecated: use {variable_of(current)}")
+        if old in content:
+            name = current.replace("_", "-")
+            lines.append(f"{old} in {settings.config} is deprecated: use {name}")
+    return lines

@@ -95,6 +95,6 @@ class DecodeFirstSettings(SettingsGroup):
     decode_first_turns: Share = 0.9
     """Send a turn to its decode engine first if the engine holds about this share of the prompt and
     is known to support cache_hit_threshold. 0: never."""
-    scatter: Annotated[int, Field(ge=0, le=8)] = 0
+    hedged_decoders: Annotated[int, Field(ge=0, le=8)] = 0
     """Hedge: send a decode-first stream to this many decode engines at once, if they are known to
     support cache_hit_threshold. The first engine that accepts answers. 0 or 1: no hedging."""

@@ -18,7 +18,14 @@ from tests.integration.processes import BOTH_WAYS, Launcher, Server, is_settled,
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
 FINISHED = 'disagg_engine_requests_finished_total{reason="%s"}'
 SCATTERED = 'disagg_router_scattered_total{outcome="%s"}'
-FLAGS = ("--scatter", "3", "--decode-first-threshold", "0.5", "--prefill-policy", "round_robin")
+FLAGS = (
+    "--hedged-decoders",
+    "3",
+    "--decode-first-threshold",
+    "0.5",
+    "--prefill-policy",
+    "round_robin",
+)
 LENGTH = 600
 
 

@@ -110,7 +110,7 @@ async def test_an_answer_is_whole_or_its_client_is_told(
         router = await start_router(
             ps=[p, p2],
             ds=[d, d2, d3],
-            scatter=2,
+            hedged_decoders=2,
             max_engine_requests=8,
             queue_size=100,
             conversation_store="memory",

@@ -61,7 +61,7 @@ async def start(start_router: StartRouter, p: MockEngine, ds: list[MockEngine]) 
     p.identity, p.usual = KNOWS, computes
 
     async def started(**changes: Any) -> Router:
-        router = await start_router(ds=ds, **({"scatter": 3} | changes))
+        router = await start_router(ds=ds, **({"hedged_decoders": 3} | changes))
         engines = router.gateway.fleet.engines
         await eventually(lambda: all(engine.learned.asked for engine in engines))
         return router
@@ -188,13 +188,13 @@ async def test_an_engine_that_may_not_know_the_threshold_is_not_asked(
 
 
 async def test_no_more_are_asked_than_the_setting_says(start: Start, ds: list[MockEngine]) -> None:
-    router = await start(scatter=2, decode_first_threshold=0.8)
+    router = await start(hedged_decoders=2, decode_first_threshold=0.8)
     assert texts_of((await router.stream()).text) == WORDS
     assert sum(len(legs(engine)) for engine in ds) == 2
     settings = router.gateway.settings.model_dump(exclude_unset=True)
-    assert Settings.model_fields["scatter"].default == 0
-    with pytest.raises(ValueError, match="scatter"):
-        Settings(**(settings | {"scatter": 9}))
+    assert Settings.model_fields["hedged_decoders"].default == 0
+    with pytest.raises(ValueError, match="hedged_decoders"):
+        Settings(**(settings | {"hedged_decoders": 9}))
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ async def test_whoever_failed_is_not_asked_for_what_the_others_reject(
 async def test_where_all_fail_it_is_one_failure_of_the_request(
     start: Start, p: MockEngine, ds: list[MockEngine]
 ) -> None:
-    router = await start(scatter=2)
+    router = await start(hedged_decoders=2)
     ds[0].usual = ds[1].usual = fails
     assert await asked(router) == WORDS
     assert len(legs(p)) == 1
@@ -257,7 +257,7 @@ async def test_legs_that_were_asked_on_a_chance_are_no_failures_of_the_request(
         fourth.identity = KNOWS  # the fifth one is not asked on a chance
         for engine in ds:
             engine.usual = fails
-        router = await start_router(ds=[*ds, fourth, fifth], scatter=4)
+        router = await start_router(ds=[*ds, fourth, fifth], hedged_decoders=4)
         engines = router.gateway.fleet.engines
         await eventually(lambda: all(engine.learned.asked for engine in engines))
         assert await asked(router) == WORDS

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from router.commands.cli import main, parser
 from router.server.app import with_store_keys
-from router.settings import Address, Settings, SettingsError, load
+from router.settings import (
+    RENAMED,
+    Address,
+    Settings,
+    SettingsError,
+    deprecation_warnings,
+    load,
+    unknown_variables,
+)
 
 ENGINES = {
     "prefiller_hosts": ["p"],
@@ -329,3 +337,37 @@ def test_a_shared_store_has_a_key_before_there_are_workers(
     file.unlink()
     assert read.store_keys() == [b"a key of the operator's"]
     assert with_store_keys(load(ENGINES)).store_keys() == [], "nobody else writes to memory"
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_a_deprecated_name_works_as_flag_variable_and_key_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    current = RENAMED[name]
+    flags = vars(parser().parse_args([*FLAGS, f"--{name.replace('_', '-')}", "3"]))
+    assert getattr(load(flags), current) == 3
+    (line,) = deprecation_warnings(load(flags), flags)
+    assert line.startswith(f"--{name.replace('_', '-')} is deprecated")
+    file = tmp_path / "router.yaml"
+    file.write_text(f"{name.replace('_', '-')}: 4\n")
+    settings = load(ENGINES | {"config": str(file)})
+    assert getattr(settings, current) == 4
+    (line,) = deprecation_warnings(settings, ENGINES)
+    assert str(file) in line
+    variable = f"DISAGG_ROUTER_{name.upper()}"
+    monkeypatch.setenv(variable, "5")
+    assert unknown_variables({variable: "5"}) == []
+    assert getattr(load(ENGINES | {"config": str(file)}), current) == 5
+    (line,) = deprecation_warnings(load(ENGINES), ENGINES)
+    assert line.startswith(f"{variable} is deprecated")
+    assert getattr(load(ENGINES | {name: 6, current: 7}), current) == 7
+
+
+def test_a_bad_value_under_a_deprecated_name_is_reported_under_that_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (line,) = problems(capsys, *FLAGS, "--scatter", "99")
+    assert line.startswith("disagg-router: error: --scatter: ")
+    monkeypatch.setenv("DISAGG_ROUTER_SCATTER", "many")
+    (line,) = problems(capsys, *FLAGS)
+    assert line.startswith("disagg-router: error: DISAGG_ROUTER_SCATTER: ")

@@ -487,7 +487,7 @@ async def test_of_several_that_are_asked_at_once_each_is_a_span_and_one_has_the_
 
     async with running_engine(is_silent) as other:
         d.identity = other.identity = {"capabilities": ["cache_hit_threshold"]}
-        d.usual, router = stream, await start_router(ds=[d, other], scatter=2)
+        d.usual, router = stream, await start_router(ds=[d, other], hedged_decoders=2)
         await router.knows_its_engines()
         await router.stream(cache_hit_threshold=0.5)
         await eventually(lambda: collector.named(ROOT) and len(collector.spans) == 4)
