@@ -15,7 +15,7 @@ from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record
 from router.telemetry.token_usage import tokens_of
 from router.ui.live_requests import LiveRequests, RequestFeed
-from router.ui.request_view import Origin, view_request
+from router.ui.request_view import Origin, summarize_request
 
 REQUESTS, BATCH, ROUNDS = 20_000, 256, 5
 USAGE = (
@@ -36,7 +36,8 @@ def main() -> None:
     show("counted by model, in batches", lambda: _in_batches(metrics, records))
     show("noted for who looks", lambda: _note(watch, records))
     show(
-        "made ready to be told", lambda: [view_request(one, origin).model_dump() for one in records]
+        "made ready to be told",
+        lambda: [summarize_request(one, origin).model_dump() for one in records],
     )
     taken = best(lambda: [metrics.exposition() for _ in range(20)]) / 20
     size = len(metrics.exposition()) / 1000

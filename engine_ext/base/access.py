@@ -21,7 +21,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 @dataclass(frozen=True, slots=True)
-class Secret:
+class SharedSecret:
     """What the engines of a fleet share. Kept as two keys, so that nothing that is said in a
     handshake can pass for a message; neither is shown."""
 
@@ -29,7 +29,7 @@ class Secret:
     seal_key: bytes = field(repr=False)
 
     @classmethod
-    def of(cls, shared: bytes) -> "Secret":
+    def of(cls, shared: bytes) -> "SharedSecret":
         """Raises ValueError where it is too short to be one."""
         if len(shared) < MIN_SECRET_BYTES:
             raise ValueError(f"{len(shared)} bytes, at least {MIN_SECRET_BYTES} are needed")
@@ -59,7 +59,7 @@ EVERYWHERE = Networks((ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("
 class Access:
     """`is_mixed`: engines without the secret are let in as far as stock's protocol goes."""
 
-    secret: Secret | None = None
+    secret: SharedSecret | None = None
     is_mixed: bool = False
     peers: Networks = EVERYWHERE
 
@@ -79,7 +79,7 @@ def parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | 
     return getattr(address, "ipv4_mapped", None) or address
 
 
-def read_secret(key: str, value: Any) -> Secret:
+def read_secret(key: str, value: Any) -> SharedSecret:
     """`value`: a path. Raises ValueError, one line that names both."""
     if not isinstance(value, str) or not value:
         raise ValueError(f"{key}: {value!r} is not a path")
@@ -88,7 +88,7 @@ def read_secret(key: str, value: Any) -> Secret:
         if path.exists() and not path.is_file():
             raise ValueError("not an ordinary file")
         with path.open("rb") as file:
-            return Secret.of(file.read(MAX_SECRET_BYTES).strip())
+            return SharedSecret.of(file.read(MAX_SECRET_BYTES).strip())
     except (OSError, ValueError) as error:
         raise ValueError(f"{key}: {value}: {error}") from None
 

@@ -15,7 +15,7 @@ import hmac
 import logging
 from collections import OrderedDict
 
-from engine_ext.base.access import Access, Secret
+from engine_ext.base.access import Access, SharedSecret
 from engine_ext.base.latest import keep_latest
 from engine_ext.base.seldom import Seldom
 from engine_ext.base.types import ConnectorStats
@@ -41,11 +41,11 @@ def sealed(agent: Agent, access: Access, stats: ConnectorStats) -> Agent:
     return SealedAgent(agent, access.secret, stats, is_mixed=access.is_mixed)
 
 
-def seal(secret: Secret, sender: str, receiver: str, message: bytes) -> bytes:
+def seal(secret: SharedSecret, sender: str, receiver: str, message: bytes) -> bytes:
     return SEAL_PREFIX + _mac(secret, sender, receiver, message) + message
 
 
-def open_seal(secret: Secret, sender: str, receiver: str, message: bytes) -> bytes | None:
+def open_seal(secret: SharedSecret, sender: str, receiver: str, message: bytes) -> bytes | None:
     """None for what is not sealed, or not by a holder of the secret, for this pair."""
     mac = message[len(SEAL_PREFIX) : len(SEAL_PREFIX) + MAC_BYTES]
     content = message[len(SEAL_PREFIX) + MAC_BYTES :]
@@ -69,7 +69,7 @@ class SealedAgent:
     and peers that we may know at a time fit."""
 
     def __init__(
-        self, agent: Agent, secret: Secret, stats: ConnectorStats, *, is_mixed: bool
+        self, agent: Agent, secret: SharedSecret, stats: ConnectorStats, *, is_mixed: bool
     ) -> None:
         self._agent = agent
         self._secret = secret
@@ -154,7 +154,7 @@ def _of_stock(message: bytes) -> bytes | None:
     return message
 
 
-def _mac(secret: Secret, sender: str, receiver: str, message: bytes) -> bytes:
+def _mac(secret: SharedSecret, sender: str, receiver: str, message: bytes) -> bytes:
     mac = hashlib.blake2b(key=secret.seal_key, digest_size=MAC_BYTES)
     for name in (sender.encode(), receiver.encode()):
         mac.update(len(name).to_bytes(4, "big") + name)

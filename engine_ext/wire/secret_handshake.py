@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine_ext.base.access import Access, Secret
+from engine_ext.base.access import Access, SharedSecret
 from engine_ext.wire.errors import Rank, WireError
 from engine_ext.wire.handshake import (
     MAX_REFUSAL_BYTES,
@@ -139,7 +139,7 @@ class HandshakeAnswers:
         )
 
     def _proven(
-        self, secret: Secret, rank: Rank, proof: Proof, asker: Asker, now: float
+        self, secret: SharedSecret, rank: Rank, proof: Proof, asker: Asker, now: float
     ) -> HandshakeAnswer:
         if not self._challenges.accept(proof.challenge, asker, now):
             return _refuse("the challenge is not ours, or too old")
@@ -187,12 +187,12 @@ class Prover:
             raise _not_a_holder()
         return as_stock(decode_payload(frames[0]))
 
-    def _prove(self, secret: Secret, challenge: bytes) -> Proof:
+    def _prove(self, secret: SharedSecret, challenge: bytes) -> Proof:
         unsigned = Proof(challenge, secrets.token_bytes(NONCE_BYTES), b"")
         return unsigned._replace(mac=_proof_mac(secret, self._rank, unsigned, self._dialled))
 
     @staticmethod
-    def _verified(secret: Secret, proof: Proof, frames: list[bytes]) -> HandshakePayload:
+    def _verified(secret: SharedSecret, proof: Proof, frames: list[bytes]) -> HandshakePayload:
         """What is not proven is not looked at, unless it is short: it may say why."""
         mac = frames[2] if len(frames) > 2 else b""
         if not hmac.compare_digest(mac, _answer_mac(secret, proof, frames[0])):
@@ -210,11 +210,11 @@ def _refuse(reason: str) -> HandshakeAnswer:
     return HandshakeAnswer(encode_refusal(reason), problem=reason)
 
 
-def _proof_mac(secret: Secret, rank: Rank, proof: Proof, place: SideChannelAddress) -> bytes:
+def _proof_mac(secret: SharedSecret, rank: Rank, proof: Proof, place: SideChannelAddress) -> bytes:
     return _mac(secret.handshake_key, "dialer", *rank, proof.challenge, proof.nonce, *place)
 
 
-def _answer_mac(secret: Secret, proof: Proof, payload: bytes) -> bytes:
+def _answer_mac(secret: SharedSecret, proof: Proof, payload: bytes) -> bytes:
     return _mac(secret.handshake_key, "listener", proof.challenge, proof.nonce, payload)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from router.ui.request_view import RequestView
+from router.ui.request_view import RequestSummary
 from router.ui.snapshot import ProcessSnapshot
 
 logger = logging.getLogger("disagg_router.page")
@@ -38,7 +38,7 @@ class OtherWorkers:
     def __init__(self, directory: Path, number: int, count: int) -> None:
         self._paths = [directory / f"{n}{SUFFIX}" for n in range(count) if n != number]
         self._pictures: dict[Path, ProcessSnapshot] = {}
-        self._ended: deque[RequestView] = deque(maxlen=MOST_ENDED)
+        self._ended: deque[RequestSummary] = deque(maxlen=MOST_ENDED)
         self._untold = 0
 
     async def run(self) -> None:
@@ -55,7 +55,7 @@ class OtherWorkers:
         """What each sees; None for one that does not answer."""
         return [self._pictures.get(path) for path in self._paths]
 
-    def take_ended(self) -> tuple[Sequence[RequestView], int]:
+    def take_ended(self) -> tuple[Sequence[RequestSummary], int]:
         """Since the last time, and how many more did."""
         ended, untold = list(self._ended), self._untold
         self._ended.clear()

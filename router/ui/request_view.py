@@ -22,7 +22,7 @@ class RequestTimings(BaseModel):
     ended: float | None
 
 
-class RequestView(BaseModel):
+class RequestSummary(BaseModel):
     """`at` is Unix time. `cached`: of the prompt, what nobody computed for this request."""
 
     key: str
@@ -52,11 +52,11 @@ class Origin(NamedTuple):
     unix: float
 
 
-def view_request(record: Record, origin: Origin) -> RequestView:
+def summarize_request(record: Record, origin: Origin) -> RequestSummary:
     """Of a request that has ended, or runs."""
     has_ended = record.ended is not None
     prompt, completion, cached = tokens_of(record) if has_ended else tokens_so_far(record)
-    return RequestView(
+    return RequestSummary(
         key=f"{origin.name}-{id(record):x}-{record.started:.6f}",
         id=record.request_id,
         at=round(origin.unix + record.started, 3),

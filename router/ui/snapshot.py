@@ -17,7 +17,7 @@ from router.proxy.gateway import Gateway
 from router.telemetry.metrics import Metrics
 from router.ui.engine_polling import EngineGauge
 from router.ui.live_requests import EngineLink, LiveRequests, RequestFeed, moving
-from router.ui.request_view import Origin, RequestView, view_request
+from router.ui.request_view import Origin, RequestSummary, summarize_request
 
 KEYED = ("engines", "groups", "ways", "running")
 MOST_LISTED = 64
@@ -56,8 +56,8 @@ class ProcessSnapshot(BaseModel):
 
     view: View
     ways: list[LinkTraffic]
-    running: list[RequestView]
-    ended: list[RequestView]
+    running: list[RequestSummary]
+    ended: list[RequestSummary]
     untold: int
     totals: RequestTotals
     turns: TurnTotals
@@ -71,8 +71,8 @@ def take_snapshot(
     return ProcessSnapshot(
         view=view_of(gateway.fleet, roster),
         ways=_ways(moving(running), look.rates.now()),
-        running=[view_request(record, origin) for record in running[-MOST_LISTED:]],
-        ended=[view_request(record, origin) for record in ended],
+        running=[summarize_request(record, origin) for record in running[-MOST_LISTED:]],
+        ended=[summarize_request(record, origin) for record in ended],
         untold=missed,
         totals=_totals(gateway),
         turns=_turns(gateway),

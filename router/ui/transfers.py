@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, ValidationError
 from router.fleet.engine_spec import Role
 from router.http_client.deadlines import now
 from router.ui.live_requests import WINDOW, EngineLink
-from router.ui.request_view import RequestView
+from router.ui.request_view import RequestSummary
 
 MOST_RANKS = 64
 # Of one rank's page.
@@ -209,7 +209,7 @@ def _rates(pages: deque[TransferPage]) -> Iterator[tuple[TransferFlow, float]]:
 
 @dataclass(slots=True)
 class AwaitedRequest:
-    seen: RequestView
+    seen: RequestSummary
     name: str
     since: float
     told: RequestTransfers = field(default_factory=RequestTransfers)
@@ -238,7 +238,7 @@ class TransferMatcher:
         self._clock = clock
         self._waiting: OrderedDict[str, AwaitedRequest] = OrderedDict()
 
-    def expect(self, ended: Iterable[RequestView]) -> None:
+    def expect(self, ended: Iterable[RequestSummary]) -> None:
         since = self._clock()
         for seen in ended:
             if seen.prefiller and seen.decoder:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine_ext.base.access import OPEN, Access, Secret
+from engine_ext.base.access import OPEN, Access, SharedSecret
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import PeerAddress, Region, StepMetadata, TrackOrder
 from engine_ext.layout.plan import PeerLayout
@@ -28,7 +28,7 @@ from scripts.transfer_bench.sample import Sample
 SECTION = "handshake: from the order to renew a lease there, to a peer that can be read"
 BLOCK_BYTES = 4096
 """Small, so that a million blocks fit the address space; the cost does not depend on it."""
-SECRET = Access(Secret.of(b"what the two engines share"))
+SECRET = Access(SharedSecret.of(b"what the two engines share"))
 AIM = Aim("total_ms", 20.0)
 AIM_FROM_DESCRIPTORS = 1_000_000
 

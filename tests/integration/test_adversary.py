@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from engine_ext.base.access import OPEN, Access, Secret, parse_networks
+from engine_ext.base.access import OPEN, Access, SharedSecret, parse_networks
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import CacheGeometry, FinishStatus, Region, TransferResults
 from engine_ext.layout.match import match_peer
@@ -49,7 +49,7 @@ from tests.unit.engine_ext.core.fakes import Request, told
 T = TypeVar("T")
 
 BLOCK_BYTES = 1024
-SECRET = Access(Secret.of(b"what only the engines know"))
+SECRET = Access(SharedSecret.of(b"what only the engines know"))
 MODES = {"no secret": OPEN, "secret": SECRET}
 GEOMETRY = CacheGeometry(BLOCK_SIZE, BLOCKS)
 PROMPT_BLOCKS = (tuple(range(1, BLOCKS)),)
@@ -298,7 +298,7 @@ FORGED = (
     *GARBAGE,
     *forged("p-1"),
     *forged("d-1"),
-    seal(Secret.of(b"what the stranger made up"), "stranger", "p", b"p-1:1"),
+    seal(SharedSecret.of(b"what the stranger made up"), "stranger", "p", b"p-1:1"),
 )
 
 

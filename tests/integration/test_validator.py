@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine_ext.base.access import Access, Secret
+from engine_ext.base.access import Access, SharedSecret
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import ConnectorStats, Region
 from engine_ext.transfer import validator as validators
@@ -275,7 +275,7 @@ def test_what_strangers_send_is_checked_no_faster_than_its_rate(validating: Vali
 
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_who_must_hold_the_secret_needs_no_validator(is_mixed: bool) -> None:
-    access = Access(Secret.of(b"0123456789abcdef"), is_mixed)
+    access = Access(SharedSecret.of(b"0123456789abcdef"), is_mixed)
     config = ConnectorConfig(engine_id="e", access=access)
     assert open_validator(FakeAgent(), config, ConnectorStats()) is TRUSTING
     assert validators.TRUSTING.submit(b"x", 0, is_expected=False).problem == ""

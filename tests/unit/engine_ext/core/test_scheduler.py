@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.base.access import Access, Secret, parse_networks
+from engine_ext.base.access import Access, SharedSecret, parse_networks
 from engine_ext.base.config import ConnectorConfig, TransferMode
 from engine_ext.base.proof import ContentKey, Keys
 from engine_ext.base.types import (
@@ -642,7 +642,7 @@ def test_a_turn_that_was_pushed_gives_way_if_the_router_says_who_prefilled(
 
 def test_an_engine_that_lets_in_who_lacks_the_secret_keeps_every_turn_for_its_time() -> None:
     """To those it is a stock engine, whatever they prove of themselves."""
-    access = Access(Secret.of(b"known to some engines"), is_mixed=True)
+    access = Access(SharedSecret.of(b"known to some engines"), is_mixed=True)
     decoder = make("d", bidirectional=True, access=access)
     assert turn(decoder, "t", answer_of_p())
     decoder.drain()

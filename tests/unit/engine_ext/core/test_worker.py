@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.base.access import Access, Secret
+from engine_ext.base.access import Access, SharedSecret
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import (
     CacheGeometry,
@@ -602,7 +602,7 @@ def test_a_stock_reader_is_told_nothing_when_its_lease_ends(harness: Harness) ->
 
 def test_in_mixed_mode_a_stock_reader_is_heard_also_after_a_lease_of_its_has_ended() -> None:
     nixl, stats = FakeAgent(sender="stock-d"), ConnectorStats()
-    access = Access(Secret.of(b"a secret of the fleet"), is_mixed=True)
+    access = Access(SharedSecret.of(b"a secret of the fleet"), is_mixed=True)
     harness = Harness(agent=sealed(nixl, access, stats), stats=stats)  # type: ignore[arg-type] # sealed
     for _ in range(2):
         lease(harness)

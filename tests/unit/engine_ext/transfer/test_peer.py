@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine_ext.base.access import OPEN, Access, Secret
+from engine_ext.base.access import OPEN, Access, SharedSecret
 from engine_ext.base.config import ConnectorConfig
 from engine_ext.base.types import CacheGeometry, ConnectorStats, EngineIdentity, PeerAddress
 from engine_ext.transfer import peer as peers_module
@@ -277,7 +277,7 @@ def test_only_who_has_proven_to_hold_the_secret_is_loaded_without_validation(
     is_mixed: bool,
 ) -> None:
     validator = SlowValidator()
-    known = acquainted(validator, Access(Secret.of(b"0123456789abcdef"), is_mixed))
+    known = acquainted(validator, Access(SharedSecret.of(b"0123456789abcdef"), is_mixed))
     assert known.meet("holder").name == "agent of holder"
     known.peers.connect(PeerAddress("stock", "10.0.0.1", 5600), 0)
     known.peers.step(0)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.base.access import OPEN, Access, Secret
+from engine_ext.base.access import OPEN, Access, SharedSecret
 from engine_ext.base.types import ConnectorStats
 from engine_ext.transfer.agent import Agent
 from engine_ext.transfer.sealed import SealedAgent, open_seal, seal, sealed
@@ -21,7 +21,10 @@ from engine_ext.wire.notifications import (
 )
 from tests.unit.engine_ext.core.fakes import FakeAgent
 
-SECRET, OTHER = Secret.of(b"a secret of the fleet"), Secret.of(b"a secret of another fleet")
+SECRET, OTHER = (
+    SharedSecret.of(b"a secret of the fleet"),
+    SharedSecret.of(b"a secret of another fleet"),
+)
 REQUIRED, MIXED = Access(SECRET), Access(SECRET, is_mixed=True)
 READ = encode_extension(Read("p-1"))
 REGISTRATION = PushRegistered(

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine_ext.base.access import Access, Secret
+from engine_ext.base.access import Access, SharedSecret
 from engine_ext.wire.errors import WireError
 from engine_ext.wire.handshake import (
     MAX_FACTORS,
@@ -32,7 +32,7 @@ from tests.unit.engine_ext.wire.metadata import METADATA
 
 RANK = (0, 0)
 PLACE = SideChannelAddress("10.0.0.7", 5600)
-SECRET = Access(Secret.of(b"a secret of the whole fleet"))
+SECRET = Access(SharedSecret.of(b"a secret of the whole fleet"))
 CHALLENGE = b"c" * 40
 
 

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import zmq
 
-from engine_ext.base.access import OPEN, Access, Secret, parse_networks
+from engine_ext.base.access import OPEN, Access, SharedSecret, parse_networks
 from engine_ext.base.seldom import Seldom
 from engine_ext.wire import listener as listener_module
 from engine_ext.wire import visitors as visitors_module
@@ -377,7 +377,7 @@ def test_a_challenge_is_for_the_connection_that_asked(
     listen: Listen, context: "zmq.Context[Any]"
 ) -> None:
     """Two of one address: nothing but the connection tells them apart."""
-    server = listen(access=Access(Secret.of(b"a secret of the whole fleet")))
+    server = listen(access=Access(SharedSecret.of(b"a secret of the whole fleet")))
     with context.socket(zmq.REQ) as one, context.socket(zmq.REQ) as another:
         for peer in (one, another):
             peer.setsockopt(zmq.RCVTIMEO, 5000)

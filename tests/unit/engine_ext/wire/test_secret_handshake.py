@@ -10,7 +10,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.base.access import OPEN, Access, Secret, parse_networks
+from engine_ext.base.access import OPEN, Access, SharedSecret, parse_networks
 from engine_ext.wire.client import HandshakeClient
 from engine_ext.wire.errors import EXTENSION_VERSION, WireError
 from engine_ext.wire.handshake import (
@@ -42,7 +42,7 @@ PAYLOAD = encode_payload(METADATA, {"model": "m"})
 RANK = (0, 0)
 PLACE = SideChannelAddress("10.0.0.7", 5600)
 ASKER = Asker(b"\0conn", "10.0.0.9")
-SECRET = Secret.of(b"a secret of the whole fleet")
+SECRET = SharedSecret.of(b"a secret of the whole fleet")
 REQUIRED, MIXED = Access(SECRET), Access(SECRET, is_mixed=True)
 NOW = 1000.0
 
@@ -96,8 +96,8 @@ def test_only_two_holders_of_the_secret_or_two_without_one_speak_our_extension(
     [
         (REQUIRED, OPEN),
         (OPEN, REQUIRED),
-        (Access(Secret.of(b"another secret altogether")), REQUIRED),
-        (Access(Secret.of(b"another secret altogether"), is_mixed=True), MIXED),
+        (Access(SharedSecret.of(b"another secret altogether")), REQUIRED),
+        (Access(SharedSecret.of(b"another secret altogether"), is_mixed=True), MIXED),
     ],
 )
 def test_engines_that_do_not_share_what_one_asks_for_do_not_meet(
@@ -242,10 +242,10 @@ def test_over_sockets_the_listener_lets_in_only_who_it_may_and_its_own_engine() 
 
 def test_a_secret_is_shown_nowhere_and_a_short_one_is_none() -> None:
     shared = secrets.token_hex(32).encode()
-    access = Access(Secret.of(shared))
+    access = Access(SharedSecret.of(shared))
     assert access.secret is not None
     for shown in (repr(access), str(access)):
         assert shared.decode() not in shown
         assert repr(access.secret.seal_key) not in shown
     with pytest.raises(ValueError, match="15 bytes"):
-        Secret.of(b"x" * 15)
+        SharedSecret.of(b"x" * 15)

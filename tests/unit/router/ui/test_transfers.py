@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine_ext.base.inspection import Inspection, MovedSeen, TransferSeen
 from engine_ext.pages import leases
 from router.fleet.engine_spec import Role
-from router.ui.request_view import Origin, RequestView, view_request
+from router.ui.request_view import Origin, RequestSummary, summarize_request
 from router.ui.transfers import (
     LATEST,
     MOST_WAITING,
@@ -40,9 +40,9 @@ def transfer(client: str = "id", what: str = "READ", blocks: int = 3, age: float
     return TransferSeen(what, NAME.format(client), "p-1", blocks, blocks * 10, 0.25, age)
 
 
-def ended(key: str = "k", **fields: Any) -> RequestView:
+def ended(key: str = "k", **fields: Any) -> RequestSummary:
     made = record(prefiller="p", decoder="d", ended=101.0, **fields)
-    return view_request(made, Origin("w", 1000.0)).model_copy(update={"key": key})
+    return summarize_request(made, Origin("w", 1000.0)).model_copy(update={"key": key})
 
 
 def test_an_engines_page_is_read_as_it_says_it() -> None:
