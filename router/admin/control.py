@@ -15,10 +15,17 @@ from typing import NamedTuple, Protocol
 from router.admin.desired_state import RELOADABLE, TUNABLE, DesiredState, Tunables, changed
 from router.auth.keyring import Keyring
 from router.fleet.engine_spec import Intent
-from router.fleet.overrides import SOURCE, Overlay
+from router.fleet.overrides import OVERRIDES_SOURCE, OperatorOverrides
 from router.fleet.sources.file import address_of, listed_in
 from router.fleet.sources.source import SourceError
-from router.fleet.views import EngineView, GroupView, View, engines_of, groups_of, is_informed
+from router.fleet.views import (
+    EngineView,
+    FleetView,
+    GroupView,
+    is_informed,
+    merge_engine_views,
+    merge_group_views,
+)
 from router.settings import Address, Settings, SettingsError, flag_of, is_loopback
 from router.telemetry import logs
 
@@ -31,7 +38,7 @@ LOOK = 1.0
 
 
 class WorkerProcesses(Protocol):
-    async def tell(self, state: DesiredState) -> Sequence[View | None]:
+    async def tell(self, state: DesiredState) -> Sequence[FleetView | None]:
         """What each process sees when it has taken over the state; None for one that does not
         answer in time, and will be told when it does."""
 
@@ -86,14 +93,16 @@ class Control:
 
     async def engines(self) -> EngineListing:
         views = await self._processes.tell(self.state)
-        return EngineListing(engines_of(views), sum(view is not None for view in views), len(views))
+        return EngineListing(
+            merge_engine_views(views), sum(view is not None for view in views), len(views)
+        )
 
     async def engine(self, name: str) -> EngineView:
         """Raises AdminRequestError."""
         return _find(name, (await self.engines()).engines)
 
     async def groups(self) -> list[GroupView]:
-        return groups_of(await self._processes.tell(self.state))
+        return merge_group_views(await self._processes.tell(self.state))
 
     # Commands. Each raises AdminRequestError.
 
@@ -111,7 +120,7 @@ class Control:
                     )
             overlay = self.state.overlay.without_drain(spec.address)
             if overlay.adds(spec.address):
-                raise AdminRequestError(409, f"{spec.name} is listed by {SOURCE} already")
+                raise AdminRequestError(409, f"{spec.name} is listed by {OVERRIDES_SOURCE} already")
             if len(overlay.added) >= MOST_ADDED:
                 raise AdminRequestError(409, f"{MOST_ADDED} engines were added already, no more")
             overlay = overlay.with_engine(spec)
@@ -126,22 +135,22 @@ class Control:
         async with self._lock:
             engine = _find(name, await self._known())
             address = address_of(engine.url)
-            if SOURCE not in engine.sources:
+            if OVERRIDES_SOURCE not in engine.sources:
                 whose = f"by {_named(engine)}" if engine.sources else "by nobody any more"
                 raise AdminRequestError(
                     409, f"{engine.name} was not added here: it is listed {whose}"
                 )
             overlay = self.state.overlay.without_engine(address)
-            if engine.sources == [SOURCE]:
+            if engine.sources == [OVERRIDES_SOURCE]:
                 overlay = overlay.without_drain(address)
             await self._impose(overlay)
         logger.info("engine %s is taken away", engine.name)
 
     async def drain(self, name: str) -> EngineView:
-        return await self._change(name, "is to drain", Overlay.with_drain)
+        return await self._change(name, "is to drain", OperatorOverrides.with_drain)
 
     async def resume(self, name: str) -> EngineView:
-        return await self._change(name, "is not to drain any more", Overlay.without_drain)
+        return await self._change(name, "is not to drain any more", OperatorOverrides.without_drain)
 
     async def weigh(self, group: str, weight: float) -> GroupView:
         async with self._lock:
@@ -207,7 +216,7 @@ class Control:
             views = await self._processes.tell(self.state)
             if not is_informed(views):
                 return
-            listed = {address_of(e.url) for e in engines_of(views) if e.sources}
+            listed = {address_of(e.url) for e in merge_engine_views(views) if e.sources}
             overlay = self.state.overlay.pruned(listed)
             if overlay != self.state.overlay:
                 await self._impose(overlay)
@@ -221,12 +230,12 @@ class Control:
             raise AdminRequestError(503, "no process of the router answers")
         return seen.engines
 
-    async def _impose(self, overlay: Overlay) -> list[EngineView]:
+    async def _impose(self, overlay: OperatorOverrides) -> list[EngineView]:
         self.state = replace(self.state, overlay=overlay)
         return (await self.engines()).engines
 
     async def _change(
-        self, name: str, what: str, step: Callable[[Overlay, Address], Overlay]
+        self, name: str, what: str, step: Callable[[OperatorOverrides, Address], OperatorOverrides]
     ) -> EngineView:
         async with self._lock:
             engine = _find(name, await self._known())

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from router.admin.desired_state import DesiredState, decoded, encoded
 from router.admin.worker_process import WorkerProcess
-from router.fleet.views import View
+from router.fleet.views import FleetView
 
 logger = logging.getLogger("disagg_router.admin")
 # Seconds for a worker's answer, and for the first state of a worker that has just started.
@@ -38,7 +38,7 @@ class WorkerChannel:
         self._lock = asyncio.Lock()
         self.is_over = asyncio.Event()
 
-    async def ask(self, board: ControlChannel) -> View | None:
+    async def ask(self, board: ControlChannel) -> FleetView | None:
         """Ends the line where there is no answer in time: what came later would be another's."""
         if self.is_over.is_set():
             return None
@@ -46,7 +46,7 @@ class WorkerChannel:
             async with asyncio.timeout(PATIENCE), self._lock:
                 self._writer.write(encoded(board.state) + b"\n")
                 await self._writer.drain()
-                return View.model_validate_json(await self._reader.readuntil(b"\n"))
+                return FleetView.model_validate_json(await self._reader.readuntil(b"\n"))
         except (TimeoutError, OSError, asyncio.IncompleteReadError, ValueError):
             self.is_over.set()
             return None
@@ -81,7 +81,7 @@ class ControlChannel:
             if self._taken:
                 await asyncio.wait(self._taken, timeout=PATIENCE)
 
-    async def tell(self, state: DesiredState) -> Sequence[View | None]:
+    async def tell(self, state: DesiredState) -> Sequence[FleetView | None]:
         self.state = state
         views = await asyncio.gather(*[line.ask(self) for line in self._lines])
         told = [view for view in views if view is not None]

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 
 from pydantic import TypeAdapter
 
-from router.fleet.overrides import Overlay
+from router.fleet.overrides import OperatorOverrides
 from router.settings import Settings
 
 KEYS = ("conversation_store_key", "conversation_store_key_file")
@@ -50,7 +50,7 @@ class DesiredState:
     were to be looked at again, at once."""
 
     tunables: Tunables
-    overlay: Overlay = field(default_factory=Overlay)
+    overlay: OperatorOverrides = field(default_factory=OperatorOverrides)
     store_keys: tuple[str, ...] | None = None
     reloads: int = 0
 

@@ -12,8 +12,8 @@ from pydantic import BaseModel
 
 from router.admin.access import AdminGate
 from router.admin.control import AdminRequestError, Control
-from router.fleet.engine_spec import Role
-from router.fleet.sources.file import Entry
+from router.fleet.engine_spec import EngineRole
+from router.fleet.sources.file import EngineFileEntry
 from router.fleet.views import EngineView, GroupView
 from router.openai import fastapi_errors
 from router.openai.errors import error_body, type_of_status
@@ -66,7 +66,7 @@ def _schema(kind: type) -> dict[str, Any]:
     schema: dict[str, Any] = components[kind.__name__]
     properties: dict[str, Any] = schema["properties"]
     if "role" in properties:
-        properties["role"] = {"type": "string", "enum": list(Role)}
+        properties["role"] = {"type": "string", "enum": list(EngineRole)}
     if "group" in properties:
         properties["group"]["pattern"] = f"^{GROUP_NAME.pattern}$"
     return schema
@@ -84,7 +84,9 @@ async def engines(control: TheControl) -> EngineList:
     return EngineList(engines=seen.engines, workers=workers)
 
 
-@router.post("/engines", status_code=201, summary="Adds an engine", openapi_extra=_body(Entry))
+@router.post(
+    "/engines", status_code=201, summary="Adds an engine", openapi_extra=_body(EngineFileEntry)
+)
 async def add(request: Request, control: TheControl) -> EngineView:
     return await control.add(_read(await request.body(), Any))
 

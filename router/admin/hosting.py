@@ -18,7 +18,7 @@ from router.admin.control_channel import ControlChannel
 from router.admin.desired_state import DesiredState, Tunables
 from router.admin.endpoints import application
 from router.admin.worker_process import WorkerProcess
-from router.fleet.views import View
+from router.fleet.views import FleetView
 from router.settings import Settings
 
 logger = logging.getLogger("disagg_router.admin")
@@ -45,7 +45,7 @@ class SingleProcess:
     def __init__(self, member: WorkerProcess) -> None:
         self._member = member
 
-    async def tell(self, state: DesiredState) -> Sequence[View | None]:
+    async def tell(self, state: DesiredState) -> Sequence[FleetView | None]:
         return [self._member.adopt(state)]
 
 

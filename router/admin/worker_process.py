@@ -8,8 +8,8 @@ from router.admin.desired_state import DesiredState, Tunables
 from router.common.signature import Seal
 from router.common.watched_file import Watched
 from router.conversations.signed_store import SignedStore
-from router.fleet.registry import Roster
-from router.fleet.views import View, view_of
+from router.fleet.registry import EngineRegistry
+from router.fleet.views import FleetView, build_fleet_view
 from router.proxy.gateway import Gateway
 from router.settings import Settings
 from router.telemetry import logs
@@ -21,25 +21,25 @@ class WorkerProcess:
     def __init__(self, settings: Settings, app: FastAPI) -> None:
         self._settings = settings
         self._gateway: Gateway = app.state.gateway
-        self._roster: Roster = app.state.roster
+        self._roster: EngineRegistry = app.state.roster
         self._store: SignedStore | None = app.state.sealed_store
         self._watched: dict[str, Watched] = app.state.watched
         self._tunables = Tunables.of(settings)
         self._keys: tuple[str, ...] | None = None
         self._reloads = 0
 
-    def adopt(self, state: DesiredState) -> View:
+    def adopt(self, state: DesiredState) -> FleetView:
         """What it sees from then on. A second time it changes nothing."""
         self._tune(state.tunables)
         self._weigh(state)
-        self._roster.impose(state.overlay)
+        self._roster.set_overrides(state.overlay)
         if state.store_keys != self._keys:
             self._change_keys(state.store_keys)
         if state.reloads != self._reloads:
             self._reloads = state.reloads
             for file in self._watched.values():
                 file.look_soon()
-        return view_of(self._gateway.fleet, self._roster)
+        return build_fleet_view(self._gateway.fleet, self._roster)
 
     def _tune(self, tunables: Tunables) -> None:
         if tunables == self._tunables:

@@ -133,7 +133,7 @@ def _options(name: str) -> dict[str, Any]:
 
 def _serve(flags: dict[str, Any]) -> int:
     # Not needed for --help, and slow to import.
-    from router.fleet.sources.factory import check
+    from router.fleet.sources.factory import check_sources
     from router.server import serve, supervisor
     from router.server.app import check_files
     from router.telemetry import logs
@@ -151,7 +151,7 @@ def _serve(flags: dict[str, Any]) -> int:
     for variable in unknown_variables(os.environ):
         logger.warning("%s is not a setting, and is ignored", variable)
     try:
-        check(settings)
+        check_sources(settings)
         # Before anything listens.
         settings.admin_secret(), settings.ui_secret(), settings.engine_secret()
         check_files(settings)

@@ -13,7 +13,7 @@ RANKED = "_dp"
 DP_RANK = re.compile(RANKED + r"(\d{1,6})$")
 
 
-class Coordinates(NamedTuple):
+class RankEndpoint(NamedTuple):
     """Where a rank of a prefiller takes registrations, in the words of kv_transfer_params."""
 
     remote_engine_id: str
@@ -23,19 +23,19 @@ class Coordinates(NamedTuple):
     pp_size: int
 
 
-def instance_of(engine_id: str) -> str:
+def strip_dp_rank(engine_id: str) -> str:
     """The id without the data-parallel rank that vLLM appends to it."""
     return DP_RANK.sub("", engine_id) if RANKED in engine_id else engine_id
 
 
-def rank_in(engine_id: str) -> int | None:
+def dp_rank_of(engine_id: str) -> int | None:
     """The data-parallel rank; None where there is but one."""
     found = DP_RANK.search(engine_id)
     return None if found is None else int(found[1])
 
 
 @dataclass(slots=True)
-class Learned:
+class EngineCapabilities:
     """Forgotten when the engine is lost: another one may come back at its address.
 
     None means not known. Flows note what they see; the prober asks for the engine's own word (GET
@@ -74,14 +74,14 @@ class Learned:
     """It says of a load that failed from whom, and why. It has said so."""
     renders: Mapping[str, str] = field(default_factory=dict)
     """Hashes of what two engines must share for that: by the name of it."""
-    ranks: Mapping[int, Coordinates] = field(default_factory=dict)
+    ranks: Mapping[int, RankEndpoint] = field(default_factory=dict)
     """For push: by data-parallel rank."""
     _bare_streams: int = 0
     _bare_accepts: int = 0
 
     def note_kept(self, params: dict[str, object]) -> None:
         engine_id = params.get("remote_engine_id")
-        self.engine_id = instance_of(engine_id) if isinstance(engine_id, str) else None
+        self.engine_id = strip_dp_rank(engine_id) if isinstance(engine_id, str) else None
 
     def note_stream(self, has_params: bool) -> None:
         """Whether a stream that was to bring params brought them."""
@@ -134,7 +134,7 @@ class Learned:
             self._note_modes(mode for mode in modes if isinstance(mode, str))
         if isinstance(ranks, list):
             self.compatibility = _compatibility_of(ranks, identity.get("versions"))
-            known = {_rank_of(rank): coordinates_in(rank) for rank in ranks}
+            known = {_rank_of(rank): rank_endpoint_in(rank) for rank in ranks}
             self.ranks = {rank: at for rank, at in known.items() if at is not None}
 
     def note_missed(self) -> None:
@@ -143,25 +143,25 @@ class Learned:
 
     def note_transfer(self, params: Mapping[str, object]) -> None:
         """What a prefiller's own kv_transfer_params say; they are newer than its page."""
-        mode, at = params.get("transfer_mode"), coordinates_in(params)
+        mode, at = params.get("transfer_mode"), rank_endpoint_in(params)
         if isinstance(mode, str):
             self._note_modes((mode,))
         if at is not None:
-            self.ranks = {**self.ranks, rank_in(at.remote_engine_id) or 0: at}
+            self.ranks = {**self.ranks, dp_rank_of(at.remote_engine_id) or 0: at}
 
     def _note_modes(self, modes: Iterable[str]) -> None:
         self.transfer_modes = frozenset(modes)
         self.pushes = "push" in self.transfer_modes
 
 
-def coordinates_in(params: object) -> Coordinates | None:
+def rank_endpoint_in(params: object) -> RankEndpoint | None:
     """Of a dict that has them all, rightly typed."""
     if not isinstance(params, Mapping):
         return None
     given = [params.get(name) for name in ("remote_engine_id", "remote_host", "remote_port")]
     match given, params.get("tp_size", 1), params.get("pp_size", 1):
         case [str() as engine_id, str() as host, int() as port], int() as tp, int() as pp:
-            return Coordinates(engine_id, host, port, tp, pp)
+            return RankEndpoint(engine_id, host, port, tp, pp)
     return None
 
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Circuit(StrEnum):
+class CircuitState(StrEnum):
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"
 
 
 # To look up a member of an enum costs ten times as much as a name, and each leg asks for them.
-CLOSED, OPEN, HALF_OPEN = Circuit
+CLOSED, OPEN, HALF_OPEN = CircuitState
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class BreakerRules:
     longest_pause: float = 30.0
 
 
-class Breaker:
+class CircuitBreaker:
     """`trial`: whose request it is that tries a half-open circuit; `opened` counts how often it
     has opened."""
 

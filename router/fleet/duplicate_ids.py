@@ -15,12 +15,12 @@ from router.fleet.fleet import Fleet
 logger = logging.getLogger("disagg_router.fleet")
 
 
-def namesakes(engines: Iterable[Engine]) -> Mapping[str, tuple[str, str]]:
+def find_duplicate_ids(engines: Iterable[Engine]) -> Mapping[str, tuple[str, str]]:
     """Map each engine that shares its engine_id to one other engine with that id, and the id. An
     engine that is listed under two addresses has one side channel and is not its own namesake."""
     by_id: dict[str, list[tuple[tuple[str, int], str]]] = {}
     for engine in engines:
-        for at in engine.learned.ranks.values():
+        for at in engine.capabilities.ranks.values():
             place = at.remote_host, at.remote_port
             by_id.setdefault(at.remote_engine_id, []).append((place, engine.name))
     found: dict[str, tuple[str, str]] = {}
@@ -34,7 +34,7 @@ def namesakes(engines: Iterable[Engine]) -> Mapping[str, tuple[str, str]]:
     return found
 
 
-class Namesakes:
+class DuplicateIdDetector:
     """Logs each pair of engines that share an engine_id, once for as long as they do."""
 
     def __init__(self, fleet: Fleet) -> None:
@@ -43,7 +43,7 @@ class Namesakes:
 
     def look(self) -> None:
         found: dict[tuple[str, ...], str] = {}
-        for name, (other, engine_id) in namesakes(self._fleet.engines).items():
+        for name, (other, engine_id) in find_duplicate_ids(self._fleet.engines).items():
             found[tuple(sorted((name, other)))] = engine_id
         for pair, engine_id in found.items():
             if pair not in self._said:

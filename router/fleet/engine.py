@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from router.fleet.capabilities import Learned
-from router.fleet.circuit_breaker import Breaker
-from router.fleet.engine_spec import EngineSpec, Intent, Role
-from router.http_client.pool import EnginePool, Whole
+from router.fleet.capabilities import EngineCapabilities
+from router.fleet.circuit_breaker import CircuitBreaker
+from router.fleet.engine_spec import EngineRole, EngineSpec, Intent
+from router.http_client.pool import CompleteAnswer, EnginePool
 
 
 class Health(StrEnum):
@@ -28,7 +28,7 @@ class Engine:
 
     spec: EngineSpec
     pool: EnginePool
-    breaker: Breaker
+    breaker: CircuitBreaker
     health: Health = Health.UNKNOWN
     intent: Intent = Intent.SERVING
     is_asked: bool = False
@@ -47,7 +47,7 @@ class Engine:
     """Requests whose KV waits here until a decoder has read it."""
     admitted: int = 0
     admitted_tokens: int = 0
-    learned: Learned = field(default_factory=Learned)
+    capabilities: EngineCapabilities = field(default_factory=EngineCapabilities)
     models: frozenset[str] | None = None
     """None: not known, so it is taken to serve every one."""
     contexts: Mapping[str, int] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Engine:
     credential: str = ""
     """An Authorization header's value for what the router itself asks."""
     name: str = field(init=False)
-    role: Role = field(init=False)
+    role: EngineRole = field(init=False)
 
     def __post_init__(self) -> None:
         self.name, self.role = self.spec.name, self.spec.role
@@ -74,7 +74,9 @@ class Engine:
             self.models = spec.models or None  # what it said itself may be old by now
         self.spec, self.role, self.group = spec, spec.role, spec.group
 
-    async def get(self, path: str, deadline: float, limit: int, credential: str = "") -> Whole:
+    async def get(
+        self, path: str, deadline: float, limit: int, credential: str = ""
+    ) -> CompleteAnswer:
         """What it answers to GET, of at most `limit` bytes. `credential`: its caller's, where the
         router has none of its own. Raises UpstreamError."""
         lines = [f"GET {path} HTTP/1.1", f"host: {self.name}"]

@@ -10,13 +10,13 @@ from router.settings import Address
 DEFAULT_GROUP = "default"
 
 
-class Role(StrEnum):
+class EngineRole(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     BOTH = "both"
 
-    def plays(self, role: Role) -> bool:
-        return self in (role, Role.BOTH)
+    def plays(self, role: EngineRole) -> bool:
+        return self in (role, EngineRole.BOTH)
 
 
 class Intent(StrEnum):
@@ -26,7 +26,7 @@ class Intent(StrEnum):
     DRAINING = "draining"
 
 
-PREFILL, DECODE, BOTH = Role
+PREFILL, DECODE, BOTH = EngineRole
 # The legs that a request may have.
 LEGS = (PREFILL, DECODE)
 
@@ -36,7 +36,7 @@ class EngineSpec:
     """`models` empty: those that the engine names itself. KV moves only within a `group`, and a
     group gets requests by its engines' `weight`. `tls`: it is spoken to over that."""
 
-    role: Role
+    role: EngineRole
     address: Address
     models: frozenset[str] = frozenset()
     group: str = DEFAULT_GROUP
@@ -53,7 +53,7 @@ class EngineSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedEngine:
     """An engine as a source lists it."""
 
     spec: EngineSpec

@@ -8,13 +8,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from router.fleet.capabilities import Learned
-from router.fleet.circuit_breaker import Breaker, BreakerRules, Circuit
+from router.fleet.capabilities import EngineCapabilities
+from router.fleet.circuit_breaker import BreakerRules, CircuitBreaker, CircuitState
 from router.fleet.engine import Engine, Health
-from router.fleet.engine_spec import LEGS, EngineSpec, Intent, Role
+from router.fleet.engine_spec import LEGS, EngineRole, EngineSpec, Intent
 from router.fleet.kv_groups import assign_groups
-from router.fleet.snapshot import Members, picture
-from router.fleet.unreachable_pairs import Pairs
+from router.fleet.snapshot import EngineTuples, build_snapshot
+from router.fleet.unreachable_pairs import UnreachablePairs
 from router.http_client.errors import EngineLostError
 from router.http_client.pool import EnginePool
 
@@ -54,8 +54,8 @@ class Fleet:
         self.on_lost: Callable[[Engine], None] = lambda engine: None
         """Told of an engine that is found unhealthy, or was removed, or plays another role or in
         another group from now on: what it held is gone."""
-        self.pairs = Pairs()
-        self._members = Members()
+        self.unreachable_pairs = UnreachablePairs()
+        self._members = EngineTuples()
         self._gone: set[Engine] = set()
         self._is_changing = self._is_due = False
         self.on_new_snapshot: Callable[[], None] = lambda: None
@@ -63,7 +63,7 @@ class Fleet:
         """Told when `groups` are others than before, by whatever that came."""
         self.engines: Sequence[Engine] = ()
         self.groups: frozenset[str] = frozenset()
-        self.snapshot = picture((), self._members)
+        self.snapshot = build_snapshot((), self._members)
         self.new_are_cold = False
         """Engines that are found healthy are not asked before `is_warm`, if there are others."""
         self.group_weights: Mapping[str, float] = {}
@@ -77,7 +77,7 @@ class Fleet:
         engine = self._engines.get(name)
         return None if engine is None or engine.health is Health.UNHEALTHY else engine
 
-    def candidates(self, role: Role) -> Sequence[Engine]:
+    def candidates(self, role: EngineRole) -> Sequence[Engine]:
         """Whoever of that role may be asked for something."""
         return tuple(engine for pool in self.snapshot.any_model for engine in pool.of(role))
 
@@ -87,7 +87,7 @@ class Fleet:
             return True
         return any(e.models is None or model in e.models for e in self._engines.values())
 
-    def missing(self) -> dict[Role, str]:
+    def missing(self) -> dict[EngineRole, str]:
         """For each role without a healthy engine: why."""
         able = {role: [e for e in self.engines if e.role.plays(role)] for role in LEGS}
         return {
@@ -116,7 +116,7 @@ class Fleet:
 
     def add(self, spec: EngineSpec, intent: Intent = Intent.SERVING) -> Engine:
         """Its name must be new."""
-        engine = Engine(spec, self._make_pool(spec), Breaker(self._rules), intent=intent)
+        engine = Engine(spec, self._make_pool(spec), CircuitBreaker(self._rules), intent=intent)
         engine.credential = self._credential
         assert engine.name not in self._engines, engine.name
         self._engines[engine.name] = engine
@@ -151,7 +151,7 @@ class Fleet:
             return
         if (engine.spec.role, engine.spec.group) != (spec.role, spec.group):
             self.on_lost(engine)
-            engine.learned = Learned()
+            engine.capabilities = EngineCapabilities()
         if engine.spec.tls != spec.tls:
             engine.pool.close()  # of what is idle; legs that run end where they began
             engine.pool = self._make_pool(spec)
@@ -216,7 +216,7 @@ class Fleet:
 
     def identified(self, engine: Engine) -> None:
         """It has said what it is, perhaps something else than before."""
-        if engine.learned.compatibility not in ("", engine.compatibility):
+        if engine.capabilities.compatibility not in ("", engine.compatibility):
             self._refresh_soon()
 
     # What requests find.
@@ -279,13 +279,13 @@ class Fleet:
             return
         engine.health = health
         if health is Health.UNHEALTHY:
-            engine.lost_at, engine.learned = self._clock(), Learned()
+            engine.lost_at, engine.capabilities = self._clock(), EngineCapabilities()
             self.on_lost(engine)
         else:
             engine.is_cold = self.new_are_cold
             # Another may have come at its address, which says something else, or nothing.
-            engine.compatibility = engine.learned.compatibility
-            if engine.breaker.circuit is not Circuit.CLOSED:
+            engine.compatibility = engine.capabilities.compatibility
+            if engine.breaker.circuit is not CircuitState.CLOSED:
                 engine.breaker.half_open()  # it lives again: no need to wait for the pause
         engine.look()
         self._refresh_soon()
@@ -312,7 +312,7 @@ class Fleet:
         gone, self._gone = self._gone, set()
         if gone:
             self._members.forget(gone)
-        self.snapshot = picture(self.engines, self._members, self.group_weights)
+        self.snapshot = build_snapshot(self.engines, self._members, self.group_weights)
         for engine in gone:
             self.on_lost(engine)
         if self.groups != before:

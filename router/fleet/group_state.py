@@ -15,7 +15,7 @@ logger = logging.getLogger("disagg_router.fleet")
 PATIENCE = 2.0
 
 
-class Group(NamedTuple):
+class GroupCounts(NamedTuple):
     """`prefillers` and `decoders` may be asked; an engine that plays both roles is one of each."""
 
     weight: float
@@ -31,7 +31,7 @@ class Group(NamedTuple):
         return bool(self.prefillers) != bool(self.decoders)
 
 
-def census(fleet: Fleet) -> Mapping[str, Group]:
+def count_groups(fleet: Fleet) -> Mapping[str, GroupCounts]:
     """Of every group that has an engine, wanted or not, or a weight of its own. Any thread may ask:
     what is read is replaced as a whole."""
     weights = {pool.group: pool.weight for pool in fleet.snapshot.any_model}
@@ -42,10 +42,10 @@ def census(fleet: Fleet) -> Mapping[str, Group]:
         if engine.is_wanted:
             able[0] += engine.role.plays(PREFILL)
             able[1] += engine.role.plays(DECODE)
-    return {group: Group(weights.get(group, 0.0), *able) for group, able in counts.items()}
+    return {group: GroupCounts(weights.get(group, 0.0), *able) for group, able in counts.items()}
 
 
-class Halves:
+class IncompleteGroupLog:
     """Says it once when a group has had engines of one role only for a while, and when it is whole
     again. Engines of a group seldom come in the same moment."""
 
@@ -60,15 +60,15 @@ class Halves:
         """Cheap where nothing has changed."""
         if self._fleet.snapshot is not self._seen:
             self._seen = self._fleet.snapshot
-            self._note(census(self._fleet))
+            self._note(count_groups(self._fleet))
         late = self._clock() - PATIENCE
         for name in [n for n, at in self._since.items() if at <= late and n not in self._said]:
-            group = census(self._fleet)[name]
+            group = count_groups(self._fleet)[name]
             missing = DECODE if group.prefillers else PREFILL
             logger.warning("group %s has no %s engine that may be asked", name, missing)
             self._said.add(name)
 
-    def _note(self, groups: Mapping[str, Group]) -> None:
+    def _note(self, groups: Mapping[str, GroupCounts]) -> None:
         moment = self._clock()
         halves = [name for name, group in groups.items() if group.is_half]
         self._since = {name: self._since.get(name, moment) for name in halves}

@@ -27,7 +27,7 @@ def assign_groups(engines: Iterable[Engine]) -> None:
     for engine in engines:
         if engine.spec.group != DEFAULT_GROUP:
             continue
-        engine.compatibility = engine.learned.compatibility or engine.compatibility
+        engine.compatibility = engine.capabilities.compatibility or engine.compatibility
         if engine.compatibility:
             hashes.add(engine.compatibility)
         unassigned.append(engine)

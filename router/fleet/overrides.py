@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
-from router.fleet.engine_spec import EngineSpec, Intent, Listed
-from router.fleet.reconcile import Merged, merged
+from router.fleet.engine_spec import EngineSpec, Intent, ListedEngine
+from router.fleet.reconcile import MergedListing, merge_listings
 from router.settings import Address
 
-SOURCE = "admin"
+OVERRIDES_SOURCE = "admin"
 
 
 @dataclass(frozen=True, slots=True)
-class Overlay:
+class OperatorOverrides:
     """`weights` are of groups, by name. No address is added twice."""
 
     added: tuple[EngineSpec, ...] = ()
@@ -27,38 +27,42 @@ class Overlay:
     def adds(self, address: Address) -> bool:
         return any(spec.address == address for spec in self.added)
 
-    def with_engine(self, spec: EngineSpec) -> Overlay:
+    def with_engine(self, spec: EngineSpec) -> OperatorOverrides:
         """It must not be added yet."""
         assert not self.adds(spec.address)
         return replace(self, added=(*self.added, spec))
 
-    def without_engine(self, address: Address) -> Overlay:
+    def without_engine(self, address: Address) -> OperatorOverrides:
         return replace(self, added=tuple(s for s in self.added if s.address != address))
 
-    def with_drain(self, address: Address) -> Overlay:
+    def with_drain(self, address: Address) -> OperatorOverrides:
         return replace(self, draining=self.draining | {address})
 
-    def without_drain(self, address: Address) -> Overlay:
+    def without_drain(self, address: Address) -> OperatorOverrides:
         return replace(self, draining=self.draining - {address})
 
-    def with_weight(self, group: str, weight: float) -> Overlay:
+    def with_weight(self, group: str, weight: float) -> OperatorOverrides:
         return replace(self, weights={**self.weights, group: weight})
 
-    def without_weight(self, group: str) -> Overlay:
+    def without_weight(self, group: str) -> OperatorOverrides:
         left = {name: weight for name, weight in self.weights.items() if name != group}
         return replace(self, weights=left)
 
-    def pruned(self, listed: Set[Address]) -> Overlay:
+    def pruned(self, listed: Set[Address]) -> OperatorOverrides:
         """Without the drains of engines that nobody lists: another one may come at the address."""
         return replace(self, draining=self.draining & listed)
 
 
-def overlaid(listings: Iterable[tuple[str, Iterable[Listed]]], overlay: Overlay) -> Merged:
+def apply_overrides(
+    listings: Iterable[tuple[str, Iterable[ListedEngine]]], overlay: OperatorOverrides
+) -> MergedListing:
     """`listings` as for `merged`. What an operator has added counts before any of them."""
-    engines, conflicts = merged([(SOURCE, map(Listed, overlay.added)), *listings])
+    engines, conflicts = merge_listings(
+        [(OVERRIDES_SOURCE, map(ListedEngine, overlay.added)), *listings]
+    )
     drained = {
         address: replace(engines[address], intent=Intent.DRAINING)
         for address in overlay.draining
         if address in engines
     }
-    return Merged({**engines, **drained}, conflicts)
+    return MergedListing({**engines, **drained}, conflicts)

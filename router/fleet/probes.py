@@ -31,7 +31,7 @@ from router.http_client.errors import (
     SilenceError,
     UpstreamError,
 )
-from router.http_client.pool import Whole
+from router.http_client.pool import CompleteAnswer
 
 logger = logging.getLogger("disagg_router.fleet")
 
@@ -56,7 +56,7 @@ Model = dict[str, Any]
 
 
 @dataclass(slots=True, eq=False)
-class Watch:
+class EngineProbe:
     """One engine's: when it was looked at, and when it said who it is and which models it has."""
 
     looked_at: float
@@ -80,7 +80,7 @@ class Prober:
         self._interval = interval
         self._timeout = timeout
         self._clock = clock
-        self._watches: dict[Engine, Watch] = {}
+        self._watches: dict[Engine, EngineProbe] = {}
         # Since when an engine refuses connections in silence, and what was heard of it by then.
         self._refusing: dict[Engine, tuple[float, int]] = {}
         self._death = ""
@@ -164,11 +164,11 @@ class Prober:
             told = await self._ask(engine, "/disagg/identity")
         except UpstreamError:
             return False
-        engine.learned.asked = True
+        engine.capabilities.asked = True
         content = json_of(told)
         if isinstance(content, dict):
             try:
-                engine.learned.note_identity(content)
+                engine.capabilities.note_identity(content)
             except Exception:
                 logger.exception("%s says strange things of itself", engine.name)
             self._fleet.identified(engine)
@@ -194,12 +194,12 @@ class Prober:
             _cancel(self._watches.pop(engine))
             self._refusing.pop(engine, None)
         for engine in engines:
-            watch = self._watches.setdefault(engine, Watch(self._clock()))
+            watch = self._watches.setdefault(engine, EngineProbe(self._clock()))
             if watch.task is None or watch.task.done():
                 watch.looked_at = self._clock()
                 watch.task = asyncio.get_running_loop().create_task(self._watch(engine, watch))
 
-    async def _watch(self, engine: Engine, watch: Watch) -> None:
+    async def _watch(self, engine: Engine, watch: EngineProbe) -> None:
         while True:
             met_silence = False
             try:
@@ -213,35 +213,35 @@ class Prober:
                 pause = self._interval if is_healthy else min(self._interval, IMPATIENT)
                 await asyncio.sleep(pause)
 
-    async def _learn(self, engine: Engine, watch: Watch) -> None:
+    async def _learn(self, engine: Engine, watch: EngineProbe) -> None:
         if engine.health is not Health.HEALTHY:
             watch.models_at = watch.identity_at = -math.inf
             return
-        if engine.learned.asked and watch.identity_at == -math.inf:
+        if engine.capabilities.asked and watch.identity_at == -math.inf:
             watch.identity_at = self._clock()  # before it was found healthy
         is_old = self._clock() - watch.identity_at > LEARNED_AGE
-        is_due = not engine.learned.asked or (engine.learned.told and is_old)
+        is_due = not engine.capabilities.asked or (engine.capabilities.told and is_old)
         if is_due and await self.ask_identity(engine):
             watch.identity_at = self._clock()
         is_due = not engine.spec.models and self._clock() - watch.models_at > LEARNED_AGE
         if is_due and await self.ask_models(engine):
             watch.models_at = self._clock()
 
-    async def _ask(self, engine: Engine, path: str) -> Whole:
+    async def _ask(self, engine: Engine, path: str) -> CompleteAnswer:
         """Raises UpstreamError."""
         return await engine.get(path, now() + self._timeout, ANSWER_LIMIT)
 
 
-def _cancel(watch: Watch) -> None:
+def _cancel(watch: EngineProbe) -> None:
     if watch.task is not None:
         watch.task.cancel()
 
 
-def _is_success(told: Whole) -> bool:
+def _is_success(told: CompleteAnswer) -> bool:
     return 200 <= told.status < 300
 
 
-def json_of(told: Whole) -> object:
+def json_of(told: CompleteAnswer) -> object:
     """The JSON that an engine told, None if it is none."""
     try:
         return orjson.loads(told.body) if _is_success(told) else None

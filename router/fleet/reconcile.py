@@ -8,32 +8,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from router.fleet.engine_spec import DEFAULT_GROUP, EngineSpec, Intent, Listed, Role
+from router.fleet.engine_spec import DEFAULT_GROUP, EngineRole, EngineSpec, Intent, ListedEngine
 from router.settings import Address
 
 T = TypeVar("T")
 
 
-class Merged(NamedTuple):
+class MergedListing(NamedTuple):
     """`conflicts` has a line for each engine of which two sources say what cannot both be."""
 
-    engines: Mapping[Address, Listed]
+    engines: Mapping[Address, ListedEngine]
     conflicts: Sequence[str]
 
 
-class Changes(NamedTuple):
+class FleetChanges(NamedTuple):
     """What has to be done. An engine is in one of these at most."""
 
-    join: Sequence[Listed]
+    join: Sequence[ListedEngine]
     leave: Sequence[Address]
-    change: Sequence[Listed]
+    change: Sequence[ListedEngine]
 
     def __bool__(self) -> bool:
         return any(self)
 
 
-def reconcile(there: Mapping[Address, Listed], wanted: Mapping[Address, Listed]) -> Changes:
-    return Changes(
+def reconcile(
+    there: Mapping[Address, ListedEngine], wanted: Mapping[Address, ListedEngine]
+) -> FleetChanges:
+    return FleetChanges(
         [listed for address, listed in wanted.items() if address not in there],
         [address for address in there if address not in wanted],
         [
@@ -44,15 +46,15 @@ def reconcile(there: Mapping[Address, Listed], wanted: Mapping[Address, Listed])
     )
 
 
-def merged(listings: Iterable[tuple[str, Iterable[Listed]]]) -> Merged:
+def merge_listings(listings: Iterable[tuple[str, Iterable[ListedEngine]]]) -> MergedListing:
     """`listings` are what sources list, by their names, those first that count more.
 
     An address is one engine, whoever lists it. It plays every role that is listed, and drains where
     anybody says so, who knows more than those that do not. Of the rest, what a source says counts
     before what is so by default, and then what the first one says.
     """
-    engines: dict[Address, Listed] = {}
-    several: dict[Address, list[tuple[str, Listed]]] = {}
+    engines: dict[Address, ListedEngine] = {}
+    several: dict[Address, list[tuple[str, ListedEngine]]] = {}
     whose: dict[Address, str] = {}
     for name, listing in listings:
         for listed in listing:
@@ -65,10 +67,12 @@ def merged(listings: Iterable[tuple[str, Iterable[Listed]]]) -> Merged:
     conflicts: list[str] = []
     for address, said in several.items():
         engines[address] = _one(address, said, conflicts)
-    return Merged(engines, sorted(conflicts))
+    return MergedListing(engines, sorted(conflicts))
 
 
-def _one(address: Address, said: Sequence[tuple[str, Listed]], conflicts: list[str]) -> Listed:
+def _one(
+    address: Address, said: Sequence[tuple[str, ListedEngine]], conflicts: list[str]
+) -> ListedEngine:
     specs = [(name, listed.spec) for name, listed in said]
     roles = {spec.role for _, spec in specs}
     drains = any(listed.intent is Intent.DRAINING for _, listed in said)
@@ -77,14 +81,14 @@ def _one(address: Address, said: Sequence[tuple[str, Listed]], conflicts: list[s
         return _settled(address, what, default, specs, conflicts)
 
     spec = EngineSpec(
-        roles.pop() if len(roles) == 1 else Role.BOTH,
+        roles.pop() if len(roles) == 1 else EngineRole.BOTH,
         address,
         settled("models", frozenset()),
         settled("group", DEFAULT_GROUP),
         settled("weight", 1.0),
         settled("tls", False),
     )
-    return Listed(spec, Intent.DRAINING if drains else Intent.SERVING)
+    return ListedEngine(spec, Intent.DRAINING if drains else Intent.SERVING)
 
 
 def _settled(

@@ -15,14 +15,14 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
-from router.fleet.duplicate_ids import Namesakes
+from router.fleet.duplicate_ids import DuplicateIdDetector
 from router.fleet.engine import Engine
-from router.fleet.engine_spec import Intent, Listed
+from router.fleet.engine_spec import Intent, ListedEngine
 from router.fleet.fleet import Fleet
-from router.fleet.group_state import Halves
-from router.fleet.overrides import SOURCE, Overlay, overlaid
-from router.fleet.reconcile import Changes, reconcile
-from router.fleet.sources.source import Report, Source
+from router.fleet.group_state import IncompleteGroupLog
+from router.fleet.overrides import OVERRIDES_SOURCE, OperatorOverrides, apply_overrides
+from router.fleet.reconcile import FleetChanges, reconcile
+from router.fleet.sources.source import EngineSource, SourceReport
 from router.http_client.deadlines import now
 from router.settings import Address
 
@@ -37,13 +37,13 @@ REVIVAL = 5.0
 MOST_NAMED = 8
 
 
-class Standing:
+class WatchedSource:
     """What one source has said. `told_at` is the Unix time when it last told what it lists, 0.0 if
     it never did."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: EngineSource) -> None:
         self.source = source
-        self.listed: Sequence[Listed] = ()
+        self.listed: Sequence[ListedEngine] = ()
         self.addresses: Set[Address] = frozenset()
         self.trouble = "has told nothing yet"
         self.has_spoken = False
@@ -56,7 +56,7 @@ class Standing:
         """What will never say anything else is as good as told now."""
         return time.time() if self.has_ended else self._told_at
 
-    def note(self, report: Report) -> bool:
+    def note(self, report: SourceReport) -> bool:
         """Whether it lists something else than before."""
         before, self.trouble, self.has_spoken = self.trouble, report.trouble, True
         if report.trouble != before:
@@ -82,48 +82,48 @@ class Standing:
             self._said.add(trouble)
 
 
-class Roster:
+class EngineRegistry:
     """`bound`: seconds that the legs of an engine which leaves may still take. Of two sources that
     contradict each other, the one that comes first is believed."""
 
     def __init__(
         self,
         fleet: Fleet,
-        sources: Iterable[Source],
+        sources: Iterable[EngineSource],
         bound: float,
         clock: Callable[[], float] = now,
     ) -> None:
         self._fleet = fleet
         self._bound = bound
         self._clock = clock
-        self.standings: Sequence[Standing] = [Standing(source) for source in sources]
-        self._there: dict[Address, Listed] = {}
+        self.sources: Sequence[WatchedSource] = [WatchedSource(source) for source in sources]
+        self._there: dict[Address, ListedEngine] = {}
         self._leaving: dict[Address, float] = {}
         self._conflicts: Sequence[str] = ()
         self._news = asyncio.Event()
         self._all_spoken = asyncio.Event()
         self._fault = ""
-        self._halves = Halves(fleet, clock)
-        self._namesakes = Namesakes(fleet)
-        self.overlay = Overlay()
+        self._halves = IncompleteGroupLog(fleet, clock)
+        self._namesakes = DuplicateIdDetector(fleet)
+        self.overrides = OperatorOverrides()
         self.counts = {"joined": 0, "left": 0, "changed": 0}
         """Engines, since this process began, by what became of them."""
         self._added: Set[Address] = frozenset()
-        for standing in self.standings:
-            if standing.source.first != Report():
+        for standing in self.sources:
+            if standing.source.first != SourceReport():
                 self._note(standing, standing.source.first)
-        if not self.standings:
+        if not self.sources:
             self._all_spoken.set()
         self._apply()
 
     async def run(self) -> None:
         """Watches every source; ends only when it is cancelled."""
         async with asyncio.TaskGroup() as group:
-            for standing in self.standings:
+            for standing in self.sources:
                 group.create_task(self._watch(standing))
             group.create_task(self._keep())
 
-    async def heard(self, patience: float) -> None:
+    async def wait_for_sources(self, patience: float) -> None:
         """Returns when every source has said something, be it that it is in trouble, or after so
         many seconds; and what they list is there."""
         with contextlib.suppress(TimeoutError):
@@ -134,34 +134,34 @@ class Roster:
 
     def troubles(self) -> Mapping[str, str]:
         """Of the sources that have any, by their names."""
-        found = {s.source.name: s.trouble for s in self.standings if s.trouble}
+        found = {s.source.name: s.trouble for s in self.sources if s.trouble}
         return found | {"roster": self._fault} if self._fault else found
 
-    def impose(self, overlay: Overlay) -> None:
+    def set_overrides(self, overlay: OperatorOverrides) -> None:
         """What operators want from now on."""
-        if overlay != self.overlay:
-            self.overlay = overlay
+        if overlay != self.overrides:
+            self.overrides = overlay
             self._added = frozenset([spec.address for spec in overlay.added])
             self._news.set()
             self.apply()
 
     def sources_of(self, address: Address) -> Sequence[str]:
         """The names of those that list it now; none where it is on its way out."""
-        own = [SOURCE] if address in self._added else []
-        return own + [s.source.name for s in self.standings if address in s.addresses]
+        own = [OVERRIDES_SOURCE] if address in self._added else []
+        return own + [s.source.name for s in self.sources if address in s.addresses]
 
     @property
     def is_informed(self) -> bool:
         """Every source has told what it lists, so who is not listed is really not there."""
-        return all(standing.told_at for standing in self.standings)
+        return all(standing.told_at for standing in self.sources)
 
     def apply(self) -> None:
         """Makes the fleet what the sources list by now, as one change."""
         _say_changes(self._apply())
 
-    def _apply(self) -> Changes:
-        listings = ((s.source.name, s.listed) for s in self.standings)
-        wanted, conflicts = overlaid(listings, self.overlay)
+    def _apply(self) -> FleetChanges:
+        listings = ((s.source.name, s.listed) for s in self.sources)
+        wanted, conflicts = apply_overrides(listings, self.overrides)
         self._say_conflicts(conflicts)
         if changes := reconcile(self._there, wanted):
             with self._fleet.one_change():
@@ -170,7 +170,7 @@ class Roster:
         self._news.clear()
         return changes
 
-    def _count(self, changes: Changes) -> None:
+    def _count(self, changes: FleetChanges) -> None:
         self.counts["joined"] += len(changes.join)
         self.counts["left"] += len(changes.leave)
         self.counts["changed"] += len(changes.change)
@@ -187,7 +187,7 @@ class Roster:
 
     # Tasks.
 
-    async def _watch(self, standing: Standing) -> None:
+    async def _watch(self, standing: WatchedSource) -> None:
         """A source that fails by a fault of its own is watched anew."""
         while True:
             try:
@@ -198,7 +198,7 @@ class Roster:
                 return
             except Exception as error:
                 logger.exception("source %s died", standing.source.name)
-                self._note(standing, Report(None, f"died: {type(error).__name__}: {error}"))
+                self._note(standing, SourceReport(None, f"died: {type(error).__name__}: {error}"))
                 await asyncio.sleep(REVIVAL)
 
     async def _keep(self) -> None:
@@ -225,15 +225,15 @@ class Roster:
             async with asyncio.timeout(LOOK - PAUSE):
                 await self._news.wait()
 
-    def _note(self, standing: Standing, report: Report) -> None:
+    def _note(self, standing: WatchedSource, report: SourceReport) -> None:
         if standing.note(report):
             self._news.set()
-        if all(standing.has_spoken for standing in self.standings):
+        if all(standing.has_spoken for standing in self.sources):
             self._all_spoken.set()
 
     # One change.
 
-    def _do(self, changes: Changes) -> None:
+    def _do(self, changes: FleetChanges) -> None:
         for address in changes.leave:
             self._leave(address)
         for listed in (*changes.change, *changes.join):
@@ -246,7 +246,7 @@ class Roster:
             self._fleet.drain(engine)
             self._leaving[address] = self._clock() + self._bound
 
-    def _let_in(self, listed: Listed) -> None:
+    def _let_in(self, listed: ListedEngine) -> None:
         """One that is on its way out may be here still, and simply stays."""
         address = listed.address
         self._leaving.pop(address, None)
@@ -273,7 +273,7 @@ class Roster:
         self._conflicts = conflicts
 
 
-def _say_changes(changes: Changes) -> None:
+def _say_changes(changes: FleetChanges) -> None:
     for what, names in (
         ("join", [str(listed.address) for listed in changes.join]),
         ("leave", list(map(str, changes.leave))),
@@ -284,5 +284,5 @@ def _say_changes(changes: Changes) -> None:
             logger.info("engines that %s: %s%s", what, ", ".join(names[:MOST_NAMED]), more)
 
 
-def _told(listed: Listed) -> str:
+def _told(listed: ListedEngine) -> str:
     return f"{listed.spec.role}, group {listed.spec.group}, {listed.intent}"

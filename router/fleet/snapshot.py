@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from router.fleet.engine import Engine, Health
-from router.fleet.engine_spec import Role
+from router.fleet.engine_spec import EngineRole
 
 MOST_KNOWN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class GroupPool:
     """Engines of one group that serve one model; either sequence may be empty, not both."""
 
     group: str
@@ -24,28 +24,28 @@ class Pool:
     prefillers: Sequence[Engine]
     decoders: Sequence[Engine]
 
-    def of(self, role: Role) -> Sequence[Engine]:
-        return self.prefillers if role is Role.PREFILL else self.decoders
+    def of(self, role: EngineRole) -> Sequence[Engine]:
+        return self.prefillers if role is EngineRole.PREFILL else self.decoders
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    by_model: Mapping[str, Sequence[Pool]]
-    any_model: Sequence[Pool]
+    by_model: Mapping[str, Sequence[GroupPool]]
+    any_model: Sequence[GroupPool]
     """For a request that names no model."""
-    unnamed: Sequence[Pool]
+    unnamed: Sequence[GroupPool]
     """Of the engines whose models nobody knows: they may serve what no other does."""
     contexts: Mapping[str, int] = field(default_factory=dict)
     """Of a model: the longest context that one of its decoders has, if all have told."""
 
-    def pools(self, model: object) -> Sequence[Pool]:
+    def pools(self, model: object) -> Sequence[GroupPool]:
         """Empty where nobody serves it, or nobody may be asked."""
         if not isinstance(model, str) or not model:
             return self.any_model
         return self.by_model.get(model, self.unnamed)
 
 
-class Members:
+class EngineTuples:
     """The same engines are the same tuple, in every model's pools and whenever they come back, so
     that what a policy has worked out for a tuple is found by its identity."""
 
@@ -65,14 +65,14 @@ class Members:
             del self._known[known]
 
 
-def picture(
+def build_snapshot(
     engines: Iterable[Engine],
-    members: Members | None = None,
+    members: EngineTuples | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> Snapshot:
     """Without `members` nothing is compared with what was before. `weights` of groups count before
     those of their engines."""
-    members, weights = members or Members(), weights or {}
+    members, weights = members or EngineTuples(), weights or {}
     wanted = [engine for engine in engines if engine.is_wanted]
     unnamed = [engine for engine in wanted if engine.models is None]
     serving: dict[str, list[Engine]] = {}
@@ -90,7 +90,7 @@ def picture(
 def _contexts(serving: Mapping[str, Sequence[Engine]]) -> dict[str, int]:
     found: dict[str, int] = {}
     for model, engines in serving.items():
-        told = [e.contexts.get(model) for e in engines if e.role.plays(Role.DECODE)]
+        told = [e.contexts.get(model) for e in engines if e.role.plays(EngineRole.DECODE)]
         known = [tokens for tokens in told if tokens is not None]
         if known and len(known) == len(told):
             found[model] = max(known)
@@ -98,8 +98,8 @@ def _contexts(serving: Mapping[str, Sequence[Engine]]) -> dict[str, int]:
 
 
 def _pools(
-    engines: Sequence[Engine], members: Members, weights: Mapping[str, float]
-) -> tuple[Pool, ...]:
+    engines: Sequence[Engine], members: EngineTuples, weights: Mapping[str, float]
+) -> tuple[GroupPool, ...]:
     groups: dict[str, list[Engine]] = {}
     for engine in engines:
         groups.setdefault(engine.group, []).append(engine)
@@ -108,15 +108,17 @@ def _pools(
     )
 
 
-def _pool(group: str, found: Sequence[Engine], members: Members, weight: float | None) -> Pool:
-    prefillers = members.of(_best(found, Role.PREFILL))
-    decoders = members.of(_best(found, Role.DECODE))
+def _pool(
+    group: str, found: Sequence[Engine], members: EngineTuples, weight: float | None
+) -> GroupPool:
+    prefillers = members.of(_best(found, EngineRole.PREFILL))
+    decoders = members.of(_best(found, EngineRole.DECODE))
     if weight is None:
         weight = sum([engine.spec.weight for engine in decoders or prefillers])
-    return Pool(group, weight, prefillers, decoders)
+    return GroupPool(group, weight, prefillers, decoders)
 
 
-def _best(found: Sequence[Engine], role: Role) -> Sequence[Engine]:
+def _best(found: Sequence[Engine], role: EngineRole) -> Sequence[Engine]:
     """Those against which nothing speaks; else the healthy ones all the same; else those that were
     not probed yet. A circuit or a word of "too much" never leaves a role with nobody to ask."""
     able = [engine for engine in found if engine.role.plays(role)]

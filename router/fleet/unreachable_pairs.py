@@ -23,7 +23,7 @@ MOST_PAIRS = 1024
 
 
 @dataclass(slots=True)
-class Failing:
+class FailingPair:
     pause: float
     until: float
     """When it may be tried again."""
@@ -33,12 +33,12 @@ class Failing:
     """What became of the last request that the policies would have given to the pair."""
 
 
-class Pairs:
+class UnreachablePairs:
     """Names of engines: of the prefiller first. False while nothing has failed."""
 
     def __init__(self, chance: Callable[[], float] = random.random) -> None:
         self._random = chance
-        self._failing: dict[tuple[str, str], Failing] = {}
+        self._failing: dict[tuple[str, str], FailingPair] = {}
 
     def __bool__(self) -> bool:
         return bool(self._failing)
@@ -69,7 +69,7 @@ class Pairs:
             return None
         longer = FIRST_PAUSE if failing is None else min(2 * failing.pause, LONGEST_PAUSE)
         pause = longer * (0.75 + self._random() / 2)
-        self._failing[prefiller, decoder] = Failing(longer, now + pause)
+        self._failing[prefiller, decoder] = FailingPair(longer, now + pause)
         if len(self._failing) > MOST_PAIRS:
             del self._failing[next(iter(self._failing))]
         return pause

@@ -11,23 +11,23 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from router.fleet.circuit_breaker import Circuit
+from router.fleet.circuit_breaker import CircuitState
 from router.fleet.engine import Engine, Health
-from router.fleet.engine_spec import Intent, Role
+from router.fleet.engine_spec import EngineRole, Intent
 from router.fleet.fleet import Fleet
-from router.fleet.group_state import census
-from router.fleet.registry import Roster
+from router.fleet.group_state import count_groups
+from router.fleet.registry import EngineRegistry
 
 # Which word counts where processes differ: the last one.
 HEALTHS = (Health.HEALTHY, Health.UNKNOWN, Health.UNHEALTHY)
-CIRCUITS = (Circuit.CLOSED, Circuit.HALF_OPEN, Circuit.OPEN)
+CIRCUITS = (CircuitState.CLOSED, CircuitState.HALF_OPEN, CircuitState.OPEN)
 Origin = Literal["admin", "settings", "engines"]
 
 
 class EngineView(BaseModel):
     name: str
     url: str
-    role: Role
+    role: EngineRole
     group: str
     models: list[str] | None = Field(description="null: not known")
     weight: float
@@ -39,7 +39,7 @@ class EngineView(BaseModel):
     in_flight: int = Field(description="Legs that run")
     tokens_in_flight: int = Field(description="Tokens of these legs' prompts, as estimated")
     holding: int = Field(description="Requests whose KV waits there until a decoder has read it")
-    circuit: Circuit
+    circuit: CircuitState
     sources: list[str] = Field(description="Who lists it; nobody: it is on its way out")
     drained: bool = Field(description="It gets nothing new, and nobody waits for anything of it")
 
@@ -53,7 +53,7 @@ class GroupView(BaseModel):
     complete: bool
 
 
-class View(BaseModel):
+class FleetView(BaseModel):
     """`is_informed`: each of its sources has told what it lists."""
 
     engines: list[EngineView]
@@ -61,9 +61,9 @@ class View(BaseModel):
     is_informed: bool
 
 
-def view_of(fleet: Fleet, roster: Roster) -> View:
-    own = roster.overlay.weights
-    return View(
+def build_fleet_view(fleet: Fleet, roster: EngineRegistry) -> FleetView:
+    own = roster.overrides.weights
+    return FleetView(
         engines=[_engine(engine, roster) for engine in fleet.engines],
         groups=[
             GroupView(
@@ -74,13 +74,13 @@ def view_of(fleet: Fleet, roster: Roster) -> View:
                 decoders=group.decoders,
                 complete=group.is_complete,
             )
-            for name, group in census(fleet).items()
+            for name, group in count_groups(fleet).items()
         ],
         is_informed=roster.is_informed,
     )
 
 
-def engines_of(views: Sequence[View | None]) -> list[EngineView]:
+def merge_engine_views(views: Sequence[FleetView | None]) -> list[EngineView]:
     """As all processes see them. One that does not answer may have legs anywhere, so then nobody
     is drained."""
     told = [view for view in views if view is not None]
@@ -94,7 +94,7 @@ def engines_of(views: Sequence[View | None]) -> list[EngineView]:
     return [engine.model_copy(update={"drained": False}) for engine in engines]
 
 
-def groups_of(views: Sequence[View | None]) -> list[GroupView]:
+def merge_group_views(views: Sequence[FleetView | None]) -> list[GroupView]:
     found: dict[str, list[GroupView]] = {}
     for view in views:
         for group in () if view is None else view.groups:
@@ -102,12 +102,12 @@ def groups_of(views: Sequence[View | None]) -> list[GroupView]:
     return [_one_group(seen) for seen in found.values()]
 
 
-def is_informed(views: Sequence[View | None]) -> bool:
+def is_informed(views: Sequence[FleetView | None]) -> bool:
     """Every process answers, and knows all that there is to know."""
     return all(view is not None and view.is_informed for view in views)
 
 
-def _engine(engine: Engine, roster: Roster) -> EngineView:
+def _engine(engine: Engine, roster: EngineRegistry) -> EngineView:
     spec = engine.spec
     return EngineView(
         name=engine.name,

@@ -66,19 +66,19 @@ EARLY = 0.001
 P = TypeVar("P", bound=asyncio.Protocol)
 
 
-class Tls(NamedTuple):
+class EngineTls(NamedTuple):
     """`name`: what the engine's certificate is for; empty: the host."""
 
     context: ssl.SSLContext
     name: str = ""
 
 
-class Attempt:
+class ConnectAttempt:
     """`deadline` is the request's, a time of `now`; a connect has `patience` seconds, its handshake
     included where it has `tls`."""
 
     def __init__(
-        self, host: str, port: int, deadline: float, patience: float, tls: Tls | None = None
+        self, host: str, port: int, deadline: float, patience: float, tls: EngineTls | None = None
     ) -> None:
         self._host = host
         self._port = port

@@ -14,7 +14,7 @@ from typing import Protocol, cast
 import httptools
 
 from router.http_client.deadlines import now
-from router.http_client.engine_answer import Answer, Headers
+from router.http_client.engine_answer import EngineAnswer, Headers
 from router.http_client.errors import (
     BrokenAnswerError,
     DisconnectedError,
@@ -30,7 +30,7 @@ NO_BODY = frozenset((204, 304))
 STALE_WITHIN = 0.25
 
 
-class Owner(Protocol):
+class ConnectionOwner(Protocol):
     """The pool that a connection reports to. `heard` counts what came on any connection."""
 
     heard: int
@@ -47,7 +47,9 @@ class EngineConnection(asyncio.Protocol):
                  "_repeated", "_until_close", "asked_at", "idle_since", "loop", "on_body",
                  "transport")  # fmt: skip
 
-    def __init__(self, owner: Owner, header_limit: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, owner: ConnectionOwner, header_limit: int, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.loop = loop
         self.asked_at = self.idle_since = 0.0
         self.transport: asyncio.Transport | None = None
@@ -59,7 +61,7 @@ class EngineConnection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         # The head of the last whole answer, if it was a 200 and the connection is kept.
         self._repeated = Repeated(200)
-        self._answer: Answer | None = None
+        self._answer: EngineAnswer | None = None
         self._until_close = False
         self._may_stay = False
         self._hung_up = False
@@ -69,7 +71,7 @@ class EngineConnection(asyncio.Protocol):
         self._head_done = False
         self._complete = False
 
-    def ask(self, request: bytes, answer: Answer) -> None:
+    def ask(self, request: bytes, answer: EngineAnswer) -> None:
         """Sends a request, or fails its answer: a connection may be lost as soon as it is made."""
         assert self._answer is None, "one request at a time"
         self._heard = False
@@ -187,7 +189,7 @@ class EngineConnection(asyncio.Protocol):
         self._head_done = self._complete = False
         self._overhead = 0
 
-    def _note(self, answer: Answer, data: bytes) -> None:
+    def _note(self, answer: EngineAnswer, data: bytes) -> None:
         if answer.status == 200 and not answer.is_event_stream:
             self._repeated.note(data, 200, answer.headers, answer.length or 0)
 

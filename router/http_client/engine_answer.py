@@ -40,7 +40,7 @@ LAST_BYTES = 2048
 DONE = b"[DONE]"
 
 
-class Wire(Protocol):
+class AnswerConnection(Protocol):
     """What an answer needs of the connection that it arrives on."""
 
     loop: asyncio.AbstractEventLoop
@@ -51,7 +51,7 @@ class Wire(Protocol):
     def hang_up(self) -> None: ...
 
 
-class Tap(Protocol):
+class AnswerTap(Protocol):
     """Looks at a body that is relayed, changes it, and says its end itself, when all is relayed."""
 
     def passing(self, block: bytes, last: bool) -> bytes: ...
@@ -62,13 +62,13 @@ class Resumable(Protocol):
     def can_resume(self) -> bool: ...
 
 
-class Sink(Protocol):
+class AnswerSink(Protocol):
     """Where a relayed body goes: one call for all that arrived together, the last one marked."""
 
     def write(self, block: bytes, last: bool) -> None: ...
 
 
-class Answer:
+class EngineAnswer:
     """Times are seconds of the monotonic clock. What its head says is filled in by the connection,
     and `error` set where it has failed. `resume_buffer`: keeps what the reader has, for another
     engine to go on with. `memory`: where its bytes are reserved while it is read whole, None for an
@@ -83,7 +83,7 @@ class Answer:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: AnswerConnection,
         deadlines: Deadlines,
         deadline: float,
         memory: AnswerMemory | None = None,
@@ -96,7 +96,7 @@ class Answer:
         self.length: int | None = None
         self.is_event_stream = self._done = self._stalled = False
         self.first_body_at: float | None = None
-        self.tap: Tap | None = None
+        self.tap: AnswerTap | None = None
         self.watch: Callable[[bytes], bytes] | None = None
         self.resume_buffer: Resumable | None = None
         self.error: UpstreamError | None = None
@@ -106,7 +106,7 @@ class Answer:
         self._held: list[bytes] = []
         self._held_size = 0
         self._waiter: asyncio.Future[None] | None = None
-        self._sink: Sink | None = None
+        self._sink: AnswerSink | None = None
         self._gate: EventGate | None = None
         self._idle = self._latest = 0.0
         self._recent: deque[bytes] | None = None
@@ -260,7 +260,7 @@ class Answer:
                 passed += gate.passing(piece)
             looked_at = len(self._held)
 
-    async def relay(self, sink: Sink, idle: float, latest: float) -> None:
+    async def relay(self, sink: AnswerSink, idle: float, latest: float) -> None:
         """Passes the body to `sink` as it arrives, until it ends.
 
         `idle` is the longest silence in seconds, `latest` the loop time when all must be over.
@@ -360,7 +360,7 @@ class Answer:
         held, self._held, self._held_size = self._held, [], 0
         return held[0] if len(held) == 1 else b"".join(held)
 
-    def _pass_on(self, sink: Sink, block: bytes) -> None:
+    def _pass_on(self, sink: AnswerSink, block: bytes) -> None:
         deadline = now() + self._idle
         self.deadline = deadline if deadline < self._latest else self._latest
         if self._gate is not None:

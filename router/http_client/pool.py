@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from router.http_client.answer_memory import AnswerMemory
-from router.http_client.connect import Attempt, Tls
+from router.http_client.connect import ConnectAttempt, EngineTls
 from router.http_client.connection import EngineConnection
 from router.http_client.deadlines import Deadlines, now
-from router.http_client.engine_answer import Answer, Headers
+from router.http_client.engine_answer import EngineAnswer, Headers
 from router.http_client.errors import StaleConnectionError, UpstreamError
 
 
@@ -31,7 +31,7 @@ class PoolLimits:
     header_limit: int
 
 
-class Whole(NamedTuple):
+class CompleteAnswer(NamedTuple):
     """An answer that is all here."""
 
     status: int
@@ -49,7 +49,7 @@ class EnginePool:
         port: int,
         limits: PoolLimits,
         deadlines: Deadlines,
-        tls: Tls | None = None,
+        tls: EngineTls | None = None,
         memory: AnswerMemory | None = None,
     ) -> None:
         self.heard = 0
@@ -59,7 +59,7 @@ class EnginePool:
         self._port = port
         self._limits = limits
         self._deadlines = deadlines
-        self._attempts: set[Attempt] = set()
+        self._attempts: set[ConnectAttempt] = set()
         self._open: set[EngineConnection] = set()
         self._idle: list[EngineConnection] = []
         self._reaper: asyncio.TimerHandle | None = None
@@ -72,7 +72,7 @@ class EnginePool:
     def idle_count(self) -> int:
         return len(self._idle)
 
-    async def ask(self, request: bytes, deadline: float, fresh: bool = False) -> Answer:
+    async def ask(self, request: bytes, deadline: float, fresh: bool = False) -> EngineAnswer:
         """Sends a request and returns when its answer is ready; the answer must be closed.
 
         `deadline` is a time of `now`. `fresh`: on a new connection, which cannot be stale. Raises
@@ -87,18 +87,18 @@ class EnginePool:
             raise
         return answer
 
-    async def send(self, request: bytes, deadline: float, fresh: bool = False) -> Answer:
+    async def send(self, request: bytes, deadline: float, fresh: bool = False) -> EngineAnswer:
         """The same, without waiting: the answer is not ready yet, and may have failed."""
         answer = None if fresh else self.at_once(request, deadline)
         if answer is None:
             connection = await self._connect(deadline)
-            answer = Answer(connection, self._deadlines, deadline, self._memory)
+            answer = EngineAnswer(connection, self._deadlines, deadline, self._memory)
             connection.ask(request, answer)
         return answer
 
     def at_once(
         self, request: bytes, deadline: float, longest: float | None = None
-    ) -> Answer | None:
+    ) -> EngineAnswer | None:
         """The same on a kept connection, None where there is none, or none that was idle for less
         than `longest` seconds. No coroutine: that it seldom waits makes `send` dear."""
         idle, moment = self._idle, now()
@@ -109,13 +109,13 @@ class EnginePool:
             connection = idle.pop()
             transport = connection.transport
             if connection.idle_since >= oldest and transport and not transport.is_closing():
-                answer = Answer(connection, self._deadlines, deadline, self._memory)
+                answer = EngineAnswer(connection, self._deadlines, deadline, self._memory)
                 connection.ask(request, answer)
                 return answer
             connection.abort()
         return None
 
-    async def ask_whole(self, request: bytes, deadline: float, limit: int) -> Whole:
+    async def ask_whole(self, request: bytes, deadline: float, limit: int) -> CompleteAnswer:
         """A small question, for which it does no harm to be asked twice: it is asked once more on a
         new connection where a kept one had been closed. Raises UpstreamError."""
         try:
@@ -123,12 +123,14 @@ class EnginePool:
         except StaleConnectionError:
             return await self._ask_whole(request, deadline, limit, fresh=True)
 
-    async def _ask_whole(self, request: bytes, deadline: float, limit: int, fresh: bool) -> Whole:
+    async def _ask_whole(
+        self, request: bytes, deadline: float, limit: int, fresh: bool
+    ) -> CompleteAnswer:
         answer = await self.send(request, deadline, fresh)
         answer.memory = None
         try:
             body = await answer.read(limit)
-            return Whole(answer.status, answer.headers, body)
+            return CompleteAnswer(answer.status, answer.headers, body)
         finally:
             answer.close()
 
@@ -161,7 +163,7 @@ class EnginePool:
     async def _connect(self, deadline: float) -> EngineConnection:
         loop = asyncio.get_running_loop()
         patience = self._limits.connect_timeout
-        attempt = Attempt(self._host, self._port, deadline, patience, self._tls)
+        attempt = ConnectAttempt(self._host, self._port, deadline, patience, self._tls)
         self._attempts.add(attempt)
         try:
             connection = await attempt.run(

@@ -18,12 +18,12 @@ from msgspec.structs import replace
 from router.conversations.identity import ConversationResolver
 from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet
-from router.fleet.snapshot import Pool
+from router.fleet.snapshot import GroupPool
 from router.http_client.deadlines import Deadlines, now
 from router.openai.errors import OverloadError, RequestError, TenantOverloadError
 from router.proxy.exchange import Header
 from router.proxy.request import Request
-from router.routing.queueing import Place, Queue, Room, Ticket, place
+from router.routing.queueing import AdmissionQueue, EngineLimits, Placement, QueueTicket, place
 from router.routing.route import Route
 from router.settings import Settings
 from router.telemetry.metrics import Metrics
@@ -38,7 +38,7 @@ class Seat:
     __slots__ = ("_admission", "_decoder", "_group", "_prefiller", "_tokens", "_tokens_at_decoder",
                  "_visited")  # fmt: skip
 
-    def __init__(self, admission: Admission, found: Place, tokens: int, alone: bool) -> None:
+    def __init__(self, admission: Admission, found: Placement, tokens: int, alone: bool) -> None:
         self._admission = admission
         self._tokens, self._tokens_at_decoder = tokens, tokens if alone else 0
         self._group, self._prefiller, self._decoder = found
@@ -152,7 +152,7 @@ def _only(engine: Engine | None) -> Sequence[Engine]:
     return () if engine is None else (engine,)
 
 
-class Waiter(Ticket):
+class Waiter(QueueTicket):
     """`outcome` is a seat, or why there is none."""
 
     __slots__ = ("_admission", "deadline", "outcome", "since")
@@ -177,9 +177,9 @@ class Admission:
     """`room` is what one engine has, in this process's eyes: other routers have their own."""
 
     def __init__(self, settings: Settings, fleet: Fleet, metrics: Metrics) -> None:
-        self.room = Room(settings.max_engine_requests, settings.max_engine_prefill_tokens)
+        self.room = EngineLimits(settings.max_engine_requests, settings.max_engine_prefill_tokens)
         self.timeout = settings.queue_timeout
-        self._queue: Queue[Waiter] = Queue(settings.queue_size)
+        self._queue: AdmissionQueue[Waiter] = AdmissionQueue(settings.queue_size)
         self._identity = ConversationResolver((), settings.tenant_header)
         self._heeds_priorities = settings.queue_priorities
         self._fleet = fleet
@@ -192,7 +192,7 @@ class Admission:
 
     def tune(self, settings: Settings) -> None:
         """Who waits goes on waiting for as long as it was told to, or is let in now."""
-        self.room = Room(settings.max_engine_requests, settings.max_engine_prefill_tokens)
+        self.room = EngineLimits(settings.max_engine_requests, settings.max_engine_prefill_tokens)
         self.timeout = settings.queue_timeout
         self._queue.size = settings.queue_size
         self._heeds_priorities = settings.queue_priorities
@@ -202,7 +202,7 @@ class Admission:
     def depth(self) -> int:
         return self._queue.depth
 
-    def at_once(self, request: Request, pools: Sequence[Pool]) -> Seat | None:
+    def at_once(self, request: Request, pools: Sequence[GroupPool]) -> Seat | None:
         """A seat for a request that need not wait. No coroutine: see `wait`."""
         if self._queue.depth:
             return None

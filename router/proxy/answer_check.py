@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import orjson
 
 from router.common.exact_json import dumps
-from router.fleet.engine_spec import DECODE, Role
-from router.http_client.engine_answer import HIGH_WATER, Answer, Tap
+from router.fleet.engine_spec import DECODE, EngineRole
+from router.http_client.engine_answer import HIGH_WATER, AnswerTap, EngineAnswer
 from router.http_client.errors import BrokenAnswerError
 from router.http_client.sse import end_of_last_event
 from router.openai.answers import (
@@ -54,7 +54,7 @@ TEXT = re.compile(rb'(?:"content"|"text"|"reasoning"|"reasoning_content")\s*:\s*
 SILENT = frozenset(("index", "role", "delta", "finish_reason", "stop_reason"))
 
 
-def failure_of(content: Json, role: Role) -> Exception | None:
+def failure_of(content: Json, role: EngineRole) -> Exception | None:
     """Return the failure that a whole answer or an event of a stream reports; None if it reports
     none.
 
@@ -84,7 +84,7 @@ def _error_in(content: Json) -> object:
     return content if ERROR in (content.get("object"), content.get("type")) else None
 
 
-def _told(error: object, role: Role) -> Exception:
+def _told(error: object, role: EngineRole) -> Exception:
     said = error if isinstance(error, dict) else {"message": error}
     code, message = said.get("code"), said.get("message")
     if isinstance(code, str) and CODE.fullmatch(code):
@@ -103,7 +103,7 @@ def _told(error: object, role: Role) -> Exception:
 
 
 async def first_word(
-    answer: Answer, is_generation: bool = True, looks_ahead: bool = True
+    answer: EngineAnswer, is_generation: bool = True, looks_ahead: bool = True
 ) -> Json | None:
     """Wait for the first event of a stream with more than a role, and return it. None if the event
     certainly is text. The event stays in the answer's buffer. With `looks_ahead`, return a failure
@@ -122,7 +122,7 @@ async def first_word(
     return found
 
 
-def word_of(answer: Answer) -> Json | None:
+def word_of(answer: EngineAnswer) -> Json | None:
     """Return the content of a non-streamed generation answer, which stays in the buffer. None if
     the content certainly is an answer, or is too long for a failure. Raises BrokenAnswerError if
     it is not a JSON object or has no choices."""
@@ -139,7 +139,7 @@ def prefilled_word(raw: bytes) -> Json | None:
     return parse_object(raw) if _may_fail(raw) else None
 
 
-def passed_word(answer: Answer, may_be_empty: bool = False) -> Json | None:
+def passed_word(answer: EngineAnswer, may_be_empty: bool = False) -> Json | None:
     """Return the content of an answer of another endpoint if it may report a failure, else None.
     Such an answer may be a list, text or bytes. `may_be_empty`: a transcript of silence, which may
     be an empty text. Raises BrokenAnswerError."""
@@ -222,7 +222,7 @@ def _events(block: bytes) -> Iterator[tuple[int, Json]]:
             yield start, content
 
 
-async def cached_share(answer: Answer) -> float | None:
+async def cached_share(answer: EngineAnswer) -> float | None:
     """Return the share of the prompt that the decode engine had cached, if its usage has it."""
     if answer.is_event_stream:
         return None
@@ -236,7 +236,7 @@ async def cached_share(answer: Answer) -> float | None:
 # While it passes to the client.
 
 
-def failure_midway(block: bytes, role: Role) -> tuple[int, Exception | None]:
+def failure_midway(block: bytes, role: EngineRole) -> tuple[int, Exception | None]:
     """Find a failure in the next events of a stream that the client has partly received. Returns
     the offset of the failure and the error to raise, or the length of the block and None."""
     for start, event in _events(block):
@@ -255,7 +255,7 @@ class Long:
 
     __slots__ = ("_answer", "_seam")
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: EngineAnswer) -> None:
         self._answer = answer
         self._seam = b""
 
@@ -280,7 +280,11 @@ class StreamValidator:
     __slots__ = ("_inner", "_is_done", "_is_ended", "_is_several", "_role", "failure", "last")
 
     def __init__(
-        self, role: Role, inner: Tap | None, is_generation: bool, is_several: bool = False
+        self,
+        role: EngineRole,
+        inner: AnswerTap | None,
+        is_generation: bool,
+        is_several: bool = False,
     ) -> None:
         self._role = role
         self._inner = inner

@@ -13,9 +13,9 @@ from msgspec import structs
 from router.auth.authenticator import MISSING, Door
 from router.conversations.conversations import Conversations
 from router.fleet.engine import Engine
-from router.fleet.engine_spec import Role
+from router.fleet.engine_spec import EngineRole
 from router.fleet.fleet import Fleet
-from router.fleet.snapshot import Pool, Snapshot
+from router.fleet.snapshot import GroupPool, Snapshot
 from router.http_client.answer_memory import AnswerMemory
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError, NoEngineError, UnauthorizedError, UnknownModelError
@@ -24,8 +24,8 @@ from router.proxy.request import Request
 from router.proxy.request_limits import Limits
 from router.proxy.retry_rules import RetryBudget
 from router.routing.affinity import LoadBound
-from router.routing.candidate import Ask
-from router.routing.policy_set import Policies
+from router.routing.candidate import RoutingQuery
+from router.routing.policy_set import GroupPolicies
 from router.routing.prompt_chunks import TOKENS, chunks_of
 from router.routing.route import Route, route
 from router.settings import Settings
@@ -99,8 +99,8 @@ class Gateway:
         self.throttle = Throttle(logging.getLogger("disagg_router.flows"))
         floor = min(PREFILL_FLOOR, self.load_bound.floor)
         prefill_bound = LoadBound(self.load_bound.factor, floor)
-        self._prefill = Policies(settings.prefill_policy, prefill_bound)
-        self._decode = Policies(settings.decode_policy, self.load_bound)
+        self._prefill = GroupPolicies(settings.prefill_policy, prefill_bound)
+        self._decode = GroupPolicies(settings.decode_policy, self.load_bound)
         self._prefill_turn = self._decode_turn = 0
         self._looked_at: Snapshot | None = None
         self._wants = False
@@ -152,7 +152,7 @@ class Gateway:
         chunks = chunks_of(request.body) if tokens >= TOKENS and self._wants_chunks() else ()
         turn = self._decode_turn
         self._decode_turn = turn + 1
-        decoder = Ask(turn, tokens, session, chunks)
+        decoder = RoutingQuery(turn, tokens, session, chunks)
         prefiller = None
         if not request.alone:
             same = turn == self._prefill_turn  # as long as nobody needed a decoder alone
@@ -160,13 +160,13 @@ class Gateway:
             self._prefill_turn += 1
         return route(pools, self._prefill, self._decode, (prefiller, decoder), home)
 
-    def others(self, request: Request, planned: Route, role: Role) -> Iterable[Engine]:
+    def others(self, request: Request, planned: Route, role: EngineRole) -> Iterable[Engine]:
         """Who else of the planned group may be asked, as things are now."""
         for pool in self.fleet.snapshot.pools(request.model):
             if pool.group == planned.group:
                 yield from pool.of(role)
 
-    def pools(self, model: object) -> Sequence[Pool]:
+    def pools(self, model: object) -> Sequence[GroupPool]:
         """Raises UnknownModelError, NoEngineError."""
         pools = self.fleet.snapshot.pools(model)
         if pools:
@@ -178,7 +178,7 @@ class Gateway:
     def shares_loads(self, model: object) -> bool:
         """Whether each decoder of it reads once for several answers."""
         pools = self.fleet.snapshot.pools(model)
-        return all(one.learned.shares_loads for pool in pools for one in pool.decoders)
+        return all(one.capabilities.shares_loads for pool in pools for one in pool.decoders)
 
     async def finish(self, work: Coroutine[Any, Any, None]) -> None:
         """Waits for something that goes on even if its request does not."""
@@ -230,7 +230,7 @@ class Gateway:
         return self._wants
 
     def _forget(self, engine: Engine) -> None:
-        self.fleet.pairs.forget(engine.name)
+        self.fleet.unreachable_pairs.forget(engine.name)
         for policies in (self._prefill, self._decode):
             policies.forget(engine.name, engine.group)
 
@@ -239,7 +239,9 @@ class Gateway:
         for policies in (self._prefill, self._decode):
             policies.keep(self.fleet.groups)
 
-    def note_failure(self, engine: Engine, role: Role, error: UpstreamError | EngineError) -> None:
+    def note_failure(
+        self, engine: Engine, role: EngineRole, error: UpstreamError | EngineError
+    ) -> None:
         """Names the engine's role in the error, counts it, and logs it now and then."""
         error.role = role
         self.metrics.upstream_errors.labels(role, error.kind).inc()

@@ -15,7 +15,7 @@ import orjson
 
 from router.common.exact_json import dumps
 from router.http_client.deadlines import now
-from router.http_client.engine_answer import Sink
+from router.http_client.engine_answer import AnswerSink
 from router.http_client.errors import BrokenAnswerError, ReaderStalledError, UpstreamError
 from router.http_client.sse import BOUNDARIES
 from router.openai.answers import parse_object
@@ -45,7 +45,7 @@ class Line:
         self.spoke = now()
         self.is_said = False
         """Whether anything of an answer has passed."""
-        self._sink: Sink | None = None
+        self._sink: AnswerSink | None = None
         self._early: list[tuple[bytes, bool]] = []
         self._over: asyncio.Future[None] = loop.create_future()
         self._answer: Relayed | None = None
@@ -58,7 +58,7 @@ class Line:
 
     # The front's side.
 
-    async def relay(self, sink: Sink, idle: float, latest: float) -> None:
+    async def relay(self, sink: AnswerSink, idle: float, latest: float) -> None:
         self._sink = sink
         for block, last in self._early:
             sink.write(block, last)

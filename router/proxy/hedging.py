@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from router.fleet.engine import Engine
-from router.fleet.engine_spec import DECODE, Role
+from router.fleet.engine_spec import DECODE, EngineRole
 from router.http_client.deadlines import now
 from router.openai.errors import EngineRejectedError
 from router.proxy.gateway import Gateway
@@ -26,7 +26,7 @@ from router.proxy.resume_buffer import ResumeBuffer
 # frozen holds no request up that a prefiller could have by now.
 PATIENCE = 2.0
 
-Failure = tuple[LegError, Engine, Role]
+Failure = tuple[LegError, Engine, EngineRole]
 # Of a leg, for the books: where it is not one that won.
 REFUSED, FAILED, LEFT = "rejected", "failed", "left"
 

@@ -12,12 +12,12 @@ from enum import Enum, auto
 from functools import partial
 from typing import NoReturn
 
-from router.fleet.capabilities import Learned
+from router.fleet.capabilities import EngineCapabilities
 from router.fleet.circuit_breaker import HALF_OPEN
 from router.fleet.engine import Engine
 from router.http_client.answer_memory import UNCOUNTED
 from router.http_client.deadlines import now
-from router.http_client.engine_answer import Answer
+from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import BrokenAnswerError, UpstreamError
 from router.openai.answers import Json
 from router.openai.errors import (
@@ -123,11 +123,11 @@ class Legs:
         record.prefill_started = started = now()
         if seat is not None:
             seat.prefill_at(engine)
-        notes, tokens = self.plan.route.prefill_notes, request.tokens
+        notes, tokens = self.plan.route.prefill_feedback, request.tokens
         if notes is not None:
             tokens = max(0, tokens - notes.expected(engine.name))
             notes.sent(engine.name)
-        answer: Answer | None = None
+        answer: EngineAnswer | None = None
         self._begin(engine, tokens)
         try:
             pinned = b"" if push is None else push.pinned
@@ -168,7 +168,7 @@ class Legs:
     def _note(self, engine: Engine, prefilled: Prefilled, started: float) -> None:
         """A prefiller has done its part, and holds KV from now on."""
         request, gateway = self._request, self._gateway
-        record, seat, notes = request.record, request.seat, self.plan.route.prefill_notes
+        record, seat, notes = request.record, request.seat, self.plan.route.prefill_feedback
         record.prefill_done = moment = now()
         record.prefill_usage = prefilled.usage
         if seat is not None:
@@ -207,11 +207,11 @@ class Legs:
         reject. `accept`: others are asked at the same time, and left from then on."""
         request, gateway = self._request, self._gateway
         seat, reuse, started = request.seat, self.plan.reuse, now()
-        notes, tokens = self.plan.route.decode_notes, request.tokens
+        notes, tokens = self.plan.route.decode_feedback, request.tokens
         if accept is None:
             self._decode_at(engine, started)
         self._note_loading(engine, push, started)
-        answer: Answer | None = None
+        answer: EngineAnswer | None = None
         watch: Watch | None = None
         self._begin(engine, tokens)
         try:
@@ -229,7 +229,7 @@ class Legs:
                 raise answer.error
             if answer.status != 200:
                 await self._refuse(engine, answer)
-            if engine.learned.names_load_failures or not engine.learned.asked:
+            if engine.capabilities.names_load_failures or not engine.capabilities.asked:
                 watch = self._watch(engine, answer)
             is_rejected = await self._is_rejected(engine, answer, threshold)
             if engine.breaker.succeeded():
@@ -267,7 +267,7 @@ class Legs:
             self._end(engine, tokens, answer)
 
     def _decode_at(self, engine: Engine, started: float) -> None:
-        record, notes = self._request.record, self.plan.route.decode_notes
+        record, notes = self._request.record, self.plan.route.decode_feedback
         record.stage, record.decoder, record.decode_started = "decode", engine.name, started
         record.first_byte = None  # of this leg, until it has one: the one before may have failed
         self._is_read = False
@@ -295,7 +295,7 @@ class Legs:
         if engine.breaker.circuit is HALF_OPEN:
             self._gateway.fleet.begins(engine, self)
 
-    def _end(self, engine: Engine, tokens: int, answer: Answer | None) -> None:
+    def _end(self, engine: Engine, tokens: int, answer: EngineAnswer | None) -> None:
         engine.in_flight -= 1
         engine.tokens_in_flight -= tokens
         if answer is not None:
@@ -303,7 +303,9 @@ class Legs:
         if engine.breaker.trial is self:
             self._gateway.fleet.left(engine)
 
-    async def _refuse(self, engine: Engine, answer: Answer, asked: Body | None = None) -> NoReturn:
+    async def _refuse(
+        self, engine: Engine, answer: EngineAnswer, asked: Body | None = None
+    ) -> NoReturn:
         """4xx is for the client as it is; anything else is the engine's failure. `asked`: what the
         client did, where the engine was asked for one token of it."""
         if self._request.alone == PASSED:  # what it does not do speaks not against it
@@ -329,11 +331,11 @@ class Legs:
         holder = "" if self.holder is None else self.holder.name
         self._loads_from = holder if push is None else self._request.record.prefiller or ""
         self._load_failure = None
-        pairs = self._gateway.fleet.pairs
+        pairs = self._gateway.fleet.unreachable_pairs
         if pairs and self._loads_from:
             pairs.begins(self._loads_from, decoder.name, moment)
 
-    def _watch(self, decoder: Engine, answer: Answer) -> Watch | None:
+    def _watch(self, decoder: Engine, answer: EngineAnswer) -> Watch | None:
         """Read the report of a failed load from the answer, and remove it from there."""
         if answer.is_event_stream:
             watch = Watch(partial(self._note_failure, decoder))
@@ -357,7 +359,7 @@ class Legs:
         gateway.metrics.load_failures.add(("pair" if failure.is_of_pair else "request",))
         if not failure.is_of_pair or not prefiller:
             return
-        pause = gateway.fleet.pairs.failed(prefiller, decoder.name, now())
+        pause = gateway.fleet.unreachable_pairs.failed(prefiller, decoder.name, now())
         if pause is not None:
             logger.warning(
                 "decode engine %s cannot load KV from prefill engine %s (%s), and is paired with "
@@ -370,7 +372,7 @@ class Legs:
             )
 
     def _note_loaded(self, decoder: Engine) -> None:
-        pairs, prefiller = self._gateway.fleet.pairs, self._loads_from
+        pairs, prefiller = self._gateway.fleet.unreachable_pairs, self._loads_from
         if not pairs or not prefiller or self._load_failure is not None:
             return
         if pairs.succeeded(prefiller, decoder.name):
@@ -379,7 +381,7 @@ class Legs:
             )
 
     def _learn(self, engine: Engine, params: Params | None) -> None:
-        gateway, learned = self._gateway, engine.learned
+        gateway, capabilities = self._gateway, engine.capabilities
         if params is None:
             gateway.metrics.prefill_without_params.inc()
             gateway.throttle.warn(
@@ -387,15 +389,15 @@ class Legs:
                 engine.name,
             )
             return
-        _note_proof(learned, params)
-        if not learned.ranks and gateway.limits.transfer_mode != "pull":
-            learned.note_transfer(params.content)
+        _note_proof(capabilities, params)
+        if not capabilities.ranks and gateway.limits.transfer_mode != "pull":
+            capabilities.note_transfer(params.content)
 
-    async def _is_rejected(self, engine: Engine, answer: Answer, threshold: float) -> bool:
+    async def _is_rejected(self, engine: Engine, answer: EngineAnswer, threshold: float) -> bool:
         """Return True if the engine rejects the request because of the threshold it was given. What
         is read for that stays in the answer's buffer. Raises the failure that the answer
         reports."""
-        request, learned = self._request, engine.learned
+        request, capabilities = self._request, engine.capabilities
         if self.may_come_back and not answer.is_event_stream:
             await answer.all_of_it(self._gateway.limits.max_answer_size)
         word = await self._word(answer)
@@ -409,12 +411,12 @@ class Legs:
                 raise EngineUnavailableError("the decode engine handed back what it was to answer")
             return False
         if word is not None and threshold and is_rejection(word):
-            learned.note_rejected()
+            capabilities.note_rejected()
             return True
         self._require_answer(engine, word)
-        if threshold and learned.knows_threshold is None:
+        if threshold and capabilities.knows_threshold is None:
             share = await cached_share(answer)
-            if learned.note_accepted(threshold, share):
+            if capabilities.note_accepted(threshold, share):
                 self._gateway.spawn(try_threshold(request, engine))
         return False
 
@@ -426,7 +428,7 @@ class Legs:
             self._gateway.fleet.answered(engine)  # it had every right to refuse
         raise failure
 
-    async def _word(self, answer: Answer) -> Json | None:
+    async def _word(self, answer: EngineAnswer) -> Json | None:
         """Return the content that may report a failure; None if it certainly is an answer."""
         is_passed = self._request.alone == PASSED
         if not answer.is_event_stream:
@@ -441,13 +443,13 @@ class Legs:
             raise
 
 
-def _note_proof(learned: Learned, params: Params) -> None:
+def _note_proof(capabilities: EngineCapabilities, params: Params) -> None:
     """Reads the params of an engine only until it is known to prove what its blocks hold."""
     speaks = params.speaks_of_proof
-    learned.proves_prefix = speaks and (learned.proves_prefix or params.is_proven)
+    capabilities.proves_prefix = speaks and (capabilities.proves_prefix or params.is_proven)
 
 
-async def _last_words(answer: Answer) -> bytes:
+async def _last_words(answer: EngineAnswer) -> bytes:
     """What an engine says soon of its failure; that it has failed is known."""
     try:
         async with asyncio.timeout(LAST_WORDS):
@@ -456,7 +458,7 @@ async def _last_words(answer: Answer) -> bytes:
         return b""
 
 
-def _error_of(engine: Engine, answer: Answer, body: bytes) -> Exception:
+def _error_of(engine: Engine, answer: EngineAnswer, body: bytes) -> Exception:
     status = answer.status
     if status < 400:
         return BrokenAnswerError(f"an answer with status {status}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from router.http_client.engine_answer import Answer
+from router.http_client.engine_answer import EngineAnswer
 from router.openai.answers import Json, choices_of
 from router.openai.errors import PreemptedError
 from router.openai.generated_tokens import read_generated_tokens
@@ -33,7 +33,7 @@ class _Whole(msgspec.Struct, gc=False):
 _whole = msgspec.json.Decoder(_Whole).decode
 
 
-def handed_back(answer: Answer, word: Json | None) -> PreemptedError | None:
+def handed_back(answer: EngineAnswer, word: Json | None) -> PreemptedError | None:
     """Return the PreemptedError for an answer that was handed back, else None. `word` is the first
     event of a stream with content."""
     if answer.is_event_stream:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from router.common.exact_json import dumps
-from router.fleet.capabilities import Coordinates
+from router.fleet.capabilities import RankEndpoint
 from router.fleet.engine import Engine
 from router.proxy.dp_ranks import chosen, line
 from router.proxy.prefill_answer import Params
@@ -32,7 +32,7 @@ class Push(NamedTuple):
 
 def push_of(request: Request, prefiller: Engine, decoder: Engine, forced: bool) -> Push | None:
     """None where these two cannot, or nobody knows where the prefiller is."""
-    if not (forced or (prefiller.learned.pushes and decoder.learned.pushes)):
+    if not (forced or (prefiller.capabilities.pushes and decoder.capabilities.pushes)):
         return None
     found = _rank(request, prefiller)
     if found is None:
@@ -46,16 +46,16 @@ def push_of(request: Request, prefiller: Engine, decoder: Engine, forced: bool) 
         "transfer_id": transfer_id,
         **at._asdict(),
     }
-    if prefiller.learned.proves_prefix:
+    if prefiller.capabilities.proves_prefix:
         # As its answer would show. Else the decoder takes it for a stock engine, which cannot be
         # told that a turn is gone, and keeps each for its whole time, though it be to leave.
         params["proves_prefix"] = True
     return Push(leg_id, transfer_id, pinned, Params(dumps(params)))
 
 
-def _rank(request: Request, prefiller: Engine) -> tuple[Coordinates, bytes] | None:
+def _rank(request: Request, prefiller: Engine) -> tuple[RankEndpoint, bytes] | None:
     """The client's choice, if it made one; else each rank in turn."""
-    ranks = prefiller.learned.ranks
+    ranks = prefiller.capabilities.ranks
     wanted = chosen(request)
     if wanted is not None:
         at = ranks.get(int(wanted)) if wanted.isdigit() else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.auth.authenticator import Stay
-from router.http_client.engine_answer import Sink
+from router.http_client.engine_answer import AnswerSink
 from router.http_client.errors import UpstreamError
 from router.proxy.exchange import Before, Exchange, Header, Relayed
 
@@ -46,7 +46,7 @@ class Counted:
         self._stay = stay
         self.length = answer.length
 
-    async def relay(self, sink: Sink, idle: float, latest: float) -> None:
+    async def relay(self, sink: AnswerSink, idle: float, latest: float) -> None:
         await self._answer.relay(Counting(sink, self._stay), idle, latest)
 
     def pause(self) -> None:
@@ -62,7 +62,7 @@ class Counted:
 class Counting:
     """A Sink before another one."""
 
-    def __init__(self, sink: Sink, stay: Stay) -> None:
+    def __init__(self, sink: AnswerSink, stay: Stay) -> None:
         self._sink = sink
         self._stay = stay
 

@@ -26,7 +26,7 @@ from router.fleet.engine import Engine
 from router.fleet.engine_spec import DECODE
 from router.http_client.answer_memory import UNCOUNTED, Reservation
 from router.http_client.deadlines import now
-from router.http_client.engine_answer import HIGH_WATER, LAST_BLOCKS, Answer
+from router.http_client.engine_answer import HIGH_WATER, LAST_BLOCKS, EngineAnswer
 from router.http_client.errors import BrokenAnswerError
 from router.openai.answers import (
     AnswerChoice,
@@ -64,7 +64,7 @@ EVENT_STREAM: list[Header] = [(b"content-type", b"text/event-stream; charset=utf
 JSON: list[Header] = [(b"content-type", b"application/json")]
 
 
-async def deliver(request: Request, gateway: Gateway, engine: Engine, answer: Answer) -> None:
+async def deliver(request: Request, gateway: Gateway, engine: Engine, answer: EngineAnswer) -> None:
     """Passes the decoder's answer to the client as it comes."""
     note_first_byte(request, answer)
     passed = headers.to_client(answer.headers, request.record.request_id)
@@ -132,7 +132,7 @@ async def deliver_turn(
     gateway: Gateway,
     turn: Turn,
     engine: Engine,
-    answer: Answer,
+    answer: EngineAnswer,
     prompt_tokens: int | None,
 ) -> None:
     """The same, and keeps what it leaves for the next turn. `prompt_tokens`: where the prefiller
@@ -147,7 +147,7 @@ async def deliver_turn(
 
 
 async def _respond_turn(
-    request: Request, gateway: Gateway, engine: Engine, answer: Answer, keep: partial[Keeping]
+    request: Request, gateway: Gateway, engine: Engine, answer: EngineAnswer, keep: partial[Keeping]
 ) -> None:
     raw = await answer.read(gateway.limits.max_answer_size)
     request.record.usage = usage_in(raw)
@@ -167,7 +167,7 @@ async def _respond_turn(
 
 
 async def _relay_turn(
-    request: Request, gateway: Gateway, engine: Engine, answer: Answer, keep: partial[Keeping]
+    request: Request, gateway: Gateway, engine: Engine, answer: EngineAnswer, keep: partial[Keeping]
 ) -> None:
     request.event_stream = request.record.streamed = True
     passed = headers.to_client(answer.headers, request.record.request_id)
@@ -222,7 +222,7 @@ async def _keep(
     """Leaves `params` for the next turn, if they are some."""
     conversations, kept = gateway.conversations, "not_offered"
     if conversations is not None and isinstance(params, dict) and _tells_where(params):
-        engine.learned.note_kept(params)
+        engine.capabilities.note_kept(params)
         if prompt_tokens is None and said is not None:
             prompt_tokens = said.prompt_tokens
         left = await conversations.keep(turn, engine.name, params, said, prompt_tokens)
@@ -234,7 +234,7 @@ async def _keep(
     gateway.metrics.conversation_kept.add((kept,))
 
 
-def note_first_byte(request: Request, answer: Answer) -> None:
+def note_first_byte(request: Request, answer: EngineAnswer) -> None:
     record, buffer = request.record, request.resume_buffer
     record.stage, record.status, record.first_byte = "stream", answer.status, answer.first_body_at
     if buffer is not None:  # another may have begun
@@ -284,9 +284,9 @@ def _tells_where(params: Json) -> bool:
 
 
 def _note_stream(gateway: Gateway, engine: Engine, has_params: bool) -> None:
-    learned = engine.learned
-    learned.note_stream(has_params)
-    if learned.streams_params is False and not learned.offers_no_turns:
+    capabilities = engine.capabilities
+    capabilities.note_stream(has_params)
+    if capabilities.streams_params is False and not capabilities.offers_no_turns:
         gateway.throttle.warn(
             "a decoder does not stream kv_transfer_params: its turns are reused only with "
             "conversation_stream exact, if it keeps them (bidirectional_kv_xfer)",
@@ -296,9 +296,9 @@ def _note_stream(gateway: Gateway, engine: Engine, has_params: bool) -> None:
 
 def note_no_turns(gateway: Gateway, engine: Engine) -> None:
     """Says of an engine, once, that its own word is that it has no part in turns."""
-    learned = engine.learned
-    if learned.offers_no_turns and not learned.is_reported:
-        learned.is_reported = True
+    capabilities = engine.capabilities
+    if capabilities.offers_no_turns and not capabilities.is_reported:
+        capabilities.is_reported = True
         logger.warning(
             "conversations reuse nothing at %s engine %s: it was started without "
             '"bidirectional_kv_xfer": true in its kv_connector_extra_config, or its model keeps a '

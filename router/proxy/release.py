@@ -18,10 +18,10 @@ from collections.abc import Sequence
 
 from router.conversations.entry import Entry
 from router.fleet.engine import Engine
-from router.fleet.engine_spec import Role
+from router.fleet.engine_spec import EngineRole
 from router.http_client.answer_memory import Reservation
 from router.http_client.deadlines import now
-from router.http_client.engine_answer import Answer
+from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import UpstreamError
 from router.openai.answers import events_in
 from router.proxy.gateway import Gateway
@@ -62,7 +62,7 @@ def _has_arrived(request: Request) -> bool:
     return started is not None and now() - started > ARRIVED
 
 
-async def late(request: Request, gateway: Gateway, answer: Answer) -> None:
+async def late(request: Request, gateway: Gateway, answer: EngineAnswer) -> None:
     """The client left while a prefiller worked. It is told so by a half-closed connection; what it
     had answered by then still comes, and names blocks that nobody will read. Never raises."""
     answer.hang_up()
@@ -78,7 +78,9 @@ async def late(request: Request, gateway: Gateway, answer: Answer) -> None:
         await release(request, gateway, request.record.prefiller, params)
 
 
-async def late_turn(request: Request, gateway: Gateway, engine: Engine, answer: Answer) -> None:
+async def late_turn(
+    request: Request, gateway: Gateway, engine: Engine, answer: EngineAnswer
+) -> None:
     """A decoder was left for another while it answered. It is told so by a half-closed connection;
     what it had answered by then still comes, and at its end is what it keeps. Never raises."""
     answer.hang_up()
@@ -90,7 +92,7 @@ async def late_turn(request: Request, gateway: Gateway, engine: Engine, answer: 
     finally:
         answer.close()
     kept = [event[KV_PARAMS] for event in events_in(raw) if isinstance(event.get(KV_PARAMS), dict)]
-    if kept and engine.learned.releases:
+    if kept and engine.capabilities.releases:
         await _release_turn(request, gateway, engine, kept[-1])
 
 
@@ -128,7 +130,7 @@ async def _release(request: Request, gateway: Gateway, name: str, params: Params
 def give_up_turn(request: Request, gateway: Gateway, entry: Entry) -> None:
     """Nobody will pull this turn's KV: its decoder frees it before its time."""
     decoder = gateway.fleet.named(entry.decoder)
-    if decoder is not None and decoder.learned.releases:
+    if decoder is not None and decoder.capabilities.releases:
         gateway.spawn(_release_turn(request, gateway, decoder, entry.params))
 
 
@@ -151,7 +153,9 @@ def _decoders(request: Request, gateway: Gateway, group: str | None) -> Sequence
     another one. Nobody of a group that cannot read from the prefiller's `group`, if that is known.
     """
     known = gateway.fleet.named(request.record.decoder)
-    able = [one for one in gateway.fleet.candidates(Role.DECODE) if group in (None, one.group)]
+    able = [
+        one for one in gateway.fleet.candidates(EngineRole.DECODE) if group in (None, one.group)
+    ]
     first = [known] if known is not None and group in (None, known.group) else []
     return first + [one for one in able if one is not known][:1]
 

@@ -14,7 +14,7 @@ from router.common.exact_json import loads
 from router.common.records import Thing
 from router.conversations.conversations import Conversations, Turn
 from router.http_client.answer_memory import AnswerMemory, Reservation
-from router.http_client.engine_answer import Answer
+from router.http_client.engine_answer import EngineAnswer
 from router.openai.errors import BadRequestError
 from router.openai.request_fields import find_invalid_field
 from router.proxy.content_type import check_json
@@ -160,7 +160,7 @@ class Request(Thing):
         if wrong is not None:
             raise BadRequestError(wrong.message, wrong.field)
 
-    def keep(self, answer: Answer) -> None:
+    def keep(self, answer: EngineAnswer) -> None:
         """Keep what was read of an answer reserved until the request ends, not only its leg."""
         reservation, answer.reservation = answer.reservation, None
         if reservation is None:

@@ -8,7 +8,7 @@ Who is asked next is for `run`; what the client has of a stream is written down 
 from __future__ import annotations
 
 from router.fleet.engine import Engine
-from router.fleet.engine_spec import DECODE, PREFILL, Role
+from router.fleet.engine_spec import DECODE, PREFILL, EngineRole
 from router.http_client.deadlines import now
 from router.openai.errors import EngineRejectedError, PreemptedError, RejectedMidStreamError
 from router.proxy.first_token import asks_one_token, difference, may_be_handed, read_alike
@@ -46,11 +46,15 @@ class Moves:
         gateway, request = self._gateway, self._request
         if gateway.limits.first_token != "auto" or self.going_on or self._hands_nothing:
             return False
-        if decoder is prefiller or not decoder.learned.begins or not may_be_handed(request.body):
+        if (
+            decoder is prefiller
+            or not decoder.capabilities.begins
+            or not may_be_handed(request.body)
+        ):
             return False
         if asks_one_token(request.body):  # whose text is not to be held back
             return False
-        if not read_alike(prefiller, decoder.learned.renders):
+        if not read_alike(prefiller, decoder.capabilities.renders):
             gateway.metrics.handed_over.add(("differ",))
             what = difference(prefiller, decoder)
             gateway.throttle.warn(
@@ -93,20 +97,20 @@ class Moves:
         """Whether the decoder is to begin with what these tell. Perhaps nobody has asked for it."""
         if not params.begins or mate is None or self.going_on is not None:
             return False
-        return decoder.learned.begins and read_alike(decoder, mate.learned.renders)
+        return decoder.capabilities.begins and read_alike(decoder, mate.capabilities.renders)
 
     def _asked_to_tell(
         self, params: Params | None, decoder: Engine, is_chance: bool
     ) -> tuple[Params | None, bool]:
-        request, learned, buffer = self._request, decoder.learned, self.going_on
+        request, capabilities, buffer = self._request, decoder.capabilities, self.going_on
         may_move = buffer is not None or self._may_move(decoder)
         is_stream = request.body.get("stream") is True and not request.exact
-        if learned.tells_ids and may_move and is_stream:
+        if capabilities.tells_ids and may_move and is_stream:
             params = self._buffer(decoder, params).asking_for_ids(params)
         elif buffer is None and request.resume_buffer is not None:
             request.resume_buffer.close()
             request.resume_buffer = None
-        if not learned.hands_back or request.alone in AS_SENT:
+        if not capabilities.hands_back or request.alone in AS_SENT:
             return params, False
         is_kept = not is_stream or (
             request.resume_buffer is not None and not request.resume_buffer.is_full
@@ -119,7 +123,7 @@ class Moves:
         """Whether another may go on with what this decoder has begun."""
         request = self._request
         may_move = self._gateway.limits.max_resumes > 0 and not request.alone
-        return may_move and decoder.learned.begins and may_be_handed(request.body)
+        return may_move and decoder.capabilities.begins and may_be_handed(request.body)
 
     def _buffer(self, decoder: Engine, params: Params | None) -> ResumeBuffer:
         request = self._request
@@ -135,12 +139,12 @@ class Moves:
     def _new_buffer(self, decoder: Engine) -> ResumeBuffer:
         gateway = self._gateway
         return ResumeBuffer(
-            gateway.resume_memory, decoder.learned.renders, gateway.limits.max_resumes
+            gateway.resume_memory, decoder.capabilities.renders, gateway.limits.max_resumes
         )
 
     # When a decoder could not go on.
 
-    def may_go_on(self, role: Role, error: LegError) -> bool:
+    def may_go_on(self, role: EngineRole, error: LegError) -> bool:
         """With an answer of which the client has some. A move that is under way may take another
         prefiller, or none, however often it may move; and so may one for want of room, which is
         asked for so often and no more."""
@@ -194,8 +198,8 @@ class Moves:
         return "given_up" if buffer.num_resumes or buffer.can_resume else "not_told"
 
 
-def can_go_on(engine: Engine, role: Role, buffer: ResumeBuffer) -> bool:
+def can_go_on(engine: Engine, role: EngineRole, buffer: ResumeBuffer) -> bool:
     """With what another has begun to say."""
-    learned = engine.learned
-    tells = role is PREFILL or learned.tells_ids
-    return learned.begins and tells and read_alike(engine, buffer.renders)
+    capabilities = engine.capabilities
+    tells = role is PREFILL or capabilities.tells_ids
+    return capabilities.begins and tells and read_alike(engine, buffer.renders)

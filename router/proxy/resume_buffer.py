@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping
 from typing import Protocol
 
-from router.http_client.engine_answer import Tap
+from router.http_client.engine_answer import AnswerTap
 from router.http_client.sse import EVENT_LIMIT, end_of_last_event
 from router.openai.answers import parse_object
 from router.openai.generated_tokens import TOKEN_ID_CHARS, GeneratedTokens
@@ -81,7 +81,7 @@ class ResumeBuffer:
         # Ids, in base64.
         self._prompt, self._output = b"", bytearray()
         self._room, self.is_full = room, False
-        self.inner: Tap | None = None
+        self.inner: AnswerTap | None = None
         # What else is told of tokens that no client has; of a stream's it has all.
         self._unspoken: bytes | None = None
         # From the finish on.
@@ -139,7 +139,7 @@ class ResumeBuffer:
         """A decoder's params, which is to tell what it says."""
         return with_field(params, b'"tell_token_ids":' + (OUTPUT if self._prompt else ALL))
 
-    def start_leg(self, inner: Tap | None) -> None:
+    def start_leg(self, inner: AnswerTap | None) -> None:
         """Another answer passes from here on."""
         self.inner = inner
         self._let_go()

@@ -14,7 +14,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-from router.fleet.engine_spec import Role
+from router.fleet.engine_spec import EngineRole
 
 
 class Next(StrEnum):
@@ -70,13 +70,13 @@ RULES = {
 }
 
 
-def next_of(kind: str, leg: Role, has_seen: bool, can_go_on: bool = False) -> Next:
+def next_of(kind: str, leg: EngineRole, has_seen: bool, can_go_on: bool = False) -> Next:
     """After a failure of this kind. `has_seen`: the client has some of the answer; `can_go_on`:
     another decoder can be told which."""
     if has_seen and not can_go_on:
         return Next.END
     rule = RULES[kind]
-    if leg is Role.PREFILL:
+    if leg is EngineRole.PREFILL:
         return rule.prefill
     return Next.RESUME if has_seen and rule.decode is not Next.GIVE_UP else rule.decode
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from router.conversations.conversations import RecallOutcome
 from router.fleet.engine import Engine
-from router.fleet.engine_spec import DECODE, PREFILL, Role
+from router.fleet.engine_spec import DECODE, PREFILL, EngineRole
 from router.http_client.deadlines import now
 from router.http_client.errors import ConnectRefusedError
 from router.openai.errors import (
@@ -81,7 +81,7 @@ FOLLOWS = {
     Next.END: "given up",
 }
 
-Failure = tuple[LegError, Engine, Role]
+Failure = tuple[LegError, Engine, EngineRole]
 
 
 class Run:
@@ -124,7 +124,7 @@ class Run:
         plan = self._plan
         if plan.was_skipped:
             self._gateway.metrics.decode_first.add(("skipped",))
-        notes = plan.route.decode_notes
+        notes = plan.route.decode_feedback
         if notes is not None and not plan.scatter:
             # Before it is: by then the next one alike has come.
             notes.sent(plan.route.decoders[0].name)
@@ -143,8 +143,8 @@ class Run:
             if self._unread is not None:
                 self._give_up_unread()
             route = self._plan.route  # that of the group where it ended
-            if route.is_noted:
-                route.end_notes()
+            if route.has_feedback:
+                route.end_feedback()
 
     async def _decoder_first(self) -> bool:
         """Whether a decoder has answered by itself."""
@@ -177,7 +177,7 @@ class Run:
         if isinstance(error, LEG_ERRORS) and is_suspicious(error.kind, error):
             self._suspects.setdefault(engine, time.time())
 
-    def _drop(self, error: LegError, engine: Engine, role: Role) -> None:
+    def _drop(self, error: LegError, engine: Engine, role: EngineRole) -> None:
         """A leg has failed that nobody waits for."""
         self._gateway.note_failure(engine, role, error)
         if now() < self._request.latest:
@@ -238,7 +238,7 @@ class Run:
                     self._require_short()
                 return None
             offered = None if self._plan.reuse is None else self._offer_at(engine)
-            hands_over = engine.learned.hands_over and self._hands_over(engine)
+            hands_over = engine.capabilities.hands_over and self._hands_over(engine)
             body = self._bodies.prefill(offered, "", hands_over, buffer)
             try:
                 is_offered = offered is not None
@@ -326,7 +326,7 @@ class Run:
             if failure is None:
                 return None
             if not isinstance(failure[0], PreemptedError):
-                prefiller.learned.note_missed()
+                prefiller.capabilities.note_missed()
             self._after(*failure)
             if self._lacks_pair():
                 return await self._alone("no_pair")
@@ -402,14 +402,17 @@ class Run:
         engine = self._first(route.prefillers)
         if engine is not None and route.decoders and self._is_avoided(engine, route.decoders[0]):
             pair = (engine.name, route.decoders[0].name)
-            is_kept = self._plan.reuse is None and self._gateway.fleet.pairs.keeps_prefiller(*pair)
+            is_kept = (
+                self._plan.reuse is None
+                and self._gateway.fleet.unreachable_pairs.keeps_prefiller(*pair)
+            )
             others = self._able(DECODE) if is_kept else ()
             if not any(self._can_pair(engine, decoder) for decoder in others):
                 engine = None
         return engine or self._another(PREFILL)
 
     def _is_avoided(self, prefiller: Engine, decoder: Engine) -> bool:
-        pairs = self._gateway.fleet.pairs
+        pairs = self._gateway.fleet.unreachable_pairs
         return bool(pairs) and pairs.avoids(prefiller.name, decoder.name, now())
 
     def _can_pair(self, prefiller: Engine, decoder: Engine) -> bool:
@@ -437,21 +440,21 @@ class Run:
         most = 0 if limits.without_prefiller == "refuse" else limits.without_prefiller_tokens
         return tokens_of(self._request.body) <= most
 
-    def _another(self, role: Role, mate: Engine | None = None) -> Engine | None:
+    def _another(self, role: EngineRole, mate: Engine | None = None) -> Engine | None:
         """The next in the plan that has not failed this request, else whoever has come since; and
         before those against whom something speaks by now, any other. Where KV is to come from a
         `mate`: one that may read it, else the mate itself, if it plays both roles."""
         able = self._able(role)
         if mate is not None:
             able = [o for o in able if self._may_read(o, mate)] or [o for o in able if o is mate]
-        if self._gateway.fleet.pairs and len(able) > 1:
+        if self._gateway.fleet.unreachable_pairs and len(able) > 1:
             able = self._paired(able, mate)
         seat, asked = self._request.seat, [one for one in able if one.is_asked]
         left = asked or able
         left = [one for one in left if one not in self._preempted] or left
         return next(iter(left), None) if seat is None else seat.roomiest(left)
 
-    def _able(self, role: Role) -> list[Engine]:
+    def _able(self, role: EngineRole) -> list[Engine]:
         """Those of the planned group that may be asked and have not failed this request, in the
         plan's order."""
         route = self._plan.route
@@ -479,7 +482,7 @@ class Run:
 
     def _may_read(self, decoder: Engine, mate: Engine) -> bool:
         """As things are now: either may have become another since it was planned for."""
-        if self._request.is_several and not decoder.learned.shares_loads:
+        if self._request.is_several and not decoder.capabilities.shares_loads:
             return False
         return decoder is not mate and decoder.group == mate.group
 
@@ -494,7 +497,7 @@ class Run:
             return False
         if not found.decoders:
             return False
-        plan.route.end_notes()
+        plan.route.end_feedback()
         self._plan = self._legs.plan = replace(plan, route=found)
         self._request.record.group = found.group
         return True
@@ -539,8 +542,8 @@ class Run:
     ) -> Params | None:
         """`is_chance`: of several that are asked, who may lose. What it would hand back then would
         be nobody's."""
-        learned = decoder.learned
-        if self._moves is None and not learned.begins and not learned.hands_back:
+        capabilities = decoder.capabilities
+        if self._moves is None and not capabilities.begins and not capabilities.hands_back:
             return params
         moves = self._made_moves()
         told, self._legs.may_come_back = moves.told(params, decoder, self._mate, is_chance)
@@ -559,7 +562,7 @@ class Run:
         done = self._request.record.prefill_done
         return done is not None and now() - done < HELD
 
-    def _after(self, error: LegError, engine: Engine, role: Role) -> Next:
+    def _after(self, error: LegError, engine: Engine, role: EngineRole) -> Next:
         """What follows from a leg's failure, for the engine and for the request. Raises it where
         there is nothing left to try."""
         gateway, request, moves = self._gateway, self._request, self._made_moves()
@@ -656,7 +659,7 @@ def _has_failed(leg: asyncio.Task[Any]) -> bool:
     return not leg.cancelled() and leg.exception() is not None
 
 
-def _failure_of(leg: asyncio.Task[Any], engine: Engine, role: Role) -> Failure:
+def _failure_of(leg: asyncio.Task[Any], engine: Engine, role: EngineRole) -> Failure:
     """Raises what is no engine's failure, but an answer, or a fault of ours."""
     error = leg.exception()
     if isinstance(error, LEG_ERRORS):
@@ -665,7 +668,7 @@ def _failure_of(leg: asyncio.Task[Any], engine: Engine, role: Role) -> Failure:
     raise error
 
 
-def _note(record: Record, engine: Engine, role: Role, kind: str, what: Next) -> None:
+def _note(record: Record, engine: Engine, role: EngineRole, kind: str, what: Next) -> None:
     record.failures += (f"{role} at {engine.name}: {kind}; {FOLLOWS[what]}",)
 
 

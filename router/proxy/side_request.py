@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from router.fleet.engine import Engine
 from router.http_client.deadlines import now
-from router.http_client.pool import Whole
+from router.http_client.pool import CompleteAnswer
 from router.proxy import headers
 from router.proxy.leg_bodies import write
 from router.proxy.request import Body, Request
@@ -13,7 +13,7 @@ TIMEOUT = 5.0
 ANSWER_LIMIT = 1024 * 1024
 
 
-async def tell(request: Request, engine: Engine, path: str, body: Body, why: str) -> Whole:
+async def tell(request: Request, engine: Engine, path: str, body: Body, why: str) -> CompleteAnswer:
     """`why` ends its X-Request-Id. Raises UpstreamError."""
     content = write(body)
     leg_id = f"{request.leg_id()}-{why}"

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from router.fleet.engine import Engine
-from router.fleet.engine_spec import DECODE, PREFILL, Role
+from router.fleet.engine_spec import DECODE, PREFILL, EngineRole
 from router.http_client.deadlines import now
 from router.openai.errors import EngineRejectedError
 from router.proxy.gateway import Gateway
@@ -78,7 +78,7 @@ class Traced(Legs):
     ) -> bytes:
         return super()._message(engine, body, push, pinned + self._open[engine.name].line)
 
-    def _begin_leg(self, role: Role, engine: Engine) -> Leg:
+    def _begin_leg(self, role: EngineRole, engine: Engine) -> Leg:
         leg = self._open[engine.name] = self._trace.leg(role, engine.name, now())
         return leg
 

@@ -11,9 +11,9 @@ from router.conversations.reuse_limit import (
     decide_reuse,
     truncate_params,
 )
-from router.fleet.capabilities import instance_of, rank_in
+from router.fleet.capabilities import dp_rank_of, strip_dp_rank
 from router.fleet.engine import Engine
-from router.fleet.engine_spec import Intent, Role
+from router.fleet.engine_spec import EngineRole, Intent
 from router.fleet.fleet import Fleet
 from router.proxy.request import Body
 from router.routing.affinity import LoadBound
@@ -62,10 +62,10 @@ class Reuse(Value, frozen=True):
         """Of the decoder's data-parallel ranks, by its own page, the one that has it: the others'
         caches are of other conversations. None where there is but one."""
         engine_id = None if self.entry is None else self.entry.engine_id
-        if engine is not self.decoder or engine_id is None or len(engine.learned.ranks) < 2:
+        if engine is not self.decoder or engine_id is None or len(engine.capabilities.ranks) < 2:
             return None
-        number = rank_in(engine_id)
-        return number if number in engine.learned.ranks else None
+        number = dp_rank_of(engine_id)
+        return number if number in engine.capabilities.ranks else None
 
     def offer(self, prefiller: Engine) -> Offer:
         """What this prefiller may pull."""
@@ -78,11 +78,11 @@ class Reuse(Value, frozen=True):
         return self._offer(self.entry, self.verdict, prefiller)
 
     def _offer(self, entry: Entry, verdict: ReuseDecision, prefiller: Engine) -> Offer:
-        if entry.is_revocable and not prefiller.learned.proves_prefix:
+        if entry.is_revocable and not prefiller.capabilities.proves_prefix:
             # It could not find out that the decoder has dropped the turn.
             return Offer(ReuseMatch.MISMATCH, "unproven")
         whole = verdict.fit is ReuseMatch.HIT
-        proven = entry.is_proven and prefiller.learned.proves_prefix
+        proven = entry.is_proven and prefiller.capabilities.proves_prefix
         if proven and (whole or not self.turn.prompt.has_media):
             fit = ReuseMatch.CUT if verdict.reason in SEEN_BY_PROOF else verdict.fit
             return Offer(fit, verdict.reason, entry.params)
@@ -103,12 +103,12 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Reu
     if entry is None:
         return Reuse(turn, unproven, turn.found)
     decoder = fleet.named(entry.decoder)
-    if decoder is None or not decoder.role.plays(Role.DECODE) or not _is_same(decoder, entry):
+    if decoder is None or not decoder.role.plays(EngineRole.DECODE) or not _is_same(decoder, entry):
         return Reuse(turn, unproven, "decoder_gone")
     home: Engine | None = decoder
     if decoder.intent is not Intent.SERVING:
         home = None
-    elif not bound.is_far(decoder) and bound.exceeded(decoder, fleet.candidates(Role.DECODE)):
+    elif not bound.is_far(decoder) and bound.exceeded(decoder, fleet.candidates(EngineRole.DECODE)):
         return Reuse(turn, unproven, "decoder_overloaded")
     verdict = decide_reuse(entry, turn.prompt, turn.scope)
     return Reuse(turn, unproven, verdict.fit, verdict.reason, home, entry, verdict, decoder.group)
@@ -116,7 +116,7 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Reu
 
 def _is_same(decoder: Engine, entry: Entry) -> bool:
     """Whether it still runs as it did when the last turn ended."""
-    known, then = decoder.learned.engine_id, entry.engine_id
-    if known is not None and then is not None and known != instance_of(then):
+    known, then = decoder.capabilities.engine_id, entry.engine_id
+    if known is not None and then is not None and known != strip_dp_rank(then):
         return False
     return decoder.lost_at < entry.created_at

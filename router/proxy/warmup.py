@@ -16,7 +16,7 @@ from random import Random
 from typing import NamedTuple
 
 from router.fleet.engine import Engine, Health
-from router.fleet.engine_spec import DECODE, PREFILL, Intent, Role
+from router.fleet.engine_spec import DECODE, PREFILL, EngineRole, Intent
 from router.http_client.deadlines import now
 from router.http_client.errors import BrokenAnswerError, UpstreamError
 from router.openai.errors import EngineError, RequestError
@@ -55,7 +55,7 @@ class Life(NamedTuple):
 
     engine: Engine
     lost_at: float
-    role: Role
+    role: EngineRole
     group: str
 
     @property

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from msgspec import Struct
 
-MOST_TRIED = 3
+MAX_ORDERED = 3
 
 
 class Candidate(Protocol):
@@ -28,7 +28,7 @@ class Candidate(Protocol):
 E = TypeVar("E", bound=Candidate)
 
 
-class Ask(Struct, frozen=True):
+class RoutingQuery(Struct, frozen=True):
     """`turn` grows with each request of a role: the only source of chance, so all of it replays."""
 
     turn: int
@@ -46,14 +46,14 @@ class Policy(ABC):
     remembers = False
 
     @abstractmethod
-    def order(self, candidates: Sequence[E], ask: Ask) -> Sequence[E]:
+    def order(self, candidates: Sequence[E], ask: RoutingQuery) -> Sequence[E]:
         """The engines to try, best first: distinct, at most MOST_TRIED, one if there is any."""
 
-    def note(self, name: str, ask: Ask) -> None:
+    def note(self, name: str, ask: RoutingQuery) -> None:
         """That engine was sent this prompt."""
         return
 
-    def note_cached(self, name: str, ask: Ask, cached_tokens: int | None) -> None:
+    def note_cached(self, name: str, ask: RoutingQuery, cached_tokens: int | None) -> None:
         """That engine answered: now it holds the prompt. This much it had, or was given, before;
         None: it did not say."""
         return
@@ -62,7 +62,7 @@ class Policy(ABC):
         """That engine is gone, or has begun anew."""
         return
 
-    def expected(self, name: str, ask: Ask) -> int:
+    def expected(self, name: str, ask: RoutingQuery) -> int:
         """Tokens of the prompt that the engine is believed to hold."""
         return 0
 
@@ -76,8 +76,8 @@ def filled(order: list[E], *more: Iterable[E]) -> list[E]:
     """The order, made as long as may be with what is not in it yet."""
     for engines in more:
         for engine in engines:
-            if len(order) >= MOST_TRIED:
+            if len(order) >= MAX_ORDERED:
                 break
             if engine not in order:
                 order.append(engine)
-    return order[:MOST_TRIED]
+    return order[:MAX_ORDERED]

@@ -12,7 +12,7 @@ T = TypeVar("T")
 MOST_SEATS = 16
 
 
-class Seats(Generic[T]):
+class CandidateCache(Generic[T]):
     """A tuple stays what it is, and is kept as long as what belongs to it, so that its id stays its
     own; a list is looked at each time."""
 

@@ -19,14 +19,14 @@ IN_ALL = 2**19
 MOST_UNUSED = 2**12
 
 
-class Match(NamedTuple):
+class ChunkMatch(NamedTuple):
     """The `depth` first chunks of a prompt are held by `engines` (bits)."""
 
     depth: int
     engines: int
 
 
-class Holders:
+class ChunkIndex:
     def __init__(self, per_engine: int = PER_ENGINE, in_all: int = IN_ALL) -> None:
         self._per_engine = per_engine
         self._half = max(1, in_all // 2)
@@ -63,7 +63,7 @@ class Holders:
         if len(young) >= self._half or 2 * self._added >= self._per_engine * len(self._bits):
             self._turn_over()
 
-    def longest(self, chunks: Sequence[int], among: int, most: int | None = None) -> Match:
+    def longest(self, chunks: Sequence[int], among: int, most: int | None = None) -> ChunkMatch:
         """The longest beginning (of `most` chunks) that any of these engines (bits) holds."""
         young, old = self._young, self._old
         low, high, engines = 0, len(chunks) if most is None else most, 0
@@ -75,7 +75,7 @@ class Holders:
                 low, engines = middle, found
             else:
                 high = middle - 1
-        return Match(low, engines)
+        return ChunkMatch(low, engines)
 
     def forget(self, name: str) -> None:
         """Its bit is nobody's from now on, so nothing needs to be looked through."""

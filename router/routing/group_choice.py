@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from math import inf, log
 
 from router.fleet.engine import Engine
-from router.fleet.snapshot import Pool
-from router.routing.candidate import Ask
+from router.fleet.snapshot import GroupPool
+from router.routing.candidate import RoutingQuery
 
 
-def group_of(pools: Sequence[Pool], ask: Ask, home: Engine | None = None) -> Pool | None:
+def group_of(
+    pools: Sequence[GroupPool], ask: RoutingQuery, home: Engine | None = None
+) -> GroupPool | None:
     """The group of the decoder `home` if that is whole, whatever its weight, for a conversation
     stays where its KV is; else by weight."""
     where = None if home is None else home.group
@@ -31,7 +33,7 @@ def group_of(pools: Sequence[Pool], ask: Ask, home: Engine | None = None) -> Poo
     return min(complete, key=lambda pool: _distance(pool, key))
 
 
-def preferred(pools: Sequence[Pool]) -> Sequence[Pool]:
+def preferred(pools: Sequence[GroupPool]) -> Sequence[GroupPool]:
     """Those with a weight before those without, and complete ones before those that lack a role:
     nobody is sent to half a group as long as there is a whole one. Of these, groups where a role is
     played by nobody but the cold, the overloaded and the failing come last."""
@@ -43,20 +45,20 @@ def preferred(pools: Sequence[Pool]) -> Sequence[Pool]:
     return pools
 
 
-def _is_whole(pool: Pool) -> bool:
+def _is_whole(pool: GroupPool) -> bool:
     return bool(pool.prefillers and pool.decoders)
 
 
-def _can_decode(pool: Pool) -> bool:
+def _can_decode(pool: GroupPool) -> bool:
     return bool(pool.decoders)
 
 
-def _is_sound(pool: Pool) -> bool:
+def _is_sound(pool: GroupPool) -> bool:
     roles = (pool.prefillers, pool.decoders)
     return all(not role or any(engine.is_asked for engine in role) for role in roles)
 
 
-def _distance(pool: Pool, key: str) -> float:
+def _distance(pool: GroupPool, key: str) -> float:
     if pool.weight <= 0:
         return inf
     text = f"{pool.group}\0{key}".encode("utf-8", "surrogatepass")

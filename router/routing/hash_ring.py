@@ -28,7 +28,7 @@ _points = struct.Struct("<8Q")
 _probes = struct.Struct(f"<{PROBES}I")
 
 
-class Ring:
+class HashRing:
     """Names that are not asked stay and are walked past, so one that blinks costs nothing; when
     they are more than half, the ring is made anew."""
 
@@ -41,9 +41,9 @@ class Ring:
         """Names that it knows."""
         return len(self._numbers)
 
-    def copy(self) -> Ring:
+    def copy(self) -> HashRing:
         """Another one of the same names: they are cheaper to seat there than in an empty one."""
-        ring = Ring()
+        ring = HashRing()
         ring._circle, ring._numbers = self._circle[:], self._numbers.copy()
         return ring
 

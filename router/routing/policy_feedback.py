@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from router.routing.candidate import Ask, Policy
+from router.routing.candidate import Policy, RoutingQuery
 
 
-class Notes:
+class PolicyFeedback:
     """Every engine that was sent the prompt is told of once more, at the latest by `end`."""
 
     __slots__ = ("_ask", "_policy", "_sent")
 
-    def __init__(self, policy: Policy, ask: Ask) -> None:
+    def __init__(self, policy: Policy, ask: RoutingQuery) -> None:
         self._policy = policy
         self._ask = ask
         self._sent: list[str] = []

@@ -9,16 +9,16 @@ from router.routing.affinity import LoadBound
 from router.routing.candidate import Policy
 from router.routing.least_loaded import LeastLoaded
 from router.routing.power_of_two import PowerOfTwo
-from router.routing.prefix_cache import Prefix
+from router.routing.prefix_cache import PrefixAffinity
 from router.routing.round_robin import RoundRobin
-from router.routing.session_affinity import Session
+from router.routing.session_affinity import SessionAffinity
 
 POLICIES: dict[str, Callable[[LoadBound], Policy]] = {
     "round_robin": lambda bound: RoundRobin(),
     "least_loaded": lambda bound: LeastLoaded(),
     "power_of_two": lambda bound: PowerOfTwo(),
-    "session": Session,
-    "prefix": Prefix,
+    "session": SessionAffinity,
+    "prefix": PrefixAffinity,
 }
 
 

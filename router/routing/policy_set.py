@@ -9,7 +9,7 @@ from router.routing.candidate import Policy
 from router.routing.policy_registry import make_policy
 
 
-class Policies(dict[str, Policy]):
+class GroupPolicies(dict[str, Policy]):
     """By group. KV moves only within one, so nothing is to be known across them."""
 
     def __init__(self, name: str, bound: LoadBound) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.routing.candidate import Ask, E, Policy, load
+from router.routing.candidate import E, Policy, RoutingQuery, load
 from router.routing.repeatable_random import mix
 
 
 class PowerOfTwo(Policy):
-    def order(self, candidates: Sequence[E], ask: Ask) -> Sequence[E]:
+    def order(self, candidates: Sequence[E], ask: RoutingQuery) -> Sequence[E]:
         size = len(candidates)
         if size < 2:
             return candidates

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from router.routing.affinity import LoadBound
-from router.routing.candidate import MOST_TRIED, Ask, Candidate, E, Policy, filled, load
-from router.routing.candidate_cache import Seats
-from router.routing.chunk_index import Holders, Match
+from router.routing.candidate import MAX_ORDERED, Candidate, E, Policy, RoutingQuery, filled, load
+from router.routing.candidate_cache import CandidateCache
+from router.routing.chunk_index import ChunkIndex, ChunkMatch
 from router.routing.least_loaded import LeastLoaded
 from router.routing.prompt_chunks import TOKENS
 from router.routing.repeatable_random import mix
@@ -40,22 +40,22 @@ class _Seat(NamedTuple):
     among: int
 
 
-class Prefix(Policy):
+class PrefixAffinity(Policy):
     remembers = True
 
-    def __init__(self, bound: LoadBound, holders: Holders | None = None) -> None:
+    def __init__(self, bound: LoadBound, holders: ChunkIndex | None = None) -> None:
         self._bound = bound
         self._by_load = LeastLoaded()
-        self._holders = Holders() if holders is None else holders
-        self._seats = Seats(self._seat)
+        self._holders = ChunkIndex() if holders is None else holders
+        self._seats = CandidateCache(self._seat)
         self._open: dict[str, dict[int, _Open]] = {}
         """For each engine, by turn."""
         self._strikes: dict[str, int] = {}
         self._asked: tuple[int, ...] = ()
-        self._match = Match(0, 0)
+        self._match = ChunkMatch(0, 0)
         """Who holds most of what was asked last: its notes come soon."""
 
-    def order(self, candidates: Sequence[E], ask: Ask) -> Sequence[E]:
+    def order(self, candidates: Sequence[E], ask: RoutingQuery) -> Sequence[E]:
         chunks = ask.chunks
         if not chunks:
             return self._by_load.order(candidates, ask)
@@ -71,19 +71,19 @@ class Prefix(Policy):
                 return self._next_best(candidates, seat, ask, chance)
         return _with_stand_in(first, candidates, ask.turn)
 
-    def _least(self, engines: int, candidates: Sequence[E], seat: _Seat, ask: Ask) -> E:
+    def _least(self, engines: int, candidates: Sequence[E], seat: _Seat, ask: RoutingQuery) -> E:
         if engines in seat.places:
             return candidates[seat.places[engines]]
         found = [candidates[seat.places[bit]] for bit in _some(engines, mix(ask.turn))]
         return min(found, key=load)
 
     def _next_best(
-        self, candidates: Sequence[E], seat: _Seat, ask: Ask, chance: int
+        self, candidates: Sequence[E], seat: _Seat, ask: RoutingQuery, chance: int
     ) -> Sequence[E]:
         """Those who hold most of it are overloaded; so who holds the most of the others?"""
         depth, engines = self._match
         among, overloaded = seat.among, [self._least(engines, candidates, seat, ask)]
-        for _ in range(MOST_TRIED - 1):
+        for _ in range(MAX_ORDERED - 1):
             among &= ~engines
             depth, engines = self._holders.longest(ask.chunks, among, depth - 1)
             if not depth:
@@ -94,7 +94,7 @@ class Prefix(Policy):
             overloaded.append(first)
         return filled([], self._by_load.order(candidates, ask), overloaded)
 
-    def note(self, name: str, ask: Ask) -> None:
+    def note(self, name: str, ask: RoutingQuery) -> None:
         if not ask.chunks or not self._holders.bit(name):
             return
         open_asks = self._open.setdefault(name, {})
@@ -107,7 +107,7 @@ class Prefix(Policy):
         open_asks[ask.turn] = _Open(depth, certain, ask.chunks)
         self._holders.add(name, ask.chunks)
 
-    def note_cached(self, name: str, ask: Ask, cached_tokens: int | None) -> None:
+    def note_cached(self, name: str, ask: RoutingQuery, cached_tokens: int | None) -> None:
         """What it held may be a bit less than we believed: tokens are estimated."""
         sent = self._open.get(name, {}).pop(ask.turn, None)
         if sent is None or cached_tokens is None or not sent.depth:
@@ -125,7 +125,7 @@ class Prefix(Policy):
         self._holders.forget(name)
         self._seats.clear()
 
-    def expected(self, name: str, ask: Ask) -> int:
+    def expected(self, name: str, ask: RoutingQuery) -> int:
         """Without what others that are unanswered yet will bring."""
         depth = self._depth(name, ask)
         if depth:
@@ -134,7 +134,7 @@ class Prefix(Policy):
                     depth = other.depth
         return depth * TOKENS
 
-    def _depth(self, name: str, ask: Ask) -> int:
+    def _depth(self, name: str, ask: RoutingQuery) -> int:
         bit = self._holders.bit(name)
         if ask.chunks is self._asked and self._match.engines & bit:
             return self._match.depth

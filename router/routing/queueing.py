@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from router.fleet.engine import Engine
-from router.fleet.snapshot import Pool
+from router.fleet.snapshot import GroupPool
 from router.routing.group_choice import preferred
 
 TOKENS_A_ROUND = 4096
@@ -25,20 +25,20 @@ TOKENS_A_ROUND = 4096
 MOST_ROUNDS = 8
 
 
-class Occupied(Protocol):
+class AdmittedLoad(Protocol):
     admitted: int
     """Requests that hold a seat there."""
     admitted_tokens: int
     """Of their prompts, as estimated, as far as they are computed there."""
 
 
-class Room(NamedTuple):
+class EngineLimits(NamedTuple):
     """Limits of one engine; 0 is none."""
 
     requests: int
     tokens: int
 
-    def at(self, engine: Occupied, tokens: int = 0) -> bool:
+    def at(self, engine: AdmittedLoad, tokens: int = 0) -> bool:
         """Where no prompt is being computed any one fits, or the largest would never run."""
         if self.requests and engine.admitted >= self.requests:
             return False
@@ -47,7 +47,7 @@ class Room(NamedTuple):
         return engine.admitted_tokens + tokens <= self.tokens
 
 
-class Place(NamedTuple):
+class Placement(NamedTuple):
     """Where there is room for a request; None where nobody of that role is needed, or exists."""
 
     group: str
@@ -55,16 +55,16 @@ class Place(NamedTuple):
     decoder: Engine | None
 
 
-NO_PLACE = Place("", None, None)
+NO_PLACE = Placement("", None, None)
 
 
 def place(
-    pools: Sequence[Pool],
+    pools: Sequence[GroupPool],
     tokens: int,
     alone: bool,
-    room: Room,
+    room: EngineLimits,
     spoken_for: Collection[Engine] = (),
-) -> Place | None:
+) -> Placement | None:
     """Where the request fits: one prefiller and one decoder of a pool, or a decoder `alone`."""
     for pool in pools if len(pools) == 1 else preferred(pools):
         prefiller = decoder = None
@@ -77,11 +77,13 @@ def place(
             decoder = _first_with_room(pool.decoders, at_decoder, room, spoken_for)
             if decoder is None:
                 continue
-        return Place(pool.group, prefiller, decoder)
+        return Placement(pool.group, prefiller, decoder)
     return None
 
 
-def lacking(pools: Sequence[Pool], tokens: int, alone: bool, room: Room) -> set[Engine]:
+def lacking(
+    pools: Sequence[GroupPool], tokens: int, alone: bool, room: EngineLimits
+) -> set[Engine]:
     """The engines without which the request cannot go on: those of each role without room."""
     lacked: set[Engine] = set()
     for pool in pools if len(pools) == 1 else preferred(pools):
@@ -93,7 +95,7 @@ def lacking(pools: Sequence[Pool], tokens: int, alone: bool, room: Room) -> set[
 
 
 def _first_with_room(
-    engines: Sequence[Engine], tokens: int, room: Room, spoken_for: Collection[Engine]
+    engines: Sequence[Engine], tokens: int, room: EngineLimits, spoken_for: Collection[Engine]
 ) -> Engine | None:
     for engine in engines:
         if room.at(engine, tokens) and engine not in spoken_for:
@@ -102,7 +104,7 @@ def _first_with_room(
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class QueueTicket:
     """A request that waits. `number` is the queue's own."""
 
     tenant: str
@@ -113,12 +115,12 @@ class Ticket:
     number: int = 0
 
 
-T = TypeVar("T", bound=Ticket)
+T = TypeVar("T", bound=QueueTicket)
 Line = dict[T, None]
 """In the order of arrival."""
 
 
-class Shed(NamedTuple, Generic[T]):
+class ShedTicket(NamedTuple, Generic[T]):
     """Who has to go, since the queue is full: for it was `outranked`, or for its tenant has more
     than its `share` of the queue while others wait, too; else for there is simply no place."""
 
@@ -127,7 +129,7 @@ class Shed(NamedTuple, Generic[T]):
     is_over_share: bool
 
 
-class Queue(Generic[T]):
+class AdmissionQueue(Generic[T]):
     """A line for each tenant, priority, and set of engines that may serve: that is, for each model,
     alone or not. Costs grow with the lines."""
 
@@ -173,8 +175,8 @@ class Queue(Generic[T]):
         return True
 
     def next(
-        self, pools_of: Callable[[object], Sequence[Pool]], room: Room
-    ) -> tuple[T, Place] | None:
+        self, pools_of: Callable[[object], Sequence[GroupPool]], room: EngineLimits
+    ) -> tuple[T, Placement] | None:
         """Takes out who is first among those for whom there is room, or whom nobody can serve."""
         spoken_for: set[Engine] = set()
         self._stuck = stuck = set()
@@ -192,11 +194,11 @@ class Queue(Generic[T]):
             spoken_for |= lacking(pools, *asked)
         return None
 
-    def is_stuck(self, ticket: T, pools: Sequence[Pool]) -> bool:
+    def is_stuck(self, ticket: T, pools: Sequence[GroupPool]) -> bool:
         """Others who want the same had no room at the last look: no need for another."""
         return (id(pools), ticket.alone) in self._stuck
 
-    def shed(self, newcomer: T) -> Shed[T] | None:
+    def shed(self, newcomer: T) -> ShedTicket[T] | None:
         """Takes out who has to go now that `newcomer` is there, if there are more than `size`: of
         the last priority, and of the tenant with most waiting there, who came last."""
         if self.depth <= self.size:
@@ -205,7 +207,7 @@ class Queue(Generic[T]):
         share = -(-self.size // len(self._tenants))
         is_over_share = len(self._tenants) > 1 and self._tenants[ticket.tenant] > share
         self.remove(ticket)
-        return Shed(ticket, newcomer.priority < ticket.priority, is_over_share)
+        return ShedTicket(ticket, newcomer.priority < ticket.priority, is_over_share)
 
     def _heads(self) -> list[T]:
         rounds = self._rounds
@@ -255,5 +257,5 @@ class Queue(Generic[T]):
         }
 
 
-def _line_of(ticket: Ticket) -> tuple[int, str, object, bool]:
+def _line_of(ticket: QueueTicket) -> tuple[int, str, object, bool]:
     return ticket.priority, ticket.tenant, ticket.model, ticket.alone

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from router.routing.candidate import MOST_TRIED, Ask, E, Policy
+from router.routing.candidate import MAX_ORDERED, E, Policy, RoutingQuery
 
 T = TypeVar("T")
 
 
 class RoundRobin(Policy):
-    def order(self, candidates: Sequence[E], ask: Ask) -> Sequence[E]:
+    def order(self, candidates: Sequence[E], ask: RoutingQuery) -> Sequence[E]:
         start = ask.turn % len(candidates) if candidates else 0
-        order = candidates[start : start + MOST_TRIED]
-        missing = min(MOST_TRIED, len(candidates)) - len(order)
+        order = candidates[start : start + MAX_ORDERED]
+        missing = min(MAX_ORDERED, len(candidates)) - len(order)
         return [*order, *candidates[:missing]] if missing else order
 
 

@@ -7,11 +7,11 @@ from operator import attrgetter
 
 from router.common.records import Value
 from router.fleet.engine import Engine
-from router.fleet.snapshot import Pool
+from router.fleet.snapshot import GroupPool
 from router.routing.affinity import first
-from router.routing.candidate import Ask, Policy
+from router.routing.candidate import Policy, RoutingQuery
 from router.routing.group_choice import group_of
-from router.routing.policy_feedback import Notes
+from router.routing.policy_feedback import PolicyFeedback
 
 
 class Route(Value, frozen=True):
@@ -24,15 +24,15 @@ class Route(Value, frozen=True):
     group: str
     prefillers: Sequence[Engine]
     decoders: Sequence[Engine]
-    prefill_notes: Notes | None = None
-    decode_notes: Notes | None = None
-    is_noted: bool = False
+    prefill_feedback: PolicyFeedback | None = None
+    decode_feedback: PolicyFeedback | None = None
+    has_feedback: bool = False
     """There are some."""
     all_decoders: Sequence[Engine] = ()
     """Of the group, in no order: the policy names those that it would rather have."""
 
-    def end_notes(self) -> None:
-        for notes in (self.prefill_notes, self.decode_notes):
+    def end_feedback(self) -> None:
+        for notes in (self.prefill_feedback, self.decode_feedback):
             if notes is not None:
                 notes.end()
 
@@ -41,10 +41,10 @@ NOWHERE = Route("", (), ())
 
 
 def route(
-    pools: Sequence[Pool],
+    pools: Sequence[GroupPool],
     prefill: Mapping[str, Policy],
     decode: Mapping[str, Policy],
-    ask: tuple[Ask | None, Ask],
+    ask: tuple[RoutingQuery | None, RoutingQuery],
     home: Engine | None = None,
 ) -> Route:
     """The policies are by group. `ask` is what either may look at, None for no prefiller. `home` is
@@ -62,12 +62,12 @@ def route(
 
 
 def _ordered(
-    policies: Mapping[str, Policy], group: str, engines: Sequence[Engine], ask: Ask | None
-) -> tuple[Sequence[Engine], Notes | None]:
+    policies: Mapping[str, Policy], group: str, engines: Sequence[Engine], ask: RoutingQuery | None
+) -> tuple[Sequence[Engine], PolicyFeedback | None]:
     if ask is None or (len(engines) < 2 and not ask.chunks):
         return engines, None
     policy = policies[group]
-    notes = Notes(policy, ask) if ask.chunks and policy.remembers else None
+    notes = PolicyFeedback(policy, ask) if ask.chunks and policy.remembers else None
     order = policy.order(engines, ask)
     if order and order[0].has_failed_lately:  # it has little to do since it fails
         order = sorted(order, key=attrgetter("has_failed_lately"))

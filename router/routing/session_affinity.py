@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from router.routing.affinity import LoadBound
-from router.routing.candidate import MOST_TRIED, Ask, Candidate, E, Policy, filled
-from router.routing.candidate_cache import Seats
-from router.routing.hash_ring import Ring
+from router.routing.candidate import MAX_ORDERED, Candidate, E, Policy, RoutingQuery, filled
+from router.routing.candidate_cache import CandidateCache
+from router.routing.hash_ring import HashRing
 from router.routing.power_of_two import PowerOfTwo
 from router.routing.repeatable_random import mix
 
@@ -19,30 +19,30 @@ class _Seat(NamedTuple):
     """`places`: of the engines near to a session."""
 
     size: int
-    ring: Ring
+    ring: HashRing
     places: dict[str, list[int]]
 
 
-class Session(Policy):
+class SessionAffinity(Policy):
     """A request without a session goes by load."""
 
     def __init__(self, bound: LoadBound) -> None:
         self._bound = bound
         self._by_load = PowerOfTwo()
-        self._ring = Ring()
-        self._seats = Seats(self._seat)
+        self._ring = HashRing()
+        self._seats = CandidateCache(self._seat)
 
-    def order(self, candidates: Sequence[E], ask: Ask) -> Sequence[E]:
+    def order(self, candidates: Sequence[E], ask: RoutingQuery) -> Sequence[E]:
         if not ask.session or len(candidates) < 2:
             return self._by_load.order(candidates, ask)
         seat = self._seats.of(candidates)
         places = seat.places.get(ask.session) or _places(seat, ask.session)
         order = [candidates[place] for place in places]
         if order[0].in_flight < self._bound.floor:
-            return order[:MOST_TRIED]
+            return order[:MAX_ORDERED]
         limit = self._bound.limit(candidates, mix(ask.turn))
         fit = [engine for engine in order if engine.in_flight <= limit]
-        others = () if len(fit) == MOST_TRIED else self._by_load.order(candidates, ask)
+        others = () if len(fit) == MAX_ORDERED else self._by_load.order(candidates, ask)
         return filled(fit, [one for one in others if one.in_flight <= limit], others, order)
 
     def forget(self, name: str) -> None:

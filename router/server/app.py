@@ -29,16 +29,16 @@ from router.conversations.store import Shelf
 from router.conversations.store_breaker import StoreBreaker
 from router.conversations.stored_responses import ResponseStore
 from router.fleet.circuit_breaker import CLOSED, HALF_OPEN, OPEN
-from router.fleet.duplicate_ids import namesakes
+from router.fleet.duplicate_ids import find_duplicate_ids
 from router.fleet.engine import Engine, Health
 from router.fleet.engine_spec import DECODE, PREFILL, EngineSpec, Intent
 from router.fleet.fleet import Fleet
-from router.fleet.group_state import census
+from router.fleet.group_state import count_groups
 from router.fleet.probes import Prober
-from router.fleet.registry import Roster, Standing
-from router.fleet.sources.factory import sources_of
+from router.fleet.registry import EngineRegistry, WatchedSource
+from router.fleet.sources.factory import make_sources
 from router.http_client.answer_memory import AnswerMemory
-from router.http_client.connect import Tls
+from router.http_client.connect import EngineTls
 from router.http_client.deadlines import Deadlines, now
 from router.http_client.pool import EnginePool, PoolLimits
 from router.openai import fastapi_errors
@@ -89,7 +89,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     fleet = _fleet(settings, deadlines, secured, answers)
     fleet.new_are_cold = settings.warm_up == EAGER
     fleet.weigh(settings.weights)
-    roster = Roster(fleet, sources_of(settings, shared), settings.request_timeout)
+    roster = EngineRegistry(fleet, make_sources(settings, shared), settings.request_timeout)
     _read_gauges(metrics, fleet, roster)
     metrics.by_model.known = lambda: fleet.snapshot.by_model
     prober = Prober(fleet, settings.health_interval, settings.health_timeout)
@@ -116,7 +116,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         if door is not None:
             watching.append(loop.create_task(door.keep_places()))
         try:
-            await roster.heard(FIRST_WORDS)
+            await roster.wait_for_sources(FIRST_WORDS)
             if settings.warm_up != "off":
                 watching.append(loop.create_task(Warmer(gateway, settings.warm_up).run()))
             yield {"gateway": gateway, "deadlines": deadlines}
@@ -164,7 +164,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
 
 
 def _page(
-    app: FastAPI, settings: Settings, gateway: Gateway, roster: Roster
+    app: FastAPI, settings: Settings, gateway: Gateway, roster: EngineRegistry
 ) -> DashboardHub | None:
     """Raises SettingsError."""
     if not settings.ui:
@@ -308,7 +308,7 @@ def _fleet(
     name = settings.engine_tls_name or ""
 
     def make_pool(spec: EngineSpec) -> EnginePool:
-        tls = Tls(secured().context, name) if spec.tls else None
+        tls = EngineTls(secured().context, name) if spec.tls else None
         address = spec.address
         return EnginePool(address.host, address.port, limits, deadlines, tls, answers)
 
@@ -317,17 +317,17 @@ def _fleet(
     return Fleet((), make_pool, settings.health_failures, credential=credential)
 
 
-def _read_gauges(metrics: Metrics, fleet: Fleet, roster: Roster) -> None:
+def _read_gauges(metrics: Metrics, fleet: Fleet, roster: EngineRegistry) -> None:
     """From the thread that is asked for metrics: each reads what is replaced as a whole."""
 
     def of_engines(value: Callable[[Engine], float]) -> Callable[[], Iterator[Reading]]:
         return lambda: (((engine.role, engine.name), value(engine)) for engine in fleet.engines)
 
-    def of_sources(value: Callable[[Standing], float]) -> Callable[[], Iterator[Reading]]:
-        return lambda: (((one.source.name,), value(one)) for one in roster.standings)
+    def of_sources(value: Callable[[WatchedSource], float]) -> Callable[[], Iterator[Reading]]:
+        return lambda: (((one.source.name,), value(one)) for one in roster.sources)
 
     def shared_ids() -> Iterator[Reading]:
-        shared = namesakes(fleet.engines)
+        shared = find_duplicate_ids(fleet.engines)
         return (((one.role, one.name), 1) for one in fleet.engines if one.name in shared)
 
     metrics.engine_healthy.read = of_engines(lambda engine: HEALTH_VALUES[engine.health])
@@ -336,16 +336,18 @@ def _read_gauges(metrics: Metrics, fleet: Fleet, roster: Roster) -> None:
     metrics.engine_draining.read = of_engines(lambda engine: engine.intent is Intent.DRAINING)
     metrics.engine_shares_id.read = shared_ids
     metrics.engine_circuit.read = of_engines(lambda engine: CIRCUIT_VALUES[engine.breaker.circuit])
-    metrics.pair_avoided.read = lambda: ((pair, 1.0) for pair in fleet.pairs.avoided(now()))
+    metrics.pair_avoided.read = lambda: (
+        (pair, 1.0) for pair in fleet.unreachable_pairs.avoided(now())
+    )
     metrics.fleet_changes.read = lambda: (((what,), count) for what, count in roster.counts.items())
     metrics.source_engines.read = of_sources(lambda standing: len(standing.listed))
     metrics.source_trouble.read = of_sources(lambda standing: bool(standing.trouble))
     metrics.source_told.read = of_sources(lambda standing: standing.told_at)
     metrics.group_weight.read = lambda: (
-        ((name,), group.weight) for name, group in census(fleet).items()
+        ((name,), group.weight) for name, group in count_groups(fleet).items()
     )
     metrics.group_engines.read = lambda: (
         ((name, role), count)
-        for name, group in census(fleet).items()
+        for name, group in count_groups(fleet).items()
         for role, count in ((PREFILL, group.prefillers), (DECODE, group.decoders))
     )

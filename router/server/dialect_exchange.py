@@ -16,7 +16,7 @@ import orjson
 from router.common.exact_json import dumps
 from router.conversations.stored_responses import ResponseStore, StoredResponse
 from router.http_client.answer_memory import AnswerMemory, Reservation
-from router.http_client.engine_answer import NO_ROOM, Sink
+from router.http_client.engine_answer import NO_ROOM, AnswerSink
 from router.http_client.errors import (
     AnswersFullError,
     AnswerTooLargeError,
@@ -335,10 +335,10 @@ class Passing:
 
     def __init__(self, answer: Relayed, translate: Translate, has_room: Callable[[], bool]) -> None:
         self._answer, self._translate, self._has_room = answer, translate, has_room
-        self._sink: Sink | None = None
+        self._sink: AnswerSink | None = None
         self.is_over = False
 
-    async def relay(self, sink: Sink, idle: float, latest: float) -> None:
+    async def relay(self, sink: AnswerSink, idle: float, latest: float) -> None:
         self._sink = sink
         await self._answer.relay(self, idle, latest)
 

@@ -20,7 +20,7 @@ from router.auth.api_keys import Key
 from router.fleet.engine import Engine
 from router.http_client.deadlines import now
 from router.http_client.errors import UpstreamError
-from router.http_client.pool import Whole
+from router.http_client.pool import CompleteAnswer
 from router.openai.errors import (
     BadRequestError,
     BodyTooLargeError,
@@ -56,7 +56,7 @@ class Told(NamedTuple):
     """`answer` is None where there was none."""
 
     engine: Engine
-    answer: Whole | None
+    answer: CompleteAnswer | None
 
     @property
     def is_done(self) -> bool:

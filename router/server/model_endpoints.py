@@ -12,11 +12,11 @@ from fastapi.responses import Response
 from router.auth.api_keys import Key
 from router.common.exact_json import dumps
 from router.fleet.engine import Engine
-from router.fleet.engine_spec import LEGS, Role
+from router.fleet.engine_spec import LEGS, EngineRole
 from router.fleet.probes import ANSWER_LIMIT, Model, models_in
 from router.http_client.deadlines import now
 from router.http_client.errors import UpstreamError
-from router.http_client.pool import Whole
+from router.http_client.pool import CompleteAnswer
 from router.openai.answers import parse_object
 from router.openai.errors import NoEngineError, UnknownModelError
 from router.proxy.gateway import Gateway
@@ -28,7 +28,7 @@ TIMEOUT = 5.0
 
 class Told(NamedTuple):
     engine: Engine
-    answer: Whole
+    answer: CompleteAnswer
 
 
 @router.get("/v1/models", summary="The models that requests are served with")
@@ -81,7 +81,7 @@ def served(lists: Iterable[tuple[Engine, Sequence[Model]]], alone: bool) -> Sequ
     """Those for which one group has a decoder and a prefiller, or a decoder that does it `alone`
     because the group has no prefiller to ask."""
     found: dict[str, Model] = {}
-    roles: dict[tuple[str, str], set[Role]] = {}
+    roles: dict[tuple[str, str], set[EngineRole]] = {}
     for engine, said in lists:
         for model in said:
             found.setdefault(model["id"], model)
@@ -90,7 +90,7 @@ def served(lists: Iterable[tuple[Engine, Sequence[Model]]], alone: bool) -> Sequ
     complete = {
         name
         for (name, _), plays in roles.items()
-        if Role.DECODE in plays and (alone or Role.PREFILL in plays)
+        if EngineRole.DECODE in plays and (alone or EngineRole.PREFILL in plays)
     }
     return [model for name, model in found.items() if name in complete]
 

@@ -8,7 +8,7 @@ from importlib.metadata import version as installed_version
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from router.fleet.engine_spec import LEGS, Role
+from router.fleet.engine_spec import LEGS, EngineRole
 from router.proxy.gateway import Gateway
 from router.telemetry.metrics import CONTENT_TYPE
 
@@ -28,8 +28,8 @@ async def healthcheck(request: Request) -> dict[str, str | int]:
     known = {role: len(fleet.candidates(role)) for role in LEGS}
     return {
         "status": "ok",
-        "prefill_instances": known[Role.PREFILL],
-        "decode_instances": known[Role.DECODE],
+        "prefill_instances": known[EngineRole.PREFILL],
+        "decode_instances": known[EngineRole.DECODE],
     }
 
 

@@ -31,7 +31,7 @@ from router.admin.control_channel import follow_control
 from router.admin.hosting import ADDRESS, AdminServer, SingleProcess, serve_control
 from router.admin.worker_process import WorkerProcess
 from router.common.tls import Secured
-from router.fleet.sources.factory import described
+from router.fleet.sources.factory import describe_sources
 from router.proxy.gateway import Gateway
 from router.server.app import build
 from router.server.client_connection import RouterProtocol
@@ -321,7 +321,7 @@ def announce(settings: Settings, listeners: Listeners) -> None:
     address = Address(settings.host, port_of(listeners.clients))
     engines = f"{len(settings.prefillers)} prefill and {len(settings.decoders)} decode engines"
     has_flags = bool(settings.prefillers or settings.decoders)
-    known = [*([engines] if has_flags else []), *described(settings)]
+    known = [*([engines] if has_flags else []), *describe_sources(settings)]
     scheme = "http" if settings.tls_certfile is None else "https"
     serve_snapshots = ", and those of ".join(known)
     logger.info("disagg-router on %s://%s with %s", scheme, address, serve_snapshots)

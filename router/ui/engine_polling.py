@@ -18,7 +18,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.probes import json_of
 from router.http_client.deadlines import now
 from router.http_client.errors import UpstreamError
-from router.http_client.pool import Whole
+from router.http_client.pool import CompleteAnswer
 from router.ui.live_requests import EngineLink
 from router.ui.transfers import NOTHING, TransferHistory, TransferPage, page_in
 
@@ -119,7 +119,7 @@ class EnginePoller:
             if metrics is None:
                 return
             asked, answer = self._clock(), None
-            if engine.learned.told:
+            if engine.capabilities.told:
                 answer = await _get(engine, LEASES)
         figures = figures_in(metrics.body)
         content = None if answer is None else json_of(answer)
@@ -187,7 +187,7 @@ def _speed(before: PolledGauge | None, moved: float | None, at: float) -> float 
     return round(max(0.0, moved - before.moved) / (at - before.at), 1)
 
 
-async def _get(engine: Engine, path: str) -> Whole | None:
+async def _get(engine: Engine, path: str) -> CompleteAnswer | None:
     try:
         answer = await engine.get(path, now() + PATIENCE, MOST_BYTES)
     except UpstreamError:

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from router.fleet.registry import Roster
+from router.fleet.registry import EngineRegistry
 from router.http_client.deadlines import now
 from router.proxy.gateway import Gateway
 from router.ui.engine_polling import EnginePoller
@@ -40,7 +40,7 @@ class TooManyViewersError(Exception):
 class SnapshotSource:
     """What this process sees, as long as somebody wants to know: a page here, or a sibling's."""
 
-    def __init__(self, gateway: Gateway, roster: Roster) -> None:
+    def __init__(self, gateway: Gateway, roster: EngineRegistry) -> None:
         self._gateway = gateway
         self._roster = roster
         self._watch = LiveRequests()
@@ -66,7 +66,7 @@ class SnapshotSource:
 class DashboardHub:
     """`siblings` are the other processes of this router, if it has any."""
 
-    def __init__(self, gateway: Gateway, roster: Roster) -> None:
+    def __init__(self, gateway: Gateway, roster: EngineRegistry) -> None:
         self._gateway = gateway
         self.own = SnapshotSource(gateway, roster)
         self.siblings: OtherWorkers | None = None

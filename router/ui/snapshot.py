@@ -10,8 +10,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from router.fleet.registry import Roster
-from router.fleet.views import EngineView, View, engines_of, groups_of, view_of
+from router.fleet.registry import EngineRegistry
+from router.fleet.views import (
+    EngineView,
+    FleetView,
+    build_fleet_view,
+    merge_engine_views,
+    merge_group_views,
+)
 from router.http_client.deadlines import now
 from router.proxy.gateway import Gateway
 from router.telemetry.metrics import Metrics
@@ -54,7 +60,7 @@ class TurnTotals(BaseModel):
 class ProcessSnapshot(BaseModel):
     """What one process sees; `ended` since it was last asked, `untold` how many more did."""
 
-    view: View
+    view: FleetView
     ways: list[LinkTraffic]
     running: list[RequestSummary]
     ended: list[RequestSummary]
@@ -64,12 +70,12 @@ class ProcessSnapshot(BaseModel):
 
 
 def take_snapshot(
-    gateway: Gateway, roster: Roster, watch: LiveRequests, look: RequestFeed, origin: Origin
+    gateway: Gateway, roster: EngineRegistry, watch: LiveRequests, look: RequestFeed, origin: Origin
 ) -> ProcessSnapshot:
     running = watch.running
     ended, missed = look.take(now())
     return ProcessSnapshot(
-        view=view_of(gateway.fleet, roster),
+        view=build_fleet_view(gateway.fleet, roster),
         ways=_ways(moving(running), look.rates.now()),
         running=[summarize_request(record, origin) for record in running[-MOST_LISTED:]],
         ended=[summarize_request(record, origin) for record in ended],
@@ -87,12 +93,12 @@ def merge_snapshots(
     """Of all processes, None for one that does not answer. `speeds`: in bytes a second."""
     told = [one for one in pictures if one is not None]
     views = [None if one is None else one.view for one in pictures]
-    engines = engines_of(views)
+    engines = merge_engine_views(views)
     running = sorted((view for one in told for view in one.running), key=lambda view: view.at)
     return {
         "engines": {one.name: _engine(one, gauges) for one in engines[:MOST_ENGINES]},
         "engines_unlisted": max(0, len(engines) - MOST_ENGINES),
-        "groups": {one.name: one.model_dump(mode="json") for one in groups_of(views)},
+        "groups": {one.name: one.model_dump(mode="json") for one in merge_group_views(views)},
         "ways": _added_ways(told, speeds or {}),
         "running": {one.key: one.model_dump(mode="json") for one in running[-MOST_LISTED:]},
         "totals": {

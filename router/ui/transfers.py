@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from router.fleet.engine_spec import Role
+from router.fleet.engine_spec import EngineRole
 from router.http_client.deadlines import now
 from router.ui.live_requests import WINDOW, EngineLink
 from router.ui.request_view import RequestSummary
@@ -181,7 +181,7 @@ class TransferHistory:
         """Of those that have answered since `oldest`."""
         return {name: p[-1] for name, p in self._pages.items() if p[-1].at >= oldest}
 
-    def rates(self, roles: Mapping[str, Role], oldest: float) -> dict[EngineLink, float]:
+    def rates(self, roles: Mapping[str, EngineRole], oldest: float) -> dict[EngineLink, float]:
         """Bytes a second over each way on which anything moved."""
         latest = self.latest(oldest)
         names = {peer: name for name, page in latest.items() for peer in page.ids}

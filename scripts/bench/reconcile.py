@@ -23,13 +23,13 @@ import msgspec
 import uvloop
 
 from router.fleet.engine import Health
-from router.fleet.engine_spec import EngineSpec, Listed, Role
+from router.fleet.engine_spec import EngineRole, EngineSpec, ListedEngine
 from router.fleet.fleet import Fleet
 from router.fleet.reconcile import reconcile
-from router.fleet.registry import LOOK, PAUSE, Roster
+from router.fleet.registry import LOOK, PAUSE, EngineRegistry
 from router.fleet.sources.file import FileSource
-from router.fleet.sources.pod_api import PAGE, Page
-from router.fleet.sources.source import Report
+from router.fleet.sources.pod_api import PAGE, PodListPage
+from router.fleet.sources.source import SourceReport
 from router.http_client.deadlines import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
 from router.proxy.gateway import Gateway
@@ -45,12 +45,12 @@ class Told:
     """A source that lists what it is given."""
 
     name = "told"
-    first = Report()
+    first = SourceReport()
 
     def __init__(self) -> None:
-        self.reports: asyncio.Queue[Report] = asyncio.Queue()
+        self.reports: asyncio.Queue[SourceReport] = asyncio.Queue()
 
-    async def watch(self) -> AsyncGenerator[Report, None]:
+    async def watch(self) -> AsyncGenerator[SourceReport, None]:
         while True:
             yield await self.reports.get()
 
@@ -66,7 +66,7 @@ class World:
             prefiller_hosts=("p",), prefiller_ports=(1,), decoder_hosts=("d",), decoder_ports=(1,)
         )
         self.gateway = Gateway(settings, self.fleet, Metrics())
-        self.roster = Roster(self.fleet, [self.source], bound=3600.0)
+        self.roster = EngineRegistry(self.fleet, [self.source], bound=3600.0)
 
 
 class Step(NamedTuple):
@@ -76,12 +76,12 @@ class Step(NamedTuple):
     removed: float
 
 
-def everyone(count: int) -> list[Listed]:
+def everyone(count: int) -> list[ListedEngine]:
     """Prefillers and decoders of two groups."""
     return [
-        Listed(
+        ListedEngine(
             EngineSpec(
-                Role.PREFILL if number % 2 else Role.DECODE,
+                EngineRole.PREFILL if number % 2 else EngineRole.DECODE,
                 Address(f"10.0.{number // 250}.{number % 250}", 8000),
                 frozenset(["m"]),
                 "blue" if number % 3 else "green",
@@ -91,7 +91,7 @@ def everyone(count: int) -> list[Listed]:
     ]
 
 
-def some(listed: Sequence[Listed], chance: random.Random) -> tuple[Listed, ...]:
+def some(listed: Sequence[ListedEngine], chance: random.Random) -> tuple[ListedEngine, ...]:
     """Each with a probability that is itself drawn: from nearly none to nearly all."""
     share = chance.random()
     return tuple(one for one in listed if chance.random() < share)
@@ -99,7 +99,7 @@ def some(listed: Sequence[Listed], chance: random.Random) -> tuple[Listed, ...]:
 
 def decided(count: int, times: int) -> Iterator[float]:
     chance, listed = random.Random(1), everyone(count)
-    there: dict[Address, Listed] = {}
+    there: dict[Address, ListedEngine] = {}
     for _ in range(times):
         wanted = {one.address: one for one in some(listed, chance)}
         began = time.thread_time()
@@ -112,7 +112,7 @@ def steps(count: int, times: int) -> Iterator[Step]:
     """Engines leave, join, and those that left are removed."""
     chance, world = random.Random(1), World(count)
     for _ in range(times):
-        world.roster.standings[0].note(Report(some(world.everyone, chance)))
+        world.roster.sources[0].note(SourceReport(some(world.everyone, chance)))
         began = time.thread_time()
         world.roster.apply()
         applied = time.thread_time()
@@ -139,7 +139,7 @@ def pages(times: int) -> Iterator[float]:
     text = json.dumps({"metadata": {"resourceVersion": "1"}, "items": [pod] * PAGE}).encode()
     for _ in range(times):
         began = time.thread_time()
-        msgspec.json.decode(text, type=Page)
+        msgspec.json.decode(text, type=PodListPage)
         yield (time.thread_time() - began) * 1e3
 
 
@@ -167,7 +167,7 @@ async def loop_figures(count: int, times: int, directory: Path) -> dict[str, lis
         await asyncio.sleep(PAUSE + 2 * LOOK)
 
     async def change() -> None:
-        world.source.reports.put_nowait(Report(some(world.everyone, chance)))
+        world.source.reports.put_nowait(SourceReport(some(world.everyone, chance)))
         await nothing()
 
     async def read_again() -> None:
@@ -184,7 +184,7 @@ async def loop_figures(count: int, times: int, directory: Path) -> dict[str, lis
     return figures
 
 
-def as_file(listed: Sequence[Listed]) -> str:
+def as_file(listed: Sequence[ListedEngine]) -> str:
     entries = [
         {"url": f"http://{x.address}", "role": x.spec.role, "models": ["m"], "group": x.spec.group}
         for x in listed

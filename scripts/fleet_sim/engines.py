@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from router.routing.candidate import Ask
+from router.routing.candidate import RoutingQuery
 from router.routing.prompt_chunks import TOKENS
 from scripts.fleet_sim.traces import Job
 
-Leg = tuple[Job, Ask, "Decoder", int]
+Leg = tuple[Job, RoutingQuery, "Decoder", int]
 """At a prefiller: whose turn at which decoder it is for, and the tokens it counts for as load."""
 
 PREFILL_RATE = 20_000.0

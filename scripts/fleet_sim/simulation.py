@@ -11,7 +11,7 @@ from time import perf_counter_ns
 from typing import TypeVar
 
 from router.routing.affinity import LoadBound
-from router.routing.candidate import Ask, Policy
+from router.routing.candidate import Policy, RoutingQuery
 from router.routing.policy_registry import make_policy
 from router.routing.prompt_chunks import MOST
 from router.routing.round_robin import in_turn
@@ -144,7 +144,7 @@ class Simulation:
         self._left -= 1
         self._turn += 1
         job.arrived = self._now
-        ask = Ask(self._turn, job.tokens, job.session, job.chunks[:MOST])
+        ask = RoutingQuery(self._turn, job.tokens, job.session, job.chunks[:MOST])
         costs = self.outcome.decode_costs
         decoder = self._choose(self._decode_policy, self.decoders, ask, costs)
         least = self.setup.min_remote_prefill_tokens
@@ -158,7 +158,7 @@ class Simulation:
         else:
             self._send(job, ask, decoder)
 
-    def _scatter(self, job: Job, ask: Ask) -> Decoder | None:
+    def _scatter(self, job: Job, ask: RoutingQuery) -> Decoder | None:
         """The first that accepts: it lacks least, so its first token is there before others'."""
         setup = self.setup
         first = self._decode_policy.order(self.decoders, ask)
@@ -169,13 +169,15 @@ class Simulation:
         self.outcome.extra += len(asked) - bool(able)
         return min(able, key=lambda one: (-held[one], one.stopped_until), default=None)
 
-    def _choose(self, policy: Policy, engines: Sequence[E], ask: Ask, costs: list[float]) -> E:
+    def _choose(
+        self, policy: Policy, engines: Sequence[E], ask: RoutingQuery, costs: list[float]
+    ) -> E:
         began = perf_counter_ns()
         chosen = policy.order(engines, ask)[0]
         costs.append((perf_counter_ns() - began) / 1000)
         return chosen
 
-    def _stay(self, job: Job, ask: Ask, decoder: Decoder) -> None:
+    def _stay(self, job: Job, ask: RoutingQuery, decoder: Decoder) -> None:
         self.outcome.alone += 1
         self._decode_policy.note(decoder.name, ask)
         decoder.begin(job.tokens)
@@ -183,7 +185,7 @@ class Simulation:
         self._plan(decoder)
         self._at(done, self._computed, job, ask, decoder, cached)
 
-    def _send(self, job: Job, ask: Ask, decoder: Decoder) -> None:
+    def _send(self, job: Job, ask: RoutingQuery, decoder: Decoder) -> None:
         costs = self.outcome.prefill_costs
         prefiller = self._choose(self._prefill_policy, self.prefillers, ask, costs)
         expected = self._prefill_policy.expected(prefiller.name, ask)
@@ -207,7 +209,7 @@ class Simulation:
         if prefiller.waiting:
             self._at(self._now + prefiller.start(), self._prefilled, prefiller)
 
-    def _computed(self, job: Job, ask: Ask, decoder: Decoder, cached: int) -> None:
+    def _computed(self, job: Job, ask: RoutingQuery, decoder: Decoder, cached: int) -> None:
         """`cached` of it the decoder had, or was given."""
         self._decode_policy.note_cached(decoder.name, ask, cached)
         self._decode(job, decoder)

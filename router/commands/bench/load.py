@@ -12,7 +12,7 @@ import orjson
 from router.commands.bench.chats import Chat, Message, Wish, chats
 from router.commands.bench.figures import Figures
 from router.http_client.deadlines import Deadlines, now
-from router.http_client.engine_answer import Answer
+from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import UpstreamError
 from router.http_client.pool import EnginePool, PoolLimits
 from router.http_client.sse import EVENT_LIMIT
@@ -172,7 +172,7 @@ class Reading:
         self._last = moment
 
 
-async def _refusal(answer: Answer) -> str:
+async def _refusal(answer: EngineAnswer) -> str:
     content = parse_object(await answer.read(LARGEST_ERROR))
     told = "" if content is None else _told(content)
     return f"{answer.status} {told}".strip()

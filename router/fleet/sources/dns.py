@@ -23,10 +23,10 @@ import dns.name
 import dns.rdatatype
 import dns.resolver
 
-from router.fleet.engine_spec import EngineSpec, Listed, Role
+from router.fleet.engine_spec import EngineRole, EngineSpec, ListedEngine
 from router.fleet.sources.background import aside
 from router.fleet.sources.backoff import Backoff
-from router.fleet.sources.source import Report, line_of
+from router.fleet.sources.source import SourceReport, line_of
 from router.settings import TLS_SCHEME, Address, canonical
 
 MakeResolver = Callable[[], dns.asyncresolver.Resolver]
@@ -42,14 +42,14 @@ EMPTY_AGE = 5.0
 AT_ONCE = 16
 
 
-class Found(NamedTuple):
+class DnsLookup(NamedTuple):
     """`ttl`: seconds that it may be believed."""
 
     addresses: frozenset[Address]
     ttl: float
 
 
-class Hosts(NamedTuple):
+class HostAddresses(NamedTuple):
     hosts: Sequence[str]
     ttl: float
 
@@ -59,14 +59,14 @@ class DnsSource:
 
     def __init__(
         self,
-        role: Role,
+        role: EngineRole,
         name: str,
         make_resolver: MakeResolver = dns.asyncresolver.Resolver,
         doubt: float = DOUBT,
         chance: Callable[[], float] = random.random,
     ) -> None:
         self.name = f"dns:{role}:{name}"
-        self.first = Report()
+        self.first = SourceReport()
         self._role = role
         self._asked = name.removeprefix(TLS_SCHEME)
         self._tls = name.startswith(TLS_SCHEME)
@@ -76,13 +76,13 @@ class DnsSource:
         self._has_engines = False
         self._empties = 0
 
-    async def watch(self) -> AsyncGenerator[Report, None]:
+    async def watch(self) -> AsyncGenerator[SourceReport, None]:
         while True:
             report, pause = await self._look()
             yield report
             await asyncio.sleep(pause)
 
-    async def _look(self) -> tuple[Report, float]:
+    async def _look(self) -> tuple[SourceReport, float]:
         """And the seconds until the next one."""
         try:
             found = await aside(self._look_up)
@@ -94,38 +94,39 @@ class DnsSource:
         self._empties = 0 if found.addresses else self._empties + 1
         if self._has_engines and 0 < self._empties < CONFIRMATIONS:
             text = f"lists nobody, {self._empties} of {CONFIRMATIONS} times until it is believed"
-            return Report(None, text), self._doubt
+            return SourceReport(None, text), self._doubt
         self._has_engines = bool(found.addresses)
         # In an order that stays: resolvers shuffle.
         listed = tuple(
-            Listed(EngineSpec(self._role, at, tls=self._tls)) for at in sorted(found.addresses)
+            ListedEngine(EngineSpec(self._role, at, tls=self._tls))
+            for at in sorted(found.addresses)
         )
-        return Report(listed), min(max(found.ttl, SHORTEST), LONGEST)
+        return SourceReport(listed), min(max(found.ttl, SHORTEST), LONGEST)
 
-    async def _look_up(self) -> Found:
+    async def _look_up(self) -> DnsLookup:
         """A thousand addresses take dnspython a tenth of a second to read: not in this loop."""
         async with asyncio.timeout(PATIENCE):
             return await look_up(self._make_resolver(), self._asked)
 
-    def _troubled(self, text: str) -> tuple[Report, float]:
+    def _troubled(self, text: str) -> tuple[SourceReport, float]:
         """Who says nothing does not confirm anything."""
         self._empties = 0
-        return Report(None, text), self._backoff.next()
+        return SourceReport(None, text), self._backoff.next()
 
 
-async def look_up(resolver: dns.asyncresolver.Resolver, name: str) -> Found:
+async def look_up(resolver: dns.asyncresolver.Resolver, name: str) -> DnsLookup:
     """Raises DNSException, OSError."""
     if name.startswith("_"):
         return await _services(resolver, name)
     host, _, port = name.rpartition(":")
     hosts, ttl = await _hosts(resolver, host)
-    return Found(frozenset(Address(canonical(host), int(port)) for host in hosts), ttl)
+    return DnsLookup(frozenset(Address(canonical(host), int(port)) for host in hosts), ttl)
 
 
-async def _services(resolver: dns.asyncresolver.Resolver, name: str) -> Found:
+async def _services(resolver: dns.asyncresolver.Resolver, name: str) -> DnsLookup:
     answer = await _ask(resolver, name, "SRV")
     if answer is None:
-        return Found(frozenset(), EMPTY_AGE)
+        return DnsLookup(frozenset(), EMPTY_AGE)
     foremost = min(record.priority for record in answer)
     targets = [(r.target, r.port) for r in answer if r.priority == foremost]
     known = {target: _brought(answer, target) for target, _ in targets}
@@ -135,12 +136,12 @@ async def _services(resolver: dns.asyncresolver.Resolver, name: str) -> Found:
     addresses = {
         Address(canonical(host), port) for target, port in targets for host in known[target].hosts
     }
-    return Found(frozenset(addresses), min([_ttl(answer), *(ttl for _, ttl in known.values())]))
+    return DnsLookup(frozenset(addresses), min([_ttl(answer), *(ttl for _, ttl in known.values())]))
 
 
 async def _hosts_of(
     resolver: dns.asyncresolver.Resolver, names: Iterable[dns.name.Name]
-) -> dict[dns.name.Name, Hosts]:
+) -> dict[dns.name.Name, HostAddresses]:
     room, found = asyncio.Semaphore(AT_ONCE), {}
 
     async def ask(name: dns.name.Name) -> None:
@@ -156,12 +157,12 @@ async def _hosts_of(
     return found
 
 
-async def _hosts(resolver: dns.asyncresolver.Resolver, name: dns.name.Name | str) -> Hosts:
+async def _hosts(resolver: dns.asyncresolver.Resolver, name: dns.name.Name | str) -> HostAddresses:
     """An engine that has addresses of both families is one engine, so only one family counts."""
     for kind in ("A", "AAAA"):
         if answer := await _ask(resolver, name, kind):
-            return Hosts([record.address for record in answer], _ttl(answer))
-    return Hosts([], EMPTY_AGE)
+            return HostAddresses([record.address for record in answer], _ttl(answer))
+    return HostAddresses([], EMPTY_AGE)
 
 
 async def _ask(
@@ -175,13 +176,13 @@ async def _ask(
     return answer or None
 
 
-def _brought(answer: dns.resolver.Answer, target: dns.name.Name) -> Hosts:
+def _brought(answer: dns.resolver.Answer, target: dns.name.Name) -> HostAddresses:
     """The target's addresses, as far as the answer has them."""
     for kind in (dns.rdatatype.A, dns.rdatatype.AAAA):
         for records in answer.response.additional:
             if records.name == target and records.rdtype == kind:
-                return Hosts([record.address for record in records], records.ttl)
-    return Hosts([], LONGEST)
+                return HostAddresses([record.address for record in records], records.ttl)
+    return HostAddresses([], LONGEST)
 
 
 def _ttl(answer: dns.resolver.Answer) -> float:

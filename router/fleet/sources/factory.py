@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from router.fleet.engine_spec import Role
-from router.fleet.sources.saved_listing import Remembered
-from router.fleet.sources.source import Source
+from router.fleet.engine_spec import EngineRole
+from router.fleet.sources.saved_listing import SavedListing
+from router.fleet.sources.source import EngineSource
 from router.settings import Settings, SettingsError
 
 
-def sources_of(settings: Settings, shared: Path | None = None) -> list[Source]:
+def make_sources(settings: Settings, shared: Path | None = None) -> list[EngineSource]:
     """Those that come first count more where two contradict each other. What they list is
     remembered in the folder `shared` of several processes with the same settings. Raises
     SettingsError."""
@@ -23,18 +23,18 @@ def sources_of(settings: Settings, shared: Path | None = None) -> list[Source]:
     ]
     if shared is None:
         return sources
-    return [Remembered(one, shared / f"source-{n}.json") for n, one in enumerate(sources)]
+    return [SavedListing(one, shared / f"source-{n}.json") for n, one in enumerate(sources)]
 
 
-def check(settings: Settings) -> None:
+def check_sources(settings: Settings) -> None:
     """At start, an engines file that cannot be used is a mistake in the settings like any other:
     later it is only trouble, since there are engines to go on with. Raises SettingsError."""
-    troubles = [source.first.trouble for source in sources_of(settings)]
+    troubles = [source.first.trouble for source in make_sources(settings)]
     if problems := [f"--engines-file {trouble}" for trouble in troubles if trouble]:
         raise SettingsError(problems)
 
 
-def described(settings: Settings) -> list[str]:
+def describe_sources(settings: Settings) -> list[str]:
     """Where engines are looked for besides the flags."""
     found = [f"file {settings.engines_file}"] if settings.engines_file else []
     if names := [*settings.prefiller_dns, *settings.decoder_dns]:
@@ -44,21 +44,21 @@ def described(settings: Settings) -> list[str]:
     return found
 
 
-def _flags(settings: Settings) -> Iterator[Source]:
+def _flags(settings: Settings) -> Iterator[EngineSource]:
     from router.fleet.sources.static import StaticSource
 
     if settings.prefillers or settings.decoders:
         yield StaticSource(settings)
 
 
-def _file(settings: Settings) -> Iterator[Source]:
+def _file(settings: Settings) -> Iterator[EngineSource]:
     from router.fleet.sources.file import FileSource
 
     if settings.engines_file is not None:
         yield FileSource(settings.engines_file)
 
 
-def _dns(settings: Settings) -> Iterator[Source]:
+def _dns(settings: Settings) -> Iterator[EngineSource]:
     if not (settings.prefiller_dns or settings.decoder_dns):
         return
     try:
@@ -66,17 +66,17 @@ def _dns(settings: Settings) -> Iterator[Source]:
     except ImportError as error:
         raise _missing("--prefiller-dns and --decoder-dns", "dns", error) from None
     for role, names in (
-        (Role.PREFILL, settings.prefiller_dns),
-        (Role.DECODE, settings.decoder_dns),
+        (EngineRole.PREFILL, settings.prefiller_dns),
+        (EngineRole.DECODE, settings.decoder_dns),
     ):
         for name in dict.fromkeys(names):
             yield DnsSource(role, name)
 
 
-def _kubernetes(settings: Settings) -> Iterator[Source]:
+def _kubernetes(settings: Settings) -> Iterator[EngineSource]:
     selectors = {
-        Role.PREFILL: settings.kubernetes_prefill_selector,
-        Role.DECODE: settings.kubernetes_decode_selector,
+        EngineRole.PREFILL: settings.kubernetes_prefill_selector,
+        EngineRole.DECODE: settings.kubernetes_decode_selector,
     }
     if not any(selectors.values()):
         return

@@ -22,8 +22,8 @@ import yaml
 
 from router.common.watched_file import INTERVAL, PATIENCE, UnreadableError, content_of, settled
 from router.common.yaml_list import NoListError, entries_of
-from router.fleet.engine_spec import DEFAULT_GROUP, EngineSpec, Intent, Listed, Role
-from router.fleet.sources.source import Report, SourceError
+from router.fleet.engine_spec import DEFAULT_GROUP, EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.sources.source import SourceError, SourceReport
 from router.settings import GROUP_NAME, HOST_NAME, MAX_GROUP_WEIGHT, TLS_SCHEME, Address, canonical
 
 PORTS = {"http": 80, "https": 443}
@@ -34,20 +34,20 @@ Text = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Group = Annotated[str, msgspec.Meta(pattern=rf"\A{GROUP_NAME.pattern}\Z")]
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EngineFileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str
-    role: Role
+    role: EngineRole
     models: tuple[Text, ...] = ()
     group: Group = DEFAULT_GROUP
     weight: float = 1.0
     draining: bool = False
 
 
-class Read(NamedTuple):
+class EngineFileContent(NamedTuple):
     """`trouble` is why the content lists nothing that can be used."""
 
     content: bytes
-    listed: tuple[Listed, ...] | None
+    listed: tuple[ListedEngine, ...] | None
     trouble: str
 
 
@@ -56,35 +56,35 @@ class FileSource:
         self.name = "file"
         self._path = path
         self._interval = interval
-        self._read: Read | None = None
-        self._reading: asyncio.Task[Read] | None = None
+        self._read: EngineFileContent | None = None
+        self._reading: asyncio.Task[EngineFileContent] | None = None
         self.first = self._report(lambda: read(path, None))
 
-    async def watch(self) -> AsyncGenerator[Report, None]:
+    async def watch(self) -> AsyncGenerator[SourceReport, None]:
         while True:
             await asyncio.sleep(self._interval)
             yield await self._look()
 
-    async def _look(self) -> Report:
+    async def _look(self) -> SourceReport:
         """In a thread: a file's disk may be slow, or far away and gone."""
         if self._reading is None:
             self._reading = asyncio.create_task(asyncio.to_thread(read, self._path, self._read))
         done, _ = await asyncio.wait([self._reading], timeout=PATIENCE)
         if not done:
-            return Report(None, f"{self._path}: cannot be read within {PATIENCE:g} s")
+            return SourceReport(None, f"{self._path}: cannot be read within {PATIENCE:g} s")
         reading, self._reading = self._reading, None
         return self._report(reading.result)
 
-    def _report(self, reading: Callable[[], Read]) -> Report:
+    def _report(self, reading: Callable[[], EngineFileContent]) -> SourceReport:
         try:
             self._read = reading()
         except SourceError as error:
-            return Report(None, f"{self._path}: {error}")
+            return SourceReport(None, f"{self._path}: {error}")
         _, listed, trouble = self._read
-        return Report(listed, f"{self._path}: {trouble}" if trouble else "")
+        return SourceReport(listed, f"{self._path}: {trouble}" if trouble else "")
 
 
-def read(path: Path, before: Read | None) -> Read:
+def read(path: Path, before: EngineFileContent | None) -> EngineFileContent:
     """What the file says; `before` itself, if it says the same. Raises SourceError."""
     try:
         content = _content(path)
@@ -95,15 +95,15 @@ def read(path: Path, before: Read | None) -> Read:
     except UnreadableError as error:
         raise SourceError(str(error)) from None
     try:
-        return Read(content, parse(content), "")
+        return EngineFileContent(content, parse(content), "")
     except SourceError as error:
-        return Read(content, None, str(error))
+        return EngineFileContent(content, None, str(error))
 
 
-def parse(content: bytes) -> tuple[Listed, ...]:
+def parse(content: bytes) -> tuple[ListedEngine, ...]:
     """Raises SourceError, which names the first thing that is wrong."""
     entries = _entries(content)
-    listed: dict[Address, Listed] = {}
+    listed: dict[Address, ListedEngine] = {}
     for number, entry in enumerate(entries, 1):
         try:
             one = listed_in(entry)
@@ -115,10 +115,10 @@ def parse(content: bytes) -> tuple[Listed, ...]:
     return tuple(listed.values())
 
 
-def listed_in(entry: object) -> Listed:
+def listed_in(entry: object) -> ListedEngine:
     """What one entry lists. Raises SourceError."""
     try:
-        return _listed(msgspec.convert(entry, Entry))
+        return _listed(msgspec.convert(entry, EngineFileEntry))
     except (msgspec.ValidationError, ValueError) as error:
         raise SourceError(_line(error)) from None
 
@@ -138,14 +138,14 @@ def _entries(content: bytes) -> list[object]:
         raise SourceError(_line(error)) from None
 
 
-def _listed(entry: Entry) -> Listed:
+def _listed(entry: EngineFileEntry) -> ListedEngine:
     """Raises ValueError."""
     if not (math.isfinite(entry.weight) and 0 <= entry.weight <= MAX_GROUP_WEIGHT):
         raise ValueError(f"weight: not a number from 0 to {MAX_GROUP_WEIGHT:g}")
     address, models = address_of(entry.url), frozenset(entry.models)
     tls = entry.url.startswith(TLS_SCHEME)
     spec = EngineSpec(entry.role, address, models, entry.group, entry.weight, tls)
-    return Listed(spec, Intent.DRAINING if entry.draining else Intent.SERVING)
+    return ListedEngine(spec, Intent.DRAINING if entry.draining else Intent.SERVING)
 
 
 def address_of(url: str) -> Address:

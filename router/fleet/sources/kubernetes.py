@@ -14,11 +14,11 @@ from asyncio import sleep
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Protocol
 
-from router.fleet.engine_spec import Intent, Listed, Role
+from router.fleet.engine_spec import EngineRole, Intent, ListedEngine
 from router.fleet.sources.backoff import Backoff
-from router.fleet.sources.pod_api import Change, GoneError
-from router.fleet.sources.pod_engines import Pod, Seen, seen
-from router.fleet.sources.source import Report, SourceError
+from router.fleet.sources.pod_api import PodChange, VersionExpiredError
+from router.fleet.sources.pod_engines import Pod, PodEngine, read_pod
+from router.fleet.sources.source import SourceError, SourceReport
 from router.settings import Address
 
 # Watches, one after the other, until all is listed anew: ten minutes, if nothing goes wrong.
@@ -28,12 +28,12 @@ STEADY = 5.0
 MOST_TOLD = 3
 
 
-class Pods(Protocol):
+class PodLister(Protocol):
     """Where pods are asked for: PodApi."""
 
     async def list_all(self) -> tuple[list[Pod], str]: ...
 
-    def watch(self, version: str) -> AsyncGenerator[list[Change], None]: ...
+    def watch(self, version: str) -> AsyncGenerator[list[PodChange], None]: ...
 
     async def close(self) -> None: ...
 
@@ -41,39 +41,39 @@ class Pods(Protocol):
 class KubernetesSource:
     def __init__(
         self,
-        role: Role,
+        role: EngineRole,
         port: str,
-        api: Pods,
+        api: PodLister,
         steady: float = STEADY,
         chance: Callable[[], float] = random.random,
         scheme: str = "http",
     ) -> None:
         self.name = f"kubernetes:{role}"
-        self.first = Report()
+        self.first = SourceReport()
         self._role = role
         self._port = port
         self._scheme = scheme
         self._api = api
         self._steady = steady
         self._backoff = Backoff(chance)
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, PodEngine] = {}
 
-    async def watch(self) -> AsyncGenerator[Report, None]:
+    async def watch(self) -> AsyncGenerator[SourceReport, None]:
         try:
             while True:
                 try:
                     async with contextlib.aclosing(self._follow()) as reports:
                         async for report in reports:
                             yield report
-                except GoneError:
+                except VersionExpiredError:
                     await sleep(self._backoff.next())  # as happens when much changes
                 except SourceError as error:
-                    yield Report(None, str(error))
+                    yield SourceReport(None, str(error))
                     await sleep(self._backoff.next())
         finally:
             await self._api.close()
 
-    async def _follow(self) -> AsyncGenerator[Report, None]:
+    async def _follow(self) -> AsyncGenerator[SourceReport, None]:
         """Until all has to be listed again. Raises SourceError."""
         pods, version = await self._api.list_all()
         self._seen = {pod.metadata.name: self._look(pod) for pod in pods}
@@ -91,31 +91,31 @@ class KubernetesSource:
             self._backoff.reset()
             yield self._report()
 
-    def _takes(self, change: Change) -> bool:
+    def _takes(self, change: PodChange) -> bool:
         """Whether anything is different by that."""
         if change.pod is None:
             return False
-        name, none = change.pod.metadata.name, Seen(None)
+        name, none = change.pod.metadata.name, PodEngine(None)
         before = self._seen.pop(name, none)
         after = none if change.is_deleted else self._look(change.pod)
         if after != none:
             self._seen[name] = after
         return after != before
 
-    def _look(self, pod: Pod) -> Seen:
-        return seen(pod, self._role, self._port, self._scheme)
+    def _look(self, pod: Pod) -> PodEngine:
+        return read_pod(pod, self._role, self._port, self._scheme)
 
-    def _report(self) -> Report:
+    def _report(self) -> SourceReport:
         troubles = sorted(one.trouble for one in self._seen.values() if one.trouble)
         more = [f"and {len(troubles) - MOST_TOLD} more"] if len(troubles) > MOST_TOLD else []
         listed = [one.listed for one in self._seen.values() if one.listed is not None]
-        return Report(distinct(listed), "; ".join([*troubles[:MOST_TOLD], *more]))
+        return SourceReport(distinct(listed), "; ".join([*troubles[:MOST_TOLD], *more]))
 
 
-def distinct(listed: Iterable[Listed]) -> tuple[Listed, ...]:
+def distinct(listed: Iterable[ListedEngine]) -> tuple[ListedEngine, ...]:
     """One for each address: an address that is given anew may still be named by the pod that had it
     before, and that is the one which drains."""
-    found: dict[Address, Listed] = {}
+    found: dict[Address, ListedEngine] = {}
     for one in listed:
         before = found.setdefault(one.address, one)
         if before.intent is Intent.DRAINING:

@@ -37,11 +37,11 @@ UNHURRIED = httpx2.Timeout(PATIENCE, read=None)
 GONE = 410
 
 
-class GoneError(SourceError):
+class VersionExpiredError(SourceError):
     """What happened since the version that we know is forgotten: list again."""
 
 
-class Page(msgspec.Struct):
+class PodListPage(msgspec.Struct):
     class Metadata(msgspec.Struct, rename="camel"):
         resource_version: str = ""
         next_page: str = msgspec.field(default="", name="continue")
@@ -50,18 +50,18 @@ class Page(msgspec.Struct):
     items: list[Pod] | None = None
 
 
-class Event(msgspec.Struct):
+class PodWatchEvent(msgspec.Struct):
     type: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR"]
     object: msgspec.Raw
 
 
-class Problem(msgspec.Struct):
+class ApiStatus(msgspec.Struct):
     code: int = 0
     reason: str = ""
     message: str = ""
 
 
-class Change(msgspec.Struct):
+class PodChange(msgspec.Struct):
     """`pod` is as it was last where it is deleted; None where only the version went on."""
 
     version: str
@@ -101,7 +101,7 @@ class PodApi:
             params["continue"] = page.metadata.next_page
         raise SourceError(f"the API server lists more than {MOST_PAGES * PAGE} pods")
 
-    async def watch(self, version: str) -> AsyncGenerator[list[Change], None]:
+    async def watch(self, version: str) -> AsyncGenerator[list[PodChange], None]:
         """What changes from there on, as it arrives, until the server ends it. Raises
         SourceError."""
         params = {
@@ -127,7 +127,7 @@ class PodApi:
     def _connect(self) -> httpx2.AsyncClient:
         return AsyncClient(self._cluster, ConnectionParams(timeout=httpx2.Timeout(PATIENCE)))
 
-    async def _page(self, params: dict[str, str]) -> Page:
+    async def _page(self, params: dict[str, str]) -> PodListPage:
         body = bytearray()
         try:
             async with asyncio.timeout(PATIENCE), self._asked(params) as answer:
@@ -136,7 +136,7 @@ class PodApi:
                     if len(body) > MOST_BYTES:
                         raise SourceError("the API server's list of pods is absurdly long")
             _check(answer.status_code, bytes(body))
-            return msgspec.json.decode(body, type=Page)
+            return msgspec.json.decode(body, type=PodListPage)
         except TimeoutError:
             raise SourceError(f"the API server: no list of pods within {PATIENCE:g} s") from None
         except Exception as error:
@@ -151,7 +151,7 @@ class PodApi:
                     answer = await stack.enter_async_context(self._asked(params, UNHURRIED))
                     if answer.status_code != 200:
                         _check(answer.status_code, await answer.aread())
-                pieces, lines = answer.aiter_bytes(), Lines()
+                pieces, lines = answer.aiter_bytes(), LineSplitter()
                 while piece := await _next(pieces, end):
                     if whole := lines.of(piece):
                         yield whole
@@ -174,7 +174,7 @@ class PodApi:
         )
 
 
-class Lines:
+class LineSplitter:
     """Bytes as they come, cut into lines."""
 
     def __init__(self) -> None:
@@ -194,34 +194,34 @@ async def _next(pieces: AsyncIterator[bytes], end: float) -> bytes:
         return await anext(pieces, b"")
 
 
-def _change(line: bytes) -> Change:
+def _change(line: bytes) -> PodChange:
     """Raises SourceError, msgspec.DecodeError."""
-    event = msgspec.json.decode(line, type=Event)
+    event = msgspec.json.decode(line, type=PodWatchEvent)
     if event.type == "ERROR":
-        _fail(msgspec.json.decode(event.object, type=Problem))
+        _fail(msgspec.json.decode(event.object, type=ApiStatus))
     pod = msgspec.json.decode(event.object, type=Pod)
     version = pod.metadata.resource_version
     if event.type == "BOOKMARK":
-        return Change(version)
-    return Change(version, pod, event.type == "DELETED")
+        return PodChange(version)
+    return PodChange(version, pod, event.type == "DELETED")
 
 
 def _check(status: int, body: bytes) -> None:
     """Raises SourceError."""
     if status != 200:
         try:
-            problem = msgspec.json.decode(body, type=Problem)
+            problem = msgspec.json.decode(body, type=ApiStatus)
         except msgspec.DecodeError:
-            problem = Problem()
+            problem = ApiStatus()
         problem.code = status
         _fail(problem)
 
 
-def _fail(problem: Problem) -> NoReturn:
+def _fail(problem: ApiStatus) -> NoReturn:
     """Raises SourceError."""
     words = " ".join(f"{problem.reason} {problem.message}".split())
     said = f"the API server says {problem.code} {textwrap.shorten(words, 300)}".strip()
-    raise GoneError(said) if problem.code == GONE else SourceError(said)
+    raise VersionExpiredError(said) if problem.code == GONE else SourceError(said)
 
 
 def _told(error: Exception) -> SourceError:

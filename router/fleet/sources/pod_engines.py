@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from router.fleet.engine_spec import DEFAULT_GROUP, EngineSpec, Intent, Listed, Role
+from router.fleet.engine_spec import DEFAULT_GROUP, EngineRole, EngineSpec, Intent, ListedEngine
 from router.fleet.sources.source import SourceError
 from router.settings import MAX_GROUP_WEIGHT, Address, canonical, is_port
 
@@ -15,15 +15,15 @@ from router.settings import MAX_GROUP_WEIGHT, Address, canonical, is_port
 OURS = "disagg-router.io/"
 THEIRS = "llm-d.ai/role"
 ROLES = {
-    "prefill": Role.PREFILL,
-    "decode": Role.DECODE,
-    "both": Role.BOTH,
-    "prefill-decode": Role.BOTH,
+    "prefill": EngineRole.PREFILL,
+    "decode": EngineRole.DECODE,
+    "both": EngineRole.BOTH,
+    "prefill-decode": EngineRole.BOTH,
 }
 OVER = ("Succeeded", "Failed")
 
 
-class Metadata(msgspec.Struct, rename="camel"):
+class PodMetadata(msgspec.Struct, rename="camel"):
     name: str = ""
     resource_version: str = ""
     deletion_timestamp: str | None = None
@@ -31,53 +31,53 @@ class Metadata(msgspec.Struct, rename="camel"):
     annotations: dict[str, str] | None = None
 
 
-class Port(msgspec.Struct, rename="camel"):
+class ContainerPort(msgspec.Struct, rename="camel"):
     container_port: int = 0
     name: str = ""
 
 
-class Container(msgspec.Struct):
-    ports: list[Port] | None = None
+class PodContainer(msgspec.Struct):
+    ports: list[ContainerPort] | None = None
 
 
-class Spec(msgspec.Struct, rename="camel"):
-    containers: list[Container] | None = None
-    init_containers: list[Container] | None = None
+class PodSpec(msgspec.Struct, rename="camel"):
+    containers: list[PodContainer] | None = None
+    init_containers: list[PodContainer] | None = None
 
 
-class Condition(msgspec.Struct):
+class PodCondition(msgspec.Struct):
     type: str = ""
     status: str = ""
 
 
-class Status(msgspec.Struct):
+class PodStatus(msgspec.Struct):
     phase: str = ""
     pod_ip: str | None = msgspec.field(default=None, name="podIP")
-    conditions: list[Condition] | None = None
+    conditions: list[PodCondition] | None = None
 
 
 class Pod(msgspec.Struct):
-    metadata: Metadata
-    spec: Spec = msgspec.field(default_factory=Spec)
-    status: Status = msgspec.field(default_factory=Status)
+    metadata: PodMetadata
+    spec: PodSpec = msgspec.field(default_factory=PodSpec)
+    status: PodStatus = msgspec.field(default_factory=PodStatus)
 
 
-class Seen(NamedTuple):
+class PodEngine(NamedTuple):
     """`listed` is None for a pod that is no engine now; `trouble` is why, where it should be."""
 
-    listed: Listed | None
+    listed: ListedEngine | None
     trouble: str = ""
 
 
-def seen(pod: Pod, role: Role, port: str, scheme: str = "http") -> Seen:
+def read_pod(pod: Pod, role: EngineRole, port: str, scheme: str = "http") -> PodEngine:
     """`role`, `port` and `scheme` are those of pods that do not say otherwise."""
     intent = _intent(pod)
     if intent is None:
-        return Seen(None)
+        return PodEngine(None)
     try:
-        return Seen(Listed(_spec(pod, role, port, scheme), intent))
+        return PodEngine(ListedEngine(_spec(pod, role, port, scheme), intent))
     except (SourceError, ValueError) as error:
-        return Seen(None, f"pod {pod.metadata.name[:253]}: {error}")
+        return PodEngine(None, f"pod {pod.metadata.name[:253]}: {error}")
 
 
 def _intent(pod: Pod) -> Intent | None:
@@ -92,7 +92,7 @@ def _intent(pod: Pod) -> Intent | None:
     return Intent.SERVING if is_ready else None
 
 
-def _spec(pod: Pod, role: Role, port: str, scheme: str) -> EngineSpec:
+def _spec(pod: Pod, role: EngineRole, port: str, scheme: str) -> EngineSpec:
     """Raises SourceError, ValueError."""
     address = Address(canonical(pod.status.pod_ip or ""), _port(pod, _says(pod, "port") or port))
     models = frozenset((_says(pod, "models") or "").replace(",", " ").split())
@@ -115,7 +115,7 @@ def _says(pod: Pod, what: str) -> str | None:
     return None
 
 
-def _role(pod: Pod, role: Role) -> Role:
+def _role(pod: Pod, role: EngineRole) -> EngineRole:
     """A role of llm-d that is none of ours leaves it to the selector. Raises SourceError."""
     ours = _says(pod, "role")
     if ours is None:
@@ -141,7 +141,10 @@ def _port(pod: Pod, wanted: str) -> int:
     """Raises SourceError."""
     if is_port(wanted):
         return int(wanted)
-    containers: list[Container] = [*(pod.spec.containers or ()), *(pod.spec.init_containers or ())]
+    containers: list[PodContainer] = [
+        *(pod.spec.containers or ()),
+        *(pod.spec.init_containers or ()),
+    ]
     for container in containers:
         for port in container.ports or ():
             if port.name == wanted and 0 < port.container_port < 65536:

@@ -15,36 +15,36 @@ from pathlib import Path
 
 import msgspec
 
-from router.fleet.engine_spec import Listed
-from router.fleet.sources.source import Report, Source
+from router.fleet.engine_spec import ListedEngine
+from router.fleet.sources.source import EngineSource, SourceReport
 
 logger = logging.getLogger("disagg_router.fleet")
 # Seconds to write it down; what takes longer is left to itself.
 PATIENCE = 5.0
 
 
-class Remembered:
+class SavedListing:
     """A source, whose last listing is in `file`: written by whichever process hears of it."""
 
-    def __init__(self, source: Source, file: Path) -> None:
+    def __init__(self, source: EngineSource, file: Path) -> None:
         self.name = source.name
         self._source = source
         self._file = file
-        self._written: tuple[Listed, ...] | None = None
-        self._refused: tuple[Listed, ...] | None = None
+        self._written: tuple[ListedEngine, ...] | None = None
+        self._refused: tuple[ListedEngine, ...] | None = None
         self._writing: asyncio.Task[None] | None = None
         self.first = source.first
         if self.first.listed is None:
-            self.first = Report(recalled(file), self.first.trouble)
+            self.first = SourceReport(recalled(file), self.first.trouble)
 
-    async def watch(self) -> AsyncGenerator[Report, None]:
+    async def watch(self) -> AsyncGenerator[SourceReport, None]:
         async with contextlib.aclosing(self._source.watch()) as reports:
             async for report in reports:
                 yield report
                 if report.listed is not None and report.listed != self._written:
                     await self._write(report.listed)
 
-    async def _write(self, listed: tuple[Listed, ...]) -> None:
+    async def _write(self, listed: tuple[ListedEngine, ...]) -> None:
         """In a thread, and one at a time. A failure is no trouble of the source's; it is told once,
         and tried again with the next report."""
         if self._writing is not None and not await self._has_ended(self._writing):
@@ -66,17 +66,17 @@ class Remembered:
         return True
 
 
-def remember(file: Path, listed: tuple[Listed, ...]) -> None:
+def remember(file: Path, listed: tuple[ListedEngine, ...]) -> None:
     """Whole or not at all, whoever reads or dies meanwhile. Raises OSError."""
     fresh = file.with_suffix(f".{os.getpid()}")
     fresh.write_bytes(msgspec.json.encode(listed))
     fresh.replace(file)
 
 
-def recalled(file: Path) -> tuple[Listed, ...] | None:
+def recalled(file: Path) -> tuple[ListedEngine, ...] | None:
     """None where nobody has written anything, or nothing that can be read."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=tuple[Listed, ...])
+        return msgspec.json.decode(file.read_bytes(), type=tuple[ListedEngine, ...])
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError, ValueError) as error:

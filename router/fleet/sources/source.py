@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from router.fleet.engine_spec import Listed
+from router.fleet.engine_spec import ListedEngine
 
 
 class SourceError(Exception):
@@ -20,16 +20,16 @@ def line_of(error: BaseException) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class SourceReport:
     """All that a source lists, no address twice, in an order that means nothing; None where it
     cannot tell, and what it listed last stands.
     `trouble` says what is wrong, in one line; empty if nothing is."""
 
-    listed: tuple[Listed, ...] | None = None
+    listed: tuple[ListedEngine, ...] | None = None
     trouble: str = ""
 
 
-class Source(Protocol):
+class EngineSource(Protocol):
     """`first` is what it knows before it is watched."""
 
     @property
@@ -37,8 +37,8 @@ class Source(Protocol):
         """Its own among all sources; a label of metrics."""
 
     @property
-    def first(self) -> Report: ...
+    def first(self) -> SourceReport: ...
 
-    def watch(self) -> AsyncGenerator[Report, None]:
+    def watch(self) -> AsyncGenerator[SourceReport, None]:
         """A report whenever it has looked, changed or not; ends when there is nothing more to come.
         The world's faults are reports, not exceptions. What it waits for has a deadline."""

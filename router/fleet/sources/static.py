@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
 
-from router.fleet.engine_spec import EngineSpec, Listed, Role
-from router.fleet.sources.source import Report
+from router.fleet.engine_spec import EngineRole, EngineSpec, ListedEngine
+from router.fleet.sources.source import SourceReport
 from router.settings import Address, Settings, canonical
 
 
@@ -15,14 +15,14 @@ class StaticSource:
     def __init__(self, settings: Settings) -> None:
         """An engine that is named for both roles is one engine."""
         prefillers, decoders = _known(settings.prefillers), _known(settings.decoders)
-        roles = dict.fromkeys(prefillers, Role.PREFILL)
+        roles = dict.fromkeys(prefillers, EngineRole.PREFILL)
         for address in decoders:
-            roles[address] = Role.BOTH if address in roles else Role.DECODE
+            roles[address] = EngineRole.BOTH if address in roles else EngineRole.DECODE
         tls = frozenset(_known(settings.over_tls))
-        listed = (Listed(EngineSpec(role, at, tls=at in tls)) for at, role in roles.items())
-        self.first = Report(tuple(listed))
+        listed = (ListedEngine(EngineSpec(role, at, tls=at in tls)) for at, role in roles.items())
+        self.first = SourceReport(tuple(listed))
 
-    async def watch(self) -> AsyncGenerator[Report, None]:
+    async def watch(self) -> AsyncGenerator[SourceReport, None]:
         yield self.first
 
 

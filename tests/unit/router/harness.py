@@ -87,7 +87,7 @@ class Router:
     async def knows_its_engines(self) -> None:
         """Each was asked all that it is asked, and has a connection waiting."""
         engines = self.gateway.fleet.engines
-        await eventually(lambda: all(e.learned.asked and e.models for e in engines))
+        await eventually(lambda: all(e.capabilities.asked and e.models for e in engines))
         await eventually(lambda: all(e.pool.idle_count for e in engines))
 
     @contextlib.asynccontextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from router.fleet.engine import Health
-from router.fleet.engine_spec import Intent, Role
+from router.fleet.engine_spec import EngineRole, Intent
 from router.settings import Settings, SettingsError, load
 from tests.unit.router.fleet.sources.api_server import api_server, kubeconfig, pod
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
@@ -144,7 +144,7 @@ async def test_what_is_removed_leaves_no_metrics_behind(
         path.write_text(
             f"engines: [{{url: 'http://127.0.0.1:{ps[0].port}', role: both, draining: true}}]"
         )
-        await eventually(lambda: engine.role is Role.BOTH)
+        await eventually(lambda: engine.role is EngineRole.BOTH)
         labels = {"engine": engine.name, "role": "both"}
         assert router.metric("engine_draining", **labels) == 1
         assert f'engine="{engine.name}",role="prefill"' not in await told(), "it is that no more"
@@ -197,7 +197,10 @@ async def test_pods_are_engines(tmp_path: Path, ps: list[MockEngine], ds: list[M
             await server.start()
             troubles = router.app.state.roster.troubles
             await eventually(lambda: not router.gateway.fleet.missing() and not troubles(), 10)
-            assert {e.role for e in router.gateway.fleet.engines} == {Role.PREFILL, Role.DECODE}
+            assert {e.role for e in router.gateway.fleet.engines} == {
+                EngineRole.PREFILL,
+                EngineRole.DECODE,
+            }
             assert (await router.client.get("/ready")).json() == {"status": "ready"}
             assert (await router.complete()).status_code == 200
             assert server.asked[-1]["path"] == "/api/v1/namespaces/other/pods"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from router.http_client.connection import EngineConnection
 from router.http_client.deadlines import NEVER, Deadlines
-from router.http_client.engine_answer import HIGH_WATER, Answer
+from router.http_client.engine_answer import HIGH_WATER, EngineAnswer
 from router.http_client.errors import BrokenAnswerError, UpstreamError
 
 LIMIT = 4096
@@ -104,7 +104,7 @@ class Leg:
         self.ask()
 
     def ask(self) -> None:
-        self.answer = Answer(self.connection, Deadlines(), NEVER)
+        self.answer = EngineAnswer(self.connection, Deadlines(), NEVER)
         self.connection.ask(b"POST / HTTP/1.1\r\n\r\n", self.answer)
 
     def receive(self, *pieces: bytes) -> None:

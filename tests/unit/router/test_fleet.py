@@ -9,7 +9,7 @@ from collections import Counter
 import httpx
 import pytest
 
-from router.fleet.engine_spec import Role
+from router.fleet.engine_spec import EngineRole
 from router.fleet.probes import ANSWER_LIMIT
 from router.server.app import build
 from tests.unit.router.conftest import StartRouter
@@ -45,7 +45,7 @@ async def test_an_engine_that_cannot_be_reached_is_passed_over(
         engines = {"ps" if role == "prefill" else "ds": [engine, other]}
         router = await start_router(**engines, health_interval=60)
         await eventually(lambda: other.probes and engine.probes)
-        await eventually(lambda: len(router.gateway.fleet.candidates(Role(role))) == 2)
+        await eventually(lambda: len(router.gateway.fleet.candidates(EngineRole(role))) == 2)
         await engine.stop()
         answers = [await router.complete() for _ in range(4)]
         assert Counter(answer.status_code for answer in answers) == {200: 4}
@@ -103,7 +103,7 @@ async def test_no_answer_of_an_engine_ends_the_probing(
     router: Router, p: MockEngine, d: MockEngine, identity: bytes
 ) -> None:
     p.identity = identity
-    await eventually(lambda: router.gateway.fleet.engines[0].learned.asked or p.probes > 3)
+    await eventually(lambda: router.gateway.fleet.engines[0].capabilities.asked or p.probes > 3)
     before = p.probes, d.probes
     await eventually(lambda: p.probes > before[0] + 1 and d.probes > before[1] + 1)
     assert not router.gateway.fleet.missing()

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from router.http_client.engine_answer import Sink
+from router.http_client.engine_answer import AnswerSink
 from router.http_client.errors import UpstreamError
 from router.proxy.heartbeat import Beating, Line
 from router.settings import SettingsError, load
@@ -427,7 +427,7 @@ class Carried:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    async def relay(self, sink: Sink, idle: float, latest: float) -> None: ...
+    async def relay(self, sink: AnswerSink, idle: float, latest: float) -> None: ...
 
     def pause(self) -> None:
         self.calls.append("pause")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine_ext.base.begun import EngineResumeState, packed, unpacked
-from router.fleet.circuit_breaker import Circuit
+from router.fleet.circuit_breaker import CircuitState
 from router.openai.generated_tokens import read_generated_tokens
 from router.proxy.admission import Held
 from router.proxy.resume_buffer import ResumeBuffer
@@ -124,7 +124,7 @@ async def start(start_router: StartRouter, p: MockEngine, d: MockEngine, d2: Moc
         given: dict[str, Any] = {"ds": [d, d2], "decode_policy": "round_robin"}
         router = await start_router(**(given | changes))
         engines = router.gateway.fleet.engines
-        await eventually(lambda: all(engine.learned.asked for engine in engines))
+        await eventually(lambda: all(engine.capabilities.asked for engine in engines))
         return router
 
     return started
@@ -169,7 +169,9 @@ async def test_another_decoder_goes_on(
     assert params_of(second)["remote_host"], "where P has it"
     assert router.metric("resumes_total", kind="preempted", outcome="gone_on") == 1
     assert router.metric("upstream_errors_total", role="decode", kind="preempted") == 0
-    assert {engine.breaker.circuit for engine in router.gateway.fleet.engines} == {Circuit.CLOSED}
+    assert {engine.breaker.circuit for engine in router.gateway.fleet.engines} == {
+        CircuitState.CLOSED
+    }
     assert router.gateway.resume_memory.size == 0
 
 

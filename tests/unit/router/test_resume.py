@@ -135,7 +135,7 @@ async def start(start_router: StartRouter, p: MockEngine, d: MockEngine, d2: Moc
         given: dict[str, Any] = {"ds": [d, d2]}
         router = await start_router(**(given | changes))
         engines = router.gateway.fleet.engines
-        await eventually(lambda: all(engine.learned.asked for engine in engines))
+        await eventually(lambda: all(engine.capabilities.asked for engine in engines))
         return router
 
     return started

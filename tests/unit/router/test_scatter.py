@@ -63,7 +63,7 @@ async def start(start_router: StartRouter, p: MockEngine, ds: list[MockEngine]) 
     async def started(**changes: Any) -> Router:
         router = await start_router(ds=ds, **({"hedged_decoders": 3} | changes))
         engines = router.gateway.fleet.engines
-        await eventually(lambda: all(engine.learned.asked for engine in engines))
+        await eventually(lambda: all(engine.capabilities.asked for engine in engines))
         return router
 
     return started
@@ -259,7 +259,7 @@ async def test_legs_that_were_asked_on_a_chance_are_no_failures_of_the_request(
             engine.usual = fails
         router = await start_router(ds=[*ds, fourth, fifth], hedged_decoders=4)
         engines = router.gateway.fleet.engines
-        await eventually(lambda: all(engine.learned.asked for engine in engines))
+        await eventually(lambda: all(engine.capabilities.asked for engine in engines))
         assert await asked(router) == WORDS
         assert await outcomes(router) == {"failed": 4}
         assert len(legs(fifth)) == 1

@@ -146,7 +146,7 @@ async def test_engines_with_one_engine_id_are_shown_counted_and_logged_once(
         (message,) = logged()
         assert all(name in message for name in sharing)
         d.identity = _page("d", "10.0.0.2", 5600)
-        router.engine(d).learned.note_identity(d.identity)
+        router.engine(d).capabilities.note_identity(d.identity)
         assert not any(
             router.metric("engine_shares_id", engine=one.name, role=one.role)
             for one in router.gateway.fleet.engines

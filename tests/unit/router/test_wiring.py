@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from router.fleet.engine import Engine
-from router.fleet.engine_spec import Role
-from router.routing.prefix_cache import Prefix
+from router.fleet.engine_spec import EngineRole
+from router.routing.prefix_cache import PrefixAffinity
 from router.routing.prompt_chunks import TOKENS
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, decoding, prefilling
@@ -27,14 +27,14 @@ async def others() -> AsyncIterator[list[MockEngine]]:
         yield [await stack.enter_async_context(running_engine(prefilling())) for _ in range(3)]
 
 
-def policy(router: Router, role: Role) -> Prefix:
+def policy(router: Router, role: EngineRole) -> PrefixAffinity:
     gateway = router.gateway
-    known = (gateway._prefill if role is Role.PREFILL else gateway._decode)["default"]
-    assert isinstance(known, Prefix)
+    known = (gateway._prefill if role is EngineRole.PREFILL else gateway._decode)["default"]
+    assert isinstance(known, PrefixAffinity)
     return known
 
 
-def fleet(router: Router, role: Role) -> list[Engine]:
+def fleet(router: Router, role: EngineRole) -> list[Engine]:
     return [engine for engine in router.gateway.fleet.engines if engine.role is role]
 
 
@@ -62,11 +62,11 @@ async def test_an_engine_that_is_lost_holds_nothing_any_more(
     await router.complete(prompt=LONG)
     (holder,) = [engine for engine in others if engine.requests]
     name = f"127.0.0.1:{holder.port}"
-    assert policy(router, Role.PREFILL)._holders.bit(name)
+    assert policy(router, EngineRole.PREFILL)._holders.bit(name)
     engine = router.gateway.fleet.named(name)
     assert engine is not None
     router.gateway.fleet.unreachable(engine, "gone")
-    assert not policy(router, Role.PREFILL)._holders.bit(name)
+    assert not policy(router, EngineRole.PREFILL)._holders.bit(name)
 
 
 async def test_answers_that_belie_a_belief_end_it(
@@ -79,7 +79,7 @@ async def test_answers_that_belie_a_belief_end_it(
         await router.complete(prompt=LONG)
     assert sorted(len(engine.requests) for engine in others) == [0, 0, 4]
     (holder,) = [engine for engine in others if engine.requests]
-    assert not policy(router, Role.PREFILL)._holders.bit(f"127.0.0.1:{holder.port}")
+    assert not policy(router, EngineRole.PREFILL)._holders.bit(f"127.0.0.1:{holder.port}")
 
 
 async def test_a_prefiller_is_loaded_with_what_it_must_compute(
@@ -89,7 +89,7 @@ async def test_a_prefiller_is_loaded_with_what_it_must_compute(
     seen: list[int] = []
 
     async def look(request: Received, peer: Peer) -> None:
-        seen.append(sum(engine.tokens_in_flight for engine in fleet(router, Role.PREFILL)))
+        seen.append(sum(engine.tokens_in_flight for engine in fleet(router, EngineRole.PREFILL)))
         await peer.answer({"kv_transfer_params": PARAMS})
 
     for engine in others:
@@ -111,7 +111,7 @@ async def test_a_request_whose_decode_leg_fails_leaves_nothing_open(
     router = await start_router(ds=[d, *others], prefill_policy="prefix", decode_policy="prefix")
     for number in range(6):
         await router.complete(prompt=f"{number}{LONG}")
-    assert not any(policy(router, Role.DECODE)._open.values())
+    assert not any(policy(router, EngineRole.DECODE)._open.values())
 
 
 async def test_a_group_whose_last_engine_goes_has_no_policy(
@@ -170,7 +170,7 @@ async def test_a_short_turn_is_kept_and_gives_back_what_the_last_one_left(
     p.usual, d.usual = prefilling(), decoding()
     d.identity = {"capabilities": ["release"]}
     router = await start_router(min_remote_prefill_tokens=1000, decode_first_turns=0)
-    await eventually(lambda: all(e.learned.releases for e in fleet(router, Role.DECODE)))
+    await eventually(lambda: all(e.capabilities.releases for e in fleet(router, EngineRole.DECODE)))
     await chat(router, ASKED)
     await chat(router, AGAIN)
     assert not p.requests

@@ -12,15 +12,15 @@ import pytest
 from router.admin import control as control_module
 from router.admin.control import AdminRequestError, Control
 from router.admin.desired_state import RELOADABLE, DesiredState
-from router.fleet.engine_spec import EngineSpec, Intent, Listed, Role
-from router.fleet.overrides import Overlay, overlaid
-from router.fleet.views import EngineView, View
+from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.overrides import OperatorOverrides, apply_overrides
+from router.fleet.views import EngineView, FleetView
 from router.settings import Address, Settings, SettingsError, load
 from tests.unit.router.fleet.test_views import seen, view
 from tests.unit.router.test_settings import ENGINES
 
-A = Listed(EngineSpec(Role.PREFILL, Address("a", 1)))
-B = Listed(EngineSpec(Role.DECODE, Address("b", 1)))
+A = ListedEngine(EngineSpec(EngineRole.PREFILL, Address("a", 1)))
+B = ListedEngine(EngineSpec(EngineRole.DECODE, Address("b", 1)))
 NEW = {"url": "http://n:1", "role": "decode"}
 TOKEN = "0123456789abcdef"
 
@@ -28,19 +28,21 @@ TOKEN = "0123456789abcdef"
 class FakeProcesses:
     """`of` is what each process's one source lists; None: it does not answer."""
 
-    def __init__(self, *of: list[Listed] | None) -> None:
-        self.of: list[list[Listed] | None] = list(of)
+    def __init__(self, *of: list[ListedEngine] | None) -> None:
+        self.of: list[list[ListedEngine] | None] = list(of)
         self.is_informed = True
         self.told: list[DesiredState] = []
 
-    async def tell(self, state: DesiredState) -> Sequence[View | None]:
+    async def tell(self, state: DesiredState) -> Sequence[FleetView | None]:
         self.told.append(state)
         return [self._view(listed, state.overlay) for listed in self.of]
 
-    def _view(self, listed: list[Listed] | None, overlay: Overlay) -> View | None:
+    def _view(
+        self, listed: list[ListedEngine] | None, overlay: OperatorOverrides
+    ) -> FleetView | None:
         if listed is None:
             return None
-        engines, _ = overlaid([("file", listed)], overlay)
+        engines, _ = apply_overrides([("file", listed)], overlay)
         by_file = {one.address for one in listed}
         return view(
             *[_seen(one, address in by_file, overlay) for address, one in engines.items()],
@@ -48,7 +50,7 @@ class FakeProcesses:
         )
 
 
-def _seen(listed: Listed, is_of_file: bool, overlay: Overlay) -> EngineView:
+def _seen(listed: ListedEngine, is_of_file: bool, overlay: OperatorOverrides) -> EngineView:
     name, sources = listed.spec.name, ["file"] if is_of_file else []
     return seen(
         name=name,
@@ -61,7 +63,7 @@ def _seen(listed: Listed, is_of_file: bool, overlay: Overlay) -> EngineView:
 
 
 def control_of(
-    *of: list[Listed] | None, flags: dict[str, Any] | None = None
+    *of: list[ListedEngine] | None, flags: dict[str, Any] | None = None
 ) -> tuple[Control, FakeProcesses, dict[str, Any]]:
     """And what settings are read from the next time."""
     given: dict[str, Any] = ENGINES | (flags or {})
@@ -83,7 +85,7 @@ async def test_engines_are_added_and_taken_away() -> None:
     assert (spec.group, spec.weight, spec.models) == ("blue", 2.0, frozenset("m"))
     assert processes.told[-1] == control.state
     await control.remove("n:1")
-    assert control.state.overlay == Overlay()
+    assert control.state.overlay == OperatorOverrides()
 
 
 async def test_an_engine_may_come_draining_and_be_resumed() -> None:
@@ -107,7 +109,7 @@ async def test_what_the_file_would_not_take_is_refused(entry: object) -> None:
     status, text = await refused(control.add(entry))
     assert status == 400
     assert "\n" not in text
-    assert control.state.overlay == Overlay()
+    assert control.state.overlay == OperatorOverrides()
 
 
 async def test_what_is_there_is_not_added_again() -> None:
@@ -128,7 +130,7 @@ async def test_only_what_was_added_here_is_taken_away() -> None:
     assert (await refused(control.remove("z:1")))[0] == 404
     await control.add(NEW)
     await control.drain("n:1")
-    processes.of[0] = [A, Listed(EngineSpec(Role.DECODE, Address("n", 1)))]
+    processes.of[0] = [A, ListedEngine(EngineSpec(EngineRole.DECODE, Address("n", 1)))]
     await control.remove("n:1")
     assert Address("n", 1) in control.state.overlay.draining, "it is still there, and drains"
 
@@ -160,7 +162,7 @@ async def test_without_a_process_nothing_is_promised() -> None:
     control, _, _ = control_of(None, None)
     for asked in (control.add(NEW), control.drain("a:1"), control.weigh("blue", 1.0)):
         assert (await refused(asked))[0] == 503
-    assert control.state.overlay == Overlay()
+    assert control.state.overlay == OperatorOverrides()
     assert (await control.engines())[1:] == (0, 2)
 
 

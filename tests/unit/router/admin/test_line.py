@@ -15,18 +15,18 @@ from router.admin import control_channel as line_module
 from router.admin.control_channel import ControlChannel, follow_control
 from router.admin.desired_state import DesiredState, Tunables, decoded, encoded
 from router.admin.worker_process import WorkerProcess
-from router.fleet.engine_spec import EngineSpec, Role
-from router.fleet.overrides import Overlay
-from router.fleet.views import View
+from router.fleet.engine_spec import EngineRole, EngineSpec
+from router.fleet.overrides import OperatorOverrides
+from router.fleet.views import FleetView
 from router.settings import Address, load
 from tests.unit.router.harness import eventually
 from tests.unit.router.test_settings import ENGINES
 
-SPEC = EngineSpec(Role.DECODE, Address("::1", 9), frozenset("ab"), "blue", 0.5)
+SPEC = EngineSpec(EngineRole.DECODE, Address("::1", 9), frozenset("ab"), "blue", 0.5)
 EMPTY = DesiredState(Tunables.of(load(ENGINES)))
 FULL = replace(
     EMPTY,
-    overlay=Overlay((SPEC,), frozenset([Address("h", 1)]), {"blue": 0.1}),
+    overlay=OperatorOverrides((SPEC,), frozenset([Address("h", 1)]), {"blue": 0.1}),
     store_keys=("0123456789abcdef",),
 )
 
@@ -36,12 +36,12 @@ class FakeMember:
         self.states: list[DesiredState] = []
         self.fault: Exception | None = None
 
-    def adopt(self, state: DesiredState) -> View:
+    def adopt(self, state: DesiredState) -> FleetView:
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault
         self.states.append(state)
-        return View(engines=[], groups=[], is_informed=True)
+        return FleetView(engines=[], groups=[], is_informed=True)
 
 
 @contextlib.asynccontextmanager
@@ -70,7 +70,7 @@ async def test_all_are_told_and_who_comes_later_is_told_at_once(tmp_path: Path) 
     path, board = tmp_path / "control", ControlChannel(EMPTY, 2)
     async with board.open(path), worker(path) as one:
         assert one.states == [EMPTY], "before it serves"
-        assert await board.tell(FULL) == [View(engines=[], groups=[], is_informed=True), None]
+        assert await board.tell(FULL) == [FleetView(engines=[], groups=[], is_informed=True), None]
         assert one.states[-1] == FULL
         async with worker(path) as other:
             assert other.states == [FULL]
@@ -105,11 +105,11 @@ async def test_what_is_told_while_one_comes_reaches_it(tmp_path: Path) -> None:
         assert decoded(await reader.readline()) == EMPTY
         telling = asyncio.create_task(cast(Any, board.tell(FULL)))
         await asyncio.sleep(0)
-        said = View(engines=[], groups=[], is_informed=True).model_dump_json().encode() + b"\n"
+        said = FleetView(engines=[], groups=[], is_informed=True).model_dump_json().encode() + b"\n"
         writer.write(said)
         assert decoded(await reader.readline()) == FULL
         writer.write(said)
-        assert await telling == [View(engines=[], groups=[], is_informed=True)]
+        assert await telling == [FleetView(engines=[], groups=[], is_informed=True)]
         writer.close()
 
 

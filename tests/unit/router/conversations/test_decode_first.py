@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.fleet.engine_spec import Role
+from router.fleet.engine_spec import EngineRole
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import (
     KEPT,
@@ -200,12 +200,12 @@ async def test_an_engine_whose_cache_has_it_all_is_found_out_by_a_request_that_n
         await decoding()(request, peer)
 
     d.usual = judges
-    (engine,) = router.gateway.fleet.candidates(Role.DECODE)
+    (engine,) = router.gateway.fleet.candidates(EngineRole.DECODE)
     messages = [{"role": "user", "content": LONG}]
     fields: dict[str, Any] = {"conversation_id": None, "cache_hit_threshold": 0.5, "stream": True}
     for _ in range(3):
         await chat(router, messages, **fields)
-    await eventually(lambda: engine.learned.knows_threshold is True)
+    await eventually(lambda: engine.capabilities.knows_threshold is True)
     (trial,) = [r for r in d.requests if (r.header("x-request-id") or "").endswith("-trial")]
     assert (trial.json["model"], trial.json["max_tokens"]) == ("m", 1)
     await chat(router, messages, **fields)
@@ -229,10 +229,10 @@ async def test_an_engine_may_say_itself_that_it_does_not_know_the_field(
 ) -> None:
     d.usual = computing(590)
     await ask_long(router)
-    (engine,) = router.gateway.fleet.candidates(Role.DECODE)
-    await eventually(lambda: engine.learned.asked)
-    d.identity, engine.learned.asked = {"capabilities": ["prefix_proof"]}, False
-    await eventually(lambda: engine.learned.told)
+    (engine,) = router.gateway.fleet.candidates(EngineRole.DECODE)
+    await eventually(lambda: engine.capabilities.asked)
+    d.identity, engine.capabilities.asked = {"capabilities": ["prefix_proof"]}, False
+    await eventually(lambda: engine.capabilities.told)
     await ask_long(router)
     assert outcomes(router)["skipped"] == 1
 
@@ -242,13 +242,13 @@ async def test_a_turn_goes_to_its_decoder_alone_once_that_is_known_to_judge(
 ) -> None:
     router = await start_router(decode_first_turns=0.1)
     await chat(router, ASKED)
-    (engine,) = router.gateway.fleet.candidates(Role.DECODE)
+    (engine,) = router.gateway.fleet.candidates(EngineRole.DECODE)
     await chat(router, AGAIN)
     assert len(p.requests) == 2, "not known yet"
-    await eventually(lambda: engine.learned.asked)
+    await eventually(lambda: engine.capabilities.asked)
     d.identity = {"capabilities": {"cache_hit_threshold": True}}
-    engine.learned.asked = False
-    await eventually(lambda: engine.learned.told)
+    engine.capabilities.asked = False
+    await eventually(lambda: engine.capabilities.told)
     await chat(router, ASKED, conversation_id="d")
     count = len(p.requests)
     await chat(router, AGAIN, conversation_id="d")

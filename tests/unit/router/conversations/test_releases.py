@@ -11,7 +11,7 @@ import pytest
 
 from router.conversations.memory_store import MemoryStore
 from router.fleet.engine import Engine
-from router.fleet.engine_spec import Role
+from router.fleet.engine_spec import EngineRole
 from router.proxy.relay import Tail
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.around import Around
@@ -39,7 +39,7 @@ def engines(p: MockEngine, d: MockEngine) -> None:
     p.usual, d.usual = prefilling(), decoding()
 
 
-async def heard(router: Router, role: Role) -> Engine:
+async def heard(router: Router, role: EngineRole) -> Engine:
     """The engine of that role, once the router knows that it has the page."""
     (engine,) = router.gateway.fleet.candidates(role)
     await told(engine)
@@ -50,8 +50,8 @@ async def told(engine: Engine) -> None:
     """It is asked again, for it may be answering as it would have before."""
 
     def has_the_page() -> bool:
-        engine.learned.asked &= engine.learned.releases
-        return engine.learned.releases
+        engine.capabilities.asked &= engine.capabilities.releases
+        return engine.capabilities.releases
 
     await eventually(has_the_page)
 
@@ -122,7 +122,7 @@ async def test_a_turn_that_nobody_pulls_is_given_back_to_its_decoder(
 ) -> None:
     router = await start_router(decode_first_turns=0.1 if case == "decoder_alone" else 0)
     d.identity = {"capabilities": ["cache_hit_threshold", "release"]}
-    await heard(router, Role.DECODE)
+    await heard(router, EngineRole.DECODE)
     await chat(router, ASKED)
     await chat(router, AGAIN, model="m" if case != "mismatch" else "other")
     assert turns(router, case, "model" if case == "mismatch" else "") == 1
@@ -170,7 +170,7 @@ async def test_a_turn_that_another_replaces_or_pushes_out_is_given_back(
 ) -> None:
     router = await start_router(conversation_max_entries=1)
     d.identity = CAPABLE
-    await heard(router, Role.DECODE)
+    await heard(router, EngineRole.DECODE)
     both = asyncio.Barrier(2)
 
     async def together(request: Received, peer: Peer) -> None:
@@ -194,7 +194,7 @@ async def test_a_turn_that_cannot_be_stored_is_given_back(
 ) -> None:
     router = await start_router(conversation_max_bytes=10)
     d.identity = CAPABLE
-    await heard(router, Role.DECODE)
+    await heard(router, EngineRole.DECODE)
     for streamed in (True, False):
         await chat(router, ASKED, stream=streamed)
     await eventually(lambda: given_back(d) == [KEPT, KEPT])
@@ -205,7 +205,7 @@ async def test_a_turn_whose_prefill_fails_or_is_left_is_given_back(
     router: Router, p: MockEngine, d: MockEngine
 ) -> None:
     d.identity = CAPABLE
-    await heard(router, Role.DECODE)
+    await heard(router, EngineRole.DECODE)
 
     async def breaks(request: Received, peer: Peer) -> None:
         await peer.answer({"error": {"message": "load failed"}}, 500)

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from router.fleet.engine_spec import Role
+from router.fleet.engine_spec import EngineRole
 from tests.redis_server import running_redis
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import (
@@ -115,8 +115,8 @@ async def test_a_turn_goes_to_the_rank_of_its_decoder_that_has_the_last_one(
 ) -> None:
     d.identity, d.usual = identity, decoding(kept={**KEPT, "remote_engine_id": engine_id})
     router = await start_router()
-    (engine,) = router.gateway.fleet.candidates(Role.DECODE)
-    await eventually(lambda: engine.learned.asked)
+    (engine,) = router.gateway.fleet.candidates(EngineRole.DECODE)
+    await eventually(lambda: engine.capabilities.asked)
     headers = None if said is None else {"x-data-parallel-rank": said}
     await chat(router, ASKED, headers)
     assert d.last.header("x-data-parallel-rank") == said
@@ -337,7 +337,7 @@ async def test_an_entry_whose_decoder_is_gone_is_dropped(
         await chat(router, ASKED)
         lost = d if d.requests else other
         lost.healthy = False
-        await eventually(lambda: len(router.gateway.fleet.candidates(Role.DECODE)) == 1)
+        await eventually(lambda: len(router.gateway.fleet.candidates(EngineRole.DECODE)) == 1)
         await chat(router, AGAIN)
         assert offered(p) is None
         assert turns(router, "decoder_gone") == 1
@@ -524,7 +524,9 @@ async def test_engines_that_offer_no_turns_are_named_once_and_what_would_help(
 ) -> None:
     d.usual = decoding(kept=None)
     for engine in (p, d):
-        router.engine(engine).learned.note_identity({"capabilities": ["prefix_proof", "release"]})
+        router.engine(engine).capabilities.note_identity(
+            {"capabilities": ["prefix_proof", "release"]}
+        )
     for name in "abcde":
         await chat(router, ASKED, conversation_id=name, **fields)
     said = [r.getMessage() for r in caplog.records if r.name == "disagg_router.flows"]
@@ -540,7 +542,7 @@ async def test_engines_that_offer_turns_are_not_warned_of(
 ) -> None:
     identity: dict[str, object] = {"capabilities": ["prefix_proof", "release", "turns"]}
     for engine in (p, d):
-        router.engine(engine).learned.note_identity(identity)
+        router.engine(engine).capabilities.note_identity(identity)
     await chat(router, ASKED)
     assert "bidirectional" not in caplog.text
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.fleet.circuit_breaker import Breaker, BreakerRules, Circuit
+from router.fleet.circuit_breaker import BreakerRules, CircuitBreaker, CircuitState
 
 RULES = BreakerRules(in_a_row=3, rate=0.5, sample=6, first_pause=1.0, longest_pause=10.0)
 LEAST, MOST = 0.75, 1.25
@@ -20,17 +20,17 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.chance = 0.0
-        self.breaker = Breaker(RULES, lambda: self.chance)
+        self.breaker = CircuitBreaker(RULES, lambda: self.chance)
         self.openings = 0
         self.bad_in_a_row = 0
 
     @rule()
     def succeeds(self) -> None:
         was = self.breaker.circuit
-        assert self.breaker.succeeded() == (was is not Circuit.CLOSED)
-        assert self.breaker.circuit is Circuit.CLOSED
+        assert self.breaker.succeeded() == (was is not CircuitState.CLOSED)
+        assert self.breaker.circuit is CircuitState.CLOSED
         self.bad_in_a_row = 0
-        if was is not Circuit.CLOSED:
+        if was is not CircuitState.CLOSED:
             self.openings = 0
 
     @rule(chance=st.floats(0, 1, exclude_max=True))
@@ -40,23 +40,25 @@ class AnyOrder(RuleBasedStateMachine):
         self.bad_in_a_row += 1
         pause = self.breaker.failed()
         assert (pause is not None) == (self.breaker.opened == opened + 1)
-        if was is Circuit.OPEN:
+        if was is CircuitState.OPEN:
             assert pause is None
-        if was is Circuit.HALF_OPEN or (was is Circuit.CLOSED and self.bad_in_a_row >= 3):
+        if was is CircuitState.HALF_OPEN or (was is CircuitState.CLOSED and self.bad_in_a_row >= 3):
             assert pause is not None
         if pause is not None:
             usual = min(RULES.first_pause * 2**self.openings, RULES.longest_pause)
             assert LEAST * usual <= pause <= MOST * usual
-            assert self.breaker.circuit is Circuit.OPEN
+            assert self.breaker.circuit is CircuitState.OPEN
             self.openings += 1
 
     @rule()
     def pause_ends(self) -> None:
         was = self.breaker.circuit
         self.breaker.half_open()
-        assert self.breaker.circuit is (Circuit.HALF_OPEN if was is Circuit.OPEN else was)
+        assert self.breaker.circuit is (CircuitState.HALF_OPEN if was is CircuitState.OPEN else was)
 
-    @precondition(lambda self: self.breaker.circuit is Circuit.HALF_OPEN and self.breaker.admits)
+    @precondition(
+        lambda self: self.breaker.circuit is CircuitState.HALF_OPEN and self.breaker.admits
+    )
     @rule()
     def trial_begins(self) -> None:
         self.breaker.trial = object()
@@ -70,9 +72,11 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def one_may_try_and_then_nobody(self) -> None:
         circuit, trial = self.breaker.circuit, self.breaker.trial
-        expected = circuit is Circuit.CLOSED or (circuit is Circuit.HALF_OPEN and trial is None)
+        expected = circuit is CircuitState.CLOSED or (
+            circuit is CircuitState.HALF_OPEN and trial is None
+        )
         assert self.breaker.admits == expected
-        assert trial is None or circuit is Circuit.HALF_OPEN
+        assert trial is None or circuit is CircuitState.HALF_OPEN
 
 
 TestAnyOrder = AnyOrder.TestCase
@@ -80,7 +84,7 @@ TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadli
 
 
 def test_pauses_grow_to_a_bound_and_begin_anew_after_a_success() -> None:
-    breaker = Breaker(RULES, lambda: 0.5)
+    breaker = CircuitBreaker(RULES, lambda: 0.5)
 
     def next_pause() -> float:
         breaker.half_open()
@@ -97,19 +101,19 @@ def test_pauses_grow_to_a_bound_and_begin_anew_after_a_success() -> None:
 
 @pytest.mark.parametrize("good_before", [0, 5, 1000, 1_000_000])
 def test_half_of_the_legs_open_it_however_well_it_did_before(good_before: int) -> None:
-    breaker = Breaker(BreakerRules())
+    breaker = CircuitBreaker(BreakerRules())
     breaker._good = good_before
     legs = 0
     while breaker.failed() is None:
         breaker.succeeded()
         legs += 2
         assert legs < 400
-    assert breaker.circuit is Circuit.OPEN
+    assert breaker.circuit is CircuitState.OPEN
     assert good_before or legs + 1 >= BreakerRules().sample, "a few legs say nothing"
 
 
 def test_a_quarter_of_the_legs_does_not() -> None:
-    breaker = Breaker(BreakerRules())
+    breaker = CircuitBreaker(BreakerRules())
     for _ in range(1000):
         assert breaker.failed() is None
         for _ in range(3):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from router.fleet.engine import Health
-from router.fleet.engine_spec import EngineSpec, Role
+from router.fleet.engine_spec import EngineRole, EngineSpec
 from router.fleet.fleet import Fleet
-from router.fleet.group_state import PATIENCE, Group, Halves, census
+from router.fleet.group_state import PATIENCE, GroupCounts, IncompleteGroupLog, count_groups
 from router.http_client.deadlines import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
 from router.settings import Address
 
 
-def fleet_of(*engines: tuple[Role, str]) -> Fleet:
+def fleet_of(*engines: tuple[EngineRole, str]) -> Fleet:
     specs = [
         EngineSpec(role, Address("h", port), group=group)
         for port, (role, group) in enumerate(engines, 1)
@@ -25,25 +25,28 @@ def fleet_of(*engines: tuple[Role, str]) -> Fleet:
 
 def test_every_group_is_counted_even_one_without_engines() -> None:
     fleet = fleet_of(
-        (Role.PREFILL, "blue"), (Role.DECODE, "blue"), (Role.DECODE, "blue"), (Role.BOTH, "green")
+        (EngineRole.PREFILL, "blue"),
+        (EngineRole.DECODE, "blue"),
+        (EngineRole.DECODE, "blue"),
+        (EngineRole.BOTH, "green"),
     )
     fleet.weigh({"green": 0.25, "red": 3.0})
-    assert census(fleet) == {
-        "green": Group(0.25, 1, 1),
-        "red": Group(3.0, 0, 0),
-        "blue": Group(2.0, 1, 2),
+    assert count_groups(fleet) == {
+        "green": GroupCounts(0.25, 1, 1),
+        "red": GroupCounts(3.0, 0, 0),
+        "blue": GroupCounts(2.0, 1, 2),
     }
 
 
 async def test_who_may_not_be_asked_does_not_count() -> None:
-    fleet = fleet_of((Role.PREFILL, "blue"), (Role.DECODE, "blue"))
+    fleet = fleet_of((EngineRole.PREFILL, "blue"), (EngineRole.DECODE, "blue"))
     prefiller, decoder = fleet.engines
     fleet.probe_failed(prefiller, "dead")
     fleet.drain(decoder)
-    assert census(fleet) == {"blue": Group(0.0, 0, 0)}
+    assert count_groups(fleet) == {"blue": GroupCounts(0.0, 0, 0)}
     fleet.resume(decoder)
-    assert census(fleet)["blue"].is_half
-    assert not census(fleet)["blue"].is_complete
+    assert count_groups(fleet)["blue"].is_half
+    assert not count_groups(fleet)["blue"].is_complete
 
 
 async def test_half_a_group_is_said_once_and_only_if_it_stays_so(
@@ -51,8 +54,8 @@ async def test_half_a_group_is_said_once_and_only_if_it_stays_so(
 ) -> None:
     caplog.set_level("INFO", logger="disagg_router")
     time = 0.0
-    fleet = fleet_of((Role.PREFILL, "blue"), (Role.DECODE, "blue"))
-    halves = Halves(fleet, lambda: time)
+    fleet = fleet_of((EngineRole.PREFILL, "blue"), (EngineRole.DECODE, "blue"))
+    halves = IncompleteGroupLog(fleet, lambda: time)
     prefiller, decoder = fleet.engines
     halves.look()
     fleet.drain(decoder)

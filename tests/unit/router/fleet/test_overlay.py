@@ -9,9 +9,9 @@ from functools import reduce
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.engine_spec import EngineSpec, Intent, Listed, Role
-from router.fleet.overrides import Overlay, overlaid
-from router.fleet.reconcile import merged
+from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.overrides import OperatorOverrides, apply_overrides
+from router.fleet.reconcile import merge_listings
 from router.settings import Address
 from tests.unit.router.fleet.test_reconcile import ADDRESSES, LISTED, SETS
 
@@ -21,28 +21,28 @@ LISTINGS = st.lists(SETS, max_size=3).map(
 ADDED = st.lists(LISTED.map(lambda one: one.spec), unique_by=lambda spec: spec.address)
 DRAINING = st.frozensets(st.sampled_from(ADDRESSES))
 OVERLAYS = st.builds(
-    Overlay,
+    OperatorOverrides,
     ADDED.map(tuple),
     DRAINING,
     st.dictionaries(st.sampled_from(["blue", "green"]), st.sampled_from([0.0, 1.0])),
 )
-Listings = list[tuple[str, list[Listed]]]
-ONE = EngineSpec(Role.DECODE, Address("h", 9))
+Listings = list[tuple[str, list[ListedEngine]]]
+ONE = EngineSpec(EngineRole.DECODE, Address("h", 9))
 
 
 @given(LISTINGS, OVERLAYS)
 def test_everyone_is_there_whom_a_source_or_an_operator_names(
-    listings: Listings, overlay: Overlay
+    listings: Listings, overlay: OperatorOverrides
 ) -> None:
-    engines, _ = overlaid(listings, overlay)
+    engines, _ = apply_overrides(listings, overlay)
     listed = {one.address for _, listing in listings for one in listing}
     assert engines.keys() == listed | {spec.address for spec in overlay.added}
 
 
 @given(LISTINGS, OVERLAYS)
-def test_a_drain_is_all_that_it_changes(listings: Listings, overlay: Overlay) -> None:
-    engines, conflicts = overlaid(listings, overlay)
-    others, same = overlaid(listings, replace(overlay, draining=frozenset()))
+def test_a_drain_is_all_that_it_changes(listings: Listings, overlay: OperatorOverrides) -> None:
+    engines, conflicts = apply_overrides(listings, overlay)
+    others, same = apply_overrides(listings, replace(overlay, draining=frozenset()))
     assert conflicts == same
     for address, engine in engines.items():
         assert engine.spec == others[address].spec
@@ -54,19 +54,19 @@ def test_a_drain_is_all_that_it_changes(listings: Listings, overlay: Overlay) ->
 
 @given(st.lists(LISTINGS, max_size=5), st.sampled_from(ADDRESSES))
 def test_a_drain_holds_whatever_sources_say_next(history: list[Listings], address: Address) -> None:
-    overlay = Overlay().with_drain(address)
+    overlay = OperatorOverrides().with_drain(address)
     for listings in history:
-        engines, _ = overlaid(listings, overlay)
+        engines, _ = apply_overrides(listings, overlay)
         assert address not in engines or engines[address].intent is Intent.DRAINING
 
 
 @given(LISTINGS)
 def test_without_wishes_it_is_what_sources_list(listings: Listings) -> None:
-    assert overlaid(listings, Overlay()) == merged(listings)
+    assert apply_overrides(listings, OperatorOverrides()) == merge_listings(listings)
 
 
 @given(OVERLAYS, st.sampled_from(ADDRESSES))
-def test_each_wish_can_be_taken_back(overlay: Overlay, address: Address) -> None:
+def test_each_wish_can_be_taken_back(overlay: OperatorOverrides, address: Address) -> None:
     assert overlay.with_drain(address).without_drain(address) == overlay.without_drain(address)
     added = overlay.with_engine(ONE)
     assert (added.adds(ONE.address), added.without_engine(ONE.address)) == (True, overlay)
@@ -75,7 +75,7 @@ def test_each_wish_can_be_taken_back(overlay: Overlay, address: Address) -> None
 
 @given(OVERLAYS, DRAINING)
 def test_drains_of_those_that_are_gone_are_forgotten_and_nothing_else(
-    overlay: Overlay, listed: frozenset[Address]
+    overlay: OperatorOverrides, listed: frozenset[Address]
 ) -> None:
     pruned = overlay.pruned(listed)
     assert pruned.draining == overlay.draining & listed
@@ -92,7 +92,7 @@ STEPS = st.one_of(
 
 @given(OVERLAYS, st.lists(STEPS, max_size=8))
 def test_wishes_are_few_and_orderly(
-    overlay: Overlay, steps: list[Callable[[Overlay], Overlay]]
+    overlay: OperatorOverrides, steps: list[Callable[[OperatorOverrides], OperatorOverrides]]
 ) -> None:
     after = reduce(lambda one, step: step(one), steps, overlay)
     assert len({spec.address for spec in after.added}) == len(after.added)

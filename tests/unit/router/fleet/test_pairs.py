@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from router.fleet.unreachable_pairs import FIRST_PAUSE, LONGEST_PAUSE, MOST_PAIRS, Pairs
+from router.fleet.unreachable_pairs import FIRST_PAUSE, LONGEST_PAUSE, MOST_PAIRS, UnreachablePairs
 
 P, D = "p:1", "d:1"
 
 
-def pairs() -> Pairs:
+def pairs() -> UnreachablePairs:
     """Without jitter."""
-    return Pairs(chance=lambda: 0.5)
+    return UnreachablePairs(chance=lambda: 0.5)
 
 
 def test_a_pair_that_fails_is_avoided_for_a_while_and_no_other() -> None:

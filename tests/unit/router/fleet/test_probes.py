@@ -15,7 +15,7 @@ import pytest
 from router.fleet import probes
 from router.fleet.engine import Health
 from router.fleet.probes import Prober
-from router.http_client.connect import Attempt
+from router.http_client.connect import ConnectAttempt
 from router.settings import Settings
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
@@ -172,15 +172,15 @@ async def test_a_name_that_does_not_resolve_condemns_no_engine(
     changes = {"health_interval": 0.03, "health_timeout": 0.1, "request_timeout": 0.5}
     router = await start_router(engine_idle_connections=0, **changes)
     engines = router.gateway.fleet.engines
-    await eventually(lambda: all(e.learned.asked for e in engines))
-    learned = [engine.learned for engine in engines]
+    await eventually(lambda: all(e.capabilities.asked for e in engines))
+    capabilities = [engine.capabilities for engine in engines]
 
     async def never(*_: object) -> list[str]:
         await asyncio.Event().wait()
         return []
 
     if is_slow:
-        monkeypatch.setattr(Attempt, "_resolve", never)
+        monkeypatch.setattr(ConnectAttempt, "_resolve", never)
     for engine in engines:
         engine.pool._host = "nowhere.invalid"
     await asyncio.sleep(0.6)
@@ -188,7 +188,7 @@ async def test_a_name_that_does_not_resolve_condemns_no_engine(
     answer = await router.complete()
     assert answer.status_code == 503
     assert "name cannot be resolved" in answer.json()["error"]["message"]
-    assert [engine.learned for engine in engines] == learned
+    assert [engine.capabilities for engine in engines] == capabilities
     assert all(e.is_asked and not e.lost_at and not e.breaker._bad for e in engines)
 
 
@@ -197,8 +197,8 @@ async def test_probes_without_a_descriptor_condemn_no_engine(
 ) -> None:
     router = await start_router(engine_idle_connections=0, health_interval=0.03)
     engines = router.gateway.fleet.engines
-    await eventually(lambda: all(e.learned.asked and e.models for e in engines))
-    learned = [engine.learned for engine in engines]
+    await eventually(lambda: all(e.capabilities.asked and e.models for e in engines))
+    capabilities = [engine.capabilities for engine in engines]
     for engine in engines:  # no probe is under way while files run out
         await eventually(lambda e=engine: not e.pool.open_count)  # type: ignore[misc]
     with no_descriptor_left():
@@ -206,7 +206,7 @@ async def test_probes_without_a_descriptor_condemn_no_engine(
         await asyncio.sleep(0.3)
         assert sum((p.probes, d.probes)) - sum(before) <= 2, "there were none"
     assert all(e.health is Health.HEALTHY and not e.failures for e in engines)
-    assert [engine.learned for engine in engines] == learned
+    assert [engine.capabilities for engine in engines] == capabilities
     assert (await router.complete()).status_code == 200
 
 

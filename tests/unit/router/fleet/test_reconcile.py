@@ -5,16 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.engine_spec import EngineSpec, Intent, Listed, Role
-from router.fleet.reconcile import Changes, merged, reconcile
+from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.reconcile import FleetChanges, merge_listings, reconcile
 from router.settings import Address
 
 ADDRESSES = [Address("h", port) for port in range(1, 6)]
 LISTED = st.builds(
-    Listed,
+    ListedEngine,
     st.builds(
         EngineSpec,
-        st.sampled_from(Role),
+        st.sampled_from(EngineRole),
         st.sampled_from(ADDRESSES),
         st.frozensets(st.sampled_from("ab")),
         st.sampled_from(["default", "blue", "green"]),
@@ -26,14 +26,16 @@ SETS = st.lists(LISTED, unique_by=lambda one: one.address)
 FLEETS = SETS.map(lambda listed: {one.address: one for one in listed})
 
 
-def applied(there: dict[Address, Listed], changes: Changes) -> dict[Address, Listed]:
+def applied(
+    there: dict[Address, ListedEngine], changes: FleetChanges
+) -> dict[Address, ListedEngine]:
     after = {address: one for address, one in there.items() if address not in changes.leave}
     return after | {one.address: one for one in (*changes.join, *changes.change)}
 
 
 @given(FLEETS, FLEETS)
 def test_the_steps_lead_to_what_is_wanted_and_none_is_for_nothing(
-    there: dict[Address, Listed], wanted: dict[Address, Listed]
+    there: dict[Address, ListedEngine], wanted: dict[Address, ListedEngine]
 ) -> None:
     changes = reconcile(there, wanted)
     assert applied(there, changes) == wanted
@@ -47,15 +49,15 @@ def test_the_steps_lead_to_what_is_wanted_and_none_is_for_nothing(
 
 @given(st.lists(SETS, max_size=4))
 def test_an_address_is_one_engine_with_every_role_that_is_listed(
-    listings: list[list[Listed]],
+    listings: list[list[ListedEngine]],
 ) -> None:
-    engines, conflicts = merged((f"s{number}", one) for number, one in enumerate(listings))
+    engines, conflicts = merge_listings((f"s{number}", one) for number, one in enumerate(listings))
     everyone = [listed for listing in listings for listed in listing]
     assert engines.keys() == {listed.address for listed in everyone}
     for address, engine in engines.items():
         said = [listed for listed in everyone if listed.address == address]
         roles = {listed.spec.role for listed in said}
-        assert engine.spec.role is (roles.pop() if len(roles) == 1 else Role.BOTH)
+        assert engine.spec.role is (roles.pop() if len(roles) == 1 else EngineRole.BOTH)
         drains = any(listed.intent is Intent.DRAINING for listed in said)
         assert (engine.intent is Intent.DRAINING) == drains
         for what, default in (("group", "default"), ("models", frozenset()), ("weight", 1.0)):
@@ -67,10 +69,13 @@ def test_an_address_is_one_engine_with_every_role_that_is_listed(
 
 def test_a_source_that_says_more_is_no_contradiction() -> None:
     at = ADDRESSES[0]
-    plain, more = EngineSpec(Role.PREFILL, at), EngineSpec(Role.PREFILL, at, group="blue")
-    for listings in ([("a", [Listed(plain)]), ("b", [Listed(more)])],) * 2:
-        assert merged(listings) == ({at: Listed(more)}, [])
-    other = Listed(EngineSpec(Role.PREFILL, at, group="green"))
-    engines, conflicts = merged([("a", [Listed(more)]), ("b", [other])])
+    plain, more = (
+        EngineSpec(EngineRole.PREFILL, at),
+        EngineSpec(EngineRole.PREFILL, at, group="blue"),
+    )
+    for listings in ([("a", [ListedEngine(plain)]), ("b", [ListedEngine(more)])],) * 2:
+        assert merge_listings(listings) == ({at: ListedEngine(more)}, [])
+    other = ListedEngine(EngineSpec(EngineRole.PREFILL, at, group="green"))
+    engines, conflicts = merge_listings([("a", [ListedEngine(more)]), ("b", [other])])
     assert engines[at].spec.group == "blue"
     assert conflicts == ["h:1: a and b list it with another group: a wins"]

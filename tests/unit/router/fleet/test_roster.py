@@ -11,11 +11,11 @@ import pytest
 
 from router.fleet import registry as roster_module
 from router.fleet.engine import Engine, Health
-from router.fleet.engine_spec import EngineSpec, Intent, Listed, Role
+from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
 from router.fleet.fleet import Fleet
-from router.fleet.overrides import Overlay
-from router.fleet.registry import Roster
-from router.fleet.sources.source import Report
+from router.fleet.overrides import OperatorOverrides
+from router.fleet.registry import EngineRegistry
+from router.fleet.sources.source import SourceReport
 from router.http_client.deadlines import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
 from router.settings import Address
@@ -27,24 +27,24 @@ BOUND = 100.0
 class FakeSource:
     """Says what a test says, and fails as it says."""
 
-    def __init__(self, name: str = "fake", first: Report | None = None) -> None:
+    def __init__(self, name: str = "fake", first: SourceReport | None = None) -> None:
         self.name = name
-        self.first = Report() if first is None else first
-        self.words: asyncio.Queue[Report | Exception | None] = asyncio.Queue()
+        self.first = SourceReport() if first is None else first
+        self.words: asyncio.Queue[SourceReport | Exception | None] = asyncio.Queue()
         self.watches = 0
 
-    async def watch(self) -> AsyncGenerator[Report, None]:
+    async def watch(self) -> AsyncGenerator[SourceReport, None]:
         self.watches += 1
         while (word := await self.words.get()) is not None:
             if isinstance(word, Exception):
                 raise word
             yield word
 
-    def lists(self, *listed: Listed, trouble: str = "") -> None:
-        self.words.put_nowait(Report(listed, trouble))
+    def lists(self, *listed: ListedEngine, trouble: str = "") -> None:
+        self.words.put_nowait(SourceReport(listed, trouble))
 
     def fails(self, trouble: str) -> None:
-        self.words.put_nowait(Report(None, trouble))
+        self.words.put_nowait(SourceReport(None, trouble))
 
 
 class World:
@@ -57,7 +57,7 @@ class World:
         self.fleet = Fleet((), self._pool, 2)
         self.fleet.on_new_snapshot = self._count
         self.fleet.on_lost = lambda engine: self.lost.append(engine.name)
-        self.roster = Roster(self.fleet, sources, BOUND, clock=lambda: self.time)
+        self.roster = EngineRegistry(self.fleet, sources, BOUND, clock=lambda: self.time)
 
     def engine(self, name: str) -> Engine:
         engine = self.fleet.find(name)
@@ -75,10 +75,10 @@ class World:
         return {engine.name for engine in self.fleet.engines}
 
 
-def listed(name: str, role: Role = Role.DECODE, **spec: Any) -> Listed:
+def listed(name: str, role: EngineRole = EngineRole.DECODE, **spec: Any) -> ListedEngine:
     host, port = name.split(":")
     intent = spec.pop("intent", Intent.SERVING)
-    return Listed(EngineSpec(role, Address(host, int(port)), **spec), intent)
+    return ListedEngine(EngineSpec(role, Address(host, int(port)), **spec), intent)
 
 
 @pytest.fixture(autouse=True)
@@ -100,10 +100,10 @@ async def running(*sources: FakeSource) -> AsyncIterator[World]:
 
 
 async def test_what_is_known_at_the_start_is_there_at_once() -> None:
-    first = Report(
+    first = SourceReport(
         (
             listed("a:1"),
-            listed("b:1", Role.PREFILL),
+            listed("b:1", EngineRole.PREFILL),
         )
     )
     world = World(FakeSource(first=first))
@@ -139,7 +139,7 @@ async def test_engines_come_change_leave_and_come_back() -> None:
 
 
 async def test_who_leaves_has_time_for_its_legs_but_not_for_ever() -> None:
-    source = FakeSource(first=Report((listed("a:1"),)))
+    source = FakeSource(first=SourceReport((listed("a:1"),)))
     async with running(source) as world:
         a = world.engine("a:1")
         a.in_flight = 1
@@ -155,7 +155,7 @@ async def test_who_leaves_has_time_for_its_legs_but_not_for_ever() -> None:
 
 
 async def test_a_source_may_list_an_engine_that_drains() -> None:
-    source = FakeSource(first=Report((listed("a:1", intent=Intent.DRAINING),)))
+    source = FakeSource(first=SourceReport((listed("a:1", intent=Intent.DRAINING),)))
     async with running(source) as world:
         a = world.engine("a:1")
         assert (a.intent, world.fleet.snapshot.any_model) == (Intent.DRAINING, ())
@@ -168,21 +168,21 @@ async def test_a_source_may_list_an_engine_that_drains() -> None:
 
 
 async def test_another_description_changes_an_engine_in_place() -> None:
-    source = FakeSource(first=Report((listed("a:1"),)))
+    source = FakeSource(first=SourceReport((listed("a:1"),)))
     async with running(source) as world:
         a = world.engine("a:1")
-        a.health, a.in_flight, a.learned.asked = Health.HEALTHY, 1, True
+        a.health, a.in_flight, a.capabilities.asked = Health.HEALTHY, 1, True
         source.lists(listed("a:1", weight=3.0, models=frozenset("m")))
         await eventually(lambda: a.models == frozenset("m"))
-        assert (a.learned.asked, world.lost) == (True, []), "it is what it was"
+        assert (a.capabilities.asked, world.lost) == (True, []), "it is what it was"
         assert world.fleet.snapshot.pools("m")[0].weight == 3.0
         source.lists(listed("a:1"))
         await eventually(lambda: a.models is None)
         a.models = frozenset("x")  # as its page says
-        source.lists(listed("a:1", Role.BOTH, group="blue"))
-        await eventually(lambda: a.role is Role.BOTH)
+        source.lists(listed("a:1", EngineRole.BOTH, group="blue"))
+        await eventually(lambda: a.role is EngineRole.BOTH)
         assert (a.models, a.spec.group) == (frozenset("x"), "blue")
-        assert (a.learned.asked, world.lost) == (False, ["a:1"]), "asked anew what it is"
+        assert (a.capabilities.asked, world.lost) == (False, ["a:1"]), "asked anew what it is"
         assert (world.engine("a:1"), a.health, a.in_flight) == (a, Health.HEALTHY, 1)
         assert world.fleet.groups == {"blue"}
 
@@ -198,7 +198,7 @@ async def test_nothing_new_is_no_new_snapshot_and_many_changes_are_one() -> None
         other.lists(many[0])
         source.lists(*reversed(many))
         await eventually(lambda: source.words.empty() and other.words.empty())
-        await asyncio.wait_for(world.roster.heard(1), 5)
+        await asyncio.wait_for(world.roster.wait_for_sources(1), 5)
         assert world.snapshots == 1
         source.lists(*many[:250], *[listed(f"i:{port}") for port in range(1, 251)])
         await eventually(lambda: "h:500" not in world.names)
@@ -208,11 +208,11 @@ async def test_nothing_new_is_no_new_snapshot_and_many_changes_are_one() -> None
 async def test_two_sources_that_list_an_engine_must_both_let_it_go() -> None:
     one, other = FakeSource("one"), FakeSource("other")
     async with running(one, other) as world:
-        one.lists(listed("a:1", Role.PREFILL))
-        other.lists(listed("a:1", Role.DECODE))
-        await eventually(lambda: world.names and world.engine("a:1").role is Role.BOTH)
+        one.lists(listed("a:1", EngineRole.PREFILL))
+        other.lists(listed("a:1", EngineRole.DECODE))
+        await eventually(lambda: world.names and world.engine("a:1").role is EngineRole.BOTH)
         one.lists()
-        await eventually(lambda: world.engine("a:1").role is Role.DECODE)
+        await eventually(lambda: world.engine("a:1").role is EngineRole.DECODE)
         other.lists()
         await eventually(lambda: not world.names)
 
@@ -244,9 +244,9 @@ async def test_trouble_takes_nothing_away_and_is_said_once(
         assert world.names == {"a:1"}
         assert world.roster.troubles() == {"fake": "the dog ate it"}
         assert caplog.text.count("the dog ate it") == caplog.text.count("it is gone") == 1
-        told = world.roster.standings[0].told_at
+        told = world.roster.sources[0].told_at
         source.lists(listed("a:1"), trouble="and yet")
-        await eventually(lambda: world.roster.standings[0].told_at > told)
+        await eventually(lambda: world.roster.sources[0].told_at > told)
         assert world.roster.troubles() == {"fake": "and yet"}
         source.lists(listed("a:1"))
         await eventually(lambda: "is well again" in caplog.text)
@@ -295,22 +295,22 @@ async def test_the_first_words_of_all_are_waited_for_but_not_for_ever() -> None:
     quick, mute = FakeSource("quick"), FakeSource("mute")
     async with running(quick, mute) as world:
         quick.lists(listed("a:1"))
-        await asyncio.wait_for(world.roster.heard(0.05), 5)
+        await asyncio.wait_for(world.roster.wait_for_sources(0.05), 5)
         assert world.names == {"a:1"}
         mute.fails("cannot tell")
-        await asyncio.wait_for(world.roster.heard(60), 5)
+        await asyncio.wait_for(world.roster.wait_for_sources(60), 5)
     async with running(FakeSource("only")) as world:
-        source = world.roster.standings[0].source
+        source = world.roster.sources[0].source
         assert isinstance(source, FakeSource)
         source.lists(listed("a:1"))
-        await asyncio.wait_for(world.roster.heard(60), 5)
+        await asyncio.wait_for(world.roster.wait_for_sources(60), 5)
         assert world.names == {"a:1"}, "it is there when it was heard"
 
 
 async def test_a_source_that_has_said_all_is_never_late() -> None:
-    source = FakeSource(first=Report((listed("a:1"),)))
+    source = FakeSource(first=SourceReport((listed("a:1"),)))
     async with running(source) as world:
-        standing = world.roster.standings[0]
+        standing = world.roster.sources[0]
         told = standing.told_at
         source.words.put_nowait(None)
         await eventually(lambda: standing.told_at > told)
@@ -318,7 +318,7 @@ async def test_a_source_that_has_said_all_is_never_late() -> None:
 
 
 async def test_what_probes_of_many_engines_find_at_once_is_one_snapshot() -> None:
-    first = Report(tuple(listed(f"h:{port}") for port in range(1, 101)))
+    first = SourceReport(tuple(listed(f"h:{port}") for port in range(1, 101)))
     world = World(FakeSource(first=first))
     engines, before = world.fleet.engines, world.snapshots
     for engine in engines[:99]:
@@ -336,7 +336,7 @@ async def test_what_probes_of_many_engines_find_at_once_is_one_snapshot() -> Non
 
 
 async def test_who_holds_what_a_decoder_has_still_to_read_does_not_leave_yet() -> None:
-    source = FakeSource(first=Report((listed("a:1"),)))
+    source = FakeSource(first=SourceReport((listed("a:1"),)))
     async with running(source) as world:
         a = world.engine("a:1")
         a.holding = 1
@@ -349,17 +349,17 @@ async def test_who_holds_what_a_decoder_has_still_to_read_does_not_leave_yet() -
 
 
 async def test_what_operators_want_stands_over_a_new_listing() -> None:
-    source = FakeSource(first=Report((listed("a:1"),)))
+    source = FakeSource(first=SourceReport((listed("a:1"),)))
     async with running(source) as world:
         a, added = world.engine("a:1"), listed("c:1").spec
-        world.roster.impose(Overlay((added,), frozenset([a.spec.address])))
+        world.roster.set_overrides(OperatorOverrides((added,), frozenset([a.spec.address])))
         assert (a.intent, world.names) == (Intent.DRAINING, {"a:1", "c:1"}), "at once"
         source.lists(listed("a:1", weight=2.0), listed("b:1"))
         await eventually(lambda: "b:1" in world.names)
         assert (a.intent, a.spec.weight) == (Intent.DRAINING, 2.0)
         assert list(world.roster.sources_of(a.spec.address)) == ["fake"]
         assert list(world.roster.sources_of(added.address)) == ["admin"]
-        world.roster.impose(Overlay())
+        world.roster.set_overrides(OperatorOverrides())
         assert a.intent is Intent.SERVING
         await eventually(lambda: world.names == {"a:1", "b:1"})
         assert not world.roster.sources_of(added.address)
@@ -368,7 +368,7 @@ async def test_what_operators_want_stands_over_a_new_listing() -> None:
 async def test_a_fault_while_wishes_are_done_does_not_lose_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with running(FakeSource(first=Report((listed("a:1"),)))) as world:
+    async with running(FakeSource(first=SourceReport((listed("a:1"),)))) as world:
         drain = world.fleet.drain
 
         def fail(_: Engine) -> None:
@@ -378,7 +378,7 @@ async def test_a_fault_while_wishes_are_done_does_not_lose_them(
         monkeypatch.setattr(world.fleet, "drain", fail)
         a = world.engine("a:1")
         with pytest.raises(RuntimeError):
-            world.roster.impose(Overlay(draining=frozenset([a.spec.address])))
+            world.roster.set_overrides(OperatorOverrides(draining=frozenset([a.spec.address])))
         await eventually(lambda: a.intent is Intent.DRAINING)
 
 
@@ -398,6 +398,6 @@ async def test_it_is_informed_when_every_source_has_told_its_list_once() -> None
 
 async def test_a_roster_without_sources_waits_for_none() -> None:
     async with running() as world:
-        await asyncio.wait_for(world.roster.heard(60), 5)
-        world.roster.impose(Overlay((listed("a:1").spec,)))
+        await asyncio.wait_for(world.roster.wait_for_sources(60), 5)
+        world.roster.set_overrides(OperatorOverrides((listed("a:1").spec,)))
         assert world.names == {"a:1"}

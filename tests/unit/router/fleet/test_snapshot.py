@@ -8,21 +8,21 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.circuit_breaker import Breaker, BreakerRules, Circuit
+from router.fleet.circuit_breaker import BreakerRules, CircuitBreaker, CircuitState
 from router.fleet.engine import Engine, Health
-from router.fleet.engine_spec import LEGS, EngineSpec, Intent, Role
-from router.fleet.snapshot import Members, picture
+from router.fleet.engine_spec import LEGS, EngineRole, EngineSpec, Intent
+from router.fleet.snapshot import EngineTuples, build_snapshot
 from router.http_client.pool import EnginePool
 from router.settings import Address
 
 MODELS = ("a", "b")
 
 
-def engine(port: int, role: Role, **state: Any) -> Engine:
+def engine(port: int, role: EngineRole, **state: Any) -> Engine:
     models, group = state.pop("models", frozenset()), state.pop("group", "g")
     spec = EngineSpec(role, Address("h", port), group=group, weight=state.pop("weight", 1.0))
-    circuit = state.pop("circuit", Circuit.CLOSED)
-    made = Engine(spec, cast(EnginePool, None), Breaker(BreakerRules()))
+    circuit = state.pop("circuit", CircuitState.CLOSED)
+    made = Engine(spec, cast(EnginePool, None), CircuitBreaker(BreakerRules()))
     made.health, made.models, made.breaker.circuit = Health.HEALTHY, models or None, circuit
     for name, value in state.items():
         setattr(made, name, value)
@@ -33,11 +33,11 @@ def engine(port: int, role: Role, **state: Any) -> Engine:
 ENGINES = st.lists(
     st.fixed_dictionaries(
         {
-            "role": st.sampled_from(Role),
+            "role": st.sampled_from(EngineRole),
             "health": st.sampled_from(Health),
             "intent": st.sampled_from(Intent),
             "is_cooling": st.booleans(),
-            "circuit": st.sampled_from(Circuit),
+            "circuit": st.sampled_from(CircuitState),
             "group": st.sampled_from("gh"),
             "models": st.frozensets(st.sampled_from(MODELS)),
         }
@@ -46,7 +46,7 @@ ENGINES = st.lists(
 ).map(lambda drawn: [engine(port, **state) for port, state in enumerate(drawn)])
 
 
-def of_role(engines: Sequence[Engine], role: Role) -> list[Engine]:
+def of_role(engines: Sequence[Engine], role: EngineRole) -> list[Engine]:
     return [one for one in engines if one.role.plays(role)]
 
 
@@ -55,7 +55,7 @@ def test_a_role_is_empty_only_where_nobody_of_it_may_be_asked_at_all(
     engines: list[Engine], model: object
 ) -> None:
     """Neither circuits nor a word of "too much" leave nobody to ask."""
-    snapshot = picture(engines)
+    snapshot = build_snapshot(engines)
     pools = {pool.group: pool for pool in snapshot.pools(model)}
     is_named = isinstance(model, str) and bool(model)
     serving = [e for e in engines if not is_named or e.models is None or model in e.models]
@@ -72,35 +72,35 @@ def test_a_role_is_empty_only_where_nobody_of_it_may_be_asked_at_all(
 
 
 def test_engines_that_do_not_tell_their_models_serve_each_of_them_and_any_other() -> None:
-    silent = engine(1, Role.DECODE)
-    named = engine(2, Role.DECODE, models=frozenset("a"))
-    snapshot = picture([silent, named])
+    silent = engine(1, EngineRole.DECODE)
+    named = engine(2, EngineRole.DECODE, models=frozenset("a"))
+    snapshot = build_snapshot([silent, named])
     assert snapshot.pools("a")[0].decoders == (named, silent)
     assert snapshot.pools("nobody's")[0].decoders == (silent,)
     assert snapshot.pools(None)[0].decoders == (silent, named)
-    assert picture([named]).pools("nobody's") == ()
+    assert build_snapshot([named]).pools("nobody's") == ()
 
 
 def test_what_drains_is_asked_for_nothing_new_even_if_it_is_the_last() -> None:
-    last = engine(1, Role.BOTH, intent=Intent.DRAINING, models=frozenset("a"))
-    assert picture([last]).pools("a") == picture([last]).pools(None) == ()
+    last = engine(1, EngineRole.BOTH, intent=Intent.DRAINING, models=frozenset("a"))
+    assert build_snapshot([last]).pools("a") == build_snapshot([last]).pools(None) == ()
 
 
 def test_groups_stay_apart_and_weigh_what_their_decoders_do() -> None:
     engines = [
-        engine(1, Role.PREFILL, weight=9.0),
-        engine(2, Role.DECODE, weight=2.0),
-        engine(3, Role.DECODE, weight=3.0),
-        engine(4, Role.PREFILL, group="h", weight=4.0),
+        engine(1, EngineRole.PREFILL, weight=9.0),
+        engine(2, EngineRole.DECODE, weight=2.0),
+        engine(3, EngineRole.DECODE, weight=3.0),
+        engine(4, EngineRole.PREFILL, group="h", weight=4.0),
     ]
-    one, other = picture(engines).pools(None)
+    one, other = build_snapshot(engines).pools(None)
     assert (one.group, one.weight, other.group, other.weight) == ("g", 5.0, "h", 4.0)
     assert [len(x) for x in (one.prefillers, one.decoders, other.prefillers)] == [1, 2, 1]
     assert other.decoders == ()
 
 
 def test_nothing_is_kept_of_an_engine_that_is_gone() -> None:
-    members, one, other = Members(), engine(1, Role.DECODE), engine(2, Role.DECODE)
+    members, one, other = EngineTuples(), engine(1, EngineRole.DECODE), engine(2, EngineRole.DECODE)
     both, alone = members.of([one, other]), members.of([other])
     members.forget({one})
     assert members.of([one, other]) is not both
@@ -108,9 +108,12 @@ def test_nothing_is_kept_of_an_engine_that_is_gone() -> None:
 
 
 def test_a_half_open_engine_is_asked_until_its_trial_begins() -> None:
-    closed, trying = engine(1, Role.DECODE), engine(2, Role.DECODE, circuit=Circuit.HALF_OPEN)
-    assert set(picture([closed, trying]).pools(None)[0].decoders) == {closed, trying}
+    closed, trying = (
+        engine(1, EngineRole.DECODE),
+        engine(2, EngineRole.DECODE, circuit=CircuitState.HALF_OPEN),
+    )
+    assert set(build_snapshot([closed, trying]).pools(None)[0].decoders) == {closed, trying}
     trying.breaker.trial = object()
     trying.look()
-    assert picture([closed, trying]).pools(None)[0].decoders == (closed,)
-    assert picture([trying]).pools(None)[0].decoders == (trying,), "there is nobody else"
+    assert build_snapshot([closed, trying]).pools(None)[0].decoders == (closed,)
+    assert build_snapshot([trying]).pools(None)[0].decoders == (trying,), "there is nobody else"

@@ -6,17 +6,24 @@ from typing import Any
 
 import pytest
 
-from router.fleet.circuit_breaker import Circuit
+from router.fleet.circuit_breaker import CircuitState
 from router.fleet.engine import Health
-from router.fleet.engine_spec import Intent, Role
-from router.fleet.views import EngineView, GroupView, View, engines_of, groups_of, is_informed
+from router.fleet.engine_spec import EngineRole, Intent
+from router.fleet.views import (
+    EngineView,
+    FleetView,
+    GroupView,
+    is_informed,
+    merge_engine_views,
+    merge_group_views,
+)
 
 
 def seen(**fields: Any) -> EngineView:
     usual: dict[str, Any] = {
         "name": "a:1",
         "url": "http://a:1",
-        "role": Role.DECODE,
+        "role": EngineRole.DECODE,
         "group": "default",
         "models": None,
         "weight": 1.0,
@@ -27,15 +34,17 @@ def seen(**fields: Any) -> EngineView:
         "in_flight": 0,
         "tokens_in_flight": 0,
         "holding": 0,
-        "circuit": Circuit.CLOSED,
+        "circuit": CircuitState.CLOSED,
         "sources": ["file"],
         "drained": True,
     }
     return EngineView(**(usual | fields))
 
 
-def view(*engines: EngineView, groups: tuple[GroupView, ...] = (), informed: bool = True) -> View:
-    return View(engines=list(engines), groups=list(groups), is_informed=informed)
+def view(
+    *engines: EngineView, groups: tuple[GroupView, ...] = (), informed: bool = True
+) -> FleetView:
+    return FleetView(engines=list(engines), groups=list(groups), is_informed=informed)
 
 
 def group(prefillers: int, decoders: int, weight: float = 1.0) -> GroupView:
@@ -55,30 +64,30 @@ def test_counts_add_up_and_the_worst_word_counts() -> None:
         in_flight=1,
         health=Health.UNHEALTHY,
         reason="dead",
-        circuit=Circuit.HALF_OPEN,
+        circuit=CircuitState.HALF_OPEN,
         cold=True,
         sources=["dns", "admin"],
     )
-    [both] = engines_of([view(one), view(other)])
+    [both] = merge_engine_views([view(one), view(other)])
     assert (both.in_flight, both.tokens_in_flight, both.holding) == (3, 10, 1)
     assert (both.health, both.reason) == (Health.UNHEALTHY, "dead")
-    assert (both.circuit, both.cold) == (Circuit.HALF_OPEN, True)
+    assert (both.circuit, both.cold) == (CircuitState.HALF_OPEN, True)
     assert both.sources == ["file", "dns", "admin"]
 
 
 def test_it_is_drained_only_where_everybody_says_so() -> None:
-    [both] = engines_of([view(seen()), view(seen())])
+    [both] = merge_engine_views([view(seen()), view(seen())])
     assert (both.drained, both.intent) == (True, Intent.DRAINING)
-    [both] = engines_of([view(seen()), view(seen(intent=Intent.SERVING, drained=False))])
+    [both] = merge_engine_views([view(seen()), view(seen(intent=Intent.SERVING, drained=False))])
     assert (both.drained, both.intent) == (False, Intent.SERVING)
-    [both] = engines_of([view(seen()), view(seen(holding=1, drained=False))])
+    [both] = merge_engine_views([view(seen()), view(seen(holding=1, drained=False))])
     assert not both.drained
-    [one] = engines_of([view(seen()), view()])
+    [one] = merge_engine_views([view(seen()), view()])
     assert one.drained, "a process that does not know it needs nothing of it"
 
 
 def test_nobody_is_drained_while_a_process_does_not_answer() -> None:
-    [one] = engines_of([view(seen()), None])
+    [one] = merge_engine_views([view(seen()), None])
     assert not one.drained
     assert not is_informed([view(), None])
     assert not is_informed([view(), view(informed=False)])
@@ -86,11 +95,13 @@ def test_nobody_is_drained_while_a_process_does_not_answer() -> None:
 
 
 @pytest.mark.parametrize("views", [[], [None], [None, None]])
-def test_nobody_answers(views: list[View | None]) -> None:
-    assert not engines_of(views)
-    assert not groups_of(views)
+def test_nobody_answers(views: list[FleetView | None]) -> None:
+    assert not merge_engine_views(views)
+    assert not merge_group_views(views)
 
 
 def test_a_group_is_as_whole_as_the_worst_sees_it() -> None:
-    [blue] = groups_of([view(groups=(group(2, 1),)), view(groups=(group(1, 0, 3.0),)), None])
+    [blue] = merge_group_views(
+        [view(groups=(group(2, 1),)), view(groups=(group(1, 0, 3.0),)), None]
+    )
     assert (blue.prefillers, blue.decoders, blue.complete, blue.weight) == (1, 0, False, 3.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.http_client.deadlines import now
-from router.http_client.engine_answer import Answer
+from router.http_client.engine_answer import EngineAnswer
 from router.http_client.pool import EnginePool
 from tests.unit.router.harness import post
 from tests.unit.router.mock_engine import Peer, Received, Script
@@ -19,7 +19,7 @@ def soon() -> float:
     return now() + 10
 
 
-async def ask(pool: EnginePool, fresh: bool = False) -> Answer:
+async def ask(pool: EnginePool, fresh: bool = False) -> EngineAnswer:
     return await pool.ask(REQUEST, soon(), fresh)
 
 

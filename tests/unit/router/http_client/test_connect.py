@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from router.http_client import connect
-from router.http_client.connect import LOCAL, READ_AT_ONCE, Attempt
+from router.http_client.connect import LOCAL, READ_AT_ONCE, ConnectAttempt
 from router.http_client.deadlines import now
 from router.http_client.errors import (
     AnswerTimeoutError,
@@ -76,7 +76,7 @@ class Loop:
 
 
 async def failure_of(loop: Loop, deadline: float = LONG, patience: float = LONG) -> UpstreamError:
-    attempt = Attempt("engine", 1, now() + deadline, patience)
+    attempt = ConnectAttempt("engine", 1, now() + deadline, patience)
     with pytest.raises(UpstreamError) as caught:
         await attempt.run(cast(asyncio.AbstractEventLoop, loop), asyncio.Protocol)
     return caught.value
@@ -199,7 +199,7 @@ async def test_an_engine_that_dies_as_its_connect_succeeds_is_left_at_once(
             return made
 
     transports: list[asyncio.Transport] = []
-    attempt = Attempt("127.0.0.1", engine.port, soon(), LONG)
+    attempt = ConnectAttempt("127.0.0.1", engine.port, soon(), LONG)
     with pytest.raises(ConnectError, match="gone"):
         await attempt.run(cast(asyncio.AbstractEventLoop, Dying()), asyncio.Protocol)
     assert transports[0].is_closing()
@@ -207,7 +207,7 @@ async def test_an_engine_that_dies_as_its_connect_succeeds_is_left_at_once(
 
 async def test_an_engine_that_dies_after_the_time_is_over_changes_nothing(deaf_port: int) -> None:
     loop = asyncio.get_running_loop()
-    attempt = Attempt("127.0.0.1", deaf_port, soon(), 0.0)
+    attempt = ConnectAttempt("127.0.0.1", deaf_port, soon(), 0.0)
     running = asyncio.create_task(attempt.run(loop, asyncio.Protocol))
     while not attempt._limit.expired():  # noqa: ASYNC110 # its task has yet to hear of it
         await asyncio.sleep(0)
@@ -223,7 +223,7 @@ async def test_engine_sockets_notice_a_vanished_host(engine: MockEngine) -> None
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             made.append(cast(asyncio.Transport, transport))
 
-    attempt = Attempt("127.0.0.1", engine.port, soon(), LONG)
+    attempt = ConnectAttempt("127.0.0.1", engine.port, soon(), LONG)
     await attempt.run(asyncio.get_running_loop(), Connected)
     sock = made[0].get_extra_info("socket")
     tcp = [
@@ -244,7 +244,7 @@ async def test_engine_sockets_notice_a_vanished_host(engine: MockEngine) -> None
 
 async def test_what_a_resolver_says_is_no_engines_fault() -> None:
     """Without a descriptor left it may say EINVAL."""
-    attempt = Attempt("localhost", 1, now() + 5, 5)
+    attempt = ConnectAttempt("localhost", 1, now() + 5, 5)
     assert type(attempt._blame(OSError(errno.EINVAL, "Invalid argument"))) is UnresolvedError
     attempt._is_resolved = True
     assert type(attempt._blame(OSError(errno.ECONNREFUSED, "refused"))) is ConnectRefusedError

@@ -11,7 +11,7 @@ import pytest
 
 from router.http_client.connect import KNOWN_OPTIONS
 from router.http_client.connection import EngineConnection
-from router.http_client.engine_answer import Answer
+from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import (
     BrokenAnswerError,
     DisconnectedError,
@@ -147,7 +147,7 @@ async def test_a_connection_that_is_lost_before_it_is_asked_is_an_error(
     )
     transport.abort()
     await eventually(lambda: connection.transport is None)
-    answer = Answer(connection, pool._deadlines, soon())
+    answer = EngineAnswer(connection, pool._deadlines, soon())
     connection.ask(REQUEST, answer)
     with pytest.raises(DisconnectedError):
         answer.check()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.http_client.engine_answer import HIGH_WATER, Answer
+from router.http_client.engine_answer import HIGH_WATER, EngineAnswer
 from router.http_client.errors import EngineLostError
 from router.http_client.pool import EnginePool
 from tests.unit.router.harness import eventually
@@ -41,11 +41,11 @@ class Client:
             self._then()
 
 
-async def relay(answer: Answer, client: Client) -> None:
+async def relay(answer: EngineAnswer, client: Client) -> None:
     await answer.relay(client, 10, soon())
 
 
-async def read_until_never(answer: Answer) -> None:
+async def read_until_never(answer: EngineAnswer) -> None:
     await answer.until(lambda _: False)
 
 

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 from router.fleet.engine import Engine
-from router.fleet.engine_spec import Role
-from router.http_client.connect import Tls
+from router.fleet.engine_spec import EngineRole
+from router.http_client.connect import EngineTls
 from router.http_client.errors import EngineLostError
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (
@@ -35,7 +35,7 @@ class Asked:
     """A router before two engines of a role, the first of which is asked first and fails."""
 
     router: Router
-    role: Role
+    role: EngineRole
     first: MockEngine
     other: MockEngine
     ps: list[MockEngine]
@@ -60,13 +60,13 @@ class Asked:
 
 @contextlib.asynccontextmanager
 async def two_of(
-    role: Role,
+    role: EngineRole,
     p: MockEngine,
     d: MockEngine,
     start: Callable[..., Awaitable[Router]],
     **changes: object,
 ) -> AsyncIterator[Asked]:
-    is_prefill = role is Role.PREFILL
+    is_prefill = role is EngineRole.PREFILL
     async with running_engine(usual_prefill if is_prefill else usual_decode) as other:
         ps, ds = ([p, other], [d]) if is_prefill else ([p], [d, other])
         router = await start(ps=ps, ds=ds, health_interval=60, **changes)
@@ -146,7 +146,7 @@ async def speaking_no_tls(asked: Asked) -> AsyncIterator[None]:
     async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
         asked.engine.pool.close()
         asked.engine.pool._port = server.sockets[0].getsockname()[1]
-        asked.engine.pool._tls = Tls(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        asked.engine.pool._tls = EngineTls(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
         yield
 
 

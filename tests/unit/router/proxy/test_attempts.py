@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from router.fleet.circuit_breaker import Circuit
+from router.fleet.circuit_breaker import CircuitState
 from router.fleet.engine import Engine, Health
-from router.fleet.engine_spec import LEGS, Role
+from router.fleet.engine_spec import LEGS, EngineRole
 from router.fleet.fleet import Fleet
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError
@@ -55,16 +55,16 @@ def test_every_failure_is_in_the_table_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("kind", RULES)
 @pytest.mark.parametrize("leg", LEGS)
-def test_after_the_first_byte_a_stream_can_only_end(kind: str, leg: Role) -> None:
+def test_after_the_first_byte_a_stream_can_only_end(kind: str, leg: EngineRole) -> None:
     assert next_of(kind, leg, has_seen=True) is Next.END
 
 
 @pytest.mark.parametrize("kind", RULES)
 def test_unless_another_decoder_can_be_told_what_was_said(kind: str) -> None:
-    what = next_of(kind, Role.DECODE, has_seen=True, can_go_on=True)
+    what = next_of(kind, EngineRole.DECODE, has_seen=True, can_go_on=True)
     assert what is (Next.GIVE_UP if kind in OUR_OWN else Next.RESUME)
-    assert next_of(kind, Role.PREFILL, has_seen=True, can_go_on=True) is RULES[kind].prefill
-    assert next_of(kind, Role.DECODE, has_seen=False, can_go_on=True) is RULES[kind].decode
+    assert next_of(kind, EngineRole.PREFILL, has_seen=True, can_go_on=True) is RULES[kind].prefill
+    assert next_of(kind, EngineRole.DECODE, has_seen=False, can_go_on=True) is RULES[kind].decode
 
 
 @pytest.mark.parametrize("kind", RULES)
@@ -84,15 +84,15 @@ def test_before_it_what_follows_is_what_is_known_of_the_blocks(kind: str) -> Non
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("role", LEGS)
 async def test_a_failure_before_the_first_byte_does_what_the_table_says(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, role: Role, kind: str
+    start_router: StartRouter, p: MockEngine, d: MockEngine, role: EngineRole, kind: str
 ) -> None:
     limits: Any = LIMITS.get(kind, {})
     async with two_of(role, p, d, start_router, **limits) as asked, FAULTS[kind](asked):
         router, rule = asked.router, RULES[kind]
-        learned = asked.engine.learned
+        capabilities = asked.engine.capabilities
         answer = await router.complete()
         await router.settled()
-        what = rule.prefill if role is Role.PREFILL else rule.decode
+        what = rule.prefill if role is EngineRole.PREFILL else rule.decode
         goes_on = what is not Next.GIVE_UP
         assert answer.status_code == (200 if goes_on else TOLD[kind])
         assert router.metric("upstream_errors_total", role=role, kind=kind) == 1
@@ -103,7 +103,7 @@ async def test_a_failure_before_the_first_byte_does_what_the_table_says(
         again = 1 if kind == "stale" else 0
         assert len(asked.legs(asked.first)) == reached + again
         assert len(asked.legs(asked.other)) == elsewhere
-        if role is Role.DECODE:
+        if role is EngineRole.DECODE:
             assert len(asked.prefills()) == (2 if what is Next.AFRESH else 1)
             released = what in (Next.AFRESH, Next.GIVE_UP)
             assert [r.json["kv_transfer_params"] for r in asked.releases()] == [PARAMS] * released
@@ -118,14 +118,14 @@ async def test_a_failure_before_the_first_byte_does_what_the_table_says(
         assert engine.is_cooling == (kind == "overloaded")
         is_gone = kind == "connect_refused"
         assert (engine.health is Health.UNHEALTHY) == is_gone
-        assert (engine.learned is not learned) == is_gone, "what was learned stays"
+        assert (engine.capabilities is not capabilities) == is_gone, "what was capabilities stays"
         others = [one for one in router.gateway.fleet.engines if one is not engine]
         assert all(one.is_asked and not one.breaker._bad for one in others)
 
 
 @pytest.mark.parametrize("role", LEGS)
 async def test_an_engine_that_resets_a_kept_connection_late_is_blamed_and_not_asked_again(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, role: Role
+    start_router: StartRouter, p: MockEngine, d: MockEngine, role: EngineRole
 ) -> None:
     async with two_of(role, p, d, start_router) as asked:
 
@@ -145,11 +145,11 @@ async def test_an_engine_that_resets_a_kept_connection_late_is_blamed_and_not_as
 
 @pytest.mark.parametrize("role", LEGS)
 async def test_without_a_descriptor_the_client_is_told_and_no_engine_is_condemned(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, role: Role
+    start_router: StartRouter, p: MockEngine, d: MockEngine, role: EngineRole
 ) -> None:
     async with two_of(role, p, d, start_router) as asked, asked.router.socket() as client:
         router = asked.router
-        learned = [engine.learned for engine in router.gateway.fleet.engines]
+        capabilities = [engine.capabilities for engine in router.gateway.fleet.engines]
         for engine in router.gateway.fleet.engines:
             if engine.role is role:
                 engine.pool.close()
@@ -163,10 +163,10 @@ async def test_without_a_descriptor_the_client_is_told_and_no_engine_is_condemne
         await router.settled()
         assert not asked.legs(asked.first) + asked.legs(asked.other)
         unreleased = router.metric("releases_total", outcome="failed")
-        assert unreleased == (role is Role.DECODE), "nor can anybody be told of the blocks"
+        assert unreleased == (role is EngineRole.DECODE), "nor can anybody be told of the blocks"
         engines = router.gateway.fleet.engines
         assert all(engine.is_asked and not engine.breaker._bad for engine in engines)
-        assert all(e.learned is known for e, known in zip(engines, learned, strict=True))
+        assert all(e.capabilities is known for e, known in zip(engines, capabilities, strict=True))
         assert (await router.complete()).status_code == 200
 
 
@@ -209,7 +209,7 @@ async def test_a_failure_after_the_first_byte_ends_the_stream_and_asks_nobody_el
     start_router: StartRouter, p: MockEngine, d: MockEngine, kind: str, then: Script, code: int
 ) -> None:
     idle = {"stream_idle_timeout": 0.2} if kind == "timeout" else {}
-    async with two_of(Role.DECODE, p, d, start_router, **idle) as asked:
+    async with two_of(EngineRole.DECODE, p, d, start_router, **idle) as asked:
         breaks = Breaks(then)
         d.scripts = [breaks]
         body = {"model": "m", "prompt": "x", "stream": True}
@@ -232,7 +232,7 @@ async def test_a_failure_after_the_first_byte_ends_the_stream_and_asks_nobody_el
 async def test_a_client_that_stops_reading_ends_its_stream_and_blames_nobody(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    async with two_of(Role.DECODE, p, d, start_router, stream_idle_timeout=0.3) as asked:
+    async with two_of(EngineRole.DECODE, p, d, start_router, stream_idle_timeout=0.3) as asked:
         d.scripts = [endless]
         async with asked.router.socket() as client:
             await client.send(post(b'{"prompt": "x", "stream": true}'))
@@ -247,7 +247,7 @@ async def test_a_client_that_stops_reading_ends_its_stream_and_blames_nobody(
 async def test_a_stream_that_breaks_inside_its_first_event_is_tried_elsewhere_unseen(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    async with two_of(Role.DECODE, p, d, start_router) as asked:
+    async with two_of(EngineRole.DECODE, p, d, start_router) as asked:
         d.scripts = [raw(STREAM_HEAD + chunk(event("broken")[:20]))]
         answer = await asked.router.stream()
         assert answer.content == event("a") + event("b") + DONE
@@ -259,7 +259,7 @@ async def test_after_that_the_next_prefill_is_released_if_nobody_reads_it(
     start_router: StartRouter, p: MockEngine, d: MockEngine, then: Script
 ) -> None:
     """The first byte of the decoder before says nothing of the second one's."""
-    async with two_of(Role.DECODE, p, d, start_router) as asked:
+    async with two_of(EngineRole.DECODE, p, d, start_router) as asked:
         d.scripts = [raw(STREAM_HEAD + chunk(event("broken")[:20]))]
         asked.router.engine(asked.other).pool.close()
         asked.other.scripts = [then]
@@ -272,7 +272,7 @@ async def test_after_that_the_next_prefill_is_released_if_nobody_reads_it(
 @pytest.mark.parametrize("body", ["drips", "never ends", "never begins"])
 @pytest.mark.parametrize("role", LEGS)
 async def test_a_5xx_is_known_by_its_head(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, role: Role, body: str
+    start_router: StartRouter, p: MockEngine, d: MockEngine, role: EngineRole, body: str
 ) -> None:
     async def fails(request: Received, peer: Peer) -> None:
         await peer.send(b"HTTP/1.1 500 No\r\ntransfer-encoding: chunked\r\n\r\n")
@@ -304,7 +304,7 @@ async def test_what_only_a_lenient_reader_takes_passes_as_it_came(
 async def test_a_decoder_that_left_while_the_prefiller_worked_is_not_asked(
     start_router: StartRouter, p: MockEngine, d: MockEngine, how: str
 ) -> None:
-    async with two_of(Role.DECODE, p, d, start_router) as asked:
+    async with two_of(EngineRole.DECODE, p, d, start_router) as asked:
         fleet, engine = asked.router.gateway.fleet, asked.engine
 
         async def meanwhile(request: Received, peer: Peer) -> None:
@@ -326,7 +326,7 @@ async def test_a_decoder_that_left_while_the_prefiller_worked_is_not_asked(
 async def test_an_engine_that_is_removed_ends_its_legs_and_one_that_drains_does_not(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    async with two_of(Role.DECODE, p, d, start_router) as asked:
+    async with two_of(EngineRole.DECODE, p, d, start_router) as asked:
         fleet, go_on = asked.router.gateway.fleet, asyncio.Event()
 
         async def slow(request: Received, peer: Peer) -> None:
@@ -358,7 +358,7 @@ async def test_one_request_tries_a_half_open_engine_whoever_else_is_under_way(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     """Not those that were planned before, nor after a leg of before has ended there."""
-    async with two_of(Role.DECODE, p, d, start_router) as asked:
+    async with two_of(EngineRole.DECODE, p, d, start_router) as asked:
         fleet, engine = asked.router.gateway.fleet, asked.engine
         old = Breaks(cuts)
         d.scripts = [old]
@@ -387,21 +387,23 @@ async def test_one_request_tries_a_half_open_engine_whoever_else_is_under_way(
         for task in asking:
             task.cancel()
         await eventually(lambda: engine.breaker.trial is None)
-        assert engine.breaker.circuit is Circuit.HALF_OPEN, "its client left: nothing was shown"
+        assert engine.breaker.circuit is CircuitState.HALF_OPEN, (
+            "its client left: nothing was shown"
+        )
         assert engine.is_asked
 
 
 async def test_the_timer_of_a_pause_that_is_over_does_not_end_the_next_one(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    async with two_of(Role.DECODE, p, d, start_router) as asked:
+    async with two_of(EngineRole.DECODE, p, d, start_router) as asked:
         fleet, engine = asked.router.gateway.fleet, asked.engine
         open_circuit(fleet, engine)
         first = engine.breaker.opened
         engine.breaker.succeeded()
         open_circuit(fleet, engine)
         fleet._try_again(engine, first)
-        assert engine.breaker.circuit is Circuit.OPEN
+        assert engine.breaker.circuit is CircuitState.OPEN
         fleet._try_again(engine, engine.breaker.opened)
         assert engine.is_asked
 
@@ -410,7 +412,7 @@ async def test_the_timer_of_a_pause_that_is_over_does_not_end_the_next_one(
 async def test_an_absurd_retry_after_cools_for_a_while_at_most(
     start_router: StartRouter, p: MockEngine, d: MockEngine, given: bytes
 ) -> None:
-    async with two_of(Role.PREFILL, p, d, start_router) as asked:
+    async with two_of(EngineRole.PREFILL, p, d, start_router) as asked:
         p.scripts = [answering(429, {}, retry_after=given.decode())]
         assert (await asked.router.complete()).status_code == 200
         assert asked.engine.is_cooling
@@ -420,7 +422,7 @@ async def test_an_absurd_retry_after_cools_for_a_while_at_most(
 async def test_a_429_without_a_time_is_the_answer(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    async with two_of(Role.PREFILL, p, d, start_router) as asked:
+    async with two_of(EngineRole.PREFILL, p, d, start_router) as asked:
         p.scripts = [answering(429, {"error": "busy"})]
         assert (await asked.router.complete()).status_code == 429
         assert not asked.engine.is_cooling
@@ -435,9 +437,9 @@ async def test_a_request_whose_time_is_over_in_a_connect_blames_nobody(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     limits = {"request_timeout": 0.3, "connect_timeout": 10}
-    async with two_of(Role.PREFILL, p, d, start_router, **limits) as asked:
+    async with two_of(EngineRole.PREFILL, p, d, start_router, **limits) as asked:
         async with FAULTS["connect"](asked):
-            learned = asked.engine.learned
+            capabilities = asked.engine.capabilities
             # Ends the connect of the first engine; then another client's time is over in one.
             await asked.router.complete()
         async with FAULTS["connect_timeout"](asked):
@@ -445,14 +447,14 @@ async def test_a_request_whose_time_is_over_in_a_connect_blames_nobody(
         assert {answer.status_code for answer in answers} <= {200, 504}
         assert 504 in {answer.status_code for answer in answers}
         assert (asked.engine.breaker._bad, asked.engine.health) == (0, Health.HEALTHY)
-        assert asked.engine.learned is learned
+        assert asked.engine.capabilities is capabilities
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode", "stream"])
 async def test_a_request_whose_time_is_over_blames_nobody_and_asks_nobody_else(
     start_router: StartRouter, p: MockEngine, d: MockEngine, stage: str
 ) -> None:
-    role = Role.PREFILL if stage == "prefill" else Role.DECODE
+    role = EngineRole.PREFILL if stage == "prefill" else EngineRole.DECODE
     async with two_of(role, p, d, start_router, request_timeout=0.3) as asked:
         script = Breaks(falls_silent)
         asked.first.scripts = [script if stage == "stream" else falls_silent]
@@ -482,7 +484,7 @@ async def test_an_outage_of_all_prefillers_costs_a_fifth_more_legs(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     broken = answering(500, {"error": {"message": "CUDA died"}})
-    async with two_of(Role.PREFILL, p, d, start_router) as asked:
+    async with two_of(EngineRole.PREFILL, p, d, start_router) as asked:
         p.usual = asked.other.usual = broken
         asked.router.gateway.budget = RetryBudget(window=3600)  # however slow this machine is
         for _ in range(12):

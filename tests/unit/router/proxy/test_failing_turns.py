@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from router.fleet.engine_spec import Role
+from router.fleet.engine_spec import EngineRole
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, decoding, delta, prefilling, sse
 from tests.unit.router.conversations.test_releases import CAPABLE, PAGE, given_back, told
@@ -44,7 +44,7 @@ def offers(mocks: list[MockEngine]) -> list[Any]:
 async def last_turn(router: Router) -> None:
     await chat(router, ASKED)
     await router.settled()
-    for engine in router.gateway.fleet.candidates(Role.DECODE):
+    for engine in router.gateway.fleet.candidates(EngineRole.DECODE):
         await told(engine)
 
 
@@ -64,7 +64,7 @@ async def test_a_turn_is_offered_again_only_where_nobody_was_asked(
     start_router: StartRouter, p: MockEngine, d: MockEngine, kind: str
 ) -> None:
     limits: Any = LIMITS.get(kind, {})
-    async with two_of(Role.PREFILL, p, d, start_router, **limits) as asked:
+    async with two_of(EngineRole.PREFILL, p, d, start_router, **limits) as asked:
         router = asked.router
         asked.other.usual = prefilling()
         await last_turn(router)
@@ -205,7 +205,7 @@ async def test_a_decoder_that_is_lost_after_a_rejection_is_replaced_and_asked_fo
 ) -> None:
     """Whoever comes after a rejection is told a threshold of 0, prefiller and decoders."""
     rejection = {"choices": [{"index": 0, "text": "", "finish_reason": "cache_threshold"}]}
-    async with two_of(Role.DECODE, p, d, start_router) as asked:
+    async with two_of(EngineRole.DECODE, p, d, start_router) as asked:
         d.scripts = [answering(200, rejection), answering(500, {})]
         assert (await asked.router.complete(cache_hit_threshold=0.5)).status_code == 200
         await asked.router.settled()

@@ -262,10 +262,10 @@ async def test_nothing_is_remembered_of_groups_that_are_gone(
         router = await start_router(ps=[p, p2], ds=[d, d2], **changes)
         await router.knows_its_engines()
         fleet = router.gateway.fleet
-        router.engine(d2).learned.compatibility = "other"
+        router.engine(d2).capabilities.compatibility = "other"
         for number in range(10):
             for mock in (p, p2, d):
-                router.engine(mock).learned.compatibility = f"{number:08x}"
+                router.engine(mock).capabilities.compatibility = f"{number:08x}"
                 fleet.identified(router.engine(mock))
             await grouped(router, "default-other", f"default-{number:08x}")
             assert (await router.complete(prompt="x" * 50_000)).status_code == 200

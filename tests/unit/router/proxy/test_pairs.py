@@ -13,7 +13,7 @@ import pytest
 
 from router.commands.status.reading import AvoidedPair, read
 from router.commands.status.table import lines
-from router.fleet.circuit_breaker import Circuit
+from router.fleet.circuit_breaker import CircuitState
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (
@@ -169,7 +169,7 @@ async def test_a_pair_that_fails_is_not_paired_again_and_both_go_on_with_others(
     prefiller, decoder = names(router, fleet)
     assert router.metric("pair_avoided", prefiller=prefiller, decoder=decoder) == 1
     assert router.metric("kv_load_failures_total", scope="pair") == 1
-    assert all(e.breaker.circuit is Circuit.CLOSED for e in router.gateway.fleet.engines)
+    assert all(e.breaker.circuit is CircuitState.CLOSED for e in router.gateway.fleet.engines)
     assert router.engine(fleet.ds[0]).breaker._in_a_row == 0, "it is not blamed"
     status = read(router.gateway.metrics.exposition().decode())
     assert status.avoided_pairs == (AvoidedPair(prefiller, decoder),)
@@ -183,7 +183,7 @@ async def test_a_pair_is_tried_again_and_a_load_that_works_clears_it(
     router = await started(start_router, fleet)
     await ask(router, 4)
     fleet.cut_off.clear()
-    pairs = router.gateway.fleet.pairs
+    pairs = router.gateway.fleet.unreachable_pairs
     while pairs:
         await ask(router, 1)
     fleet.pairs.clear()
@@ -247,7 +247,7 @@ async def test_a_request_whose_kv_alone_was_gone_speaks_against_nobody(
     router = await started(start_router, fleet)
     await ask(router, 8)
     assert fleet.pairs.count((0, 0)) > 1
-    assert not router.gateway.fleet.pairs
+    assert not router.gateway.fleet.unreachable_pairs
     assert router.metric("kv_load_failures_total", scope="request") == 1
 
 
@@ -270,10 +270,10 @@ async def test_a_restarted_engine_is_paired_with_all_again(
 ) -> None:
     router = await started(start_router, fleet)
     await ask(router, 4)
-    assert router.gateway.fleet.pairs
+    assert router.gateway.fleet.unreachable_pairs
     fleet.ds[0].healthy = False
     await eventually(lambda: not router.engine(fleet.ds[0]).is_wanted)
-    assert not router.gateway.fleet.pairs
+    assert not router.gateway.fleet.unreachable_pairs
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -325,7 +325,7 @@ async def test_a_model_that_speaks_of_it_is_left_alone(
     await router.knows_its_engines()
     answer = await router.complete(stream=stream)
     assert json.dumps(said) in answer.text
-    assert not router.gateway.fleet.pairs
+    assert not router.gateway.fleet.unreachable_pairs
 
 
 STRANGE: list[Any] = [

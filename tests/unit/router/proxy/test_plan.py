@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from router.conversations.conversations import Turn
-from router.fleet.capabilities import Learned
+from router.fleet.capabilities import EngineCapabilities
 from router.fleet.engine import Engine
 from router.proxy.exchange import Exchange
 from router.proxy.plan import SHORT, Mode, make_plan
@@ -21,7 +21,9 @@ from router.telemetry.record import Record
 
 
 def decoder(knows_threshold: bool | None = None) -> Engine:
-    return cast(Engine, SimpleNamespace(learned=Learned(knows_threshold=knows_threshold)))
+    return cast(
+        Engine, SimpleNamespace(capabilities=EngineCapabilities(knows_threshold=knows_threshold))
+    )
 
 
 def request(size: int = 10, turn: bool = False, **fields: Any) -> Request:
@@ -76,8 +78,8 @@ def test_embeddings_are_prefilled_for_nobody_who_goes_by_tokens(
     """Between two stock engines they are handed over like any prompt."""
     asked = request(body=body)
     given = route(decoder())
-    given.prefillers[0].learned.proves_prefix = proves == "prefiller"
-    given.decoders[0].learned.proves_prefix = proves == "decoder"
+    given.prefillers[0].capabilities.proves_prefix = proves == "prefiller"
+    given.decoders[0].capabilities.proves_prefix = proves == "decoder"
     plan = make_plan(asked, given, None, limits())
     assert (plan.mode is Mode.ALONE) == is_alone
     assert plan.why_alone == ("prompt_embeds" if is_alone else "")

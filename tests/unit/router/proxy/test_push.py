@@ -42,7 +42,7 @@ def engines(p: MockEngine, d: MockEngine) -> None:
 async def known(router: Router) -> Router:
     """Once it knows what its engines are."""
     engines = router.gateway.fleet.engines
-    await eventually(lambda: all(e.learned.transfer_modes for e in engines))
+    await eventually(lambda: all(e.capabilities.transfer_modes for e in engines))
     return router
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from router.fleet.engine_spec import DECODE
 from router.http_client.deadlines import Deadlines, now
-from router.http_client.engine_answer import HIGH_WATER, Answer
+from router.http_client.engine_answer import HIGH_WATER, EngineAnswer
 from router.proxy.answer_check import StreamValidator, failure_of, first_word
 from tests.unit.router.mock_engine import event
 from tests.unit.router.proxy.test_stopped_engines import CHAT_END, ROLE, TEXT_END, said
@@ -33,7 +33,7 @@ class Wire:
 async def verdict(blocks: Iterable[bytes]) -> tuple[bool, bytes]:
     """Whether the stream begins with a failure, and what had come when that was known. Each block
     is looked at before the next one comes."""
-    answer = Answer(Wire(), Deadlines(), now() + 60)
+    answer = EngineAnswer(Wire(), Deadlines(), now() + 60)
     answer.status, answer.is_event_stream = 200, True
     first, *others = blocks
     answer.feed(first, False)

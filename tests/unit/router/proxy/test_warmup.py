@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from router.fleet.circuit_breaker import Circuit
+from router.fleet.circuit_breaker import CircuitState
 from router.fleet.engine import Health
-from router.fleet.engine_spec import EngineSpec, Role
+from router.fleet.engine_spec import EngineRole, EngineSpec
 from router.fleet.fleet import Fleet
 from router.proxy import warmup
 from router.proxy.warmup import Warmer
@@ -137,7 +137,7 @@ async def test_who_cannot_be_warmed_is_asked_all_the_same_and_not_blamed(
     router = await start_router(warm_up="eager")
     await eventually(lambda: warmed(router, "failed") == 1)
     await eventually(lambda: not router.engine(p).is_cold)
-    assert router.engine(p).breaker.circuit is Circuit.CLOSED
+    assert router.engine(p).breaker.circuit is CircuitState.CLOSED
     assert len(warm(p)) == 1
     await router.settled()
 
@@ -261,7 +261,7 @@ async def test_a_thousand_that_come_and_flap_keep_nobody_waiting(
     fleet = Fleet((), cast(Any, lambda spec: None), 3)
     with fleet.one_change():
         for number in range(1000):
-            role = Role.PREFILL if number % 2 else Role.DECODE
+            role = EngineRole.PREFILL if number % 2 else EngineRole.DECODE
             engine = fleet.add(EngineSpec(role, Address(f"h{number}", 1)))
             engine.health = Health.HEALTHY
     warmer = Warmer(router.gateway, mode)

@@ -8,38 +8,49 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.circuit_breaker import Breaker, BreakerRules
+from router.fleet.circuit_breaker import BreakerRules, CircuitBreaker
 from router.fleet.engine import Engine, Health
-from router.fleet.engine_spec import EngineSpec, Role
-from router.fleet.snapshot import Pool, Snapshot, picture
+from router.fleet.engine_spec import EngineRole, EngineSpec
+from router.fleet.snapshot import GroupPool, Snapshot, build_snapshot
 from router.http_client.deadlines import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
-from router.routing.queueing import MOST_ROUNDS, Place, Queue, Room, Ticket, place
+from router.routing.queueing import (
+    MOST_ROUNDS,
+    AdmissionQueue,
+    EngineLimits,
+    Placement,
+    QueueTicket,
+    place,
+)
 from router.settings import Address
 
 LIMITS = PoolLimits(1.0, 1, 1.0, 1000)
-ANY = Room(0, 0)
-ONE = Room(1, 0)
+ANY = EngineLimits(0, 0)
+ONE = EngineLimits(1, 0)
 
 
-def engine(name: str, role: Role, models: Sequence[str] = (), group: str = "default") -> Engine:
+def engine(
+    name: str, role: EngineRole, models: Sequence[str] = (), group: str = "default"
+) -> Engine:
     spec = EngineSpec(role, Address(name, 1), frozenset(models), group)
     pool = EnginePool(name, 1, LIMITS, Deadlines())
-    return Engine(spec, pool, Breaker(BreakerRules()), Health.HEALTHY)
+    return Engine(spec, pool, CircuitBreaker(BreakerRules()), Health.HEALTHY)
 
 
 def fleet(prefillers: int, decoders: int) -> list[Engine]:
-    made = [engine(f"p{n}", Role.PREFILL) for n in range(prefillers)]
-    return made + [engine(f"d{n}", Role.DECODE) for n in range(decoders)]
+    made = [engine(f"p{n}", EngineRole.PREFILL) for n in range(prefillers)]
+    return made + [engine(f"d{n}", EngineRole.DECODE) for n in range(decoders)]
 
 
 def ticket(
     tenant: str = "a", priority: int = 0, tokens: int = 1, model: str = "m", alone: bool = False
-) -> Ticket:
-    return Ticket(tenant, priority, tokens, model, alone)
+) -> QueueTicket:
+    return QueueTicket(tenant, priority, tokens, model, alone)
 
 
-def served(queue: Queue[Ticket], snapshot: Snapshot, room: Room = ANY) -> list[Ticket]:
+def served(
+    queue: AdmissionQueue[QueueTicket], snapshot: Snapshot, room: EngineLimits = ANY
+) -> list[QueueTicket]:
     """All that there is room for, none of which ends."""
     order = []
     while (found := queue.next(snapshot.pools, room)) is not None:
@@ -49,7 +60,7 @@ def served(queue: Queue[Ticket], snapshot: Snapshot, room: Room = ANY) -> list[T
     return order
 
 
-def take(where: Place, ticket: Ticket) -> None:
+def take(where: Placement, ticket: QueueTicket) -> None:
     for one in (where.prefiller, where.decoder):
         if one is not None:
             one.admitted += 1
@@ -58,7 +69,7 @@ def take(where: Place, ticket: Ticket) -> None:
         computing.admitted_tokens += ticket.tokens
 
 
-def leave(where: Place, ticket: Ticket) -> None:
+def leave(where: Placement, ticket: QueueTicket) -> None:
     for one in (where.prefiller, where.decoder):
         if one is not None:
             one.admitted -= 1
@@ -68,9 +79,9 @@ def leave(where: Place, ticket: Ticket) -> None:
 
 
 def test_room_needs_a_prefiller_and_a_decoder_of_one_group() -> None:
-    p, d = engine("p", Role.PREFILL, group="x"), engine("d", Role.DECODE, group="x")
-    q, e = engine("q", Role.PREFILL, group="y"), engine("e", Role.DECODE, group="y")
-    pools = picture([p, d, q, e]).any_model
+    p, d = engine("p", EngineRole.PREFILL, group="x"), engine("d", EngineRole.DECODE, group="x")
+    q, e = engine("q", EngineRole.PREFILL, group="y"), engine("e", EngineRole.DECODE, group="y")
+    pools = build_snapshot([p, d, q, e]).any_model
     assert place(pools, 1, False, ONE) == ("x", p, d)
     p.admitted = 1
     assert place(pools, 1, False, ONE) == ("y", q, e)
@@ -81,7 +92,7 @@ def test_room_needs_a_prefiller_and_a_decoder_of_one_group() -> None:
 
 def test_the_largest_prompt_fits_where_none_is_computed() -> None:
     p, d = fleet(1, 1)
-    pools, room = picture([p, d]).any_model, Room(0, 100)
+    pools, room = build_snapshot([p, d]).any_model, EngineLimits(0, 100)
     assert place(pools, 1000, False, room)
     p.admitted_tokens = 1
     assert place(pools, 99, False, room)
@@ -90,29 +101,29 @@ def test_the_largest_prompt_fits_where_none_is_computed() -> None:
 
 def test_a_role_that_nobody_plays_is_not_waited_for() -> None:
     p, d = fleet(1, 1)
-    assert place(picture([d]).any_model, 1, False, ONE) == ("default", None, d)
-    assert place(picture([p]).any_model, 1, False, ONE) == ("default", p, None)
+    assert place(build_snapshot([d]).any_model, 1, False, ONE) == ("default", None, d)
+    assert place(build_snapshot([p]).any_model, 1, False, ONE) == ("default", p, None)
 
 
 def test_lower_priorities_go_first() -> None:
-    queue: Queue[Ticket] = Queue(10)
+    queue: AdmissionQueue[QueueTicket] = AdmissionQueue(10)
     asked = [ticket(priority=priority) for priority in (3, 0, -5, 7)]
     for one in asked:
         queue.add(one)
-    assert [one.priority for one in served(queue, picture(fleet(1, 1)))] == [-5, 0, 3, 7]
+    assert [one.priority for one in served(queue, build_snapshot(fleet(1, 1)))] == [-5, 0, 3, 7]
 
 
 def test_tenants_take_turns_and_a_large_request_sits_rounds_out() -> None:
-    queue: Queue[Ticket] = Queue(20)
+    queue: AdmissionQueue[QueueTicket] = AdmissionQueue(20)
     for tenant, tokens in [("a", 1)] * 3 + [("big", 2 * 4096)] * 2 + [("b", 1)] * 3:
         queue.add(ticket(tenant, tokens=tokens))
-    order = [one.tenant for one in served(queue, picture(fleet(1, 1)))]
+    order = [one.tenant for one in served(queue, build_snapshot(fleet(1, 1)))]
     assert order == ["a", "big", "b", "a", "b", "a", "b", "big"]
 
 
 def test_who_asks_one_thing_at_a_time_has_its_share_beside_a_flood() -> None:
-    queue: Queue[Ticket] = Queue(100)
-    snapshot = picture(fleet(1, 1))
+    queue: AdmissionQueue[QueueTicket] = AdmissionQueue(100)
+    snapshot = build_snapshot(fleet(1, 1))
     for _ in range(50):
         queue.add(ticket("flood"))
     order: list[str] = []
@@ -127,7 +138,7 @@ def test_who_asks_one_thing_at_a_time_has_its_share_beside_a_flood() -> None:
 
 
 def test_who_gave_up_waiting_is_charged_for_nothing() -> None:
-    queue: Queue[Ticket] = Queue(1000)
+    queue: AdmissionQueue[QueueTicket] = AdmissionQueue(1000)
     tired = [ticket("a") for _ in range(500)]
     for one in tired:
         queue.add(one)
@@ -137,37 +148,39 @@ def test_who_gave_up_waiting_is_charged_for_nothing() -> None:
         assert queue.remove(one)
         assert not queue.remove(one)
     queue.add(ticket("a"))
-    order = [one.tenant for one in served(queue, picture(fleet(1, 1)))]
+    order = [one.tenant for one in served(queue, build_snapshot(fleet(1, 1)))]
     assert order == ["b", "a", "b", "b"]
 
 
 def test_a_small_prompt_does_not_overtake_a_large_one_that_waits_for_its_engines() -> None:
     p, d = fleet(1, 1)
     p.admitted_tokens = 50
-    queue: Queue[Ticket] = Queue(10)
+    queue: AdmissionQueue[QueueTicket] = AdmissionQueue(10)
     queue.add(ticket("a", tokens=1000))
     queue.add(ticket("b", tokens=1, model="adapter"))
     queue.add(ticket("c", tokens=1, alone=True))
-    order = served(queue, picture([p, d]), Room(0, 100))
+    order = served(queue, build_snapshot([p, d]), EngineLimits(0, 100))
     assert [one.tenant for one in order] == ["c"], "which needs the decoder alone"
     p.admitted_tokens = 0
-    assert [one.tenant for one in served(queue, picture([p, d]), Room(0, 100))] == ["a"]
+    assert [one.tenant for one in served(queue, build_snapshot([p, d]), EngineLimits(0, 100))] == [
+        "a"
+    ]
 
 
 def test_another_models_requests_pass() -> None:
-    m = [engine("p1", Role.PREFILL, ["m"]), engine("d1", Role.DECODE, ["m"])]
-    n = [engine("p2", Role.PREFILL, ["n"]), engine("d2", Role.DECODE, ["n"])]
+    m = [engine("p1", EngineRole.PREFILL, ["m"]), engine("d1", EngineRole.DECODE, ["m"])]
+    n = [engine("p2", EngineRole.PREFILL, ["n"]), engine("d2", EngineRole.DECODE, ["n"])]
     m[0].admitted = 1
-    queue: Queue[Ticket] = Queue(10)
+    queue: AdmissionQueue[QueueTicket] = AdmissionQueue(10)
     queue.add(ticket(model="m"))
     queue.add(ticket(model="n"))
-    assert [one.model for one in served(queue, picture([*m, *n]), ONE)] == ["n"]
+    assert [one.model for one in served(queue, build_snapshot([*m, *n]), ONE)] == ["n"]
 
 
 def test_whom_nobody_can_serve_any_more_goes_on_to_be_told_so() -> None:
-    queue: Queue[Ticket] = Queue(10)
+    queue: AdmissionQueue[QueueTicket] = AdmissionQueue(10)
     queue.add(ticket())
-    assert queue.next(picture([]).pools, ONE) is not None
+    assert queue.next(build_snapshot([]).pools, ONE) is not None
 
 
 @pytest.mark.parametrize(
@@ -188,7 +201,7 @@ def test_who_goes_when_the_queue_is_full(
     is_outranked: bool,
     is_over_share: bool,
 ) -> None:
-    queue: Queue[Ticket] = Queue(4)
+    queue: AdmissionQueue[QueueTicket] = AdmissionQueue(4)
     for tenant, priority in waiting:
         queue.add(ticket(tenant, priority))
     late = ticket(*newcomer)
@@ -218,10 +231,15 @@ steps = st.lists(
 def test_limits_hold_and_nobody_is_lost_whatever_happens(
     steps: list[Step], size: int, requests: int, tokens: int
 ) -> None:
-    engines, room = fleet(2, 2), Room(requests, tokens)
-    pools = picture(engines).pools
-    queue: Queue[Ticket] = Queue(size)
-    asked, running, gone, waiting = 0, list[tuple[Ticket, Place]](), 0, dict[Ticket, None]()
+    engines, room = fleet(2, 2), EngineLimits(requests, tokens)
+    pools = build_snapshot(engines).pools
+    queue: AdmissionQueue[QueueTicket] = AdmissionQueue(size)
+    asked, running, gone, waiting = (
+        0,
+        list[tuple[QueueTicket, Placement]](),
+        0,
+        dict[QueueTicket, None](),
+    )
 
     def settle() -> None:
         while (found := queue.next(pools, room)) is not None:
@@ -277,8 +295,8 @@ def test_nobody_starves_whoever_else_comes(
 ) -> None:
     """Newcomers with tenants of their own fill every place that comes free, for ever; whoever
     waits is served all the same, within the rounds that its tenant may have to sit out."""
-    queue: Queue[Ticket] = Queue(size)
-    pools = picture(fleet(1, 1)).pools
+    queue: AdmissionQueue[QueueTicket] = AdmissionQueue(size)
+    pools = build_snapshot(fleet(1, 1)).pools
     for tenant, tokens in first[:size]:
         queue.add(ticket(tenant, tokens=tokens))
     known = [one for line in queue._lines.values() for one in line]
@@ -295,8 +313,8 @@ def test_nobody_starves_whoever_else_comes(
 
 
 def test_what_is_known_of_tenants_is_bounded() -> None:
-    queue: Queue[Ticket] = Queue(4)
-    pools: Sequence[Pool] = picture(fleet(1, 1)).any_model
+    queue: AdmissionQueue[QueueTicket] = AdmissionQueue(4)
+    pools: Sequence[GroupPool] = build_snapshot(fleet(1, 1)).any_model
     queue.add(ticket("first"))
     for number in range(2000):
         queue.add(ticket(f"{number}", tokens=10**6))

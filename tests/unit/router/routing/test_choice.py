@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.routing.affinity import LoadBound, first
-from router.routing.candidate import MOST_TRIED, Ask, Policy, load
+from router.routing.candidate import MAX_ORDERED, Policy, RoutingQuery, load
 from router.routing.least_loaded import LeastLoaded
 from router.routing.policy_registry import POLICIES, UnknownPolicyError, make_policy
 from router.routing.power_of_two import PowerOfTwo
 from router.routing.repeatable_random import SAMPLE, mix, sample
 from router.routing.round_robin import RoundRobin
-from router.routing.session_affinity import Session
+from router.routing.session_affinity import SessionAffinity
 from tests.unit.router.routing.engines import BOUND, Engine, engines, loaded
 
 LOADS = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 40)), max_size=200)
 ASKS = st.builds(
-    Ask,
+    RoutingQuery,
     turn=st.integers(0, 2**63),
     tokens=st.integers(0, 10**6),
     session=st.sampled_from(["", "a", "b", "\ud800"]),
@@ -32,7 +32,7 @@ NAMES = pytest.mark.parametrize("name", POLICIES)
 @NAMES
 @given(loads=LOADS, asks=st.lists(ASKS, min_size=1, max_size=6))
 def test_an_order_is_distinct_candidates_and_replays(
-    name: str, loads: list[tuple[int, int]], asks: list[Ask]
+    name: str, loads: list[tuple[int, int]], asks: list[RoutingQuery]
 ) -> None:
     candidates = loaded(loads)
     policy, twin = make_policy(name, BOUND), make_policy(name, BOUND)
@@ -40,7 +40,7 @@ def test_an_order_is_distinct_candidates_and_replays(
         order = policy.order(candidates, ask)
         assert len(set(order)) == len(order)
         assert set(order) <= set(candidates)
-        assert min(1, len(candidates)) <= len(order) <= min(MOST_TRIED, len(candidates))
+        assert min(1, len(candidates)) <= len(order) <= min(MAX_ORDERED, len(candidates))
         assert list(order) == list(twin.order(list(candidates), ask)), "a list is no other question"
         for each in (policy, twin):
             if order:
@@ -61,7 +61,7 @@ def test_who_goes_is_not_chosen_any_more_and_who_comes_is(name: str) -> None:
     policy, everyone = make_policy(name, BOUND), engines(12)
     for present in (everyone[:8], everyone[4:], everyone[:1], everyone):
         for turn in range(400):
-            ask = Ask(turn, session=f"s{turn}", chunks=(turn % 7, turn))
+            ask = RoutingQuery(turn, session=f"s{turn}", chunks=(turn % 7, turn))
             order = policy.order(present, ask)
             assert set(order) <= set(present)
             policy.note(order[0].name, ask)
@@ -72,7 +72,7 @@ def test_who_goes_is_not_chosen_any_more_and_who_comes_is(name: str) -> None:
 def test_round_robin_is_exact(count: int, rounds: int, start: int) -> None:
     candidates, policy = engines(count), RoundRobin()
     turns = range(start, start + rounds * count)
-    chosen = Counter(policy.order(candidates, Ask(turn))[0].name for turn in turns)
+    chosen = Counter(policy.order(candidates, RoutingQuery(turn))[0].name for turn in turns)
     assert set(chosen.values()) == {rounds}
 
 
@@ -81,7 +81,7 @@ def test_the_least_loaded_of_those_looked_at_is_first(
     loads: list[tuple[int, int]], turn: int
 ) -> None:
     candidates = loaded(loads)
-    order = LeastLoaded().order(candidates, Ask(turn))
+    order = LeastLoaded().order(candidates, RoutingQuery(turn))
     looked_at = sample(candidates, mix(turn))
     assert load(order[0]) == min(map(load, looked_at))
     assert [load(engine) for engine in order] == sorted(map(load, looked_at))[: len(order)]
@@ -89,14 +89,14 @@ def test_the_least_loaded_of_those_looked_at_is_first(
 
 def test_equally_loaded_engines_take_turns() -> None:
     candidates = engines(5)
-    chosen = [LeastLoaded().order(candidates, Ask(turn))[0] for turn in range(5)]
+    chosen = [LeastLoaded().order(candidates, RoutingQuery(turn))[0] for turn in range(5)]
     assert chosen == list(candidates)
 
 
 def test_of_two_by_chance_the_fuller_one_is_never_first() -> None:
     candidates = loaded([(10, 1)] * 50 + [(0, 0)] * 50)
     for turn in range(500):
-        first_two = PowerOfTwo().order(candidates, Ask(turn))[:2]
+        first_two = PowerOfTwo().order(candidates, RoutingQuery(turn))[:2]
         assert load(first_two[0]) <= load(first_two[1])
 
 
@@ -138,9 +138,9 @@ def test_the_overloaded_are_last_in_a_sessions_order_of_all() -> None:
     home = next(
         session
         for session in map(str, range(1000))
-        if Session(BOUND).order(idle, Ask(0, session=session))[0] is idle[-1]
+        if SessionAffinity(BOUND).order(idle, RoutingQuery(0, session=session))[0] is idle[-1]
     )
-    order = Session(BOUND).order(candidates, Ask(0, session=home))
+    order = SessionAffinity(BOUND).order(candidates, RoutingQuery(0, session=home))
     assert order[-1] is candidates[-1]
     assert set(order) == set(candidates)
     assert first(candidates, candidates[1])[0] is candidates[1]
@@ -160,7 +160,7 @@ def _fill(policy: Policy, candidates: tuple[Engine, ...], turns: int) -> Counter
     """Legs that never end; nothing is shared."""
     chosen: Counter[str] = Counter()
     for turn in range(turns):
-        ask = Ask(turn, 1, f"session {turn}", (turn,))
+        ask = RoutingQuery(turn, 1, f"session {turn}", (turn,))
         engine = policy.order(candidates, ask)[0]
         policy.note(engine.name, ask)
         engine.in_flight += 1

@@ -9,35 +9,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.circuit_breaker import Breaker, BreakerRules
+from router.fleet.circuit_breaker import BreakerRules, CircuitBreaker
 from router.fleet.engine import Engine, Health
-from router.fleet.engine_spec import EngineSpec, Role
-from router.fleet.snapshot import Pool
+from router.fleet.engine_spec import EngineRole, EngineSpec
+from router.fleet.snapshot import GroupPool
 from router.http_client.deadlines import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
-from router.routing.candidate import Ask
+from router.routing.candidate import RoutingQuery
 from router.routing.group_choice import group_of, preferred
 from router.settings import Address
 
 LIMITS = PoolLimits(connect_timeout=1, idle_connections=1, idle_age=1, header_limit=1024)
 
 
-def engine(role: Role, group: str) -> Engine:
+def engine(role: EngineRole, group: str) -> Engine:
     address = Address(f"{role}-{group}", 8000)
     pool = EnginePool(address.host, address.port, LIMITS, Deadlines())
-    made = Engine(EngineSpec(role, address, group=group), pool, Breaker(BreakerRules()))
+    made = Engine(EngineSpec(role, address, group=group), pool, CircuitBreaker(BreakerRules()))
     made.health = Health.HEALTHY
     return made
 
 
-def group(name: str, weight: float = 1.0, roles: str = "pd") -> Pool:
-    prefillers = (engine(Role.PREFILL, name),) if "p" in roles else ()
-    decoders = (engine(Role.DECODE, name),) if "d" in roles else ()
-    return Pool(name, weight, prefillers, decoders)
+def group(name: str, weight: float = 1.0, roles: str = "pd") -> GroupPool:
+    prefillers = (engine(EngineRole.PREFILL, name),) if "p" in roles else ()
+    decoders = (engine(EngineRole.DECODE, name),) if "d" in roles else ()
+    return GroupPool(name, weight, prefillers, decoders)
 
 
-def chosen(pools: list[Pool], session: str = "", turn: int = 0) -> str:
-    found = group_of(pools, Ask(turn, session=session))
+def chosen(pools: list[GroupPool], session: str = "", turn: int = 0) -> str:
+    found = group_of(pools, RoutingQuery(turn, session=session))
     assert found is not None
     return found.group
 
@@ -76,9 +76,9 @@ def test_nobody_is_sent_to_half_a_group_or_to_one_without_weight() -> None:
 
 
 @pytest.mark.parametrize("state", ["is_cold", "is_cooling"])
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("role", [EngineRole.PREFILL, EngineRole.DECODE])
 def test_a_group_whose_engines_are_better_left_alone_gets_nothing_while_there_is_another(
-    state: str, role: Role
+    state: str, role: EngineRole
 ) -> None:
     sound, green = group("sound"), group("green", 100)
     for pool in (sound, green):
@@ -95,12 +95,12 @@ def test_where_there_is_no_other_half_a_group_serves_and_so_does_one_without_wei
     half = group("half", roles="d")
     assert preferred([half, group("other", roles="p")]) == [half]
     assert chosen([group("a", 0), group("b", 0)]) in ("a", "b")
-    assert group_of([], Ask(0)) is None
+    assert group_of([], RoutingQuery(0)) is None
 
 
 def test_a_conversation_stays_in_its_group_whatever_that_weighs() -> None:
     blue, green = group("blue", 0), group("green", 5)
-    found = group_of([green, blue], Ask(0, session="s"), blue.decoders[0])
+    found = group_of([green, blue], RoutingQuery(0, session="s"), blue.decoders[0])
     assert found is blue
     gone = replace(blue, prefillers=())
-    assert group_of([green, gone], Ask(0, session="s"), blue.decoders[0]) is green
+    assert group_of([green, gone], RoutingQuery(0, session="s"), blue.decoders[0]) is green

@@ -6,22 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.routing.candidate import Ask
-from router.routing.chunk_index import MOST_UNUSED, Holders
-from router.routing.prefix_cache import ENOUGH, MOST_OPEN, Prefix
+from router.routing.candidate import RoutingQuery
+from router.routing.chunk_index import MOST_UNUSED, ChunkIndex
+from router.routing.prefix_cache import ENOUGH, MOST_OPEN, PrefixAffinity
 from router.routing.prompt_chunks import TOKENS
 from tests.unit.router.routing.engines import BOUND, Engine, engines
 
 TURN = iter(range(10**9))
 
 
-def _ask(*chunks: int) -> Ask:
-    return Ask(next(TURN), TOKENS * len(chunks), chunks=chunks)
+def _ask(*chunks: int) -> RoutingQuery:
+    return RoutingQuery(next(TURN), TOKENS * len(chunks), chunks=chunks)
 
 
-def _told(*notes: tuple[Engine, tuple[int, ...]]) -> Prefix:
+def _told(*notes: tuple[Engine, tuple[int, ...]]) -> PrefixAffinity:
     """All engines are known to it, and have answered those prompts."""
-    policy = Prefix(BOUND)
+    policy = PrefixAffinity(BOUND)
     policy.order(FLEET, _ask(0))
     for engine, chunks in notes:
         ask = _ask(*chunks)
@@ -126,8 +126,8 @@ def test_what_is_still_being_computed_is_not_expected_but_attracts() -> None:
 
 
 def test_memory_is_bounded_whatever_is_asked_and_never_answered() -> None:
-    holders = Holders(per_engine=50, in_all=400)
-    policy = Prefix(BOUND, holders)
+    holders = ChunkIndex(per_engine=50, in_all=400)
+    policy = PrefixAffinity(BOUND, holders)
     policy.order(FLEET, _ask(0))
     for number in range(1000):
         chunks = range(number * 10, number * 10 + 10)
@@ -139,7 +139,7 @@ def test_memory_is_bounded_whatever_is_asked_and_never_answered() -> None:
 
 
 def test_many_names_that_come_and_go_keep_few_bits() -> None:
-    holders = Holders()
+    holders = ChunkIndex()
     for number in range(3 * MOST_UNUSED):
         holders.seat([f"pod-{number}", "old"])
         holders.add("old", [number])
@@ -149,7 +149,7 @@ def test_many_names_that_come_and_go_keep_few_bits() -> None:
 
 
 def test_what_is_asked_again_and_again_is_kept_and_the_rest_is_not() -> None:
-    holders = Holders(per_engine=100, in_all=1000)
+    holders = ChunkIndex(per_engine=100, in_all=1000)
     (bit,) = holders.seat(["a"])
     for number in range(1000):
         holders.add("a", [1, 2, 3])
@@ -162,7 +162,7 @@ def test_what_is_asked_again_and_again_is_kept_and_the_rest_is_not() -> None:
 @given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 2), min_size=1, max_size=6))))
 def test_a_match_is_the_longest_that_was_noted(notes: list[tuple[int, list[int]]]) -> None:
     """Against looking through all that was noted; chunks are chained as real ones are."""
-    holders = Holders()
+    holders = ChunkIndex()
     bits = holders.seat([str(n) for n in range(6)])
     for engine, path in notes:
         holders.add(str(engine), _chained(path))

@@ -9,23 +9,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.routing.candidate import Ask
-from router.routing.hash_ring import Ring
-from router.routing.session_affinity import Session
+from router.routing.candidate import RoutingQuery
+from router.routing.hash_ring import HashRing
+from router.routing.session_affinity import SessionAffinity
 from tests.unit.router.routing.engines import BOUND, Engine, engines
 
 SESSIONS = [f"session {number}" for number in range(600)]
 
 
-def _owners(policy: Session, candidates: tuple[Engine, ...]) -> dict[str, str]:
-    return {s: policy.order(candidates, Ask(0, session=s))[0].name for s in SESSIONS}
+def _owners(policy: SessionAffinity, candidates: tuple[Engine, ...]) -> dict[str, str]:
+    return {s: policy.order(candidates, RoutingQuery(0, session=s))[0].name for s in SESSIONS}
 
 
 @pytest.mark.parametrize("count", [2, 4, 8, 40, 500])
 def test_sessions_are_spread_as_evenly_as_chance_does(count: int) -> None:
     """Besides what chance does to few sessions, an engine's share is off by 4 % or so."""
-    policy, candidates, asked = Session(BOUND), engines(count), 10_000
-    seen = Counter(policy.order(candidates, Ask(0, session=f"s{n}"))[0].name for n in range(asked))
+    policy, candidates, asked = SessionAffinity(BOUND), engines(count), 10_000
+    seen = Counter(
+        policy.order(candidates, RoutingQuery(0, session=f"s{n}"))[0].name for n in range(asked)
+    )
     mean = asked / count
     shares = [seen[engine.name] / mean for engine in candidates]
     by_chance = mean**-0.5
@@ -39,14 +41,14 @@ def test_only_the_sessions_of_the_engine_that_goes_move(count: int, data: st.Dat
     candidates = engines(count + 1)
     gone = data.draw(st.sampled_from(candidates))
     rest = tuple(engine for engine in candidates if engine is not gone)
-    policy = Session(BOUND)
+    policy = SessionAffinity(BOUND)
     before = _owners(policy, candidates)
     after = _owners(policy, rest)
     assert {s for s in SESSIONS if before[s] != after[s]} == {
         s for s in SESSIONS if before[s] == gone.name
     }
     assert _owners(policy, candidates) == before, "it comes back, and so do they"
-    assert _owners(Session(BOUND), rest) == after, "a router that never knew it agrees"
+    assert _owners(SessionAffinity(BOUND), rest) == after, "a router that never knew it agrees"
 
 
 @settings(max_examples=20)
@@ -60,10 +62,10 @@ def test_only_the_sessions_of_the_engine_that_goes_move(count: int, data: st.Dat
     )
 )
 def test_a_ring_is_the_same_whatever_it_was_before(seatings: list[list[str]]) -> None:
-    ring = Ring()
+    ring = HashRing()
     for names in seatings:
         ring.seat(names)
-        fresh = Ring()
+        fresh = HashRing()
         fresh.seat(sorted(names))
         for session in SESSIONS[:50]:
             found = [names[place] for place in ring.nearest(session)]
@@ -71,15 +73,15 @@ def test_a_ring_is_the_same_whatever_it_was_before(seatings: list[list[str]]) ->
 
 
 def test_names_that_are_gone_are_not_kept() -> None:
-    ring = Ring()
+    ring = HashRing()
     for number in range(300):
         ring.seat([f"pod-{number}-{n}" for n in range(3)])
         assert len(ring) <= 6
 
 
 def test_a_session_leaves_an_overloaded_engine_and_comes_back() -> None:
-    policy, candidates = Session(BOUND), engines(5)
-    ask = Ask(1, session="s")
+    policy, candidates = SessionAffinity(BOUND), engines(5)
+    ask = RoutingQuery(1, session="s")
     own, next_one = policy.order(candidates, ask)[:2]
     own.in_flight = 20
     order = policy.order(candidates, ask)
@@ -90,17 +92,19 @@ def test_a_session_leaves_an_overloaded_engine_and_comes_back() -> None:
 
 
 def test_when_its_engines_are_all_overloaded_a_session_goes_by_load() -> None:
-    policy, candidates = Session(BOUND), engines(100)
+    policy, candidates = SessionAffinity(BOUND), engines(100)
     near = (
-        set(policy._ring.nearest("s")) if policy.order(candidates, Ask(1, session="s")) else set()
+        set(policy._ring.nearest("s"))
+        if policy.order(candidates, RoutingQuery(1, session="s"))
+        else set()
     )
     for place in near:
         candidates[place].in_flight = candidates[place].tokens_in_flight = 100
-    order = policy.order(candidates, Ask(2, session="s"))
+    order = policy.order(candidates, RoutingQuery(2, session="s"))
     assert order[0].in_flight == 0
 
 
 def test_without_a_session_load_decides() -> None:
-    policy, candidates = Session(BOUND), engines(2)
+    policy, candidates = SessionAffinity(BOUND), engines(2)
     candidates[0].tokens_in_flight = 1
-    assert all(policy.order(candidates, Ask(n))[0] is candidates[1] for n in range(20))
+    assert all(policy.order(candidates, RoutingQuery(n))[0] is candidates[1] for n in range(20))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.views import View
+from router.fleet.views import FleetView
 from router.ui.engine_polling import EngineGauge, EnginePoller, figures_in, leases_in
 from router.ui.snapshot import (
     KEYED,
@@ -26,7 +26,7 @@ from tests.unit.router.mock_engine import MockEngine
 
 def one(in_flight: int = 1, entries: int | None = None) -> ProcessSnapshot:
     return ProcessSnapshot(
-        view=View(engines=[seen(in_flight=in_flight)], groups=[], is_informed=True),
+        view=FleetView(engines=[seen(in_flight=in_flight)], groups=[], is_informed=True),
         ways=[LinkTraffic(from_="p", to="d", kind="prompt", moving=1, rate=0.5)],
         running=[],
         ended=[],
@@ -130,7 +130,7 @@ async def test_whatever_an_engine_answers_it_is_no_less_healthy(
     router = await start_router()
     p.pages = {"/metrics": b"\xff\x00" * 50_000, "/disagg/leases": b"[" * 9000}
     d.pages = {"/metrics": b"vllm:kv_cache_usage_perc 0.5\n"}
-    router.engine(p).learned.told = True
+    router.engine(p).capabilities.told = True
     engines = EnginePoller(router.gateway.fleet, lambda: 0.0)
     await engines.ask_all()
     assert engines.told()[router.engine(d).name].kv_usage == 0.5

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine_ext.base.inspection import Inspection, MovedSeen, TransferSeen
 from engine_ext.pages import leases
-from router.fleet.engine_spec import Role
+from router.fleet.engine_spec import EngineRole
 from router.ui.request_view import Origin, RequestSummary, summarize_request
 from router.ui.transfers import (
     LATEST,
@@ -27,7 +27,7 @@ from router.ui.transfers import (
 )
 from tests.unit.router.ui.test_watch import record
 
-ROLES = {"p": Role.PREFILL, "d": Role.DECODE}
+ROLES = {"p": EngineRole.PREFILL, "d": EngineRole.DECODE}
 NAME = "cmpl-{}.0123456789" + "7-0-0a1b2c3d"
 
 

@@ -11,10 +11,10 @@ import dns.asyncresolver
 import dns.rcode
 import pytest
 
-from router.fleet.engine_spec import Role
+from router.fleet.engine_spec import EngineRole
 from router.fleet.sources import dns as dns_module
 from router.fleet.sources.dns import EMPTY_AGE, LONGEST, SHORTEST, DnsSource, look_up
-from router.fleet.sources.source import Report
+from router.fleet.sources.source import SourceReport
 from router.settings import Address
 from tests.unit.router.fleet.sources.dns_server import Zone, name_server
 from tests.unit.router.harness import eventually
@@ -30,12 +30,12 @@ async def zone() -> AsyncIterator[Zone]:
 
 
 def source(zone: Zone, name: str = NAME) -> DnsSource:
-    return DnsSource(Role.DECODE, name, zone.resolver, doubt=0.01, chance=lambda: 1.0)
+    return DnsSource(EngineRole.DECODE, name, zone.resolver, doubt=0.01, chance=lambda: 1.0)
 
 
-def addresses(report: Report) -> set[str]:
+def addresses(report: SourceReport) -> set[str]:
     assert report.listed is not None, report.trouble
-    assert all(one.spec.role is Role.DECODE for one in report.listed)
+    assert all(one.spec.role is EngineRole.DECODE for one in report.listed)
     return {str(one.address) for one in report.listed}
 
 
@@ -151,13 +151,13 @@ async def test_a_name_that_is_empty_is_believed_the_third_time_in_a_row(
     zone.records, zone.names = dict(records), {"decode.svc"}
     assert (await asking._look())[0] == first
     await vanish()
-    assert (await asking._look())[0] == Report(())
-    assert (await asking._look())[0] == Report(()), "nothing more to doubt"
+    assert (await asking._look())[0] == SourceReport(())
+    assert (await asking._look())[0] == SourceReport(()), "nothing more to doubt"
 
 
 async def test_who_was_never_there_need_not_be_confirmed(zone: Zone) -> None:
     report, pause = await source(zone)._look()
-    assert (report, pause) == (Report(()), EMPTY_AGE)
+    assert (report, pause) == (SourceReport(()), EMPTY_AGE)
 
 
 async def test_all_questions_together_have_one_deadline(
@@ -168,7 +168,7 @@ async def test_all_questions_together_have_one_deadline(
     zone.has("_http._tcp.decode.svc", "SRV", *[f"0 0 1 t{n}.svc." for n in range(200)])
     zone.is_mute, zone.failing = True, ("A",)
     report, _ = await asyncio.wait_for(source(zone, SERVICE)._look(), 3)
-    assert report == Report(None, "no answer within 0.3 s")
+    assert report == SourceReport(None, "no answer within 0.3 s")
 
 
 async def test_an_answer_is_not_read_in_the_loop_that_serves(zone: Zone) -> None:
@@ -179,7 +179,7 @@ async def test_an_answer_is_not_read_in_the_loop_that_serves(zone: Zone) -> None
         threads.append(threading.current_thread())
         return zone.resolver()
 
-    await DnsSource(Role.DECODE, NAME, make)._look()
+    await DnsSource(EngineRole.DECODE, NAME, make)._look()
     assert threads != [threading.current_thread()]
 
 
@@ -204,7 +204,7 @@ async def test_a_watch_goes_on_and_asks_a_resolver_made_anew(zone: Zone) -> None
             raise OSError("no /etc/resolv.conf")
         return zone.resolver()
 
-    asking = DnsSource(Role.DECODE, NAME, make, chance=lambda: -0.98)  # type: ignore[arg-type]
+    asking = DnsSource(EngineRole.DECODE, NAME, make, chance=lambda: -0.98)  # type: ignore[arg-type]
     asking._doubt = 0
     reports = []
     with pytest.MonkeyPatch.context() as patch:

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.engine_spec import EngineSpec, Intent, Listed, Role
+from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
 from router.fleet.sources.file import MOST_BYTES, FileSource, address_of, parse
-from router.fleet.sources.source import Report, SourceError
+from router.fleet.sources.source import SourceError, SourceReport
 from router.settings import Address
 
 P1 = "engines: [{url: 'http://p1:8100', role: prefill}]\n"
 D1 = "engines: [{url: 'http://d1:8200', role: decode}]\n"
-LISTED_P1 = (Listed(EngineSpec(Role.PREFILL, Address("p1", 8100))),)
-LISTED_D1 = (Listed(EngineSpec(Role.DECODE, Address("d1", 8200))),)
+LISTED_P1 = (ListedEngine(EngineSpec(EngineRole.PREFILL, Address("p1", 8100))),)
+LISTED_D1 = (ListedEngine(EngineSpec(EngineRole.DECODE, Address("d1", 8200))),)
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
     for before, name in zip("abcdefgh", "bcdefghi", strict=True)
@@ -40,10 +40,14 @@ def test_everything_that_may_be_said_of_an_engine() -> None:
         draining: true
       - {url: http://both, role: both, weight: 0}
     """
-    p1 = EngineSpec(Role.PREFILL, Address("p1", 8100), frozenset("mn"), "blue", 2.5)
-    d1 = EngineSpec(Role.DECODE, Address("2001:db8::1", 8200))
-    both = EngineSpec(Role.BOTH, Address("both", 80), weight=0.0)
-    assert parse(text.encode()) == (Listed(p1), Listed(d1, Intent.DRAINING), Listed(both))
+    p1 = EngineSpec(EngineRole.PREFILL, Address("p1", 8100), frozenset("mn"), "blue", 2.5)
+    d1 = EngineSpec(EngineRole.DECODE, Address("2001:db8::1", 8200))
+    both = EngineSpec(EngineRole.BOTH, Address("both", 80), weight=0.0)
+    assert parse(text.encode()) == (
+        ListedEngine(p1),
+        ListedEngine(d1, Intent.DRAINING),
+        ListedEngine(both),
+    )
     assert parse(b"engines: []") == ()
 
 
@@ -129,7 +133,7 @@ def test_no_bytes_break_the_reading(content: bytes) -> None:
         parse(b"engines: " + content)
 
 
-Ask = Callable[[], Awaitable[Report]]
+Ask = Callable[[], Awaitable[SourceReport]]
 
 
 @contextlib.asynccontextmanager
@@ -137,7 +141,7 @@ async def watched(path: Path) -> AsyncIterator[tuple[FileSource, Ask]]:
     source = FileSource(path, interval=0.01)
     async with contextlib.aclosing(source.watch()) as reports:
 
-        async def ask() -> Report:
+        async def ask() -> SourceReport:
             return await asyncio.wait_for(anext(reports), 5)
 
         yield source, ask
@@ -148,7 +152,7 @@ async def test_each_way_to_replace_a_file_is_seen(tmp_path: Path) -> None:
     path, other = tmp_path / "engines.yaml", tmp_path / "other"
     path.write_text(P1)
     async with watched(path) as (source, ask):
-        assert source.first == Report(LISTED_P1)
+        assert source.first == SourceReport(LISTED_P1)
         assert (await ask()).listed is (await ask()).listed, "unchanged is the very same"
         stamps = (path.stat().st_atime_ns, path.stat().st_mtime_ns)
         path.write_text(P1.replace("p1", "p2"))
@@ -156,7 +160,7 @@ async def test_each_way_to_replace_a_file_is_seen(tmp_path: Path) -> None:
         assert (await ask()).listed != LISTED_P1
         other.write_text(D1)
         other.rename(path)
-        assert await ask() == Report(LISTED_D1)
+        assert await ask() == SourceReport(LISTED_D1)
 
 
 async def test_a_config_map_is_followed_through_its_links(tmp_path: Path) -> None:
@@ -167,10 +171,10 @@ async def test_a_config_map_is_followed_through_its_links(tmp_path: Path) -> Non
     data.symlink_to("..1")
     path.symlink_to("..data/engines.yaml")
     async with watched(path) as (source, ask):
-        assert source.first == Report(LISTED_P1)
+        assert source.first == SourceReport(LISTED_P1)
         (tmp_path / "..tmp").symlink_to("..2")
         (tmp_path / "..tmp").rename(data)
-        assert await ask() == Report(LISTED_D1)
+        assert await ask() == SourceReport(LISTED_D1)
 
 
 async def test_a_file_in_trouble_takes_nothing_away_and_says_what_it_is(tmp_path: Path) -> None:
@@ -183,19 +187,19 @@ async def test_a_file_in_trouble_takes_nothing_away_and_says_what_it_is(tmp_path
         assert broken.trouble.startswith(f"{path}: engine 1: ")
         assert await ask() == broken
         path.write_text(P1)
-        assert await ask() == Report(LISTED_P1)
+        assert await ask() == SourceReport(LISTED_P1)
         path.unlink()
-        assert await ask() == Report(None, f"{path}: No such file or directory")
+        assert await ask() == SourceReport(None, f"{path}: No such file or directory")
         path.mkdir()
-        assert await ask() == Report(None, f"{path}: Is a directory")
+        assert await ask() == SourceReport(None, f"{path}: Is a directory")
         path.rmdir()
         os.mkfifo(path)
-        assert await ask() == Report(None, f"{path}: is no regular file")
+        assert await ask() == SourceReport(None, f"{path}: is no regular file")
         path.unlink()
         path.write_bytes(b"#" * (MOST_BYTES + 1))
-        assert await ask() == Report(None, f"{path}: is larger than 1 MiB")
+        assert await ask() == SourceReport(None, f"{path}: is larger than 1 MiB")
         path.write_text(P1)
-        assert await ask() == Report(LISTED_P1)
+        assert await ask() == SourceReport(LISTED_P1)
 
 
 async def test_a_file_that_is_being_written_is_read_when_it_is_whole(
@@ -233,8 +237,8 @@ async def test_a_disk_that_does_not_answer_is_trouble_and_not_asked_twice(
         monkeypatch.setattr("router.fleet.sources.file.PATIENCE", 0.02)
         monkeypatch.setattr("router.fleet.sources.file._content", stuck)
         for _ in range(3):
-            assert await ask() == Report(None, f"{path}: cannot be read within 0.02 s")
+            assert await ask() == SourceReport(None, f"{path}: cannot be read within 0.02 s")
         assert asked == 1
         gate.set()
         monkeypatch.setattr("router.fleet.sources.file.PATIENCE", 5.0)
-        assert await ask() == Report(LISTED_D1)
+        assert await ask() == SourceReport(LISTED_D1)

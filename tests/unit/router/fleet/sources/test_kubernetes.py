@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from router.fleet.engine_spec import Intent, Role
+from router.fleet.engine_spec import EngineRole, Intent
 from router.fleet.sources import backoff, pod_api
 from router.fleet.sources import kubernetes as kubernetes_module
 from router.fleet.sources.kubernetes import KubernetesSource
-from router.fleet.sources.pod_api import Lines, PodApi
-from router.fleet.sources.source import Report, SourceError
+from router.fleet.sources.pod_api import LineSplitter, PodApi
+from router.fleet.sources.source import SourceError, SourceReport
 from router.settings import SettingsError
 from tests.unit.router.fleet.sources.api_server import ApiServer, api_server, kubeconfig, pod
 from tests.unit.router.harness import eventually
@@ -30,10 +30,10 @@ class Watched:
     server: ApiServer
     source: KubernetesSource
     token: Path
-    reports: list[Report] = field(default_factory=list)
+    reports: list[SourceReport] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
 
-    def note(self, report: Report) -> None:
+    def note(self, report: SourceReport) -> None:
         self.reports.append(report)
         if report.listed is not None:
             self.names = {str(one.address): str(one.intent) for one in report.listed}
@@ -69,7 +69,7 @@ async def watching(
     token.write_text(server.token)
     config = kubeconfig(tmp_path / "config", server.port, token)
     api = PodApi(config, None, "llm-d.ai/role=decode", life)
-    watched = Watched(server, KubernetesSource(Role.DECODE, "8000", api, **how), token)
+    watched = Watched(server, KubernetesSource(EngineRole.DECODE, "8000", api, **how), token)
 
     async def follow() -> None:
         async with contextlib.aclosing(watched.source.watch()) as reports:
@@ -333,9 +333,9 @@ def test_a_kubeconfig_that_cannot_be_used_is_one_line(tmp_path: Path, content: s
 def test_lines_are_whole_however_they_come() -> None:
     text = b'{"a": 1}\n\n{"b": 2}\r\n{"c'
     for size in (1, 3, 100):
-        lines = Lines()
+        lines = LineSplitter()
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
         found = [line for piece in pieces for line in lines.of(piece)]
         assert found == [b'{"a": 1}', b'{"b": 2}\r']
     with pytest.raises(SourceError):
-        Lines().of(b"x" * (pod_api.LONGEST_LINE + 1))
+        LineSplitter().of(b"x" * (pod_api.LONGEST_LINE + 1))

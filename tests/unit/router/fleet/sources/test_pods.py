@@ -7,15 +7,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.fleet.engine_spec import EngineSpec, Intent, Listed, Role
+from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
 from router.fleet.sources.kubernetes import distinct
-from router.fleet.sources.pod_engines import Pod, Seen, seen
+from router.fleet.sources.pod_engines import Pod, PodEngine, read_pod
 from router.settings import Address
 from tests.unit.router.fleet.sources.api_server import pod
 
 
-def look(made: dict[str, Any], role: Role = Role.DECODE, port: str = "8000") -> Seen:
-    return seen(msgspec.json.decode(msgspec.json.encode(made), type=Pod), role, port)
+def look(
+    made: dict[str, Any], role: EngineRole = EngineRole.DECODE, port: str = "8000"
+) -> PodEngine:
+    return read_pod(msgspec.json.decode(msgspec.json.encode(made), type=Pod), role, port)
 
 
 def spec(made: dict[str, Any], port: str = "8000") -> EngineSpec:
@@ -47,22 +49,22 @@ def test_ready_pods_serve_and_those_that_end_drain(
 
 
 def test_a_pod_may_lack_nearly_everything() -> None:
-    assert look({"metadata": {}}) == Seen(None)
-    assert look({"metadata": {"labels": None}, "spec": {"containers": None}}) == Seen(None)
+    assert look({"metadata": {}}) == PodEngine(None)
+    assert look({"metadata": {"labels": None}, "spec": {"containers": None}}) == PodEngine(None)
 
 
 @pytest.mark.parametrize(
     ("labels", "role"),
     [
-        ({}, Role.DECODE),
-        ({"llm-d.ai/role": "prefill"}, Role.PREFILL),
-        ({"llm-d.ai/role": "both"}, Role.BOTH),
-        ({"llm-d.ai/role": "prefill-decode"}, Role.BOTH),
-        ({"llm-d.ai/role": "encode"}, Role.DECODE),
-        ({"llm-d.ai/role": "prefill", "disagg-router.io/role": "decode"}, Role.DECODE),
+        ({}, EngineRole.DECODE),
+        ({"llm-d.ai/role": "prefill"}, EngineRole.PREFILL),
+        ({"llm-d.ai/role": "both"}, EngineRole.BOTH),
+        ({"llm-d.ai/role": "prefill-decode"}, EngineRole.BOTH),
+        ({"llm-d.ai/role": "encode"}, EngineRole.DECODE),
+        ({"llm-d.ai/role": "prefill", "disagg-router.io/role": "decode"}, EngineRole.DECODE),
     ],
 )
-def test_a_pod_may_say_its_role(labels: dict[str, str], role: Role) -> None:
+def test_a_pod_may_say_its_role(labels: dict[str, str], role: EngineRole) -> None:
     assert spec(pod("d", labels=labels)).role is role
 
 
@@ -77,7 +79,7 @@ def test_a_pod_may_say_all_else_as_a_label_or_before_that_as_an_annotation() -> 
         },
     )
     address, models = Address("10.0.0.1", 9000), frozenset(["org/m", "n"])
-    assert spec(made) == EngineSpec(Role.DECODE, address, models, "green", 2.5)
+    assert spec(made) == EngineSpec(EngineRole.DECODE, address, models, "green", 2.5)
 
 
 def test_a_port_is_a_number_or_a_name_that_pods_give_it() -> None:
@@ -113,8 +115,8 @@ def test_a_pod_that_makes_no_sense_is_no_engine_and_trouble(
 
 
 def test_of_two_pods_at_one_address_the_one_that_serves_is_it() -> None:
-    at = EngineSpec(Role.DECODE, Address("h", 1))
-    old, new = Listed(at, Intent.DRAINING), Listed(at)
+    at = EngineSpec(EngineRole.DECODE, Address("h", 1))
+    old, new = ListedEngine(at, Intent.DRAINING), ListedEngine(at)
     assert distinct([old, new]) == distinct([new, old]) == (new,)
     assert distinct([old, old]) == (old,)
 
@@ -132,7 +134,7 @@ def test_pods_are_spoken_to_as_they_say_or_as_all_are(
     labels: dict[str, str], scheme: str, tls: bool
 ) -> None:
     made = msgspec.json.decode(msgspec.json.encode(pod("d", labels=labels)), type=Pod)
-    found = seen(made, Role.DECODE, "8000", scheme)
+    found = read_pod(made, EngineRole.DECODE, "8000", scheme)
     assert found.listed is not None
     assert found.listed.spec.tls is tls
 

@@ -10,28 +10,28 @@ from pathlib import Path
 
 import pytest
 
-from router.fleet.engine_spec import EngineSpec, Intent, Listed, Role
+from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
 from router.fleet.sources import saved_listing
-from router.fleet.sources.saved_listing import Remembered, recalled, remember
-from router.fleet.sources.source import Report
+from router.fleet.sources.saved_listing import SavedListing, recalled, remember
+from router.fleet.sources.source import SourceReport
 from router.settings import Address
 from tests.unit.router.harness import eventually
 
-P = Listed(EngineSpec(Role.PREFILL, Address("p", 8100)))
-D = Listed(
-    EngineSpec(Role.DECODE, Address("::1", 9), frozenset("ab"), "blue", 0.5), Intent.DRAINING
+P = ListedEngine(EngineSpec(EngineRole.PREFILL, Address("p", 8100)))
+D = ListedEngine(
+    EngineSpec(EngineRole.DECODE, Address("::1", 9), frozenset("ab"), "blue", 0.5), Intent.DRAINING
 )
-BROKEN = Report(None, "the file is broken")
+BROKEN = SourceReport(None, "the file is broken")
 
 
 class FakeSource:
     name = "fake"
 
-    def __init__(self, *reports: Report, first: Report | None = None) -> None:
-        self.first = first or Report()
+    def __init__(self, *reports: SourceReport, first: SourceReport | None = None) -> None:
+        self.first = first or SourceReport()
         self._reports = reports
 
-    async def watch(self) -> AsyncGenerator[Report, None]:
+    async def watch(self) -> AsyncGenerator[SourceReport, None]:
         for report in self._reports:
             yield report
 
@@ -41,22 +41,24 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "source-0.json"
 
 
-async def watched(source: Remembered) -> list[Report]:
+async def watched(source: SavedListing) -> list[SourceReport]:
     return [report async for report in source.watch()]
 
 
 async def test_who_begins_in_trouble_has_what_others_heard_last(file: Path) -> None:
-    said = (Report((P,)), Report((P, D)), BROKEN)
-    assert await watched(Remembered(FakeSource(*said), file)) == list(said), "it hides nothing"
-    again = Remembered(FakeSource(first=BROKEN), file)
-    assert again.first == Report((P, D), BROKEN.trouble), "and it is in trouble still"
-    assert Remembered(FakeSource(), file).first == Report((P, D)), "one that has to be asked first"
-    told = Report((), "")
-    assert Remembered(FakeSource(first=told), file).first == told, "its own word counts more"
+    said = (SourceReport((P,)), SourceReport((P, D)), BROKEN)
+    assert await watched(SavedListing(FakeSource(*said), file)) == list(said), "it hides nothing"
+    again = SavedListing(FakeSource(first=BROKEN), file)
+    assert again.first == SourceReport((P, D), BROKEN.trouble), "and it is in trouble still"
+    assert SavedListing(FakeSource(), file).first == SourceReport((P, D)), (
+        "one that has to be asked first"
+    )
+    told = SourceReport((), "")
+    assert SavedListing(FakeSource(first=told), file).first == told, "its own word counts more"
 
 
 async def test_who_begins_first_in_trouble_has_nothing(file: Path) -> None:
-    assert Remembered(FakeSource(first=BROKEN), file).first == BROKEN
+    assert SavedListing(FakeSource(first=BROKEN), file).first == BROKEN
 
 
 @pytest.mark.parametrize("content", [b"", b"[", b"[1]", b"null", b"\xff", b'[{"spec": {}}]'])
@@ -64,13 +66,13 @@ def test_what_cannot_be_read_is_nothing(
     file: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     file.write_bytes(content)
-    assert Remembered(FakeSource(first=BROKEN), file).first == BROKEN
+    assert SavedListing(FakeSource(first=BROKEN), file).first == BROKEN
     assert len(caplog.records) == 1
 
 
 async def test_what_is_unchanged_is_not_written_again(tmp_path: Path) -> None:
-    file, same = tmp_path / "source-0.json", [Report((P,))] * 3
-    async with contextlib.aclosing(Remembered(FakeSource(*same), file).watch()) as reports:
+    file, same = tmp_path / "source-0.json", [SourceReport((P,))] * 3
+    async with contextlib.aclosing(SavedListing(FakeSource(*same), file).watch()) as reports:
         await anext(reports)
         await anext(reports)
         file.unlink()
@@ -83,8 +85,8 @@ async def test_what_is_unchanged_is_not_written_again(tmp_path: Path) -> None:
 async def test_a_disk_that_refuses_is_told_and_costs_no_report(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = [Report((P,)), Report((P, D))]
-    assert await watched(Remembered(FakeSource(*said), tmp_path / "gone" / "x.json")) == said
+    said = [SourceReport((P,)), SourceReport((P, D))]
+    assert await watched(SavedListing(FakeSource(*said), tmp_path / "gone" / "x.json")) == said
     assert len(caplog.records) == 2
     assert "source fake" in caplog.text
 
@@ -93,7 +95,7 @@ async def test_what_a_disk_refused_is_written_with_the_next_report(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "later" / "source-0.json"
-    source = Remembered(FakeSource(*[Report((P,))] * 4), file)
+    source = SavedListing(FakeSource(*[SourceReport((P,))] * 4), file)
     async with contextlib.aclosing(source.watch()) as reports:
         for _ in range(3):
             await anext(reports)
@@ -108,9 +110,9 @@ async def test_a_disk_that_does_not_answer_costs_no_report(
 ) -> None:
     """One write waits; what came meanwhile is written with the first report after it."""
     gate, asked = threading.Event(), 0
-    write: Callable[[Path, tuple[Listed, ...]], None] = remember
+    write: Callable[[Path, tuple[ListedEngine, ...]], None] = remember
 
-    def stuck(file: Path, listed: tuple[Listed, ...]) -> None:
+    def stuck(file: Path, listed: tuple[ListedEngine, ...]) -> None:
         nonlocal asked
         asked += 1
         gate.wait(10)
@@ -118,8 +120,8 @@ async def test_a_disk_that_does_not_answer_costs_no_report(
 
     monkeypatch.setattr(saved_listing, "PATIENCE", 0.02)
     monkeypatch.setattr(saved_listing, "remember", stuck)
-    said = [Report((P,)), Report((D,)), Report((P, D)), Report((P, D))]
-    async with contextlib.aclosing(Remembered(FakeSource(*said), file).watch()) as reports:
+    said = [SourceReport((P,)), SourceReport((D,)), SourceReport((P, D)), SourceReport((P, D))]
+    async with contextlib.aclosing(SavedListing(FakeSource(*said), file).watch()) as reports:
         async with asyncio.timeout(5):
             for expected in said[:3]:
                 assert await anext(reports) == expected
