@@ -29,7 +29,7 @@ from router.http_client.errors import (
     SilenceError,
     UpstreamError,
 )
-from router.http_client.sse import EventGate, end_of_last_event
+from router.http_client.sse import SseReader, end_of_last_event
 
 Headers = Sequence[tuple[bytes, bytes]]
 HIGH_WATER = 256 * 1024
@@ -107,7 +107,7 @@ class EngineAnswer:
         self._held_size = 0
         self._waiter: asyncio.Future[None] | None = None
         self._sink: AnswerSink | None = None
-        self._gate: EventGate | None = None
+        self._gate: SseReader | None = None
         self._idle = self._latest = 0.0
         self._recent: deque[bytes] | None = None
 
@@ -249,15 +249,15 @@ class EngineAnswer:
 
     async def _end_of_event(self, begun: bytes) -> None:
         """Return when a started event has ended, or the body. Raises UpstreamError."""
-        gate, looked_at = EventGate(), len(self._held)
-        passed = gate.passing(begun)
+        gate, looked_at = SseReader(), len(self._held)
+        passed = gate.whole_events(begun)
         while not passed and not self._done:
             if self._held_size > HIGH_WATER:  # reading has stopped, and this event is not all here
                 self._wire.resume()
             await self._news()
             self.check()
             for piece in self._held[looked_at:]:
-                passed += gate.passing(piece)
+                passed += gate.whole_events(piece)
             looked_at = len(self._held)
 
     async def relay(self, sink: AnswerSink, idle: float, latest: float) -> None:
@@ -269,7 +269,7 @@ class EngineAnswer:
         self._sink, self._idle, self._latest = sink, idle, latest
         self._recent = deque(maxlen=LAST_BLOCKS)
         if self.is_event_stream:
-            self._gate = EventGate()
+            self._gate = SseReader()
         self._pass_on(sink, self._take())
         self.check()
         if self._done:
@@ -365,7 +365,7 @@ class EngineAnswer:
         self.deadline = deadline if deadline < self._latest else self._latest
         if self._gate is not None:
             try:
-                block = self._gate.passing(block)
+                block = self._gate.whole_events(block)
             except EventTooLargeError as error:
                 self.error = error
                 self.close()

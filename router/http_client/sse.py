@@ -1,61 +1,129 @@
-"""Server-sent events, as far as a relay must understand them: where one ends.
+"""The one reader of event streams (server-sent events, SSE).
 
-https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation
+Every part of the router that needs to know where an event ends, or what an event says, asks this
+module. The format is that of the HTML standard:
+https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
+
+Grammar
+-------
+A stream is UTF-8 text, perhaps behind a byte order mark. A line ends with LF, CR LF or CR, and one
+stream may mix them. An empty line ends an event. A line that begins with a colon is a comment. Any
+other line is a field: a name, perhaps a colon, perhaps one space, and a value. The data of an event
+are the values of its `data` lines, joined by LF. An event without a `data` line means nothing.
+
+An event therefore ends behind two line ends in a row, which is behind one of these pairs of bytes:
+LF LF, LF CR or CR CR. (CR LF is one line end.) Line ends that follow are further empty lines, which
+mean nothing and count as the end of the same event. Two pairs may be the end of a block although an
+LF belongs to them:
+
+* LF CR is then probably a part of LF CR LF, in a stream with CR LF. `SseReader` waits for the
+  next byte and passes the whole line end.
+* CR CR passes at once, since a stream with CR would otherwise lag by one event. If an LF follows,
+  it is an empty line at the start of the next block, and means nothing.
+
+The standard has a byte order mark at the start of a stream only. This reader accepts one at the
+start of each event, so that what it reads does not depend on how a stream was cut into blocks. An
+event that the stream breaks off is discarded by clients; `events_in` returns it only `at_end`.
+
+Theory of operation
+-------------------
+Bytes arrive in blocks, cut anywhere. `SseReader` returns the whole events of each block as bytes,
+and holds a started event back until its end is here. Between the engine's socket and the client,
+that happens once, in `EngineAnswer`. Whatever comes behind it (the resume buffer, the validation of
+a stream, the tail of a turn, dialects, rate limits, heartbeats) sees blocks of whole events, so it
+needs no state of its own to find them: `events_in` reads the events of such a block.
+
+To read events costs about a microsecond for each, and most chunks hold nothing that the router
+needs to know. Each subscriber therefore first looks for the bytes that it is interested in, say
+`"error"`, and reads the events only of a block that has them. Such a test must not depend on lines:
+a JSON string never spans two lines, but two JSON tokens may stand in two `data` lines. GAP is what
+may stand between two tokens.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
 from router.http_client.errors import EventTooLargeError
 
-BOUNDARIES = (b"\n\n", b"\r\n\r\n", b"\r\r")
-# Bytes of the longest boundary that may have come without its last byte.
-SEAM = 3
-# Bytes of one event. The largest that engines send tell the ids of a whole prompt, four characters
-# for each: of two million tokens they take 8 MiB.
-EVENT_LIMIT = 16 * 1024 * 1024
+# Bytes of one event. The largest that engines send have the ids of a whole prompt, four characters
+# for each: those of two million tokens take 8 MiB.
+MAX_EVENT_BYTES = 16 * 1024 * 1024
+DONE = b"[DONE]"
+# What may stand between two JSON tokens of an event's data, as a regular expression.
+GAP = rb"\s*(?:data:\s*)*"
+
+_EVENT_END = re.compile(rb"(?:\n\n|\r\r|\n\r)[\r\n]*")
+# How blocks end that certainly end with an event.
+_CERTAIN_ENDS = (b"\n\n", b"\n\r\n", b"\r\r", b"\r\r\n")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-class EventGate:
-    """Pass whole events and hold a started one back until its end is here.
+class SseEvent(NamedTuple):
+    """One event, or comments that stand alone. `start` and `end` are byte offsets in what was read;
+    the empty line belongs to the event. `data` is None without a `data` line."""
 
-    So whatever reads the events behind a gate never sees a piece of one, and a stream that breaks
-    inside an event can still end with a well-formed error event. An event is put together once,
-    however many reads it came in.
+    start: int
+    end: int
+    data: bytes | None
+
+
+class SseReader:
+    """Reads a stream block by block: what arrives is passed on in whole events.
+
+    Nobody behind a reader sees a piece of an event, and a stream that breaks inside an event can
+    still end with a well-formed error event. An event is put together once, however many blocks it
+    came in. Bytes are neither changed nor, except with `read`, parsed.
     """
 
-    __slots__ = ("_held", "_limit")
+    __slots__ = ("_held", "_limit", "_offset")
 
-    def __init__(self, limit: int = EVENT_LIMIT) -> None:
+    def __init__(self, limit: int = MAX_EVENT_BYTES) -> None:
         self._held = bytearray()
         self._limit = limit
+        self._offset = 0
 
-    def passing(self, block: bytes) -> bytes:
-        """Return the whole events so far. Raises EventTooLargeError."""
-        if self._held:
-            return self._with_held(block)
-        if block.endswith(BOUNDARIES):
-            return block
-        cut = end_of_last_event(block)
-        self._hold(block[cut:])
-        return block[:cut]
-
-    def rest(self) -> bytes:
-        """Return the event that has not ended."""
-        held, self._held = bytes(self._held), bytearray()  # cleared, it would keep its memory
-        return held
-
-    def _with_held(self, block: bytes) -> bytes:
-        seam = bytes(self._held[-SEAM:])
-        cut = end_of_last_event(seam + block) - len(seam)
-        if cut <= 0:
+    def whole_events(self, block: bytes) -> bytes:
+        """Return the bytes of all events that end with this block. Raises EventTooLargeError for
+        an event of more than the limit."""
+        if not self._held:
+            if block.endswith(_CERTAIN_ENDS):
+                return block
+            end = end_of_last_event(block)
+            self._hold(block[end:])
+            return block[:end]
+        seam = bytes(self._held[-2:])  # the first two bytes of what may be an event's end
+        end = end_of_last_event(seam + block) - len(seam)
+        if end < 0:
             self._hold(block)
             return b""
-        self._held += block[:cut]
+        self._held += block[:end]
         events = self.rest()
-        if len(events) > self._limit and _end_of_first_event(events) > self._limit:
+        if len(events) > self._limit and next(_spans(events), (0, 0))[1] > self._limit:
             raise self._too_large()
-        self._hold(block[cut:])
+        self._hold(block[end:])
         return events
+
+    def read(self, block: bytes, at_end: bool = False) -> list[SseEvent]:
+        """Return the events that end with this block, with their offsets in the stream. `at_end`:
+        no block follows, so the event that has not ended is returned, too. Raises
+        EventTooLargeError."""
+        block = self.whole_events(block)
+        if at_end:
+            block += self.rest()
+        offset = self._offset
+        self._offset += len(block)
+        return [
+            SseEvent(offset + start, offset + end, data)
+            for start, end, data in events_in(block, at_end)
+        ]
+
+    def rest(self) -> bytes:
+        """Return the event that has not ended, and forget it."""
+        held, self._held = bytes(self._held), bytearray()  # cleared, it would keep its memory
+        return held
 
     def _hold(self, piece: bytes) -> None:
         self._held += piece
@@ -66,9 +134,86 @@ class EventGate:
         return EventTooLargeError(f"an event of more than {self._limit} bytes")
 
 
+def events_in(block: bytes, at_end: bool = False) -> Iterator[SseEvent]:
+    """Yield the events of a block that begins with an event. `at_end`: the block is the last of its
+    stream, so yield an event that has not ended, too."""
+    end = _behind_line_ends(block, 0)
+    for start, end in _spans(block):
+        yield SseEvent(start, end, data_of(block[start:end]))
+    if at_end and end < len(block):
+        yield SseEvent(end, len(block), data_of(block[end:]))
+
+
 def end_of_last_event(block: bytes) -> int:
-    return max(at + len(mark) if (at := block.rfind(mark)) >= 0 else 0 for mark in BOUNDARIES)
+    """Return the offset behind the last event that ends in the block, 0 if none does. An event that
+    ends with LF CR at the end of the block does not count: an LF may follow."""
+    if block.find(b"\r") < 0:
+        at = block.rfind(b"\n\n")
+        return at + 2 if at >= 0 else 0
+    before_last = len(block) - 1
+    at = max(block.rfind(b"\n\n"), block.rfind(b"\r\r"), block.rfind(b"\n\r", 0, before_last))
+    return _behind_line_ends(block, at + 2) if at >= 0 else 0
 
 
-def _end_of_first_event(block: bytes) -> int:
-    return min(at + len(mark) for mark in BOUNDARIES if (at := block.find(mark)) >= 0)
+def is_between_events(block: bytes) -> bool:
+    """Return True if a comment may follow this block without splitting an event."""
+    return block.endswith(_CERTAIN_ENDS)
+
+
+def data_of(event: bytes) -> bytes | None:
+    """Return the data of one event: its `data` lines, joined. None if there is no such line."""
+    values = [
+        line[6:] if line[5:6] == b" " else line[5:]
+        for line in event.removeprefix(_BYTE_ORDER_MARK).splitlines()
+        if line.startswith(b"data:") or line == b"data"
+    ]
+    return b"\n".join(values) if values else None
+
+
+def with_data(event: bytes, data: bytes) -> bytes:
+    """Return an event that has data, with other `data`, which is one line. The event's other lines
+    stay as they are."""
+    kept: list[bytes] = []
+    is_written = False
+    for line in event.removeprefix(_BYTE_ORDER_MARK).splitlines(keepends=True):
+        content = line.rstrip(b"\r\n")
+        if not content.startswith(b"data:") and content != b"data":
+            kept.append(line)
+        elif not is_written:
+            kept += (b"data: ", data, line[len(content) :])
+            is_written = True
+    return b"".join(kept)
+
+
+def comment_lines(name: bytes) -> re.Pattern[bytes]:
+    """Return a pattern of the lines `: name value`, with the value as its last group. Replacing
+    such a line by nothing leaves the events as they are."""
+    # What begins with letters is found sooner: the start of the line is looked at second.
+    return re.compile(rb": (?<![^\r\n]: )" + name + rb" ([^\r\n]*)(?:\r\n?|\n)")
+
+
+def says_done(block: bytes, at_end: bool = False) -> bool:
+    """Return True if the block has a [DONE] event. Text of an answer may contain [DONE], too."""
+    return block.find(DONE) >= 0 and any(
+        event.data is not None and event.data.startswith(DONE) for event in events_in(block, at_end)
+    )
+
+
+def _spans(block: bytes) -> Iterator[tuple[int, int]]:
+    """Yield where each whole event begins and ends. Empty lines before the first belong to none."""
+    start = _behind_line_ends(block, 0)
+    if block.find(b"\r") >= 0:
+        for found in _EVENT_END.finditer(block, start):
+            yield start, found.end()
+            start = found.end()
+        return
+    while (at := block.find(b"\n\n", start)) >= 0:
+        end = _behind_line_ends(block, at + 2)
+        yield start, end
+        start = end
+
+
+def _behind_line_ends(block: bytes, at: int) -> int:
+    while block.startswith((b"\n", b"\r"), at):
+        at += 1
+    return at

@@ -17,7 +17,7 @@ from router.common.exact_json import dumps
 from router.http_client.deadlines import now
 from router.http_client.engine_answer import AnswerSink
 from router.http_client.errors import BrokenAnswerError, ReaderStalledError, UpstreamError
-from router.http_client.sse import BOUNDARIES
+from router.http_client.sse import is_between_events
 from router.openai.answers import parse_object
 from router.openai.errors import error_body, type_of_status
 from router.proxy import headers as head
@@ -89,7 +89,7 @@ class Line:
     def write(self, block: bytes, last: bool) -> None:
         self.is_said, self.spoke = True, now()
         if block:
-            self._is_between_events = block.endswith(BOUNDARIES)
+            self._is_between_events = is_between_events(block)
         self._put(block, last)
         if last and not self.is_over:
             self._over.set_result(None)

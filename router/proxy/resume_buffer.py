@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from router.http_client.engine_answer import AnswerTap
-from router.http_client.sse import EVENT_LIMIT, end_of_last_event
+from router.http_client.sse import MAX_EVENT_BYTES, end_of_last_event
 from router.openai.answers import parse_object
 from router.openai.generated_tokens import TOKEN_ID_CHARS, GeneratedTokens
 from router.proxy.prefill_answer import PROMPT_IDS, Params, with_field
@@ -46,7 +46,7 @@ ID = re.compile(rb'^data: ?\{\s*"id"\s*:\s*("[^"\\]*")', re.MULTILINE)
 CREATED = re.compile(rb'"created"\s*:\s*\d+')
 END = b"\n\n"
 # Bytes behind a finish, which wait for the stream's end: a turn's params grow with its prompt.
-MAX_HELD_BYTES = EVENT_LIMIT
+MAX_HELD_BYTES = MAX_EVENT_BYTES
 
 
 class ByteBudget(Protocol):

@@ -15,7 +15,7 @@ from router.http_client.deadlines import Deadlines, now
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import UpstreamError
 from router.http_client.pool import EnginePool, PoolLimits
-from router.http_client.sse import EVENT_LIMIT
+from router.http_client.sse import MAX_EVENT_BYTES
 from router.openai.answers import parse_object
 
 PATH = "/v1/chat/completions"
@@ -121,7 +121,7 @@ class Reading:
     def write(self, block: bytes, last: bool) -> None:
         moment = self._clock()
         *events, self._rest = (self._rest + block).replace(b"\r\n", b"\n").split(b"\n\n")
-        if len(self._rest) > EVENT_LIMIT:
+        if len(self._rest) > MAX_EVENT_BYTES:
             self._problem, self._rest = "an event without end", b""
         for event in events:
             self._event(event, moment)

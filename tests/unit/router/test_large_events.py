@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.http_client.sse import EVENT_LIMIT
+from router.http_client.sse import MAX_EVENT_BYTES
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, delta, prefilling, sse
 from tests.unit.router.harness import Router
@@ -98,7 +98,7 @@ async def test_large_params_of_a_turn_are_kept_and_not_shown(
     assert p.last.json["kv_transfer_params"]["remote_block_ids"] == params["remote_block_ids"]
 
 
-TOO_LARGE = b"data: " + b"x" * EVENT_LIMIT
+TOO_LARGE = b"data: " + b"x" * MAX_EVENT_BYTES
 
 
 @pytest.mark.parametrize("opening", [[], [ROLE]])

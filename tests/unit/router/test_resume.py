@@ -11,7 +11,7 @@ import pytest
 
 from engine_ext.base.begun import packed, told, unpacked
 from router.fleet import probes
-from router.http_client.sse import EVENT_LIMIT
+from router.http_client.sse import MAX_EVENT_BYTES
 from router.proxy import resume_buffer as resume_module
 from router.proxy.admission import Held
 from router.proxy.prefill_answer import Params
@@ -99,7 +99,7 @@ def dies_after(number: int, how: str = "reset") -> Script:
         if how == "finish":  # its end was on its way
             await peer.send(chunk(said(request, number, LAST)))
         if how == "large":
-            await peer.send(chunk(b"data: " + b"x" * EVENT_LIMIT))
+            await peer.send(chunk(b"data: " + b"x" * MAX_EVENT_BYTES))
         if how in ("error", "abort", "ends"):
             await peer.send(b"0\r\n\r\n")
         elif how in ("frozen", "large"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from itertools import pairwise
 
 import httptools
 import orjson
@@ -14,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.http_client import errors as upstream
-from router.http_client.errors import BrokenAnswerError, EventTooLargeError
-from router.http_client.sse import EventGate, end_of_last_event
+from router.http_client.errors import BrokenAnswerError
 from router.openai import errors
 from router.proxy import headers, leg_bodies
 from router.proxy.prefill_answer import Prefilled
@@ -151,34 +149,6 @@ def test_headers_nominated_by_connection_stay() -> None:
     given = [(b"connection", b"X-One , close"), (b"connection", b"x-two"), (b"x-one", b"1")]
     given += [(b"x-two", b"2"), (b"x-three", b"3")]
     assert headers.read(given)[1] == b"x-three: 3\r\n"
-
-
-@given(
-    st.lists(st.sampled_from([b"data: a\n\n", b"data: b\r\n\r\n", b": c\n", b"data:", b"x\r\r"])),
-    st.lists(st.integers(0, 100)),
-)
-def test_a_gate_loses_nothing_and_cuts_between_events(events: list[bytes], cuts: list[int]) -> None:
-    gate, stream = EventGate(), b"".join(events)
-    places = sorted({0, len(stream), *(at for at in cuts if at < len(stream))})
-    passed = b""
-    for start, end in pairwise(places):
-        passed += gate.passing(stream[start:end])
-        assert passed == stream[: end_of_last_event(stream[:end])]
-    assert passed + gate.rest() == stream
-
-
-@pytest.mark.parametrize("size", [1, 7, 999])
-@pytest.mark.parametrize("ending", [b"\n\n", b"\r\n\r\n", b"\r\r", b""])
-def test_a_gate_refuses_an_event_above_its_limit(size: int, ending: bytes) -> None:
-    def passed(length: int) -> bytes:
-        gate, event = EventGate(1000), b"x" * (length - len(ending)) + ending
-        stream = event + b"data: y\n\n"
-        return b"".join(gate.passing(stream[at : at + size]) for at in range(0, 2000, size))
-
-    if ending:
-        assert len(passed(1000)) == 1009
-    with pytest.raises(EventTooLargeError):
-        passed(1001)
 
 
 def _leaves(kind: type[Exception]) -> list[type[Exception]]:
