@@ -1,1 +1,13 @@
-"""What a turn leaves for the next: who may take it, where it is kept, how much of it is safe."""
+"""Reuse, across the turns of a conversation, of the KV that a decode engine retains.
+
+When a turn ends, its decode engine may retain the KV and report how to read it. `Conversations`
+stores this report as an `Entry`; the next turn takes the entry, and its prefill engine reads the
+retained KV instead of computing it. What the other rooms use:
+
+* `conversations.Conversations` finds a request's turn, recalls the entry and keeps a new one;
+* `identity.ConversationResolver` maps a request to its conversation and its tenant;
+* `reuse.decide_reuse` decides how much of an entry the next prompt may use;
+* `store.Store` is the interface of `MemoryStore`, `RedisStore` and what wraps them
+  (`SignedStore`, `StoreBreaker`);
+* `stored_responses.ResponseStore` keeps responses for `previous_response_id`.
+"""

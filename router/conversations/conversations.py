@@ -1,4 +1,4 @@
-"""Takes what the last turn left, keeps what this one leaves."""
+"""Takes the entry that the last turn of a conversation left, and keeps the entry of this turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.common.exact_json import number
 from router.common.records import Thing, Value
 from router.conversations.entry import (
     MAX_COUNT,
-    MOST_MARKS,
+    MAX_PREFIXES,
     Entry,
     InexactReason,
     PromptPrefix,
@@ -20,20 +20,21 @@ from router.conversations.entry import (
 )
 from router.conversations.identity import Conversation, ConversationResolver, Header
 from router.conversations.prompt import Prompt, prompt_of
-from router.conversations.reuse_scope import rewrites_history, scope_of
+from router.conversations.reuse import rewrites_history, scope_of
 from router.conversations.store import Store, StoreError, UnverifiedError
 from router.openai.answers import AnswerChoice, Json
 
-# A store keeps an entry longer than it is valid, so that "came too late" can be told from "never
-# was there".
-AFTERLIFE = 300.0
-MARGIN_SHARE = 1 / 16
-# Of what an engine may say, in Unix seconds.
-LATEST = 1e11
+# A store keeps an entry for longer than the entry is valid, so that the router can distinguish an
+# expired entry from one that never existed.
+EXPIRED_ENTRY_RETENTION_S = 300.0
+# An entry expires this share of the lease before the decode engine releases the KV.
+LEASE_MARGIN_SHARE = 1 / 16
+# The latest Unix time, in seconds, that the router accepts from an engine.
+MAX_UNIX_TIME_S = 1e11
 
 
 class RecallOutcome(StrEnum):
-    """What looking for the last turn came to."""
+    """The result of looking for the last turn's entry."""
 
     ENTRY = "entry"
     NEW = "new"
@@ -44,186 +45,182 @@ class RecallOutcome(StrEnum):
 
 
 class Turn(Thing):
-    """One request of a conversation: what it asks, and what the last turn left for it."""
+    """One request of a conversation.
+
+    `recall` sets `recalled`, and `entry` to what the last turn left for this one.
+    """
 
     conversation: Conversation
     prompt: Prompt
     scope: ReuseScope
-    rewritten: bool
-    found: RecallOutcome = RecallOutcome.NEW
+    rewrites_history: bool
+    recalled: RecallOutcome = RecallOutcome.NEW
     entry: Entry | None = None
 
 
 class KeepOutcome(Value, frozen=True):
-    """Whether a turn could be kept, and the entries that nobody will take any more."""
+    """The result of keeping an entry.
 
-    done: bool
-    lost: Sequence[Entry]
+    `unreachable` are the entries that no turn can take any more: older ones that the store evicted,
+    or the new one. The caller releases the KV that they describe.
+    """
+
+    is_kept: bool
+    unreachable: Sequence[Entry]
 
 
 class Conversations:
-    """`ttl` is how long an entry is valid, in seconds: less than the decoder keeps its blocks."""
+    """The turns of all conversations, with their entries in one store.
+
+    `ttl` is how long an entry is valid, in seconds. It must be less than the time for which decode
+    engines retain KV; where an engine reports that time, the earlier of the two counts. `clock`
+    returns Unix time in seconds.
+    """
 
     def __init__(
         self,
         store: Store,
-        identity: ConversationResolver,
+        resolver: ConversationResolver,
         ttl: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
-        self._identity = identity
+        self._resolver = resolver
         self._ttl = ttl
         self._clock = clock
 
     @property
-    def waits(self) -> bool:
-        """See the store."""
-        return self._store.waits
+    def does_io(self) -> bool:
+        """Whether `recall` and `keep` may suspend; see `Store.does_io`."""
+        return self._store.does_io
 
     def turn_of(self, headers: Sequence[Header], body: Json) -> Turn | None:
-        """None for a request that belongs to no conversation, or that cannot be compared."""
-        given = self._identity.id_of(headers, body)
-        if given is None and not self._identity.by_prefix:
+        """Return the turn that a request is, without its entry.
+
+        Returns None for a request that belongs to no conversation, and for one whose prompt cannot
+        be compared with another prompt.
+        """
+        given = self._resolver.id_of(headers, body)
+        if given is None and not self._resolver.uses_prefix:
             return None
         try:
-            return self._turn(headers, body, given)
-        except orjson.JSONEncodeError:  # nested too deep: not to be forwarded either
+            prompt = prompt_of(body)
+            if prompt is None:
+                return None
+            if given is not None:
+                conversation: Conversation | None = self._resolver.named(headers, given)
+            else:
+                conversation = self._resolver.recognised(headers, prompt)
+            if conversation is None:
+                return None
+            return Turn(conversation, prompt, scope_of(body), rewrites_history(body))
+        except orjson.JSONEncodeError:  # nested too deep; the router does not forward it either
             return None
-
-    def _turn(
-        self, headers: Sequence[Header], body: Json, given: tuple[str, str] | None
-    ) -> Turn | None:
-        prompt = prompt_of(body)
-        if prompt is None:
-            return None
-        if given is not None:
-            conversation: Conversation | None = self._identity.named(headers, given)
-        else:
-            conversation = self._identity.recognised(headers, prompt)
-        if conversation is None:
-            return None
-        return Turn(conversation, prompt, scope_of(body), rewrites_history(body))
 
     async def recall(self, turn: Turn) -> None:
-        """Takes the last turn's entry, if there is one: nobody else will get it."""
+        """Take the last turn's entry out of the store, if there is one, and put it into `turn`."""
         key = turn.conversation.take_key
         if key is None:
             return
         try:
             raw = await self._store.take(key)
         except UnverifiedError:
-            turn.found = RecallOutcome.UNVERIFIED
+            turn.recalled = RecallOutcome.UNVERIFIED
             return
         except StoreError:
-            turn.found = RecallOutcome.STORE_FAILED
+            turn.recalled = RecallOutcome.STORE_FAILED
             return
         if raw is None:
             return
         entry = Entry.from_bytes(raw)
-        if entry is None:  # another version's
-            turn.found = RecallOutcome.UNREADABLE
+        if entry is None:  # written by another version of the router
+            turn.recalled = RecallOutcome.UNREADABLE
         elif entry.expires_at <= self._clock():
-            turn.found = RecallOutcome.EXPIRED
+            turn.recalled = RecallOutcome.EXPIRED
         else:
-            turn.found, turn.entry = RecallOutcome.ENTRY, entry
+            turn.recalled, turn.entry = RecallOutcome.ENTRY, entry
 
     async def keep(
         self,
         turn: Turn,
         decoder: str,
         params: Json,
-        said: AnswerChoice | None,
+        answer: AnswerChoice | None,
         prompt_tokens: int | None,
     ) -> KeepOutcome:
-        """Leaves the decoder's params for the next turn, if it can."""
-        entry = self._entry(turn, decoder, params, said, prompt_tokens)
-        key = turn.conversation.key_after(entry.whole)
-        if key is None or entry.expires_at <= entry.created_at:
-            return KeepOutcome(False, [entry])
-        raw = _written(entry)
-        if raw is None:
-            return KeepOutcome(False, [])
-        try:
-            given_up = await self._store.put(
-                key, raw, entry.expires_at - entry.created_at + AFTERLIFE
-            )
-        except StoreError:
-            return KeepOutcome(False, [entry])
-        lost = [found for found in map(Entry.from_bytes, given_up) if found is not None]
-        return KeepOutcome(raw not in given_up, lost)
+        """Store an entry for the next turn.
 
-    async def close(self) -> None:
-        await self._store.close()
-
-    def _entry(
-        self,
-        turn: Turn,
-        decoder: str,
-        params: Json,
-        said: AnswerChoice | None,
-        prompt_tokens: int | None,
-    ) -> Entry:
+        `decoder` is the name of the decode engine that retains the KV, and `params` its
+        `kv_transfer_params`. `answer` is what the client got, None where the router cannot know it.
+        """
         now = self._clock()
-        return Entry(
+        entry = Entry(
             decoder=decoder,
             params=params,
             created_at=now,
             expires_at=self._valid_until(params, now),
             kind=turn.prompt.kind,
             scope=turn.scope,
-            prompts=_marks(turn, prompt_tokens),
-            whole=None if said is None else turn.prompt.with_answer(said),
-            inexact=_why_inexact(turn, said),
-            size=turn.prompt.size + _size(said),
+            prompts=_reusable_prefixes(turn, prompt_tokens),
+            whole=None if answer is None else turn.prompt.with_answer(answer),
+            inexact=_why_inexact(turn, answer),
+            size=turn.prompt.size + _answer_size(answer),
         )
+        key = turn.conversation.key_after(entry.whole)
+        if key is None or entry.expires_at <= now:
+            return KeepOutcome(False, [entry])
+        try:
+            raw = entry.to_bytes()
+        except orjson.JSONEncodeError:  # nested too deep to be sent to an engine
+            return KeepOutcome(False, [])
+        try:
+            seconds = entry.expires_at - now + EXPIRED_ENTRY_RETENTION_S
+            dropped = await self._store.put(key, raw, seconds)
+        except StoreError:
+            return KeepOutcome(False, [entry])
+        unreachable = [one for one in map(Entry.from_bytes, dropped) if one is not None]
+        return KeepOutcome(raw not in dropped, unreachable)
+
+    async def close(self) -> None:
+        await self._store.close()
 
     def _valid_until(self, params: Json, now: float) -> float:
-        """Our time limit, or a margin before the decoder's own where it tells it."""
         retained = number(params.get("retained_until"))
         if isinstance(retained, int | float) and not isinstance(retained, bool):
-            retained = min(max(retained, 0), LATEST)  # an integer may be too large for a float
-            return min(now + self._ttl, retained - (retained - now) * MARGIN_SHARE)
+            # An integer may be too large for a float.
+            retained = min(max(retained, 0), MAX_UNIX_TIME_S)
+            return min(now + self._ttl, retained - (retained - now) * LEASE_MARGIN_SHARE)
         return now + self._ttl
 
 
-def _written(entry: Entry) -> bytes | None:
-    """None for params that are nested too deep: nor could an engine be told of them."""
-    try:
-        return entry.to_bytes()
-    except orjson.JSONEncodeError:
-        return None
-
-
-def _marks(turn: Turn, prompt_tokens: int | None) -> tuple[PromptPrefix, ...]:
-    """The prompts so far that this one extends, and this one."""
+def _reusable_prefixes(turn: Turn, prompt_tokens: int | None) -> tuple[PromptPrefix, ...]:
+    """Return the earlier prompts that this prompt extends, oldest first, and this prompt."""
     prompt = turn.prompt
     older = turn.entry.prompts if turn.entry is not None else ()
-    kept = [mark for mark in older if prompt.digest_at(mark.count) == mark.digest]
+    prefixes = [one for one in older if prompt.digest_at(one.count) == one.digest]
     digest = prompt.digest_at(prompt.count)
     known = prompt_tokens is not None and 0 <= prompt_tokens <= MAX_COUNT
-    if known and digest is not None and prompt.plain == prompt.count:
-        kept = [mark for mark in kept if mark.count < prompt.count]
-        kept.append(PromptPrefix(prompt.count, digest, prompt_tokens))
-    return tuple(kept[-MOST_MARKS:])
+    if known and digest is not None and prompt.traceless == prompt.count:
+        prefixes = [one for one in prefixes if one.count < prompt.count]
+        prefixes.append(PromptPrefix(prompt.count, digest, prompt_tokens))
+    return tuple(prefixes[-MAX_PREFIXES:])
 
 
-def _why_inexact(turn: Turn, said: AnswerChoice | None) -> InexactReason:
-    """Why a template may render the answer in the next prompt otherwise than it was generated."""
-    if said is None:
+def _why_inexact(turn: Turn, answer: AnswerChoice | None) -> InexactReason:
+    if answer is None:
         return "rendering"
-    if said.reasoned or turn.rewritten:
+    if answer.reasoned or turn.rewrites_history:
         return "reasoning"
-    if said.message is None:
+    if answer.message is None:
         return ""
-    content = said.message.get("content")
+    content = answer.message.get("content")
     trimmed = isinstance(content, str) and content != content.strip()
-    return "rendering" if trimmed or said.message.get("tool_calls") else ""
+    return "rendering" if trimmed or answer.message.get("tool_calls") else ""
 
 
-def _size(said: AnswerChoice | None) -> int:
-    if said is None:
+def _answer_size(answer: AnswerChoice | None) -> int:
+    if answer is None:
         return 0
-    if said.message is not None:
-        return len(str(said.message.get("content") or ""))
-    return len(said.text or "")
+    if answer.message is not None:
+        return len(str(answer.message.get("content") or ""))
+    return len(answer.text or "")

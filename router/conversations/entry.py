@@ -1,11 +1,12 @@
-"""What one turn leaves for the next, as it is kept in a store.
+"""The entry that one turn leaves for the next, as a store keeps it.
 
-What comes back from there is input: each field has its type and its bounds, or there is no entry.
+A store's content is untrusted input: every field has its type and its bounds, or there is no entry.
+Field names are the wire format that routers of several versions share.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 import orjson
@@ -17,19 +18,20 @@ from router.openai.answers import Json
 
 VERSION = 1
 DIGEST_BYTES = 16
-SCOPE_BYTES = 8
+SCOPE_DIGEST_BYTES = 8
 MAX_COUNT = 2**53
-MOST_MARKS = 16
+MAX_PREFIXES = 16
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Text = Annotated[str, Meta(max_length=512)]
-Time = Annotated[float, Meta(ge=0, le=1e11)]
+UnixTime = Annotated[float, Meta(ge=0, le=1e11)]
 InexactReason = Literal["", "reasoning", "rendering"]
 Digest = Annotated[str, Meta(max_length=2 * DIGEST_BYTES)]
-ScopeDigest = Annotated[str, Meta(max_length=2 * SCOPE_BYTES)]
+ScopeDigest = Annotated[str, Meta(max_length=2 * SCOPE_DIGEST_BYTES)]
+S = TypeVar("S", bound=Struct)
 
 
 class PromptPrefix(Struct, frozen=True):
-    """A beginning of a prompt: how long, which, and how many tokens it was, where known."""
+    """The first `count` units of a prompt (see `prompt.Prompt`), and how many tokens they are."""
 
     count: Count
     digest: Digest
@@ -37,8 +39,10 @@ class PromptPrefix(Struct, frozen=True):
 
 
 class ReuseScope(Struct, frozen=True):
-    """What must be the same in two turns besides their messages, as digests. `model` is what KV
-    depends on although no token shows it."""
+    """Digests of what must be equal in two turns besides their messages.
+
+    `model` covers what KV depends on although no token shows it.
+    """
 
     model: ScopeDigest
     tools: ScopeDigest
@@ -46,22 +50,24 @@ class ReuseScope(Struct, frozen=True):
 
 
 class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fields=True):
-    """Times are Unix seconds. `prompts` are the beginnings that were whole prompts, oldest first;
-    `whole` is the last of them with its answer. `inexact` says why a template may render that
-    answer otherwise than it was generated, or is empty.
+    """The KV that a decode engine retains after a turn, and the prompt and answer it belongs to.
+
+    Times are Unix seconds, and `params` are the `kv_transfer_params` that read the KV. `prompts`
+    are the prefixes that were whole prompts of the conversation, oldest first. `whole` is the last
+    prompt with its answer. `inexact` is why a chat template may render that answer differently from
+    the generated tokens, or empty. `size` is the approximate length of prompt and answer in bytes.
     """
 
     decoder: Text
     params: Json
-    created_at: Time
-    expires_at: Time
+    created_at: UnixTime
+    expires_at: UnixTime
     kind: Text
     scope: ReuseScope
-    prompts: Annotated[tuple[PromptPrefix, ...], Meta(max_length=MOST_MARKS)]
+    prompts: Annotated[tuple[PromptPrefix, ...], Meta(max_length=MAX_PREFIXES)]
     whole: PromptPrefix | None
     inexact: InexactReason
     size: Count
-    """Bytes of prompt and answer, roughly."""
 
     @property
     def engine_id(self) -> str | None:
@@ -69,8 +75,8 @@ class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fiel
         return value if isinstance(value, str) else None
 
     @property
-    def is_proven(self) -> bool:
-        """The decoder says by hashes which tokens it holds."""
+    def has_prefix_hashes(self) -> bool:
+        """The decode engine reports by hashes which tokens its KV covers."""
         return isinstance(self.params.get("prefix_proof"), dict)
 
     @property
@@ -79,16 +85,21 @@ class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fiel
         return self.params.get("revocable") is True
 
     def to_bytes(self) -> bytes:
-        """Raises orjson.JSONEncodeError for params that no engine could be told either."""
+        """Raises orjson.JSONEncodeError for params that are nested too deep."""
         return dumps({"v": VERSION, **asdict(self)})
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Entry | None:
-        """Total: None for what this version did not write."""
-        try:
-            content = loads(raw)
-            if not isinstance(content, dict) or "v" not in content:  # which msgspec does without
-                return None
-            return msgspec.convert(content, cls)
-        except (orjson.JSONDecodeError, msgspec.ValidationError, RecursionError):
+        """Return None for anything that this version did not write; never raises."""
+        return decode_versioned(raw, cls)
+
+
+def decode_versioned(raw: bytes, kind: type[S]) -> S | None:
+    """Decode a tagged struct from a store; return None for anything else."""
+    try:
+        content = loads(raw)
+        if not isinstance(content, dict) or "v" not in content:  # msgspec does not require the tag
             return None
+        return msgspec.convert(content, kind)
+    except (orjson.JSONDecodeError, msgspec.ValidationError, RecursionError):
+        return None

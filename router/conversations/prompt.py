@@ -1,17 +1,18 @@
-"""A prompt as something that another prompt may extend: a digest for each of its beginnings.
+"""A prompt as something that another prompt may extend: a digest for each of its prefixes.
 
-A chat is counted in messages, a text in characters, a list of token ids in ids. Digests are
-chained, so two prompts with the same digest at `count` are equal up to there.
+A chat is counted in messages, a text in characters, a list of token ids in ids. Two prompts of the
+same kind with the same digest at `count` are equal up to there.
 
-Of a message counts what a chat template may read: role, content, tool calls and whatever else is
-set. Reasoning does not, because clients strip it; where it is, is known separately (`plain`).
+The digest of a message covers what a chat template may read: role, content, tool calls and whatever
+else is set. It leaves out reasoning traces, because clients strip them; `traceless` tells where the
+first one is.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
@@ -26,38 +27,19 @@ from router.openai.answers import (
     has_reasoning,
 )
 
-# Of a message that is nothing but text.
-PLAIN = ("role", "content")
-
-
-class Prompt(Protocol):
-    """Pure; `size` is in bytes, roughly. The first `plain` units hold no reasoning trace."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def count(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def plain(self) -> int: ...
-    @property
-    def has_media(self) -> bool: ...
-
-    def digest_at(self, count: int) -> str | None:
-        """Of the first `count` units; None where there are fewer."""
-
-    def with_answer(self, said: AnswerChoice) -> PromptPrefix | None:
-        """The prompt followed by what was answered, as a next turn would repeat it."""
-
 
 class ChatPrompt(Value, frozen=True):
+    """Messages. `chain` has a digest for each number of leading messages, none included.
+
+    `size` is in bytes, roughly. The first `traceless` messages hold no reasoning trace, and
+    `last_answer` messages end with the last one of the assistant.
+    """
+
     chain: tuple[str, ...]
     size: int
-    plain: int
+    traceless: int
     has_media: bool
     last_answer: int
-    """How many messages there are up to the last assistant's."""
     kind: str = "chat"
 
     @property
@@ -65,75 +47,60 @@ class ChatPrompt(Value, frozen=True):
         return len(self.chain) - 1
 
     def digest_at(self, count: int) -> str | None:
+        """Return the digest of the first `count` messages; None where there are fewer."""
         return self.chain[count] if 0 <= count <= self.count else None
 
-    def with_answer(self, said: AnswerChoice) -> PromptPrefix | None:
-        if said.message is None:
+    def with_answer(self, answer: AnswerChoice) -> PromptPrefix | None:
+        """Return the prompt followed by its answer, as the next turn would repeat it."""
+        if answer.message is None:
             return None
-        message = {"role": "assistant", **said.message}
+        message = {"role": "assistant", **answer.message}
         return PromptPrefix(self.count + 1, _chained(self.chain[-1], canonical(message)))
 
 
-class TextPrompt(Value, frozen=True):
-    text: str
-    kind: str = "text"
+class FlatPrompt(Value, frozen=True):
+    """A text or a list of token ids. Members are those of `ChatPrompt`, in characters or ids."""
+
+    content: str | Sequence[int]
     has_media: bool = False
 
     @property
-    def count(self) -> int:
-        return len(self.text)
-
-    @property
-    def size(self) -> int:
-        return len(self.text)
-
-    @property
-    def plain(self) -> int:
-        return len(self.text)
-
-    def digest_at(self, count: int) -> str | None:
-        if not 0 <= count <= len(self.text):
-            return None
-        return _digest(self.text[:count].encode("utf-8", "surrogatepass"))
-
-    def with_answer(self, said: AnswerChoice) -> PromptPrefix | None:
-        if said.text is None:
-            return None
-        whole = self.text + said.text
-        return PromptPrefix(len(whole), _digest(whole.encode("utf-8", "surrogatepass")))
-
-
-class TokenPrompt(Value, frozen=True):
-    token_ids: Sequence[int]
-    kind: str = "tokens"
-    has_media: bool = False
+    def kind(self) -> str:
+        return "text" if isinstance(self.content, str) else "tokens"
 
     @property
     def count(self) -> int:
-        return len(self.token_ids)
+        return len(self.content)
+
+    @property
+    def traceless(self) -> int:
+        return len(self.content)
 
     @property
     def size(self) -> int:
-        return 4 * len(self.token_ids)
-
-    @property
-    def plain(self) -> int:
-        return len(self.token_ids)
+        return len(self.content) * (1 if isinstance(self.content, str) else 4)
 
     def digest_at(self, count: int) -> str | None:
-        if not 0 <= count <= len(self.token_ids):
-            return None
-        return _digest(dumps(self.token_ids[:count]))
+        return _flat_digest(self.content[:count]) if 0 <= count <= len(self.content) else None
 
-    def with_answer(self, said: AnswerChoice) -> PromptPrefix | None:
-        if said.token_ids is None:
-            return None
-        whole = [*self.token_ids, *said.token_ids]
-        return PromptPrefix(len(whole), _digest(dumps(whole)))
+    def with_answer(self, answer: AnswerChoice) -> PromptPrefix | None:
+        whole: str | Sequence[int]
+        if isinstance(self.content, str):
+            if answer.text is None:
+                return None
+            whole = self.content + answer.text
+        else:
+            if answer.token_ids is None:
+                return None
+            whole = [*self.content, *answer.token_ids]
+        return PromptPrefix(len(whole), _flat_digest(whole))
+
+
+Prompt = ChatPrompt | FlatPrompt
 
 
 def prompt_of(body: Json) -> Prompt | None:
-    """What a request asks about; None for what cannot be compared with another prompt."""
+    """Return a request's prompt; None for one that cannot be compared with another prompt."""
     messages = body.get("messages")
     if isinstance(messages, list):
         return _chat(messages)
@@ -143,41 +110,41 @@ def prompt_of(body: Json) -> Prompt | None:
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return TextPrompt(prompt)
+        return FlatPrompt(prompt)
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        return TokenPrompt(prompt)
+        return FlatPrompt(prompt)
     return None
 
 
 def _chat(messages: list[Any]) -> ChatPrompt:
-    chain, size, has_media = [CHAT], 0, False
-    reasoned = last_answer = 0
+    chain, size, has_media = [EMPTY_CHAT], 0, False
+    first_trace = last_answer = 0
     for number, message in enumerate(messages, 1):
         text = _plain_text(message)
         content = canonical(message) if text is None else _dump(message)
         size += len(content)
         chain.append(_chained(chain[-1], content))
         if text is not None:
-            reasoned = reasoned or (number if contains_think_mark(text) else 0)
+            first_trace = first_trace or (number if contains_think_mark(text) else 0)
         elif isinstance(message, dict):
             has_media = has_media or _has_media(message)
-            reasoned = reasoned or (number if has_reasoning(message) else 0)
+            first_trace = first_trace or (number if has_reasoning(message) else 0)
         if isinstance(message, dict) and message.get("role") == "assistant":
             last_answer = number
-    plain = reasoned - 1 if reasoned else len(messages)
-    return ChatPrompt(tuple(chain), size, plain, has_media, last_answer)
+    traceless = first_trace - 1 if first_trace else len(messages)
+    return ChatPrompt(tuple(chain), size, traceless, has_media, last_answer)
 
 
 def _plain_text(message: object) -> str | None:
-    """Of a message that is nothing but text, as nearly all are: then it is canonical as it is."""
-    if type(message) is not dict or len(message) != len(PLAIN):
+    """Return the text of a message that has only role and text: it is canonical as it stands."""
+    if type(message) is not dict or len(message) != 2:
         return None
     text = message.get("content")
     return text if text and type(text) is str and message.get("role") else None
 
 
 def canonical(message: object) -> bytes:
-    """A message as bytes, the same for what an engine answered and for what a client repeats."""
+    """Return a message as bytes that are equal for an engine's answer and a client's repetition."""
     if not isinstance(message, dict) or _plain_text(message) is not None:
         return _dump(message)
     kept = {
@@ -185,24 +152,18 @@ def canonical(message: object) -> bytes:
         for name, value in message.items()
         if name not in REASONING_KEYS and value not in (None, "", [], {})
     }
-    if "content" in kept:
-        kept["content"] = _content(kept["content"])
+    content = kept.get("content")
+    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], dict):
+        part = content[0]  # a single part of text is equivalent to the text
+        if part.keys() == {"type", "text"} and part["type"] == "text":
+            kept["content"] = part["text"]
     calls = kept.get("tool_calls")
     if isinstance(calls, list):
-        kept["tool_calls"] = [_call(call) for call in calls]
+        kept["tool_calls"] = [_canonical_call(call) for call in calls]
     return _dump(kept)
 
 
-def _content(content: object) -> object:
-    """A single part of text is the same as the text."""
-    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], dict):
-        part = content[0]
-        if part.keys() == {"type", "text"} and part["type"] == "text":
-            return part["text"]
-    return content
-
-
-def _call(call: object) -> object:
+def _canonical_call(call: object) -> object:
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         return call
     function = call["function"]
@@ -224,9 +185,14 @@ def _chained(previous: str, content: bytes) -> str:
     return _digest(previous.encode("ascii") + content)
 
 
+def _flat_digest(content: str | Sequence[int]) -> str:
+    if isinstance(content, str):
+        return _digest(content.encode("utf-8", "surrogatepass"))
+    return _digest(dumps(content))
+
+
 def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
 
 
-# Of no message at all.
-CHAT = _digest(b"chat")
+EMPTY_CHAT = _digest(b"chat")

@@ -1,10 +1,10 @@
-"""Entries in Redis, shared by every router that has the same store."""
+"""Entries in Redis, shared by every router that is configured with the same store."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
@@ -14,36 +14,39 @@ from router.conversations.store import StoreError
 
 NAMESPACE = "disagg-router:turn:"
 WRONG_TYPE = "WRONGTYPE"
-NOT_OURS = b""
+# Stands for a key that holds a list or another type: a value that no router has signed.
+FOREIGN_VALUE = b""
 
 
 class RedisStore:
-    """A Store over any URL that redis_url knows.
+    """A Store over any URL that `redis_url` reads.
 
-    GETDEL (Redis 6.2) makes taking atomic, and SET with GET tells what it replaced. No operation
-    lasts longer than `timeout` seconds; one that does, or fails, raises StoreError. Nothing is
-    tried twice: GETDEL may have succeeded. A list, or whatever else somebody put where entries are,
-    says nothing of Redis: it is removed, and told as a value that no router put there.
+    GETDEL (Redis 6.2) makes `take` atomic, and SET with GET returns what `put` replaced. An
+    operation that fails or lasts longer than `timeout` seconds raises StoreError. No operation is
+    retried, since GETDEL may have succeeded. A key that holds another type than a string is no
+    failure of Redis: the operation removes it, and returns FOREIGN_VALUE for it.
     """
 
-    waits = True
+    does_io = True
 
     def __init__(self, url: str, password: str | None, timeout: float) -> None:
         self._timeout = timeout
         self._client, self._others = connect(url, password, timeout)
 
     async def take(self, key: str) -> bytes | None:
-        value = await self._in_time(self._take(NAMESPACE + key))
-        return value if isinstance(value, bytes) else None
+        name = NAMESPACE + key
+        return await self._run(self._client.getdel(name), lambda: self._client.delete(name))
 
     async def read(self, key: str) -> bytes | None:
-        value = await self._in_time(self._read(NAMESPACE + key))
-        return value if isinstance(value, bytes) else None
+        return await self._run(self._client.get(NAMESPACE + key))
 
     async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
-        milliseconds = max(1, int(seconds * 1000))
-        older = await self._in_time(self._put(NAMESPACE + key, value, milliseconds))
-        return [older] if isinstance(older, bytes) else []
+        name, milliseconds = NAMESPACE + key, max(1, int(seconds * 1000))
+        older = await self._run(
+            self._client.set(name, value, px=milliseconds, get=True),
+            lambda: self._client.set(name, value, px=milliseconds),
+        )
+        return [] if older is None else [older]
 
     async def close(self) -> None:
         for client in (self._client, *self._others):
@@ -52,36 +55,21 @@ class RedisStore:
             except (RedisError, OSError) as error:
                 logging.getLogger(__name__).debug("closing Redis: %s", error)
 
-    async def _take(self, name: str) -> object:
-        try:
-            return await self._client.getdel(name)
-        except ResponseError as error:
-            if not str(error).startswith(WRONG_TYPE):
-                raise
-            await self._client.delete(name)
-            return NOT_OURS
-
-    async def _read(self, name: str) -> object:
-        try:
-            return await self._client.get(name)
-        except ResponseError as error:
-            if not str(error).startswith(WRONG_TYPE):
-                raise
-            return NOT_OURS
-
-    async def _put(self, name: str, value: bytes, milliseconds: int) -> object:
-        try:
-            return await self._client.set(name, value, px=milliseconds, get=True)
-        except ResponseError as error:
-            if not str(error).startswith(WRONG_TYPE):
-                raise
-            await self._client.set(name, value, px=milliseconds)
-            return NOT_OURS
-
-    async def _in_time(self, answer: Awaitable[Any]) -> Any:
+    async def _run(
+        self, command: Awaitable[Any], on_wrong_type: Callable[[], Awaitable[Any]] | None = None
+    ) -> bytes | None:
+        """Return the command's value. `on_wrong_type` makes the command for a key of that kind."""
         try:
             async with asyncio.timeout(self._timeout):
-                return await answer
+                try:
+                    value = await command
+                except ResponseError as error:
+                    if not str(error).startswith(WRONG_TYPE):
+                        raise
+                    if on_wrong_type is not None:
+                        await on_wrong_type()
+                    return FOREIGN_VALUE
+                return value if isinstance(value, bytes) else None
         except TimeoutError as error:
             raise StoreError(f"Redis did not answer within {self._timeout:g} s") from error
         except (RedisError, RedisClusterException, OSError) as error:

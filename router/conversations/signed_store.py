@@ -1,4 +1,4 @@
-"""A store that others can write to: what they wrote is not believed, and counted."""
+"""A store that others can write to: unsigned values are counted, and not used."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from collections.abc import Callable
 from prometheus_client import Counter
 
 from router.common.signature import MAC_BYTES, Seal
-from router.conversations.store import Shelf, UnverifiedError
+from router.conversations.store import Store, UnverifiedError
 from router.telemetry.log_throttle import Throttle
 
-LARGEST = 16 * 1024 * 1024
-MOST_TAKEN = 65_536
-DOUBT = (
-    "the conversation store holds what no router with our --conversation-store-key put there, or "
-    "what was taken before; it is not used"
+MAX_VALUE_BYTES = 16 * 1024 * 1024
+MAX_REMEMBERED_TAKES = 65_536
+UNVERIFIED_WARNING = (
+    "the conversation store holds values that our --conversation-store-key did not sign, or that "
+    "were taken before; the router ignores them"
 )
 
 
 class SignedStore:
-    """A Store before another one, which keeps what was put under the same key and nothing else.
+    """A Store that signs what it puts into another store, and returns only values with a signature.
 
-    Whoever can read the other one may put back what was taken. So what we took is remembered for
-    `life` seconds, in which it could be used.
+    Whoever can read the other store could put a value back after a router took it. So this store
+    remembers the values that it took for `life` seconds, in which they could be used again.
+    `errors` counts unverified values.
     """
 
-    waits = True
+    does_io = True
 
     def __init__(
         self,
-        store: Shelf,
+        store: Store,
         seal: Seal,
         errors: Counter,
         life: float,
@@ -47,56 +48,51 @@ class SignedStore:
         self._throttle = Throttle(logging.getLogger("disagg_router.conversations"))
 
     def reseal(self, seal: Seal) -> None:
-        """From now on. What was sealed with a key that is still there can still be opened."""
+        """Use other keys from now on; values that were signed with a remaining key stay valid."""
         self._seal = seal
 
     async def take(self, key: str) -> bytes | None:
-        """Raises UnverifiedError, too: what was there is gone, and nobody uses it."""
-        sealed = await self._store.take(key)
-        if sealed is None:
+        """Remove and return a value. Raises UnverifiedError, too; the value is gone even then."""
+        signed = await self._store.take(key)
+        if signed is None:
             return None
-        value = self._open("take", key, sealed)
+        value = self._open("take", key, signed)
         if value is None:
             raise UnverifiedError("not signed with our keys, or taken before")
-        self._note_taken(sealed[:MAC_BYTES])
+        now = self._clock()
+        self._taken[signed[:MAC_BYTES]] = now + self._life
+        oldest = next(iter(self._taken))
+        while self._taken[oldest] <= now or len(self._taken) > MAX_REMEMBERED_TAKES:
+            del self._taken[oldest]
+            oldest = next(iter(self._taken))
         return value
 
     async def read(self, key: str) -> bytes | None:
-        """Raises UnverifiedError, too."""
-        sealed = await self._store.read(key)
-        if sealed is None:
+        """Return a value. Raises UnverifiedError, too."""
+        signed = await self._store.read(key)
+        if signed is None:
             return None
-        value = self._open("read", key, sealed)
+        value = self._open("read", key, signed)
         if value is None:
             raise UnverifiedError("not signed with our keys")
         return value
 
     async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
-        if len(value) > LARGEST:
+        if len(value) > MAX_VALUE_BYTES:
             return [value]
-        given_up = await self._store.put(key, self._seal.close(key, value), seconds)
-        opened = [self._open("put", key, sealed) for sealed in given_up]
+        dropped = await self._store.put(key, self._seal.close(key, value), seconds)
+        opened = [self._open("put", key, signed) for signed in dropped]
         return [value for value in opened if value is not None]
 
     async def close(self) -> None:
         await self._store.close()
 
-    def _open(self, operation: str, key: str, sealed: bytes) -> bytes | None:
+    def _open(self, operation: str, key: str, signed: bytes) -> bytes | None:
         value = None
-        if len(sealed) <= LARGEST + MAC_BYTES and not self._was_taken(sealed[:MAC_BYTES]):
-            value = self._seal.open(key, sealed)
+        was_taken = self._taken.get(signed[:MAC_BYTES], 0.0) > self._clock()
+        if len(signed) <= MAX_VALUE_BYTES + MAC_BYTES and not was_taken:
+            value = self._seal.open(key, signed)
         if value is None:
             self._errors.labels(operation, "unverified").inc()
-            self._throttle.warn(DOUBT, operation)
+            self._throttle.warn(UNVERIFIED_WARNING, operation)
         return value
-
-    def _note_taken(self, mac: bytes) -> None:
-        now = self._clock()
-        self._taken[mac] = now + self._life
-        oldest = next(iter(self._taken))
-        while self._taken[oldest] <= now or len(self._taken) > MOST_TAKEN:
-            del self._taken[oldest]
-            oldest = next(iter(self._taken))
-
-    def _was_taken(self, mac: bytes) -> bool:
-        return self._taken.get(mac, 0.0) > self._clock()

@@ -1,4 +1,4 @@
-"""Responses that the next one may go on with: kept where turns are, each for who asked for it."""
+"""Responses that a later request may continue (`previous_response_id`), stored for their tenant."""
 
 from __future__ import annotations
 
@@ -10,89 +10,83 @@ import msgspec
 import orjson
 from msgspec import Meta, Struct
 
-from router.common.exact_json import dumps, loads
+from router.common.exact_json import dumps
+from router.conversations.entry import VERSION, decode_versioned
 from router.conversations.identity import ConversationResolver, Header
-from router.conversations.store import Shelf, StoreError
+from router.conversations.store import Store, StoreError
 from router.openai.answers import Json
 from router.openai.errors import BadRequestError, ResponseStoreError
 
-VERSION = 1
-LONGEST_ID = 128
-Text = Annotated[str, Meta(max_length=256)]
+MAX_QUOTED_ID_LENGTH = 128
+ResponseId = Annotated[str, Meta(max_length=256)]
 
 
 class UnknownResponseError(BadRequestError):
-    """In OpenAI's words."""
+    """The store has no response with this id. The message is OpenAI's."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"Previous response with id '{name[:LONGEST_ID]}' not found.", "previous_response_id"
+            f"Previous response with id '{name[:MAX_QUOTED_ID_LENGTH]}' not found.",
+            "previous_response_id",
         )
 
 
 class StoredResponse(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fields=True):
-    """`root`: the id of the first response of the conversation."""
+    """A response, and the messages up to it. `root` is the id of the conversation's first one."""
 
-    root: Text
+    root: ResponseId
     messages: list[Json]
     response: Json
 
 
 class ResponseStore:
-    """`shelf` is None where nothing is kept. Bounded by the store, and `seconds` of life."""
+    """Stored responses, each visible to the tenant that asked for it.
 
-    def __init__(self, shelf: Shelf | None, tenant_header: str, seconds: float) -> None:
-        self._shelf, self._seconds = shelf, seconds
-        self._identity = ConversationResolver((), tenant_header)
+    `store` is None where the router stores none. A response is kept for `seconds` seconds, or until
+    the store evicts it.
+    """
+
+    def __init__(self, store: Store | None, tenant_header: str, seconds: float) -> None:
+        self._store, self._seconds = store, seconds
+        self._resolver = ConversationResolver((), tenant_header)
 
     def tenant(self, headers: Sequence[Header]) -> str:
-        return self._identity.tenant(headers)
+        return self._resolver.tenant(headers)
 
-    async def keep(self, tenant: str, name: str, kept: StoredResponse) -> None:
-        """Or not, if the store cannot: a client hears of it when it goes on."""
-        if self._shelf is None:
+    async def keep(self, tenant: str, name: str, response: StoredResponse) -> None:
+        """Store a response. Where the store fails, the client's next request gets an error."""
+        if self._store is None:
             return
         try:
-            raw = dumps({"v": VERSION, **msgspec.structs.asdict(kept)})
-            await self._shelf.put(_key(tenant, name), raw, self._seconds)
+            raw = dumps({"v": VERSION, **msgspec.structs.asdict(response)})
+            await self._store.put(_key(tenant, name), raw, self._seconds)
         except (StoreError, orjson.JSONEncodeError):
             return
 
     async def find(self, tenant: str, name: str) -> StoredResponse:
-        """Raises UnknownResponseError, ResponseStoreError."""
-        if self._shelf is None:
+        """Raises UnknownResponseError, ResponseStoreError, and BadRequestError without a store."""
+        if self._store is None:
             raise BadRequestError(
                 "responses are not kept: the router was started with --conversation-store off",
                 "previous_response_id",
             )
         try:
-            raw = await self._shelf.read(_key(tenant, name))
+            raw = await self._store.read(_key(tenant, name))
         except StoreError as error:
-            raise ResponseStoreError("what was said before cannot be read now") from error
-        kept = None if raw is None else _read(raw)
-        if kept is None:
+            raise ResponseStoreError("the previous response cannot be read now") from error
+        found = None if raw is None else decode_versioned(raw, StoredResponse)
+        if found is None:
             raise UnknownResponseError(name)
-        return kept
+        return found
 
     async def forget(self, tenant: str, name: str) -> None:
-        """Raises UnknownResponseError, ResponseStoreError."""
+        """Delete a response. Raises the errors of `find`."""
         await self.find(tenant, name)
-        assert self._shelf is not None
+        assert self._store is not None
         try:
-            await self._shelf.take(_key(tenant, name))
+            await self._store.take(_key(tenant, name))
         except StoreError as error:
-            raise ResponseStoreError("what was said before cannot be forgotten now") from error
-
-
-def _read(raw: bytes) -> StoredResponse | None:
-    """Total: None for what this version did not write."""
-    try:
-        content = loads(raw)
-        if not isinstance(content, dict) or "v" not in content:
-            return None
-        return msgspec.convert(content, StoredResponse)
-    except (orjson.JSONDecodeError, msgspec.ValidationError, RecursionError):
-        return None
+            raise ResponseStoreError("the response cannot be deleted now") from error
 
 
 def _key(tenant: str, name: str) -> str:

@@ -204,7 +204,7 @@ async def _relay_turn(
 async def _finish(gateway: Gateway, keeping: Keeping) -> None:
     """Even if the request is given up meanwhile, where there is a meanwhile."""
     conversations = gateway.conversations
-    if conversations is not None and conversations.waits:
+    if conversations is not None and conversations.does_io:
         await gateway.finish(keeping)
     else:
         await keeping
@@ -226,8 +226,8 @@ async def _keep(
         if prompt_tokens is None and said is not None:
             prompt_tokens = said.prompt_tokens
         left = await conversations.keep(turn, engine.name, params, said, prompt_tokens)
-        kept = "kept" if left.done else "not_kept"
-        for entry in left.lost:
+        kept = "kept" if left.is_kept else "not_kept"
+        for entry in left.unreachable:
             give_up_turn(request, gateway, entry)
     elif params is None:
         note_no_turns(gateway, engine)

@@ -552,7 +552,7 @@ class Run:
     def _keeping(self, params: Params | None) -> Params | None:
         """Asks the decoder to keep a turn's KV, unless it could not be found again."""
         reuse = self._plan.reuse
-        keeps = reuse is not None and reuse.turn.found is not RecallOutcome.STORE_FAILED
+        keeps = reuse is not None and reuse.turn.recalled is not RecallOutcome.STORE_FAILED
         if params is None:
             return RETAIN if keeps else None
         return params.retaining() if keeps else params.not_retaining()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from router.common.records import Value
 from router.conversations.conversations import Turn
 from router.conversations.entry import MAX_COUNT, Entry
-from router.conversations.reuse_limit import (
+from router.conversations.reuse import (
     ReuseDecision,
     ReuseMatch,
     decide_reuse,
@@ -55,7 +55,7 @@ class Reuse(Value, frozen=True):
         """About how much of this prompt the decoder has; 0 if it does not extend the last one."""
         if self.entry is None or self.verdict is None:
             return 0
-        extends = self.verdict.fit is ReuseMatch.HIT or self.verdict.reason == "rendering"
+        extends = self.verdict.match is ReuseMatch.HIT or self.verdict.reason == "rendering"
         return self.entry.size / max(1, self.turn.prompt.size) if extends else 0
 
     def rank_at(self, engine: Engine) -> int | None:
@@ -74,20 +74,20 @@ class Reuse(Value, frozen=True):
         if prefiller.group != self.group:
             return Offer(ReuseMatch.MISMATCH, "group")
         if self.verdict.reason == "model":
-            return Offer(self.verdict.fit, self.verdict.reason)
+            return Offer(self.verdict.match, self.verdict.reason)
         return self._offer(self.entry, self.verdict, prefiller)
 
     def _offer(self, entry: Entry, verdict: ReuseDecision, prefiller: Engine) -> Offer:
         if entry.is_revocable and not prefiller.capabilities.proves_prefix:
             # It could not find out that the decoder has dropped the turn.
             return Offer(ReuseMatch.MISMATCH, "unproven")
-        whole = verdict.fit is ReuseMatch.HIT
-        proven = entry.is_proven and prefiller.capabilities.proves_prefix
+        whole = verdict.match is ReuseMatch.HIT
+        proven = entry.has_prefix_hashes and prefiller.capabilities.proves_prefix
         if proven and (whole or not self.turn.prompt.has_media):
-            fit = ReuseMatch.CUT if verdict.reason in SEEN_BY_PROOF else verdict.fit
+            fit = ReuseMatch.CUT if verdict.reason in SEEN_BY_PROOF else verdict.match
             return Offer(fit, verdict.reason, entry.params)
         if whole and self.unproven == "whole":
-            return Offer(verdict.fit, verdict.reason, entry.params)
+            return Offer(verdict.match, verdict.reason, entry.params)
         params = None if self.unproven == "off" else truncate_params(entry.params, verdict.tokens)
         fit = ReuseMatch.MISMATCH if params is None else ReuseMatch.CUT
         return Offer(fit, verdict.reason or "unproven", params)
@@ -101,7 +101,7 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Reu
     """What recalling the last turn came to."""
     entry = turn.entry
     if entry is None:
-        return Reuse(turn, unproven, turn.found)
+        return Reuse(turn, unproven, turn.recalled)
     decoder = fleet.named(entry.decoder)
     if decoder is None or not decoder.role.plays(EngineRole.DECODE) or not _is_same(decoder, entry):
         return Reuse(turn, unproven, "decoder_gone")
@@ -111,7 +111,7 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Reu
     elif not bound.is_far(decoder) and bound.exceeded(decoder, fleet.candidates(EngineRole.DECODE)):
         return Reuse(turn, unproven, "decoder_overloaded")
     verdict = decide_reuse(entry, turn.prompt, turn.scope)
-    return Reuse(turn, unproven, verdict.fit, verdict.reason, home, entry, verdict, decoder.group)
+    return Reuse(turn, unproven, verdict.match, verdict.reason, home, entry, verdict, decoder.group)
 
 
 def _is_same(decoder: Engine, entry: Entry) -> bool:

@@ -23,10 +23,8 @@ from router.common.tls import Secured
 from router.common.watched_file import Watched
 from router.conversations.conversations import Conversations
 from router.conversations.identity import ConversationResolver
-from router.conversations.memory_store import MemoryStore
 from router.conversations.signed_store import SignedStore
-from router.conversations.store import Shelf
-from router.conversations.store_breaker import StoreBreaker
+from router.conversations.store import MemoryStore, Store, StoreBreaker
 from router.conversations.stored_responses import ResponseStore
 from router.fleet.circuit_breaker import CLOSED, HALF_OPEN, OPEN
 from router.fleet.duplicate_ids import find_duplicate_ids
@@ -174,7 +172,7 @@ def _page(
     return hub
 
 
-def _conversations(settings: Settings, store: Shelf | None) -> Conversations | None:
+def _conversations(settings: Settings, store: Store | None) -> Conversations | None:
     if store is None:
         return None
     identity = ConversationResolver(settings.conversation_ids, settings.tenant_header)
@@ -240,7 +238,7 @@ def _shared_ledger(settings: Settings, metrics: Metrics) -> SharedLedger:
         raise SettingsError([f"--key-limits-store: {error}"]) from error
 
 
-def _store(settings: Settings, metrics: Metrics) -> Shelf | None:
+def _store(settings: Settings, metrics: Metrics) -> Store | None:
     """Raises SettingsError."""
     if settings.conversation_store == "off":
         return None
@@ -271,14 +269,14 @@ def with_store_keys(settings: Settings) -> Settings:
     return settings.with_store_keys(keys)
 
 
-def _shelf(settings: Settings, store: Shelf | None) -> Shelf | None:
+def _shelf(settings: Settings, store: Store | None) -> Store | None:
     """For responses: a memory of their own, so that they do not push out turns."""
     if settings.conversation_store != "memory":
         return store
     return MemoryStore(settings.conversation_max_entries, settings.conversation_max_bytes)
 
 
-def _redis(settings: Settings) -> Shelf:
+def _redis(settings: Settings) -> Store:
     from router.conversations.redis_store import RedisStore  # slow to import, and seldom needed
 
     try:

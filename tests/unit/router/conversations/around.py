@@ -1,14 +1,14 @@
 """A store before another one, for doubles: what is compiled has no subclasses in Python."""
 
-from router.conversations.store import Shelf
+from router.conversations.store import Store
 
 
 class Around:
     """Passes everything on; doubles do one thing otherwise."""
 
-    waits = True
+    does_io = True
 
-    def __init__(self, inner: Shelf) -> None:
+    def __init__(self, inner: Store) -> None:
         self.inner = inner
 
     async def take(self, key: str) -> bytes | None:

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from router.conversations.conversations import Conversations, RecallOutcome, Turn
 from router.conversations.entry import Entry, PromptPrefix, ReuseScope
 from router.conversations.identity import ConversationResolver
-from router.conversations.memory_store import MemoryStore
 from router.conversations.prompt import prompt_of
-from router.conversations.reuse_limit import decide_reuse, truncate_params
-from router.conversations.reuse_scope import scope_of
+from router.conversations.reuse import decide_reuse, scope_of, truncate_params
+from router.conversations.store import MemoryStore
 from router.openai.answers import read_choice
 from tests.unit.router.conversations.around import Around
 
@@ -82,7 +81,7 @@ async def written(body: dict[str, Any], params: dict[str, Any], said: Any, token
     for _ in range(2):
         turn = turn_of(conversations, body)
         await conversations.recall(turn)
-        assert turn.found in (RecallOutcome.NEW, RecallOutcome.ENTRY), (
+        assert turn.recalled in (RecallOutcome.NEW, RecallOutcome.ENTRY), (
             "what a turn leaves can be read"
         )
         await conversations.keep(turn, "d:1", params, said, tokens)

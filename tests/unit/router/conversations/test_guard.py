@@ -12,15 +12,15 @@ from msgspec.structs import replace
 from router.conversations.conversations import Conversations
 from router.conversations.entry import Entry
 from router.conversations.identity import ConversationResolver
-from router.conversations.memory_store import MemoryStore
 from router.conversations.prompt import prompt_of
-from router.conversations.reuse_limit import (
-    MARGIN_TOKENS,
+from router.conversations.reuse import (
+    UNSAFE_TAIL_TOKENS,
     ReuseMatch,
     decide_reuse,
+    scope_of,
     truncate_params,
 )
-from router.conversations.reuse_scope import scope_of
+from router.conversations.store import MemoryStore
 from router.openai.answers import AnswerChoice, read_choice, read_streamed_choice
 
 JSON_VALUES = st.recursive(
@@ -76,7 +76,7 @@ class Desk:
         assert turn is not None
         await self.conversations.recall(turn)
         kept = await self.conversations.keep(turn, "d:1", {**PARAMS, **params}, answer, tokens)
-        assert kept.done
+        assert kept.is_kept
 
     async def entry(self, body: dict[str, Any]) -> Entry | None:
         turn = self.conversations.turn_of((), {"conversation_id": "c", **body})
@@ -106,10 +106,10 @@ def verdict(entry: Entry, body: dict[str, Any]) -> tuple[str, str, int]:
     prompt = prompt_of(body)
     assert prompt is not None
     found = decide_reuse(entry, prompt, scope_of(body))
-    return found.fit.value, found.reason, found.tokens
+    return found.match.value, found.reason, found.tokens
 
 
-SAFE = 600 - MARGIN_TOKENS
+SAFE = 600 - UNSAFE_TAIL_TOKENS
 
 
 async def test_a_turn_that_extends_the_last_one_reuses_all_of_it() -> None:
@@ -225,7 +225,7 @@ async def test_a_later_edit_is_cut_back_to_an_earlier_turn() -> None:
     edited = chat(SYSTEM, FIRST, {**ANSWER, "content": "No."}, SECOND)
     assert verdict(entry, edited) == ("cut", "history", SAFE)
     shorter = chat(SYSTEM, FIRST, ANSWER, SECOND, {"role": "user", "content": "?"})
-    assert verdict(entry, shorter) == ("cut", "history", 900 - MARGIN_TOKENS)
+    assert verdict(entry, shorter) == ("cut", "history", 900 - UNSAFE_TAIL_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ async def test_an_entry_is_valid_for_less_than_the_decoder_keeps_its_blocks() ->
         turn = desk.conversations.turn_of((), {"conversation_id": "c", **chat(FIRST)})
         assert turn is not None
         await desk.conversations.recall(turn)
-        assert (turn.entry, turn.found.value) == (None, "expired")
+        assert (turn.entry, turn.recalled.value) == (None, "expired")
 
 
 @pytest.mark.parametrize(

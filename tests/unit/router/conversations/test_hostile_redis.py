@@ -188,7 +188,7 @@ async def test_what_was_forged_and_is_replaced_is_no_turn_to_give_up(
     turn = conversations.turn_of((), {"model": "m", "messages": ASKED, "conversation_id": "c"})
     assert turn is not None
     assert await conversations.keep(turn, "d:1", KEPT, None, None) == KeepOutcome(True, [])
-    (lost,) = (await conversations.keep(turn, "d:1", KEPT, None, None)).lost
+    (lost,) = (await conversations.keep(turn, "d:1", KEPT, None, None)).unreachable
     assert lost.params == KEPT
     writer.delete(key)
     writer.rpush(key, PLANTED)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.conversations.memory_store import MemoryStore
+from router.conversations.store import MemoryStore
 from router.fleet.engine import Engine
 from router.fleet.engine_spec import EngineRole
 from router.proxy.relay import Tail

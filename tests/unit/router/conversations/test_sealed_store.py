@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from prometheus_client import Counter
 
 from router.common.signature import MAC_BYTES, Seal
-from router.conversations.memory_store import MemoryStore
-from router.conversations.signed_store import LARGEST, SignedStore
-from router.conversations.store import UnverifiedError
+from router.conversations.signed_store import MAX_VALUE_BYTES, SignedStore
+from router.conversations.store import MemoryStore, UnverifiedError
 from tests.unit.router.conversations.test_stores import Clock
 
 OLD, NEW = b"an old key of 24 bytes..", b"a new key of 24 bytes..."
@@ -127,7 +126,7 @@ async def test_only_what_is_ours_is_said_to_have_been_replaced() -> None:
 
 async def test_what_is_too_large_is_neither_put_nor_believed() -> None:
     desk = Desk()
-    large = b"x" * (LARGEST + 1)
+    large = b"x" * (MAX_VALUE_BYTES + 1)
     assert await desk.store.put("k", large, 10) == [large]
     assert await desk.store.take("k") is None
     await desk.refuses("k", Seal([NEW]).close("k", large))

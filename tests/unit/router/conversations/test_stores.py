@@ -11,10 +11,8 @@ import pytest
 from prometheus_client import Counter
 
 from router.common.redis_url import connect
-from router.conversations.memory_store import MemoryStore
 from router.conversations.redis_store import NAMESPACE, RedisStore
-from router.conversations.store import Shelf, StoreError
-from router.conversations.store_breaker import StoreBreaker
+from router.conversations.store import MemoryStore, Store, StoreBreaker, StoreError
 from tests.redis_server import RedisServer, running_redis
 
 
@@ -33,8 +31,8 @@ def redis() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.slow)])
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[Shelf]:
-    made: Shelf = MemoryStore(100, 10_000)
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
+    made: Store = MemoryStore(100, 10_000)
     if request.param == "redis":
         server: RedisServer = request.getfixturevalue("redis")
         made = RedisStore(server.url, server.password, 20.0)
@@ -42,13 +40,13 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[Shelf]:
     await made.close()
 
 
-async def test_what_is_put_is_taken_once(store: Shelf) -> None:
+async def test_what_is_put_is_taken_once(store: Store) -> None:
     await store.put("once", b"\x00 anything \xff", 10)
     assert await store.take("once") == b"\x00 anything \xff"
     assert await store.take("once") is None
 
 
-async def test_what_is_read_stays(store: Shelf) -> None:
+async def test_what_is_read_stays(store: Store) -> None:
     await store.put("read", b"x", 10)
     assert [await store.read("read") for _ in range(3)] == [b"x"] * 3
     assert await store.take("read") == b"x"
@@ -67,14 +65,14 @@ async def test_what_lies_in_redis_and_is_no_value_is_read_as_none_of_ours(
     await store.close()
 
 
-async def test_the_latest_put_counts(store: Shelf) -> None:
+async def test_the_latest_put_counts(store: Store) -> None:
     assert await store.put("twice", b"old", 10) == []
     assert await store.put("twice", b"new", 10) == [b"old"]
     assert await store.take("twice") == b"new"
     assert await store.take("twice") is None
 
 
-async def test_of_fifty_takers_one_gets_it(store: Shelf) -> None:
+async def test_of_fifty_takers_one_gets_it(store: Store) -> None:
     await store.put("contended", b"x", 10)
     taken = await asyncio.gather(*(store.take("contended") for _ in range(50)))
     assert [value for value in taken if value is not None] == [b"x"]
@@ -141,7 +139,7 @@ async def test_memory_drops_what_has_expired() -> None:
 class Failing:
     """A Store that fails until told otherwise."""
 
-    waits = True
+    does_io = True
 
     def __init__(self) -> None:
         self.calls = 0
@@ -245,7 +243,7 @@ def test_a_sentinel_url_needs_a_master() -> None:
 def test_a_store_that_does_not_wait_is_done_at_once() -> None:
     """What a turn leaves is kept without a task then, so nothing could cut it off in between."""
     store = MemoryStore(10, 1000)
-    assert not store.waits
+    assert not store.does_io
     for work in (store.put("k", b"v", 5), store.read("k"), store.take("k"), store.close()):
         with pytest.raises(StopIteration):
             work.send(None)

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.conversations.memory_store import MemoryStore
-from router.conversations.store import StoreError
+from router.conversations.store import MemoryStore, StoreError
 from router.conversations.stored_responses import (
     ResponseStore,
     StoredResponse,
