@@ -72,7 +72,7 @@ def _note(watch: LiveRequests, records: list[Record]) -> None:
 
 def _in_batches(metrics: Metrics, records: list[Record]) -> None:
     for start in range(0, REQUESTS, BATCH):
-        metrics.by_model.take(records[start : start + BATCH])
+        metrics.by_model.add_records(records[start : start + BATCH])
 
 
 def _record(number: int) -> Record:

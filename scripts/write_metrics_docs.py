@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from router.telemetry.by_model import MOST_PAIRS, OTHER
-from router.telemetry.metric_registry import Described
+from router.telemetry.metric_types import MetricDescription
 from router.telemetry.metrics import Metrics
+from router.telemetry.model_metrics import MAX_LABEL_PAIRS, OTHER
 
 DOCUMENT = Path(__file__).parents[1] / "docs/metrics.md"
 HEAD = f"""\
@@ -20,7 +20,7 @@ busy. With `--workers` both tell the figures of all workers as one. Times are in
 histogram `X` is scraped as `X_bucket`, `X_sum` and `X_count`.
 
 Labels are bounded: engines, groups and sources are those there are. `model` is a name that the
-fleet serves, at most {MOST_PAIRS} pairs of a model and a group in a process's life; everything
+fleet serves, at most {MAX_LABEL_PAIRS} pairs of a model and a group in a process's life; everything
 else, made-up names included, is `{OTHER}`. What is counted by model appears a tenth of a second
 after a request's end. Tokens are those that engines tell.
 
@@ -42,14 +42,14 @@ def document() -> str:
     return "\n".join(parts) + "\n"
 
 
-def _row(one: Described) -> str:
+def _row(one: MetricDescription) -> str:
     labels = ", ".join(f"`{label}`" for label in one.labels)
     return f"| [`{one.name}`](#{one.name}) | {one.kind} | {labels} |"
 
 
-def _section(one: Described) -> str:
+def _section(one: MetricDescription) -> str:
     text = textwrap.fill(one.text, 100)
-    act = textwrap.fill(f"**When it moves:** {one.act}", 100)
+    act = textwrap.fill(f"**When it moves:** {one.action}", 100)
     return f"\n## `{one.name}`\n\n{text}\n\n{act}"
 
 

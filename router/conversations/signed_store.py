@@ -11,7 +11,7 @@ from prometheus_client import Counter
 
 from router.common.signature import MAC_BYTES, Seal
 from router.conversations.store import Store, UnverifiedError
-from router.telemetry.log_throttle import Throttle
+from router.telemetry.logs import LogThrottle
 
 MAX_VALUE_BYTES = 16 * 1024 * 1024
 MAX_REMEMBERED_TAKES = 65_536
@@ -45,7 +45,7 @@ class SignedStore:
         self._life = life
         self._clock = clock
         self._taken: OrderedDict[bytes, float] = OrderedDict()
-        self._throttle = Throttle(logging.getLogger("disagg_router.conversations"))
+        self._throttle = LogThrottle(logging.getLogger("disagg_router.conversations"))
 
     def reseal(self, seal: Seal) -> None:
         """Use other keys from now on; values that were signed with a remaining key stay valid."""

@@ -228,7 +228,7 @@ class Admission:
             self._leave(waiter)
             raise
         finally:
-            request.record.seated = now()
+            request.record.admitted = now()
         if isinstance(outcome, RequestError):
             raise outcome
         return outcome

@@ -24,7 +24,7 @@ from router.proxy.run import Run
 from router.proxy.turn_reuse import find_reuse
 from router.routing.route import Route
 from router.telemetry.record import Record
-from router.telemetry.trace_context import without
+from router.telemetry.trace_context import without_trace_headers
 
 logger = logging.getLogger("disagg_router.flows")
 Reading = Callable[[Request, Gateway], Awaitable[None]]
@@ -119,13 +119,13 @@ def _open_books(exchange: Exchange, gateway: Gateway) -> Request:
         request_id, shared_headers = headers.read(given)
         record = Record(exchange.endpoint, exchange.arrived, request_id)
     else:
-        request_id, shared_headers = headers.read(without(given))
+        request_id, shared_headers = headers.read(without_trace_headers(given))
         record = Record(exchange.endpoint, exchange.arrived, request_id)
         trace = gateway.tracer.begin(exchange.headers, exchange.endpoint, now())
         if trace.is_sampled:
             record.trace = trace
         else:  # nobody will see its legs apart
-            shared_headers = trace.lines(trace.span_id) + shared_headers
+            shared_headers = trace.header_lines(trace.span_id) + shared_headers
     if gateway.engine_line:
         shared_headers += gateway.engine_line
     if gateway.watch is not None:
@@ -208,6 +208,6 @@ async def _refuse(request: Request, gateway: Gateway, error: Exception) -> None:
 def _close_books(record: Record, gateway: Gateway) -> None:
     record.ended = now()
     gateway.metrics.finish(record)
-    gateway.books.add(record)
+    gateway.records.add(record)
     if gateway.watch is not None:
         gateway.watch.closed(record)

@@ -30,12 +30,10 @@ from router.routing.prompt_chunks import TOKENS, chunks_of
 from router.routing.route import Route, route
 from router.settings import Settings
 from router.telemetry.access_log import write_lines
-from router.telemetry.log_throttle import Throttle
-from router.telemetry.logs import is_short
+from router.telemetry.logs import LogThrottle, is_short
 from router.telemetry.metrics import Metrics
-from router.telemetry.record import Record
-from router.telemetry.record_batches import Books, Reader
-from router.telemetry.trace_export import PATIENCE, Tracer
+from router.telemetry.record import Record, RecordBatches, RecordReader
+from router.telemetry.trace_export import FLUSH_TIMEOUT_S, Tracer
 
 PARTING = 2.0
 # A prefiller works at one prompt after the other: with two, the second one waits already.
@@ -84,19 +82,19 @@ class Gateway:
         self.held = Held(settings.max_held_bodies)
         self.answers = AnswerMemory(settings.max_held_answers) if answers is None else answers
         self.resume_memory = Held(settings.max_resume_memory)
-        readers: list[Reader] = [metrics.by_model.take]
+        readers: list[RecordReader] = [metrics.by_model.add_records]
         if settings.access_log:
             readers.append(write_lines)
         if tracer is not None:
-            readers.append(tracer.take)
+            readers.append(tracer.add_records)
         # For whom it is said how much was moved: each request's params would be kept for it.
         self.tells_moved = settings.access_log and is_short(settings.log_format)
         self.tracer = tracer
-        self.books = Books(readers)
+        self.records = RecordBatches(readers)
         self.running: set[asyncio.Task[None]] = set()
         self.draining = False
         self.interrupted = False
-        self.throttle = Throttle(logging.getLogger("disagg_router.flows"))
+        self.throttle = LogThrottle(logging.getLogger("disagg_router.flows"))
         floor = min(PREFILL_FLOOR, self.load_bound.floor)
         prefill_bound = LoadBound(self.load_bound.factor, floor)
         self._prefill = GroupPolicies(settings.prefill_policy, prefill_bound)
@@ -202,9 +200,9 @@ class Gateway:
             await self.conversations.close()
         if self.door is not None:
             await self.door.close()
-        self.books.flush()
+        self.records.flush()
         if self.tracer is not None:
-            await asyncio.to_thread(self.tracer.close, PATIENCE)
+            await asyncio.to_thread(self.tracer.close, FLUSH_TIMEOUT_S)
 
     def interrupt(self) -> None:
         """Ends every running request; each tells its client so."""

@@ -186,7 +186,7 @@ class Legs:
             engine.holding += 1
             self.holder = engine
             if gateway.tells_moved and len(prefilled.params.raw) <= UNCOUNTED:
-                record.offered = prefilled.params.raw
+                record.transfer_params = prefilled.params.raw
 
     def let_go(self, is_read: bool = False) -> None:
         """No decoder will read what a prefiller holds, or one has."""

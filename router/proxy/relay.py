@@ -51,7 +51,7 @@ from router.proxy.prefill_answer import Prefilled
 from router.proxy.release import give_up_turn
 from router.proxy.request import KV_PARAMS, PASSED, SEVERAL, Request
 from router.proxy.resume_buffer import ResumeBuffer
-from router.telemetry.token_usage import NEAR, usage_in
+from router.telemetry.token_usage import USAGE_SEARCH_BYTES, usage_in
 
 logger = logging.getLogger("disagg_router.flows")
 NEEDLE = b'"kv_transfer_params"'
@@ -340,7 +340,7 @@ class Tail:
     @property
     def end(self) -> bytes:
         """About the last that passed."""
-        return b"".join(self._copy[-LAST_BLOCKS:])[-NEAR:]
+        return b"".join(self._copy[-LAST_BLOCKS:])[-USAGE_SEARCH_BYTES:]
 
     def said(self) -> AnswerChoice | None:
         """Of an answer that brought params: others leave nothing for the next turn."""

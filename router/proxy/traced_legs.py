@@ -17,7 +17,7 @@ from router.proxy.plan import Plan
 from router.proxy.prefill_answer import Prefilled
 from router.proxy.push import Push
 from router.proxy.request import Request
-from router.telemetry.trace_context import Leg, Trace
+from router.telemetry.trace_context import Trace, TracedLeg
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class Traced(Legs):
         trace.mode = plan.mode
         self._trace = trace
         # By engine: two legs at once are never at the same.
-        self._open: dict[str, Leg] = {}
+        self._open: dict[str, TracedLeg] = {}
 
     async def prefill(
         self,
@@ -76,13 +76,13 @@ class Traced(Legs):
     def _message(
         self, engine: Engine, body: Halves, push: Push | None, pinned: bytes = b""
     ) -> bytes:
-        return super()._message(engine, body, push, pinned + self._open[engine.name].line)
+        return super()._message(engine, body, push, pinned + self._open[engine.name].headers)
 
-    def _begin_leg(self, role: EngineRole, engine: Engine) -> Leg:
-        leg = self._open[engine.name] = self._trace.leg(role, engine.name, now())
+    def _begin_leg(self, role: EngineRole, engine: Engine) -> TracedLeg:
+        leg = self._open[engine.name] = self._trace.add_leg(role, engine.name, now())
         return leg
 
-    async def _followed(self, leg: Leg, ask: Callable[[], Awaitable[T]]) -> T:
+    async def _followed(self, leg: TracedLeg, ask: Callable[[], Awaitable[T]]) -> T:
         try:
             return await ask()
         except asyncio.CancelledError:

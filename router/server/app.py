@@ -54,7 +54,7 @@ from router.server import (
 from router.server.access_guard import Guard
 from router.server.http_methods import Manners
 from router.settings import BrokenFileError, Settings, SettingsError
-from router.telemetry.counters import Reading
+from router.telemetry.metric_types import Reading
 from router.telemetry.metrics import Metrics
 from router.telemetry.trace_export import tracer_of
 from router.ui.hub import DashboardHub

@@ -98,7 +98,7 @@ async def _everywhere(request: Request, path: str) -> Response:
     finally:
         record.ended = now()
         gateway.metrics.finish(record)
-        gateway.books.add(record)
+        gateway.records.add(record)
     answer.headers["x-request-id"] = request_id
     return answer
 

@@ -3,7 +3,7 @@
 uvicorn closes its listener in the moment of SIGTERM, while load balancers still send; so the
 signals are ours. The first one makes /ready say 503 and changes nothing else for `shutdown_delay`;
 then the listener closes and running requests have `shutdown_timeout` to end; then they are ended,
-each telling its client so. A second signal ends the process at once.
+each serve_worker_metrics its client so. A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from router.server.app import build
 from router.server.client_connection import RouterProtocol
 from router.server.tls_handshake import Handshake
 from router.settings import Address, Settings, is_loopback
-from router.telemetry.liveness import LivenessServer, answering
-from router.telemetry.trace_export import say_if_missing
-from router.telemetry.worker_metrics import family_exposition, telling
+from router.telemetry.liveness import LivenessServer, serve_in_thread
+from router.telemetry.trace_export import warn_if_missing
+from router.telemetry.worker_metrics import collect_worker_metrics, serve_worker_metrics
 from router.ui.hub import DashboardHub
 from router.ui.other_workers import SUFFIX, OtherWorkers, serve_snapshots
 
@@ -96,7 +96,7 @@ class Shutdown:
     def on_signal(self, number: signal.Signals) -> None:
         if self._task is not None:
             logger.warning("%s again: exiting now", number.name)
-            self._gateway.books.flush()
+            self._gateway.records.flush()
             os._exit(128 + number)
         logger.info("%s: shutting down", number.name)
         self._gateway.draining = True
@@ -116,7 +116,7 @@ class Shutdown:
 
 def run(settings: Settings, read_again: Callable[[], Settings]) -> None:
     """Serves until a signal. Raises BindError, or SettingsError for a store that makes no sense."""
-    say_if_missing(os.environ)
+    warn_if_missing(os.environ)
     with bind_all(settings) as listeners, admin_listener(settings) as admin:
         uvloop.run(_serve_alone(settings, read_again, listeners, admin))
 
@@ -148,9 +148,9 @@ async def _serve_in_family(
     settings: Settings, listeners: Listeners, directory: Path, number: int
 ) -> None:
     app = build(settings, directory)
-    own, app.state.exposition = app.state.exposition, partial(family_exposition, directory)
+    own, app.state.exposition = app.state.exposition, partial(collect_worker_metrics, directory)
     member = WorkerProcess(settings, app)
-    with telling(directory / f"{number}.sock", own):
+    with serve_worker_metrics(directory / f"{number}.sock", own):
         async with (
             follow_control(directory / ADDRESS, member),
             _seen(app, settings, directory, number),
@@ -189,7 +189,7 @@ def watched(settings: Settings, exposition: Callable[[], bytes]) -> Iterator[Non
             except OSError as error:
                 where = Address(host, port)
                 raise BindError(f"cannot listen on {where}: {error.strerror or error}") from error
-            stack.enter_context(answering(server))
+            stack.enter_context(serve_in_thread(server))
             logger.info("%s on http://%s", what, Address(host, server.server_address[1]))
         yield
 

@@ -30,8 +30,8 @@ from router.server import serve
 from router.server.app import with_store_keys
 from router.settings import BrokenFileError, Settings, SettingsError
 from router.telemetry import logs
-from router.telemetry.trace_export import say_if_missing
-from router.telemetry.worker_metrics import family_exposition
+from router.telemetry.trace_export import warn_if_missing
+from router.telemetry.worker_metrics import collect_worker_metrics
 
 logger = logging.getLogger("disagg_router")
 # A worker that ends sooner than this many seconds after its start is not started again at once.
@@ -50,12 +50,12 @@ class Worker:
 
 def run(settings: Settings, read_again: Callable[[], Settings]) -> int:
     """Serves until a signal; the exit code. Raises BindError, SettingsError."""
-    say_if_missing(os.environ)
+    warn_if_missing(os.environ)
     loaded, settings = settings, with_store_keys(settings)
     with contextlib.ExitStack() as stack:
         listeners = _bind_all(settings, stack)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="disagg-router-")))
-        stack.enter_context(serve.watched(settings, partial(family_exposition, directory)))
+        stack.enter_context(serve.watched(settings, partial(collect_worker_metrics, directory)))
         admin = stack.enter_context(serve.admin_listener(settings))
         control_thread = ControlThread(loaded, read_again, directory, admin)
         stack.enter_context(control_thread.open())

@@ -1,4 +1,4 @@
-"""One line per request, when it has ended."""
+"""The access log: one line for each request that has ended."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from router.telemetry.token_usage import tokens_of
 
 logger = logging.getLogger("disagg_router.access")
 MESSAGE = "request"
-# In kv_transfer_params, of one group of layers or several.
-BLOCKS = re.compile(rb'"remote_block_ids":\s*(\[[][\d,\s]*\])')
+# The block ids in kv_transfer_params, for one group of layers or several.
+BLOCK_IDS = re.compile(rb'"remote_block_ids":\s*(\[[][\d,\s]*\])')
 DIGITS = re.compile(rb"\d+")
 
 
@@ -38,23 +38,23 @@ def _json(r: Record, prefill: int, first_byte: int, total: int) -> str:
     )
 
 
-class Form(Struct, frozen=True):
-    """How the usual line is written: its beginning, who asked, and what stands before each number
-    of tokens, in their order."""
+class LineFormat(Struct, frozen=True):
+    """How the common line is written: its beginning, the key's name, and the text before the
+    prompt, completion and cached tokens."""
 
     line: Callable[[Record, int, int, int], str]
     key: str
     tokens: tuple[str, str, str]
 
 
-TEXT = Form(_text, " key=%s", (" prompt_tokens=", " completion_tokens=", " cached_tokens="))
-JSON = Form(
+TEXT = LineFormat(_text, " key=%s", (" prompt_tokens=", " completion_tokens=", " cached_tokens="))
+JSON = LineFormat(
     _json, ',"key":"%s"', (',"prompt_tokens":', ',"completion_tokens":', ',"cached_tokens":')
 )
 
 
 def write_lines(ended: Sequence[Record]) -> None:
-    """A line for each, in one log record."""
+    """Log a line for each request, in one log record."""
     if logger.isEnabledFor(logging.INFO):
         unix = time.time() - time.monotonic()
         lines = [AccessLine(record, unix + (record.ended or 0.0)) for record in ended]
@@ -62,17 +62,17 @@ def write_lines(ended: Sequence[Record]) -> None:
 
 
 class AccessLine(Struct, frozen=True):
-    """What is known of a request that has ended; times in milliseconds since its arrival."""
+    """The line of one ended request; times are milliseconds since its arrival."""
 
     _record: Record
     at: float
 
     def text(self) -> str:
-        return _usual(self._record, TEXT) or _any(self.content())
+        return _common(self._record, TEXT) or _uncommon(self.content())
 
     def json(self) -> str:
-        """The inside of an object."""
-        return _usual(self._record, JSON) or orjson.dumps(self.content()).decode()[1:-1]
+        """Return the members of a JSON object, without braces."""
+        return _common(self._record, JSON) or orjson.dumps(self.content()).decode()[1:-1]
 
     def short(self) -> str:
         return _short(self._record)
@@ -115,45 +115,47 @@ def _since(record: Record, moment: float) -> int:
     return int((moment - record.started) * 1000 + 0.5)
 
 
-def _any(content: dict[str, object]) -> str:
+def _uncommon(content: dict[str, object]) -> str:
     message = content.pop("message")
     return f"{message}{''.join([f' {name}={value}' for name, value in content.items()])}"
 
 
-def _usual(r: Record, form: Form) -> str | None:
-    """The line of most requests, at a fifth of the price; None for the others. Nothing in it needs
-    to be escaped: ids, endpoints, names of engines and words of ours."""
+def _common(r: Record, form: LineFormat) -> str | None:
+    """Return the common line at a fifth of the cost, or None for an uncommon request.
+
+    No value in it needs escaping: ids, endpoints, names of engines and constants.
+    """
     start, prefilled, began, ended = r.started, r.prefill_done, r.first_byte, r.ended
     if prefilled is None or began is None or ended is None or r.stage != "done":
         return None
     if r.conversation or r.error or not (r.prefiller and r.decoder):
         return None
-    usual = form.line(
+    line = form.line(
         r,
         int((prefilled - start) * 1000 + 0.5),
         int((began - start) * 1000 + 0.5),
         int((ended - start) * 1000 + 0.5),
     )
     if r.key:
-        usual += form.key % r.key
+        line += form.key % r.key
     prompt, completion, cached = r.tokens or tokens_of(r)
     of_prompt, of_completion, of_cached = form.tokens
     if prompt is not None:
-        usual += f"{of_prompt}{prompt}"
+        line += f"{of_prompt}{prompt}"
     if completion is not None:
-        usual += f"{of_completion}{completion}"
-    return usual if cached is None else f"{usual}{of_cached}{cached}"
+        line += f"{of_completion}{completion}"
+    return line if cached is None else f"{line}{of_cached}{cached}"
 
 
 def _short(r: Record) -> str:
-    """For a person: what came of it, how fast, over which engines, what was reused."""
+    """Return the line for a person: outcome, latencies, engines, reuse."""
     parts = [f"{r.status} {r.endpoint.removeprefix('/v1/')}"]
     prompt, completion, cached = tokens_of(r)
     if prompt is not None:
         parts.append(f"{prompt} tokens in" + (f", {completion} out" if completion else ""))
     if r.first_byte is not None and r.ended is not None:
         parts.append(f"first after {_seconds(r, r.first_byte)}, all after {_seconds(r, r.ended)}")
-    parts += filter(None, (_way(r), _moved(r), _reused(prompt, cached, r.conversation)))
+    parts += filter(None, (_engines(r), _moved(r), _reused(prompt, cached, r.conversation)))
     if r.outcome != "ok":
         parts.append(f"{r.outcome}{' at ' + r.stage if r.stage != 'done' else ''}")
     if r.error:
@@ -161,15 +163,15 @@ def _short(r: Record) -> str:
     return "; ".join(parts)
 
 
-def _way(r: Record) -> str:
+def _engines(r: Record) -> str:
     if r.prefiller and r.decoder:
         return f"prefill {r.prefiller} -> decode {r.decoder}"
     return f"{r.decoder or r.prefiller} alone" if r.decoder or r.prefiller else ""
 
 
 def _moved(r: Record) -> str:
-    """What the decoder was told to read; blocks that it had already, it leaves."""
-    found = BLOCKS.search(r.offered) if r.prefiller and r.decoder else None
+    """Return the number of blocks that the decode engine was to read; it skips cached ones."""
+    found = BLOCK_IDS.search(r.transfer_params) if r.prefiller and r.decoder else None
     count = len(DIGITS.findall(found[1])) if found else 0
     return f"{count} block{'s' if count > 1 else ''} moved" if count else ""
 

@@ -1,7 +1,7 @@
-"""Health and metrics from threads of their own, for machines that must not wait for the event loop.
+"""The liveness port: /health and /metrics from separate threads, independent of the event loop.
 
-A loop that is busy for seconds is no reason to kill the process, so /health says only that the
-process lives. Readiness is the router's own matter: GET /ready on its port.
+A process whose event loop is busy for seconds must not be killed, so /health reports only that the
+process is alive. Readiness is GET /ready on the router's port.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from socket import AF_INET6
 from router.telemetry.metrics import CONTENT_TYPE
 
 Exposition = Callable[[], bytes]
-# Seconds that a client of this port may take.
-PATIENCE = 5.0
+CLIENT_TIMEOUT_S = 5.0
 
 
 class LivenessServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, host: str, port: int, exposition: Exposition | None) -> None:
-        """Without metrics where there is no `exposition`. Raises OSError when it cannot listen."""
+        """Serve no metrics if `exposition` is None. Raises OSError if the port cannot be bound."""
         if ":" in host:
             self.address_family = AF_INET6
         self.exposition = exposition
-        super().__init__((host, port), Handler)
+        super().__init__((host, port), LivenessHandler)
 
 
-class Handler(BaseHTTPRequestHandler):
+class LivenessHandler(BaseHTTPRequestHandler):
     server: LivenessServer
-    timeout = PATIENCE
+    timeout = CLIENT_TIMEOUT_S
 
     def do_GET(self) -> None:
         if self.path == "/health":
@@ -48,7 +47,7 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def log_message(self, *_: object) -> None:
-        """Probes come every few seconds, and say nothing that is worth a line."""
+        """Log nothing: probes come every few seconds."""
 
     def _answer(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)
@@ -60,8 +59,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def answering(server: LivenessServer) -> Iterator[None]:
-    """Serves until the block ends."""
+def serve_in_thread(server: LivenessServer) -> Iterator[None]:
+    """Serve until the block ends."""
     with server:
         threading.Thread(target=server.serve_forever, name="liveness", daemon=True).start()
         try:

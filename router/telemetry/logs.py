@@ -1,11 +1,11 @@
-"""Log lines: one format for people, one for machines, all to standard error."""
+"""Log lines on standard error: formats for people and for machines, and a throttle."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from math import modf
 from select import PIPE_BUF
@@ -18,8 +18,8 @@ LINES = "lines"
 MILLISECONDS = tuple(f".{number:03d}Z" for number in range(1000))
 
 
-class Line(Protocol):
-    """One of the many lines that a log record may carry as LINES; `at` is Unix time."""
+class LogLine(Protocol):
+    """One of the lines that a log record carries in its attribute LINES; `at` is Unix time."""
 
     @property
     def at(self) -> float: ...
@@ -43,7 +43,7 @@ class VisibleFormatter(logging.Formatter):
 
 class TextFormatter(VisibleFormatter):
     def format(self, record: logging.LogRecord) -> str:
-        lines: list[Line] | None = getattr(record, LINES, None)
+        lines: list[LogLine] | None = getattr(record, LINES, None)
         if lines is not None:
             level = record.levelname
             return "\n".join(
@@ -53,10 +53,10 @@ class TextFormatter(VisibleFormatter):
 
 
 class ShortFormatter(VisibleFormatter):
-    """For a person who watches: the time of day, no level below warning."""
+    """Formats lines for a person at a terminal: time of day, and no level below warning."""
 
     def format(self, record: logging.LogRecord) -> str:
-        lines: list[Line] | None = getattr(record, LINES, None)
+        lines: list[LogLine] | None = getattr(record, LINES, None)
         if lines is not None:
             return "\n".join([f"{_time_of_day(line.at)} {visible(line.short())}" for line in lines])
         level = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
@@ -66,7 +66,7 @@ class ShortFormatter(VisibleFormatter):
 class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         head = {"level": record.levelname.lower(), "logger": record.name}
-        lines: list[Line] | None = getattr(record, LINES, None)
+        lines: list[LogLine] | None = getattr(record, LINES, None)
         if lines is not None:
             common = _json(head)[1:-1]
             return "\n".join(
@@ -90,7 +90,7 @@ FORMATTERS: dict[str, type[logging.Formatter]] = {
 
 
 class LineHandler(logging.StreamHandler[TextIO]):
-    """Writes whole lines, so many at a time as a pipe takes in one piece from several processes."""
+    """Writes whole lines, in pieces that a pipe takes atomically from several processes."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -102,7 +102,7 @@ class LineHandler(logging.StreamHandler[TextIO]):
 
 
 def configure(level: str, log_format: LogFormat) -> None:
-    """Sets the process's logging up. Library chatter below warning is left out."""
+    """Set up the logging of this process; libraries log only warnings and errors."""
     handler = LineHandler()
     handler.setFormatter(formatter_for(log_format, sys.stderr.isatty()))
     logging.basicConfig(handlers=[handler], force=True)
@@ -114,7 +114,7 @@ def formatter_for(log_format: LogFormat, is_terminal: bool) -> logging.Formatter
 
 
 def is_short(log_format: LogFormat) -> bool:
-    """Whether a person watches."""
+    """Return True if lines are written for a person at a terminal."""
     return _chosen(log_format, sys.stderr.isatty()) == "short"
 
 
@@ -131,7 +131,7 @@ def set_level(level: str) -> None:
 
 
 def visible(text: str) -> str:
-    """`text` with control and format characters (line breaks, ESC, bidirectional marks) escaped."""
+    """Escape control and format characters (line breaks, ESC, bidirectional marks) in `text`."""
     if text.isprintable():
         return text
     return "".join(
@@ -140,7 +140,7 @@ def visible(text: str) -> str:
 
 
 def _blocks(text: str) -> Iterator[str]:
-    """`text` cut behind lines, into pieces of PIPE_BUF characters where lines allow that."""
+    """Split `text` behind lines into pieces of at most PIPE_BUF characters, if lines allow."""
     start = 0
     while len(text) - start > PIPE_BUF:
         latest = text.rfind("\n", start, start + PIPE_BUF) + 1
@@ -167,3 +167,30 @@ def _moment(at: float) -> str:
 @lru_cache(maxsize=8)
 def _second(at: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at))
+
+
+class LogThrottle:
+    """Logs each warning at most once per `period_s` seconds, with the number of omitted ones."""
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        period_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._logger = logger
+        self._period_s = period_s
+        self._clock = clock
+        self._next: dict[str, float] = {}
+        self._omitted: dict[str, int] = {}
+
+    def warn(self, message: str, detail: str) -> None:
+        """Log `message` with any `detail`. `message` is the key, from a small set."""
+        now = self._clock()
+        if now < self._next.get(message, now):
+            self._omitted[message] = self._omitted.get(message, 0) + 1
+            return
+        omitted = self._omitted.pop(message, 0)
+        self._next[message] = now + self._period_s
+        suffix = f" ({omitted} more since the last such line)" if omitted else ""
+        self._logger.warning("%s: %s%s", message, detail, suffix)

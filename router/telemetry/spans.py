@@ -1,11 +1,11 @@
-"""Records as spans of the OpenTelemetry SDK, whose words (GenAI, HTTP) are used where they exist.
+"""Records as spans of the OpenTelemetry SDK, with the semantic conventions for GenAI and HTTP.
 
     SERVER    POST /v1/chat/completions   from arrival to end
-    INTERNAL  queue                       waiting for room at engines
-    INTERNAL  choose                      until the first engine is asked
-    CLIENT    prefill, decode             each leg, those that failed too; with its first byte
+    INTERNAL  queue                       waiting for a slot at an engine
+    INTERNAL  choose                      until the first leg is sent
+    CLIENT    prefill, decode             each leg, including failed ones; with its first byte
 
-What the engines' own spans hang under are the legs.
+The engines' own spans are children of the legs.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from opentelemetry.trace import (
 )
 from opentelemetry.util.types import AttributeValue
 
-from router.telemetry.log_throttle import Throttle
+from router.telemetry.logs import LogThrottle
 from router.telemetry.record import Record
 from router.telemetry.token_usage import tokens_in, tokens_of
-from router.telemetry.trace_context import Leg, Parent, Trace, new_id
+from router.telemetry.trace_context import ParentSpan, Trace, TracedLeg, new_id
 
 logger = logging.getLogger("disagg_router.traces")
 Attributes = dict[str, AttributeValue]
@@ -44,73 +44,73 @@ NAME = "disagg-router"
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 GOOD = frozenset(("ok", "refused", "disconnected"))
 FIRST_BYTE = "first byte"
-# Of texts that come from elsewhere.
-LONGEST = 256
+MAX_ERROR_CHARS = 256
 
 
-class Sdk:
-    """Set up by OTEL_* variables: resource, sampler, batches, exporter."""
+class OtelSdk:
+    """The SDK as configured by OTEL_* variables: resource, sampler, batches, exporter."""
 
     def __init__(self) -> None:
-        """Raises what the SDK raises for variables that make no sense."""
+        """Raises what the SDK raises for invalid variables."""
         provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
         self._resource, self._sampler = provider.resource, provider.sampler
         self._scope = InstrumentationScope(NAME, version(NAME))
+        # ThrottledExporter logs failures instead.
         for chatty in ("opentelemetry.exporter", "opentelemetry.trace"):
-            logging.getLogger(chatty).setLevel(logging.CRITICAL)  # we say it, now and then
-        self._batches = BatchSpanProcessor(Exporter(OTLPSpanExporter()))
+            logging.getLogger(chatty).setLevel(logging.CRITICAL)
+        self._batches = BatchSpanProcessor(ThrottledExporter(OTLPSpanExporter()))
 
-    def samples(self, parent: Parent | None, trace_id: int, name: str) -> bool:
+    def samples(self, parent: ParentSpan | None, trace_id: int, name: str) -> bool:
         known = None
         if parent is not None:
             state = TraceState.from_header([parent.state]) if parent.state else None
             flags = TraceFlags(parent.flags)
             context = SpanContext(parent.trace_id, parent.span_id, True, flags, state)
             known = set_span_in_context(NonRecordingSpan(context))
-        told = self._sampler.should_sample(known, trace_id, name, SpanKind.SERVER)
-        return told.decision is Decision.RECORD_AND_SAMPLE
+        result = self._sampler.should_sample(known, trace_id, name, SpanKind.SERVER)
+        return result.decision is Decision.RECORD_AND_SAMPLE
 
-    def take(self, ended: Sequence[Record], unix: int) -> None:
+    def add_records(self, ended: Sequence[Record], unix_offset_ns: int) -> None:
         for record in ended:
-            for span in spans_of(record, unix, self._resource, self._scope):
+            for span in spans_of(record, unix_offset_ns, self._resource, self._scope):
                 self._batches.on_end(span)
 
     def close(self) -> None:
         self._batches.shutdown()  # type: ignore[no-untyped-call]
 
 
-class Exporter(SpanExporter):
-    """Another one, whose failures are said once in a while instead of each time."""
+class ThrottledExporter(SpanExporter):
+    """Wraps an exporter and logs its failures at most twice a minute."""
 
     def __init__(self, to: SpanExporter) -> None:
         self._to = to
-        self._throttle = Throttle(logger)
+        self._throttle = LogThrottle(logger)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         try:
-            told = self._to.export(spans)
+            result = self._to.export(spans)
         except Exception as error:
-            self._throttle.warn("the collector takes no spans", f"{type(error).__name__}: {error}")
+            self._throttle.warn("the collector rejects spans", f"{type(error).__name__}: {error}")
             return SpanExportResult.FAILURE
-        if told is not SpanExportResult.SUCCESS:
-            self._throttle.warn("the collector takes no spans", f"{len(spans)} are lost")
-        return told
+        if result is not SpanExportResult.SUCCESS:
+            self._throttle.warn("the collector rejects spans", f"{len(spans)} are lost")
+        return result
 
     def shutdown(self) -> None:
         self._to.shutdown()
 
 
 def _resource() -> Resource:
-    """service.name is ours, unless a variable says another."""
+    """Return the resource; service.name is ours unless a variable sets another."""
     made = Resource.create({"service.version": version(NAME)})
-    told = str(made.attributes.get(SERVICE_NAME, ""))
+    name = str(made.attributes.get(SERVICE_NAME, ""))
     return (
-        made.merge(Resource({SERVICE_NAME: NAME})) if told.startswith("unknown_service") else made
+        made.merge(Resource({SERVICE_NAME: NAME})) if name.startswith("unknown_service") else made
     )
 
 
-class Part(NamedTuple):
-    """A span, less what all of one request share. Times as in a Record."""
+class SpanPart(NamedTuple):
+    """A span without the attributes that all spans of a request share. Times as in a Record."""
 
     name: str
     span_id: int
@@ -123,16 +123,16 @@ class Part(NamedTuple):
 
 
 def spans_of(
-    record: Record, unix: int, resource: Resource, scope: InstrumentationScope
+    record: Record, unix_offset_ns: int, resource: Resource, scope: InstrumentationScope
 ) -> Iterator[ReadableSpan]:
-    """Of a record that has ended; children first, as they end."""
+    """Yield the spans of an ended request, children first."""
     trace = record.trace
     assert trace is not None
     flags = TraceFlags(trace.flags)
     state = TraceState.from_header([trace.state]) if trace.state else None
 
     def at(moment: float) -> int:
-        return unix + int(moment * 1e9)
+        return unix_offset_ns + int(moment * 1e9)
 
     def context_of(span_id: int) -> SpanContext:
         return SpanContext(trace.trace_id, span_id, False, flags, state)
@@ -158,19 +158,19 @@ def spans_of(
         )
 
 
-def parts_of(record: Record, trace: Trace) -> Iterator[Part]:
-    """Children first."""
+def parts_of(record: Record, trace: Trace) -> Iterator[SpanPart]:
+    """Yield the parts of an ended request, children first."""
     ended = record.ended if record.ended is not None else record.started
     if record.queued is not None:
-        seated = record.seated if record.seated is not None else ended
-        yield Part("queue", new_id(64), record.queued, seated, SpanKind.INTERNAL, {})
+        admitted = record.admitted if record.admitted is not None else ended
+        yield SpanPart("queue", new_id(64), record.queued, admitted, SpanKind.INTERNAL, {})
     first = trace.legs[0].started if trace.legs else None
     if first is not None:
-        since = record.seated if record.seated is not None else trace.began
-        yield Part("choose", new_id(64), since, first, SpanKind.INTERNAL, _choice(record))
+        since = record.admitted if record.admitted is not None else trace.began
+        yield SpanPart("choose", new_id(64), since, first, SpanKind.INTERNAL, _choice(record))
     for leg in trace.legs:
-        end = leg.ended if leg.ended is not None else ended  # a pushing prefiller may be late
-        yield Part(
+        end = leg.ended if leg.ended is not None else ended  # a push may outlast the request
+        yield SpanPart(
             leg.role,
             leg.span_id,
             leg.started,
@@ -180,7 +180,7 @@ def parts_of(record: Record, trace: Trace) -> Iterator[Part]:
             _short(f"{leg.kind}: {leg.error}") if leg.error else "",
             leg.first_byte,
         )
-    yield Part(
+    yield SpanPart(
         f"POST {record.endpoint}",
         trace.span_id,
         record.started,
@@ -193,12 +193,12 @@ def parts_of(record: Record, trace: Trace) -> Iterator[Part]:
 
 
 def _choice(record: Record) -> Attributes:
-    return _some({"disagg.flow": record.flow, "disagg.group": record.group})
+    return _known({"disagg.flow": record.flow, "disagg.group": record.group})
 
 
 def _of_request(record: Record, trace: Trace) -> Attributes:
     prompt, completion, cached = tokens_of(record)
-    return _some(
+    return _known(
         {
             "http.request.method": "POST",
             "http.route": record.endpoint,
@@ -224,10 +224,10 @@ def _of_request(record: Record, trace: Trace) -> Attributes:
     )
 
 
-def _of_leg(record: Record, leg: Leg) -> Attributes:
+def _of_leg(record: Record, leg: TracedLeg) -> Attributes:
     host, _, port = leg.engine.rpartition(":")
     prompt, completion, cached = tokens_in(leg.usage)
-    return _some(
+    return _known(
         {
             "server.address": host.strip("[]"),
             "server.port": int(port) if port.isdigit() else None,
@@ -250,10 +250,10 @@ def _error_type(record: Record) -> str:
     return record.error.partition(":")[0] or str(record.status or record.outcome)
 
 
-def _some(attributes: dict[str, AttributeValue | None]) -> Attributes:
-    """Those that say something."""
+def _known(attributes: dict[str, AttributeValue | None]) -> Attributes:
+    """Return the attributes that have a value."""
     return {name: value for name, value in attributes.items() if value not in (None, "")}
 
 
 def _short(text: str) -> str:
-    return " ".join(text.split())[:LONGEST].encode(errors="replace").decode()
+    return " ".join(text.split())[:MAX_ERROR_CHARS].encode(errors="replace").decode()

@@ -1,7 +1,7 @@
-"""How many tokens a request had, as the engines' answers say.
+"""Token counts of a request, as reported in the engines' answers.
 
-An answer is not decoded for this. Its usage object is looked for near its end by name, which no
-text of a model can be taken for: quotes inside of JSON strings are escaped.
+The router does not parse an answer for this. It searches for the usage object by name near the end;
+a model's text cannot be mistaken for it, because quotes inside of JSON strings are escaped.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ import msgspec
 from router.telemetry.record import Record, Tokens
 
 NAME = b'"usage":'
-# How far from an answer's end it is looked for, how long it may be, and how many spaces may stand
-# before it.
-NEAR = 8192
-LONGEST = 512
-SPACES = 1
+# The usage object begins at most this far from the answer's end.
+USAGE_SEARCH_BYTES = 8192
+MAX_USAGE_BYTES = 512
+MAX_SPACES = 1
 UNKNOWN = Tokens(None, None, None)
-
-
 Count = Annotated[int, msgspec.Meta(ge=0, lt=10**15)]
 
 
@@ -39,15 +36,14 @@ _decode = msgspec.json.Decoder(_Usage).decode
 
 
 def usage_in(answer: bytes) -> bytes:
-    """An answer's last usage, as it was told and no byte more, for it is kept until many requests
-    have ended; empty if there is none."""
-    at = answer.rfind(NAME, -NEAR)
+    """Return the last usage object of an answer as bytes, or b"" if there is none."""
+    at = answer.rfind(NAME, -USAGE_SEARCH_BYTES)
     if at < 0:
         return b""
-    start = answer.find(b"{", at, at + len(NAME) + SPACES + 1)
+    start = answer.find(b"{", at, at + len(NAME) + MAX_SPACES + 1)
     if start < 0:
         return b""
-    latest = start + LONGEST
+    latest = start + MAX_USAGE_BYTES
     end = answer.find(b"}", start, latest) + 1
     if answer.find(b"{", start + 1, end) >= 0:
         end = _end_of(answer, start, end, latest)
@@ -55,7 +51,7 @@ def usage_in(answer: bytes) -> bytes:
 
 
 def tokens_of(record: Record) -> Tokens:
-    """By what the decoder says, else the prefiller. Of a record that has ended: it is read once."""
+    """Return the tokens of an ended request, by the decode engine, else by the prefill engine."""
     tokens = record.tokens
     if tokens is None:
         tokens = record.tokens = tokens_so_far(record)
@@ -63,7 +59,7 @@ def tokens_of(record: Record) -> Tokens:
 
 
 def tokens_so_far(record: Record) -> Tokens:
-    """Of a record that may run: nothing of it is kept, for there is more to come."""
+    """Return the tokens of a request that may still run."""
     tokens = tokens_in(record.usage) if record.usage else UNKNOWN
     if tokens.prompt is None and record.prefill_usage:
         asked = tokens_in(record.prefill_usage)
@@ -72,19 +68,18 @@ def tokens_so_far(record: Record) -> Tokens:
 
 
 def tokens_in(usage: bytes) -> Tokens:
-    """Of one usage, as it was told; nothing is known of one that makes no sense."""
+    """Parse one usage object; an invalid one has no known tokens."""
     try:
-        told = _decode(usage)
+        reported = _decode(usage)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return UNKNOWN
-    details = told.prompt_tokens_details
-    cached = told.cached_tokens if details is None else details.cached_tokens
-    return Tokens(told.prompt_tokens, told.completion_tokens, cached)
+    details = reported.prompt_tokens_details
+    cached = reported.cached_tokens if details is None else details.cached_tokens
+    return Tokens(reported.prompt_tokens, reported.completion_tokens, cached)
 
 
 def _end_of(answer: bytes, start: int, end: int, latest: int) -> int:
-    """Of an object that holds others, but no text that could have a brace in it; 0 if there is no
-    end."""
+    """Return the end of an object that contains objects but no braces in text, or 0."""
     while end and answer.count(b"{", start, end) != answer.count(b"}", start, end):
         end = answer.find(b"}", end, latest) + 1
     return end

@@ -1,5 +1,7 @@
-"""One request's place in a trace, and that of each of its legs: what must be known ahead of their
-end, because engines are told of it. What else spans say is read from the record, when it has ended.
+"""A request's position in a trace, and those of its legs.
+
+These ids are sent to engines and must exist before the legs end. All other attributes of spans are
+read from the record when the request has ended.
 
 W3C Trace Context: https://www.w3.org/TR/trace-context/
 """
@@ -18,12 +20,12 @@ NAMES = frozenset((TRACEPARENT, TRACESTATE))
 SHAPE = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 MEMBER = re.compile(r"[a-z0-9][a-z0-9_*/@-]{0,255}=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{1,256}")
 SAMPLED, RANDOM = 0x01, 0x02
-# What the standard asks to be passed on at least; longer is not for us to carry.
-LONGEST_STATE, MOST_MEMBERS = 2048, 32
+# Longer tracestates are dropped. The standard requires propagating at least 512 bytes.
+MAX_STATE_BYTES, MAX_STATE_MEMBERS = 2048, 32
 
 
-class Parent(NamedTuple):
-    """Of the client's span; `flags` are those that we know."""
+class ParentSpan(NamedTuple):
+    """The client's span; `flags` are those that the router knows."""
 
     trace_id: int
     span_id: int
@@ -36,15 +38,18 @@ class Parent(NamedTuple):
 
 
 @dataclass(slots=True)
-class Leg:
-    """One leg at one engine, which is told `line`. `kind`: of its failure, or what else became of
-    it; empty if it did what it was asked for. Times as in a Record; `usage` is not read yet."""
+class TracedLeg:
+    """One request leg. `headers` are the lines that put the engine's spans under this leg.
+
+    `kind` is the kind of failure or another special outcome, empty if the leg succeeded. Times are
+    as in a Record; `usage` is not parsed yet.
+    """
 
     span_id: int
     role: str
     engine: str
     started: float
-    line: bytes
+    headers: bytes
     ended: float | None = None
     first_byte: float | None = None
     kind: str = ""
@@ -54,42 +59,41 @@ class Leg:
 
 @dataclass(slots=True)
 class Trace:
-    """`began`: when the request was whole, and work on it began. `mode`: how KV was to move."""
+    """A request's span. `began` is when the request was complete; `mode` is the transfer mode."""
 
     trace_id: int
     span_id: int
-    parent: Parent | None
+    parent: ParentSpan | None
     flags: int
     state: str
     began: float
     mode: str = ""
-    legs: list[Leg] = field(default_factory=list)
+    legs: list[TracedLeg] = field(default_factory=list)
 
     @property
     def is_sampled(self) -> bool:
         return bool(self.flags & SAMPLED)
 
-    def lines(self, span_id: int) -> bytes:
-        """The header lines that tell an engine its place: under that span."""
+    def header_lines(self, span_id: int) -> bytes:
+        """Return the header lines that put an engine's spans under the span `span_id`."""
         line = f"traceparent: 00-{self.trace_id:032x}-{span_id:016x}-{self.flags:02x}\r\n"
         if self.state:
             line += f"tracestate: {self.state}\r\n"
         return line.encode("latin-1")
 
-    def leg(self, role: str, engine: str, started: float) -> Leg:
+    def add_leg(self, role: str, engine: str, started: float) -> TracedLeg:
         span_id = new_id(64)
-        made = Leg(span_id, role, engine, started, self.lines(span_id))
+        made = TracedLeg(span_id, role, engine, started, self.header_lines(span_id))
         self.legs.append(made)
         return made
 
 
-def parent_in(headers: Iterable[Header]) -> Parent | None:
-    """Total: None where there is none, or none that makes sense; then its tracestate says nothing
-    either."""
-    told = [header for header in headers if header[0] in NAMES]
-    if not told:
+def parent_in(headers: Iterable[Header]) -> ParentSpan | None:
+    """Return the client's span, or None if its traceparent is missing or invalid."""
+    found_headers = [header for header in headers if header[0] in NAMES]
+    if not found_headers:
         return None
-    given = [value for name, value in told if name == TRACEPARENT]
+    given = [value for name, value in found_headers if name == TRACEPARENT]
     found = SHAPE.fullmatch(given[0].strip().decode("latin-1")) if len(given) == 1 else None
     if found is None:
         return None
@@ -98,29 +102,29 @@ def parent_in(headers: Iterable[Header]) -> Parent | None:
         return None
     if not (int(trace_id, 16) and int(span_id, 16)):
         return None
-    state = b",".join(value.strip() for name, value in told if name == TRACESTATE)
+    state = b",".join(value.strip() for name, value in found_headers if name == TRACESTATE)
     known = int(flags, 16) & (SAMPLED | RANDOM)
-    return Parent(int(trace_id, 16), int(span_id, 16), known, _sane(state))
+    return ParentSpan(int(trace_id, 16), int(span_id, 16), known, _valid_state(state))
 
 
-def without(headers: Sequence[Header]) -> Sequence[Header]:
-    """The headers of a client without its place in a trace."""
+def without_trace_headers(headers: Sequence[Header]) -> Sequence[Header]:
+    """Return `headers` without traceparent and tracestate."""
     if NAMES.isdisjoint([name for name, _ in headers]):
         return headers
     return [header for header in headers if header[0] not in NAMES]
 
 
 def new_id(bits: int) -> int:
-    """Never 0, which stands for none."""
+    """Return a random id, never 0, which the standard forbids."""
     return getrandbits(bits) or 1
 
 
-def _sane(state: bytes) -> str:
-    """As it came, or nothing: what does not follow the standard is for nobody."""
+def _valid_state(state: bytes) -> str:
+    """Return the tracestate unchanged, or "" if it does not follow the standard."""
     text = state.decode("latin-1")
     members = [member.strip(" \t") for member in text.split(",")]
     members = [member for member in members if member]
-    if len(state) > LONGEST_STATE or len(members) > MOST_MEMBERS:
+    if len(state) > MAX_STATE_BYTES or len(members) > MAX_STATE_MEMBERS:
         return ""
     keys = {member.partition("=")[0] for member in members if MEMBER.fullmatch(member)}
     return ",".join(members) if len(keys) == len(members) else ""

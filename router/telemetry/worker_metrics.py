@@ -1,8 +1,8 @@
-"""Metrics of several worker processes as those of one router.
+"""Metrics of several worker processes, merged into those of one router.
 
-Each worker tells its figures to whoever connects to its Unix socket, from a thread; whoever is
-asked for metrics asks them all and adds up. A worker that is gone is left out, and its counts with
-it: to Prometheus that is a counter's reset.
+Each worker serves its metrics on a Unix socket, from a thread. The process that gets GET /metrics
+reads all sockets and adds the samples up. A worker that has died is left out with its counts, which
+Prometheus treats as a counter reset.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 Exposition = Callable[[], bytes]
-PATIENCE = 2.0
-# What does not add up: the worst that any worker sees is what counts.
-LEAST = frozenset(
+WORKER_TIMEOUT_S = 2.0
+# These samples are not added up: the worst value of any worker counts.
+MERGED_BY_MINIMUM = frozenset(
     (
         "disagg_router_certificate_end_timestamp_seconds",
         "disagg_router_engine_healthy",
@@ -32,7 +32,7 @@ LEAST = frozenset(
         "disagg_router_source_told_timestamp_seconds",
     )
 )
-MOST = frozenset(
+MERGED_BY_MAXIMUM = frozenset(
     (
         "disagg_router_engine_circuit",
         "disagg_router_engine_draining",
@@ -46,27 +46,27 @@ MOST = frozenset(
 CREATED = "_created"
 
 
-class Teller(socketserver.ThreadingUnixStreamServer):
+class WorkerMetricsServer(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
 
     def __init__(self, path: Path, exposition: Exposition) -> None:
         self.exposition = exposition
-        super().__init__(str(path), Telling)
+        super().__init__(str(path), WorkerMetricsHandler)
 
 
-class Telling(socketserver.BaseRequestHandler):
-    server: Teller
+class WorkerMetricsHandler(socketserver.BaseRequestHandler):
+    server: WorkerMetricsServer
 
     def handle(self) -> None:
-        self.request.settimeout(PATIENCE)
+        self.request.settimeout(WORKER_TIMEOUT_S)
         self.request.sendall(self.server.exposition())
 
 
 @contextlib.contextmanager
-def telling(path: Path, exposition: Exposition) -> Iterator[None]:
-    """Tells this worker's figures at `path` until the block ends."""
-    path.unlink(missing_ok=True)  # of a worker that was killed
-    with Teller(path, exposition) as server:
+def serve_worker_metrics(path: Path, exposition: Exposition) -> Iterator[None]:
+    """Serve this worker's metrics at the Unix socket `path` until the block ends."""
+    path.unlink(missing_ok=True)  # left by a worker that was killed
+    with WorkerMetricsServer(path, exposition) as server:
         threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
         try:
             yield
@@ -75,33 +75,33 @@ def telling(path: Path, exposition: Exposition) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def family_exposition(directory: Path) -> bytes:
-    """The figures of all workers that answer."""
-    told = [ask(path) for path in sorted(directory.glob("*.sock"))]
-    return merged(text for text in told if text is not None)
+def collect_worker_metrics(directory: Path) -> bytes:
+    """Return the merged metrics of all workers that answer."""
+    texts = [_read_worker(path) for path in sorted(directory.glob("*.sock"))]
+    return merge_expositions(text for text in texts if text is not None)
 
 
-def ask(path: Path) -> str | None:
+def _read_worker(path: Path) -> str | None:
     pieces = []
     try:
-        with socket.socket(socket.AF_UNIX) as asking:
-            asking.settimeout(PATIENCE)
-            asking.connect(str(path))
-            while piece := asking.recv(65536):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(WORKER_TIMEOUT_S)
+            connection.connect(str(path))
+            while piece := connection.recv(65536):
                 pieces.append(piece)
     except OSError:
         return None
     return b"".join(pieces).decode()
 
 
-def merged(texts: Iterable[str]) -> bytes:
-    """One exposition out of several: samples of the same name and labels are added up."""
+def merge_expositions(texts: Iterable[str]) -> bytes:
+    """Merge Prometheus texts: samples of the same name and labels are added up."""
     registry = CollectorRegistry()
-    registry.register(Merged(list(texts)))
+    registry.register(MergedMetrics(list(texts)))
     return generate_latest(registry)
 
 
-class Merged(Collector):
+class MergedMetrics(Collector):
     def __init__(self, texts: list[str]) -> None:
         self._texts = texts
 
@@ -127,9 +127,9 @@ def _add(values: dict[tuple[str, tuple[tuple[str, str], ...]], float], family: M
         key = (sample.name, tuple(sample.labels.items()))
         if key not in values:
             values[key] = sample.value
-        elif sample.name in LEAST or sample.name.endswith(CREATED):
+        elif sample.name in MERGED_BY_MINIMUM or sample.name.endswith(CREATED):
             values[key] = min(values[key], sample.value)
-        elif sample.name in MOST:
+        elif sample.name in MERGED_BY_MAXIMUM:
             values[key] = max(values[key], sample.value)
         else:
             values[key] += sample.value

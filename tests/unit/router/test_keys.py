@@ -180,7 +180,7 @@ async def test_a_stranger_is_counted_and_its_key_is_nowhere(
     await ask(router, None)
     await router.client.get("/v1/models")
     await ask(router)
-    router.gateway.books.flush()
+    router.gateway.records.flush()
     assert router.metric("unauthorized_total", reason="incorrect") == 1
     assert router.metric("unauthorized_total", reason="missing") == 2
     metrics = (await router.client.get("/metrics")).text
@@ -195,11 +195,11 @@ async def test_the_access_line_says_whose_request_it_was(
     router = await start_router(api_keys_file=keys(entry("one", KEY)))
     lines: list[str] = []
 
-    router.gateway.books._readers = [
+    router.gateway.records._readers = [
         lambda ended: lines.extend(AccessLine(r, 0).json() for r in ended)
     ]
     await ask(router)
-    router.gateway.books.flush()
+    router.gateway.records.flush()
     (line,) = lines
     assert json.loads("{" + line + "}")["key"] == "one"
 

@@ -261,7 +261,7 @@ async def test_once_something_was_sent_the_stream_ends_with_an_error(
         assert reason not in seen
     await router.settled()
     assert router.engine(d).breaker._bad == 1
-    router.gateway.books.flush()
+    router.gateway.records.flush()
     assert (
         router.gateway.metrics.registry.get_sample_value(
             "disagg_router_requests_total",
@@ -327,7 +327,7 @@ async def test_nor_in_a_stream_of_which_some_was_sent(
     assert seen.count(b"event: error") == 1
     assert b"message_stop" not in seen
     await router.settled()
-    router.gateway.books.flush()
+    router.gateway.records.flush()
     ended = {"flow": "pull", "endpoint": "/v1/messages", "outcome": "broken_stream"}
     assert router.metric("requests_total", status="200", **ended) == 1
 

@@ -301,7 +301,7 @@ async def test_what_became_of_an_adapter_has_an_access_line(
     forged = {"lora_name": "pirate\nINFO forged", "lora_path": "/x"}
     assert (await router.client.post(LOAD, json=forged)).status_code == 404
     assert (await router.client.post(UNLOAD, json={})).status_code == 400
-    router.gateway.books.flush()
+    router.gateway.records.flush()
     lines = [
         (told["endpoint"], told["status"], told["outcome"], told["flow"])
         for record in caplog.records

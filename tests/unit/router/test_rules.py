@@ -19,11 +19,11 @@ from router.proxy import headers, leg_bodies
 from router.proxy.prefill_answer import Prefilled
 from router.proxy.request import Body, has_params, parse_body, why_alone, without_params
 from router.telemetry.access_log import AccessLine
-from router.telemetry.log_throttle import Throttle
 from router.telemetry.logs import (
     LINES,
     JsonFormatter,
     LogFormat,
+    LogThrottle,
     ShortFormatter,
     TextFormatter,
     formatter_for,
@@ -187,7 +187,7 @@ def test_any_bytes_are_a_body_or_a_bad_request(raw: bytes) -> None:
 
 def test_a_throttle_speaks_once_per_period_and_counts(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    throttle = Throttle(logging.getLogger("t"), period=10, clock=lambda: now[0])
+    throttle = LogThrottle(logging.getLogger("t"), period_s=10, clock=lambda: now[0])
     for _ in range(5):
         throttle.warn("it failed", "so")
     throttle.warn("another", "thing")
@@ -195,7 +195,7 @@ def test_a_throttle_speaks_once_per_period_and_counts(caplog: pytest.LogCaptureF
     throttle.warn("it failed", "again")
     said = [record.getMessage() for record in caplog.records]
     assert said[:2] == ["it failed: so", "another: thing"]
-    assert said[2] == "it failed: again (and 4 times since it was last said)"
+    assert said[2] == "it failed: again (4 more since the last such line)"
 
 
 USAGE = b'"usage":{"prompt_tokens":37,"total_tokens":45,"completion_tokens":8,'
@@ -314,7 +314,7 @@ def test_the_format_is_that_of_who_reads_it(
 )
 def test_a_short_line_says_what_was_moved(offered: bytes, said: str) -> None:
     record = Record("/v1/completions", 0.0, "id", "pull", "done", "ok", 200, usage=TOLD)
-    record.prefiller, record.decoder, record.offered = "p:1", "d:1", offered
+    record.prefiller, record.decoder, record.transfer_params = "p:1", "d:1", offered
     line = AccessLine(record, 0.0).short()
     assert said in line
     assert said or "moved" not in line

@@ -265,7 +265,7 @@ async def test_a_collector_that_hangs_holds_up_no_request_and_the_end_not_long(
     assert time.monotonic() - began < 5
     began = time.monotonic()
     await router.gateway.close()
-    assert time.monotonic() - began < 2 * trace_export.PATIENCE + 1
+    assert time.monotonic() - began < 2 * trace_export.FLUSH_TIMEOUT_S + 1
 
 
 @pytest.mark.slow
@@ -301,7 +301,7 @@ class Stuck:
     def samples(self, *_: object) -> bool:
         return True
 
-    def take(self, ended: object, unix: int) -> None:
+    def add_records(self, ended: object, unix: int) -> None:
         self.held.wait(10)
 
     def close(self) -> None:
@@ -313,9 +313,9 @@ def test_what_waits_for_the_thread_is_bounded_and_what_is_dropped_is_counted() -
     tracer = trace_export.Tracer(sink)
     record = Record("/v1/completions", 0.0)
     record.trace = tracer.begin([], "/v1/completions", 0.0)
-    for _ in range(3 * trace_export.MOST_WAITING):
-        tracer.take([record])
-    assert tracer.dropped >= 2 * trace_export.MOST_WAITING - 1
+    for _ in range(3 * trace_export.MAX_WAITING_BATCHES):
+        tracer.add_records([record])
+    assert tracer.dropped >= 2 * trace_export.MAX_WAITING_BATCHES - 1
     began = time.monotonic()
     tracer.close(0.2)
     assert time.monotonic() - began < 1
@@ -360,7 +360,7 @@ async def test_without_a_collector_there_is_no_tracer_and_headers_pass_as_they_a
 def test_the_standards_variables_say_whether_there_are_traces(
     environ: dict[str, str], wanted: bool
 ) -> None:
-    assert trace_export.is_wanted(environ) is wanted
+    assert trace_export.is_configured(environ) is wanted
 
 
 def test_a_collector_without_the_extra_is_one_line(
@@ -369,7 +369,7 @@ def test_a_collector_without_the_extra_is_one_line(
     monkeypatch.setattr(trace_export, "NEEDED", ("surely_not.installed",))
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c"}
     assert trace_export.tracer_of(environ) is None
-    trace_export.say_if_missing(environ)
+    trace_export.warn_if_missing(environ)
     (said,) = caplog.records
     assert "disagg-router[otel]" in said.getMessage()
 
@@ -474,9 +474,9 @@ def test_a_tracestate_is_passed_on_as_the_standard_has_it_or_not_at_all(
 
 def test_a_leg_is_told_in_header_lines_that_end() -> None:
     trace = Trace(int(TRACE, 16), 1, None, 1, "a=1", 0.0)
-    leg: Any = trace.leg("prefill", "h:1", 0.0)
+    leg: Any = trace.add_leg("prefill", "h:1", 0.0)
     expected = f"traceparent: 00-{TRACE}-{leg.span_id:016x}-01\r\ntracestate: a=1\r\n"
-    assert leg.line == expected.encode()
+    assert leg.headers == expected.encode()
 
 
 async def test_of_several_that_are_asked_at_once_each_is_a_span_and_one_has_the_answer(

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from router.commands.cli import main
-from router.telemetry.liveness import LivenessServer, answering
-from router.telemetry.worker_metrics import merged
+from router.telemetry.liveness import LivenessServer, serve_in_thread
+from router.telemetry.worker_metrics import merge_expositions
 from tests.redis_server import running_redis
 from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.harness import eventually
@@ -201,7 +201,7 @@ async def test_workers_reuse_each_others_turns_with_a_key_and_without(
 async def test_a_blocked_loop_does_not_fail_liveness() -> None:
     server = LivenessServer("127.0.0.1", 0, lambda: b"figures 1\n")
     url = f"http://127.0.0.1:{server.server_address[1]}"
-    with answering(server), ThreadPoolExecutor(1) as thread:
+    with serve_in_thread(server), ThreadPoolExecutor(1) as thread:
         # This thread is the loop's, and it stands still until the answer is there.
         assert thread.submit(_get, f"{url}/health").result(5) == b'{"status":"ok"}'
         assert thread.submit(_get, f"{url}/metrics").result(5) == b"figures 1\n"
@@ -261,7 +261,7 @@ def test_figures_add_up_and_health_is_the_worst_seen() -> None:
     for name in ("disagg_router_source_trouble", "disagg_router_source_engines"):
         one += f"# TYPE {name} gauge\n{name} 1\n"
         other += f"# TYPE {name} gauge\n{name} 0\n"
-    lines = merged([one, other]).decode().splitlines()
+    lines = merge_expositions([one, other]).decode().splitlines()
     assert 'a_total{x="1"} 5.0' in lines
     assert 'a_total{x="2"} 1.0' in lines
     assert "disagg_router_engine_healthy 0.0" in lines

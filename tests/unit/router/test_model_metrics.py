@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from router.telemetry.by_model import MOST_PAIRS, MOST_UNSORTED
 from router.telemetry.metrics import Metrics
-from router.telemetry.record import Record
-from router.telemetry.record_batches import MOST, Books
+from router.telemetry.model_metrics import MAX_LABEL_PAIRS, MAX_UNSORTED
+from router.telemetry.record import MAX_BATCH_RECORDS, Record, RecordBatches
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import DONE, MockEngine, Peer, Received, event
@@ -40,7 +39,7 @@ def knowing(*models: str) -> Metrics:
 
 def test_tokens_and_times_of_a_request_are_counted_for_its_model_and_group() -> None:
     metrics = knowing("m")
-    metrics.by_model.take([ended(streamed=True, queued=10.0, seated=10.25)])
+    metrics.by_model.add_records([ended(streamed=True, queued=10.0, admitted=10.25)])
     at = {"model": "m", "group": "g"}
     assert value(metrics, "requests_total", **at, outcome="ok") == 1
     assert value(metrics, "prompt_tokens_total", **at) == 40
@@ -55,8 +54,8 @@ def test_tokens_and_times_of_a_request_are_counted_for_its_model_and_group() -> 
 def test_only_whole_streams_of_two_tokens_have_time_between_tokens() -> None:
     metrics, at = knowing("m"), {"model": "m", "group": "g"}
     one = USAGE.replace(b'_tokens":5', b'_tokens":1')
-    metrics.by_model.take([ended(), ended(streamed=True, usage=one)])
-    metrics.by_model.take([ended(streamed=True, outcome="disconnected")])
+    metrics.by_model.add_records([ended(), ended(streamed=True, usage=one)])
+    metrics.by_model.add_records([ended(streamed=True, outcome="disconnected")])
     assert value(metrics, "inter_token_seconds_count", **at) == 0
     assert value(metrics, "request_seconds_count", **at) == 2
     assert value(metrics, "time_to_first_byte_seconds_count", **at) == 3
@@ -65,35 +64,35 @@ def test_only_whole_streams_of_two_tokens_have_time_between_tokens() -> None:
 @pytest.mark.parametrize("model", ["never heard of", "", "other"])
 def test_a_model_that_nobody_serves_is_other(model: str) -> None:
     metrics = knowing("m")
-    metrics.by_model.take([ended(model)])
+    metrics.by_model.add_records([ended(model)])
     assert value(metrics, "requests_total", model="other", group="g", outcome="ok") == 1
 
 
 def test_a_model_that_was_served_keeps_its_name_when_its_engines_are_gone() -> None:
     metrics = knowing("m")
-    metrics.by_model.take([ended()])
+    metrics.by_model.add_records([ended()])
     metrics.by_model.known = tuple
-    metrics.by_model.take([ended()])
+    metrics.by_model.add_records([ended()])
     assert value(metrics, "requests_total", model="m", group="g", outcome="ok") == 2
 
 
 def test_series_are_bounded_whatever_clients_and_fleets_say() -> None:
-    metrics = knowing(*(f"served {number}" for number in range(3 * MOST_PAIRS)))
-    for number in range(3 * MOST_PAIRS):
-        metrics.by_model.take([ended(f"served {number}"), ended(f"made up {number}")])
+    metrics = knowing(*(f"served {number}" for number in range(3 * MAX_LABEL_PAIRS)))
+    for number in range(3 * MAX_LABEL_PAIRS):
+        metrics.by_model.add_records([ended(f"served {number}"), ended(f"made up {number}")])
     text = metrics.exposition().decode()
-    assert text.count("disagg_router_model_requests_total{") <= MOST_PAIRS + 1
-    assert len(metrics.by_model._pairs) <= MOST_PAIRS + 1
+    assert text.count("disagg_router_model_requests_total{") <= MAX_LABEL_PAIRS + 1
+    assert len(metrics.by_model._pairs) <= MAX_LABEL_PAIRS + 1
     assert value(metrics, "requests_total", model="other", group="other", outcome="ok") > 0
 
 
 def test_what_waits_to_be_sorted_is_bounded() -> None:
     metrics = knowing("m")
     for _ in range(5):
-        metrics.by_model.take([ended()] * MOST)
-        waiting = metrics.by_model._whole.of(("m", "g")).unsorted
-        assert len(waiting) < MOST_UNSORTED + MOST
-    assert value(metrics, "request_seconds_count", model="m", group="g") == 5 * MOST
+        metrics.by_model.add_records([ended()] * MAX_BATCH_RECORDS)
+        waiting = metrics.by_model._whole.series(("m", "g")).unsorted
+        assert len(waiting) < MAX_UNSORTED + MAX_BATCH_RECORDS
+    assert value(metrics, "request_seconds_count", model="m", group="g") == 5 * MAX_BATCH_RECORDS
 
 
 async def test_a_reader_of_the_books_that_fails_keeps_them_from_no_other() -> None:
@@ -102,9 +101,9 @@ async def test_a_reader_of_the_books_that_fails_keeps_them_from_no_other() -> No
     def broken(_: object) -> None:
         raise ValueError("a fault of ours")
 
-    books = Books([broken, seen.extend])
-    books.add(ended())
-    books.flush()
+    batches = RecordBatches([broken, seen.extend])
+    batches.add(ended())
+    batches.flush()
     assert len(seen) == 1
 
 
@@ -130,11 +129,11 @@ async def test_a_stream_that_tells_its_usage_tells_the_time_between_its_tokens(
 async def test_whatever_a_client_calls_its_model_is_other_and_is_not_kept(
     router: Router, model: object
 ) -> None:
-    router.gateway.books._late = 60
+    router.gateway.records._max_delay_s = 60
     await router.complete(model=model)
-    (record,) = router.gateway.books._ended
+    (record,) = router.gateway.records._ended
     assert len(record.model) < 300
-    router.gateway.books.flush()
+    router.gateway.records.flush()
     text = router.gateway.metrics.exposition().decode()
     assert "disagg_router_model_requests_total{" in text
     assert 'model="other"' in text
