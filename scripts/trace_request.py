@@ -198,7 +198,7 @@ def main() -> int:
     sys.path.insert(0, str(checkout))
     tracer = Tracer(f"{checkout / 'router'}{os.sep}")
     engines = subprocess.Popen(
-        [sys.executable, "-m", "scripts.router_bench.mock_engine"],
+        [sys.executable, "-m", "scripts.mock_engine", "pair"],
         cwd=HERE,
         stdout=subprocess.PIPE,
         text=True,

@@ -14,12 +14,12 @@ from router.commands.arguments import Parser
 from router.common.child_processes import Family
 from scripts.bench.errors import BenchError
 from scripts.bench.machine import describe
+from scripts.benchmarks.contestants import install_vllm_router
 from scripts.chaos_bench.outcome import Run
 from scripts.chaos_bench.report import HEAD, line, say, table, to_json
 from scripts.chaos_bench.routers import OURS, Contestant
 from scripts.chaos_bench.scenarios import SHORT, Mode, Scenario, scenarios
 from scripts.chaos_bench.session import Plan, Session
-from scripts.router_bench.contestants import prepare
 
 PROGRAM = "chaos"
 PEER = "vllm-router"
@@ -88,7 +88,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     environment = None
     if options.peer == PEER:
         environment = (options.peer_venv or Path(".venv-peers") / PEER).absolute()
-        prepare(PEER, environment)
+        install_vllm_router(environment)
     name = OURS if environment is None else PEER
     return Plan(
         Contestant(name, tuple(options.router_arg), environment),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.common.child_processes import Family
+from scripts.benchmarks.common import usage
 from scripts.chaos_bench.answers import Ask
 from scripts.chaos_bench.faults import Blow, Fault
 from scripts.chaos_bench.fleet import Engine, Fleet
@@ -16,7 +17,6 @@ from scripts.chaos_bench.outcome import Run, summary
 from scripts.chaos_bench.routers import Contestant, Router, kill
 from scripts.chaos_bench.scenarios import Mode, Role, Scenario
 from scripts.chaos_bench.sockets import noting_requests
-from scripts.router_bench.accounting import usage
 
 BEFORE = 0.7
 """Seconds of load before anything goes wrong, after all clients have begun."""

@@ -92,7 +92,7 @@ class Held:
         if self._opening:
             await peer.send(self._opening)
         self.asked.set()
-        await peer.reader.read()
+        await peer.wait_left(None)
         self.left = time.monotonic()
 
 

@@ -1,4 +1,4 @@
-"""What a load asks: chats of several turns, each with words of its own, the same for a seed."""
+"""The chats of a load: several turns, random words, the same for a seed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Message = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """`words` of each question, about as many tokens; `tokens` is the longest answer."""
+class LoadPlan:
+    """What to send: `words` is a question's length, about as many tokens; `tokens` an answer's."""
 
     model: str
     requests: int
@@ -33,25 +33,25 @@ class Chat:
     name: str
     questions: Sequence[str]
 
-    def body(self, history: Sequence[Message], wish: Wish) -> dict[str, Any]:
+    def body(self, history: Sequence[Message], plan: LoadPlan) -> dict[str, Any]:
         return {
-            "model": wish.model,
+            "model": plan.model,
             "messages": list(history),
             "conversation_id": self.name,
-            "max_tokens": wish.tokens,
+            "max_tokens": plan.tokens,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
 
 
-def chats(wish: Wish, run: str) -> Iterator[Chat]:
-    """So many that there are `requests` questions in all. `run` tells one load from another."""
-    left, number = wish.requests, 0
+def chats(plan: LoadPlan, run: str) -> Iterator[Chat]:
+    """Yield chats until there are `requests` questions in all. `run` distinguishes this load."""
+    left, number = plan.requests, 0
     while left > 0:
-        chance = random.Random(f"{wish.seed}/{number}")
-        turns = min(left, wish.turns)
-        questions = [_question(chance, wish.words) for _ in range(turns)]
+        chance = random.Random(f"{plan.seed}/{number}")
+        turns = min(left, plan.turns)
+        questions = [_question(chance, plan.words) for _ in range(turns)]
         yield Chat(f"bench-{run}-{number}", questions)
         left, number = left - turns, number + 1
 

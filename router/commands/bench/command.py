@@ -17,9 +17,9 @@ from uuid import uuid4
 import httpx
 
 from router.commands.arguments import Parser
-from router.commands.bench.chats import Wish
+from router.commands.bench.chats import LoadPlan
 from router.commands.bench.figures import Figures, table
-from router.commands.bench.load import Load, Target
+from router.commands.bench.load import ChatLoad, Target
 from router.commands.output import unwritable
 from router.commands.router_client import EndlessError, Remote, reason_of, with_scheme
 
@@ -31,11 +31,9 @@ Asks a router chats, several at a time, and prints percentiles of the time to th
 between tokens, and how many prompt tokens were reused. With --turns, each chat goes on from its
 answers, as people's do. {KEY} is sent where it is set.
 """
-# Seconds: for the list of models, and between two lines of progress.
-PATIENCE = 10.0
-# Bytes of the list of models.
-LARGEST = 4 * 1024 * 1024
-ON_TERMINAL, ELSEWHERE = 0.5, 5.0
+MODELS_TIMEOUT_S = 10.0
+MAX_MODELS_BYTES = 4 * 1024 * 1024
+TERMINAL_PROGRESS_S, LOG_PROGRESS_S = 0.5, 5.0
 
 
 class BenchError(Exception):
@@ -51,10 +49,10 @@ def main(argv: Sequence[str], clock: Callable[[], float] = time.monotonic) -> in
     figures = Figures()
     try:
         model = options.model or _first_model(options.url, target)
-        wish = Wish(
+        plan = LoadPlan(
             model, options.requests, options.turns, options.words, options.tokens, options.seed
         )
-        load = Load(target, wish, options.timeout, figures)
+        load = ChatLoad(target, plan, options.timeout, figures)
         seconds = asyncio.run(_run(load, options, figures, clock))
         is_json = options.json
         said = json.dumps(figures.content(seconds)) if is_json else table(figures, seconds)
@@ -70,7 +68,7 @@ def main(argv: Sequence[str], clock: Callable[[], float] = time.monotonic) -> in
 
 
 async def _run(
-    load: Load, options: argparse.Namespace, figures: Figures, clock: Callable[[], float]
+    load: ChatLoad, options: argparse.Namespace, figures: Figures, clock: Callable[[], float]
 ) -> float:
     """The seconds that it took. Progress goes to stderr: the figures may be piped."""
     started = clock()
@@ -78,7 +76,9 @@ async def _run(
     work = asyncio.create_task(load.run(options.concurrency, uuid4().hex[:8]))
     try:
         while not work.done():
-            await asyncio.wait((work,), timeout=ON_TERMINAL if is_terminal else ELSEWHERE)
+            await asyncio.wait(
+                (work,), timeout=TERMINAL_PROGRESS_S if is_terminal else LOG_PROGRESS_S
+            )
             if is_terminal or not work.done():
                 _say(figures, options.requests, clock() - started, is_terminal)
         await work
@@ -100,7 +100,7 @@ def _first_model(url: str, target: Target) -> str:
     """Raises BenchError."""
     headers = {"authorization": target.credential} if target.credential else {}
     try:
-        with Remote(PATIENCE, LARGEST, headers) as router:
+        with Remote(MODELS_TIMEOUT_S, MAX_MODELS_BYTES, headers) as router:
             served = json.loads(router.ask("GET", f"{_base(url)}/v1/models").content)["data"]
         return _name(str(served[0]["id"]))
     except (httpx.HTTPError, UnicodeError) as error:

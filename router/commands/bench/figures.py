@@ -1,4 +1,4 @@
-"""What the clients of a load saw, in numbers: bounded, however long it runs."""
+"""The figures of a load, in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SHARES = (0.5, 0.9, 0.99)
-MOST_KEPT = 100_000
-MOST_PROBLEMS = 10
+MAX_SAMPLES = 100_000
+MAX_PROBLEMS = 10
 
 
 class Sample:
-    """Of many numbers as many as fit, each as likely as any other to be among them."""
+    """A uniform random sample of bounded size (reservoir sampling)."""
 
-    def __init__(self, most: int = MOST_KEPT, seed: int = 1) -> None:
-        self._most = most
+    def __init__(self, max_size: int = MAX_SAMPLES, seed: int = 1) -> None:
+        self._max_size = max_size
         self._random = random.Random(seed)
         self._kept: list[float] = []
         self.count = 0
 
     def add(self, value: float) -> None:
         self.count += 1
-        if len(self._kept) < self._most:
+        if len(self._kept) < self._max_size:
             self._kept.append(value)
-        elif (place := self._random.randrange(self.count)) < self._most:
+        elif (place := self._random.randrange(self.count)) < self._max_size:
             self._kept[place] = value
 
     def quantiles(self) -> Mapping[str, float] | None:
-        """By nearest rank; None of nothing."""
+        """Return quantiles by nearest rank, or None for an empty sample."""
         ordered = sorted(self._kept)
         if not ordered:
             return None
@@ -44,7 +44,7 @@ def nearest_rank(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(slots=True)
 class Figures:
-    """Times in seconds. `gaps` are those between two pieces of text of one answer."""
+    """Times in seconds; `first` is TTFT, `gaps` lie between two pieces of text of one answer."""
 
     answered: int = 0
     failed: int = 0
@@ -58,7 +58,7 @@ class Figures:
 
     def note_failure(self, problem: str) -> None:
         self.failed += 1
-        if problem in self.problems or len(self.problems) < MOST_PROBLEMS:
+        if problem in self.problems or len(self.problems) < MAX_PROBLEMS:
             self.problems[problem] += 1
 
     @property
@@ -66,7 +66,7 @@ class Figures:
         return self.answered + self.failed
 
     def content(self, seconds: float) -> dict[str, Any]:
-        """As JSON has it, after so many `seconds`."""
+        """Return the JSON report of a load that took `seconds`."""
         return {
             "seconds": seconds,
             "answered": self.answered,
@@ -84,19 +84,19 @@ class Figures:
 
 
 def table(figures: Figures, seconds: float) -> str:
-    """For people."""
+    """Return the report as text."""
     rows = [
         f"{figures.answered} answered, {figures.failed} failed in {seconds:.1f} s: "
         f"{figures.answered / seconds:.2f} requests/s, "
         f"{figures.completion_tokens / seconds:.1f} tokens/s",
-        f"first token   {_times(figures.first)}",
-        f"between two   {_times(figures.gaps)}",
-        f"whole answer  {_times(figures.whole)}",
+        f"TTFT          {_times(figures.first)}",
+        f"ITL           {_times(figures.gaps)}",
+        f"end to end    {_times(figures.whole)}",
     ]
     if figures.prompt_tokens:
         share = figures.cached_tokens / figures.prompt_tokens
         rows.append(
-            f"reused        {figures.cached_tokens} of {figures.prompt_tokens} prompt tokens "
+            f"cached        {figures.cached_tokens} of {figures.prompt_tokens} prompt tokens "
             f"({share:.0%})"
         )
     rows += [f"{count} times: {problem}" for problem, count in figures.problems.most_common()]

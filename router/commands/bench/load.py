@@ -1,29 +1,202 @@
-"""Asks, and measures what comes: chats one after the other, several at a time."""
+"""The load generator: clients that send prepared requests and note what comes back, and when.
+
+`disagg-router bench` uses it, and so do the benchmarks and failure drills in `scripts/` and the
+soak tests. A `Client` sends one request at a time over a connection that it keeps. It judges
+nothing: an answer that is cut off, late or no HTTP is an `Exchange` that says so.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
+import httptools
 import orjson
 
-from router.commands.bench.chats import Chat, Message, Wish, chats
+from router.commands.bench.chats import Chat, LoadPlan, Message, chats
 from router.commands.bench.figures import Figures
-from router.http_client.deadlines import Deadlines, now
-from router.http_client.engine_answer import EngineAnswer
-from router.http_client.errors import UpstreamError
-from router.http_client.pool import EnginePool, PoolLimits
 from router.http_client.sse import MAX_EVENT_BYTES
 from router.openai.answers import parse_object
 
+C = TypeVar("C")
+J = TypeVar("J")
+
 PATH = "/v1/chat/completions"
 DONE = b"[DONE]"
-LARGEST_ERROR = 64 * 1024
-LIMITS = PoolLimits(
-    connect_timeout=10.0, idle_connections=1024, idle_age=60.0, header_limit=64 * 1024
-)
+MAX_ERROR_TEXT = 200
+# Why there is no whole answer.
+REFUSED = "no connection"
+CLOSED = "the connection was closed before the answer ended"
+TIMEOUT = "timeout"
+MALFORMED = "malformed HTTP"
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A request and what came back. Times are of `time.monotonic`, in seconds.
+
+    `status` is 0 without an answer's head, `first_byte` is 0 without a piece of its body.
+    `problem` is empty for an answer that is complete by HTTP's rules. `longest_gap` is the longest
+    time between two pieces of an answer, its head and its end included.
+    """
+
+    started: float
+    ended: float = 0.0
+    first_byte: float = 0.0
+    longest_gap: float = 0.0
+    status: int = 0
+    body: bytearray = field(default_factory=bytearray)
+    problem: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.started
+
+
+class ClientConnection(asyncio.Protocol):
+    """One HTTP/1.1 connection to a server. Used by `Client` alone."""
+
+    def __init__(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._exchange = Exchange(0.0)
+        self._on_body: Callable[[bytes], object] = bytes
+        self._done: asyncio.Future[None] | None = None
+        self._latest = 0.0
+        self.is_reusable = True
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_reusable = False
+        self._finish(CLOSED)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._finish(MALFORMED)
+            self.transport.abort()
+
+    def eof_received(self) -> None:
+        """End an answer that ends with its connection."""
+        self.is_reusable = False
+
+    def on_headers_complete(self) -> None:
+        self._exchange.status = self._parser.get_status_code()
+        self._note_gap()
+
+    def on_body(self, piece: bytes) -> None:
+        self._note_gap()
+        if not self._exchange.first_byte:
+            self._exchange.first_byte = self._latest
+        self._on_body(piece)
+
+    def on_message_complete(self) -> None:
+        self.is_reusable = self.is_reusable and self._parser.should_keep_alive()
+        self._finish("")
+
+    async def send(
+        self, request: bytes, exchange: Exchange, on_body: Callable[[bytes], object]
+    ) -> None:
+        """Return when the answer has ended, in whatever way."""
+        self._exchange, self._on_body, self._latest = exchange, on_body, 0.0
+        self._done = asyncio.get_running_loop().create_future()
+        self.transport.write(request)
+        await self._done
+
+    def _finish(self, problem: str) -> None:
+        if self._done is not None and not self._done.done():
+            self._note_gap()
+            self._exchange.problem = problem
+            self._done.set_result(None)
+
+    def _note_gap(self) -> None:
+        now, exchange = time.monotonic(), self._exchange
+        if self._latest:
+            exchange.longest_gap = max(exchange.longest_gap, now - self._latest)
+        if exchange.status:
+            self._latest = now
+
+
+class Client:
+    """Sends one request at a time. A changed `port` is that of the next connection."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host = host
+        self.port = port
+        self._connection: ClientConnection | None = None
+
+    async def send(
+        self, request: bytes, timeout: float, on_body: Callable[[bytes], object] | None = None
+    ) -> Exchange:
+        """Send a whole request and return when its answer has ended, or after `timeout` seconds.
+
+        Pieces of the answer's body go to `on_body`, or else into `Exchange.body`.
+        """
+        exchange = Exchange(time.monotonic())
+        try:
+            async with asyncio.timeout(timeout):
+                connection = await self.connect()
+                await connection.send(request, exchange, on_body or exchange.body.extend)
+        except TimeoutError:
+            exchange.problem = TIMEOUT
+        except OSError:
+            exchange.problem = REFUSED
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        exchange.ended = time.monotonic()
+        if exchange.problem:
+            self.close()
+        return exchange
+
+    async def connect(self) -> ClientConnection:
+        """Return the kept connection, or a new one. Raises OSError."""
+        if self._connection is None or not self._connection.is_reusable:
+            self.close()
+            loop = asyncio.get_running_loop()
+            _, self._connection = await loop.create_connection(
+                ClientConnection, self.host, self.port
+            )
+        return self._connection
+
+    def close(self) -> None:
+        """Close the connection at once; the next request opens another."""
+        if self._connection is not None:
+            self._connection.transport.abort()
+            self._connection = None
+
+
+async def drive(
+    clients: Sequence[C], jobs: Iterable[J], perform: Callable[[C, J], Awaitable[object]]
+) -> float:
+    """Let each client take the next job as soon as it has done one, and return the seconds.
+
+    Returns when there are no more jobs. The first exception of `perform` ends all clients.
+    """
+    left, started = iter(jobs), time.monotonic()
+
+    async def work(client: C) -> None:
+        for job in left:
+            await perform(client, job)
+
+    async with asyncio.TaskGroup() as group:
+        for client in clients:
+            group.create_task(work(client))
+    return time.monotonic() - started
+
+
+def request_bytes(
+    path: str, body: bytes, headers: Iterable[tuple[str, str]] = (), host: str = "router"
+) -> bytes:
+    """Return a POST of a JSON body as the bytes that a client sends."""
+    lines = [f"POST {path} HTTP/1.1", f"host: {host}", "content-type: application/json"]
+    lines += [f"content-length: {len(body)}", *(f"{name}: {value}" for name, value in headers)]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
 
 class ChatError(Exception):
@@ -39,77 +212,72 @@ class Target:
     credential: str = ""
 
 
-class Load:
-    """`patience` is how long one answer may take, in seconds."""
+class ChatLoad:
+    """The load of `disagg-router bench`. One answer may take `timeout` seconds."""
 
-    def __init__(self, target: Target, wish: Wish, patience: float, figures: Figures) -> None:
+    def __init__(self, target: Target, plan: LoadPlan, timeout: float, figures: Figures) -> None:
         self._target = target
-        self._wish = wish
-        self._patience = patience
+        self._plan = plan
+        self._timeout = timeout
         self._figures = figures
-        self._pool = EnginePool(target.host, target.port, LIMITS, Deadlines())
 
     async def run(self, concurrency: int, run: str) -> None:
-        waiting = chats(self._wish, run)
+        """Hold all chats of the plan, `concurrency` at a time. `run` names this load's chats."""
+        count = min(concurrency, self._plan.requests)
+        clients = [Client(self._target.host, self._target.port) for _ in range(count)]
+        waiting: Iterator[Chat] = chats(self._plan, run)
         try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(concurrency, self._wish.requests)):
-                    group.create_task(self._chats(waiting))
+            await drive(clients, waiting, self._hold)
         finally:
-            self._pool.close()
+            for client in clients:
+                client.close()
 
-    async def _chats(self, waiting: Iterator[Chat]) -> None:
-        for chat in waiting:
-            history: list[Message] = []
-            for question in chat.questions:
-                history.append({"role": "user", "content": question})
-                said = await self._turn(chat, history)
-                if said is None:
-                    break  # what follows would be another conversation
-                history.append({"role": "assistant", "content": said})
+    async def _hold(self, client: Client, chat: Chat) -> None:
+        history: list[Message] = []
+        for question in chat.questions:
+            history.append({"role": "user", "content": question})
+            answer = await self._ask(client, chat, history)
+            if answer is None:
+                break  # what follows would be another conversation
+            history.append({"role": "assistant", "content": answer})
 
-    async def _turn(self, chat: Chat, history: list[Message]) -> str | None:
-        """None where there is no answer, which is counted."""
-        message = self._message(orjson.dumps(chat.body(history, self._wish)))
-        reading = Reading(now(), self._figures)
+    async def _ask(self, client: Client, chat: Chat, history: list[Message]) -> str | None:
+        """Return the answer's text; count what is none and return None."""
+        target = self._target
+        host = f"[{target.host}]" if ":" in target.host else target.host
+        headers = [("authorization", target.credential)] if target.credential else []
+        body = orjson.dumps(chat.body(history, self._plan))
+        request = request_bytes(PATH, body, headers, f"{host}:{target.port}")
+        error = bytearray()
+        reader = ChatStreamReader(time.monotonic(), self._figures)
+
+        def on_body(piece: bytes) -> None:
+            reader.write(piece)
+            if len(error) < MAX_EVENT_BYTES:
+                error.extend(piece)
+
+        exchange = await client.send(request, self._timeout, on_body)
         try:
-            await self._ask(message, reading)
-            reading.end(now())
-        except (UpstreamError, ChatError) as error:
-            self._figures.note_failure(" ".join(str(error).split())[:200])
+            if exchange.status not in (0, 200):
+                message = _error_message(parse_object(bytes(error)) or {})
+                raise ChatError(f"{exchange.status} {message}".strip())
+            if exchange.problem:
+                raise ChatError(f"{target.host}:{target.port}: {exchange.problem}")
+            reader.end(exchange.ended)
+        except ChatError as failure:
+            self._figures.note_failure(" ".join(str(failure).split())[:MAX_ERROR_TEXT])
             return None
-        return "".join(reading.said)
-
-    async def _ask(self, message: bytes, reading: Reading) -> None:
-        """Raises UpstreamError, ChatError."""
-        latest = reading.asked + self._patience
-        answer = await self._pool.ask(message, latest)
-        try:
-            if answer.status != 200 or not answer.is_event_stream:
-                raise ChatError(await _refusal(answer))
-            await answer.relay(reading, self._patience, latest)
-        finally:
-            answer.close()
-
-    def _message(self, body: bytes) -> bytes:
-        host = self._target.host
-        lines = [
-            f"POST {PATH} HTTP/1.1",
-            f"host: {f'[{host}]' if ':' in host else host}:{self._target.port}",
-            "content-type: application/json",
-            f"content-length: {len(body)}",
-        ]
-        if self._target.credential:
-            lines.append(f"authorization: {self._target.credential}")
-        return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+        return "".join(reader.texts)
 
 
-class Reading:
-    """One streamed answer while it arrives: a Sink. What is no event of a chat ends it badly."""
+class ChatStreamReader:
+    """Reads one streamed answer while it arrives. `asked` is when it was asked, in seconds."""
 
-    def __init__(self, asked: float, figures: Figures, clock: Callable[[], float] = now) -> None:
+    def __init__(
+        self, asked: float, figures: Figures, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.asked = asked
-        self.said: list[str] = []
+        self.texts: list[str] = []
         self._figures = figures
         self._clock = clock
         self._rest = b""
@@ -118,7 +286,7 @@ class Reading:
         self._is_done = False
         self._problem = ""
 
-    def write(self, block: bytes, last: bool) -> None:
+    def write(self, block: bytes) -> None:
         moment = self._clock()
         *events, self._rest = (self._rest + block).replace(b"\r\n", b"\n").split(b"\n\n")
         if len(self._rest) > MAX_EVENT_BYTES:
@@ -127,7 +295,7 @@ class Reading:
             self._event(event, moment)
 
     def end(self, moment: float) -> None:
-        """Raises ChatError for an answer that was none, or not all of one."""
+        """Count the answer. Raises ChatError for one that is an error or not complete."""
         if self._problem or not self._is_done:
             raise ChatError(self._problem or "a stream without [DONE]")
         figures, usage = self._figures, self._usage
@@ -148,7 +316,7 @@ class Reading:
         if content is None:
             self._problem = "an event that is no JSON object"
         elif "error" in content:
-            self._problem = _told(content)
+            self._problem = _error_message(content)
         else:
             self._chunk(content, moment)
 
@@ -161,7 +329,7 @@ class Reading:
             delta = choice.get("delta") if isinstance(choice, dict) else None
             text = delta.get("content") if isinstance(delta, dict) else None
             if isinstance(text, str) and text:
-                self.said.append(text)
+                self.texts.append(text)
                 self._note_text(moment)
 
     def _note_text(self, moment: float) -> None:
@@ -172,16 +340,10 @@ class Reading:
         self._last = moment
 
 
-async def _refusal(answer: EngineAnswer) -> str:
-    content = parse_object(await answer.read(LARGEST_ERROR))
-    told = "" if content is None else _told(content)
-    return f"{answer.status} {told}".strip()
-
-
-def _told(content: dict[str, Any]) -> str:
+def _error_message(content: dict[str, Any]) -> str:
     error = content.get("error")
     message = error.get("message") if isinstance(error, dict) else error
-    return str(message)[:200]
+    return str(message)[:MAX_ERROR_TEXT]
 
 
 def _number(content: object, name: str) -> int:

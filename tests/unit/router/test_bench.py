@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.commands.bench.chats import Wish, chats
+from router.commands.bench.chats import LoadPlan, chats
 from router.commands.bench.command import main
 from router.commands.bench.figures import Figures, Sample, nearest_rank
-from router.commands.bench.load import ChatError, Reading
+from router.commands.bench.load import ChatError, ChatStreamReader
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.mock_engine import DONE, MockEngine, Peer, Received
 
@@ -45,19 +45,19 @@ async def talking(received: Received, peer: Peer) -> None:
     await peer.stream(*map(chunk_of, TEXTS), LAST)
 
 
-def reading(figures: Figures) -> Reading:
-    return Reading(0.0, figures, clock=map(float, count(1)).__next__)
+def reader(figures: Figures) -> ChatStreamReader:
+    return ChatStreamReader(0.0, figures, clock=map(float, count(1)).__next__)
 
 
 @given(st.lists(st.integers(0, len(ANSWER)), max_size=20), st.booleans())
 def test_an_answer_is_counted_however_it_is_cut(places: list[int], has_crlf: bool) -> None:
     figures = Figures()
-    read = reading(figures)
+    read = reader(figures)
     whole = ANSWER.replace(b"\n", b"\r\n") if has_crlf else ANSWER
     for start, end in pairwise(sorted({0, *places, len(ANSWER), len(whole)})):
-        read.write(whole[start:end], end == len(whole))
+        read.write(whole[start:end])
     read.end(100.0)
-    assert "".join(read.said) == "Hello!"
+    assert "".join(read.texts) == "Hello!"
     assert (figures.answered, figures.first.count, figures.gaps.count) == (1, 1, 2)
     assert (figures.prompt_tokens, figures.completion_tokens, figures.cached_tokens) == (10, 3, 8)
 
@@ -74,8 +74,8 @@ def test_an_answer_is_counted_however_it_is_cut(places: list[int], has_crlf: boo
 )
 def test_what_is_no_whole_answer_is_none(answer: bytes) -> None:
     figures = Figures()
-    read = reading(figures)
-    read.write(answer, True)
+    read = reader(figures)
+    read.write(answer)
     with pytest.raises(ChatError):
         read.end(1.0)
     assert figures.answered == 0
@@ -83,17 +83,17 @@ def test_what_is_no_whole_answer_is_none(answer: bytes) -> None:
 
 @given(st.binary(max_size=200) | st.lists(st.sampled_from(TEXTS)).map(b"\n\ndata: ".join))
 def test_nothing_that_comes_ends_it_badly(block: bytes) -> None:
-    read = reading(Figures())
-    read.write(b"data: " + block + b"\n\n", False)
-    read.write(ANSWER, True)
+    read = reader(Figures())
+    read.write(b"data: " + block + b"\n\n")
+    read.write(ANSWER)
 
 
 def test_chats_are_the_same_for_a_seed_and_as_many_as_were_asked_for() -> None:
-    wish = Wish("m", requests=7, turns=3, words=5, tokens=4, seed=1)
-    made = list(chats(wish, "r"))
+    plan = LoadPlan("m", requests=7, turns=3, words=5, tokens=4, seed=1)
+    made = list(chats(plan, "r"))
     assert [len(chat.questions) for chat in made] == [3, 3, 1]
-    assert made == list(chats(wish, "r"))
-    assert len({chat.name for chat in made} | {chat.name for chat in chats(wish, "s")}) == 6
+    assert made == list(chats(plan, "r"))
+    assert len({chat.name for chat in made} | {chat.name for chat in chats(plan, "s")}) == 6
     assert made[0].questions != made[1].questions
 
 
@@ -108,7 +108,7 @@ def test_percentiles_are_by_nearest_rank(values: list[float]) -> None:
 
 
 def test_a_sample_is_bounded_and_fair() -> None:
-    sample = Sample(most=100)
+    sample = Sample(max_size=100)
     for value in range(10_000):
         sample.add(float(value))
     found = sample.quantiles()

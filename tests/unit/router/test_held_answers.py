@@ -279,7 +279,7 @@ async def test_nothing_stays_reserved_when_a_client_leaves_in_the_middle(
                     half.set()
                     await self.wait_left()
 
-            await script(request, Half(peer.reader, peer.writer))
+            await script(request, Half(peer.connection))
 
         return half_of_it
 

@@ -224,7 +224,7 @@ async def test_engines_are_shown_their_own_key_by_whatever_the_router_asks_them(
 ) -> None:
     seen: list[tuple[str, str | None]] = []
     for engine in (p, d):
-        engine._answer = _noting(engine, seen)  # type: ignore[method-assign]
+        engine.answer = _noting(engine, seen)  # type: ignore[method-assign]
     router = await start_router(
         api_keys_file=keys(entry("one", KEY)), engine_api_key="of-the-engines", warm_up="eager"
     )
@@ -238,7 +238,7 @@ async def test_engines_are_shown_their_own_key_by_whatever_the_router_asks_them(
 
 
 def _noting(engine: MockEngine, seen: list[tuple[str, str | None]]) -> Any:
-    answer = engine._answer
+    answer = engine.answer
 
     async def note(request: Received, peer: Peer) -> None:
         seen.append((request.path, request.header("authorization")))

@@ -33,7 +33,7 @@ LARGE = 1024 * 1024
 
 
 async def endless(request: Received, peer: Peer) -> None:
-    sock = peer.writer.get_extra_info("socket")
+    sock = peer.transport.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # or the kernel takes megabytes
     await peer.send(STREAM_HEAD)
     while True:
@@ -42,7 +42,7 @@ async def endless(request: Received, peer: Peer) -> None:
 
 
 async def endless_whole(request: Received, peer: Peer) -> None:
-    sock = peer.writer.get_extra_info("socket")
+    sock = peer.transport.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
     await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n{" % 2**40)
     while True:
@@ -219,7 +219,7 @@ async def test_an_engine_that_half_closes_after_its_answer_is_not_asked_there_ag
 ) -> None:
     async def script(request: Received, peer: Peer) -> None:
         await usual_decode(request, peer)
-        peer.writer.write_eof()
+        peer.transport.write_eof()
         await peer.wait_left()
 
     d.scripts = [script]

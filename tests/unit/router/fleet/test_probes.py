@@ -220,7 +220,7 @@ async def test_models_that_an_engine_does_not_tell_are_those_that_it_told(
     contents: list[dict[str, Any]] = [{}, {"data": []}, {"data": [{"id": 7}, "m", None]}]
     for content in contents:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(d, "_answer", lambda r, peer, c=content: peer.answer(c, status))
+            patched.setattr(d, "answer", lambda r, peer, c=content: peer.answer(c, status))
             await prober.ask_models(engine)
     assert engine.models == known
 

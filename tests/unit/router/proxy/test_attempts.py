@@ -154,7 +154,7 @@ async def test_without_a_descriptor_the_client_is_told_and_no_engine_is_condemne
             if engine.role is role:
                 engine.pool.close()
         mocks = (asked.first, asked.other)
-        await eventually(lambda: not any(mock._writers for mock in mocks))
+        await eventually(lambda: not any(mock.open_connections for mock in mocks))
         with no_descriptor_left():
             await client.send(post(b'{"model": "m", "prompt": "x"}'))
             head, body = await client.answer()

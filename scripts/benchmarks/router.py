@@ -1,0 +1,510 @@
+"""CPU time of a router per request, beside another router and beside no router at all.
+
+    python scripts/bench.py router                                   every case, three minutes
+    python scripts/bench.py router --peer vllm-router                with ratios to the Rust router
+    python scripts/bench.py router --peer checkout --peer-dir DIR    another commit's work tree
+    python scripts/bench.py router --peer checkout --peer-flag=--ui  this commit with another flag
+    python scripts/bench.py router --only unary paced-quarter --rounds 9
+    python scripts/bench.py router --saturate                        with a full core, asked by wrk
+
+All routers share one core; the mock engines and the load have the others. Rounds take turns, so
+that the machine's mood is the same for all, and figures are medians over rounds; a ratio is the
+median of the ratios within rounds. CPU is the kernel's account of all threads of the router.
+
+Exit status: 0 measured; 1 could not measure; 2 wrong options; 3 with --strict, above a goal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import resource
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import orjson
+import uvloop
+
+from router.commands.bench.load import Client, Exchange, drive, request_bytes
+from scripts.benchmarks.common import (
+    BenchError,
+    Sample,
+    describe,
+    free_ports,
+    plain_options,
+    positive,
+    report_progress,
+    usage,
+)
+from scripts.benchmarks.contestants import (
+    CHECKOUT,
+    OURS,
+    PEERS,
+    ROOT,
+    VLLM_ROUTER,
+    Process,
+    install_vllm_router,
+    our_command,
+    vllm_router_command,
+)
+
+PATH = "/v1/chat/completions"
+DIRECT = "direct"
+IDLE = "idle"
+ANSWER_TIMEOUT_S = 60.0
+IDLE_STREAMS, IDLE_S = 1000, 5.0
+CHUNKS = 64
+PACE_US = 5000
+FOREVER_US = 3_600_000_000
+"""The pace of a stream that sends nothing after its first chunk."""
+TURNS = 4
+KB, MB = 1024, 1024 * 1024
+CLIENT_HEADERS = (("user-agent", "bench"), ("accept", "*/*"), ("authorization", "Bearer key"))
+# With the core full: wrk's connections, and the goal beside vllm-router.
+SATURATED = {"unary": (32, 0.4), "32k": (32, 0.5), "burst": (32, 0.15), "paced": (512, 0.75)}
+WRK_S, WRK_WARM_UP_S = 4, 1
+BUSY = 0.9
+"""Share of its core below which a router was not saturated."""
+WRK_ENDED = re.compile(r"(\d+) requests in ([\d.]+)(ms|s|m)\b")
+WRK_TROUBLE = re.compile(r"Non-2xx[^\n]*|Socket errors: (?!connect 0, read 0, write 0)[^\n]*")
+WRK_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0}
+WRK_SCRIPT = """\
+local file = io.open("{path}", "rb")
+local raw = file:read("*a")
+file:close()
+request = function() return raw end
+"""
+
+Requests = Callable[[int, int], bytes]
+"""The bytes of a request, by the number of its client and its place among the client's requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`total` requests by `connections` clients; an answer has `chunks` that come one by one.
+
+    `goal` is the most that the router may cost, as a share of vllm-router's cost.
+    """
+
+    name: str
+    requests: Requests
+    connections: int = 32
+    total: int = 4000
+    chunks: int = 1
+    goal: float | None = None
+
+
+def cases() -> Mapping[str, Case]:
+    burst = {"stream": True, "max_tokens": CHUNKS}
+    paced = burst | {"seed": PACE_US}
+    made = [
+        Case("latency", _same(KB), connections=1, total=600),
+        Case("unary", _same(KB), goal=0.4),
+        Case("unary-1000", _same(KB), connections=1000, goal=0.4),
+        Case("32k", _same(32 * KB), total=2000, goal=0.5),
+        Case("1m", _same(MB), connections=4, total=60),
+        Case("burst", _same(KB, burst), total=3000, chunks=CHUNKS, goal=0.2),
+        Case("paced", _same(KB, paced), total=256, chunks=CHUNKS, goal=0.75),
+        Case("paced-quarter", _same(KB, paced), 50, 400, CHUNKS, goal=0.75),
+        Case("paced-1000", _same(KB, paced), 1000, 1000, CHUNKS, goal=0.75),
+        Case("turn", _turns("x-session-id")),
+        Case("turn-alone", _turns("x-no-session")),
+        Case(IDLE, _same(KB, burst | {"seed": FOREVER_US}), IDLE_STREAMS),
+    ]
+    return {case.name: case for case in made}
+
+
+def _same(size: int, fields: Mapping[str, object] | None = None) -> Requests:
+    """One user message that makes the body about `size` bytes."""
+    messages = [{"role": "user", "content": "a" * (size - 100)}]
+    body = {"model": "m", "max_tokens": 16, "messages": messages, **(fields or {})}
+    request = request_bytes(PATH, orjson.dumps(body), CLIENT_HEADERS)
+    return lambda client, number: request
+
+
+def _turns(header: str) -> Requests:
+    """Conversations of TURNS turns, named by `header`, which the router may not know."""
+    question, answer = (
+        {"role": r, "content": c} for r, c in (("user", "a" * KB), ("assistant", "x"))
+    )
+    bodies = [
+        orjson.dumps({"model": "m", "messages": [question, *[answer, question] * turn]})
+        for turn in range(TURNS)
+    ]
+
+    def request(client: int, number: int) -> bytes:
+        name = (header, f"bench-{client}-{number // TURNS}")
+        return request_bytes(PATH, bodies[number % TURNS], (*CLIENT_HEADERS, name))
+
+    return request
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A router; or no router at all, without `port` and `pid`."""
+
+    name: str
+    port: int | None = None
+    pid: int | None = None
+
+    @property
+    def cpu(self) -> float:
+        """CPU seconds until now."""
+        return 0.0 if self.pid is None else usage(self.pid).cpu
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One contestant in one round. Times in seconds, pairs are p50 and p99; `peak` in bytes."""
+
+    case: str
+    contestant: str
+    requests: int
+    chunks: int
+    elapsed: float
+    cpu: float
+    peak: int
+    first_byte: tuple[float, float] = (0.0, 0.0)
+    whole: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def cpu_us(self) -> float:
+        """CPU microseconds per request."""
+        return self.cpu / self.requests * 1e6
+
+
+@dataclass(slots=True)
+class Session:
+    """Mock engines on their cores and routers on theirs, for all cases."""
+
+    prefiller: int
+    decoder: int
+    contestants: list[Contestant]
+
+    async def run(self, case: Case, contestant: Contestant, share: float) -> Run:
+        """Warm up, then send `share` of the case's requests. Raises BenchError."""
+        total = max(case.connections, int(case.total * share))
+        ports = [self.prefiller, self.decoder] if contestant.port is None else [contestant.port]
+        clients = [_Clients(number, ports, case) for number in range(case.connections)]
+        with _closing(clients):
+            await _drive(clients, min(total, 4 * len(clients)))
+            for each in clients:
+                each.exchanges.clear()
+            before = contestant.cpu
+            elapsed = await _drive(clients, total)
+            cpu = contestant.cpu - before
+        legs = [legs for each in clients for legs in each.exchanges]
+        first = [sum(e.seconds for e in each[:-1]) + _first(each[-1]) for each in legs]
+        whole = [sum(e.seconds for e in each) for each in legs]
+        return replace(
+            _run(case, contestant, len(legs), elapsed, cpu),
+            first_byte=_p50_and_p99(first),
+            whole=_p50_and_p99(whole),
+        )
+
+    async def idle(self, case: Case, contestant: Contestant) -> Run:
+        """Measure what streams cost that have begun and send nothing more."""
+        assert contestant.port is not None
+        began = asyncio.Semaphore(0)
+        clients = [Client("127.0.0.1", contestant.port) for _ in range(case.connections)]
+        request = case.requests(0, 0)
+
+        async def wait(client: Client) -> None:
+            await client.send(request, 10 * ANSWER_TIMEOUT_S, lambda piece: began.release())
+
+        tasks = [asyncio.create_task(wait(client)) for client in clients]
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                for _ in clients:
+                    await began.acquire()
+            before, started = contestant.cpu, time.monotonic()
+            await asyncio.sleep(IDLE_S)
+            cpu, elapsed = contestant.cpu - before, time.monotonic() - started
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return _run(case, contestant, case.connections, elapsed, cpu)
+
+    async def saturate(self, case: Case, contestant: Contestant, seconds: float) -> Run:
+        """Let wrk ask, which costs its own core least. Raises BenchError."""
+        with tempfile.TemporaryDirectory() as folder:
+            raw, script = Path(folder) / "request", Path(folder) / "request.lua"
+            raw.write_bytes(case.requests(0, 0))
+            script.write_text(WRK_SCRIPT.format(path=raw))
+            await _wrk(contestant, case, script, WRK_WARM_UP_S)
+            before = contestant.cpu
+            requests, elapsed = await _wrk(contestant, case, script, seconds)
+            run = _run(case, contestant, requests, elapsed, contestant.cpu - before)
+        if run.cpu < BUSY * run.elapsed:
+            report_progress(f"  its core was {run.cpu / run.elapsed:.0%} busy: not saturated")
+        return run
+
+
+@dataclass
+class _Clients:
+    """One client of a contestant, or, without a router, one of each engine."""
+
+    number: int
+    ports: Sequence[int]
+    case: Case
+    exchanges: list[list[Exchange]] = field(default_factory=list)
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        self.clients = [Client("127.0.0.1", port) for port in self.ports]
+
+    async def ask(self) -> None:
+        request, legs = self.case.requests(self.number, self.count), []
+        self.count += 1
+        for client in self.clients:
+            exchange = await client.send(request, ANSWER_TIMEOUT_S, _discard)
+            if exchange.problem or exchange.status != 200:
+                raise BenchError(f"an answer with status {exchange.status}: {exchange.problem}")
+            legs.append(exchange)
+        self.exchanges.append(legs)
+
+
+def _discard(piece: bytes) -> None: ...
+
+
+@contextlib.contextmanager
+def _closing(clients: Sequence[_Clients]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for each in clients:
+            for client in each.clients:
+                client.close()
+
+
+async def _drive(clients: Sequence[_Clients], total: int) -> float:
+    try:
+        return await drive(clients, range(total), lambda client, _: client.ask())
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None
+
+
+def _first(exchange: Exchange) -> float:
+    return (exchange.first_byte or exchange.ended) - exchange.started
+
+
+def _run(case: Case, contestant: Contestant, requests: int, elapsed: float, cpu: float) -> Run:
+    peak = 0 if contestant.pid is None else usage(contestant.pid).peak
+    return Run(case.name, contestant.name, requests, case.chunks, elapsed, cpu, peak)
+
+
+def _p50_and_p99(values: Sequence[float]) -> tuple[float, float]:
+    sample = Sample(values)
+    return sample.percentile(50), sample.percentile(99)
+
+
+async def _wrk(
+    contestant: Contestant, case: Case, script: Path, seconds: float
+) -> tuple[int, float]:
+    """Return how many requests wrk sent, and the seconds that they took. Raises BenchError."""
+    process = await asyncio.create_subprocess_exec(
+        *("wrk", "-t1", f"-c{case.connections}", f"-d{max(1, round(seconds))}s"),
+        *("-s", str(script), f"http://127.0.0.1:{contestant.port}/"),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(seconds + 30):
+            output, _ = await process.communicate()
+    except TimeoutError as error:
+        process.kill()
+        raise BenchError("wrk does not end") from error
+    text = output.decode(errors="replace")
+    ended = WRK_ENDED.search(text)
+    if process.returncode or ended is None or not int(ended[1]):
+        raise BenchError(f"wrk failed or had no answer: {text}")
+    if trouble := WRK_TROUBLE.search(text):
+        raise BenchError(f"{contestant.name} does not answer as it should: {trouble[0]}")
+    return int(ended[1]), float(ended[2]) * WRK_UNITS[ended[3]]
+
+
+@contextlib.contextmanager
+def opened(options: argparse.Namespace, logs: Path) -> Iterator[Session]:
+    """Start the engines and the routers, until the block ends. Raises BenchError."""
+    given = sorted(os.sched_getaffinity(0))
+    if len(given) < 2:
+        raise BenchError("two cores are needed: one for the routers, one for all else")
+    core, others = {given[0]}, set(given[1:])
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with contextlib.ExitStack() as stack:
+        command = [sys.executable, "-m", "scripts.mock_engine", "pair"]
+        engines = Process(command + ["--resumable"] * options.resumable, others)
+        stack.callback(engines.stop)
+        assert engines.child.stdout is not None
+        ports = engines.child.stdout.readline().split()
+        if len(ports) != 2:
+            raise BenchError("the mock engines do not start")
+        session = Session(int(ports[0]), int(ports[1]), [])
+        for name in (OURS, *([options.peer] if options.peer else ())):
+            (port,) = free_ports(1)
+            router = Process(_command(name, options, port, session), core, logs / f"{name}.log")
+            stack.callback(router.stop)
+            router.wait_until_healthy(port)
+            asyncio.run(_wait_until_answering(port))
+            session.contestants.append(Contestant(name, port, router.child.pid))
+        session.contestants.append(Contestant(DIRECT))
+        os.sched_setaffinity(0, others)
+        stack.callback(os.sched_setaffinity, 0, given)
+        yield session
+
+
+def _command(name: str, options: argparse.Namespace, port: int, session: Session) -> list[str]:
+    engines = [session.prefiller], [session.decoder]
+    if name == OURS:
+        return our_command(port, *engines)
+    if name == CHECKOUT:
+        return our_command(port, *engines, options.peer_flag, options.peer_dir or ROOT)
+    environment = (options.peer_dir or Path(".venv-peers") / name).absolute()
+    install_vllm_router(environment)
+    return vllm_router_command(environment, port, *engines, options.peer_flag)
+
+
+async def _wait_until_answering(port: int) -> None:
+    """A router may be healthy before it has found its engines."""
+    latest, client = time.monotonic() + ANSWER_TIMEOUT_S, Client("127.0.0.1", port)
+    while (await client.send(_same(KB)(0, 0), ANSWER_TIMEOUT_S)).status != 200:
+        if time.monotonic() > latest:
+            raise BenchError(f"the router on port {port} does not answer")
+        await asyncio.sleep(0.2)
+    client.close()
+
+
+async def measure(session: Session, options: argparse.Namespace) -> AsyncIterator[list[Run]]:
+    """Yield the runs of each case. Raises BenchError."""
+    known = cases()
+    names = options.only or (SATURATED if options.saturate else known)
+    for name in names:
+        case, runs = known[name], []
+        if options.saturate:
+            connections, goal = SATURATED[name]
+            case = replace(case, connections=connections, goal=goal)
+        for _ in range(options.rounds):
+            for contestant in session.contestants:
+                if contestant.port is None and (options.saturate or name == IDLE):
+                    continue
+                if options.saturate:
+                    run = await session.saturate(case, contestant, WRK_S * options.share)
+                elif name == IDLE:
+                    run = await session.idle(case, contestant)
+                else:
+                    run = await session.run(case, contestant, options.share)
+                rate = run.requests / run.elapsed
+                report_progress(
+                    f"  {name}: {run.contestant}: {run.cpu_us:.1f} us, {rate:.0f} requests/s"
+                )
+                runs.append(run)
+        yield runs
+
+
+def figures(runs: Sequence[Run], contestant: str) -> dict[str, float]:
+    """Return medians over rounds. Latencies are those that a router adds to no router."""
+    made = [run for run in runs if run.contestant == contestant]
+    base = [run for run in runs if run.contestant == DIRECT]
+    found = {"requests/s": statistics.median(run.requests / run.elapsed for run in made)}
+    if contestant != DIRECT:
+        cpu = [run.cpu_us for run in made]
+        found |= {"cpu_us": statistics.median(cpu), "cpu_us_low": min(cpu), "cpu_us_high": max(cpu)}
+        if made[0].chunks > 1:
+            found["cpu_us_per_chunk"] = found["cpu_us"] / made[0].chunks
+        found["cpu_share"] = statistics.median(run.cpu / run.elapsed for run in made)
+        found["peak_mib"] = max(run.peak for run in made) / MB
+    for name in ("first_byte", "whole") if base else ():
+        for index, rank in enumerate(("p50", "p99")):
+            own, without = (
+                statistics.median(getattr(run, name)[index] for run in each)
+                for each in (made, base)
+            )
+            prefix = "" if contestant == DIRECT else "added_"
+            found[f"{prefix}{name}_{rank}_ms"] = 1e3 * (own - (without if prefix else 0))
+    return found
+
+
+def ratio(runs: Sequence[Run], peer: str) -> float:
+    """Return the median over rounds of what a request costs us as a share of the peer."""
+    ours, theirs = ([run.cpu_us for run in runs if run.contestant == n] for n in (OURS, peer))
+    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
+
+
+async def _measure_all(session: Session, options: argparse.Namespace) -> int:
+    content, missed = [], []
+    async for runs in measure(session, options):
+        name = runs[0].case
+        goal = SATURATED[name][1] if options.saturate else cases()[name].goal
+        found = {each: figures(runs, each) for each in Counter(run.contestant for run in runs)}
+        print(f"\n{name}")
+        for contestant, row in found.items():
+            texts = (f"{figure} {value:.4g}" for figure, value in row.items())
+            print(f"  {contestant:<14}{'  '.join(texts)}")
+        to_peer = ratio(runs, options.peer) if options.peer else None
+        if to_peer is not None:
+            is_missed = options.peer == VLLM_ROUTER and goal is not None and to_peer > goal
+            missed += [name] if is_missed else []
+            print(f"  ratio to {options.peer}: {to_peer:.3f}{' above its goal' * is_missed}")
+        sys.stdout.flush()
+        rows = [asdict(run) for run in runs]
+        content.append({"case": name, "ratio": to_peer, "figures": found, "runs": rows})
+    if options.json is not None:
+        about = {"machine": describe("uvloop"), "options": plain_options(options)}
+        options.json.write_text(json.dumps(about | {"cases": content}, indent=2) + "\n")
+    return 3 if options.strict and missed else 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        if options.saturate and shutil.which("wrk") is None:
+            raise BenchError("--saturate needs wrk (apt-get install wrk)")
+        report_progress(", ".join(f"{key} {value}" for key, value in describe("uvloop").items()))
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            opened(options, options.logs or Path(folder)) as session,
+        ):
+            return uvloop.run(_measure_all(session, options))
+    except BenchError as error:
+        print(f"bench router: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench router",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = list(cases())
+    add = parser.add_argument
+    add("--peer", choices=PEERS, help="the router to compare with")
+    add(
+        "--peer-dir",
+        "--peer-venv",
+        type=Path,
+        metavar="DIR",
+        help="a checkout's work tree (this one), or vllm-router's environment (.venv-peers/NAME)",
+    )
+    add("--peer-flag", action="append", default=[], metavar="=FLAG", help="one more for the peer")
+    add("--resumable", action="store_true", help="engines name the tokens of their streams")
+    add("--only", nargs="+", choices=names, metavar="CASE", help=", ".join(names))
+    add("--rounds", type=positive, default=5, help="runs of each contestant and case (5)")
+    add("--share", type=float, default=1.0, help="of the usual number of requests (1)")
+    add("--saturate", action="store_true", help="with the routers' core full, asked by wrk")
+    add("--json", type=Path, metavar="FILE", help="also write every run there")
+    add("--logs", type=Path, metavar="DIR", help="keep the routers' output there")
+    add("--strict", action="store_true", help="exit 3 when a case is above its goal")
+    return parser
