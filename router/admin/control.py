@@ -118,15 +118,15 @@ class Control:
                     raise AdminRequestError(
                         409, f"{spec.name} is listed by {_named(engine)} already"
                     )
-            overlay = self.state.overlay.without_drain(spec.address)
-            if overlay.adds(spec.address):
+            overrides = self.state.overrides.without_drain(spec.address)
+            if overrides.adds(spec.address):
                 raise AdminRequestError(409, f"{spec.name} is listed by {OVERRIDES_SOURCE} already")
-            if len(overlay.added) >= MOST_ADDED:
+            if len(overrides.added) >= MOST_ADDED:
                 raise AdminRequestError(409, f"{MOST_ADDED} engines were added already, no more")
-            overlay = overlay.with_engine(spec)
+            overrides = overrides.with_engine(spec)
             if intent is Intent.DRAINING:
-                overlay = overlay.with_drain(spec.address)
-            engines = await self._impose(overlay)
+                overrides = overrides.with_drain(spec.address)
+            engines = await self._impose(overrides)
         logger.info("engine %s is added", spec.name)
         return _find(spec.name, engines)
 
@@ -140,10 +140,10 @@ class Control:
                 raise AdminRequestError(
                     409, f"{engine.name} was not added here: it is listed {whose}"
                 )
-            overlay = self.state.overlay.without_engine(address)
+            overrides = self.state.overrides.without_engine(address)
             if engine.sources == [OVERRIDES_SOURCE]:
-                overlay = overlay.without_drain(address)
-            await self._impose(overlay)
+                overrides = overrides.without_drain(address)
+            await self._impose(overrides)
         logger.info("engine %s is taken away", engine.name)
 
     async def drain(self, name: str) -> EngineView:
@@ -154,21 +154,21 @@ class Control:
 
     async def weigh(self, group: str, weight: float) -> GroupView:
         async with self._lock:
-            overlay = self.state.overlay.with_weight(group, weight)
-            if len(overlay.weights) > MOST_WEIGHTS:
+            overrides = self.state.overrides.with_weight(group, weight)
+            if len(overrides.weights) > MOST_WEIGHTS:
                 raise AdminRequestError(
                     409, f"{MOST_WEIGHTS} groups have a weight already, no more"
                 )
             await self._known()
-            await self._impose(overlay)
+            await self._impose(overrides)
         logger.info("group %s has weight %g", group, weight)
         return next(one for one in await self.groups() if one.name == group)
 
     async def unweigh(self, group: str) -> None:
         async with self._lock:
-            if group not in self.state.overlay.weights:
+            if group not in self.state.overrides.weights:
                 raise AdminRequestError(404, f"group {group} was given no weight here")
-            await self._impose(self.state.overlay.without_weight(group))
+            await self._impose(self.state.overrides.without_weight(group))
         logger.info("group %s has no weight of its own any more", group)
 
     async def reload(self) -> Reloaded:
@@ -210,16 +210,16 @@ class Control:
             logger.exception("settings stay as they are, by a fault of ours")
 
     async def tidy(self) -> None:
-        if not self.state.overlay.draining:
+        if not self.state.overrides.draining:
             return
         async with self._lock:
             views = await self._processes.tell(self.state)
             if not is_informed(views):
                 return
             listed = {address_of(e.url) for e in merge_engine_views(views) if e.sources}
-            overlay = self.state.overlay.pruned(listed)
-            if overlay != self.state.overlay:
-                await self._impose(overlay)
+            overrides = self.state.overrides.pruned(listed)
+            if overrides != self.state.overrides:
+                await self._impose(overrides)
 
     # Steps.
 
@@ -230,8 +230,8 @@ class Control:
             raise AdminRequestError(503, "no process of the router answers")
         return seen.engines
 
-    async def _impose(self, overlay: OperatorOverrides) -> list[EngineView]:
-        self.state = replace(self.state, overlay=overlay)
+    async def _impose(self, overrides: OperatorOverrides) -> list[EngineView]:
+        self.state = replace(self.state, overrides=overrides)
         return (await self.engines()).engines
 
     async def _change(
@@ -239,9 +239,9 @@ class Control:
     ) -> EngineView:
         async with self._lock:
             engine = _find(name, await self._known())
-            overlay = step(self.state.overlay, address_of(engine.url))
-            is_new = overlay != self.state.overlay
-            engines = await self._impose(overlay)
+            overrides = step(self.state.overrides, address_of(engine.url))
+            is_new = overrides != self.state.overrides
+            engines = await self._impose(overrides)
         if is_new:
             logger.info("engine %s %s", engine.name, what)
         return _find(engine.name, engines)

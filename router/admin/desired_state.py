@@ -50,7 +50,7 @@ class DesiredState:
     were to be looked at again, at once."""
 
     tunables: Tunables
-    overlay: OperatorOverrides = field(default_factory=OperatorOverrides)
+    overrides: OperatorOverrides = field(default_factory=OperatorOverrides)
     store_keys: tuple[str, ...] | None = None
     reloads: int = 0
 

@@ -21,7 +21,7 @@ class WorkerProcess:
     def __init__(self, settings: Settings, app: FastAPI) -> None:
         self._settings = settings
         self._gateway: Gateway = app.state.gateway
-        self._roster: EngineRegistry = app.state.roster
+        self._registry: EngineRegistry = app.state.registry
         self._store: SignedStore | None = app.state.sealed_store
         self._watched: dict[str, Watched] = app.state.watched
         self._tunables = Tunables.of(settings)
@@ -32,14 +32,14 @@ class WorkerProcess:
         """What it sees from then on. A second time it changes nothing."""
         self._tune(state.tunables)
         self._weigh(state)
-        self._roster.set_overrides(state.overlay)
+        self._registry.set_overrides(state.overrides)
         if state.store_keys != self._keys:
             self._change_keys(state.store_keys)
         if state.reloads != self._reloads:
             self._reloads = state.reloads
             for file in self._watched.values():
                 file.look_soon()
-        return build_fleet_view(self._gateway.fleet, self._roster)
+        return build_fleet_view(self._gateway.fleet, self._registry)
 
     def _tune(self, tunables: Tunables) -> None:
         if tunables == self._tunables:
@@ -51,9 +51,9 @@ class WorkerProcess:
 
     def _weigh(self, state: DesiredState) -> None:
         settings = state.tunables.over(self._settings)
-        weights = {**settings.weights, **state.overlay.weights}
+        weights = {**settings.weights, **state.overrides.weights}
         if weights != self._gateway.fleet.group_weights:
-            self._gateway.fleet.weigh(weights)
+            self._gateway.fleet.set_group_weights(weights)
 
     def _change_keys(self, keys: tuple[str, ...] | None) -> None:
         if keys and self._store is not None:

@@ -43,115 +43,115 @@ class EngineCapabilities:
     """
 
     engine_id: str | None = None
-    proves_prefix: bool = False
-    streams_params: bool | None = None
-    knows_threshold: bool | None = None
-    releases: bool = False
+    verifies_prefix: bool = False
+    streams_kv_params: bool | None = None
+    supports_threshold: bool | None = None
+    supports_release: bool = False
     """It has POST /disagg/release, which frees what it keeps for another engine."""
-    asked: bool = False
-    told: bool = False
-    offers_no_turns: bool = False
+    is_identity_known: bool = False
+    lists_capabilities: bool = False
+    lacks_turns: bool = False
     """It has said so: it does not keep an answer's KV, nor pull another's."""
-    is_reported: bool = False
+    is_lack_logged: bool = False
     """Of that the log has a line."""
     transfer_modes: frozenset[str] | None = None
     compatibility: str = ""
     """What two engines must have in common to read each other's KV: a hash of the model, how it is
     laid out and the connector's version, and the version of our extension, where it has it. Empty
     where it does not say, or its ranks differ."""
-    pushes: bool = False
+    supports_push: bool = False
     """It has said so."""
-    hands_over: bool = False
-    begins: bool = False
+    supports_hand_over: bool = False
+    supports_resume: bool = False
     """It goes on from what another has sampled."""
-    tells_ids: bool = False
+    reports_token_ids: bool = False
     """Of a stream, the ids of the tokens that it says."""
-    hands_back: bool = False
+    returns_preempted: bool = False
     """It ends what it would have to preempt, for another to go on. All four: it has said so."""
-    shares_loads: bool = False
+    shares_kv_loads: bool = False
     """Of several answers to one prompt it reads the remote KV once. It has said so."""
-    names_load_failures: bool = False
+    reports_load_failures: bool = False
     """It says of a load that failed from whom, and why. It has said so."""
-    renders: Mapping[str, str] = field(default_factory=dict)
+    render_hashes: Mapping[str, str] = field(default_factory=dict)
     """Hashes of what two engines must share for that: by the name of it."""
-    ranks: Mapping[int, RankEndpoint] = field(default_factory=dict)
+    rank_endpoints: Mapping[int, RankEndpoint] = field(default_factory=dict)
     """For push: by data-parallel rank."""
     _bare_streams: int = 0
     _bare_accepts: int = 0
 
-    def note_kept(self, params: dict[str, object]) -> None:
+    def note_engine_id(self, params: dict[str, object]) -> None:
         engine_id = params.get("remote_engine_id")
         self.engine_id = strip_dp_rank(engine_id) if isinstance(engine_id, str) else None
 
-    def note_stream(self, has_params: bool) -> None:
+    def note_stream_params(self, has_params: bool) -> None:
         """Whether a stream that was to bring params brought them."""
         if has_params:
-            self.streams_params, self._bare_streams = True, 0
-        elif self.streams_params is None:
+            self.streams_kv_params, self._bare_streams = True, 0
+        elif self.streams_kv_params is None:
             self._bare_streams += 1
             if self._bare_streams >= ENOUGH:
-                self.streams_params = False
+                self.streams_kv_params = False
 
-    def note_rejected(self) -> None:
-        self.knows_threshold = True
+    def note_threshold_rejected(self) -> None:
+        self.supports_threshold = True
 
-    def note_accepted(self, threshold: float, cached_share: float | None) -> bool:
+    def note_threshold_accepted(self, threshold: float, cached_share: float | None) -> bool:
         """An engine that computed more than it was allowed to does not know the field.
 
         Nor does one whose answers never tell how much that was: True when it is taken for that,
         which may be wrong, if its cache had it all.
         """
-        if self.knows_threshold is not None:
+        if self.supports_threshold is not None:
             return False
         if cached_share is not None:
             if cached_share < threshold:
-                self.knows_threshold = False
+                self.supports_threshold = False
             return False
         self._bare_accepts += 1
         if self._bare_accepts < ENOUGH:
             return False
-        self.knows_threshold = False
+        self.supports_threshold = False
         return True
 
     def note_identity(self, identity: dict[str, object]) -> None:
         capabilities = identity.get("capabilities")
         if isinstance(capabilities, list | dict):
-            self.told = True
-            self.knows_threshold = "cache_hit_threshold" in capabilities
-            self.releases = "release" in capabilities
+            self.lists_capabilities = True
+            self.supports_threshold = "cache_hit_threshold" in capabilities
+            self.supports_release = "release" in capabilities
             # Ours alone name what they prove; others' pages may know no turns by that name.
-            self.offers_no_turns = "prefix_proof" in capabilities and "turns" not in capabilities
-            self.proves_prefix = self.proves_prefix or "prefix_proof" in capabilities
-            self.hands_over = "hand_over" in capabilities
-            self.begins = "begun" in capabilities
-            self.tells_ids = "tell_token_ids" in capabilities
-            self.shares_loads = "shared_loads" in capabilities
-            self.hands_back = "hand_back" in capabilities
-            self.names_load_failures = "load_failures" in capabilities
-            self.renders = _texts_in(identity.get("renders"))
+            self.lacks_turns = "prefix_proof" in capabilities and "turns" not in capabilities
+            self.verifies_prefix = self.verifies_prefix or "prefix_proof" in capabilities
+            self.supports_hand_over = "hand_over" in capabilities
+            self.supports_resume = "begun" in capabilities
+            self.reports_token_ids = "tell_token_ids" in capabilities
+            self.shares_kv_loads = "shared_loads" in capabilities
+            self.returns_preempted = "hand_back" in capabilities
+            self.reports_load_failures = "load_failures" in capabilities
+            self.render_hashes = _texts_in(identity.get("renders"))
         modes, ranks = identity.get("transfer_modes"), identity.get("ranks")
         if isinstance(modes, list):
             self._note_modes(mode for mode in modes if isinstance(mode, str))
         if isinstance(ranks, list):
             self.compatibility = _compatibility_of(ranks, identity.get("versions"))
             known = {_rank_of(rank): rank_endpoint_in(rank) for rank in ranks}
-            self.ranks = {rank: at for rank, at in known.items() if at is not None}
+            self.rank_endpoints = {rank: at for rank, at in known.items() if at is not None}
 
-    def note_missed(self) -> None:
+    def note_push_failed(self) -> None:
         """A push failed: the prefiller may be another by now, somewhere else."""
-        self.asked, self.ranks = False, {}
+        self.is_identity_known, self.rank_endpoints = False, {}
 
-    def note_transfer(self, params: Mapping[str, object]) -> None:
+    def note_kv_params(self, params: Mapping[str, object]) -> None:
         """What a prefiller's own kv_transfer_params say; they are newer than its page."""
         mode, at = params.get("transfer_mode"), rank_endpoint_in(params)
         if isinstance(mode, str):
             self._note_modes((mode,))
         if at is not None:
-            self.ranks = {**self.ranks, dp_rank_of(at.remote_engine_id) or 0: at}
+            self.rank_endpoints = {**self.rank_endpoints, dp_rank_of(at.remote_engine_id) or 0: at}
 
     def _note_modes(self, modes: Iterable[str]) -> None:
         self.transfer_modes = frozenset(modes)
-        self.pushes = "push" in self.transfer_modes
+        self.supports_push = "push" in self.transfer_modes
 
 
 def rank_endpoint_in(params: object) -> RankEndpoint | None:

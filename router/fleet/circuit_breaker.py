@@ -26,11 +26,11 @@ CLOSED, OPEN, HALF_OPEN = CircuitState
 class BreakerRules:
     """`in_a_row` failures open it, or `rate` of at least `sample` legs; pauses are seconds."""
 
-    in_a_row: int = 5
-    rate: float = 0.5
-    sample: int = 20
-    first_pause: float = 1.0
-    longest_pause: float = 30.0
+    consecutive_failures: int = 5
+    failure_rate: float = 0.5
+    min_sample: int = 20
+    first_pause_s: float = 1.0
+    max_pause_s: float = 30.0
 
 
 class CircuitBreaker:
@@ -38,7 +38,7 @@ class CircuitBreaker:
     has opened."""
 
     __slots__ = ("_bad", "_good", "_in_a_row", "_openings", "_random", "_rules", "circuit",
-                 "opened", "trial")  # fmt: skip
+                 "times_opened", "trial")  # fmt: skip
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class CircuitBreaker:
     ) -> None:
         self.circuit = CLOSED
         self.trial: object = None
-        self.opened = 0
+        self.times_opened = 0
         self._rules = rules
         self._random = chance
         self._in_a_row = 0
@@ -56,11 +56,11 @@ class CircuitBreaker:
         self._bad = 0
 
     @property
-    def admits(self) -> bool:
+    def allows_requests(self) -> bool:
         """Whether an engine may be asked, as far as its failures go."""
         return self.circuit is CLOSED or (self.circuit is HALF_OPEN and self.trial is None)
 
-    def succeeded(self) -> bool:
+    def record_success(self) -> bool:
         """An engine did what it was asked for. True when the circuit has closed by it."""
         self._good += 1
         self._in_a_row = 0
@@ -69,7 +69,7 @@ class CircuitBreaker:
         self.reset()
         return True
 
-    def failed(self) -> float | None:
+    def record_failure(self) -> float | None:
         """The engine's fault. The seconds to leave it alone, when the circuit opens by it."""
         self._bad += 1
         self._in_a_row += 1
@@ -90,18 +90,18 @@ class CircuitBreaker:
         self._in_a_row = self._openings = self._good = self._bad = 0
 
     def _is_too_much(self) -> bool:
-        if self._in_a_row >= self._rules.in_a_row:
+        if self._in_a_row >= self._rules.consecutive_failures:
             return True
         seen = self._good + self._bad
-        is_enough = seen >= self._rules.sample and self._bad >= self._rules.rate * seen
-        while self._good + self._bad > 2 * self._rules.sample:  # the past fades
+        is_enough = seen >= self._rules.min_sample and self._bad >= self._rules.failure_rate * seen
+        while self._good + self._bad > 2 * self._rules.min_sample:  # the past fades
             self._good, self._bad = self._good // 2, self._bad // 2
         return is_enough
 
     def _open(self) -> float:
         """With jitter, so that many routers do not come back in one moment."""
-        pause = min(self._rules.first_pause * 2.0**self._openings, self._rules.longest_pause)
+        pause = min(self._rules.first_pause_s * 2.0**self._openings, self._rules.max_pause_s)
         self._openings = min(self._openings + 1, 16)
         self.circuit, self.trial = OPEN, None
-        self.opened += 1
+        self.times_opened += 1
         return pause * (0.75 + self._random() / 2)

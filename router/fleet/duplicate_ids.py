@@ -20,7 +20,7 @@ def find_duplicate_ids(engines: Iterable[Engine]) -> Mapping[str, tuple[str, str
     engine that is listed under two addresses has one side channel and is not its own namesake."""
     by_id: dict[str, list[tuple[tuple[str, int], str]]] = {}
     for engine in engines:
-        for at in engine.capabilities.ranks.values():
+        for at in engine.capabilities.rank_endpoints.values():
             place = at.remote_host, at.remote_port
             by_id.setdefault(at.remote_engine_id, []).append((place, engine.name))
     found: dict[str, tuple[str, str]] = {}

@@ -31,26 +31,26 @@ class Engine:
     breaker: CircuitBreaker
     health: Health = Health.UNKNOWN
     intent: Intent = Intent.SERVING
-    is_asked: bool = False
+    is_available: bool = False
     """Nothing speaks against it."""
     is_cold: bool = False
     """It is new, and is being made known to others: see router.proxy.warmup."""
     is_cooling: bool = False
     """It said that it has too much to do, and until when."""
-    has_failed_lately: bool = False
+    failed_recently: bool = False
     """Other engines are preferred for a second: an engine that fails fast looks idle."""
     reason: str = "not probed yet"
-    failures: int = 0
+    failed_probes: int = 0
     in_flight: int = 0
     tokens_in_flight: int = 0
-    holding: int = 0
+    kv_leases: int = 0
     """Requests whose KV waits here until a decoder has read it."""
     admitted: int = 0
     admitted_tokens: int = 0
     capabilities: EngineCapabilities = field(default_factory=EngineCapabilities)
     models: frozenset[str] | None = None
     """None: not known, so it is taken to serve every one."""
-    contexts: Mapping[str, int] = field(default_factory=dict)
+    context_lengths: Mapping[str, int] = field(default_factory=dict)
     """Tokens of prompt and answer together, of those models of which it has told."""
     lost_at: float = 0.0
     """Unix time when it was last found unhealthy: what it held before may be gone."""
@@ -68,7 +68,7 @@ class Engine:
         self.group = self.spec.group
         self.models = self.spec.models or None
 
-    def become(self, spec: EngineSpec) -> None:
+    def update_spec(self, spec: EngineSpec) -> None:
         """Another description of what listens at the same address."""
         if spec.models != self.spec.models:
             self.models = spec.models or None  # what it said itself may be old by now
@@ -83,24 +83,24 @@ class Engine:
         if credential := self.credential or credential:
             lines.append(f"authorization: {credential}")
         message = "\r\n".join([*lines, "", ""]).encode("latin-1")
-        return await self.pool.ask_whole(message, deadline, limit)
+        return await self.pool.fetch(message, deadline, limit)
 
     @property
-    def is_wanted(self) -> bool:
+    def is_usable(self) -> bool:
         """Requests may go there at all, if there is none better."""
         return self.health is not Health.UNHEALTHY and self.intent is Intent.SERVING
 
     @property
     def is_idle(self) -> bool:
         """Nobody waits for anything of it: it may go, once it gets nothing new."""
-        return self.in_flight == 0 and self.holding == 0
+        return self.in_flight == 0 and self.kv_leases == 0
 
-    def look(self) -> None:
+    def update_availability(self) -> None:
         """Notes anew whether anything speaks against it: to be called after each change."""
-        self.is_asked = (
+        self.is_available = (
             self.health is Health.HEALTHY
             and self.intent is Intent.SERVING
             and not self.is_cooling
             and not self.is_cold
-            and self.breaker.admits
+            and self.breaker.allows_requests
         )

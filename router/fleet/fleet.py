@@ -64,22 +64,22 @@ class Fleet:
         self.engines: Sequence[Engine] = ()
         self.groups: frozenset[str] = frozenset()
         self.snapshot = build_snapshot((), self._members)
-        self.new_are_cold = False
+        self.starts_engines_cold = False
         """Engines that are found healthy are not asked before `is_warm`, if there are others."""
         self.group_weights: Mapping[str, float] = {}
         """Of those groups that do not go by their engines' weights."""
-        with self.one_change():
+        with self.batch_changes():
             for spec in specs:
                 self.add(spec)
 
-    def named(self, name: str) -> Engine | None:
+    def find_alive(self, name: str) -> Engine | None:
         """The engine of that name, unless it is dead; what drains still has what it holds."""
         engine = self._engines.get(name)
         return None if engine is None or engine.health is Health.UNHEALTHY else engine
 
-    def candidates(self, role: EngineRole) -> Sequence[Engine]:
+    def usable_engines(self, role: EngineRole) -> Sequence[Engine]:
         """Whoever of that role may be asked for something."""
-        return tuple(engine for pool in self.snapshot.any_model for engine in pool.of(role))
+        return tuple(engine for pool in self.snapshot.any_model for engine in pool.by_role(role))
 
     def may_serve(self, model: object) -> bool:
         """Whether an engine, dead or alive, is known to serve the model, or may for all we know."""
@@ -87,19 +87,19 @@ class Fleet:
             return True
         return any(e.models is None or model in e.models for e in self._engines.values())
 
-    def missing(self) -> dict[EngineRole, str]:
+    def unavailable_roles(self) -> dict[EngineRole, str]:
         """For each role without a healthy engine: why."""
         able = {role: [e for e in self.engines if e.role.plays(role)] for role in LEGS}
         return {
             role: ", ".join(f"{e.name}: {e.reason or e.intent}" for e in engines) or "none known"
             for role, engines in able.items()
-            if not any(e.health is Health.HEALTHY and e.is_wanted for e in engines)
+            if not any(e.health is Health.HEALTHY and e.is_usable for e in engines)
         }
 
     # Who is there.
 
     @contextlib.contextmanager
-    def one_change(self) -> Iterator[None]:
+    def batch_changes(self) -> Iterator[None]:
         """Whatever happens within becomes visible at once, at its end: a snapshot costs as much for
         a thousand changes as for one. Nothing may be awaited within, nor this be nested."""
         assert not self._is_changing
@@ -128,7 +128,7 @@ class Fleet:
         engine = self._engines.pop(name, None)
         if engine is not None:
             engine.intent = Intent.DRAINING  # for requests that had it in their plan
-            engine.look()
+            engine.update_availability()
             self._gone.add(engine)
             self._refresh()
             engine.pool.fail_legs(EngineLostError(f"{name} was removed"))
@@ -144,7 +144,7 @@ class Fleet:
         engine.intent = Intent.SERVING
         self._refresh()
 
-    def change(self, engine: Engine, spec: EngineSpec) -> None:
+    def change_spec(self, engine: Engine, spec: EngineSpec) -> None:
         """The same process, described anew: its connections, health and legs stay. In another role
         or group it holds nothing that anyone may rely on, and is asked again what it is."""
         if engine.spec == spec:
@@ -155,38 +155,38 @@ class Fleet:
         if engine.spec.tls != spec.tls:
             engine.pool.close()  # of what is idle; legs that run end where they began
             engine.pool = self._make_pool(spec)
-        engine.become(spec)
+        engine.update_spec(spec)
         self._refresh()
 
-    def weigh(self, weights: Mapping[str, float]) -> None:
+    def set_group_weights(self, weights: Mapping[str, float]) -> None:
         """From now on these groups get requests by these weights, the others by their engines'."""
         self.group_weights = dict(weights)
         self._refresh()
 
     # What probes find.
 
-    def probe_passed(self, engine: Engine) -> None:
-        engine.failures = 0
+    def note_probe_passed(self, engine: Engine) -> None:
+        engine.failed_probes = 0
         self._enter(engine, Health.HEALTHY, "")
 
-    def probe_failed(self, engine: Engine, reason: str, is_silent: bool = False) -> None:
+    def note_probe_failed(self, engine: Engine, reason: str, is_silent: bool = False) -> None:
         """One slow probe of a busy engine is no outage; several in a row are.
 
         `is_silent`: it has said nothing at all, on any connection, all the while. Then its legs are
         as dead as it is. Who answers "no" may still finish what it has begun.
         """
-        engine.failures += 1
-        if engine.health is Health.HEALTHY and engine.failures < self._tolerated_failures:
+        engine.failed_probes += 1
+        if engine.health is Health.HEALTHY and engine.failed_probes < self._tolerated_failures:
             return
         self._enter(engine, Health.UNHEALTHY, reason)
         if is_silent:
             engine.pool.fail_legs(EngineLostError(f"{engine.name} is silent: {reason}"))
 
-    def is_busy(self, engine: Engine) -> None:
+    def note_busy(self, engine: Engine) -> None:
         """It answers others and not the probe: no word of health, and none of death."""
-        engine.failures = 0
+        engine.failed_probes = 0
 
-    def unreachable(self, engine: Engine, reason: str) -> None:
+    def note_unreachable(self, engine: Engine, reason: str) -> None:
         """It refuses connections: not to be asked until a probe passes.
 
         Its legs are left alone: those of a process that is gone end by themselves, and one that is
@@ -195,64 +195,64 @@ class Fleet:
         """
         self._enter(engine, Health.UNHEALTHY, reason)
 
-    def serves(
+    def note_models(
         self,
         engine: Engine,
         models: frozenset[str],
         contexts: Mapping[str, int] = NO_CONTEXTS,
     ) -> None:
         """What the engine says of itself; what its source said stays."""
-        if engine.spec.models or (engine.models == models and engine.contexts == contexts):
+        if engine.spec.models or (engine.models == models and engine.context_lengths == contexts):
             return
-        engine.models, engine.contexts = models, contexts
+        engine.models, engine.context_lengths = models, contexts
         self._refresh_soon()
 
-    def is_warm(self, engine: Engine) -> None:
+    def note_warm(self, engine: Engine) -> None:
         """It may be asked like any other."""
         if engine.is_cold:
             engine.is_cold = False
-            engine.look()
+            engine.update_availability()
             self._refresh_soon()
 
-    def identified(self, engine: Engine) -> None:
+    def note_identity(self, engine: Engine) -> None:
         """It has said what it is, perhaps something else than before."""
         if engine.capabilities.compatibility not in ("", engine.compatibility):
             self._refresh_soon()
 
     # What requests find.
 
-    def begins(self, engine: Engine, trial: object) -> None:
+    def note_leg_started(self, engine: Engine, trial: object) -> None:
         """A leg begins at an engine whose circuit is half open: the only one for now, unless there
         is nobody else to ask."""
         if engine.breaker.trial is None:
             engine.breaker.trial = trial
             self._refresh()
 
-    def answered(self, engine: Engine) -> None:
+    def note_recovered(self, engine: Engine) -> None:
         """It did what it was asked for, and its circuit has closed by that."""
         logger.info("%s engine %s works again", engine.role, engine.name)
         self._refresh()
 
-    def failed(self, engine: Engine, reason: str) -> None:
+    def note_leg_failed(self, engine: Engine, reason: str) -> None:
         """A leg failed, and it was the engine's fault."""
-        if not engine.has_failed_lately:
-            engine.has_failed_lately = True
+        if not engine.failed_recently:
+            engine.failed_recently = True
             self._later(AVOIDED, lambda: _forgive(engine))
-        pause = engine.breaker.failed()
+        pause = engine.breaker.record_failure()
         if pause is None:
             return
         name = engine.name
         logger.warning("%s engine %s is left alone %.1f s: %s", engine.role, name, pause, reason)
         self._refresh()
-        opened = engine.breaker.opened
+        opened = engine.breaker.times_opened
         self._later(pause, lambda: self._try_again(engine, opened))
 
-    def left(self, engine: Engine) -> None:
+    def note_trial_abandoned(self, engine: Engine) -> None:
         """The one leg of a half-open circuit ended without showing anything."""
         engine.breaker.trial = None
         self._refresh()
 
-    def cool(self, engine: Engine, seconds: float) -> None:
+    def cool_down(self, engine: Engine, seconds: float) -> None:
         """It asked to be left alone for so long."""
         if seconds > 0 and not engine.is_cooling:
             engine.is_cooling = True
@@ -265,7 +265,7 @@ class Fleet:
 
     def _try_again(self, engine: Engine, opened: int) -> None:
         """Unless it has closed and opened anew since: that pause is another one."""
-        if engine.breaker.opened == opened:
+        if engine.breaker.times_opened == opened:
             engine.breaker.half_open()
             self._refresh()
 
@@ -282,12 +282,12 @@ class Fleet:
             engine.lost_at, engine.capabilities = self._clock(), EngineCapabilities()
             self.on_lost(engine)
         else:
-            engine.is_cold = self.new_are_cold
+            engine.is_cold = self.starts_engines_cold
             # Another may have come at its address, which says something else, or nothing.
             engine.compatibility = engine.capabilities.compatibility
             if engine.breaker.circuit is not CircuitState.CLOSED:
                 engine.breaker.half_open()  # it lives again: no need to wait for the pause
-        engine.look()
+        engine.update_availability()
         self._refresh_soon()
         level = logging.WARNING if health is Health.UNHEALTHY else logging.INFO
         detail = f": {reason}" if reason else ""
@@ -308,7 +308,7 @@ class Fleet:
         assign_groups(self.engines)
         before, self.groups = self.groups, frozenset([engine.group for engine in self.engines])
         for engine in self.engines:
-            engine.look()
+            engine.update_availability()
         gone, self._gone = self._gone, set()
         if gone:
             self._members.forget(gone)
@@ -321,7 +321,7 @@ class Fleet:
 
 
 def _forgive(engine: Engine) -> None:
-    engine.has_failed_lately = False
+    engine.failed_recently = False
 
 
 def _call_later(seconds: float, call: Callable[[], None]) -> object:

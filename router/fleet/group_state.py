@@ -39,7 +39,7 @@ def count_groups(fleet: Fleet) -> Mapping[str, GroupCounts]:
     counts = {group: [0, 0] for group in fleet.group_weights}
     for engine in fleet.engines:
         able = counts.setdefault(engine.group, [0, 0])
-        if engine.is_wanted:
+        if engine.is_usable:
             able[0] += engine.role.plays(PREFILL)
             able[1] += engine.role.plays(DECODE)
     return {group: GroupCounts(weights.get(group, 0.0), *able) for group, able in counts.items()}

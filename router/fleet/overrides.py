@@ -54,15 +54,15 @@ class OperatorOverrides:
 
 
 def apply_overrides(
-    listings: Iterable[tuple[str, Iterable[ListedEngine]]], overlay: OperatorOverrides
+    listings: Iterable[tuple[str, Iterable[ListedEngine]]], overrides: OperatorOverrides
 ) -> MergedListing:
     """`listings` as for `merged`. What an operator has added counts before any of them."""
     engines, conflicts = merge_listings(
-        [(OVERRIDES_SOURCE, map(ListedEngine, overlay.added)), *listings]
+        [(OVERRIDES_SOURCE, map(ListedEngine, overrides.added)), *listings]
     )
     drained = {
         address: replace(engines[address], intent=Intent.DRAINING)
-        for address in overlay.draining
+        for address in overrides.draining
         if address in engines
     }
     return MergedListing({**engines, **drained}, conflicts)

@@ -100,7 +100,7 @@ class Prober:
             for watch in self._watches.values():
                 _cancel(watch)
 
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """Why engines are not watched as they should be; empty if they are."""
         if self._death:
             return f"died: {self._death}"
@@ -114,33 +114,33 @@ class Prober:
 
     async def probe(self, engine: Engine) -> bool:
         """True when it met silence, which is worth another look at once."""
-        heard = engine.pool.heard
+        heard = engine.pool.reads
         try:
             told = await self._ask(engine, "/health")
         except ConnectRefusedError as error:
-            self._fleet.unreachable(engine, f"no connection: {error}")
+            self._fleet.note_unreachable(engine, f"no connection: {error}")
             self._note_refusal(engine)
         except LocalError as error:
             self._not_probed(engine, error)
         except (SilenceError, ConnectTimeoutError) as error:
-            if engine.pool.heard == heard:
-                self._fleet.probe_failed(engine, f"/health: {error}", is_silent=True)
+            if engine.pool.reads == heard:
+                self._fleet.note_probe_failed(engine, f"/health: {error}", is_silent=True)
                 return True
-            self._fleet.is_busy(engine)
+            self._fleet.note_busy(engine)
         except UpstreamError as error:
-            self._fleet.probe_failed(engine, f"/health: {type(error).__name__}: {error}")
+            self._fleet.note_probe_failed(engine, f"/health: {type(error).__name__}: {error}")
         else:
             self._refusing.pop(engine, None)
             if _is_success(told):
                 if engine.health is not Health.HEALTHY:
-                    await self.ask_identity(engine)  # so its group is known before it is asked
-                self._fleet.probe_passed(engine)
+                    await self.fetch_identity(engine)  # so its group is known before it is asked
+                self._fleet.note_probe_passed(engine)
             else:
-                self._fleet.probe_failed(engine, f"/health says {told.status}")
+                self._fleet.note_probe_failed(engine, f"/health says {told.status}")
         return False
 
     def _note_refusal(self, engine: Engine) -> None:
-        moment, heard = self._clock(), engine.pool.heard
+        moment, heard = self._clock(), engine.pool.reads
         since, before = self._refusing.get(engine, (moment, heard))
         if heard != before:
             since = moment
@@ -149,32 +149,32 @@ class Prober:
         if moment - since > LEAVING:
             engine.pool.fail_legs(error)
         elif moment - since > LEAVING_STREAMS:
-            engine.pool.fail_movable(error)
+            engine.pool.fail_resumable(error)
 
     def _not_probed(self, engine: Engine, error: LocalError) -> None:
         """Our own trouble says nothing of an engine; but who was never reached is not there."""
         logger.warning("%s engine %s was not probed: %s", engine.role, engine.name, error)
         if engine.health is Health.UNKNOWN:
-            self._fleet.unreachable(engine, f"not probed: {error}")
+            self._fleet.note_unreachable(engine, f"not probed: {error}")
 
-    async def ask_identity(self, engine: Engine) -> bool:
+    async def fetch_identity(self, engine: Engine) -> bool:
         """What our engines say of themselves; others have no such page, or an absurd one. False
         where there was no answer, so that it is asked again."""
         try:
             told = await self._ask(engine, "/disagg/identity")
         except UpstreamError:
             return False
-        engine.capabilities.asked = True
+        engine.capabilities.is_identity_known = True
         content = json_of(told)
         if isinstance(content, dict):
             try:
                 engine.capabilities.note_identity(content)
             except Exception:
                 logger.exception("%s says strange things of itself", engine.name)
-            self._fleet.identified(engine)
+            self._fleet.note_identity(engine)
         return True
 
-    async def ask_models(self, engine: Engine) -> bool:
+    async def fetch_models(self, engine: Engine) -> bool:
         """Which models it serves; not known where it does not tell us, as with a key of its own.
         False where there was no answer, so that it is asked again."""
         try:
@@ -185,7 +185,7 @@ class Prober:
         if models:
             models = models[:MOST_MODELS]
             names = frozenset([model["id"] for model in models])
-            self._fleet.serves(engine, names, contexts_in(models))
+            self._fleet.note_models(engine, names, contexts_in(models))
         return True
 
     def _supervise(self) -> None:
@@ -217,14 +217,16 @@ class Prober:
         if engine.health is not Health.HEALTHY:
             watch.models_at = watch.identity_at = -math.inf
             return
-        if engine.capabilities.asked and watch.identity_at == -math.inf:
+        if engine.capabilities.is_identity_known and watch.identity_at == -math.inf:
             watch.identity_at = self._clock()  # before it was found healthy
         is_old = self._clock() - watch.identity_at > LEARNED_AGE
-        is_due = not engine.capabilities.asked or (engine.capabilities.told and is_old)
-        if is_due and await self.ask_identity(engine):
+        is_due = not engine.capabilities.is_identity_known or (
+            engine.capabilities.lists_capabilities and is_old
+        )
+        if is_due and await self.fetch_identity(engine):
             watch.identity_at = self._clock()
         is_due = not engine.spec.models and self._clock() - watch.models_at > LEARNED_AGE
-        if is_due and await self.ask_models(engine):
+        if is_due and await self.fetch_models(engine):
             watch.models_at = self._clock()
 
     async def _ask(self, engine: Engine, path: str) -> CompleteAnswer:

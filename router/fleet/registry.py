@@ -45,22 +45,22 @@ class WatchedSource:
         self.source = source
         self.listed: Sequence[ListedEngine] = ()
         self.addresses: Set[Address] = frozenset()
-        self.trouble = "has told nothing yet"
-        self.has_spoken = False
+        self.problem = "has told nothing yet"
+        self.has_reported = False
         self.has_ended = False
         self._told_at = 0.0
         self._said: set[str] = set()
 
     @property
-    def told_at(self) -> float:
+    def listed_at(self) -> float:
         """What will never say anything else is as good as told now."""
         return time.time() if self.has_ended else self._told_at
 
     def note(self, report: SourceReport) -> bool:
         """Whether it lists something else than before."""
-        before, self.trouble, self.has_spoken = self.trouble, report.trouble, True
-        if report.trouble != before:
-            self._say(report.trouble)
+        before, self.problem, self.has_reported = self.problem, report.problem, True
+        if report.problem != before:
+            self._say(report.problem)
         if report.listed is None:
             return False
         self._told_at = time.time()
@@ -130,20 +130,20 @@ class EngineRegistry:
             async with asyncio.timeout(patience):
                 await self._all_spoken.wait()
         if self._news.is_set():
-            self.apply()
+            self.reconcile()
 
-    def troubles(self) -> Mapping[str, str]:
+    def problems(self) -> Mapping[str, str]:
         """Of the sources that have any, by their names."""
-        found = {s.source.name: s.trouble for s in self.sources if s.trouble}
-        return found | {"roster": self._fault} if self._fault else found
+        found = {s.source.name: s.problem for s in self.sources if s.problem}
+        return found | {"registry": self._fault} if self._fault else found
 
-    def set_overrides(self, overlay: OperatorOverrides) -> None:
+    def set_overrides(self, overrides: OperatorOverrides) -> None:
         """What operators want from now on."""
-        if overlay != self.overrides:
-            self.overrides = overlay
-            self._added = frozenset([spec.address for spec in overlay.added])
+        if overrides != self.overrides:
+            self.overrides = overrides
+            self._added = frozenset([spec.address for spec in overrides.added])
             self._news.set()
-            self.apply()
+            self.reconcile()
 
     def sources_of(self, address: Address) -> Sequence[str]:
         """The names of those that list it now; none where it is on its way out."""
@@ -153,9 +153,9 @@ class EngineRegistry:
     @property
     def is_informed(self) -> bool:
         """Every source has told what it lists, so who is not listed is really not there."""
-        return all(standing.told_at for standing in self.sources)
+        return all(standing.listed_at for standing in self.sources)
 
-    def apply(self) -> None:
+    def reconcile(self) -> None:
         """Makes the fleet what the sources list by now, as one change."""
         _say_changes(self._apply())
 
@@ -164,7 +164,7 @@ class EngineRegistry:
         wanted, conflicts = apply_overrides(listings, self.overrides)
         self._say_conflicts(conflicts)
         if changes := reconcile(self._there, wanted):
-            with self._fleet.one_change():
+            with self._fleet.batch_changes():
                 self._do(changes)
             self._count(changes)
         self._news.clear()
@@ -175,12 +175,12 @@ class EngineRegistry:
         self.counts["left"] += len(changes.leave)
         self.counts["changed"] += len(changes.change)
 
-    def let_go(self) -> None:
+    def remove_drained(self) -> None:
         """Removes who was to leave and is idle, or has had its time."""
         moment = self._clock()
         over = [a for a, end in self._leaving.items() if self._is_idle(a) or moment >= end]
         if over:
-            with self._fleet.one_change():
+            with self._fleet.batch_changes():
                 for address in over:
                     del self._leaving[address]
                     self._fleet.remove(str(address))
@@ -205,9 +205,9 @@ class EngineRegistry:
         while True:
             await self._wait()
             try:
-                self.let_go()
+                self.remove_drained()
                 if self._news.is_set():
-                    self.apply()
+                    self.reconcile()
                 if self._all_spoken.is_set():
                     self._halves.look()
                 self._namesakes.look()
@@ -228,7 +228,7 @@ class EngineRegistry:
     def _note(self, standing: WatchedSource, report: SourceReport) -> None:
         if standing.note(report):
             self._news.set()
-        if all(standing.has_spoken for standing in self.sources):
+        if all(standing.has_reported for standing in self.sources):
             self._all_spoken.set()
 
     # One change.
@@ -254,7 +254,7 @@ class EngineRegistry:
         if engine is None:
             self._fleet.add(listed.spec, listed.intent)
         else:
-            self._fleet.change(engine, listed.spec)
+            self._fleet.change_spec(engine, listed.spec)
             self._set_intent(engine, listed.intent)
         self._there[address] = listed
 

@@ -24,7 +24,7 @@ class GroupPool:
     prefillers: Sequence[Engine]
     decoders: Sequence[Engine]
 
-    def of(self, role: EngineRole) -> Sequence[Engine]:
+    def by_role(self, role: EngineRole) -> Sequence[Engine]:
         return self.prefillers if role is EngineRole.PREFILL else self.decoders
 
 
@@ -33,16 +33,16 @@ class Snapshot:
     by_model: Mapping[str, Sequence[GroupPool]]
     any_model: Sequence[GroupPool]
     """For a request that names no model."""
-    unnamed: Sequence[GroupPool]
+    unknown_models: Sequence[GroupPool]
     """Of the engines whose models nobody knows: they may serve what no other does."""
-    contexts: Mapping[str, int] = field(default_factory=dict)
+    context_lengths: Mapping[str, int] = field(default_factory=dict)
     """Of a model: the longest context that one of its decoders has, if all have told."""
 
     def pools(self, model: object) -> Sequence[GroupPool]:
         """Empty where nobody serves it, or nobody may be asked."""
         if not isinstance(model, str) or not model:
             return self.any_model
-        return self.by_model.get(model, self.unnamed)
+        return self.by_model.get(model, self.unknown_models)
 
 
 class EngineTuples:
@@ -73,7 +73,7 @@ def build_snapshot(
     """Without `members` nothing is compared with what was before. `weights` of groups count before
     those of their engines."""
     members, weights = members or EngineTuples(), weights or {}
-    wanted = [engine for engine in engines if engine.is_wanted]
+    wanted = [engine for engine in engines if engine.is_usable]
     unnamed = [engine for engine in wanted if engine.models is None]
     serving: dict[str, list[Engine]] = {}
     for engine in wanted:
@@ -90,7 +90,7 @@ def build_snapshot(
 def _contexts(serving: Mapping[str, Sequence[Engine]]) -> dict[str, int]:
     found: dict[str, int] = {}
     for model, engines in serving.items():
-        told = [e.contexts.get(model) for e in engines if e.role.plays(EngineRole.DECODE)]
+        told = [e.context_lengths.get(model) for e in engines if e.role.plays(EngineRole.DECODE)]
         known = [tokens for tokens in told if tokens is not None]
         if known and len(known) == len(told):
             found[model] = max(known)
@@ -122,5 +122,5 @@ def _best(found: Sequence[Engine], role: EngineRole) -> Sequence[Engine]:
     """Those against which nothing speaks; else the healthy ones all the same; else those that were
     not probed yet. A circuit or a word of "too much" never leaves a role with nobody to ask."""
     able = [engine for engine in found if engine.role.plays(role)]
-    asked = [engine for engine in able if engine.is_asked]
+    asked = [engine for engine in able if engine.is_available]
     return asked or [engine for engine in able if engine.health is Health.HEALTHY] or able

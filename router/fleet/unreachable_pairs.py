@@ -43,7 +43,7 @@ class UnreachablePairs:
     def __bool__(self) -> bool:
         return bool(self._failing)
 
-    def avoids(self, prefiller: str, decoder: str, now: float) -> bool:
+    def is_avoided(self, prefiller: str, decoder: str, now: float) -> bool:
         failing = self._failing.get((prefiller, decoder))
         return failing is not None and now < failing.until
 
@@ -54,13 +54,13 @@ class UnreachablePairs:
         failing.keeps_prefiller = not failing.keeps_prefiller
         return failing.keeps_prefiller
 
-    def begins(self, prefiller: str, decoder: str, now: float) -> None:
+    def note_load_started(self, prefiller: str, decoder: str, now: float) -> None:
         """A request is about to load. After a pause it is the one that tries."""
         failing = self._failing.get((prefiller, decoder))
         if failing is not None and now >= failing.until:
             failing.until, failing.is_tried = now + failing.pause, True
 
-    def failed(self, prefiller: str, decoder: str, now: float) -> float | None:
+    def record_failure(self, prefiller: str, decoder: str, now: float) -> float | None:
         """The seconds to avoid the pair from now on; None where it is avoided already, and this
         request was under way by then."""
         failing = self._failing.pop((prefiller, decoder), None)
@@ -74,7 +74,7 @@ class UnreachablePairs:
             del self._failing[next(iter(self._failing))]
         return pause
 
-    def succeeded(self, prefiller: str, decoder: str) -> bool:
+    def record_success(self, prefiller: str, decoder: str) -> bool:
         """True: the pair was avoided, and is not any more."""
         return self._failing.pop((prefiller, decoder), None) is not None
 

@@ -61,10 +61,10 @@ class FleetView(BaseModel):
     is_informed: bool
 
 
-def build_fleet_view(fleet: Fleet, roster: EngineRegistry) -> FleetView:
-    own = roster.overrides.weights
+def build_fleet_view(fleet: Fleet, registry: EngineRegistry) -> FleetView:
+    own = registry.overrides.weights
     return FleetView(
-        engines=[_engine(engine, roster) for engine in fleet.engines],
+        engines=[_engine(engine, registry) for engine in fleet.engines],
         groups=[
             GroupView(
                 name=name,
@@ -76,7 +76,7 @@ def build_fleet_view(fleet: Fleet, roster: EngineRegistry) -> FleetView:
             )
             for name, group in count_groups(fleet).items()
         ],
-        is_informed=roster.is_informed,
+        is_informed=registry.is_informed,
     )
 
 
@@ -107,7 +107,7 @@ def is_informed(views: Sequence[FleetView | None]) -> bool:
     return all(view is not None and view.is_informed for view in views)
 
 
-def _engine(engine: Engine, roster: EngineRegistry) -> EngineView:
+def _engine(engine: Engine, registry: EngineRegistry) -> EngineView:
     spec = engine.spec
     return EngineView(
         name=engine.name,
@@ -123,9 +123,9 @@ def _engine(engine: Engine, roster: EngineRegistry) -> EngineView:
         cooling=engine.is_cooling,
         in_flight=engine.in_flight,
         tokens_in_flight=engine.tokens_in_flight,
-        holding=engine.holding,
+        holding=engine.kv_leases,
         circuit=engine.breaker.circuit,
-        sources=list(roster.sources_of(spec.address)),
+        sources=list(registry.sources_of(spec.address)),
         drained=engine.intent is Intent.DRAINING and engine.is_idle,
     )
 

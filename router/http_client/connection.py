@@ -31,9 +31,9 @@ STALE_WITHIN = 0.25
 
 
 class ConnectionOwner(Protocol):
-    """The pool that a connection reports to. `heard` counts what came on any connection."""
+    """The pool that a connection reports to. `reads` counts the reads on any connection."""
 
-    heard: int
+    reads: int
 
     def released(self, connection: EngineConnection) -> None: ...
     def lost(self, connection: EngineConnection) -> None: ...
@@ -42,16 +42,33 @@ class ConnectionOwner(Protocol):
 class EngineConnection(asyncio.Protocol):
     """`transport` is None before and after it is connected."""
 
-    __slots__ = ("_answer", "_complete", "_head_done", "_header_limit", "_headers", "_heard",
-                 "_hung_up", "_may_stay", "_overhead", "_owner", "_parser", "_pieces",
-                 "_repeated", "_until_close", "asked_at", "idle_since", "loop", "on_body",
-                 "transport")  # fmt: skip
+    __slots__ = (
+        "_answer",
+        "_complete",
+        "_head_done",
+        "_header_limit",
+        "_headers",
+        "_heard",
+        "_hung_up",
+        "_may_stay",
+        "_overhead",
+        "_owner",
+        "_parser",
+        "_pieces",
+        "_repeated",
+        "_until_close",
+        "idle_since",
+        "loop",
+        "on_body",
+        "sent_at",
+        "transport",
+    )  # fmt: skip
 
     def __init__(
         self, owner: ConnectionOwner, header_limit: int, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.loop = loop
-        self.asked_at = self.idle_since = 0.0
+        self.sent_at = self.idle_since = 0.0
         self.transport: asyncio.Transport | None = None
         self._owner = owner
         self._header_limit = header_limit
@@ -71,11 +88,11 @@ class EngineConnection(asyncio.Protocol):
         self._head_done = False
         self._complete = False
 
-    def ask(self, request: bytes, answer: EngineAnswer) -> None:
+    def send(self, request: bytes, answer: EngineAnswer) -> None:
         """Sends a request, or fails its answer: a connection may be lost as soon as it is made."""
         assert self._answer is None, "one request at a time"
         self._heard = False
-        self.asked_at = now()
+        self.sent_at = now()
         answer.deadlines.watch(answer)
         if self.transport is None:
             answer.fail(self._unanswered(None))
@@ -84,7 +101,7 @@ class EngineConnection(asyncio.Protocol):
         self.transport.write(request)
 
     @property
-    def is_movable(self) -> bool:
+    def is_resumable(self) -> bool:
         buffer = None if self._answer is None else self._answer.resume_buffer
         return buffer is not None and buffer.can_resume
 
@@ -97,7 +114,7 @@ class EngineConnection(asyncio.Protocol):
 
     # Wire: what the answer does with its connection.
 
-    def hang_up(self) -> None:
+    def half_close(self) -> None:
         """Half closes: a server takes that for a client that has left."""
         self._hung_up = True
         if self.transport is not None and self.transport.can_write_eof():
@@ -140,7 +157,7 @@ class EngineConnection(asyncio.Protocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        self._owner.heard += 1
+        self._owner.reads += 1
         answer = self._answer
         if answer is None:
             self.abort()
@@ -151,7 +168,7 @@ class EngineConnection(asyncio.Protocol):
             if again is not None:
                 self._answer = None
                 self._go_back(not self._hung_up)
-                answer.came(*again)
+                answer.feed_complete(*again)
                 return
             self._begin()
         self._overhead += len(data)
@@ -204,7 +221,7 @@ class EngineConnection(asyncio.Protocol):
             transport.abort()
 
     def _unanswered(self, exc: Exception | None) -> DisconnectedError:
-        is_stale = self.idle_since and now() - self.asked_at < STALE_WITHIN
+        is_stale = self.idle_since and now() - self.sent_at < STALE_WITHIN
         kind = StaleConnectionError if is_stale else DisconnectedError
         return kind(f"the connection was lost: {exc or 'closed'}")
 
@@ -244,7 +261,7 @@ class EngineConnection(asyncio.Protocol):
         kind = given.get(b"content-type", b"")
         answer.is_event_stream = kind.lower().startswith(b"text/event-stream")
         if status >= 500:
-            answer.has_failed()
+            answer.note_server_error()
 
     def on_message_complete(self) -> None:
         if self._head_done:

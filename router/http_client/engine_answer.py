@@ -48,7 +48,7 @@ class AnswerConnection(Protocol):
     def pause(self) -> None: ...
     def resume(self) -> None: ...
     def abort(self) -> None: ...
-    def hang_up(self) -> None: ...
+    def half_close(self) -> None: ...
 
 
 class AnswerTap(Protocol):
@@ -116,12 +116,12 @@ class EngineAnswer:
 
     # The engine's side: the connection calls these, and fills in what the head says.
 
-    def has_failed(self) -> None:
+    def note_server_error(self) -> None:
         """The head is here, and says that there will be no answer."""
         if self._whole_limit is None:
             self._wake()
 
-    def came(self, status: int, headers: Headers, body: bytes) -> None:
+    def feed_complete(self, status: int, headers: Headers, body: bytes) -> None:
         """All of an answer that is no stream and no failure came at once, and is the first to come.
         As `feed` would have it, in half the steps."""
         self.status = status
@@ -186,12 +186,12 @@ class EngineAnswer:
             self._wake()
         return waiter
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raises UpstreamError when the answer has failed."""
         if self.error is not None:
             raise self.error
 
-    def whole(self, limit: int) -> bytes | None:
+    def take_if_complete(self, limit: int) -> bytes | None:
         """The body, if all of it is here; it is then taken. No coroutine, as `ready`."""
         if not self._done or self._sink is not None or self._held_size > limit:
             return None
@@ -210,33 +210,33 @@ class EngineAnswer:
         if not self._done:
             self._wire.resume()
             await self.ready()
-        self.check()
+        self.raise_if_failed()
         return self._take()
 
-    def put(self, body: bytes) -> None:
+    def replace_body(self, body: bytes) -> None:
         """In the place of all that is here."""
         self._held, self._held_size = [body], len(body)
 
-    async def all_of_it(self, limit: int) -> bytes:
+    async def read_in_place(self, limit: int) -> bytes:
         """The same, left in place."""
         body = await self.read(limit)
-        self.put(body)
+        self.replace_body(body)
         return body
 
-    def held(self) -> bytes:
+    def peek(self) -> bytes:
         """What is here, left in place: in one piece from now on, however often it is asked."""
         if len(self._held) > 1:
             self._held = [b"".join(self._held)]
         return self._held[0] if self._held else b""
 
-    async def until(self, enough: Callable[[bytes], bool]) -> bytes:
+    async def peek_until(self, enough: Callable[[bytes], bool]) -> bytes:
         """What has come so far, left in place, as soon as `enough` of it is here.
 
         Or when all is here, or HIGH_WATER bytes, of a stream in whole events. Raises UpstreamError.
         """
         while True:
-            self.check()
-            block = self.held()
+            self.raise_if_failed()
+            block = self.peek()
             if self._done or enough(block):
                 return block
             ended = end_of_last_event(block) if self.is_event_stream else len(block)
@@ -255,7 +255,7 @@ class EngineAnswer:
             if self._held_size > HIGH_WATER:  # reading has stopped, and this event is not all here
                 self._wire.resume()
             await self._news()
-            self.check()
+            self.raise_if_failed()
             for piece in self._held[looked_at:]:
                 passed += gate.whole_events(piece)
             looked_at = len(self._held)
@@ -271,14 +271,14 @@ class EngineAnswer:
         if self.is_event_stream:
             self._gate = SseReader()
         self._pass_on(sink, self._take())
-        self.check()
+        self.raise_if_failed()
         if self._done:
             return
         self.deadlines.watch(self)
         if not self._stalled:
             self._wire.resume()
         await self._news()
-        self.check()
+        self.raise_if_failed()
 
     @property
     def is_complete(self) -> bool:
@@ -291,7 +291,7 @@ class EngineAnswer:
         return b"".join(self._recent or ())
 
     @property
-    def is_read(self) -> bool:
+    def is_delivered(self) -> bool:
         """Whether a stream's last event was passed on to a reader that keeps up: clients leave
         when they have it, and do not wait for the body's end."""
         return self.is_event_stream and not self._stalled and self.tail.rstrip().endswith(DONE)
@@ -316,10 +316,10 @@ class EngineAnswer:
             self.deadlines.drop(self)
             self._wire.abort()
 
-    def hang_up(self) -> None:
+    def half_close(self) -> None:
         """Tells the engine that nobody waits for more, and leaves open what it has sent by then."""
         if not self._done:
-            self._wire.hang_up()
+            self._wire.half_close()
 
     def _is_ready(self) -> bool:
         if self._done or self.error is not None:

@@ -25,10 +25,10 @@ from router.http_client.errors import StaleConnectionError, UpstreamError
 class PoolLimits:
     """Times in seconds, sizes in bytes."""
 
-    connect_timeout: float
-    idle_connections: int
-    idle_age: float
-    header_limit: int
+    connect_timeout_s: float
+    max_idle_connections: int
+    max_idle_s: float
+    max_head_bytes: int
 
 
 class CompleteAnswer(NamedTuple):
@@ -52,7 +52,7 @@ class EnginePool:
         tls: EngineTls | None = None,
         memory: AnswerMemory | None = None,
     ) -> None:
-        self.heard = 0
+        self.reads = 0
         self._memory = memory
         self._tls = tls
         self._host = host
@@ -72,7 +72,7 @@ class EnginePool:
     def idle_count(self) -> int:
         return len(self._idle)
 
-    async def ask(self, request: bytes, deadline: float, fresh: bool = False) -> EngineAnswer:
+    async def request(self, request: bytes, deadline: float, fresh: bool = False) -> EngineAnswer:
         """Sends a request and returns when its answer is ready; the answer must be closed.
 
         `deadline` is a time of `now`. `fresh`: on a new connection, which cannot be stale. Raises
@@ -81,7 +81,7 @@ class EnginePool:
         answer = await self.send(request, deadline, fresh)
         try:
             await answer.ready()
-            answer.check()
+            answer.raise_if_failed()
         except BaseException:
             answer.close()
             raise
@@ -89,14 +89,14 @@ class EnginePool:
 
     async def send(self, request: bytes, deadline: float, fresh: bool = False) -> EngineAnswer:
         """The same, without waiting: the answer is not ready yet, and may have failed."""
-        answer = None if fresh else self.at_once(request, deadline)
+        answer = None if fresh else self.send_on_idle(request, deadline)
         if answer is None:
             connection = await self._connect(deadline)
             answer = EngineAnswer(connection, self._deadlines, deadline, self._memory)
-            connection.ask(request, answer)
+            connection.send(request, answer)
         return answer
 
-    def at_once(
+    def send_on_idle(
         self, request: bytes, deadline: float, longest: float | None = None
     ) -> EngineAnswer | None:
         """The same on a kept connection, None where there is none, or none that was idle for less
@@ -104,18 +104,18 @@ class EnginePool:
         idle, moment = self._idle, now()
         if longest is not None and idle and idle[-1].idle_since < moment - longest:
             return None
-        oldest = moment - self._limits.idle_age
+        oldest = moment - self._limits.max_idle_s
         while idle:
             connection = idle.pop()
             transport = connection.transport
             if connection.idle_since >= oldest and transport and not transport.is_closing():
                 answer = EngineAnswer(connection, self._deadlines, deadline, self._memory)
-                connection.ask(request, answer)
+                connection.send(request, answer)
                 return answer
             connection.abort()
         return None
 
-    async def ask_whole(self, request: bytes, deadline: float, limit: int) -> CompleteAnswer:
+    async def fetch(self, request: bytes, deadline: float, limit: int) -> CompleteAnswer:
         """A small question, for which it does no harm to be asked twice: it is asked once more on a
         new connection where a kept one had been closed. Raises UpstreamError."""
         try:
@@ -146,10 +146,10 @@ class EnginePool:
         for connection in tuple(self._open):
             connection.fail(copy(error))
 
-    def fail_movable(self, error: UpstreamError) -> None:
+    def fail_resumable(self, error: UpstreamError) -> None:
         """The same of streams that have begun and that another engine can go on with, alone."""
         for connection in tuple(self._open):
-            if connection.is_movable:
+            if connection.is_resumable:
                 connection.fail(copy(error))
 
     def close(self) -> None:
@@ -162,12 +162,12 @@ class EnginePool:
 
     async def _connect(self, deadline: float) -> EngineConnection:
         loop = asyncio.get_running_loop()
-        patience = self._limits.connect_timeout
+        patience = self._limits.connect_timeout_s
         attempt = ConnectAttempt(self._host, self._port, deadline, patience, self._tls)
         self._attempts.add(attempt)
         try:
             connection = await attempt.run(
-                loop, lambda: EngineConnection(self, self._limits.header_limit, loop)
+                loop, lambda: EngineConnection(self, self._limits.max_head_bytes, loop)
             )
         finally:
             self._attempts.discard(attempt)
@@ -178,14 +178,14 @@ class EnginePool:
     # Owner of its connections.
 
     def released(self, connection: EngineConnection) -> None:
-        if len(self._idle) >= self._limits.idle_connections:
+        if len(self._idle) >= self._limits.max_idle_connections:
             connection.abort()
             return
         connection.idle_since = now()
         self._idle.append(connection)
         if self._reaper is None:
             loop = connection.loop
-            self._reaper = loop.call_later(self._limits.idle_age, self._reap, loop)
+            self._reaper = loop.call_later(self._limits.max_idle_s, self._reap, loop)
 
     def lost(self, connection: EngineConnection) -> None:
         self._open.discard(connection)
@@ -194,7 +194,7 @@ class EnginePool:
 
     def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
         self._reaper = None
-        expired = now() - self._limits.idle_age
+        expired = now() - self._limits.max_idle_s
         keep = next((i for i, c in enumerate(self._idle) if c.idle_since > expired), None)
         old, self._idle = self._idle[:keep], self._idle[keep:] if keep is not None else []
         for connection in old:

@@ -23,7 +23,13 @@ from router.http_client.deadlines import Deadlines, now
 from router.openai.errors import OverloadError, RequestError, TenantOverloadError
 from router.proxy.exchange import Header
 from router.proxy.request import Request
-from router.routing.queueing import AdmissionQueue, EngineLimits, Placement, QueueTicket, place
+from router.routing.queueing import (
+    AdmissionQueue,
+    EngineLimits,
+    Placement,
+    QueueTicket,
+    find_placement,
+)
 from router.routing.route import Route
 from router.settings import Settings
 from router.telemetry.metrics import Metrics
@@ -55,7 +61,7 @@ class Seat:
         decoders = self._preferring(route.decoders, self._decoder, self._tokens_at_decoder)
         if prefillers is None or decoders is None:
             held = Route(self._group, _only(self._prefiller), _only(self._decoder))
-            if not all(engine.is_wanted for engine in (*held.prefillers, *held.decoders)):
+            if not all(engine.is_usable for engine in (*held.prefillers, *held.decoders)):
                 prefillers, decoders = route.prefillers, route.decoders
             elif route.group != self._group:
                 return held
@@ -72,7 +78,7 @@ class Seat:
     def roomiest(self, engines: Sequence[Engine]) -> Engine | None:
         """Of those that may still be asked: the first with room, else the first."""
         room = self._admission.room
-        with_room = (engine for engine in engines if room.at(engine, self._tokens))
+        with_room = (engine for engine in engines if room.fits(engine, self._tokens))
         return next(with_room, None) or next(iter(engines), None)
 
     def prefill_at(self, engine: Engine) -> None:
@@ -95,7 +101,7 @@ class Seat:
         if engine is self._decoder:
             return True
         room, tokens = self._admission.room, self._tokens_at_decoder
-        if self._admission.depth or not room.at(engine, tokens):
+        if self._admission.depth or not room.fits(engine, tokens):
             return False
         _take(engine, tokens)
         self._visited.add(engine)
@@ -123,7 +129,7 @@ class Seat:
             return order
         room = self._admission.room
         for engine in order:
-            if engine is held or room.at(engine, tokens):
+            if engine is held or room.fits(engine, tokens):
                 return order if engine is order[0] else _ahead(engine, order)
         return None
 
@@ -207,7 +213,7 @@ class Admission:
         if self._queue.depth:
             return None
         tokens, alone = request.tokens, bool(request.alone)
-        found = place(pools, tokens, alone, self.room)
+        found = find_placement(pools, tokens, alone, self.room)
         return None if found is None else Seat(self, found, tokens, alone)
 
     async def wait(self, request: Request) -> Seat:
@@ -241,7 +247,7 @@ class Admission:
             if waiter.outcome.done():
                 continue  # its client left in this moment
             self._latest_wait = now() - waiter.since
-            self._tell(waiter, Seat(self, where, waiter.tokens, waiter.alone))
+            self._tell(waiter, Seat(self, where, waiter.tokens, waiter.decode_only))
 
     def expired(self, waiter: Waiter) -> None:
         if self._queue.remove(waiter):

@@ -113,7 +113,7 @@ async def first_word(
     def is_begun(block: bytes) -> bool:
         return _is_surely_text(block) or _first_word(block, is_generation, False) is not None
 
-    held = await answer.until(is_begun)
+    held = await answer.peek_until(is_begun)
     if _is_surely_text(held):
         return None
     found = _first_word(held, is_generation, looks_ahead)
@@ -126,7 +126,7 @@ def word_of(answer: EngineAnswer) -> Json | None:
     """Return the content of a non-streamed generation answer, which stays in the buffer. None if
     the content certainly is an answer, or is too long for a failure. Raises BrokenAnswerError if
     it is not a JSON object or has no choices."""
-    raw = answer.held()
+    raw = answer.peek()
     if not answer.is_complete:
         if not raw.lstrip().startswith(b"{"):
             raise BrokenAnswerError("an answer that is not JSON")
@@ -143,7 +143,7 @@ def passed_word(answer: EngineAnswer, may_be_empty: bool = False) -> Json | None
     """Return the content of an answer of another endpoint if it may report a failure, else None.
     Such an answer may be a list, text or bytes. `may_be_empty`: a transcript of silence, which may
     be an empty text. Raises BrokenAnswerError."""
-    raw, kind = answer.held(), answer.header(b"content-type") or b""
+    raw, kind = answer.peek(), answer.header(b"content-type") or b""
     is_json = kind.startswith(b"application/json")
     is_odd = kind.startswith(b"text/html") or (is_json and raw.lstrip()[:1] not in (b"{", b"["))
     is_silence = may_be_empty and kind.startswith(b"text/plain")
@@ -226,7 +226,7 @@ async def cached_share(answer: EngineAnswer) -> float | None:
     """Return the share of the prompt that the decode engine had cached, if its usage has it."""
     if answer.is_event_stream:
         return None
-    content = parse_object(await answer.until(lambda _: False))
+    content = parse_object(await answer.peek_until(lambda _: False))
     if content is None:
         return None
     cached, total = cached_tokens_of(content), prompt_tokens_of(content)

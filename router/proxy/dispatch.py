@@ -48,7 +48,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: Reading | None = 
             request.read(gateway.limits, gateway.conversations)
             if request.alone == SEVERAL and gateway.shares_loads(request.model):
                 request.share()
-            request.check(gateway.fleet.snapshot.contexts)
+            request.check(gateway.fleet.snapshot.context_lengths)
         else:
             await reading(request, gateway)
         if key is not None and door is not None:

@@ -34,12 +34,12 @@ STOP, LENGTH = "stop", "length"
 
 def read_alike(engine: Engine, renders: Mapping[str, str]) -> bool:
     """As one whose `renders` those are. Who tells none is like nobody."""
-    return bool(renders) and engine.capabilities.renders == renders
+    return bool(renders) and engine.capabilities.render_hashes == renders
 
 
 def difference(one: Engine, other: Engine) -> str:
     """Names what two engines must share and do not."""
-    mine, others = one.capabilities.renders, other.capabilities.renders
+    mine, others = one.capabilities.render_hashes, other.capabilities.render_hashes
     names = [name for name in {**mine, **others} if mine.get(name) != others.get(name)]
     return ", ".join(sorted(names)) or "nothing that they tell"
 

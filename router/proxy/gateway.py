@@ -162,7 +162,7 @@ class Gateway:
         """Who else of the planned group may be asked, as things are now."""
         for pool in self.fleet.snapshot.pools(request.model):
             if pool.group == planned.group:
-                yield from pool.of(role)
+                yield from pool.by_role(role)
 
     def pools(self, model: object) -> Sequence[GroupPool]:
         """Raises UnknownModelError, NoEngineError."""
@@ -176,7 +176,7 @@ class Gateway:
     def shares_loads(self, model: object) -> bool:
         """Whether each decoder of it reads once for several answers."""
         pools = self.fleet.snapshot.pools(model)
-        return all(one.capabilities.shares_loads for pool in pools for one in pool.decoders)
+        return all(one.capabilities.shares_kv_loads for pool in pools for one in pool.decoders)
 
     async def finish(self, work: Coroutine[Any, Any, None]) -> None:
         """Waits for something that goes on even if its request does not."""
@@ -214,7 +214,7 @@ class Gateway:
         """Whether a policy remembers who holds what, and has a choice: asked once a snapshot."""
         snapshot = self.fleet.snapshot
         if snapshot is not self._looked_at:
-            prefill, decode = self._prefill.remembers, self._decode.remembers
+            prefill, decode = self._prefill.uses_feedback, self._decode.uses_feedback
             # A single decoder's cache tells whether it needs a prefiller.
             least = 1 if self.limits.min_remote_prefill_tokens else 2
             self._looked_at, self._wants = (
@@ -235,7 +235,7 @@ class Gateway:
     def _keep(self) -> None:
         """Nothing of groups that are gone."""
         for policies in (self._prefill, self._decode):
-            policies.keep(self.fleet.groups)
+            policies.keep_only(self.fleet.groups)
 
     def note_failure(
         self, engine: Engine, role: EngineRole, error: UpstreamError | EngineError

@@ -44,7 +44,7 @@ def places(engines: Sequence[Engine], request: Request, gateway: Gateway) -> Seq
     """Who of them may be asked at once, as things are now; nobody, where it is only one.
 
     Legs that are asked for on a chance are the first to be spared where engines fail."""
-    seat, able = request.seat, [one for one in engines if one.is_asked]
+    seat, able = request.seat, [one for one in engines if one.is_available]
     if len(able) < 2 or not gateway.budget.is_left(now()):
         return ()
     if seat is None:

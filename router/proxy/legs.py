@@ -125,7 +125,7 @@ class Legs:
             seat.prefill_at(engine)
         notes, tokens = self.plan.route.prefill_feedback, request.tokens
         if notes is not None:
-            tokens = max(0, tokens - notes.expected(engine.name))
+            tokens = max(0, tokens - notes.expected_tokens(engine.name))
             notes.sent(engine.name)
         answer: EngineAnswer | None = None
         self._begin(engine, tokens)
@@ -136,7 +136,7 @@ class Legs:
             if latest > request.latest:
                 latest = request.latest
             longest = SOUND if is_offered else None
-            answer = None if fresh else engine.pool.at_once(message, latest, longest)
+            answer = None if fresh else engine.pool.send_on_idle(message, latest, longest)
             if answer is None:
                 answer = await engine.pool.send(message, latest, fresh=True)
             body, message = SENT, b""  # they may be large, and the answer may take minutes
@@ -145,7 +145,7 @@ class Legs:
                 raise answer.error
             if answer.status != 200:
                 await self._refuse(engine, answer, request.body)
-            raw = answer.whole(limits.max_answer_size)
+            raw = answer.take_if_complete(limits.max_answer_size)
             if raw is None:
                 raw = await answer.read(limits.max_answer_size)
                 request.keep(answer)
@@ -153,8 +153,8 @@ class Legs:
             if prefilled.is_none:
                 raise BrokenAnswerError("an answer without choices")
             self._require_answer(engine, prefilled_word(raw))
-            if engine.breaker.succeeded():
-                gateway.fleet.answered(engine)
+            if engine.breaker.record_success():
+                gateway.fleet.note_recovered(engine)
             self._note(engine, prefilled, started)
             return prefilled
         except asyncio.CancelledError:
@@ -183,7 +183,7 @@ class Legs:
         if prefilled.params is not None and not self._is_read:
             if self.holder is not None:
                 self.let_go()
-            engine.holding += 1
+            engine.kv_leases += 1
             self.holder = engine
             if gateway.tells_moved and len(prefilled.params.raw) <= UNCOUNTED:
                 record.transfer_params = prefilled.params.raw
@@ -192,7 +192,7 @@ class Legs:
         """No decoder will read what a prefiller holds, or one has."""
         holder, self.holder, self._is_read = self.holder, None, is_read
         if holder is not None:
-            holder.holding -= 1
+            holder.kv_leases -= 1
 
     async def decode(
         self,
@@ -220,7 +220,7 @@ class Legs:
             latest = started + gateway.limits.decode_first_byte_timeout
             if latest > request.latest:
                 latest = request.latest
-            answer = None if fresh else engine.pool.at_once(message, latest)
+            answer = None if fresh else engine.pool.send_on_idle(message, latest)
             if answer is None:
                 answer = await engine.pool.send(message, latest, fresh=True)
             body, message = SENT, b""  # they may be large, and the answer may take minutes
@@ -229,11 +229,14 @@ class Legs:
                 raise answer.error
             if answer.status != 200:
                 await self._refuse(engine, answer)
-            if engine.capabilities.names_load_failures or not engine.capabilities.asked:
+            if (
+                engine.capabilities.reports_load_failures
+                or not engine.capabilities.is_identity_known
+            ):
                 watch = self._watch(engine, answer)
             is_rejected = await self._is_rejected(engine, answer, threshold)
-            if engine.breaker.succeeded():
-                gateway.fleet.answered(engine)
+            if engine.breaker.record_success():
+                gateway.fleet.note_recovered(engine)
             if is_rejected:
                 return REJECTED
             if accept is not None:
@@ -293,7 +296,7 @@ class Legs:
         engine.in_flight += 1
         engine.tokens_in_flight += tokens
         if engine.breaker.circuit is HALF_OPEN:
-            self._gateway.fleet.begins(engine, self)
+            self._gateway.fleet.note_leg_started(engine, self)
 
     def _end(self, engine: Engine, tokens: int, answer: EngineAnswer | None) -> None:
         engine.in_flight -= 1
@@ -301,7 +304,7 @@ class Legs:
         if answer is not None:
             answer.close()
         if engine.breaker.trial is self:
-            self._gateway.fleet.left(engine)
+            self._gateway.fleet.note_trial_abandoned(engine)
 
     async def _refuse(
         self, engine: Engine, answer: EngineAnswer, asked: Body | None = None
@@ -321,8 +324,8 @@ class Legs:
         self._request.keep(answer)
         if asked is not None and answer.status == 400:
             body = restate_prompt_limit(body, asked)
-        if answer.status >= 400 and engine.breaker.succeeded():  # it had every right to refuse
-            self._gateway.fleet.answered(engine)
+        if answer.status >= 400 and engine.breaker.record_success():  # it had every right to refuse
+            self._gateway.fleet.note_recovered(engine)
         raise _error_of(engine, answer, body)
 
     # Failed KV loads of the decode engine.
@@ -333,7 +336,7 @@ class Legs:
         self._load_failure = None
         pairs = self._gateway.fleet.unreachable_pairs
         if pairs and self._loads_from:
-            pairs.begins(self._loads_from, decoder.name, moment)
+            pairs.note_load_started(self._loads_from, decoder.name, moment)
 
     def _watch(self, decoder: Engine, answer: EngineAnswer) -> Watch | None:
         """Read the report of a failed load from the answer, and remove it from there."""
@@ -341,10 +344,10 @@ class Legs:
             watch = Watch(partial(self._note_failure, decoder))
             answer.watch = watch.passing
             return watch
-        failure, rest = failure_in_whole(answer.held())
+        failure, rest = failure_in_whole(answer.peek())
         if failure is not None:
             self._note_failure(decoder, failure)
-            answer.put(rest)
+            answer.replace_body(rest)
         return None
 
     def _require_loaded(self, decoder: Engine, failure: LoadFailure | None) -> None:
@@ -359,7 +362,7 @@ class Legs:
         gateway.metrics.load_failures.add(("pair" if failure.is_of_pair else "request",))
         if not failure.is_of_pair or not prefiller:
             return
-        pause = gateway.fleet.unreachable_pairs.failed(prefiller, decoder.name, now())
+        pause = gateway.fleet.unreachable_pairs.record_failure(prefiller, decoder.name, now())
         if pause is not None:
             logger.warning(
                 "decode engine %s cannot load KV from prefill engine %s (%s), and is paired with "
@@ -375,7 +378,7 @@ class Legs:
         pairs, prefiller = self._gateway.fleet.unreachable_pairs, self._loads_from
         if not pairs or not prefiller or self._load_failure is not None:
             return
-        if pairs.succeeded(prefiller, decoder.name):
+        if pairs.record_success(prefiller, decoder.name):
             logger.info(
                 "decode engine %s loads KV from prefill engine %s again", decoder.name, prefiller
             )
@@ -390,8 +393,8 @@ class Legs:
             )
             return
         _note_proof(capabilities, params)
-        if not capabilities.ranks and gateway.limits.transfer_mode != "pull":
-            capabilities.note_transfer(params.content)
+        if not capabilities.rank_endpoints and gateway.limits.transfer_mode != "pull":
+            capabilities.note_kv_params(params.content)
 
     async def _is_rejected(self, engine: Engine, answer: EngineAnswer, threshold: float) -> bool:
         """Return True if the engine rejects the request because of the threshold it was given. What
@@ -399,7 +402,7 @@ class Legs:
         reports."""
         request, capabilities = self._request, engine.capabilities
         if self.may_come_back and not answer.is_event_stream:
-            await answer.all_of_it(self._gateway.limits.max_answer_size)
+            await answer.read_in_place(self._gateway.limits.max_answer_size)
         word = await self._word(answer)
         if word is not None:
             self._require_loaded(engine, failure_in(word.get("error")))
@@ -411,12 +414,12 @@ class Legs:
                 raise EngineUnavailableError("the decode engine handed back what it was to answer")
             return False
         if word is not None and threshold and is_rejection(word):
-            capabilities.note_rejected()
+            capabilities.note_threshold_rejected()
             return True
         self._require_answer(engine, word)
-        if threshold and capabilities.knows_threshold is None:
+        if threshold and capabilities.supports_threshold is None:
             share = await cached_share(answer)
-            if capabilities.note_accepted(threshold, share):
+            if capabilities.note_threshold_accepted(threshold, share):
                 self._gateway.spawn(try_threshold(request, engine))
         return False
 
@@ -424,8 +427,8 @@ class Legs:
         failure = None if word is None else failure_of(word, engine.role)
         if failure is None:
             return
-        if isinstance(failure, EngineRejectedError) and engine.breaker.succeeded():
-            self._gateway.fleet.answered(engine)  # it had every right to refuse
+        if isinstance(failure, EngineRejectedError) and engine.breaker.record_success():
+            self._gateway.fleet.note_recovered(engine)  # it had every right to refuse
         raise failure
 
     async def _word(self, answer: EngineAnswer) -> Json | None:
@@ -446,7 +449,7 @@ class Legs:
 def _note_proof(capabilities: EngineCapabilities, params: Params) -> None:
     """Reads the params of an engine only until it is known to prove what its blocks hold."""
     speaks = params.speaks_of_proof
-    capabilities.proves_prefix = speaks and (capabilities.proves_prefix or params.is_proven)
+    capabilities.verifies_prefix = speaks and (capabilities.verifies_prefix or params.is_proven)
 
 
 async def _last_words(answer: EngineAnswer) -> bytes:

@@ -102,7 +102,7 @@ def _is_work_for_nobody(request: Request, route: Route) -> bool:
     if not body.get(EMBEDS) or "messages" in body:  # as good as not there
         return False
     first = (*route.prefillers[:1], *route.decoders[:1])
-    return any(engine.capabilities.proves_prefix for engine in first)
+    return any(engine.capabilities.verifies_prefix for engine in first)
 
 
 def _is_one_token(request: Request, route: Route, limits: Limits) -> bool:
@@ -111,11 +111,11 @@ def _is_one_token(request: Request, route: Route, limits: Limits) -> bool:
         return False
     prefiller = route.prefillers[0]
     return (
-        prefiller.capabilities.hands_over
+        prefiller.capabilities.supports_hand_over
         and request.turn is None
         and asks_one_token(request.body)
         and may_be_handed(request.body)
-        and read_alike(prefiller, route.decoders[0].capabilities.renders)
+        and read_alike(prefiller, route.decoders[0].capabilities.render_hashes)
     )
 
 
@@ -126,7 +126,7 @@ def _is_short(request: Request, route: Route, reuse: Reuse | None, limits: Limit
         return False
     decoder, notes = route.decoders[0], route.decode_feedback
     tokens = tokens_of(request.body)
-    held = 0 if notes is None else notes.expected(decoder.name)
+    held = 0 if notes is None else notes.expected_tokens(decoder.name)
     if reuse is not None and reuse.decoder is decoder:
         held = max(held, int(reuse.held_share() * tokens))
     return tokens - held < limits.min_remote_prefill_tokens
@@ -137,7 +137,10 @@ def mode_of(route: Route, transfer_mode: str) -> Mode:
     if transfer_mode == "pull" or not route.prefillers or not route.decoders:
         return PULL
     if transfer_mode == "auto":
-        both = route.prefillers[0].capabilities.pushes and route.decoders[0].capabilities.pushes
+        both = (
+            route.prefillers[0].capabilities.supports_push
+            and route.decoders[0].capabilities.supports_push
+        )
         return PUSH if both else PULL
     return PUSH
 
@@ -148,7 +151,7 @@ def _own_threshold(request: Request, reuse: Reuse, limits: Limits) -> float:
     if not share or reuse.decoder is None or THRESHOLD in request.body:
         return 0
     holds_it = reuse.held_share() >= share
-    return share if holds_it and reuse.decoder.capabilities.knows_threshold else 0
+    return share if holds_it and reuse.decoder.capabilities.supports_threshold else 0
 
 
 def _to_scatter(
@@ -163,12 +166,12 @@ def _to_scatter(
         return ()
     others = in_turn(route.all_decoders, request.number)
     order = (*route.decoders, *(one for one in others if one not in route.decoders))
-    able = (one for one in order if one.capabilities.knows_threshold)
+    able = (one for one in order if one.capabilities.supports_threshold)
     found = tuple(islice(able, limits.hedged_decoders))
     return found if len(found) > 1 else ()
 
 
 def may_reject(request: Request, decoder: Engine) -> bool:
     """It may refuse to answer alone, or the prompt is short enough not to mind."""
-    knows = decoder.capabilities.knows_threshold
+    knows = decoder.capabilities.supports_threshold
     return knows is not False or len(request.exchange.body) <= SHORT

@@ -38,7 +38,7 @@ def handed_back(answer: EngineAnswer, word: Json | None) -> PreemptedError | Non
     event of a stream with content."""
     if answer.is_event_stream:
         return PreemptedError() if word is not None and is_handed_back(word) else None
-    return _in_whole(answer.held()) if answer.is_complete else None
+    return _in_whole(answer.peek()) if answer.is_complete else None
 
 
 def is_handed_back(content: Json) -> bool:

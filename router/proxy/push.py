@@ -32,7 +32,9 @@ class Push(NamedTuple):
 
 def push_of(request: Request, prefiller: Engine, decoder: Engine, forced: bool) -> Push | None:
     """None where these two cannot, or nobody knows where the prefiller is."""
-    if not (forced or (prefiller.capabilities.pushes and decoder.capabilities.pushes)):
+    if not (
+        forced or (prefiller.capabilities.supports_push and decoder.capabilities.supports_push)
+    ):
         return None
     found = _rank(request, prefiller)
     if found is None:
@@ -46,7 +48,7 @@ def push_of(request: Request, prefiller: Engine, decoder: Engine, forced: bool) 
         "transfer_id": transfer_id,
         **at._asdict(),
     }
-    if prefiller.capabilities.proves_prefix:
+    if prefiller.capabilities.verifies_prefix:
         # As its answer would show. Else the decoder takes it for a stock engine, which cannot be
         # told that a turn is gone, and keeps each for its whole time, though it be to leave.
         params["proves_prefix"] = True
@@ -55,7 +57,7 @@ def push_of(request: Request, prefiller: Engine, decoder: Engine, forced: bool) 
 
 def _rank(request: Request, prefiller: Engine) -> tuple[RankEndpoint, bytes] | None:
     """The client's choice, if it made one; else each rank in turn."""
-    ranks = prefiller.capabilities.ranks
+    ranks = prefiller.capabilities.rank_endpoints
     wanted = chosen(request)
     if wanted is not None:
         at = ranks.get(int(wanted)) if wanted.isdigit() else None

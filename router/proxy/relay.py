@@ -69,7 +69,7 @@ async def deliver(request: Request, gateway: Gateway, engine: Engine, answer: En
     note_first_byte(request, answer)
     passed = headers.to_client(answer.headers, request.record.request_id)
     limits, exchange = gateway.limits, request.exchange
-    raw = None if answer.is_event_stream else answer.whole(limits.max_answer_size)
+    raw = None if answer.is_event_stream else answer.take_if_complete(limits.max_answer_size)
     if raw is not None:
         if len(raw) > HIGH_WATER and request.alone != PASSED and is_broken_off(raw):
             raise BrokenAnswerError("an answer that its engine has broken off")
@@ -91,7 +91,7 @@ async def deliver(request: Request, gateway: Gateway, engine: Engine, answer: En
         try:
             await exchange.relay(answer.status, passed, answer, idle, request.latest)
         except asyncio.CancelledError:
-            if answer.is_read and (ending is None or ending.failure is None):
+            if answer.is_delivered and (ending is None or ending.failure is None):
                 note_done(request)
             raise
         finally:
@@ -185,7 +185,9 @@ async def _relay_turn(
     except BaseException as error:
         if tail.params is not None:  # said to its end, which nobody waits for
             gateway.spawn(keep(tail.params, tail.said()))
-        elif isinstance(error, asyncio.CancelledError) and answer.is_read and not ending.failure:
+        elif (
+            isinstance(error, asyncio.CancelledError) and answer.is_delivered and not ending.failure
+        ):
             note_done(request)
         raise
     finally:
@@ -195,7 +197,7 @@ async def _relay_turn(
     elif ending.failure is not None:
         raise ending.failure
     _note_stream(gateway, engine, tail.params is not None)
-    if tail.params is None and answer.is_read:
+    if tail.params is None and answer.is_delivered:
         note_done(request)  # its client has the last event, and may leave now
     await _finish(gateway, keep(tail.params, tail.said()))
     await exchange.finish(tail.last)
@@ -222,7 +224,7 @@ async def _keep(
     """Leaves `params` for the next turn, if they are some."""
     conversations, kept = gateway.conversations, "not_offered"
     if conversations is not None and isinstance(params, dict) and _tells_where(params):
-        engine.capabilities.note_kept(params)
+        engine.capabilities.note_engine_id(params)
         if prompt_tokens is None and said is not None:
             prompt_tokens = said.prompt_tokens
         left = await conversations.keep(turn, engine.name, params, said, prompt_tokens)
@@ -285,8 +287,8 @@ def _tells_where(params: Json) -> bool:
 
 def _note_stream(gateway: Gateway, engine: Engine, has_params: bool) -> None:
     capabilities = engine.capabilities
-    capabilities.note_stream(has_params)
-    if capabilities.streams_params is False and not capabilities.offers_no_turns:
+    capabilities.note_stream_params(has_params)
+    if capabilities.streams_kv_params is False and not capabilities.lacks_turns:
         gateway.throttle.warn(
             "a decoder does not stream kv_transfer_params: its turns are reused only with "
             "conversation_stream exact, if it keeps them (bidirectional_kv_xfer)",
@@ -297,8 +299,8 @@ def _note_stream(gateway: Gateway, engine: Engine, has_params: bool) -> None:
 def note_no_turns(gateway: Gateway, engine: Engine) -> None:
     """Says of an engine, once, that its own word is that it has no part in turns."""
     capabilities = engine.capabilities
-    if capabilities.offers_no_turns and not capabilities.is_reported:
-        capabilities.is_reported = True
+    if capabilities.lacks_turns and not capabilities.is_lack_logged:
+        capabilities.is_lack_logged = True
         logger.warning(
             "conversations reuse nothing at %s engine %s: it was started without "
             '"bidirectional_kv_xfer": true in its kv_connector_extra_config, or its model keeps a '

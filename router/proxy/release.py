@@ -65,7 +65,7 @@ def _has_arrived(request: Request) -> bool:
 async def late(request: Request, gateway: Gateway, answer: EngineAnswer) -> None:
     """The client left while a prefiller worked. It is told so by a half-closed connection; what it
     had answered by then still comes, and names blocks that nobody will read. Never raises."""
-    answer.hang_up()
+    answer.half_close()
     try:
         async with asyncio.timeout(LATE):
             raw = await answer.read(gateway.limits.max_answer_size)
@@ -83,7 +83,7 @@ async def late_turn(
 ) -> None:
     """A decoder was left for another while it answered. It is told so by a half-closed connection;
     what it had answered by then still comes, and at its end is what it keeps. Never raises."""
-    answer.hang_up()
+    answer.half_close()
     try:
         async with asyncio.timeout(LATE):
             raw = await answer.read(gateway.limits.max_answer_size)
@@ -92,7 +92,7 @@ async def late_turn(
     finally:
         answer.close()
     kept = [event[KV_PARAMS] for event in events_in(raw) if isinstance(event.get(KV_PARAMS), dict)]
-    if kept and engine.capabilities.releases:
+    if kept and engine.capabilities.supports_release:
         await _release_turn(request, gateway, engine, kept[-1])
 
 
@@ -112,7 +112,7 @@ async def _release(request: Request, gateway: Gateway, name: str, params: Params
     """Returns the outcome, as the metric has it."""
     if params.tells_tokens:  # of which nobody here is to begin anything
         params = params.not_beginning()
-    prefiller = gateway.fleet.named(name)
+    prefiller = gateway.fleet.find_alive(name)
     if prefiller is not None and params.is_proven:
         status = await _tell(request, gateway, prefiller, PAGE, {KV_PARAMS: params.fragment})
         if status == 200:
@@ -129,8 +129,8 @@ async def _release(request: Request, gateway: Gateway, name: str, params: Params
 
 def give_up_turn(request: Request, gateway: Gateway, entry: Entry) -> None:
     """Nobody will pull this turn's KV: its decoder frees it before its time."""
-    decoder = gateway.fleet.named(entry.decoder)
-    if decoder is not None and decoder.capabilities.releases:
+    decoder = gateway.fleet.find_alive(entry.decoder)
+    if decoder is not None and decoder.capabilities.supports_release:
         gateway.spawn(_release_turn(request, gateway, decoder, entry.params))
 
 
@@ -152,9 +152,9 @@ def _decoders(request: Request, gateway: Gateway, group: str | None) -> Sequence
     """The one that was asked, which knows the prefiller already, unless that is what failed; and
     another one. Nobody of a group that cannot read from the prefiller's `group`, if that is known.
     """
-    known = gateway.fleet.named(request.record.decoder)
+    known = gateway.fleet.find_alive(request.record.decoder)
     able = [
-        one for one in gateway.fleet.candidates(EngineRole.DECODE) if group in (None, one.group)
+        one for one in gateway.fleet.usable_engines(EngineRole.DECODE) if group in (None, one.group)
     ]
     first = [known] if known is not None and group in (None, known.group) else []
     return first + [one for one in able if one is not known][:1]

@@ -48,13 +48,13 @@ class Moves:
             return False
         if (
             decoder is prefiller
-            or not decoder.capabilities.begins
+            or not decoder.capabilities.supports_resume
             or not may_be_handed(request.body)
         ):
             return False
         if asks_one_token(request.body):  # whose text is not to be held back
             return False
-        if not read_alike(prefiller, decoder.capabilities.renders):
+        if not read_alike(prefiller, decoder.capabilities.render_hashes):
             gateway.metrics.handed_over.add(("differ",))
             what = difference(prefiller, decoder)
             gateway.throttle.warn(
@@ -97,7 +97,9 @@ class Moves:
         """Whether the decoder is to begin with what these tell. Perhaps nobody has asked for it."""
         if not params.begins or mate is None or self.going_on is not None:
             return False
-        return decoder.capabilities.begins and read_alike(decoder, mate.capabilities.renders)
+        return decoder.capabilities.supports_resume and read_alike(
+            decoder, mate.capabilities.render_hashes
+        )
 
     def _asked_to_tell(
         self, params: Params | None, decoder: Engine, is_chance: bool
@@ -105,12 +107,12 @@ class Moves:
         request, capabilities, buffer = self._request, decoder.capabilities, self.going_on
         may_move = buffer is not None or self._may_move(decoder)
         is_stream = request.body.get("stream") is True and not request.exact
-        if capabilities.tells_ids and may_move and is_stream:
+        if capabilities.reports_token_ids and may_move and is_stream:
             params = self._buffer(decoder, params).asking_for_ids(params)
         elif buffer is None and request.resume_buffer is not None:
             request.resume_buffer.close()
             request.resume_buffer = None
-        if not capabilities.hands_back or request.alone in AS_SENT:
+        if not capabilities.returns_preempted or request.alone in AS_SENT:
             return params, False
         is_kept = not is_stream or (
             request.resume_buffer is not None and not request.resume_buffer.is_full
@@ -123,7 +125,7 @@ class Moves:
         """Whether another may go on with what this decoder has begun."""
         request = self._request
         may_move = self._gateway.limits.max_resumes > 0 and not request.alone
-        return may_move and decoder.capabilities.begins and may_be_handed(request.body)
+        return may_move and decoder.capabilities.supports_resume and may_be_handed(request.body)
 
     def _buffer(self, decoder: Engine, params: Params | None) -> ResumeBuffer:
         request = self._request
@@ -139,7 +141,7 @@ class Moves:
     def _new_buffer(self, decoder: Engine) -> ResumeBuffer:
         gateway = self._gateway
         return ResumeBuffer(
-            gateway.resume_memory, decoder.capabilities.renders, gateway.limits.max_resumes
+            gateway.resume_memory, decoder.capabilities.render_hashes, gateway.limits.max_resumes
         )
 
     # When a decoder could not go on.
@@ -201,5 +203,5 @@ class Moves:
 def can_go_on(engine: Engine, role: EngineRole, buffer: ResumeBuffer) -> bool:
     """With what another has begun to say."""
     capabilities = engine.capabilities
-    tells = role is PREFILL or capabilities.tells_ids
-    return capabilities.begins and tells and read_alike(engine, buffer.renders)
+    tells = role is PREFILL or capabilities.reports_token_ids
+    return capabilities.supports_resume and tells and read_alike(engine, buffer.renders)

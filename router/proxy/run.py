@@ -238,7 +238,7 @@ class Run:
                     self._require_short()
                 return None
             offered = None if self._plan.reuse is None else self._offer_at(engine)
-            hands_over = engine.capabilities.hands_over and self._hands_over(engine)
+            hands_over = engine.capabilities.supports_hand_over and self._hands_over(engine)
             body = self._bodies.prefill(offered, "", hands_over, buffer)
             try:
                 is_offered = offered is not None
@@ -326,7 +326,7 @@ class Run:
             if failure is None:
                 return None
             if not isinstance(failure[0], PreemptedError):
-                prefiller.capabilities.note_missed()
+                prefiller.capabilities.note_push_failed()
             self._after(*failure)
             if self._lacks_pair():
                 return await self._alone("no_pair")
@@ -386,7 +386,7 @@ class Run:
 
     def _first(self, order: Sequence[Engine], mate: Engine | None = None) -> Engine | None:
         """Of the plan, unless something has failed or speaks against it by now."""
-        if not order or self._failed or self._preempted or not order[0].is_asked:
+        if not order or self._failed or self._preempted or not order[0].is_available:
             return None
         if self._unloaded:
             return None
@@ -413,7 +413,7 @@ class Run:
 
     def _is_avoided(self, prefiller: Engine, decoder: Engine) -> bool:
         pairs = self._gateway.fleet.unreachable_pairs
-        return bool(pairs) and pairs.avoids(prefiller.name, decoder.name, now())
+        return bool(pairs) and pairs.is_avoided(prefiller.name, decoder.name, now())
 
     def _can_pair(self, prefiller: Engine, decoder: Engine) -> bool:
         return self._may_read(decoder, prefiller) and not self._is_avoided(prefiller, decoder)
@@ -449,7 +449,7 @@ class Run:
             able = [o for o in able if self._may_read(o, mate)] or [o for o in able if o is mate]
         if self._gateway.fleet.unreachable_pairs and len(able) > 1:
             able = self._paired(able, mate)
-        seat, asked = self._request.seat, [one for one in able if one.is_asked]
+        seat, asked = self._request.seat, [one for one in able if one.is_available]
         left = asked or able
         left = [one for one in left if one not in self._preempted] or left
         return next(iter(left), None) if seat is None else seat.roomiest(left)
@@ -460,7 +460,7 @@ class Run:
         route = self._plan.route
         order = route.prefillers if role is PREFILL else route.decoders
         known = (*order, *self._gateway.others(self._request, route, role))
-        fit = [one for one in known if one.is_wanted and one.role.plays(role)]
+        fit = [one for one in known if one.is_usable and one.role.plays(role)]
         able = [one for one in fit if one not in self._failed]
         buffer = self._going_on
         if buffer is not None:
@@ -482,7 +482,7 @@ class Run:
 
     def _may_read(self, decoder: Engine, mate: Engine) -> bool:
         """As things are now: either may have become another since it was planned for."""
-        if self._request.is_several and not decoder.capabilities.shares_loads:
+        if self._request.is_several and not decoder.capabilities.shares_kv_loads:
             return False
         return decoder is not mate and decoder.group == mate.group
 
@@ -543,7 +543,11 @@ class Run:
         """`is_chance`: of several that are asked, who may lose. What it would hand back then would
         be nobody's."""
         capabilities = decoder.capabilities
-        if self._moves is None and not capabilities.begins and not capabilities.hands_back:
+        if (
+            self._moves is None
+            and not capabilities.supports_resume
+            and not capabilities.returns_preempted
+        ):
             return params
         moves = self._made_moves()
         told, self._legs.may_come_back = moves.told(params, decoder, self._mate, is_chance)
@@ -674,8 +678,8 @@ def _note(record: Record, engine: Engine, role: EngineRole, kind: str, what: Nex
 
 def _blame(gateway: Gateway, engine: Engine, error: LegError, is_its_fault: bool) -> None:
     if isinstance(error, ConnectRefusedError):
-        gateway.fleet.unreachable(engine, str(error))
+        gateway.fleet.note_unreachable(engine, str(error))
     elif isinstance(error, EngineOverloadedError):
-        gateway.fleet.cool(engine, error.retry_after or 1)
+        gateway.fleet.cool_down(engine, error.retry_after or 1)
     elif is_its_fault and not isinstance(error, RejectedMidStreamError):
-        gateway.fleet.failed(engine, str(error))
+        gateway.fleet.note_leg_failed(engine, str(error))

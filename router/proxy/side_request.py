@@ -18,7 +18,7 @@ async def tell(request: Request, engine: Engine, path: str, body: Body, why: str
     content = write(body)
     leg_id = f"{request.leg_id()}-{why}"
     message = headers.message(path, engine.name, leg_id, request.shared_headers, (content, b""))
-    return await engine.pool.ask_whole(message, now() + TIMEOUT, ANSWER_LIMIT)
+    return await engine.pool.fetch(message, now() + TIMEOUT, ANSWER_LIMIT)
 
 
 def smallest(model: object) -> Body:

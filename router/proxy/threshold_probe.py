@@ -24,7 +24,7 @@ async def try_threshold(request: Request, engine: Engine) -> None:
         return
     answer = parse_object(told.body) if told.status == 200 else None
     if answer is not None and is_rejection(answer):
-        engine.capabilities.note_rejected()
+        engine.capabilities.note_threshold_rejected()
 
 
 def is_rejection(content: Json) -> bool:

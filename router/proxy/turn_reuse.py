@@ -62,10 +62,14 @@ class Reuse(Value, frozen=True):
         """Of the decoder's data-parallel ranks, by its own page, the one that has it: the others'
         caches are of other conversations. None where there is but one."""
         engine_id = None if self.entry is None else self.entry.engine_id
-        if engine is not self.decoder or engine_id is None or len(engine.capabilities.ranks) < 2:
+        if (
+            engine is not self.decoder
+            or engine_id is None
+            or len(engine.capabilities.rank_endpoints) < 2
+        ):
             return None
         number = dp_rank_of(engine_id)
-        return number if number in engine.capabilities.ranks else None
+        return number if number in engine.capabilities.rank_endpoints else None
 
     def offer(self, prefiller: Engine) -> Offer:
         """What this prefiller may pull."""
@@ -78,11 +82,11 @@ class Reuse(Value, frozen=True):
         return self._offer(self.entry, self.verdict, prefiller)
 
     def _offer(self, entry: Entry, verdict: ReuseDecision, prefiller: Engine) -> Offer:
-        if entry.is_revocable and not prefiller.capabilities.proves_prefix:
+        if entry.is_revocable and not prefiller.capabilities.verifies_prefix:
             # It could not find out that the decoder has dropped the turn.
             return Offer(ReuseMatch.MISMATCH, "unproven")
         whole = verdict.match is ReuseMatch.HIT
-        proven = entry.has_prefix_hashes and prefiller.capabilities.proves_prefix
+        proven = entry.has_prefix_hashes and prefiller.capabilities.verifies_prefix
         if proven and (whole or not self.turn.prompt.has_media):
             fit = ReuseMatch.CUT if verdict.reason in SEEN_BY_PROOF else verdict.match
             return Offer(fit, verdict.reason, entry.params)
@@ -102,13 +106,15 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Reu
     entry = turn.entry
     if entry is None:
         return Reuse(turn, unproven, turn.recalled)
-    decoder = fleet.named(entry.decoder)
+    decoder = fleet.find_alive(entry.decoder)
     if decoder is None or not decoder.role.plays(EngineRole.DECODE) or not _is_same(decoder, entry):
         return Reuse(turn, unproven, "decoder_gone")
     home: Engine | None = decoder
     if decoder.intent is not Intent.SERVING:
         home = None
-    elif not bound.is_far(decoder) and bound.exceeded(decoder, fleet.candidates(EngineRole.DECODE)):
+    elif not bound.is_far(decoder) and bound.is_overloaded(
+        decoder, fleet.usable_engines(EngineRole.DECODE)
+    ):
         return Reuse(turn, unproven, "decoder_overloaded")
     verdict = decide_reuse(entry, turn.prompt, turn.scope)
     return Reuse(turn, unproven, verdict.match, verdict.reason, home, entry, verdict, decoder.group)

@@ -163,7 +163,7 @@ class Warmer:
             if not left[life] or now() >= latest or not life.goes_on:
                 del self._cold[life]
                 if life.goes_on:
-                    self._gateway.fleet.is_warm(life.engine)
+                    self._gateway.fleet.note_warm(life.engine)
 
     async def _warm(self, pair: Pair) -> None:
         """Never raises, unless it is cancelled."""

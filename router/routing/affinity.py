@@ -37,7 +37,7 @@ class LoadBound:
         """The engine has so few legs that nobody else's matter."""
         return engine.in_flight < self.floor
 
-    def exceeded(self, engine: Loaded, candidates: Sequence[Loaded], chance: int = 0) -> bool:
+    def is_overloaded(self, engine: Loaded, candidates: Sequence[Loaded], chance: int = 0) -> bool:
         return not self.is_far(engine) and engine.in_flight > self.limit(candidates, chance)
 
 

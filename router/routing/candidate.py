@@ -43,13 +43,13 @@ class Policy(ABC):
     """One object for the engines of a role and a group. Most remember nothing: their notes go
     nowhere, and `Ask.chunks` are made only for those that do."""
 
-    remembers = False
+    uses_feedback = False
 
     @abstractmethod
     def order(self, candidates: Sequence[E], ask: RoutingQuery) -> Sequence[E]:
         """The engines to try, best first: distinct, at most MOST_TRIED, one if there is any."""
 
-    def note(self, name: str, ask: RoutingQuery) -> None:
+    def note_sent(self, name: str, ask: RoutingQuery) -> None:
         """That engine was sent this prompt."""
         return
 
@@ -62,7 +62,7 @@ class Policy(ABC):
         """That engine is gone, or has begun anew."""
         return
 
-    def expected(self, name: str, ask: RoutingQuery) -> int:
+    def expected_tokens(self, name: str, ask: RoutingQuery) -> int:
         """Tokens of the prompt that the engine is believed to hold."""
         return 0
 

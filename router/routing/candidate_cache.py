@@ -20,7 +20,7 @@ class CandidateCache(Generic[T]):
         self._work_out = work_out
         self._known: dict[int, tuple[Sequence[Candidate], T]] = {}
 
-    def of(self, candidates: Sequence[Candidate]) -> T:
+    def get(self, candidates: Sequence[Candidate]) -> T:
         known = self._known.get(id(candidates))
         if known is not None:
             return known[1]

@@ -55,7 +55,7 @@ def _can_decode(pool: GroupPool) -> bool:
 
 def _is_sound(pool: GroupPool) -> bool:
     roles = (pool.prefillers, pool.decoders)
-    return all(not role or any(engine.is_asked for engine in role) for role in roles)
+    return all(not role or any(engine.is_available for engine in role) for role in roles)
 
 
 def _distance(pool: GroupPool, key: str) -> float:

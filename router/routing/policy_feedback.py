@@ -15,14 +15,14 @@ class PolicyFeedback:
         self._ask = ask
         self._sent: list[str] = []
 
-    def expected(self, name: str) -> int:
+    def expected_tokens(self, name: str) -> int:
         """Tokens of the prompt that the engine is believed to hold."""
-        return self._policy.expected(name, self._ask)
+        return self._policy.expected_tokens(name, self._ask)
 
     def sent(self, name: str) -> None:
         if name not in self._sent:
             self._sent.append(name)
-            self._policy.note(name, self._ask)
+            self._policy.note_sent(name, self._ask)
 
     def answered(self, name: str, cached_tokens: int | None) -> None:
         """It holds the prompt now; None: it did not tell how much of it it had before."""

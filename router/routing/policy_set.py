@@ -17,7 +17,7 @@ class GroupPolicies(dict[str, Policy]):
         super().__init__()
         self._name = name
         self._bound = bound
-        self.remembers = make_policy(name, bound).remembers
+        self.uses_feedback = make_policy(name, bound).uses_feedback
 
     def __missing__(self, group: str) -> Policy:
         policy = self[group] = make_policy(self._name, self._bound)
@@ -28,7 +28,7 @@ class GroupPolicies(dict[str, Policy]):
         if group in self:
             self[group].forget(engine)
 
-    def keep(self, groups: Container[str]) -> None:
+    def keep_only(self, groups: Container[str]) -> None:
         """All other groups are gone."""
         for group in [group for group in self if group not in groups]:
             del self[group]

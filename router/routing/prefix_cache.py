@@ -41,7 +41,7 @@ class _Seat(NamedTuple):
 
 
 class PrefixAffinity(Policy):
-    remembers = True
+    uses_feedback = True
 
     def __init__(self, bound: LoadBound, holders: ChunkIndex | None = None) -> None:
         self._bound = bound
@@ -59,7 +59,7 @@ class PrefixAffinity(Policy):
         chunks = ask.chunks
         if not chunks:
             return self._by_load.order(candidates, ask)
-        seat = self._seats.of(candidates)
+        seat = self._seats.get(candidates)
         depth, engines = self._match = self._holders.longest(chunks, seat.among)
         self._asked = chunks
         if not depth:
@@ -67,7 +67,7 @@ class PrefixAffinity(Policy):
         first = self._least(engines, candidates, seat, ask)
         if first.in_flight >= self._bound.floor:
             chance = mix(ask.turn)
-            if self._bound.exceeded(first, candidates, chance):
+            if self._bound.is_overloaded(first, candidates, chance):
                 return self._next_best(candidates, seat, ask, chance)
         return _with_stand_in(first, candidates, ask.turn)
 
@@ -89,12 +89,12 @@ class PrefixAffinity(Policy):
             if not depth:
                 break
             first = self._least(engines, candidates, seat, ask)
-            if not self._bound.exceeded(first, candidates, chance):
+            if not self._bound.is_overloaded(first, candidates, chance):
                 return _with_stand_in(first, candidates, ask.turn)
             overloaded.append(first)
         return filled([], self._by_load.order(candidates, ask), overloaded)
 
-    def note(self, name: str, ask: RoutingQuery) -> None:
+    def note_sent(self, name: str, ask: RoutingQuery) -> None:
         if not ask.chunks or not self._holders.bit(name):
             return
         open_asks = self._open.setdefault(name, {})
@@ -125,7 +125,7 @@ class PrefixAffinity(Policy):
         self._holders.forget(name)
         self._seats.clear()
 
-    def expected(self, name: str, ask: RoutingQuery) -> int:
+    def expected_tokens(self, name: str, ask: RoutingQuery) -> int:
         """Without what others that are unanswered yet will bring."""
         depth = self._depth(name, ask)
         if depth:

@@ -38,7 +38,7 @@ class EngineLimits(NamedTuple):
     requests: int
     tokens: int
 
-    def at(self, engine: AdmittedLoad, tokens: int = 0) -> bool:
+    def fits(self, engine: AdmittedLoad, tokens: int = 0) -> bool:
         """Where no prompt is being computed any one fits, or the largest would never run."""
         if self.requests and engine.admitted >= self.requests:
             return False
@@ -58,7 +58,7 @@ class Placement(NamedTuple):
 NO_PLACE = Placement("", None, None)
 
 
-def place(
+def find_placement(
     pools: Sequence[GroupPool],
     tokens: int,
     alone: bool,
@@ -81,7 +81,7 @@ def place(
     return None
 
 
-def lacking(
+def engines_without_room(
     pools: Sequence[GroupPool], tokens: int, alone: bool, room: EngineLimits
 ) -> set[Engine]:
     """The engines without which the request cannot go on: those of each role without room."""
@@ -98,7 +98,7 @@ def _first_with_room(
     engines: Sequence[Engine], tokens: int, room: EngineLimits, spoken_for: Collection[Engine]
 ) -> Engine | None:
     for engine in engines:
-        if room.at(engine, tokens) and engine not in spoken_for:
+        if room.fits(engine, tokens) and engine not in spoken_for:
             return engine
     return None
 
@@ -111,7 +111,7 @@ class QueueTicket:
     priority: int
     tokens: int
     model: object
-    alone: bool
+    decode_only: bool
     number: int = 0
 
 
@@ -182,21 +182,21 @@ class AdmissionQueue(Generic[T]):
         self._stuck = stuck = set()
         for ticket in self._heads():
             pools = pools_of(ticket.model)
-            kind = id(pools), ticket.alone
+            kind = id(pools), ticket.decode_only
             if kind in stuck:
                 continue
-            asked = ticket.tokens, ticket.alone, room
-            found = place(pools, *asked, spoken_for) if pools else NO_PLACE
+            asked = ticket.tokens, ticket.decode_only, room
+            found = find_placement(pools, *asked, spoken_for) if pools else NO_PLACE
             if found is not None:
                 self._serve(ticket)
                 return ticket, found
             stuck.add(kind)
-            spoken_for |= lacking(pools, *asked)
+            spoken_for |= engines_without_room(pools, *asked)
         return None
 
     def is_stuck(self, ticket: T, pools: Sequence[GroupPool]) -> bool:
         """Others who want the same had no room at the last look: no need for another."""
-        return (id(pools), ticket.alone) in self._stuck
+        return (id(pools), ticket.decode_only) in self._stuck
 
     def shed(self, newcomer: T) -> ShedTicket[T] | None:
         """Takes out who has to go now that `newcomer` is there, if there are more than `size`: of
@@ -258,4 +258,4 @@ class AdmissionQueue(Generic[T]):
 
 
 def _line_of(ticket: QueueTicket) -> tuple[int, str, object, bool]:
-    return ticket.priority, ticket.tenant, ticket.model, ticket.alone
+    return ticket.priority, ticket.tenant, ticket.model, ticket.decode_only

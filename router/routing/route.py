@@ -55,7 +55,7 @@ def route(
     group = pool.group
     prefillers, prefill_notes = _ordered(prefill, group, pool.prefillers, ask[0])
     decoders, decode_notes = _ordered(decode, group, pool.decoders, ask[1])
-    if home is not None and home.is_wanted and home.group == group:
+    if home is not None and home.is_usable and home.group == group:
         decoders = first(decoders, home)
     is_noted = prefill_notes is not None or decode_notes is not None
     return Route(group, prefillers, decoders, prefill_notes, decode_notes, is_noted, pool.decoders)
@@ -67,8 +67,8 @@ def _ordered(
     if ask is None or (len(engines) < 2 and not ask.chunks):
         return engines, None
     policy = policies[group]
-    notes = PolicyFeedback(policy, ask) if ask.chunks and policy.remembers else None
+    notes = PolicyFeedback(policy, ask) if ask.chunks and policy.uses_feedback else None
     order = policy.order(engines, ask)
-    if order and order[0].has_failed_lately:  # it has little to do since it fails
-        order = sorted(order, key=attrgetter("has_failed_lately"))
+    if order and order[0].failed_recently:  # it has little to do since it fails
+        order = sorted(order, key=attrgetter("failed_recently"))
     return order, notes

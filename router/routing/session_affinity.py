@@ -35,7 +35,7 @@ class SessionAffinity(Policy):
     def order(self, candidates: Sequence[E], ask: RoutingQuery) -> Sequence[E]:
         if not ask.session or len(candidates) < 2:
             return self._by_load.order(candidates, ask)
-        seat = self._seats.of(candidates)
+        seat = self._seats.get(candidates)
         places = seat.places.get(ask.session) or _places(seat, ask.session)
         order = [candidates[place] for place in places]
         if order[0].in_flight < self._bound.floor:

@@ -85,10 +85,10 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         watched["engine_tls"], certificates["engine_tls"] = pair, secured()
     answers = AnswerMemory(settings.max_held_answers)
     fleet = _fleet(settings, deadlines, secured, answers)
-    fleet.new_are_cold = settings.warm_up == EAGER
-    fleet.weigh(settings.weights)
-    roster = EngineRegistry(fleet, make_sources(settings, shared), settings.request_timeout)
-    _read_gauges(metrics, fleet, roster)
+    fleet.starts_engines_cold = settings.warm_up == EAGER
+    fleet.set_group_weights(settings.weights)
+    registry = EngineRegistry(fleet, make_sources(settings, shared), settings.request_timeout)
+    _read_gauges(metrics, fleet, registry)
     metrics.by_model.known = lambda: fleet.snapshot.by_model
     prober = Prober(fleet, settings.health_interval, settings.health_timeout)
     store = _store(settings, metrics)
@@ -109,12 +109,12 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
         loop = asyncio.get_running_loop()
-        watching = [loop.create_task(roster.run()), loop.create_task(prober.run())]
+        watching = [loop.create_task(registry.run()), loop.create_task(prober.run())]
         watching += [loop.create_task(file.run()) for file in watched.values()]
         if door is not None:
             watching.append(loop.create_task(door.keep_places()))
         try:
-            await roster.wait_for_sources(FIRST_WORDS)
+            await registry.wait_for_sources(FIRST_WORDS)
             if settings.warm_up != "off":
                 watching.append(loop.create_task(Warmer(gateway, settings.warm_up).run()))
             yield {"gateway": gateway, "deadlines": deadlines}
@@ -133,7 +133,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    app.state.gateway, app.state.prober, app.state.roster = gateway, prober, roster
+    app.state.gateway, app.state.prober, app.state.registry = gateway, prober, registry
     app.state.responses = ResponseStore(
         _shelf(settings, store), settings.tenant_header, settings.responses_ttl
     )
@@ -150,7 +150,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         operations_endpoints,
     ):
         app.include_router(endpoints.router)
-    app.state.page = _page(app, settings, gateway, roster)
+    app.state.page = _page(app, settings, gateway, registry)
     # A port that is asked for and not bound, under another server, hides the page.
     app.state.page_port = settings.ui_port
     has_metrics = settings.metrics_port is None
@@ -162,12 +162,12 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
 
 
 def _page(
-    app: FastAPI, settings: Settings, gateway: Gateway, roster: EngineRegistry
+    app: FastAPI, settings: Settings, gateway: Gateway, registry: EngineRegistry
 ) -> DashboardHub | None:
     """Raises SettingsError."""
     if not settings.ui:
         return None
-    hub = DashboardHub(gateway, roster)
+    hub = DashboardHub(gateway, registry)
     app.include_router(dashboard_routes(hub, settings.ui_secret()))
     return hub
 
@@ -297,10 +297,10 @@ def _fleet(
 ) -> Fleet:
     """`secured` is asked for where an engine wants it."""
     limits = PoolLimits(
-        connect_timeout=settings.connect_timeout,
-        idle_connections=settings.engine_idle_connections,
-        idle_age=settings.engine_idle_age,
-        header_limit=settings.max_header_size,
+        connect_timeout_s=settings.connect_timeout,
+        max_idle_connections=settings.engine_idle_connections,
+        max_idle_s=settings.engine_idle_age,
+        max_head_bytes=settings.max_header_size,
     )
 
     name = settings.engine_tls_name or ""
@@ -315,14 +315,14 @@ def _fleet(
     return Fleet((), make_pool, settings.health_failures, credential=credential)
 
 
-def _read_gauges(metrics: Metrics, fleet: Fleet, roster: EngineRegistry) -> None:
+def _read_gauges(metrics: Metrics, fleet: Fleet, registry: EngineRegistry) -> None:
     """From the thread that is asked for metrics: each reads what is replaced as a whole."""
 
     def of_engines(value: Callable[[Engine], float]) -> Callable[[], Iterator[Reading]]:
         return lambda: (((engine.role, engine.name), value(engine)) for engine in fleet.engines)
 
     def of_sources(value: Callable[[WatchedSource], float]) -> Callable[[], Iterator[Reading]]:
-        return lambda: (((one.source.name,), value(one)) for one in roster.sources)
+        return lambda: (((one.source.name,), value(one)) for one in registry.sources)
 
     def shared_ids() -> Iterator[Reading]:
         shared = find_duplicate_ids(fleet.engines)
@@ -330,17 +330,19 @@ def _read_gauges(metrics: Metrics, fleet: Fleet, roster: EngineRegistry) -> None
 
     metrics.engine_healthy.read = of_engines(lambda engine: HEALTH_VALUES[engine.health])
     metrics.engine_in_flight.read = of_engines(lambda engine: engine.in_flight)
-    metrics.engine_holding.read = of_engines(lambda engine: engine.holding)
+    metrics.engine_holding.read = of_engines(lambda engine: engine.kv_leases)
     metrics.engine_draining.read = of_engines(lambda engine: engine.intent is Intent.DRAINING)
     metrics.engine_shares_id.read = shared_ids
     metrics.engine_circuit.read = of_engines(lambda engine: CIRCUIT_VALUES[engine.breaker.circuit])
     metrics.pair_avoided.read = lambda: (
         (pair, 1.0) for pair in fleet.unreachable_pairs.avoided(now())
     )
-    metrics.fleet_changes.read = lambda: (((what,), count) for what, count in roster.counts.items())
+    metrics.fleet_changes.read = lambda: (
+        ((what,), count) for what, count in registry.counts.items()
+    )
     metrics.source_engines.read = of_sources(lambda standing: len(standing.listed))
-    metrics.source_trouble.read = of_sources(lambda standing: bool(standing.trouble))
-    metrics.source_told.read = of_sources(lambda standing: standing.told_at)
+    metrics.source_trouble.read = of_sources(lambda standing: bool(standing.problem))
+    metrics.source_told.read = of_sources(lambda standing: standing.listed_at)
     metrics.group_weight.read = lambda: (
         ((name,), group.weight) for name, group in count_groups(fleet).items()
     )

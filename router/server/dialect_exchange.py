@@ -177,7 +177,7 @@ def _take(request: Request, gateway: Gateway, chat: Json) -> None:
     request.path = CHAT
     request.take(chat, gateway.limits, gateway.conversations)
     request.tokens = max(request.tokens, tokens_of(chat))  # of what was said before, too
-    request.check(gateway.fleet.snapshot.contexts)
+    request.check(gateway.fleet.snapshot.context_lengths)
 
 
 def authorized(headers: Sequence[Header]) -> Sequence[Header]:

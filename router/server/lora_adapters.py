@@ -137,7 +137,7 @@ async def _tell(
 ) -> Response:
     """One answer for all: the first failure, else what the first engine said."""
     engines = gateway.fleet.engines
-    chosen = [e for e in engines if e.is_wanted and _has(e, model)]
+    chosen = [e for e in engines if e.is_usable and _has(e, model)]
     if not chosen:
         raise NoEngineError("no engine is healthy")
     path, request_id = record.endpoint, record.request_id
@@ -176,7 +176,7 @@ def _has(engine: Engine, model: object) -> bool:
 async def _ask(engine: Engine, path: str, request_id: str, shared: bytes, raw: bytes) -> Told:
     message = headers.message(path, engine.name, request_id, shared, (raw, b""))
     try:
-        return Told(engine, await engine.pool.ask_whole(message, now() + PATIENCE, ANSWER_LIMIT))
+        return Told(engine, await engine.pool.fetch(message, now() + PATIENCE, ANSWER_LIMIT))
     except UpstreamError as error:
         logger.warning("%s at %s: %s", path, engine.name, error)
         return Told(engine, None)
@@ -188,4 +188,4 @@ def _note(gateway: Gateway, done: list[Told], name: str, path: str) -> None:
         engine = one.engine
         if engine.models is not None:
             models = engine.models | {name} if path == LOAD else engine.models - {name}
-            gateway.fleet.serves(engine, models, engine.contexts)
+            gateway.fleet.note_models(engine, models, engine.context_lengths)

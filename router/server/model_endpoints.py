@@ -55,7 +55,7 @@ async def _models(request: Request) -> Sequence[Model] | Response:
     gateway: Gateway = request.app.state.gateway
     shown = "" if gateway.hides_credentials else request.headers.get("authorization", "")
     caller: Key | None = request.scope.get(CALLER)
-    engines = [engine for engine in gateway.fleet.engines if engine.is_wanted]
+    engines = [engine for engine in gateway.fleet.engines if engine.is_usable]
     asked = await asyncio.gather(*(_ask(engine, shown) for engine in engines))
     answers = [told for told in asked if told is not None]
     lists = [

@@ -25,7 +25,7 @@ async def health() -> dict[str, str]:
 async def healthcheck(request: Request) -> dict[str, str | int]:
     """What vLLM's example proxies answer: scripts that start one wait for it."""
     fleet = request.app.state.gateway.fleet
-    known = {role: len(fleet.candidates(role)) for role in LEGS}
+    known = {role: len(fleet.usable_engines(role)) for role in LEGS}
     return {
         "status": "ok",
         "prefill_instances": known[EngineRole.PREFILL],
@@ -42,10 +42,10 @@ async def healthcheck(request: Request) -> dict[str, str | int]:
 async def ready(request: Request) -> Response:
     gateway: Gateway = request.app.state.gateway
     # A source that is in trouble takes nothing away: the engines that it listed last still serve.
-    troubles = request.app.state.roster.troubles()
+    troubles = request.app.state.registry.problems()
     detail = {"sources": troubles} if troubles else {}
-    reasons = {str(role): why for role, why in gateway.fleet.missing().items()}
-    if trouble := request.app.state.prober.trouble():
+    reasons = {str(role): why for role, why in gateway.fleet.unavailable_roles().items()}
+    if trouble := request.app.state.prober.problem():
         reasons["prober"] = trouble
     if gateway.draining:
         reasons["router"] = "shutting down"

@@ -119,7 +119,7 @@ class EnginePoller:
             if metrics is None:
                 return
             asked, answer = self._clock(), None
-            if engine.capabilities.told:
+            if engine.capabilities.lists_capabilities:
                 answer = await _get(engine, LEASES)
         figures = figures_in(metrics.body)
         content = None if answer is None else json_of(answer)

@@ -40,9 +40,9 @@ class TooManyViewersError(Exception):
 class SnapshotSource:
     """What this process sees, as long as somebody wants to know: a page here, or a sibling's."""
 
-    def __init__(self, gateway: Gateway, roster: EngineRegistry) -> None:
+    def __init__(self, gateway: Gateway, registry: EngineRegistry) -> None:
         self._gateway = gateway
-        self._roster = roster
+        self._registry = registry
         self._watch = LiveRequests()
 
     @contextlib.contextmanager
@@ -60,15 +60,15 @@ class SnapshotSource:
 
     def _picture(self, watch: LiveRequests, look: RequestFeed) -> ProcessSnapshot:
         origin = Origin(str(os.getpid()), time.time() - now())
-        return take_snapshot(self._gateway, self._roster, watch, look, origin)
+        return take_snapshot(self._gateway, self._registry, watch, look, origin)
 
 
 class DashboardHub:
     """`siblings` are the other processes of this router, if it has any."""
 
-    def __init__(self, gateway: Gateway, roster: EngineRegistry) -> None:
+    def __init__(self, gateway: Gateway, registry: EngineRegistry) -> None:
         self._gateway = gateway
-        self.own = SnapshotSource(gateway, roster)
+        self.own = SnapshotSource(gateway, registry)
         self.siblings: OtherWorkers | None = None
         self._watchers: set[Viewer] = set()
         self._work: asyncio.Task[None] | None = None

@@ -70,12 +70,16 @@ class ProcessSnapshot(BaseModel):
 
 
 def take_snapshot(
-    gateway: Gateway, roster: EngineRegistry, watch: LiveRequests, look: RequestFeed, origin: Origin
+    gateway: Gateway,
+    registry: EngineRegistry,
+    watch: LiveRequests,
+    look: RequestFeed,
+    origin: Origin,
 ) -> ProcessSnapshot:
     running = watch.running
     ended, missed = look.take(now())
     return ProcessSnapshot(
-        view=build_fleet_view(gateway.fleet, roster),
+        view=build_fleet_view(gateway.fleet, registry),
         ways=_ways(moving(running), look.rates.now()),
         running=[summarize_request(record, origin) for record in running[-MOST_LISTED:]],
         ended=[summarize_request(record, origin) for record in ended],

@@ -37,7 +37,7 @@ from router.server.serve import RARELY
 from router.settings import Address, Settings
 from router.telemetry.metrics import Metrics
 
-LIMITS = PoolLimits(connect_timeout=1, idle_connections=8, idle_age=4, header_limit=65536)
+LIMITS = PoolLimits(connect_timeout_s=1, max_idle_connections=8, max_idle_s=4, max_head_bytes=65536)
 TICK = 0.001
 
 
@@ -66,7 +66,7 @@ class World:
             prefiller_hosts=("p",), prefiller_ports=(1,), decoder_hosts=("d",), decoder_ports=(1,)
         )
         self.gateway = Gateway(settings, self.fleet, Metrics())
-        self.roster = EngineRegistry(self.fleet, [self.source], bound=3600.0)
+        self.registry = EngineRegistry(self.fleet, [self.source], bound=3600.0)
 
 
 class Step(NamedTuple):
@@ -112,11 +112,11 @@ def steps(count: int, times: int) -> Iterator[Step]:
     """Engines leave, join, and those that left are removed."""
     chance, world = random.Random(1), World(count)
     for _ in range(times):
-        world.roster.sources[0].note(SourceReport(some(world.everyone, chance)))
+        world.registry.sources[0].note(SourceReport(some(world.everyone, chance)))
         began = time.thread_time()
-        world.roster.apply()
+        world.registry.reconcile()
         applied = time.thread_time()
-        world.roster.let_go()
+        world.registry.remove_drained()
         ended = time.thread_time()
         for engine in world.fleet.engines:
             engine.health = Health.HEALTHY
@@ -161,7 +161,7 @@ async def loop_figures(count: int, times: int, directory: Path) -> dict[str, lis
     chance, world, path = random.Random(2), World(count), directory / "engines.yaml"
     path.write_text("engines: []")
     file = FileSource(path, interval=0)
-    running = asyncio.create_task(world.roster.run())
+    running = asyncio.create_task(world.registry.run())
 
     async def nothing() -> None:
         await asyncio.sleep(PAUSE + 2 * LOOK)

@@ -153,7 +153,7 @@ class Simulation:
             self._at(self._now + LOOK_SECONDS, self._stay, job, ask, holder)
         elif self.setup.scatter:
             self._at(self._now + LOOK_SECONDS, self._send, job, ask, decoder)
-        elif least and job.tokens - self._decode_policy.expected(decoder.name, ask) < least:
+        elif least and job.tokens - self._decode_policy.expected_tokens(decoder.name, ask) < least:
             self._stay(job, ask, decoder)
         else:
             self._send(job, ask, decoder)
@@ -179,7 +179,7 @@ class Simulation:
 
     def _stay(self, job: Job, ask: RoutingQuery, decoder: Decoder) -> None:
         self.outcome.alone += 1
-        self._decode_policy.note(decoder.name, ask)
+        self._decode_policy.note_sent(decoder.name, ask)
         decoder.begin(job.tokens)
         done, cached = decoder.prefill(job, self._now)
         self._plan(decoder)
@@ -188,9 +188,9 @@ class Simulation:
     def _send(self, job: Job, ask: RoutingQuery, decoder: Decoder) -> None:
         costs = self.outcome.prefill_costs
         prefiller = self._choose(self._prefill_policy, self.prefillers, ask, costs)
-        expected = self._prefill_policy.expected(prefiller.name, ask)
-        self._prefill_policy.note(prefiller.name, ask)
-        self._decode_policy.note(decoder.name, ask)
+        expected = self._prefill_policy.expected_tokens(prefiller.name, ask)
+        self._prefill_policy.note_sent(prefiller.name, ask)
+        self._decode_policy.note_sent(decoder.name, ask)
         prefiller.begin(job.tokens - expected)
         if not self.setup.late:
             decoder.begin(job.tokens)

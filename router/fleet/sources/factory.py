@@ -29,7 +29,7 @@ def make_sources(settings: Settings, shared: Path | None = None) -> list[EngineS
 def check_sources(settings: Settings) -> None:
     """At start, an engines file that cannot be used is a mistake in the settings like any other:
     later it is only trouble, since there are engines to go on with. Raises SettingsError."""
-    troubles = [source.first.trouble for source in make_sources(settings)]
+    troubles = [source.first.problem for source in make_sources(settings)]
     if problems := [f"--engines-file {trouble}" for trouble in troubles if trouble]:
         raise SettingsError(problems)
 

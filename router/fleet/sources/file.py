@@ -48,7 +48,7 @@ class EngineFileContent(NamedTuple):
 
     content: bytes
     listed: tuple[ListedEngine, ...] | None
-    trouble: str
+    problem: str
 
 
 class FileSource:

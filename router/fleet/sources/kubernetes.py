@@ -106,7 +106,7 @@ class KubernetesSource:
         return read_pod(pod, self._role, self._port, self._scheme)
 
     def _report(self) -> SourceReport:
-        troubles = sorted(one.trouble for one in self._seen.values() if one.trouble)
+        troubles = sorted(one.problem for one in self._seen.values() if one.problem)
         more = [f"and {len(troubles) - MOST_TOLD} more"] if len(troubles) > MOST_TOLD else []
         listed = [one.listed for one in self._seen.values() if one.listed is not None]
         return SourceReport(distinct(listed), "; ".join([*troubles[:MOST_TOLD], *more]))

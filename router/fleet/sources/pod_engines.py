@@ -66,7 +66,7 @@ class PodEngine(NamedTuple):
     """`listed` is None for a pod that is no engine now; `trouble` is why, where it should be."""
 
     listed: ListedEngine | None
-    trouble: str = ""
+    problem: str = ""
 
 
 def read_pod(pod: Pod, role: EngineRole, port: str, scheme: str = "http") -> PodEngine:

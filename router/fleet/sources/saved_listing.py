@@ -35,7 +35,7 @@ class SavedListing:
         self._writing: asyncio.Task[None] | None = None
         self.first = source.first
         if self.first.listed is None:
-            self.first = SourceReport(recalled(file), self.first.trouble)
+            self.first = SourceReport(recalled(file), self.first.problem)
 
     async def watch(self) -> AsyncGenerator[SourceReport, None]:
         async with contextlib.aclosing(self._source.watch()) as reports:

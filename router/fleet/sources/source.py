@@ -26,7 +26,7 @@ class SourceReport:
     `trouble` says what is wrong, in one line; empty if nothing is."""
 
     listed: tuple[ListedEngine, ...] | None = None
-    trouble: str = ""
+    problem: str = ""
 
 
 class EngineSource(Protocol):

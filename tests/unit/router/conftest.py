@@ -51,7 +51,7 @@ async def start_router(p: MockEngine, d: MockEngine) -> AsyncIterator[StartRoute
         ) -> Router:
             settings = settings_for(p=ps or [p], d=ds or [d], **changes)
             router = await stack.enter_async_context(running_router(settings))
-            await eventually(lambda: not router.gateway.fleet.missing())
+            await eventually(lambda: not router.gateway.fleet.unavailable_roles())
             return router
 
         yield start

@@ -82,12 +82,14 @@ class Router:
         """Every request is over, and what outlived them too."""
         gateway = self.gateway
         await eventually(lambda: not gateway.running and not gateway._background, 10)
-        assert not any(e.in_flight or e.holding for e in gateway.fleet.engines)
+        assert not any(e.in_flight or e.kv_leases for e in gateway.fleet.engines)
 
     async def knows_its_engines(self) -> None:
         """Each was asked all that it is asked, and has a connection waiting."""
         engines = self.gateway.fleet.engines
-        await eventually(lambda: all(e.capabilities.asked and e.models for e in engines))
+        await eventually(
+            lambda: all(e.capabilities.is_identity_known and e.models for e in engines)
+        )
         await eventually(lambda: all(e.pool.idle_count for e in engines))
 
     @contextlib.asynccontextmanager

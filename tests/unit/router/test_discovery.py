@@ -156,7 +156,7 @@ async def test_a_file_that_breaks_later_is_told_and_takes_nothing_away(
     path = tmp_path / "engines.yaml"
     write(path, ps[:1], ds[:1])
     async with running_router(discovering(engines_file=path)) as router:
-        await eventually(lambda: not router.gateway.fleet.missing())
+        await eventually(lambda: not router.gateway.fleet.unavailable_roles())
         assert (await router.client.get("/ready")).json() == {"status": "ready"}
         assert router.metric("source_trouble", source="file") == 0
         path.write_text("engines: [{url: nonsense, role: prefill}]")
@@ -195,8 +195,10 @@ async def test_pods_are_engines(tmp_path: Path, ps: list[MockEngine], ds: list[M
             assert set(answer.json()["sources"]) == {"kubernetes:prefill", "kubernetes:decode"}
             assert (await router.complete()).status_code == 503
             await server.start()
-            troubles = router.app.state.roster.troubles
-            await eventually(lambda: not router.gateway.fleet.missing() and not troubles(), 10)
+            problems = router.app.state.registry.problems
+            await eventually(
+                lambda: not router.gateway.fleet.unavailable_roles() and not problems(), 10
+            )
             assert {e.role for e in router.gateway.fleet.engines} == {
                 EngineRole.PREFILL,
                 EngineRole.DECODE,
@@ -338,7 +340,7 @@ def test_a_router_that_is_started_again_goes_on_with_a_broken_file(tmp_path: Pat
     path.write_text("[")
     app = build(load({"engines_file": path}))
     assert app.state.gateway.fleet.engines == ()
-    assert "engines.yaml" in app.state.roster.troubles()["file"]
+    assert "engines.yaml" in app.state.registry.problems()["file"]
 
 
 def test_the_command_refuses_no_sources_at_all(capsys: pytest.CaptureFixture[str]) -> None:

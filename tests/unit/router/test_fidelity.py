@@ -73,7 +73,7 @@ class FakeTransport:
 
 @dataclass
 class FakePool:
-    heard: int = 0
+    reads: int = 0
     kept: list[EngineConnection] = field(default_factory=list)
 
     def released(self, connection: EngineConnection) -> None:
@@ -105,7 +105,7 @@ class Leg:
 
     def ask(self) -> None:
         self.answer = EngineAnswer(self.connection, Deadlines(), NEVER)
-        self.connection.ask(b"POST / HTTP/1.1\r\n\r\n", self.answer)
+        self.connection.send(b"POST / HTTP/1.1\r\n\r\n", self.answer)
 
     def receive(self, *pieces: bytes) -> None:
         for piece in pieces:
@@ -117,7 +117,7 @@ class Leg:
         sink = Gathered()
         async with asyncio.timeout(1):
             await self.answer.ready()
-            self.answer.check()
+            self.answer.raise_if_failed()
             await self.answer.relay(sink, 60, NEVER)
         assert sink.ended
         return sink.body

@@ -45,7 +45,7 @@ async def test_an_engine_that_cannot_be_reached_is_passed_over(
         engines = {"ps" if role == "prefill" else "ds": [engine, other]}
         router = await start_router(**engines, health_interval=60)
         await eventually(lambda: other.probes and engine.probes)
-        await eventually(lambda: len(router.gateway.fleet.candidates(EngineRole(role))) == 2)
+        await eventually(lambda: len(router.gateway.fleet.usable_engines(EngineRole(role))) == 2)
         await engine.stop()
         answers = [await router.complete() for _ in range(4)]
         assert Counter(answer.status_code for answer in answers) == {200: 4}
@@ -63,7 +63,7 @@ async def test_without_a_healthy_engine_of_a_role_it_is_a_503_that_names_the_rol
     await (p if role == "prefill" else d).stop()
     answer = await router.complete()
     assert answer.status_code == 503
-    await eventually(lambda: router.gateway.fleet.missing())
+    await eventually(lambda: router.gateway.fleet.unavailable_roles())
     answer = await router.complete()
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == f"no {role} engine is healthy"
@@ -72,19 +72,19 @@ async def test_without_a_healthy_engine_of_a_role_it_is_a_503_that_names_the_rol
 
 async def test_an_engine_that_comes_back_is_used_again(router: Router, p: MockEngine) -> None:
     await p.stop()
-    await eventually(lambda: router.gateway.fleet.missing())
+    await eventually(lambda: router.gateway.fleet.unavailable_roles())
     assert (await router.client.get("/ready")).status_code == 503
     await p.start(p.port)
-    await eventually(lambda: not router.gateway.fleet.missing())
+    await eventually(lambda: not router.gateway.fleet.unavailable_roles())
     assert (await router.complete()).status_code == 200
 
 
 async def test_one_failed_probe_is_forgiven_and_two_are_not(router: Router, d: MockEngine) -> None:
     engine = router.gateway.fleet.engines[1]
-    router.gateway.fleet.probe_failed(engine, "slow")
-    assert not router.gateway.fleet.missing()
+    router.gateway.fleet.note_probe_failed(engine, "slow")
+    assert not router.gateway.fleet.unavailable_roles()
     d.healthy = False
-    await eventually(lambda: router.gateway.fleet.missing())
+    await eventually(lambda: router.gateway.fleet.unavailable_roles())
     assert "/health says 503" in (await router.client.get("/ready")).text
 
 
@@ -103,12 +103,14 @@ async def test_no_answer_of_an_engine_ends_the_probing(
     router: Router, p: MockEngine, d: MockEngine, identity: bytes
 ) -> None:
     p.identity = identity
-    await eventually(lambda: router.gateway.fleet.engines[0].capabilities.asked or p.probes > 3)
+    await eventually(
+        lambda: router.gateway.fleet.engines[0].capabilities.is_identity_known or p.probes > 3
+    )
     before = p.probes, d.probes
     await eventually(lambda: p.probes > before[0] + 1 and d.probes > before[1] + 1)
-    assert not router.gateway.fleet.missing()
+    assert not router.gateway.fleet.unavailable_roles()
     d.healthy = False
-    await eventually(lambda: router.gateway.fleet.missing())
+    await eventually(lambda: router.gateway.fleet.unavailable_roles())
 
 
 async def test_a_probe_has_one_deadline_for_all_of_it(
@@ -131,7 +133,9 @@ async def test_a_probe_has_one_deadline_for_all_of_it(
     port = d.port
     await d.stop()
     async with await asyncio.start_server(drip, "127.0.0.1", port):
-        await eventually(lambda: "TimeoutError" in "".join(router.gateway.fleet.missing().values()))
+        await eventually(
+            lambda: "TimeoutError" in "".join(router.gateway.fleet.unavailable_roles().values())
+        )
         has_ended.set()
         await asyncio.gather(*filter(None, dripping))
 
@@ -150,7 +154,7 @@ async def test_scripts_that_wait_for_an_example_proxy_find_what_they_look_for(
     counts = {"prefill_instances": 1, "decode_instances": 1}
     assert (found.status_code, found.json()) == (200, {"status": "ok", **counts})
     await p.stop()
-    await eventually(lambda: router.gateway.fleet.missing())
+    await eventually(lambda: router.gateway.fleet.unavailable_roles())
     found = await router.client.get("/healthcheck")
     assert (found.status_code, found.json()["prefill_instances"]) == (200, 0)
 
@@ -161,13 +165,13 @@ async def test_liveness_and_readiness(router: Router, p: MockEngine) -> None:
     ready = await router.client.get("/ready")
     assert (ready.status_code, ready.json()) == (200, {"status": "ready"})
     p.healthy = False
-    await eventually(lambda: router.gateway.fleet.missing())
+    await eventually(lambda: router.gateway.fleet.unavailable_roles())
     ready = await router.client.get("/ready")
     assert ready.status_code == 503
     assert list(ready.json()["reasons"]) == ["prefill"]
     assert (await router.client.get("/health")).status_code == 200
     p.healthy = True
-    await eventually(lambda: not router.gateway.fleet.missing())
+    await eventually(lambda: not router.gateway.fleet.unavailable_roles())
     router.gateway.draining = True
     assert (await router.client.get("/ready")).json()["reasons"] == {"router": "shutting down"}
 

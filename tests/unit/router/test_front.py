@@ -247,7 +247,7 @@ async def test_a_client_that_disconnects_before_the_first_byte_is_no_error_in_th
 
     p.usual = d.usual = hang
     async with running_router(settings_for(p=[p], d=[d]), plain_asgi=plain_asgi) as router:
-        await eventually(lambda: not router.gateway.fleet.missing())
+        await eventually(lambda: not router.gateway.fleet.unavailable_roles())
         for number, (path, body) in enumerate(ASKED.items(), 1):
             async with router.socket() as client:
                 await client.send(post(body, path, b"content-type: %b\r\n" % TYPES[body]))

@@ -29,7 +29,7 @@ async def impatient(p: MockEngine, d: MockEngine) -> AsyncIterator[Router]:
     """Does not wait long for the rest of what was begun."""
     settings = settings_for(p=[p], d=[d], client_read_timeout=0.1, keep_alive_timeout=0.1)
     async with running_router(settings) as router:
-        await eventually(lambda: not router.gateway.fleet.missing())
+        await eventually(lambda: not router.gateway.fleet.unavailable_roles())
         yield router
 
 
@@ -218,6 +218,6 @@ async def test_a_client_that_is_trusted_is_heard(p: MockEngine, d: MockEngine, b
     """And what looks for planted params finds them."""
     trusting = settings_for(p=[p], d=[d], trust_client_kv_params=True, keep_alive_timeout=0.1)
     async with running_router(trusting) as router:
-        await eventually(lambda: not router.gateway.fleet.missing())
+        await eventually(lambda: not router.gateway.fleet.unavailable_roles())
         assert await asyncio.to_thread(talk, router.port, [post(body)]) == [200]
     assert len(seen(p, d)) == 1

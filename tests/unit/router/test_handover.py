@@ -52,7 +52,7 @@ async def start(start_router: StartRouter, p: MockEngine, d: MockEngine) -> Star
     async def started(**changes: Any) -> Router:
         router = await start_router(**changes)
         engines = router.gateway.fleet.engines
-        await eventually(lambda: all(engine.capabilities.asked for engine in engines))
+        await eventually(lambda: all(engine.capabilities.is_identity_known for engine in engines))
         return router
 
     return started

@@ -53,7 +53,7 @@ async def front(p: MockEngine, d: MockEngine) -> AsyncIterator[Router]:
         max_header_size=16 * 1024,
     )
     async with running_router(settings) as router:
-        await eventually(lambda: not router.gateway.fleet.missing())
+        await eventually(lambda: not router.gateway.fleet.unavailable_roles())
         yield router
 
 
@@ -430,7 +430,7 @@ async def test_a_whole_answer_that_nobody_reads_is_not_held_for_ever(
     headers = b"connection: close\r\n" if case.endswith("close") else b""
     settings = settings_for(p=[p], d=[d], stream_idle_timeout=0.5, keep_alive_timeout=0.5)
     async with running_router(settings) as router:
-        await eventually(lambda: not router.gateway.fleet.missing())
+        await eventually(lambda: not router.gateway.fleet.unavailable_roles())
         open_before = router.metric("client_connections")
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -117,7 +117,7 @@ async def test_an_answer_is_whole_or_its_client_is_told(
             stream_heartbeat=0.1,
         )
         fleet = router.gateway.fleet.engines
-        await eventually(lambda: all(engine.capabilities.asked for engine in fleet))
+        await eventually(lambda: all(engine.capabilities.is_identity_known for engine in fleet))
         came: list[str] = []
         for _ in range(0, REQUESTS, AT_ONCE):
             came += await asyncio.gather(*(asks(router, random) for _ in range(AT_ONCE)))
@@ -125,4 +125,4 @@ async def test_an_answer_is_whole_or_its_client_is_told(
         assert came.count("whole") > REQUESTS / 4
         assert router.gateway.resume_memory.size == 0
         assert not router.gateway.running
-        assert [(one.in_flight, one.holding, one.admitted) for one in fleet] == [(0, 0, 0)] * 5
+        assert [(one.in_flight, one.kv_leases, one.admitted) for one in fleet] == [(0, 0, 0)] * 5

@@ -66,7 +66,7 @@ async def test_what_an_engine_cannot_do_is_its_own_word_and_speaks_not_against_i
         answer = await router.client.post("/v1/embeddings", json={"model": "m", "input": "a"})
         assert answer.status_code == status
     assert len(d.requests) == 12
-    assert router.engine(d).is_asked
+    assert router.engine(d).is_available
     assert (await router.complete()).status_code == 200
 
 
@@ -87,7 +87,7 @@ async def test_a_dead_decoder_is_no_hindrance(p: MockEngine, d: MockEngine) -> N
         running_engine(d.usual) as dying,
         running_router(settings_for(p=[p], d=[dying, d], health_interval=30)) as router,
     ):
-        await eventually(lambda: all(e.is_asked for e in router.gateway.fleet.engines))
+        await eventually(lambda: all(e.is_available for e in router.gateway.fleet.engines))
         await dying.stop()
         d.scripts = [odd] * 4
         for _ in range(4):

@@ -13,7 +13,7 @@ from tests.unit.router.mock_engine import MockEngine
 @pytest.fixture
 async def asgi_router(p: MockEngine, d: MockEngine) -> AsyncIterator[Router]:
     async with running_router(settings_for(p=[p], d=[d]), plain_asgi=True) as router:
-        await eventually(lambda: not router.gateway.fleet.missing())
+        await eventually(lambda: not router.gateway.fleet.unavailable_roles())
         yield router
 
 

@@ -124,7 +124,7 @@ async def start(start_router: StartRouter, p: MockEngine, d: MockEngine, d2: Moc
         given: dict[str, Any] = {"ds": [d, d2], "decode_policy": "round_robin"}
         router = await start_router(**(given | changes))
         engines = router.gateway.fleet.engines
-        await eventually(lambda: all(engine.capabilities.asked for engine in engines))
+        await eventually(lambda: all(engine.capabilities.is_identity_known for engine in engines))
         return router
 
     return started

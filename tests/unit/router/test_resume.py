@@ -135,7 +135,7 @@ async def start(start_router: StartRouter, p: MockEngine, d: MockEngine, d2: Moc
         given: dict[str, Any] = {"ds": [d, d2]}
         router = await start_router(**(given | changes))
         engines = router.gateway.fleet.engines
-        await eventually(lambda: all(engine.capabilities.asked for engine in engines))
+        await eventually(lambda: all(engine.capabilities.is_identity_known for engine in engines))
         return router
 
     return started
@@ -292,11 +292,11 @@ async def test_what_is_computed_for_a_move_is_held_until_it_is_read(
     d.usual = d2.usual = lambda request, peer: next(scripts)(request, peer)
     asking = asyncio.create_task(router.stream())
     await eventually(lambda: len(legs(d, d2)) == 2)
-    assert router.engine(p).holding == 1
+    assert router.engine(p).kv_leases == 1
     goes_on.set()
     await asking
     await router.settled()
-    assert router.engine(p).holding == 0
+    assert router.engine(p).kv_leases == 0
 
 
 async def test_no_prefiller_is_needed(

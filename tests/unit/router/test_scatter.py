@@ -63,7 +63,7 @@ async def start(start_router: StartRouter, p: MockEngine, ds: list[MockEngine]) 
     async def started(**changes: Any) -> Router:
         router = await start_router(ds=ds, **({"hedged_decoders": 3} | changes))
         engines = router.gateway.fleet.engines
-        await eventually(lambda: all(engine.capabilities.asked for engine in engines))
+        await eventually(lambda: all(engine.capabilities.is_identity_known for engine in engines))
         return router
 
     return started
@@ -126,8 +126,8 @@ async def test_the_first_that_accepts_answers_and_the_others_are_left(
     assert counted.pop("won") == 1
     assert sum(counted.values()) == 2, counted
     assert router.metric("decode_first_total", outcome="answered") == 1
-    assert not any(engine.failures for engine in router.gateway.fleet.engines)
-    assert all(router.engine(engine).breaker.admits for engine in ds)
+    assert not any(engine.failed_probes for engine in router.gateway.fleet.engines)
+    assert all(router.engine(engine).breaker.allows_requests for engine in ds)
     assert router.gateway.resume_memory.size == 0
 
 
@@ -259,7 +259,7 @@ async def test_legs_that_were_asked_on_a_chance_are_no_failures_of_the_request(
             engine.usual = fails
         router = await start_router(ds=[*ds, fourth, fifth], hedged_decoders=4)
         engines = router.gateway.fleet.engines
-        await eventually(lambda: all(engine.capabilities.asked for engine in engines))
+        await eventually(lambda: all(engine.capabilities.is_identity_known for engine in engines))
         assert await asked(router) == WORDS
         assert await outcomes(router) == {"failed": 4}
         assert len(legs(fifth)) == 1

@@ -22,7 +22,9 @@ async def shared(start_router: StartRouter, p: MockEngine, d: MockEngine) -> Rou
 
 
 async def known(router: Router) -> Router:
-    await eventually(lambda: all(e.capabilities.asked for e in router.gateway.fleet.engines))
+    await eventually(
+        lambda: all(e.capabilities.is_identity_known for e in router.gateway.fleet.engines)
+    )
     return router
 
 

@@ -159,7 +159,7 @@ async def test_a_router_is_shown_as_it_is(
     router = await start_router()
     assert (await router.complete()).status_code == 200
     await d.stop()
-    await eventually(lambda: not router.engine(d).is_asked)
+    await eventually(lambda: not router.engine(d).is_available)
     assert await asyncio.to_thread(main, [router.url, "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     states = {one["role"]: one["health"] for one in content["engines"]}

@@ -199,7 +199,7 @@ async def sealed(p: MockEngine, d: MockEngine, first: Signed) -> AsyncIterator[R
     files = {"tls_certfile": first.certificate, "tls_keyfile": first.key}
     settings = settings_for(p=[p], d=[d], max_connections=2, **files)
     async with running_router(settings) as router:
-        await eventually(lambda: not router.gateway.fleet.missing())
+        await eventually(lambda: not router.gateway.fleet.unavailable_roles())
         yield router
 
 
@@ -516,7 +516,7 @@ async def is_ready(router: Router) -> bool:
 
 async def test_engines_are_spoken_to_over_tls_probes_too(ca: Authority, first: Signed) -> None:
     async with before_tls(ca.serving(first), engine_ca_file=ca.certificate) as (router, p, d):
-        await eventually(lambda: not router.gateway.fleet.missing())
+        await eventually(lambda: not router.gateway.fleet.unavailable_roles())
         for fields in ({}, {"stream": True}, {"prompt": "x" * 300_000}):
             answer = await router.complete(**fields)
             assert answer.status_code == 200, answer.text
@@ -601,7 +601,7 @@ async def test_a_tls_failure_is_the_engines_and_another_is_asked(
             health_interval=0.05,
         )
         async with running_router(settings) as router:
-            await eventually(lambda: not router.gateway.fleet.missing())
+            await eventually(lambda: not router.gateway.fleet.unavailable_roles())
             for _ in range(4):
                 assert (await router.complete()).status_code == 200
             assert not p1.requests
@@ -636,7 +636,7 @@ async def test_an_engine_of_a_file_may_change_to_tls_and_back(
         async with running_router(settings) as router:
             assert not await is_ready(router)
             write("https", p.port, d.port)
-            await eventually(lambda: not router.gateway.fleet.missing(), 10)
+            await eventually(lambda: not router.gateway.fleet.unavailable_roles(), 10)
             assert (await router.complete()).status_code == 200
             assert {e.spec.url[:8] for e in router.gateway.fleet.engines} == {"https://"}
 

@@ -63,9 +63,9 @@ async def test_an_engine_that_is_lost_holds_nothing_any_more(
     (holder,) = [engine for engine in others if engine.requests]
     name = f"127.0.0.1:{holder.port}"
     assert policy(router, EngineRole.PREFILL)._holders.bit(name)
-    engine = router.gateway.fleet.named(name)
+    engine = router.gateway.fleet.find_alive(name)
     assert engine is not None
-    router.gateway.fleet.unreachable(engine, "gone")
+    router.gateway.fleet.note_unreachable(engine, "gone")
     assert not policy(router, EngineRole.PREFILL)._holders.bit(name)
 
 
@@ -134,9 +134,9 @@ async def test_the_same_engines_are_the_same_tuple_whatever_happened_between(
     (one,), (two,), (anyone,) = (known.snapshot.pools(name) for name in ("m", "other", None))
     assert one.prefillers is two.prefillers is anyone.prefillers
     engine = known.engines[0]
-    known.unreachable(engine, "gone")
+    known.note_unreachable(engine, "gone")
     await eventually(lambda: known.snapshot.pools("m")[0].prefillers is not one.prefillers)
-    known.probe_passed(engine)
+    known.note_probe_passed(engine)
     await eventually(lambda: known.snapshot.pools("m")[0].prefillers is one.prefillers)
 
 
@@ -170,7 +170,9 @@ async def test_a_short_turn_is_kept_and_gives_back_what_the_last_one_left(
     p.usual, d.usual = prefilling(), decoding()
     d.identity = {"capabilities": ["release"]}
     router = await start_router(min_remote_prefill_tokens=1000, decode_first_turns=0)
-    await eventually(lambda: all(e.capabilities.releases for e in fleet(router, EngineRole.DECODE)))
+    await eventually(
+        lambda: all(e.capabilities.supports_release for e in fleet(router, EngineRole.DECODE))
+    )
     await chat(router, ASKED)
     await chat(router, AGAIN)
     assert not p.requests

@@ -178,7 +178,7 @@ async def test_a_drain_survives_a_new_listing_and_ends_with_the_engine(
         await eventually(lambda: engine.spec.weight == 3)
         assert engine.intent is Intent.DRAINING
         write()
-        await eventually(lambda: not here.control.state.overlay.draining)
+        await eventually(lambda: not here.control.state.overrides.draining)
         write(one)
         await eventually(lambda: any(e.role == "decode" for e in here.router.gateway.fleet.engines))
         assert here.router.engine(d).intent is Intent.SERVING, "it was gone from all sources"

@@ -35,29 +35,29 @@ class FakeProcesses:
 
     async def tell(self, state: DesiredState) -> Sequence[FleetView | None]:
         self.told.append(state)
-        return [self._view(listed, state.overlay) for listed in self.of]
+        return [self._view(listed, state.overrides) for listed in self.of]
 
     def _view(
-        self, listed: list[ListedEngine] | None, overlay: OperatorOverrides
+        self, listed: list[ListedEngine] | None, overrides: OperatorOverrides
     ) -> FleetView | None:
         if listed is None:
             return None
-        engines, _ = apply_overrides([("file", listed)], overlay)
+        engines, _ = apply_overrides([("file", listed)], overrides)
         by_file = {one.address for one in listed}
         return view(
-            *[_seen(one, address in by_file, overlay) for address, one in engines.items()],
+            *[_seen(one, address in by_file, overrides) for address, one in engines.items()],
             informed=self.is_informed,
         )
 
 
-def _seen(listed: ListedEngine, is_of_file: bool, overlay: OperatorOverrides) -> EngineView:
+def _seen(listed: ListedEngine, is_of_file: bool, overrides: OperatorOverrides) -> EngineView:
     name, sources = listed.spec.name, ["file"] if is_of_file else []
     return seen(
         name=name,
         url=f"http://{name}",
         role=listed.spec.role,
         intent=listed.intent,
-        sources=[*(["admin"] if overlay.adds(listed.address) else []), *sources],
+        sources=[*(["admin"] if overrides.adds(listed.address) else []), *sources],
         drained=listed.intent is Intent.DRAINING,
     )
 
@@ -81,11 +81,11 @@ async def test_engines_are_added_and_taken_away() -> None:
     control, processes, _ = control_of([A, B], [A])
     added = await control.add(NEW | {"group": "blue", "weight": 2, "models": ["m"]})
     assert (added.name, added.sources, added.drained) == ("n:1", ["admin"], False)
-    [spec] = control.state.overlay.added
+    [spec] = control.state.overrides.added
     assert (spec.group, spec.weight, spec.models) == ("blue", 2.0, frozenset("m"))
     assert processes.told[-1] == control.state
     await control.remove("n:1")
-    assert control.state.overlay == OperatorOverrides()
+    assert control.state.overrides == OperatorOverrides()
 
 
 async def test_an_engine_may_come_draining_and_be_resumed() -> None:
@@ -109,7 +109,7 @@ async def test_what_the_file_would_not_take_is_refused(entry: object) -> None:
     status, text = await refused(control.add(entry))
     assert status == 400
     assert "\n" not in text
-    assert control.state.overlay == OperatorOverrides()
+    assert control.state.overrides == OperatorOverrides()
 
 
 async def test_what_is_there_is_not_added_again() -> None:
@@ -132,7 +132,7 @@ async def test_only_what_was_added_here_is_taken_away() -> None:
     await control.drain("n:1")
     processes.of[0] = [A, ListedEngine(EngineSpec(EngineRole.DECODE, Address("n", 1)))]
     await control.remove("n:1")
-    assert Address("n", 1) in control.state.overlay.draining, "it is still there, and drains"
+    assert Address("n", 1) in control.state.overrides.draining, "it is still there, and drains"
 
 
 async def test_the_drain_of_what_is_taken_away_is_forgotten_at_once() -> None:
@@ -162,7 +162,7 @@ async def test_without_a_process_nothing_is_promised() -> None:
     control, _, _ = control_of(None, None)
     for asked in (control.add(NEW), control.drain("a:1"), control.weigh("blue", 1.0)):
         assert (await refused(asked))[0] == 503
-    assert control.state.overlay == OperatorOverrides()
+    assert control.state.overrides == OperatorOverrides()
     assert (await control.engines())[1:] == (0, 2)
 
 
@@ -177,10 +177,10 @@ async def test_a_drain_stays_until_nobody_lists_the_engine() -> None:
     ):
         processes.of, processes.is_informed = list(of), is_informed
         await control.tidy()
-        assert control.state.overlay.draining == {Address("a", 1)}, (of, is_informed)
+        assert control.state.overrides.draining == {Address("a", 1)}, (of, is_informed)
     processes.of, processes.is_informed = [[B], [B]], True
     await control.tidy()
-    assert not control.state.overlay.draining
+    assert not control.state.overrides.draining
     processes.of = [[A, B], [A, B]]
     assert (await control.engine("a:1")).intent is Intent.SERVING, "another one, at its address"
 

@@ -26,7 +26,7 @@ SPEC = EngineSpec(EngineRole.DECODE, Address("::1", 9), frozenset("ab"), "blue",
 EMPTY = DesiredState(Tunables.of(load(ENGINES)))
 FULL = replace(
     EMPTY,
-    overlay=OperatorOverrides((SPEC,), frozenset([Address("h", 1)]), {"blue": 0.1}),
+    overrides=OperatorOverrides((SPEC,), frozenset([Address("h", 1)]), {"blue": 0.1}),
     store_keys=("0123456789abcdef",),
 )
 

@@ -200,12 +200,12 @@ async def test_an_engine_whose_cache_has_it_all_is_found_out_by_a_request_that_n
         await decoding()(request, peer)
 
     d.usual = judges
-    (engine,) = router.gateway.fleet.candidates(EngineRole.DECODE)
+    (engine,) = router.gateway.fleet.usable_engines(EngineRole.DECODE)
     messages = [{"role": "user", "content": LONG}]
     fields: dict[str, Any] = {"conversation_id": None, "cache_hit_threshold": 0.5, "stream": True}
     for _ in range(3):
         await chat(router, messages, **fields)
-    await eventually(lambda: engine.capabilities.knows_threshold is True)
+    await eventually(lambda: engine.capabilities.supports_threshold is True)
     (trial,) = [r for r in d.requests if (r.header("x-request-id") or "").endswith("-trial")]
     assert (trial.json["model"], trial.json["max_tokens"]) == ("m", 1)
     await chat(router, messages, **fields)
@@ -229,10 +229,10 @@ async def test_an_engine_may_say_itself_that_it_does_not_know_the_field(
 ) -> None:
     d.usual = computing(590)
     await ask_long(router)
-    (engine,) = router.gateway.fleet.candidates(EngineRole.DECODE)
-    await eventually(lambda: engine.capabilities.asked)
-    d.identity, engine.capabilities.asked = {"capabilities": ["prefix_proof"]}, False
-    await eventually(lambda: engine.capabilities.told)
+    (engine,) = router.gateway.fleet.usable_engines(EngineRole.DECODE)
+    await eventually(lambda: engine.capabilities.is_identity_known)
+    d.identity, engine.capabilities.is_identity_known = {"capabilities": ["prefix_proof"]}, False
+    await eventually(lambda: engine.capabilities.lists_capabilities)
     await ask_long(router)
     assert outcomes(router)["skipped"] == 1
 
@@ -242,13 +242,13 @@ async def test_a_turn_goes_to_its_decoder_alone_once_that_is_known_to_judge(
 ) -> None:
     router = await start_router(decode_first_turns=0.1)
     await chat(router, ASKED)
-    (engine,) = router.gateway.fleet.candidates(EngineRole.DECODE)
+    (engine,) = router.gateway.fleet.usable_engines(EngineRole.DECODE)
     await chat(router, AGAIN)
     assert len(p.requests) == 2, "not known yet"
-    await eventually(lambda: engine.capabilities.asked)
+    await eventually(lambda: engine.capabilities.is_identity_known)
     d.identity = {"capabilities": {"cache_hit_threshold": True}}
-    engine.capabilities.asked = False
-    await eventually(lambda: engine.capabilities.told)
+    engine.capabilities.is_identity_known = False
+    await eventually(lambda: engine.capabilities.lists_capabilities)
     await chat(router, ASKED, conversation_id="d")
     count = len(p.requests)
     await chat(router, AGAIN, conversation_id="d")

@@ -47,7 +47,7 @@ async def shared(p: MockEngine, d: MockEngine, redis: RedisServer) -> AsyncItera
         "conversation_store_timeout": 10,
     }
     async with running_router(settings_for(p=[p], d=[d], **changes)) as router:
-        await eventually(lambda: not router.gateway.fleet.missing())
+        await eventually(lambda: not router.gateway.fleet.unavailable_roles())
         yield router
 
 

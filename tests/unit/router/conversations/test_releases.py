@@ -41,7 +41,7 @@ def engines(p: MockEngine, d: MockEngine) -> None:
 
 async def heard(router: Router, role: EngineRole) -> Engine:
     """The engine of that role, once the router knows that it has the page."""
-    (engine,) = router.gateway.fleet.candidates(role)
+    (engine,) = router.gateway.fleet.usable_engines(role)
     await told(engine)
     return engine
 
@@ -50,8 +50,8 @@ async def told(engine: Engine) -> None:
     """It is asked again, for it may be answering as it would have before."""
 
     def has_the_page() -> bool:
-        engine.capabilities.asked &= engine.capabilities.releases
-        return engine.capabilities.releases
+        engine.capabilities.is_identity_known &= engine.capabilities.supports_release
+        return engine.capabilities.supports_release
 
     await eventually(has_the_page)
 
@@ -237,7 +237,7 @@ async def test_a_turn_whose_decoder_is_overloaded_is_given_back_by_it(
         d.identity = other.identity = CAPABLE
         await chat(router, ASKED)
         home = d if d.requests else other
-        engine = router.gateway.fleet.named(f"127.0.0.1:{home.port}")
+        engine = router.gateway.fleet.find_alive(f"127.0.0.1:{home.port}")
         assert engine is not None
         await told(engine)
         engine.in_flight += 5

@@ -115,8 +115,8 @@ async def test_a_turn_goes_to_the_rank_of_its_decoder_that_has_the_last_one(
 ) -> None:
     d.identity, d.usual = identity, decoding(kept={**KEPT, "remote_engine_id": engine_id})
     router = await start_router()
-    (engine,) = router.gateway.fleet.candidates(EngineRole.DECODE)
-    await eventually(lambda: engine.capabilities.asked)
+    (engine,) = router.gateway.fleet.usable_engines(EngineRole.DECODE)
+    await eventually(lambda: engine.capabilities.is_identity_known)
     headers = None if said is None else {"x-data-parallel-rank": said}
     await chat(router, ASKED, headers)
     assert d.last.header("x-data-parallel-rank") == said
@@ -337,7 +337,7 @@ async def test_an_entry_whose_decoder_is_gone_is_dropped(
         await chat(router, ASKED)
         lost = d if d.requests else other
         lost.healthy = False
-        await eventually(lambda: len(router.gateway.fleet.candidates(EngineRole.DECODE)) == 1)
+        await eventually(lambda: len(router.gateway.fleet.usable_engines(EngineRole.DECODE)) == 1)
         await chat(router, AGAIN)
         assert offered(p) is None
         assert turns(router, "decoder_gone") == 1
@@ -364,9 +364,9 @@ async def test_an_entry_from_before_its_decoder_was_lost_is_dropped(
 ) -> None:
     await chat(router, ASKED)
     d.healthy = False
-    await eventually(lambda: router.gateway.fleet.missing())
+    await eventually(lambda: router.gateway.fleet.unavailable_roles())
     d.healthy = True
-    await eventually(lambda: not router.gateway.fleet.missing())
+    await eventually(lambda: not router.gateway.fleet.unavailable_roles())
     await chat(router, AGAIN)
     assert offered(p) is None
     assert turns(router, "decoder_gone") == 1
@@ -418,7 +418,7 @@ async def test_an_overloaded_decoder_is_left(
         router = await start_router(ds=[d, other], affinity_load_floor=2, affinity_load_factor=1.0)
         await chat(router, ASKED)
         home = d if d.requests else other
-        engine = router.gateway.fleet.named(f"127.0.0.1:{home.port}")
+        engine = router.gateway.fleet.find_alive(f"127.0.0.1:{home.port}")
         assert engine is not None
         home.usual = slow
         waiting: list[asyncio.Task[Any]] = []

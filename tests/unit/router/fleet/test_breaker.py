@@ -9,7 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from router.fleet.circuit_breaker import BreakerRules, CircuitBreaker, CircuitState
 
-RULES = BreakerRules(in_a_row=3, rate=0.5, sample=6, first_pause=1.0, longest_pause=10.0)
+RULES = BreakerRules(
+    consecutive_failures=3, failure_rate=0.5, min_sample=6, first_pause_s=1.0, max_pause_s=10.0
+)
 LEAST, MOST = 0.75, 1.25
 
 
@@ -27,7 +29,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def succeeds(self) -> None:
         was = self.breaker.circuit
-        assert self.breaker.succeeded() == (was is not CircuitState.CLOSED)
+        assert self.breaker.record_success() == (was is not CircuitState.CLOSED)
         assert self.breaker.circuit is CircuitState.CLOSED
         self.bad_in_a_row = 0
         if was is not CircuitState.CLOSED:
@@ -36,16 +38,16 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(chance=st.floats(0, 1, exclude_max=True))
     def fails(self, chance: float) -> None:
         self.chance = chance
-        was, opened = self.breaker.circuit, self.breaker.opened
+        was, opened = self.breaker.circuit, self.breaker.times_opened
         self.bad_in_a_row += 1
-        pause = self.breaker.failed()
-        assert (pause is not None) == (self.breaker.opened == opened + 1)
+        pause = self.breaker.record_failure()
+        assert (pause is not None) == (self.breaker.times_opened == opened + 1)
         if was is CircuitState.OPEN:
             assert pause is None
         if was is CircuitState.HALF_OPEN or (was is CircuitState.CLOSED and self.bad_in_a_row >= 3):
             assert pause is not None
         if pause is not None:
-            usual = min(RULES.first_pause * 2**self.openings, RULES.longest_pause)
+            usual = min(RULES.first_pause_s * 2**self.openings, RULES.max_pause_s)
             assert LEAST * usual <= pause <= MOST * usual
             assert self.breaker.circuit is CircuitState.OPEN
             self.openings += 1
@@ -57,7 +59,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.breaker.circuit is (CircuitState.HALF_OPEN if was is CircuitState.OPEN else was)
 
     @precondition(
-        lambda self: self.breaker.circuit is CircuitState.HALF_OPEN and self.breaker.admits
+        lambda self: self.breaker.circuit is CircuitState.HALF_OPEN and self.breaker.allows_requests
     )
     @rule()
     def trial_begins(self) -> None:
@@ -67,7 +69,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def trial_is_left(self) -> None:
         self.breaker.trial = None
-        assert self.breaker.admits
+        assert self.breaker.allows_requests
 
     @invariant()
     def one_may_try_and_then_nobody(self) -> None:
@@ -75,7 +77,7 @@ class AnyOrder(RuleBasedStateMachine):
         expected = circuit is CircuitState.CLOSED or (
             circuit is CircuitState.HALF_OPEN and trial is None
         )
-        assert self.breaker.admits == expected
+        assert self.breaker.allows_requests == expected
         assert trial is None or circuit is CircuitState.HALF_OPEN
 
 
@@ -88,14 +90,14 @@ def test_pauses_grow_to_a_bound_and_begin_anew_after_a_success() -> None:
 
     def next_pause() -> float:
         breaker.half_open()
-        pauses = [breaker.failed() for _ in range(3)]
+        pauses = [breaker.record_failure() for _ in range(3)]
         return next(pause for pause in pauses if pause is not None)
 
     assert [next_pause() for _ in range(6)] == [1, 2, 4, 8, 10, 10]
     for _ in range(2000):
         next_pause()
     breaker.half_open()
-    assert breaker.succeeded()
+    assert breaker.record_success()
     assert next_pause() == 1
 
 
@@ -104,17 +106,17 @@ def test_half_of_the_legs_open_it_however_well_it_did_before(good_before: int) -
     breaker = CircuitBreaker(BreakerRules())
     breaker._good = good_before
     legs = 0
-    while breaker.failed() is None:
-        breaker.succeeded()
+    while breaker.record_failure() is None:
+        breaker.record_success()
         legs += 2
         assert legs < 400
     assert breaker.circuit is CircuitState.OPEN
-    assert good_before or legs + 1 >= BreakerRules().sample, "a few legs say nothing"
+    assert good_before or legs + 1 >= BreakerRules().min_sample, "a few legs say nothing"
 
 
 def test_a_quarter_of_the_legs_does_not() -> None:
     breaker = CircuitBreaker(BreakerRules())
     for _ in range(1000):
-        assert breaker.failed() is None
+        assert breaker.record_failure() is None
         for _ in range(3):
-            breaker.succeeded()
+            breaker.record_success()

@@ -30,7 +30,7 @@ def test_every_group_is_counted_even_one_without_engines() -> None:
         (EngineRole.DECODE, "blue"),
         (EngineRole.BOTH, "green"),
     )
-    fleet.weigh({"green": 0.25, "red": 3.0})
+    fleet.set_group_weights({"green": 0.25, "red": 3.0})
     assert count_groups(fleet) == {
         "green": GroupCounts(0.25, 1, 1),
         "red": GroupCounts(3.0, 0, 0),
@@ -41,7 +41,7 @@ def test_every_group_is_counted_even_one_without_engines() -> None:
 async def test_who_may_not_be_asked_does_not_count() -> None:
     fleet = fleet_of((EngineRole.PREFILL, "blue"), (EngineRole.DECODE, "blue"))
     prefiller, decoder = fleet.engines
-    fleet.probe_failed(prefiller, "dead")
+    fleet.note_probe_failed(prefiller, "dead")
     fleet.drain(decoder)
     assert count_groups(fleet) == {"blue": GroupCounts(0.0, 0, 0)}
     fleet.resume(decoder)
@@ -69,10 +69,10 @@ async def test_half_a_group_is_said_once_and_only_if_it_stays_so(
         halves.look()
         time += PATIENCE
     assert caplog.text.count("group blue has no decode engine that may be asked") == 1
-    fleet.probe_failed(prefiller, "dead")
+    fleet.note_probe_failed(prefiller, "dead")
     halves.look()
     assert "complete" not in caplog.text, "nobody is left"
-    fleet.probe_passed(prefiller)
+    fleet.note_probe_passed(prefiller)
     fleet.resume(decoder)
     halves.look()
     fleet.drain(prefiller)

@@ -32,21 +32,21 @@ ONE = EngineSpec(EngineRole.DECODE, Address("h", 9))
 
 @given(LISTINGS, OVERLAYS)
 def test_everyone_is_there_whom_a_source_or_an_operator_names(
-    listings: Listings, overlay: OperatorOverrides
+    listings: Listings, overrides: OperatorOverrides
 ) -> None:
-    engines, _ = apply_overrides(listings, overlay)
+    engines, _ = apply_overrides(listings, overrides)
     listed = {one.address for _, listing in listings for one in listing}
-    assert engines.keys() == listed | {spec.address for spec in overlay.added}
+    assert engines.keys() == listed | {spec.address for spec in overrides.added}
 
 
 @given(LISTINGS, OVERLAYS)
-def test_a_drain_is_all_that_it_changes(listings: Listings, overlay: OperatorOverrides) -> None:
-    engines, conflicts = apply_overrides(listings, overlay)
-    others, same = apply_overrides(listings, replace(overlay, draining=frozenset()))
+def test_a_drain_is_all_that_it_changes(listings: Listings, overrides: OperatorOverrides) -> None:
+    engines, conflicts = apply_overrides(listings, overrides)
+    others, same = apply_overrides(listings, replace(overrides, draining=frozenset()))
     assert conflicts == same
     for address, engine in engines.items():
         assert engine.spec == others[address].spec
-        if address in overlay.draining:
+        if address in overrides.draining:
             assert engine.intent is Intent.DRAINING
         else:
             assert engine == others[address]
@@ -54,9 +54,9 @@ def test_a_drain_is_all_that_it_changes(listings: Listings, overlay: OperatorOve
 
 @given(st.lists(LISTINGS, max_size=5), st.sampled_from(ADDRESSES))
 def test_a_drain_holds_whatever_sources_say_next(history: list[Listings], address: Address) -> None:
-    overlay = OperatorOverrides().with_drain(address)
+    overrides = OperatorOverrides().with_drain(address)
     for listings in history:
-        engines, _ = apply_overrides(listings, overlay)
+        engines, _ = apply_overrides(listings, overrides)
         assert address not in engines or engines[address].intent is Intent.DRAINING
 
 
@@ -66,35 +66,37 @@ def test_without_wishes_it_is_what_sources_list(listings: Listings) -> None:
 
 
 @given(OVERLAYS, st.sampled_from(ADDRESSES))
-def test_each_wish_can_be_taken_back(overlay: OperatorOverrides, address: Address) -> None:
-    assert overlay.with_drain(address).without_drain(address) == overlay.without_drain(address)
-    added = overlay.with_engine(ONE)
-    assert (added.adds(ONE.address), added.without_engine(ONE.address)) == (True, overlay)
-    assert overlay.with_weight("red", 2.0).without_weight("red") == overlay
+def test_each_wish_can_be_taken_back(overrides: OperatorOverrides, address: Address) -> None:
+    assert overrides.with_drain(address).without_drain(address) == overrides.without_drain(address)
+    added = overrides.with_engine(ONE)
+    assert (added.adds(ONE.address), added.without_engine(ONE.address)) == (True, overrides)
+    assert overrides.with_weight("red", 2.0).without_weight("red") == overrides
 
 
 @given(OVERLAYS, DRAINING)
 def test_drains_of_those_that_are_gone_are_forgotten_and_nothing_else(
-    overlay: OperatorOverrides, listed: frozenset[Address]
+    overrides: OperatorOverrides, listed: frozenset[Address]
 ) -> None:
-    pruned = overlay.pruned(listed)
-    assert pruned.draining == overlay.draining & listed
-    assert replace(pruned, draining=overlay.draining) == overlay
+    pruned = overrides.pruned(listed)
+    assert pruned.draining == overrides.draining & listed
+    assert replace(pruned, draining=overrides.draining) == overrides
 
 
 STEPS = st.one_of(
-    st.sampled_from(ADDRESSES).map(lambda a: lambda overlay: overlay.with_drain(a)),
-    st.sampled_from(ADDRESSES).map(lambda a: lambda overlay: overlay.without_drain(a)),
-    st.sampled_from(ADDRESSES).map(lambda a: lambda overlay: overlay.without_engine(a)),
-    st.sampled_from(["blue", "green"]).map(lambda g: lambda overlay: overlay.with_weight(g, 1.0)),
+    st.sampled_from(ADDRESSES).map(lambda a: lambda overrides: overrides.with_drain(a)),
+    st.sampled_from(ADDRESSES).map(lambda a: lambda overrides: overrides.without_drain(a)),
+    st.sampled_from(ADDRESSES).map(lambda a: lambda overrides: overrides.without_engine(a)),
+    st.sampled_from(["blue", "green"]).map(
+        lambda g: lambda overrides: overrides.with_weight(g, 1.0)
+    ),
 )
 
 
 @given(OVERLAYS, st.lists(STEPS, max_size=8))
 def test_wishes_are_few_and_orderly(
-    overlay: OperatorOverrides, steps: list[Callable[[OperatorOverrides], OperatorOverrides]]
+    overrides: OperatorOverrides, steps: list[Callable[[OperatorOverrides], OperatorOverrides]]
 ) -> None:
-    after = reduce(lambda one, step: step(one), steps, overlay)
+    after = reduce(lambda one, step: step(one), steps, overrides)
     assert len({spec.address for spec in after.added}) == len(after.added)
     assert after.draining <= set(ADDRESSES)
     assert set(after.weights) <= {"blue", "green"}

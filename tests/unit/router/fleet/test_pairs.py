@@ -15,60 +15,60 @@ def pairs() -> UnreachablePairs:
 def test_a_pair_that_fails_is_avoided_for_a_while_and_no_other() -> None:
     known = pairs()
     assert not known
-    assert known.failed(P, D, now=0) == FIRST_PAUSE
+    assert known.record_failure(P, D, now=0) == FIRST_PAUSE
     assert known
-    assert known.avoids(P, D, now=FIRST_PAUSE - 0.1)
-    assert not known.avoids(P, D, now=FIRST_PAUSE)
-    assert not known.avoids(P, "d:2", now=1)
-    assert not known.avoids("p:2", D, now=1)
-    assert not known.avoids(D, P, now=1)
+    assert known.is_avoided(P, D, now=FIRST_PAUSE - 0.1)
+    assert not known.is_avoided(P, D, now=FIRST_PAUSE)
+    assert not known.is_avoided(P, "d:2", now=1)
+    assert not known.is_avoided("p:2", D, now=1)
+    assert not known.is_avoided(D, P, now=1)
     assert list(known.avoided(now=1)) == [(P, D)]
     assert list(known.avoided(now=FIRST_PAUSE)) == []
 
 
 def test_failures_of_requests_that_were_under_way_count_once() -> None:
     known = pairs()
-    known.failed(P, D, now=0)
-    assert known.failed(P, D, now=1) is None
-    assert not known.avoids(P, D, now=FIRST_PAUSE)
+    known.record_failure(P, D, now=0)
+    assert known.record_failure(P, D, now=1) is None
+    assert not known.is_avoided(P, D, now=FIRST_PAUSE)
 
 
 def test_after_the_pause_one_request_tries_and_a_failure_doubles_the_pause() -> None:
     known, now, pause = pairs(), 0.0, FIRST_PAUSE
-    known.failed(P, D, now)
+    known.record_failure(P, D, now)
     while pause < LONGEST_PAUSE:
         now += pause
-        assert not known.avoids(P, D, now)
-        known.begins(P, D, now)
-        assert known.avoids(P, D, now), "others wait for what comes of it"
+        assert not known.is_avoided(P, D, now)
+        known.note_load_started(P, D, now)
+        assert known.is_avoided(P, D, now), "others wait for what comes of it"
         pause = min(2 * pause, LONGEST_PAUSE)
-        assert known.failed(P, D, now + 1) == pause
+        assert known.record_failure(P, D, now + 1) == pause
         now += 1
-    assert known.failed(P, D, now + LONGEST_PAUSE) == LONGEST_PAUSE
+    assert known.record_failure(P, D, now + LONGEST_PAUSE) == LONGEST_PAUSE
 
 
 def test_a_try_that_says_nothing_is_followed_by_another_one_later() -> None:
     known = pairs()
-    known.failed(P, D, now=0)
-    known.begins(P, D, now=FIRST_PAUSE)
-    known.begins(P, D, now=FIRST_PAUSE + 1)
-    assert known.avoids(P, D, now=2 * FIRST_PAUSE - 1)
-    assert not known.avoids(P, D, now=2 * FIRST_PAUSE)
+    known.record_failure(P, D, now=0)
+    known.note_load_started(P, D, now=FIRST_PAUSE)
+    known.note_load_started(P, D, now=FIRST_PAUSE + 1)
+    assert known.is_avoided(P, D, now=2 * FIRST_PAUSE - 1)
+    assert not known.is_avoided(P, D, now=2 * FIRST_PAUSE)
 
 
 def test_a_load_that_works_clears_the_pair() -> None:
     known = pairs()
-    known.failed(P, D, now=0)
-    assert known.succeeded(P, D)
-    assert not known.succeeded(P, D)
+    known.record_failure(P, D, now=0)
+    assert known.record_success(P, D)
+    assert not known.record_success(P, D)
     assert not known
-    assert known.failed(P, D, now=1) == FIRST_PAUSE
+    assert known.record_failure(P, D, now=1) == FIRST_PAUSE
 
 
 def test_an_engine_that_is_gone_is_forgotten_on_either_side() -> None:
     known = pairs()
     for prefiller, decoder in ((P, D), (P, "d:2"), ("p:2", D), ("p:2", "d:2")):
-        known.failed(prefiller, decoder, now=0)
+        known.record_failure(prefiller, decoder, now=0)
     known.forget(P)
     known.forget("d:2")
     assert list(known.avoided(now=1)) == [("p:2", D)]
@@ -77,7 +77,7 @@ def test_an_engine_that_is_gone_is_forgotten_on_either_side() -> None:
 def test_pairs_are_bounded_and_the_latest_stay() -> None:
     known = pairs()
     for number in range(MOST_PAIRS + 5):
-        known.failed(P, f"d:{number}", now=0)
+        known.record_failure(P, f"d:{number}", now=0)
     assert len(list(known.avoided(now=1))) == MOST_PAIRS
-    assert not known.avoids(P, "d:4", now=1)
-    assert known.avoids(P, "d:5", now=1)
+    assert not known.is_avoided(P, "d:4", now=1)
+    assert known.is_avoided(P, "d:5", now=1)

@@ -155,7 +155,7 @@ async def test_a_busy_engine_that_answers_no_probe_keeps_its_stream(
     d.scripts, d.is_busy = [streams], True
     answer = await router.stream()
     assert answer.content == event("a") * 30 + DONE
-    assert (engine.health, engine.failures) == (Health.HEALTHY, 0)
+    assert (engine.health, engine.failed_probes) == (Health.HEALTHY, 0)
     await eventually(lambda: engine.health is Health.UNHEALTHY)
 
 
@@ -172,7 +172,7 @@ async def test_a_name_that_does_not_resolve_condemns_no_engine(
     changes = {"health_interval": 0.03, "health_timeout": 0.1, "request_timeout": 0.5}
     router = await start_router(engine_idle_connections=0, **changes)
     engines = router.gateway.fleet.engines
-    await eventually(lambda: all(e.capabilities.asked for e in engines))
+    await eventually(lambda: all(e.capabilities.is_identity_known for e in engines))
     capabilities = [engine.capabilities for engine in engines]
 
     async def never(*_: object) -> list[str]:
@@ -189,7 +189,7 @@ async def test_a_name_that_does_not_resolve_condemns_no_engine(
     assert answer.status_code == 503
     assert "name cannot be resolved" in answer.json()["error"]["message"]
     assert [engine.capabilities for engine in engines] == capabilities
-    assert all(e.is_asked and not e.lost_at and not e.breaker._bad for e in engines)
+    assert all(e.is_available and not e.lost_at and not e.breaker._bad for e in engines)
 
 
 async def test_probes_without_a_descriptor_condemn_no_engine(
@@ -197,7 +197,7 @@ async def test_probes_without_a_descriptor_condemn_no_engine(
 ) -> None:
     router = await start_router(engine_idle_connections=0, health_interval=0.03)
     engines = router.gateway.fleet.engines
-    await eventually(lambda: all(e.capabilities.asked and e.models for e in engines))
+    await eventually(lambda: all(e.capabilities.is_identity_known and e.models for e in engines))
     capabilities = [engine.capabilities for engine in engines]
     for engine in engines:  # no probe is under way while files run out
         await eventually(lambda e=engine: not e.pool.open_count)  # type: ignore[misc]
@@ -205,7 +205,7 @@ async def test_probes_without_a_descriptor_condemn_no_engine(
         before = p.probes, d.probes
         await asyncio.sleep(0.3)
         assert sum((p.probes, d.probes)) - sum(before) <= 2, "there were none"
-    assert all(e.health is Health.HEALTHY and not e.failures for e in engines)
+    assert all(e.health is Health.HEALTHY and not e.failed_probes for e in engines)
     assert [engine.capabilities for engine in engines] == capabilities
     assert (await router.complete()).status_code == 200
 
@@ -221,7 +221,7 @@ async def test_models_that_an_engine_does_not_tell_are_those_that_it_told(
     for content in contents:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(d, "answer", lambda r, peer, c=content: peer.answer(c, status))
-            await prober.ask_models(engine)
+            await prober.fetch_models(engine)
     assert engine.models == known
 
 
@@ -282,7 +282,7 @@ async def test_a_watch_that_raised_or_was_ended_is_begun_again(
         watch.task.cancel()
     before = p.probes
     await eventually(lambda: p.probes > before + 1)
-    assert prober.trouble() == ""
+    assert prober.problem() == ""
 
 
 async def test_a_watch_that_stands_still_is_told(

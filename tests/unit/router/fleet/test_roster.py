@@ -48,7 +48,7 @@ class FakeSource:
 
 
 class World:
-    """A fleet and its roster, with a clock that a test sets."""
+    """A fleet and its registry, with a clock that a test sets."""
 
     def __init__(self, *sources: FakeSource) -> None:
         self.time = 0.0
@@ -57,7 +57,7 @@ class World:
         self.fleet = Fleet((), self._pool, 2)
         self.fleet.on_new_snapshot = self._count
         self.fleet.on_lost = lambda engine: self.lost.append(engine.name)
-        self.roster = EngineRegistry(self.fleet, sources, BOUND, clock=lambda: self.time)
+        self.registry = EngineRegistry(self.fleet, sources, BOUND, clock=lambda: self.time)
 
     def engine(self, name: str) -> Engine:
         engine = self.fleet.find(name)
@@ -90,7 +90,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextlib.asynccontextmanager
 async def running(*sources: FakeSource) -> AsyncIterator[World]:
     world = World(*sources)
-    task = asyncio.create_task(world.roster.run())
+    task = asyncio.create_task(world.registry.run())
     try:
         yield world
     finally:
@@ -108,7 +108,7 @@ async def test_what_is_known_at_the_start_is_there_at_once() -> None:
     )
     world = World(FakeSource(first=first))
     assert world.names == {"a:1", "b:1"}
-    assert not world.roster.troubles()
+    assert not world.registry.problems()
 
 
 async def test_engines_come_change_leave_and_come_back() -> None:
@@ -125,7 +125,7 @@ async def test_engines_come_change_leave_and_come_back() -> None:
         await eventually(lambda: a.intent is Intent.SERVING)
         assert world.engine("a:1") is a, "it has never been away"
         a.in_flight = 0
-        world.roster.let_go()
+        world.registry.remove_drained()
         assert world.names == {"a:1", "b:1"}
         a.in_flight = 1
         source.lists(listed("b:1"))
@@ -148,7 +148,7 @@ async def test_who_leaves_has_time_for_its_legs_but_not_for_ever() -> None:
         world.time = BOUND - 1
         source.lists(listed("b:1"))
         await eventually(lambda: "b:1" in world.names)
-        world.roster.let_go()
+        world.registry.remove_drained()
         assert world.names == {"a:1", "b:1"}
         world.time = BOUND
         await eventually(lambda: world.names == {"b:1"})
@@ -163,7 +163,7 @@ async def test_a_source_may_list_an_engine_that_drains() -> None:
         await eventually(lambda: a.intent is Intent.SERVING)
         source.lists(listed("a:1", intent=Intent.DRAINING))
         await eventually(lambda: a.intent is Intent.DRAINING)
-        world.roster.let_go()
+        world.registry.remove_drained()
         assert world.names == {"a:1"}, "it is listed"
 
 
@@ -171,10 +171,10 @@ async def test_another_description_changes_an_engine_in_place() -> None:
     source = FakeSource(first=SourceReport((listed("a:1"),)))
     async with running(source) as world:
         a = world.engine("a:1")
-        a.health, a.in_flight, a.capabilities.asked = Health.HEALTHY, 1, True
+        a.health, a.in_flight, a.capabilities.is_identity_known = Health.HEALTHY, 1, True
         source.lists(listed("a:1", weight=3.0, models=frozenset("m")))
         await eventually(lambda: a.models == frozenset("m"))
-        assert (a.capabilities.asked, world.lost) == (True, []), "it is what it was"
+        assert (a.capabilities.is_identity_known, world.lost) == (True, []), "it is what it was"
         assert world.fleet.snapshot.pools("m")[0].weight == 3.0
         source.lists(listed("a:1"))
         await eventually(lambda: a.models is None)
@@ -182,7 +182,9 @@ async def test_another_description_changes_an_engine_in_place() -> None:
         source.lists(listed("a:1", EngineRole.BOTH, group="blue"))
         await eventually(lambda: a.role is EngineRole.BOTH)
         assert (a.models, a.spec.group) == (frozenset("x"), "blue")
-        assert (a.capabilities.asked, world.lost) == (False, ["a:1"]), "asked anew what it is"
+        assert (a.capabilities.is_identity_known, world.lost) == (False, ["a:1"]), (
+            "asked anew what it is"
+        )
         assert (world.engine("a:1"), a.health, a.in_flight) == (a, Health.HEALTHY, 1)
         assert world.fleet.groups == {"blue"}
 
@@ -198,7 +200,7 @@ async def test_nothing_new_is_no_new_snapshot_and_many_changes_are_one() -> None
         other.lists(many[0])
         source.lists(*reversed(many))
         await eventually(lambda: source.words.empty() and other.words.empty())
-        await asyncio.wait_for(world.roster.wait_for_sources(1), 5)
+        await asyncio.wait_for(world.registry.wait_for_sources(1), 5)
         assert world.snapshots == 1
         source.lists(*many[:250], *[listed(f"i:{port}") for port in range(1, 251)])
         await eventually(lambda: "h:500" not in world.names)
@@ -235,22 +237,22 @@ async def test_trouble_takes_nothing_away_and_is_said_once(
     caplog.set_level("INFO", logger="disagg_router")
     source = FakeSource()
     async with running(source) as world:
-        assert world.roster.troubles() == {"fake": "has told nothing yet"}
+        assert world.registry.problems() == {"fake": "has told nothing yet"}
         source.lists(listed("a:1"))
-        await eventually(lambda: world.names and not world.roster.troubles())
+        await eventually(lambda: world.names and not world.registry.problems())
         for number in range(20):
             source.fails("the dog ate it" if number % 2 else "it is gone")
-        await eventually(lambda: source.words.empty() and world.roster.troubles())
+        await eventually(lambda: source.words.empty() and world.registry.problems())
         assert world.names == {"a:1"}
-        assert world.roster.troubles() == {"fake": "the dog ate it"}
+        assert world.registry.problems() == {"fake": "the dog ate it"}
         assert caplog.text.count("the dog ate it") == caplog.text.count("it is gone") == 1
-        told = world.roster.sources[0].told_at
+        told = world.registry.sources[0].listed_at
         source.lists(listed("a:1"), trouble="and yet")
-        await eventually(lambda: world.roster.sources[0].told_at > told)
-        assert world.roster.troubles() == {"fake": "and yet"}
+        await eventually(lambda: world.registry.sources[0].listed_at > told)
+        assert world.registry.problems() == {"fake": "and yet"}
         source.lists(listed("a:1"))
         await eventually(lambda: "is well again" in caplog.text)
-        assert not world.roster.troubles()
+        assert not world.registry.problems()
 
 
 async def test_a_source_that_dies_is_watched_again_and_the_others_go_on(
@@ -262,7 +264,7 @@ async def test_a_source_that_dies_is_watched_again_and_the_others_go_on(
         await eventually(lambda: world.names)
         dying.words.put_nowait(RuntimeError("a fault of ours"))
         await eventually(lambda: dying.watches == 2)
-        assert "a fault of ours" in world.roster.troubles()["dying"]
+        assert "a fault of ours" in world.registry.problems()["dying"]
         other.lists(listed("b:1"))
         await eventually(lambda: world.names == {"a:1", "b:1"})
         dying.lists(listed("c:1"))
@@ -286,34 +288,34 @@ async def test_a_fault_while_the_fleet_is_changed_is_told_and_tried_again(
 
         monkeypatch.setattr(world.fleet, "add", fail_once)
         source.lists(listed("a:1"), listed("b:1"))
-        await eventually(lambda: "roster" in world.roster.troubles())
+        await eventually(lambda: "registry" in world.registry.problems())
         await eventually(lambda: world.names == {"a:1", "b:1"})
-        await eventually(lambda: not world.roster.troubles())
+        await eventually(lambda: not world.registry.problems())
 
 
 async def test_the_first_words_of_all_are_waited_for_but_not_for_ever() -> None:
     quick, mute = FakeSource("quick"), FakeSource("mute")
     async with running(quick, mute) as world:
         quick.lists(listed("a:1"))
-        await asyncio.wait_for(world.roster.wait_for_sources(0.05), 5)
+        await asyncio.wait_for(world.registry.wait_for_sources(0.05), 5)
         assert world.names == {"a:1"}
         mute.fails("cannot tell")
-        await asyncio.wait_for(world.roster.wait_for_sources(60), 5)
+        await asyncio.wait_for(world.registry.wait_for_sources(60), 5)
     async with running(FakeSource("only")) as world:
-        source = world.roster.sources[0].source
+        source = world.registry.sources[0].source
         assert isinstance(source, FakeSource)
         source.lists(listed("a:1"))
-        await asyncio.wait_for(world.roster.wait_for_sources(60), 5)
+        await asyncio.wait_for(world.registry.wait_for_sources(60), 5)
         assert world.names == {"a:1"}, "it is there when it was heard"
 
 
 async def test_a_source_that_has_said_all_is_never_late() -> None:
     source = FakeSource(first=SourceReport((listed("a:1"),)))
     async with running(source) as world:
-        standing = world.roster.sources[0]
-        told = standing.told_at
+        standing = world.registry.sources[0]
+        told = standing.listed_at
         source.words.put_nowait(None)
-        await eventually(lambda: standing.told_at > told)
+        await eventually(lambda: standing.listed_at > told)
         assert world.names == {"a:1"}
 
 
@@ -322,16 +324,16 @@ async def test_what_probes_of_many_engines_find_at_once_is_one_snapshot() -> Non
     world = World(FakeSource(first=first))
     engines, before = world.fleet.engines, world.snapshots
     for engine in engines[:99]:
-        world.fleet.probe_passed(engine)
-        world.fleet.serves(engine, frozenset("m"))
-    assert all(engine.is_asked for engine in engines[:99]), "each is known at once"
-    world.fleet.unreachable(engines[99], "gone")
+        world.fleet.note_probe_passed(engine)
+        world.fleet.note_models(engine, frozenset("m"))
+    assert all(engine.is_available for engine in engines[:99]), "each is known at once"
+    world.fleet.note_unreachable(engines[99], "gone")
     await eventually(lambda: world.snapshots > before)
     assert world.snapshots == before + 1
     assert len(world.fleet.snapshot.pools("m")[0].decoders) == 99
-    world.fleet.probe_failed(engines[0], "slow")
-    world.fleet.probe_failed(engines[0], "slow")
-    assert not engines[0].is_asked
+    world.fleet.note_probe_failed(engines[0], "slow")
+    world.fleet.note_probe_failed(engines[0], "slow")
+    assert not engines[0].is_available
     await eventually(lambda: world.snapshots == before + 2)
 
 
@@ -339,12 +341,12 @@ async def test_who_holds_what_a_decoder_has_still_to_read_does_not_leave_yet() -
     source = FakeSource(first=SourceReport((listed("a:1"),)))
     async with running(source) as world:
         a = world.engine("a:1")
-        a.holding = 1
+        a.kv_leases = 1
         source.lists(listed("b:1"))
         await eventually(lambda: "b:1" in world.names and a.intent is Intent.DRAINING)
-        world.roster.let_go()
+        world.registry.remove_drained()
         assert (world.names, a.is_idle) == ({"a:1", "b:1"}, False)
-        a.holding = 0
+        a.kv_leases = 0
         await eventually(lambda: world.names == {"b:1"})
 
 
@@ -352,17 +354,17 @@ async def test_what_operators_want_stands_over_a_new_listing() -> None:
     source = FakeSource(first=SourceReport((listed("a:1"),)))
     async with running(source) as world:
         a, added = world.engine("a:1"), listed("c:1").spec
-        world.roster.set_overrides(OperatorOverrides((added,), frozenset([a.spec.address])))
+        world.registry.set_overrides(OperatorOverrides((added,), frozenset([a.spec.address])))
         assert (a.intent, world.names) == (Intent.DRAINING, {"a:1", "c:1"}), "at once"
         source.lists(listed("a:1", weight=2.0), listed("b:1"))
         await eventually(lambda: "b:1" in world.names)
         assert (a.intent, a.spec.weight) == (Intent.DRAINING, 2.0)
-        assert list(world.roster.sources_of(a.spec.address)) == ["fake"]
-        assert list(world.roster.sources_of(added.address)) == ["admin"]
-        world.roster.set_overrides(OperatorOverrides())
+        assert list(world.registry.sources_of(a.spec.address)) == ["fake"]
+        assert list(world.registry.sources_of(added.address)) == ["admin"]
+        world.registry.set_overrides(OperatorOverrides())
         assert a.intent is Intent.SERVING
         await eventually(lambda: world.names == {"a:1", "b:1"})
-        assert not world.roster.sources_of(added.address)
+        assert not world.registry.sources_of(added.address)
 
 
 async def test_a_fault_while_wishes_are_done_does_not_lose_them(
@@ -378,7 +380,7 @@ async def test_a_fault_while_wishes_are_done_does_not_lose_them(
         monkeypatch.setattr(world.fleet, "drain", fail)
         a = world.engine("a:1")
         with pytest.raises(RuntimeError):
-            world.roster.set_overrides(OperatorOverrides(draining=frozenset([a.spec.address])))
+            world.registry.set_overrides(OperatorOverrides(draining=frozenset([a.spec.address])))
         await eventually(lambda: a.intent is Intent.DRAINING)
 
 
@@ -387,17 +389,17 @@ async def test_it_is_informed_when_every_source_has_told_its_list_once() -> None
     async with running(one, other) as world:
         one.lists(listed("a:1"))
         other.fails("cannot tell")
-        await eventually(lambda: world.names and "other" in world.roster.troubles())
-        assert not world.roster.is_informed
+        await eventually(lambda: world.names and "other" in world.registry.problems())
+        assert not world.registry.is_informed
         other.lists()
-        await eventually(lambda: world.roster.is_informed)
+        await eventually(lambda: world.registry.is_informed)
         one.fails("cannot tell any more")
-        await eventually(lambda: "one" in world.roster.troubles())
-        assert world.roster.is_informed, "what it listed last stands"
+        await eventually(lambda: "one" in world.registry.problems())
+        assert world.registry.is_informed, "what it listed last stands"
 
 
 async def test_a_roster_without_sources_waits_for_none() -> None:
     async with running() as world:
-        await asyncio.wait_for(world.roster.wait_for_sources(60), 5)
-        world.roster.set_overrides(OperatorOverrides((listed("a:1").spec,)))
+        await asyncio.wait_for(world.registry.wait_for_sources(60), 5)
+        world.registry.set_overrides(OperatorOverrides((listed("a:1").spec,)))
         assert world.names == {"a:1"}

@@ -26,7 +26,7 @@ def engine(port: int, role: EngineRole, **state: Any) -> Engine:
     made.health, made.models, made.breaker.circuit = Health.HEALTHY, models or None, circuit
     for name, value in state.items():
         setattr(made, name, value)
-    made.look()
+    made.update_availability()
     return made
 
 
@@ -66,7 +66,7 @@ def test_a_role_is_empty_only_where_nobody_of_it_may_be_asked_at_all(
             able = [e for e in of_role(wanted, role) if e.group == group]
             assert set(members) <= set(able)
             assert bool(members) == bool(able)
-            asked = [e for e in able if e.is_asked]
+            asked = [e for e in able if e.is_available]
             healthy = [e for e in able if e.health is Health.HEALTHY]
             assert set(members) == set(asked or healthy or able)
 
@@ -114,6 +114,6 @@ def test_a_half_open_engine_is_asked_until_its_trial_begins() -> None:
     )
     assert set(build_snapshot([closed, trying]).pools(None)[0].decoders) == {closed, trying}
     trying.breaker.trial = object()
-    trying.look()
+    trying.update_availability()
     assert build_snapshot([closed, trying]).pools(None)[0].decoders == (closed,)
     assert build_snapshot([trying]).pools(None)[0].decoders == (trying,), "there is nobody else"

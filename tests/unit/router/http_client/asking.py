@@ -20,7 +20,7 @@ def soon() -> float:
 
 
 async def ask(pool: EnginePool, fresh: bool = False) -> EngineAnswer:
-    return await pool.ask(REQUEST, soon(), fresh)
+    return await pool.request(REQUEST, soon(), fresh)
 
 
 async def body_of(pool: EnginePool, fresh: bool = False) -> bytes:

@@ -90,7 +90,7 @@ async def test_no_descriptor_left_is_our_own_fault(
 ) -> None:
     pool = start_pool(engine.port, host)
     with no_descriptor_left(), pytest.raises(LocalError) as caught:
-        await pool.ask(REQUEST, soon())
+        await pool.request(REQUEST, soon())
     assert caught.value.kind in kinds, "a resolver needs files too"
     assert engine.connections == 0
     assert b"cmpl-1" in await body_of(pool), "and it passes"
@@ -133,13 +133,13 @@ async def test_of_several_addresses_the_one_that_refuses_counts(
 async def test_a_closed_port_is_refused(start_pool: StartPool, engine: MockEngine) -> None:
     await engine.stop()
     with pytest.raises(ConnectRefusedError):
-        await start_pool(engine.port).ask(REQUEST, soon())
+        await start_pool(engine.port).request(REQUEST, soon())
 
 
 @pytest.mark.parametrize("host", ["nowhere.invalid", "x" * 70, "a..b"])
 async def test_a_name_without_an_address_is_unresolved(start_pool: StartPool, host: str) -> None:
     with pytest.raises(UnresolvedError) as caught:
-        await start_pool(1, host).ask(REQUEST, soon())
+        await start_pool(1, host).request(REQUEST, soon())
     assert caught.value.kind == "dns"
 
 
@@ -158,7 +158,7 @@ async def test_an_engine_that_does_not_accept_is_to_blame(
     start_pool: StartPool, deaf_port: int
 ) -> None:
     with pytest.raises(ConnectTimeoutError):
-        await start_pool(deaf_port, connect_timeout=SHORT).ask(REQUEST, soon())
+        await start_pool(deaf_port, connect_timeout=SHORT).request(REQUEST, soon())
 
 
 @pytest.mark.parametrize("deadline", [SHORT, 0.0, -1.0])
@@ -166,14 +166,14 @@ async def test_a_request_whose_time_is_over_blames_nobody(
     start_pool: StartPool, deaf_port: int, deadline: float
 ) -> None:
     with pytest.raises(AnswerTimeoutError):
-        await start_pool(deaf_port).ask(REQUEST, now() + deadline)
+        await start_pool(deaf_port).request(REQUEST, now() + deadline)
 
 
 async def test_an_engine_that_dies_ends_the_connect_at_once_with_nothing_sent(
     start_pool: StartPool, deaf_port: int
 ) -> None:
     pool = start_pool(deaf_port, connect_timeout=LONG)
-    legs = [asyncio.create_task(pool.ask(REQUEST, soon())) for _ in range(3)]
+    legs = [asyncio.create_task(pool.request(REQUEST, soon())) for _ in range(3)]
     await asyncio.sleep(0)  # they begin
     began = now()
     pool.fail_legs(EngineLostError("two probes failed"))

@@ -63,7 +63,7 @@ async def test_a_kept_connection_that_is_lost_late_is_not_stale(
 
     async def late(request: Received, peer: Peer) -> None:
         (connection,) = pool._open
-        connection.asked_at -= 4.0
+        connection.sent_at -= 4.0
         await script(request, peer)
 
     await body_of(pool)
@@ -91,7 +91,7 @@ async def test_a_kept_connection_whose_engine_reads_nothing_of_a_body_is_not_sta
         assert pool.idle_count
         async with asyncio.timeout(8):
             with pytest.raises(DisconnectedError) as caught:
-                await pool.ask(MUCH, soon())
+                await pool.request(MUCH, soon())
         assert type(caught.value) is DisconnectedError
 
 
@@ -111,9 +111,9 @@ async def test_a_kept_connection_is_not_taken_where_it_was_idle_for_too_long(
     await body_of(pool)
     (kept,) = pool._idle
     kept.idle_since -= 2.0
-    assert pool.at_once(REQUEST, soon(), longest=1.0) is None
+    assert pool.send_on_idle(REQUEST, soon(), longest=1.0) is None
     assert pool.idle_count == 1, "it stays for others"
-    answer = pool.at_once(REQUEST, soon(), longest=3.0)
+    answer = pool.send_on_idle(REQUEST, soon(), longest=3.0)
     assert answer is not None
     await answer.ready()
     answer.close()
@@ -148,9 +148,9 @@ async def test_a_connection_that_is_lost_before_it_is_asked_is_an_error(
     transport.abort()
     await eventually(lambda: connection.transport is None)
     answer = EngineAnswer(connection, pool._deadlines, soon())
-    connection.ask(REQUEST, answer)
+    connection.send(REQUEST, answer)
     with pytest.raises(DisconnectedError):
-        answer.check()
+        answer.raise_if_failed()
 
 
 @contextlib.asynccontextmanager
@@ -178,7 +178,7 @@ async def test_an_engine_that_answers_and_does_not_read_keeps_no_connection(
 
     async with deaf_engine(answer) as port:
         pool = start_pool(port)
-        leg = await pool.ask(MUCH, soon())
+        leg = await pool.request(MUCH, soon())
         assert await leg.read(LIMIT) == b"{}"
         await eventually(lambda: not pool.open_count)
 
@@ -193,7 +193,7 @@ async def test_an_engine_that_ends_its_side_and_does_not_read_is_disconnected_at
         pool = start_pool(port)
         async with asyncio.timeout(5):
             with pytest.raises(DisconnectedError):
-                await pool.ask(MUCH, soon())
+                await pool.request(MUCH, soon())
         await eventually(lambda: not pool.open_count)
 
 
@@ -206,7 +206,7 @@ async def test_an_answer_without_length_ends_with_the_engines_side(
 
     async with deaf_engine(answer) as port:
         pool = start_pool(port)
-        leg = await pool.ask(MUCH, soon())
+        leg = await pool.request(MUCH, soon())
         assert await leg.read(LIMIT) == b"{}"
 
 
@@ -218,7 +218,7 @@ async def test_a_leg_that_is_cancelled_leaves_no_connection(start_pool: StartPoo
 
     async with deaf_engine(note) as port:
         pool = start_pool(port)
-        leg = asyncio.create_task(pool.ask(MUCH, soon()))
+        leg = asyncio.create_task(pool.request(MUCH, soon()))
         await asked.wait()
         leg.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -236,12 +236,12 @@ async def test_every_read_is_a_sign_of_life(pool: EnginePool, engine: MockEngine
         await peer.wait_left()
 
     engine.scripts = [script]
-    assert pool.heard == 0
+    assert pool.reads == 0
     asking = asyncio.create_task(ask(pool))
-    await eventually(lambda: pool.heard == 1)
+    await eventually(lambda: pool.reads == 1)
     step.set()
     answer = await asking
-    assert pool.heard == 2
+    assert pool.reads == 2
     answer.close()
 
 
@@ -261,7 +261,7 @@ async def test_what_comes_unasked_is_a_sign_of_life_too(
     await body_of(pool)
     taken.set()
     await asyncio.wait_for(left.wait(), 5)
-    assert pool.heard == 2
+    assert pool.reads == 2
     assert pool.idle_count == 0
 
 

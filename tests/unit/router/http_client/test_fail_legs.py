@@ -46,7 +46,7 @@ async def relay(answer: EngineAnswer, client: Client) -> None:
 
 
 async def read_until_never(answer: EngineAnswer) -> None:
-    await answer.until(lambda _: False)
+    await answer.peek_until(lambda _: False)
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ async def test_an_answer_whose_end_is_here_is_not_touched(
     engine.scripts = [saying_and_waiting(data)]
     answer = await ask(pool)
     pool.fail_legs(LOST)
-    answer.check()
+    answer.raise_if_failed()
     assert await answer.read(LIMIT) == b"{}"
     await gone()
 
@@ -154,7 +154,7 @@ async def test_an_answer_that_ended_and_is_read_next_is_not_touched(
     """Its end is here, and its reader has not run yet."""
     engine.scripts = [saying_and_waiting(WHOLE)]
     asking = asyncio.create_task(body_of(pool))
-    await eventually(lambda: pool.heard)
+    await eventually(lambda: pool.reads)
     pool.fail_legs(LOST)
     assert await asking == b"{}"
 
@@ -207,7 +207,7 @@ async def test_the_first_reason_counts(pool: EnginePool, engine: MockEngine, gon
     pool.fail_legs(EngineLostError("second"))
     await gone()  # and the connection's own end is no reason either
     with pytest.raises(EngineLostError, match="first"):
-        answer.check()
+        answer.raise_if_failed()
 
 
 async def test_a_leg_that_was_given_up_is_not_failed(
@@ -217,5 +217,5 @@ async def test_a_leg_that_was_given_up_is_not_failed(
     answer = await ask(pool)
     answer.close()
     pool.fail_legs(LOST)
-    answer.check()
+    answer.raise_if_failed()
     await gone()

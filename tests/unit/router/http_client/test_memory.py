@@ -22,13 +22,13 @@ async def test_what_the_router_asks_engines_itself_is_never_refused(
 
     memory = pool._memory = AnswerMemory(1)
     engine.usual = script
-    assert len((await pool.ask_whole(REQUEST, soon(), 2 * MIB)).body) == MIB
-    answer = await pool.ask(REQUEST, soon())
+    assert len((await pool.fetch(REQUEST, soon(), 2 * MIB)).body) == MIB
+    answer = await pool.request(REQUEST, soon())
     with pytest.raises(AnswersFullError):
         await answer.read(2 * MIB)
     await eventually(lambda: pool.open_count == pool.idle_count)
     memory.limit = 0
-    answer = await pool.ask(REQUEST, soon())
+    answer = await pool.request(REQUEST, soon())
     await answer.read(2 * MIB)
     assert memory.size == MIB
     answer.close()

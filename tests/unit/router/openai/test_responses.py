@@ -276,8 +276,8 @@ async def test_another_router_goes_on_with_it(p: MockEngine, d: MockEngine) -> N
         }
         given = settings_for(p=[p], d=[d], **shared)
         async with running_router(given) as one, running_router(given) as other:
-            await eventually(lambda: not one.gateway.fleet.missing())
-            await eventually(lambda: not other.gateway.fleet.missing())
+            await eventually(lambda: not one.gateway.fleet.unavailable_roles())
+            await eventually(lambda: not other.gateway.fleet.unavailable_roles())
             first = (await one.client.post(PATH, json=ASKED)).json()
             more = {"model": "m", "input": "more", "previous_response_id": first["id"]}
             assert (await other.client.post(PATH, json=more)).status_code == 200

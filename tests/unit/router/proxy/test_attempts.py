@@ -120,7 +120,7 @@ async def test_a_failure_before_the_first_byte_does_what_the_table_says(
         assert (engine.health is Health.UNHEALTHY) == is_gone
         assert (engine.capabilities is not capabilities) == is_gone, "what was capabilities stays"
         others = [one for one in router.gateway.fleet.engines if one is not engine]
-        assert all(one.is_asked and not one.breaker._bad for one in others)
+        assert all(one.is_available and not one.breaker._bad for one in others)
 
 
 @pytest.mark.parametrize("role", LEGS)
@@ -131,7 +131,7 @@ async def test_an_engine_that_resets_a_kept_connection_late_is_blamed_and_not_as
 
         async def resets_late(request: Received, peer: Peer) -> None:
             for connection in asked.engine.pool._open:
-                connection.asked_at -= 4.0
+                connection.sent_at -= 4.0
             peer.reset()
 
         asked.first.scripts = [resets_late]
@@ -165,7 +165,7 @@ async def test_without_a_descriptor_the_client_is_told_and_no_engine_is_condemne
         unreleased = router.metric("releases_total", outcome="failed")
         assert unreleased == (role is EngineRole.DECODE), "nor can anybody be told of the blocks"
         engines = router.gateway.fleet.engines
-        assert all(engine.is_asked and not engine.breaker._bad for engine in engines)
+        assert all(engine.is_available and not engine.breaker._bad for engine in engines)
         assert all(e.capabilities is known for e, known in zip(engines, capabilities, strict=True))
         assert (await router.complete()).status_code == 200
 
@@ -313,7 +313,7 @@ async def test_a_decoder_that_left_while_the_prefiller_worked_is_not_asked(
             elif how == "drain":
                 fleet.drain(engine)
             elif how == "unreachable":
-                fleet.unreachable(engine, "gone")
+                fleet.note_unreachable(engine, "gone")
             else:
                 open_circuit(fleet, engine)
             await usual_prefill(request, peer)
@@ -349,9 +349,9 @@ async def test_an_engine_that_is_removed_ends_its_legs_and_one_that_drains_does_
 
 
 def open_circuit(fleet: Fleet, engine: Engine) -> None:
-    opened = engine.breaker.opened
-    while engine.breaker.opened == opened:
-        fleet.failed(engine, "broken")
+    opened = engine.breaker.times_opened
+    while engine.breaker.times_opened == opened:
+        fleet.note_leg_failed(engine, "broken")
 
 
 async def test_one_request_tries_a_half_open_engine_whoever_else_is_under_way(
@@ -374,7 +374,7 @@ async def test_one_request_tries_a_half_open_engine_whoever_else_is_under_way(
         asking = [asyncio.create_task(asked.router.complete()) for _ in range(6)]
         await eventually(lambda: len(p.requests) == 7)
         open_circuit(fleet, engine)
-        fleet._try_again(engine, engine.breaker.opened)
+        fleet._try_again(engine, engine.breaker.times_opened)
         prefill.set()
         await eventually(lambda: len(d.requests) == 2)
         trial = engine.breaker.trial
@@ -390,7 +390,7 @@ async def test_one_request_tries_a_half_open_engine_whoever_else_is_under_way(
         assert engine.breaker.circuit is CircuitState.HALF_OPEN, (
             "its client left: nothing was shown"
         )
-        assert engine.is_asked
+        assert engine.is_available
 
 
 async def test_the_timer_of_a_pause_that_is_over_does_not_end_the_next_one(
@@ -399,13 +399,13 @@ async def test_the_timer_of_a_pause_that_is_over_does_not_end_the_next_one(
     async with two_of(EngineRole.DECODE, p, d, start_router) as asked:
         fleet, engine = asked.router.gateway.fleet, asked.engine
         open_circuit(fleet, engine)
-        first = engine.breaker.opened
-        engine.breaker.succeeded()
+        first = engine.breaker.times_opened
+        engine.breaker.record_success()
         open_circuit(fleet, engine)
         fleet._try_again(engine, first)
         assert engine.breaker.circuit is CircuitState.OPEN
-        fleet._try_again(engine, engine.breaker.opened)
-        assert engine.is_asked
+        fleet._try_again(engine, engine.breaker.times_opened)
+        assert engine.is_available
 
 
 @pytest.mark.parametrize("given", [b"99999999999999999999", b"-1", b"soon", b""])

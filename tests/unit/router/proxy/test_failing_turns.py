@@ -44,7 +44,7 @@ def offers(mocks: list[MockEngine]) -> list[Any]:
 async def last_turn(router: Router) -> None:
     await chat(router, ASKED)
     await router.settled()
-    for engine in router.gateway.fleet.candidates(EngineRole.DECODE):
+    for engine in router.gateway.fleet.usable_engines(EngineRole.DECODE):
         await told(engine)
 
 
@@ -140,7 +140,7 @@ async def test_a_turn_that_was_taken_and_cannot_be_planned_is_given_back(
         """There is somebody to ask, and when it comes to that there is nobody."""
 
         pools = Mock(side_effect=[known.pools("m"), ()])
-        any_model, contexts = known.any_model, known.contexts
+        any_model, context_lengths = known.any_model, known.context_lengths
 
     monkeypatch.setattr(router.gateway.fleet, "snapshot", Going())
     await next_turn(router, 503)

@@ -204,7 +204,7 @@ async def test_the_longest_context_of_the_decoders_counts(
     p.contexts, d.contexts = {"m": 4}, {"m": 50, "other": 60}
     router = await start_router()
     known = router.gateway.fleet
-    await eventually(lambda: known.snapshot.contexts == {"m": 50, "other": 60})
+    await eventually(lambda: known.snapshot.context_lengths == {"m": 50, "other": 60})
     refused = await router.complete(max_tokens=51)
     assert refused.status_code == 400
     assert "max_model_len=50" in refused.json()["error"]["message"]

@@ -62,7 +62,7 @@ async def grouped(router: Router, *names: str) -> Router:
 def regroup(router: Router, mock: MockEngine, group: str) -> None:
     """As a source does that lists it anew."""
     engine = router.engine(mock)
-    router.gateway.fleet.change(engine, replace(engine.spec, group=group))
+    router.gateway.fleet.change_spec(engine, replace(engine.spec, group=group))
 
 
 async def test_engines_pair_by_what_they_say_of_themselves(
@@ -113,7 +113,7 @@ async def test_the_dead_move_nobody(
         router = await start_router(ps=[p, p2])
         await grouped(router, *NAMES)
         p2.healthy = False
-        await eventually(lambda: not router.engine(p2).is_wanted)
+        await eventually(lambda: not router.engine(p2).is_usable)
         await grouped(router, *NAMES)
         for _ in range(5):
             assert (await router.complete()).status_code == 200
@@ -138,10 +138,10 @@ async def test_who_comes_back_without_a_name_is_not_in_the_group_of_who_was_ther
         router = await start_router(ps=[p, p2], ds=[d, d2])
         await grouped(router, *NAMES)
         d.healthy = False
-        await eventually(lambda: not router.engine(d).is_wanted)
+        await eventually(lambda: not router.engine(d).is_usable)
         assert router.engine(d).group == "default-bbbbbbbb"
         d.identity, d.healthy = None, True
-        await eventually(lambda: router.engine(d).is_wanted)
+        await eventually(lambda: router.engine(d).is_usable)
         await eventually(lambda: router.engine(d).group == DEFAULT_GROUP)
 
 
@@ -168,7 +168,7 @@ async def test_a_request_leaves_a_group_where_nobody_is_left(
         p.usual, p2.usual = prefill_of("blue"), prefill_of("green")
         router = await start_router(ps=[p, p2], ds=[d, d2])
         await grouped(router, *NAMES)
-        router.gateway.fleet.weigh({"default-aaaaaaaa": 0})
+        router.gateway.fleet.set_group_weights({"default-aaaaaaaa": 0})
         failing = p if role == "prefill" else d
         failing.usual = answering(500, {})
         for _ in range(3):
@@ -203,7 +203,7 @@ async def test_kv_is_not_read_by_a_decoder_that_changed_its_group_meanwhile(
         router = await start_router(ps=[p, p2], ds=[d, d2])
         for mock, group in ((p, "blue"), (d, "blue"), (p2, "green"), (d2, "green")):
             regroup(router, mock, group)
-        router.gateway.fleet.weigh({"green": 0})
+        router.gateway.fleet.set_group_weights({"green": 0})
 
         async def prefill(request: Received, peer: Peer) -> None:
             regroup(router, d, "green")
@@ -223,7 +223,7 @@ async def test_weights_change_while_it_runs(
         router = await start_router(ps=[p, p2], ds=[d, d2])
         await grouped(router, *NAMES)
         for weights, sent in (({"default-aaaaaaaa": 0}, d), ({"default-bbbbbbbb": 0}, d2)):
-            router.gateway.fleet.weigh(weights)
+            router.gateway.fleet.set_group_weights(weights)
             d.requests.clear()
             d2.requests.clear()
             await asyncio.gather(*(router.complete() for _ in range(10)))
@@ -241,9 +241,9 @@ async def test_a_conversation_stays_in_its_group_until_that_is_gone(
         router = await start_router(ps=[p, p2], ds=[d, d2])
         await grouped(router, *NAMES)
         fleet = router.gateway.fleet
-        fleet.weigh({"default-aaaaaaaa": 0})
+        fleet.set_group_weights({"default-aaaaaaaa": 0})
         await chat(router, ASKED)
-        fleet.weigh({"default-bbbbbbbb": 0})
+        fleet.set_group_weights({"default-bbbbbbbb": 0})
         await chat(router, AGAIN)
         assert turns(router, "hit") == 1
         assert not p2.requests
@@ -266,7 +266,7 @@ async def test_nothing_is_remembered_of_groups_that_are_gone(
         for number in range(10):
             for mock in (p, p2, d):
                 router.engine(mock).capabilities.compatibility = f"{number:08x}"
-                fleet.identified(router.engine(mock))
+                fleet.note_identity(router.engine(mock))
             await grouped(router, "default-other", f"default-{number:08x}")
             assert (await router.complete(prompt="x" * 50_000)).status_code == 200
         for policies in (router.gateway._prefill, router.gateway._decode):

@@ -120,9 +120,9 @@ async def test_a_prefiller_holds_kv_until_its_decoder_has_it(
     prefiller, decoder = router.engine(p), router.engine(d)
     asking = asyncio.create_task(router.stream())
     await eventually(lambda: d.requests)
-    assert (prefiller.in_flight, prefiller.holding) == (0, 1)
+    assert (prefiller.in_flight, prefiller.kv_leases) == (0, 1)
     goes_on.set()
-    await eventually(lambda: prefiller.holding == 0)
+    await eventually(lambda: prefiller.kv_leases == 0)
     assert decoder.in_flight == 1
     ends.set()
     assert (await asking).status_code == 200
@@ -139,7 +139,7 @@ async def test_a_prefiller_holds_nothing_for_a_client_that_left(
     router = await start_router()
     async with router.socket() as client:
         await client.send(post(b'{"model": "m", "prompt": "x"}'))
-        await eventually(lambda: router.engine(p).holding == 1)
+        await eventually(lambda: router.engine(p).kv_leases == 1)
         client.writer.transport.abort()
-        await eventually(lambda: router.engine(p).holding == 0)
+        await eventually(lambda: router.engine(p).kv_leases == 0)
     await router.settled()

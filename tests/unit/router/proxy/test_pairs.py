@@ -272,7 +272,7 @@ async def test_a_restarted_engine_is_paired_with_all_again(
     await ask(router, 4)
     assert router.gateway.fleet.unreachable_pairs
     fleet.ds[0].healthy = False
-    await eventually(lambda: not router.engine(fleet.ds[0]).is_wanted)
+    await eventually(lambda: not router.engine(fleet.ds[0]).is_usable)
     assert not router.gateway.fleet.unreachable_pairs
 
 

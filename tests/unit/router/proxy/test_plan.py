@@ -22,7 +22,7 @@ from router.telemetry.record import Record
 
 def decoder(knows_threshold: bool | None = None) -> Engine:
     return cast(
-        Engine, SimpleNamespace(capabilities=EngineCapabilities(knows_threshold=knows_threshold))
+        Engine, SimpleNamespace(capabilities=EngineCapabilities(supports_threshold=knows_threshold))
     )
 
 
@@ -78,8 +78,8 @@ def test_embeddings_are_prefilled_for_nobody_who_goes_by_tokens(
     """Between two stock engines they are handed over like any prompt."""
     asked = request(body=body)
     given = route(decoder())
-    given.prefillers[0].capabilities.proves_prefix = proves == "prefiller"
-    given.decoders[0].capabilities.proves_prefix = proves == "decoder"
+    given.prefillers[0].capabilities.verifies_prefix = proves == "prefiller"
+    given.decoders[0].capabilities.verifies_prefix = proves == "decoder"
     plan = make_plan(asked, given, None, limits())
     assert (plan.mode is Mode.ALONE) == is_alone
     assert plan.why_alone == ("prompt_embeds" if is_alone else "")

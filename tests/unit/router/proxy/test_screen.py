@@ -27,7 +27,7 @@ class Wire:
     def pause(self) -> None: ...
     def resume(self) -> None: ...
     def abort(self) -> None: ...
-    def hang_up(self) -> None: ...
+    def half_close(self) -> None: ...
 
 
 async def verdict(blocks: Iterable[bytes]) -> tuple[bool, bytes]:
@@ -44,7 +44,7 @@ async def verdict(blocks: Iterable[bytes]) -> tuple[bool, bytes]:
             break
         answer.feed(block, False)
     word = await asyncio.wait_for(judging, 5)
-    return word is not None and failure_of(word, DECODE) is not None, answer.held()
+    return word is not None and failure_of(word, DECODE) is not None, answer.peek()
 
 
 def in_bytes(stream: bytes) -> list[bytes]:

@@ -47,9 +47,9 @@ def warmed(router: Router, outcome: str = "done") -> float:
 async def lose(router: Router, mock: MockEngine) -> None:
     """It is away for a while."""
     mock.healthy = False
-    await eventually(lambda: not router.engine(mock).is_wanted)
+    await eventually(lambda: not router.engine(mock).is_usable)
     mock.healthy = True
-    await eventually(lambda: router.engine(mock).is_wanted)
+    await eventually(lambda: router.engine(mock).is_usable)
 
 
 async def test_lazy_leaves_alone_who_was_there_and_warms_who_comes(
@@ -158,7 +158,7 @@ async def test_a_warm_up_that_hangs_keeps_an_engine_back_for_a_while_only(
     router = await start_router(warm_up="off")
     d.usual = hang
     gateway = router.gateway
-    gateway.fleet.new_are_cold = True
+    gateway.fleet.starts_engines_cold = True
     warmer = asyncio.create_task(Warmer(gateway, "eager", longest_cold=0.1).run())
     try:
         await lose(router, d)
@@ -239,7 +239,7 @@ async def test_what_was_prefilled_for_a_push_that_failed_is_released(
     await router.knows_its_engines()
 
     async def fails_late(request: Received, peer: Peer) -> None:
-        await eventually(lambda: router.engine(p).holding)
+        await eventually(lambda: router.engine(p).kv_leases)
         await answering(500, {})(request, peer)
 
     d.scripts = [fails_late]
@@ -259,7 +259,7 @@ async def test_a_thousand_that_come_and_flap_keep_nobody_waiting(
 ) -> None:
     router = await start_router(warm_up="off")
     fleet = Fleet((), cast(Any, lambda spec: None), 3)
-    with fleet.one_change():
+    with fleet.batch_changes():
         for number in range(1000):
             role = EngineRole.PREFILL if number % 2 else EngineRole.DECODE
             engine = fleet.add(EngineSpec(role, Address(f"h{number}", 1)))

@@ -20,7 +20,7 @@ from router.routing.queueing import (
     EngineLimits,
     Placement,
     QueueTicket,
-    place,
+    find_placement,
 )
 from router.settings import Address
 
@@ -64,7 +64,7 @@ def take(where: Placement, ticket: QueueTicket) -> None:
     for one in (where.prefiller, where.decoder):
         if one is not None:
             one.admitted += 1
-    computing = where.decoder if ticket.alone else where.prefiller
+    computing = where.decoder if ticket.decode_only else where.prefiller
     if computing is not None:
         computing.admitted_tokens += ticket.tokens
 
@@ -73,7 +73,7 @@ def leave(where: Placement, ticket: QueueTicket) -> None:
     for one in (where.prefiller, where.decoder):
         if one is not None:
             one.admitted -= 1
-    computing = where.decoder if ticket.alone else where.prefiller
+    computing = where.decoder if ticket.decode_only else where.prefiller
     if computing is not None:
         computing.admitted_tokens -= ticket.tokens
 
@@ -82,27 +82,27 @@ def test_room_needs_a_prefiller_and_a_decoder_of_one_group() -> None:
     p, d = engine("p", EngineRole.PREFILL, group="x"), engine("d", EngineRole.DECODE, group="x")
     q, e = engine("q", EngineRole.PREFILL, group="y"), engine("e", EngineRole.DECODE, group="y")
     pools = build_snapshot([p, d, q, e]).any_model
-    assert place(pools, 1, False, ONE) == ("x", p, d)
+    assert find_placement(pools, 1, False, ONE) == ("x", p, d)
     p.admitted = 1
-    assert place(pools, 1, False, ONE) == ("y", q, e)
+    assert find_placement(pools, 1, False, ONE) == ("y", q, e)
     e.admitted = 1
-    assert place(pools, 1, False, ONE) is None
-    assert place(pools, 1, True, ONE) == ("x", None, d), "alone it needs a decoder only"
+    assert find_placement(pools, 1, False, ONE) is None
+    assert find_placement(pools, 1, True, ONE) == ("x", None, d), "alone it needs a decoder only"
 
 
 def test_the_largest_prompt_fits_where_none_is_computed() -> None:
     p, d = fleet(1, 1)
     pools, room = build_snapshot([p, d]).any_model, EngineLimits(0, 100)
-    assert place(pools, 1000, False, room)
+    assert find_placement(pools, 1000, False, room)
     p.admitted_tokens = 1
-    assert place(pools, 99, False, room)
-    assert place(pools, 100, False, room) is None
+    assert find_placement(pools, 99, False, room)
+    assert find_placement(pools, 100, False, room) is None
 
 
 def test_a_role_that_nobody_plays_is_not_waited_for() -> None:
     p, d = fleet(1, 1)
-    assert place(build_snapshot([d]).any_model, 1, False, ONE) == ("default", None, d)
-    assert place(build_snapshot([p]).any_model, 1, False, ONE) == ("default", p, None)
+    assert find_placement(build_snapshot([d]).any_model, 1, False, ONE) == ("default", None, d)
+    assert find_placement(build_snapshot([p]).any_model, 1, False, ONE) == ("default", p, None)
 
 
 def test_lower_priorities_go_first() -> None:

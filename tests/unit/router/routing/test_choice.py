@@ -44,7 +44,7 @@ def test_an_order_is_distinct_candidates_and_replays(
         assert list(order) == list(twin.order(list(candidates), ask)), "a list is no other question"
         for each in (policy, twin):
             if order:
-                each.note(order[0].name, ask)
+                each.note_sent(order[0].name, ask)
                 each.note_cached(order[0].name, ask, ask.tokens // 2)
 
 
@@ -64,7 +64,7 @@ def test_who_goes_is_not_chosen_any_more_and_who_comes_is(name: str) -> None:
             ask = RoutingQuery(turn, session=f"s{turn}", chunks=(turn % 7, turn))
             order = policy.order(present, ask)
             assert set(order) <= set(present)
-            policy.note(order[0].name, ask)
+            policy.note_sent(order[0].name, ask)
         policy.forget(everyone[5].name)
 
 
@@ -130,7 +130,7 @@ def test_only_what_is_above_floor_and_mean_is_overloaded(
     mean = sum(engine.in_flight for engine in candidates) / len(candidates)
     for engine in candidates:
         expected = engine.in_flight >= floor and engine.in_flight > factor * mean
-        assert LoadBound(factor, floor).exceeded(engine, candidates) == expected
+        assert LoadBound(factor, floor).is_overloaded(engine, candidates) == expected
 
 
 def test_the_overloaded_are_last_in_a_sessions_order_of_all() -> None:
@@ -162,7 +162,7 @@ def _fill(policy: Policy, candidates: tuple[Engine, ...], turns: int) -> Counter
     for turn in range(turns):
         ask = RoutingQuery(turn, 1, f"session {turn}", (turn,))
         engine = policy.order(candidates, ask)[0]
-        policy.note(engine.name, ask)
+        policy.note_sent(engine.name, ask)
         engine.in_flight += 1
         engine.tokens_in_flight += 1
         chosen[engine.name] += 1

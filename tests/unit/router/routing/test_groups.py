@@ -19,7 +19,7 @@ from router.routing.candidate import RoutingQuery
 from router.routing.group_choice import group_of, preferred
 from router.settings import Address
 
-LIMITS = PoolLimits(connect_timeout=1, idle_connections=1, idle_age=1, header_limit=1024)
+LIMITS = PoolLimits(connect_timeout_s=1, max_idle_connections=1, max_idle_s=1, max_head_bytes=1024)
 
 
 def engine(role: EngineRole, group: str) -> Engine:
@@ -83,10 +83,10 @@ def test_a_group_whose_engines_are_better_left_alone_gets_nothing_while_there_is
     sound, green = group("sound"), group("green", 100)
     for pool in (sound, green):
         for one in (*pool.prefillers, *pool.decoders):
-            one.look()
-    troubled = green.of(role)[0]
+            one.update_availability()
+    troubled = green.by_role(role)[0]
     setattr(troubled, state, True)
-    troubled.look()
+    troubled.update_availability()
     assert {chosen([sound, green], turn=n) for n in range(50)} == {"sound"}
     assert chosen([green, group("none", 0)]) == "green"
 

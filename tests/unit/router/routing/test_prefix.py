@@ -25,7 +25,7 @@ def _told(*notes: tuple[Engine, tuple[int, ...]]) -> PrefixAffinity:
     policy.order(FLEET, _ask(0))
     for engine, chunks in notes:
         ask = _ask(*chunks)
-        policy.note(engine.name, ask)
+        policy.note_sent(engine.name, ask)
         policy.note_cached(engine.name, ask, 0)
     return policy
 
@@ -68,21 +68,21 @@ def test_an_unknown_prompt_goes_by_load() -> None:
 def test_a_forgotten_engine_holds_nothing_even_if_its_name_comes_back() -> None:
     a = FLEET[0]
     policy = _told((a, (1, 2)))
-    assert policy.expected(a.name, _ask(1, 2, 3)) == 2 * TOKENS
+    assert policy.expected_tokens(a.name, _ask(1, 2, 3)) == 2 * TOKENS
     policy.forget(a.name)
     policy.order(FLEET, _ask(1, 2))
-    assert policy.expected(a.name, _ask(1, 2, 3)) == 0
+    assert policy.expected_tokens(a.name, _ask(1, 2, 3)) == 0
 
 
 def test_several_answers_that_belie_us_end_the_belief_and_one_does_not() -> None:
     a = FLEET[0]
     policy = _told((a, (1, 2, 3, 4)))
     for strike in range(ENOUGH):
-        assert policy.expected(a.name, _ask(1, 2, 3, 4)) == 4 * TOKENS, strike
+        assert policy.expected_tokens(a.name, _ask(1, 2, 3, 4)) == 4 * TOKENS, strike
         ask = _ask(1, 2, 3, 4)
-        policy.note(a.name, ask)
+        policy.note_sent(a.name, ask)
         policy.note_cached(a.name, ask, TOKENS)
-    assert policy.expected(a.name, _ask(1, 2, 3, 4)) == 0
+    assert policy.expected_tokens(a.name, _ask(1, 2, 3, 4)) == 0
 
 
 def test_answers_that_confirm_us_take_strikes_back() -> None:
@@ -90,18 +90,18 @@ def test_answers_that_confirm_us_take_strikes_back() -> None:
     policy = _told((a, (1, 2, 3, 4)))
     for cached in [0, 0, 4 * TOKENS] * 3:
         ask = _ask(1, 2, 3, 4)
-        policy.note(a.name, ask)
+        policy.note_sent(a.name, ask)
         policy.note_cached(a.name, ask, cached)
-    assert policy.expected(a.name, _ask(1, 2, 3, 4)) == 4 * TOKENS
+    assert policy.expected_tokens(a.name, _ask(1, 2, 3, 4)) == 4 * TOKENS
 
 
 def test_a_first_prompt_that_finds_nothing_cached_belies_nothing() -> None:
     a, policy = FLEET[0], _told()
     for number in range(10):
         ask = _ask(100 + number, 200 + number)
-        policy.note(a.name, ask)
+        policy.note_sent(a.name, ask)
         policy.note_cached(a.name, ask, 0)
-    assert policy.expected(a.name, _ask(100, 200)) == 2 * TOKENS
+    assert policy.expected_tokens(a.name, _ask(100, 200)) == 2 * TOKENS
 
 
 def test_prompts_sent_at_the_same_time_belie_nothing() -> None:
@@ -109,20 +109,20 @@ def test_prompts_sent_at_the_same_time_belie_nothing() -> None:
     a, policy = FLEET[0], _told()
     asks = [_ask(1, 2, 3, number) for number in range(10, 10 + 3 * ENOUGH)]
     for ask in asks:
-        policy.note(a.name, ask)
+        policy.note_sent(a.name, ask)
     for ask in asks:
         policy.note_cached(a.name, ask, 0)
-    assert policy.expected(a.name, _ask(1, 2, 3)) == 3 * TOKENS
+    assert policy.expected_tokens(a.name, _ask(1, 2, 3)) == 3 * TOKENS
 
 
 def test_what_is_still_being_computed_is_not_expected_but_attracts() -> None:
     a, policy = FLEET[0], _told((FLEET[0], (1, 2)))
     ask = _ask(1, 2, 3, 4)
-    policy.note(a.name, ask)
-    assert policy.expected(a.name, _ask(1, 2, 3, 5)) == 2 * TOKENS
+    policy.note_sent(a.name, ask)
+    assert policy.expected_tokens(a.name, _ask(1, 2, 3, 5)) == 2 * TOKENS
     assert policy.order(FLEET, _ask(1, 2, 3, 5))[0] is a
     policy.note_cached(a.name, ask, 2 * TOKENS)
-    assert policy.expected(a.name, _ask(1, 2, 3, 5)) == 3 * TOKENS
+    assert policy.expected_tokens(a.name, _ask(1, 2, 3, 5)) == 3 * TOKENS
 
 
 def test_memory_is_bounded_whatever_is_asked_and_never_answered() -> None:
@@ -131,10 +131,10 @@ def test_memory_is_bounded_whatever_is_asked_and_never_answered() -> None:
     policy.order(FLEET, _ask(0))
     for number in range(1000):
         chunks = range(number * 10, number * 10 + 10)
-        policy.note(FLEET[number % 6].name, _ask(*chunks))
+        policy.note_sent(FLEET[number % 6].name, _ask(*chunks))
         assert 0 < len(holders) <= 420
     assert all(len(asks) <= MOST_OPEN for asks in policy._open.values())
-    policy.note("nobody", _ask(1))
+    policy.note_sent("nobody", _ask(1))
     assert "nobody" not in policy._open
 
 

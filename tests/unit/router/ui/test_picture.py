@@ -130,14 +130,14 @@ async def test_whatever_an_engine_answers_it_is_no_less_healthy(
     router = await start_router()
     p.pages = {"/metrics": b"\xff\x00" * 50_000, "/disagg/leases": b"[" * 9000}
     d.pages = {"/metrics": b"vllm:kv_cache_usage_perc 0.5\n"}
-    router.engine(p).capabilities.told = True
+    router.engine(p).capabilities.lists_capabilities = True
     engines = EnginePoller(router.gateway.fleet, lambda: 0.0)
     await engines.ask_all()
     assert engines.told()[router.engine(d).name].kv_usage == 0.5
     assert engines.told()[router.engine(p).name] == EngineGauge()
     d.is_mute = True
     await engines.ask_all()
-    assert router.engine(p).failures == 0
+    assert router.engine(p).failed_probes == 0
     assert router.engine(p).health == "healthy"
 
 

@@ -111,7 +111,7 @@ async def test_what_an_engine_says_that_it_moved_is_told_of_its_request(
     start_router: StartRouter, d: MockEngine
 ) -> None:
     router = await start_router(ui=True)
-    router.engine(d).capabilities.told = True
+    router.engine(d).capabilities.lists_capabilities = True
     async with looking(router) as events:
         await until(events, "snapshot")
         await router.complete()

@@ -34,7 +34,7 @@ def source(zone: Zone, name: str = NAME) -> DnsSource:
 
 
 def addresses(report: SourceReport) -> set[str]:
-    assert report.listed is not None, report.trouble
+    assert report.listed is not None, report.problem
     assert all(one.spec.role is EngineRole.DECODE for one in report.listed)
     return {str(one.address) for one in report.listed}
 
@@ -44,7 +44,7 @@ async def test_every_address_of_a_name_is_an_engine(zone: Zone) -> None:
     zone.has("decode.svc", "AAAA", "fd00::1", "fd00::2")
     report, pause = await source(zone)._look()
     assert addresses(report) == {"10.0.0.1:8200", "10.0.0.2:8200"}, "both families are one engine"
-    assert (report.trouble, pause) == ("", 7)
+    assert (report.problem, pause) == ("", 7)
     zone.records.pop(("decode.svc", "A"))
     report, pause = await source(zone)._look()
     assert addresses(report) == {"[fd00::1]:8200", "[fd00::2]:8200"}
@@ -117,8 +117,8 @@ async def test_a_resolver_in_trouble_takes_nothing_away(zone: Zone, how: str) ->
     for _ in range(2 if how in ("mute", "garbage", "away") else 4):
         report, pause = await asking._look()
         assert report.listed is None
-        assert report.trouble
-        assert "\n" not in report.trouble
+        assert report.problem
+        assert "\n" not in report.problem
         pauses.append(pause)
     assert pauses == sorted(set(pauses)), "longer and longer"
     zone.code, zone.is_mute, zone.garbage, zone.port = dns.rcode.NOERROR, False, b"", port
@@ -141,7 +141,7 @@ async def test_a_name_that_is_empty_is_believed_the_third_time_in_a_row(
         for number in (1, 2):
             report, pause = await asking._look()
             assert (report.listed, pause) == (None, 0.01)
-            assert f"{number} of 3" in report.trouble
+            assert f"{number} of 3" in report.problem
 
     await vanish()
     zone.code = dns.rcode.SERVFAIL
@@ -213,7 +213,7 @@ async def test_a_watch_goes_on_and_asks_a_resolver_made_anew(zone: Zone) -> None
         async with contextlib.aclosing(asking.watch()) as words:
             for _ in range(3):
                 reports.append(await asyncio.wait_for(anext(words), 5))
-    assert [report.trouble for report in reports] == ["", "OSError: no /etc/resolv.conf", ""]
+    assert [report.problem for report in reports] == ["", "OSError: no /etc/resolv.conf", ""]
     assert reports[0] == reports[2]
 
 

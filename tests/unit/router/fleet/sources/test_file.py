@@ -183,8 +183,8 @@ async def test_a_file_in_trouble_takes_nothing_away_and_says_what_it_is(tmp_path
     async with watched(path) as (_, ask):
         path.write_text("engines: [{url: 'http://p1:8100', role: prefil}]")
         broken = await ask()
-        assert (broken.listed, "prefil" in broken.trouble) == (None, True)
-        assert broken.trouble.startswith(f"{path}: engine 1: ")
+        assert (broken.listed, "prefil" in broken.problem) == (None, True)
+        assert broken.problem.startswith(f"{path}: engine 1: ")
         assert await ask() == broken
         path.write_text(P1)
         assert await ask() == SourceReport(LISTED_P1)

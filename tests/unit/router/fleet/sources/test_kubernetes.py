@@ -40,7 +40,7 @@ class Watched:
 
     @property
     def trouble(self) -> str:
-        return self.reports[-1].trouble if self.reports else "nothing"
+        return self.reports[-1].problem if self.reports else "nothing"
 
     async def lists(self, *hosts: str) -> None:
         expected = {f"{host}:8000" for host in hosts}
@@ -140,7 +140,7 @@ async def test_a_watch_goes_on_where_the_last_one_ended_and_all_is_listed_now_an
         watches = [query for query in server.asked if "watch" in query]
         assert len(watches) >= 3
         assert all(query["allowWatchBookmarks"] == "true" for query in watches)
-        assert all(not report.trouble for report in watched.reports)
+        assert all(not report.problem for report in watched.reports)
 
 
 async def test_a_bookmark_spares_the_next_watch_what_is_known(
@@ -164,7 +164,7 @@ async def test_after_410_who_was_deleted_unseen_is_gone(server: ApiServer, tmp_p
         server.put(pod("d2", "10.0.0.2"), is_told=False)
         server.oldest = server.version
         await watched.lists("10.0.0.2")
-        assert all(not report.trouble for report in watched.reports), "that is no trouble"
+        assert all(not report.problem for report in watched.reports), "that is no trouble"
 
 
 async def test_an_api_server_that_is_away_takes_nothing_away(
@@ -193,7 +193,7 @@ async def test_one_that_is_away_from_the_start_is_trouble_until_it_comes(
     await server.stop()
     async with watching(server, tmp_path) as watched:
         await eventually(lambda: len(watched.reports) > 2)
-        assert all(report.listed is None and report.trouble for report in watched.reports)
+        assert all(report.listed is None and report.problem for report in watched.reports)
         server.put(pod("d1"))
         await server.start()
         await watched.lists("10.0.0.1")
@@ -209,7 +209,7 @@ async def test_a_connection_whose_other_end_is_gone_is_no_quiet_fleet(
         server.is_deaf = True
         server.delete("d1")
         server.put(pod("d2", "10.0.0.2"))
-        await eventually(lambda: any("silent" in report.trouble for report in watched.reports))
+        await eventually(lambda: any("silent" in report.problem for report in watched.reports))
         server.is_deaf = False
         await watched.lists("10.0.0.2")
 
@@ -245,8 +245,8 @@ async def test_no_answer_ends_the_watching_nor_takes_anything_away(
         asked = len(server.asked)
         await eventually(lambda: len(server.asked) > asked + 4)
         if complaint:
-            await eventually(lambda: any(complaint in r.trouble for r in watched.reports))
-        assert all("\n" not in r.trouble and len(r.trouble) < 500 for r in watched.reports)
+            await eventually(lambda: any(complaint in r.problem for r in watched.reports))
+        assert all("\n" not in r.problem and len(r.problem) < 500 for r in watched.reports)
         assert set(watched.names) == {"10.0.0.1:8000"}
         server.code, server.garbage, server.watch_garbage = 200, b"", b""
         server.put(pod("d2", "10.0.0.2"), is_told=False)
@@ -312,7 +312,7 @@ async def test_a_source_can_be_watched_again(server: ApiServer, tmp_path: Path) 
         await watched.lists("10.0.0.1")
     async with contextlib.aclosing(watched.source.watch()) as reports:
         report = await asyncio.wait_for(anext(reports), 5)
-    assert report.trouble == ""
+    assert report.problem == ""
     assert report.listed
 
 

@@ -22,7 +22,7 @@ def look(
 
 def spec(made: dict[str, Any], port: str = "8000") -> EngineSpec:
     found = look(made, port=port)
-    assert found.listed is not None, found.trouble
+    assert found.listed is not None, found.problem
     return found.listed.spec
 
 
@@ -44,7 +44,7 @@ def test_ready_pods_serve_and_those_that_end_drain(
     how: dict[str, Any], intent: Intent | None
 ) -> None:
     found = look(pod("d", **how))
-    assert found.trouble == ""
+    assert found.problem == ""
     assert (found.listed and found.listed.intent) == intent
 
 
@@ -110,8 +110,8 @@ def test_a_pod_that_makes_no_sense_is_no_engine_and_trouble(
 ) -> None:
     found = look(pod("d1", **how))
     assert found.listed is None
-    assert found.trouble.startswith("pod d1: ")
-    assert complaint in found.trouble
+    assert found.problem.startswith("pod d1: ")
+    assert complaint in found.problem
 
 
 def test_of_two_pods_at_one_address_the_one_that_serves_is_it() -> None:
@@ -142,4 +142,4 @@ def test_pods_are_spoken_to_as_they_say_or_as_all_are(
 def test_a_scheme_that_is_misspelt_is_trouble_and_not_plain_http() -> None:
     found = look(pod("d", labels={"disagg-router.io/scheme": "htps"}))
     assert found.listed is None
-    assert "scheme is 'htps'" in found.trouble
+    assert "scheme is 'htps'" in found.problem

@@ -49,7 +49,7 @@ async def test_who_begins_in_trouble_has_what_others_heard_last(file: Path) -> N
     said = (SourceReport((P,)), SourceReport((P, D)), BROKEN)
     assert await watched(SavedListing(FakeSource(*said), file)) == list(said), "it hides nothing"
     again = SavedListing(FakeSource(first=BROKEN), file)
-    assert again.first == SourceReport((P, D), BROKEN.trouble), "and it is in trouble still"
+    assert again.first == SourceReport((P, D), BROKEN.problem), "and it is in trouble still"
     assert SavedListing(FakeSource(), file).first == SourceReport((P, D)), (
         "one that has to be asked first"
     )
