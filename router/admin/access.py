@@ -8,7 +8,7 @@ from collections.abc import Callable
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.auth.bearer_token import Headers, shows
+from router.auth.credentials import Headers, has_bearer_token
 from router.openai.errors import error_body
 
 MOST_BYTES = 64 * 1024
@@ -54,7 +54,7 @@ def refusal_of(headers: Headers, token: str | None) -> Response | None:
             text = "browsers are not let in without an admin token"
             return _refusal(403, "PermissionDeniedError", text)
         return None
-    if shows(headers, token):
+    if has_bearer_token(headers, token):
         return None
     text = "the admin API wants its token: Authorization: Bearer ..."
     return _refusal(401, "AuthenticationError", text, {"www-authenticate": "Bearer"})

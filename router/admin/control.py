@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from router.admin.desired_state import RELOADABLE, TUNABLE, DesiredState, Tunables, changed
-from router.auth.keyring import Keyring
+from router.auth.api_keys import Keyring
 from router.fleet.engine_spec import Intent
 from router.fleet.overrides import OVERRIDES_SOURCE, OperatorOverrides
 from router.fleet.sources.file import address_of, listed_in

@@ -1,31 +1,34 @@
-"""API keys as a file lists them: their digests, never themselves.
+"""API keys and the watched file that lists their digests.
 
     keys:
     - {name: team-a, sha256: 9f86d081..., tenant: a, requests_per_minute: 600}
     - {name: team-b, sha256: 60303ae2..., tokens_per_minute: 100000, concurrency: 8, models: [m]}
 
-A digest needs no salt, and no slow hash: those are against guesses and tables, and nobody guesses
-256 random bits. So a key is found by one SHA-256 and one look-up, which takes the same time however
-much of a guess is right: what is compared are digests, and nobody chooses those.
+A key is found by one SHA-256 and one look-up in a dictionary of digests. A salt or a slow hash
+would protect against guesses and tables, but nobody can guess 256 random bits. The look-up compares
+digests, which an attacker cannot choose, so its time reveals nothing about a key.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import yaml
 
+from router.common.watched_file import INTERVAL, UnreadableError, Watched, content_of
 from router.common.yaml_list import entries_of
 
+logger = logging.getLogger("disagg_router.callers")
 # About ten thousand keys.
-MOST_BYTES = 2 * 1024 * 1024
-# Tools know a key by how it begins, among them those that look for keys in places where none
-# should be.
+MAX_FILE_BYTES = 2 * 1024 * 1024
+# Secret scanners recognise a key by its prefix.
 PREFIX = "sk-disagg-"
 RANDOM_BYTES = 32
 
@@ -35,8 +38,8 @@ Text = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Limit = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
 
 
-class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`tenant` empty: its own. `models` empty: all. A limit of None is none."""
+class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An entry of the file. Without `models` the key may use all; None is no limit."""
 
     name: Name
     sha256: Digest
@@ -48,6 +51,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def owner(self) -> str:
+        """The tenant, or the key's name without one."""
         return self.tenant or self.name
 
     @property
@@ -55,11 +59,57 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         limits = self.requests_per_minute, self.tokens_per_minute, self.concurrency
         return any(limit is not None for limit in limits)
 
-    def may_ask(self, model: object) -> bool:
+    def allows_model(self, model: object) -> bool:
         return not self.models or model in self.models
 
 
-Keys = Mapping[bytes, Key]
+KeysByDigest = Mapping[bytes, ApiKey]
+
+
+class Keyring:
+    """The keys of a watched file. Unusable content leaves the keys in force unchanged."""
+
+    def __init__(
+        self,
+        path: Path,
+        check: Callable[[KeysByDigest], None] = lambda keys: None,
+        interval: float = INTERVAL,
+    ) -> None:
+        """`check` raises ValueError for keys that this router cannot serve.
+
+        Raises ValueError for a file that cannot be used.
+        """
+        self.path = path
+        self.keys: KeysByDigest = {}
+        self.on_change: Callable[[], None] = lambda: None
+        self._check = check
+        self.file = Watched((path,), MAX_FILE_BYTES, self._replace_keys, self._log, interval)
+
+    @staticmethod
+    def check_file(path: Path) -> None:
+        """Raise ValueError if the file cannot be used now."""
+        try:
+            parse_keys(content_of(path, MAX_FILE_BYTES))
+        except UnreadableError as error:
+            raise ValueError(str(error)) from None
+
+    def find(self, key: bytes) -> ApiKey | None:
+        return self.keys.get(digest_of(key))
+
+    def _replace_keys(self, content: tuple[bytes, ...]) -> None:
+        """Raises ValueError."""
+        keys = parse_keys(content[0])
+        self._check(keys)
+        is_first, self.keys = not self.keys, keys
+        if not is_first:
+            logger.info("%s: %d API keys from now on", self.path, len(keys))
+        self.on_change()
+
+    def _log(self, trouble: str) -> None:
+        if trouble:
+            logger.error("API keys stay as they are: %s: %s", self.path, trouble)
+        else:
+            logger.info("%s can be used again", self.path)
 
 
 def digest_of(key: bytes) -> bytes:
@@ -70,22 +120,30 @@ def new_key() -> str:
     return PREFIX + secrets.token_urlsafe(RANDOM_BYTES)
 
 
-def line_for(name: str, tenant: str | None, key: str) -> str:
-    """What stands for the key in the file. Raises ValueError."""
+def file_entry(name: str, tenant: str | None, key: str) -> str:
+    """Return the line of the file for `key`. Raises ValueError for an invalid name or tenant."""
     entry = {"name": name, "sha256": digest_of(key.encode()).hex()}
     if tenant is not None:
         entry["tenant"] = tenant
-    _entry(entry)
+    _parse_entry(entry)
     return "- {" + ", ".join(f"{field}: {_quoted(text)}" for field, text in entry.items()) + "}"
 
 
-def parse(content: bytes) -> Keys:
-    """By digest. Raises ValueError, in one line that has no digest in it."""
-    keys: dict[bytes, Key] = {}
+def parse_keys(content: bytes) -> KeysByDigest:
+    """Parse the file's content. Raises ValueError, in one line that contains no digest."""
+    try:
+        entries = entries_of(content, "keys")
+    except (yaml.YAMLError, RecursionError, OverflowError) as error:
+        # Only the position: the text around it may be a pasted key.
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f" in line {mark.line + 1}"
+        problem = getattr(error, "problem", None) or type(error).__name__
+        raise ValueError(f"is not YAML: {_one_line(problem)}{where}") from None
+    keys: dict[bytes, ApiKey] = {}
     names: set[str] = set()
-    for number, entry in enumerate(_entries(content), 1):
+    for number, entry in enumerate(entries, 1):
         try:
-            key = _entry(entry)
+            key = _parse_entry(entry)
         except ValueError as error:
             raise ValueError(f"key {number}: {error}") from None
         digest = bytes.fromhex(key.sha256)
@@ -98,33 +156,18 @@ def parse(content: bytes) -> Keys:
     return keys
 
 
-def _entry(entry: object) -> Key:
+def _parse_entry(entry: object) -> ApiKey:
     """Raises ValueError."""
     try:
-        return msgspec.convert(entry, Key)
+        return msgspec.convert(entry, ApiKey)
     except msgspec.ValidationError as error:
-        raise ValueError(_line(error)) from None
-
-
-def _entries(content: bytes) -> list[object]:
-    """Raises ValueError."""
-    try:
-        return entries_of(content, "keys")
-    except (yaml.YAMLError, RecursionError, OverflowError) as error:
-        raise ValueError(_where(error)) from None
-
-
-def _where(error: Exception) -> str:
-    """Without the text around it: what somebody pasted there may be a key."""
-    mark = getattr(error, "problem_mark", None)
-    line = "" if mark is None else f" in line {mark.line + 1}"
-    return f"is not YAML: {_line(getattr(error, 'problem', None) or type(error).__name__)}{line}"
+        raise ValueError(_one_line(error)) from None
 
 
 def _quoted(text: str) -> str:
-    """A name like `no`, and one of digits alone, would be something else in YAML."""
+    """Quote names such as `no` or `123`, which YAML would not read as text."""
     return text if yaml.safe_load(text) == text else f'"{text}"'
 
 
-def _line(what: object) -> str:
+def _one_line(what: object) -> str:
     return textwrap.shorten(" ".join(str(what).split()), 300)

@@ -1,6 +1,9 @@
-"""Who may come in: a request's key, whose it is, and how much of its limits it may take.
+"""Authenticates requests by API key and applies the key's limits.
 
-Without a file of keys there is no door, and nothing of this is paid for.
+Without a file of keys there is no authenticator and no cost. A key with limits needs a permit for
+each request: `acquire` takes requests, tokens (by estimate) and a concurrency slot, `release`
+settles the tokens that were really used. With a shared ledger in Redis the router also holds a
+lease there while the request runs, and reports the end afterwards, as soon as Redis answers.
 """
 
 from __future__ import annotations
@@ -15,44 +18,51 @@ from dataclasses import dataclass
 from random import getrandbits
 from typing import TYPE_CHECKING, Any
 
-from router.auth.api_keys import Key
-from router.auth.credential import Header, shown, without
-from router.auth.keyring import Keyring
-from router.auth.quota_ledger import Held, Ledger, LostError, Verdict
+from router.auth.api_keys import ApiKey, Keyring
+from router.auth.credentials import Header, read_key, without_credentials
+from router.auth.quota_ledger import (
+    LedgerUnavailableError,
+    QuotaDecision,
+    QuotaLedger,
+    SharedPermit,
+)
 
 if TYPE_CHECKING:
-    from router.auth.redis_quota_ledger import SharedLedger
+    from router.auth.redis_quota_ledger import RedisQuotaLedger
 
 logger = logging.getLogger("disagg_router.callers")
 MISSING, INCORRECT = "missing", "incorrect"
-# Ends that Redis has not heard of while it was away: what it keeps of them ends by itself, too.
-MOST_OWED = 4096
-# In the time of one lease: some of them may fail.
-RENEWALS = 3
+# Ends of requests that are kept while Redis does not answer. Leases of dropped ones expire.
+MAX_UNREPORTED_ENDS = 4096
+# Some renewals may fail before the lease ends.
+RENEWALS_PER_LEASE = 3
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
 
 @dataclass(slots=True)
-class Stay:
-    """One request that was let in, until it leaves. `taken`: tokens, by estimate. `held` where
-    Redis may know of it, `is_shared` where it surely took them. `passed`: events of its stream."""
+class QuotaPermit:
+    """A running request's share of its key's limits.
 
-    key: Key
+    `taken` is the estimated number of tokens that was charged. `shared` is set if Redis may have
+    the request, `is_charged_in_redis` if Redis surely charged it. `events` counts stream events.
+    """
+
+    key: ApiKey
     taken: int
-    verdict: Verdict
-    held: Held | None = None
-    is_shared: bool = False
-    passed: int = 0
+    decision: QuotaDecision
+    shared: SharedPermit | None = None
+    is_charged_in_redis: bool = False
+    events: int = 0
 
 
-class Door:
-    """`spawn` runs what nobody waits for."""
+class Authenticator:
+    """Finds the key of a request and grants permits. `spawn` runs coroutines in the background."""
 
     def __init__(
         self,
         keyring: Keyring,
         tenant_header: str,
-        shared: SharedLedger | None = None,
+        shared: RedisQuotaLedger | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.keyring = keyring
@@ -60,110 +70,114 @@ class Door:
         self._tenant_header = tenant_header.lower().encode("latin-1")
         self._shared = shared
         self._clock = clock
-        self._ledger = Ledger()
-        self._owed: deque[tuple[Held, int]] = deque(maxlen=MOST_OWED)
-        # By id: those that run and have a place at Redis, and the renewal of these, if it is told.
-        self._places: dict[str, Key] = {}
+        self._ledger = QuotaLedger()
+        self._unreported: deque[tuple[SharedPermit, int]] = deque(maxlen=MAX_UNREPORTED_ENDS)
+        # Running requests with a lease in Redis, by id, and the renewal in progress.
+        self._leases: dict[str, ApiKey] = {}
         self._renewal: asyncio.Task[None] | None = None
-        keyring.on_change = self._keep
+        keyring.on_change = self._forget_removed_keys
 
-    def who(self, headers: Sequence[Header]) -> Key | str:
-        """The key that is shown, or why there is none: MISSING, INCORRECT."""
-        key = shown(headers)
+    def identify(self, headers: Sequence[Header]) -> ApiKey | str:
+        """Return the key of a request, or why there is none: MISSING or INCORRECT."""
+        key = read_key(headers)
         if key is None:
             return MISSING
         return self.keyring.find(key) or INCORRECT
 
-    def known(self, headers: Sequence[Header], key: Key) -> list[Header]:
-        """Without credentials, and with the key's owner where a tenant is looked for: whatever the
-        client says there itself counts for nothing."""
-        kept = [header for header in without(headers) if header[0] != self._tenant_header]
+    def with_owner(self, headers: Sequence[Header], key: ApiKey) -> list[Header]:
+        """Return the headers without credentials, and with the key's owner as the tenant.
+
+        The client's own tenant header is removed.
+        """
+        kept = [h for h in without_credentials(headers) if h[0] != self._tenant_header]
         kept.append((self._tenant_header, b"key of " + key.owner.encode("ascii")))
         return kept
 
     def running(self, name: str) -> int:
-        """Of requests with that key, in this process."""
+        """Return the number of this process' running requests with the key `name`."""
         return self._ledger.running(name)
 
-    async def enter(self, key: Key, tokens: int) -> Stay | Verdict:
-        """A Stay, which must leave, or a verdict that says why not."""
+    async def acquire(self, key: ApiKey, tokens: int) -> QuotaPermit | QuotaDecision:
+        """Return a permit, which must be released, or the decision that refuses the request."""
         limit = key.tokens_per_minute
         taken = 0 if limit is None else min(tokens, limit)
-        verdict = self._ledger.take(key, taken, self._clock())
-        if verdict.refused:
-            return verdict
-        stay = Stay(key, taken, verdict)
+        decision = self._ledger.take(key, taken, self._clock())
+        if decision.refused:
+            return decision
+        permit = QuotaPermit(key, taken, decision)
         if self._shared is None:
-            return stay
-        stay.held = Held(key, f"{getrandbits(96):024x}")
-        taking = asyncio.ensure_future(self._shared.take(stay.held, taken))
+            return permit
+        permit.shared = SharedPermit(key, f"{getrandbits(96):024x}")
+        taking = asyncio.ensure_future(self._shared.take(permit.shared, taken))
         try:
-            verdict = await asyncio.shield(taking)
-        except LostError:
-            self._place(stay)
-            return stay  # by what is known here
+            decision = await asyncio.shield(taking)
+        except LedgerUnavailableError:
+            self._add_lease(permit)
+            return permit  # granted by this process alone
         except BaseException:
-            self.spawn(self._abandon(stay, taking))
+            self.spawn(self._abandon(permit, taking))
             raise
-        if self._owed:
-            self.spawn(self._pay())
-        if verdict.refused:
+        if self._unreported:
+            self.spawn(self._report_ends())
+        if decision.refused:
             self._ledger.undo(key, taken, self._clock())
-            return verdict
-        stay.verdict, stay.is_shared = verdict, True
-        self._place(stay)
-        return stay
+            return decision
+        permit.decision, permit.is_charged_in_redis = decision, True
+        self._add_lease(permit)
+        return permit
 
-    def leave(self, stay: Stay, used: int) -> None:
-        """It has used so many tokens. To be called once."""
-        more = 0 if stay.key.tokens_per_minute is None else used - stay.taken
-        self._ledger.end(stay.key, more, self._clock())
-        if stay.held is not None:
-            self._places.pop(stay.held.id, None)
-            self._owed.append((stay.held, more if stay.is_shared else 0))
-            self.spawn(self._pay())
+    def release(self, permit: QuotaPermit, used: int) -> None:
+        """End a request that used `used` tokens. Call it once for each permit."""
+        difference = 0 if permit.key.tokens_per_minute is None else used - permit.taken
+        self._ledger.end(permit.key, difference, self._clock())
+        if permit.shared is not None:
+            self._leases.pop(permit.shared.id, None)
+            charged = difference if permit.is_charged_in_redis else 0
+            self._unreported.append((permit.shared, charged))
+            self.spawn(self._report_ends())
 
-    async def keep_places(self) -> None:
-        """Renews them while their requests run. Ends only when it is cancelled."""
+    async def renew_leases(self) -> None:
+        """Renew the leases of running requests until this task is cancelled."""
         while self._shared is not None:
-            await asyncio.sleep(self._shared.lease / RENEWALS)
+            await asyncio.sleep(self._shared.lease / RENEWALS_PER_LEASE)
             self._renewal = asyncio.create_task(self._renew(self._shared))
             await self._renewal
-            await self._pay()
+            await self._report_ends()
 
     async def close(self) -> None:
         if self._shared is not None:
-            await self._pay()
+            await self._report_ends()
             await self._shared.close()
 
-    def _place(self, stay: Stay) -> None:
-        if stay.held is not None and stay.key.concurrency is not None:
-            self._places[stay.held.id] = stay.key
+    def _add_lease(self, permit: QuotaPermit) -> None:
+        if permit.shared is not None and permit.key.concurrency is not None:
+            self._leases[permit.shared.id] = permit.key
 
-    async def _renew(self, shared: SharedLedger) -> None:
-        by_key: dict[Key, list[str]] = {}
-        for name, key in self._places.items():
-            by_key.setdefault(key, []).append(name)
-        for key, names in by_key.items():
-            await shared.renew(key, [name for name in names if name in self._places])
+    async def _renew(self, shared: RedisQuotaLedger) -> None:
+        by_key: dict[ApiKey, list[str]] = {}
+        for lease, key in self._leases.items():
+            by_key.setdefault(key, []).append(lease)
+        for key, leases in by_key.items():
+            await shared.renew(key, [lease for lease in leases if lease in self._leases])
 
-    async def _abandon(self, stay: Stay, taking: asyncio.Future[Verdict]) -> None:
-        """Its client left while Redis was asked: what Redis took for it is given back after that,
-        or nobody would."""
-        with contextlib.suppress(LostError):
-            stay.is_shared = not (await taking).refused
-        self.leave(stay, 0)
+    async def _abandon(self, permit: QuotaPermit, taking: asyncio.Future[QuotaDecision]) -> None:
+        """Release a permit whose client disconnected while Redis decided, after the decision."""
+        with contextlib.suppress(LedgerUnavailableError):
+            permit.is_charged_in_redis = not (await taking).refused
+        self.release(permit, 0)
 
-    async def _pay(self) -> None:
-        """Tells Redis of what has ended, as long as it listens: after a renewal that is under way,
-        which may name it."""
+    async def _report_ends(self) -> None:
+        """Report ended requests to Redis until it fails.
+
+        Waits for a renewal in progress, which would restore the lease of a request that has ended.
+        """
         if self._renewal is not None and not self._renewal.done():
             await asyncio.wait((self._renewal,))
-        while self._shared is not None and self._owed:
-            owed = self._owed.popleft()
-            if not await self._shared.end(*owed):
-                self._owed.appendleft(owed)
+        while self._shared is not None and self._unreported:
+            ended = self._unreported.popleft()
+            if not await self._shared.end(*ended):
+                self._unreported.appendleft(ended)
                 return
 
-    def _keep(self) -> None:
+    def _forget_removed_keys(self) -> None:
         self._ledger.keep({key.name for key in self.keyring.keys.values()})

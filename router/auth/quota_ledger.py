@@ -1,4 +1,4 @@
-"""What each key has used of its limits, in this process; and what comes of asking for more."""
+"""The usage of each key's limits in this process, and decisions about further requests."""
 
 from __future__ import annotations
 
@@ -6,113 +6,122 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from router.auth.api_keys import Key
-from router.auth.rate_limit import Standing, settled, standing, taken
+from router.auth.api_keys import ApiKey
+from router.auth.rate_limit import LimitStatus, limit_status, settle, take
 
 REQUESTS, TOKENS, CONCURRENCY = "requests", "tokens", "concurrency"
-# Seconds until one of those that run may have ended: nobody knows.
-SOON = 1.0
+# Nobody knows when a running request ends, so clients retry after this time.
+CONCURRENCY_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
-    """Times are those of allowance.py, of whatever clock."""
+class KeyUsage:
+    """What a key has used: two buckets (see `rate_limit`) and the number of running requests."""
 
     requests_full_at: float = 0.0
     tokens_full_at: float = 0.0
     running: int = 0
 
 
-class Verdict(NamedTuple):
-    """`refused`: by which limit, empty where it is granted; `wait`: seconds until it may be."""
+class QuotaDecision(NamedTuple):
+    """A decision about a request; `wait` is in seconds.
 
-    requests: Standing | None
-    tokens: Standing | None
+    `refused` is the limit that refuses the request, empty if the request is granted.
+    """
+
+    requests: LimitStatus | None
+    tokens: LimitStatus | None
     refused: str = ""
     wait: float = 0.0
 
 
-class LostError(Exception):
-    """The ledger that is shared cannot be asked now."""
+class LedgerUnavailableError(Exception):
+    """The shared ledger does not answer at present."""
 
 
-class Held(NamedTuple):
-    """What a shared ledger keeps of a request that runs. `key` as it was when it began."""
+class SharedPermit(NamedTuple):
+    """A running request in the shared ledger, with its key as it was at the start."""
 
-    key: Key
+    key: ApiKey
     id: str
 
 
-def judged(key: Key, account: Account, tokens: int, now: float) -> Verdict:
-    """Before anything is taken."""
+def decide(key: ApiKey, usage: KeyUsage, tokens: int, now: float) -> QuotaDecision:
+    """Decide about a request of `tokens` tokens without taking anything."""
     requests = used = None
     if key.requests_per_minute is not None:
-        requests = standing(key.requests_per_minute, account.requests_full_at, now, 1)
+        requests = limit_status(key.requests_per_minute, usage.requests_full_at, now, 1)
     if key.tokens_per_minute is not None:
-        used = standing(key.tokens_per_minute, account.tokens_full_at, now, tokens)
+        used = limit_status(key.tokens_per_minute, usage.tokens_full_at, now, tokens)
     if requests is not None and requests.wait:
-        return Verdict(requests, used, REQUESTS, requests.wait)
+        return QuotaDecision(requests, used, REQUESTS, requests.wait)
     if used is not None and used.wait:
-        return Verdict(requests, used, TOKENS, used.wait)
-    if key.concurrency is not None and account.running >= key.concurrency:
-        return Verdict(requests, used, CONCURRENCY, SOON)
-    return Verdict(requests, used)
+        return QuotaDecision(requests, used, TOKENS, used.wait)
+    if key.concurrency is not None and usage.running >= key.concurrency:
+        return QuotaDecision(requests, used, CONCURRENCY, CONCURRENCY_RETRY_S)
+    return QuotaDecision(requests, used)
 
 
-def charged(key: Key, account: Account, tokens: int, now: float) -> Account:
-    requests_full_at, tokens_full_at = account.requests_full_at, account.tokens_full_at
+def charge(key: ApiKey, usage: KeyUsage, tokens: int, now: float) -> KeyUsage:
+    """Return the usage after a granted request."""
+    requests_full_at, tokens_full_at = usage.requests_full_at, usage.tokens_full_at
     if key.requests_per_minute is not None:
-        requests_full_at = taken(key.requests_per_minute, requests_full_at, now, 1)
+        requests_full_at = take(key.requests_per_minute, requests_full_at, now, 1)
     if key.tokens_per_minute is not None:
-        tokens_full_at = taken(key.tokens_per_minute, tokens_full_at, now, tokens)
-    return Account(requests_full_at, tokens_full_at, account.running + 1)
+        tokens_full_at = take(key.tokens_per_minute, tokens_full_at, now, tokens)
+    return KeyUsage(requests_full_at, tokens_full_at, usage.running + 1)
 
 
-class Ledger:
-    """Of requests that run here. Nothing in it waits for anything."""
+class QuotaLedger:
+    """The usage of this process' requests, in memory."""
 
     def __init__(self) -> None:
-        self._accounts: dict[str, Account] = {}
+        self._usage: dict[str, KeyUsage] = {}
 
     def __len__(self) -> int:
-        return len(self._accounts)
+        return len(self._usage)
 
     def running(self, name: str) -> int:
-        return self._accounts.get(name, Account()).running
+        return self._usage.get(name, KeyUsage()).running
 
-    def take(self, key: Key, tokens: int, now: float) -> Verdict:
-        """What is granted is taken, and one more runs until `end`. What is refused costs nothing,
-        so who keeps asking is not locked out by that. `tokens` is at most the limit."""
-        account = self._accounts.get(key.name) or Account()
-        verdict = judged(key, account, tokens, now)
-        if verdict.refused:
-            return verdict
-        after = self._accounts[key.name] = charged(key, account, tokens, now)
-        told = judged(key, after, 0, now)
-        return Verdict(told.requests, told.tokens)
+    def take(self, key: ApiKey, tokens: int, now: float) -> QuotaDecision:
+        """Decide about a request, and charge it if it is granted; it then runs until `end`.
 
-    def undo(self, key: Key, tokens: int, now: float) -> None:
-        """What was granted here was refused elsewhere."""
+        A refused request costs nothing, so that retries do not lock a key out. `tokens` is at most
+        the key's limit.
+        """
+        usage = self._usage.get(key.name) or KeyUsage()
+        decision = decide(key, usage, tokens, now)
+        if decision.refused:
+            return decision
+        after = self._usage[key.name] = charge(key, usage, tokens, now)
+        left = decide(key, after, 0, now)
+        return QuotaDecision(left.requests, left.tokens)
+
+    def undo(self, key: ApiKey, tokens: int, now: float) -> None:
+        """Take back a grant, because the shared ledger refused the request."""
         self.end(key, -tokens, now)
-        limit, account = key.requests_per_minute, self._accounts.get(key.name)
-        if limit is not None and account is not None:
-            full_at = settled(limit, account.requests_full_at, now, -1)
-            self._accounts[key.name] = replace(account, requests_full_at=full_at)
+        limit, usage = key.requests_per_minute, self._usage.get(key.name)
+        if limit is not None and usage is not None:
+            full_at = settle(limit, usage.requests_full_at, now, -1)
+            self._usage[key.name] = replace(usage, requests_full_at=full_at)
 
-    def end(self, key: Key, more: int, now: float) -> None:
-        """One runs no more; it used so many tokens more than were taken for it, or less. `key` as
-        it was then: by now the file may say something else of it."""
-        account = self._accounts.get(key.name)
-        if account is None:
+    def end(self, key: ApiKey, difference: int, now: float) -> None:
+        """End a running request that used `difference` more tokens than it was charged.
+
+        `key` is the key as it was at the request's start.
+        """
+        usage = self._usage.get(key.name)
+        if usage is None:
             return
-        full_at = account.tokens_full_at
-        if key.tokens_per_minute is not None and more:
-            full_at = settled(key.tokens_per_minute, full_at, now, more)
-        running = max(0, account.running - 1)
-        self._accounts[key.name] = replace(account, tokens_full_at=full_at, running=running)
+        full_at = usage.tokens_full_at
+        if key.tokens_per_minute is not None and difference:
+            full_at = settle(key.tokens_per_minute, full_at, now, difference)
+        running = max(0, usage.running - 1)
+        self._usage[key.name] = replace(usage, tokens_full_at=full_at, running=running)
 
     def keep(self, names: Container[str]) -> None:
-        """Nothing of keys that are gone, once nothing of theirs runs."""
-        for name, account in list(self._accounts.items()):
-            if name not in names and not account.running:
-                del self._accounts[name]
+        """Forget keys that are not in `names` and have no running request."""
+        for name, usage in list(self._usage.items()):
+            if name not in names and not usage.running:
+                del self._usage[name]

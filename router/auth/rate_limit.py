@@ -1,8 +1,8 @@
-"""How much may still be had of so much a minute: pure arithmetic, with time passed in.
+"""Token bucket arithmetic for limits per minute: pure functions, with the time as argument.
 
-A bucket that holds one minute's worth and is filled all the time. It is kept as one number, the
-time when it will be full again (this is GCRA): what is taken puts that off, and it passes by
-itself. Nothing has to be done as time goes by, and a bucket nobody touches is a full one.
+A bucket holds one minute's worth and refills continuously. It is stored as one number, `full_at`:
+the time when it will be full again (the generic cell rate algorithm, GCRA). Taking from the bucket
+moves `full_at` into the future. A bucket that nobody uses needs no work and is full.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-MINUTE = 60.0
-# The farthest that `full_at` is put off: an absurd count of tokens locks nobody out for ever.
-LONGEST_DEBT = 3600.0
-# Of seconds, for what floating point makes of a minute.
-TINY = 1e-6
+MINUTE_S = 60.0
+# `full_at` is at most this far ahead, so an absurd token count cannot lock a key out for ever.
+MAX_DEBT_S = 3600.0
+# Tolerance for rounding errors of floating point numbers.
+EPSILON_S = 1e-6
 
 
-class Standing(NamedTuple):
-    """What a client is told. Seconds: until there is room for what was asked for (0: there was),
-    and until all is there again."""
+class LimitStatus(NamedTuple):
+    """The state of one limit, as reported to a client.
+
+    `reset` is the time in seconds until the bucket is full, `wait` that until the requested amount
+    is available, 0 if it is.
+    """
 
     limit: int
     remaining: int
@@ -27,33 +30,34 @@ class Standing(NamedTuple):
     wait: float = 0.0
 
 
-def standing(limit: int, full_at: float, now: float, cost: float = 0.0) -> Standing:
-    """Before `cost` is taken, which may be more than there ever is: then all of it is waited
-    for."""
+def limit_status(limit: int, full_at: float, now: float, cost: float = 0.0) -> LimitStatus:
+    """Return the state before `cost` is taken. A cost above the limit waits for a full bucket."""
     debt = max(0.0, full_at - now)
-    remaining = max(0, math.floor(limit * (1 - debt / MINUTE) + TINY))
-    wait = debt + _seconds(limit, min(cost, limit)) - MINUTE
-    return Standing(limit, remaining, debt, wait if wait > TINY else 0.0)
+    remaining = max(0, math.floor(limit * (1 - debt / MINUTE_S) + EPSILON_S))
+    wait = debt + _seconds(limit, min(cost, limit)) - MINUTE_S
+    return LimitStatus(limit, remaining, debt, wait if wait > EPSILON_S else 0.0)
 
 
-def taken(limit: int, full_at: float, now: float, cost: float) -> float:
-    """The new `full_at`; the cost may be negative, where something is given back."""
-    return min(max(full_at, now) + _seconds(limit, cost), now + LONGEST_DEBT)
+def take(limit: int, full_at: float, now: float, cost: float) -> float:
+    """Return `full_at` after taking `cost`."""
+    return min(max(full_at, now) + _seconds(limit, cost), now + MAX_DEBT_S)
 
 
-def settled(limit: int, full_at: float, now: float, more: float) -> float:
-    """Where so much `more` was used than had been taken, or less. It is as if that had been known
-    then, so what is given back does not count from now."""
-    return min(full_at + _seconds(limit, more), now + LONGEST_DEBT)
+def settle(limit: int, full_at: float, now: float, difference: float) -> float:
+    """Return `full_at` after a correction of an earlier cost by `difference`.
+
+    The result is the same as if the right cost had been taken at first.
+    """
+    return min(full_at + _seconds(limit, difference), now + MAX_DEBT_S)
 
 
 def _seconds(limit: int, cost: float) -> float:
-    return cost * MINUTE / limit
+    return cost * MINUTE_S / limit
 
 
-def duration(seconds: float) -> str:
-    """As OpenAI writes it: 20ms, 1s, 8.64s, 6m0s, 1h0m0s."""
-    milliseconds = math.ceil(seconds * 1000 - TINY)
+def format_duration(seconds: float) -> str:
+    """Format a duration as OpenAI does: 20ms, 1s, 8.64s, 6m0s, 1h0m0s."""
+    milliseconds = math.ceil(seconds * 1000 - EPSILON_S)
     if milliseconds < 1000:
         return f"{milliseconds}ms" if milliseconds > 0 else "0s"
     minutes, rest = divmod(milliseconds, 60_000)

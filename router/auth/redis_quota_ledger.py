@@ -1,9 +1,8 @@
-"""What each key has used of its limits at several routers together: in Redis, by three scripts.
+"""The usage of keys' limits at several routers together, in Redis, by three Lua scripts.
 
-The clock is Redis' own, so it is one. A request that runs has a place in a sorted set, which its
-router renews all the time: should that die, the place is free within half a minute, however long
-the request might have run. The arithmetic is allowance.py's, written again in Lua: only there is
-reading and writing one step.
+All times are of Redis' clock. A running request has a lease in a sorted set, which its router
+renews: if the router dies, the slot is free within half a minute. The arithmetic is that of
+`rate_limit`, written again in Lua, because only a script reads and writes in one step.
 """
 
 from __future__ import annotations
@@ -16,19 +15,28 @@ from typing import Any
 
 from redis.exceptions import RedisClusterException, RedisError
 
-from router.auth.api_keys import Key
-from router.auth.quota_ledger import Account, Held, LostError, Verdict, charged, judged
-from router.auth.rate_limit import LONGEST_DEBT
+from router.auth.api_keys import ApiKey
+from router.auth.quota_ledger import (
+    REQUESTS,
+    KeyUsage,
+    LedgerUnavailableError,
+    QuotaDecision,
+    SharedPermit,
+    charge,
+    decide,
+)
+from router.auth.rate_limit import MAX_DEBT_S
 from router.common.redis_url import connect
 
 logger = logging.getLogger("disagg_router.callers")
 NAMESPACE = "disagg-router:limits:"
-# Seconds for which Redis is left alone when it has failed.
-PAUSE = 5.0
-# For which a place is kept without being renewed; renewals may fail for a while, or a router hang.
-LEASE = 30.0
+# After a failure the router sends Redis nothing for this time.
+PAUSE_AFTER_FAILURE_S = 5.0
+# Long enough for some failed renewals, or for a router that hangs for a while.
+LEASE_S = 30.0
 # ARGV: requests and tokens a minute, concurrency (0: no limit), tokens, id, seconds of its lease.
-# Gives whether it was granted, and what was there before: seconds until each is full, who runs.
+# Returns whether the request is granted, and the state before: seconds until each bucket is full,
+# and the number of running requests.
 TAKE = """
 local clock = redis.call('TIME')
 local now = clock[1] + clock[2] / 1000000
@@ -55,7 +63,7 @@ if ok then
 end
 return {ok and 1 or 0, string.format('%.6f', rdebt), string.format('%.6f', tdebt), running}
 """
-# ARGV: seconds of the lease, ids. What Redis has forgotten it learns again.
+# ARGV: seconds of the lease, ids. Restores leases that Redis has lost.
 RENEW = """
 local clock = redis.call('TIME')
 local ends = clock[1] + clock[2] / 1000000 + tonumber(ARGV[1])
@@ -63,7 +71,7 @@ for i = 2, #ARGV do redis.call('ZADD', KEYS[2], ends, ARGV[i]) end
 redis.call('EXPIRE', KEYS[2], math.ceil(tonumber(ARGV[1])) + 60)
 return 1
 """
-# ARGV: tokens a minute (0: no limit), how many more were used, id, the longest debt.
+# ARGV: tokens a minute (0: no limit), tokens used above the charge, id, the longest debt.
 END = """
 local clock = redis.call('TIME')
 local now = clock[1] + clock[2] / 1000000
@@ -80,61 +88,69 @@ return 1
 """
 
 
-class SharedLedger:
-    """No operation lasts longer than `timeout` seconds. `failed` is told of each that got no
-    answer, and of each that was not tried because of one before."""
+class RedisQuotaLedger:
+    """Counts usage in Redis.
+
+    No operation lasts longer than `timeout` seconds. `on_failure` is called with the operation and
+    "failed", or "skipped" if it was not tried because of an earlier failure.
+    """
 
     def __init__(
         self,
         url: str,
         password: str | None,
         timeout: float,
-        failed: Callable[[str, str], None],
+        on_failure: Callable[[str, str], None],
         clock: Callable[[], float] = time.monotonic,
-        lease: float = LEASE,
+        lease: float = LEASE_S,
     ) -> None:
-        """Raises ValueError for a URL that makes no sense."""
+        """Raises ValueError for an invalid URL."""
         self.lease = lease
         self._client, self._others = connect(url, password, timeout)
         self._timeout = timeout
-        self._failed = failed
+        self._on_failure = on_failure
         self._clock = clock
-        self._lost_until: float | None = None
+        self._paused_until: float | None = None
 
-    async def take(self, held: Held, tokens: int) -> Verdict:
-        """What it takes of concurrency is its for `lease` seconds, unless it is renewed. Raises
-        LostError."""
-        key = held.key
+    async def take(self, permit: SharedPermit, tokens: int) -> QuotaDecision:
+        """Decide about a request, and charge it if it is granted.
+
+        Its slot lasts for `lease` seconds, unless it is renewed. Raises LedgerUnavailableError.
+        """
+        key = permit.key
         limits = key.requests_per_minute or 0, key.tokens_per_minute or 0, key.concurrency or 0
-        answer = await self._ask("take", TAKE, key, *limits, tokens, held.id, self.lease)
+        answer = await self._run_script("take", TAKE, key, *limits, tokens, permit.id, self.lease)
         try:
             granted, requests, used, running = answer
-            before = Account(float(requests), float(used), int(running))
+            before = KeyUsage(float(requests), float(used), int(running))
         except (TypeError, ValueError) as error:
-            raise self._lost("take", error) from error
+            raise self._failure("take", error) from error
         if not granted:
-            verdict = judged(key, before, tokens, 0.0)
-            # Where rounding would have granted it: Redis has the last word.
-            return verdict if verdict.refused else verdict._replace(refused="requests", wait=0.001)
-        told = judged(key, charged(key, before, tokens, 0.0), 0, 0.0)
-        return Verdict(told.requests, told.tokens)
+            decision = decide(key, before, tokens, 0.0)
+            # Rounding may differ here; Redis has the last word.
+            return decision if decision.refused else decision._replace(refused=REQUESTS, wait=0.001)
+        left = decide(key, charge(key, before, tokens, 0.0), 0, 0.0)
+        return QuotaDecision(left.requests, left.tokens)
 
-    async def end(self, held: Held, more: int) -> bool:
-        """Whether Redis heard of it."""
-        limit = held.key.tokens_per_minute or 0
+    async def end(self, permit: SharedPermit, difference: int) -> bool:
+        """End a request that used `difference` more tokens than it was charged.
+
+        Returns False if Redis did not answer.
+        """
+        limit = permit.key.tokens_per_minute or 0
         try:
-            await self._ask("end", END, held.key, limit, more, held.id, LONGEST_DEBT)
-        except LostError as error:
-            logger.debug("a key's use is not told to Redis: %s", error)
+            await self._run_script("end", END, permit.key, limit, difference, permit.id, MAX_DEBT_S)
+        except LedgerUnavailableError as error:
+            logger.debug("the end of a request is not recorded in Redis: %s", error)
             return False
         return True
 
-    async def renew(self, key: Key, ids: Iterable[str]) -> None:
-        """Of requests that run with this key, which limits how many."""
+    async def renew(self, key: ApiKey, ids: Iterable[str]) -> None:
+        """Renew the leases of running requests with this key."""
         try:
-            await self._ask("renew", RENEW, key, self.lease, *ids)
-        except LostError as error:
-            logger.debug("a key's places are not renewed in Redis: %s", error)
+            await self._run_script("renew", RENEW, key, self.lease, *ids)
+        except LedgerUnavailableError as error:
+            logger.debug("the leases of a key are not renewed in Redis: %s", error)
 
     async def close(self) -> None:
         for client in (self._client, *self._others):
@@ -143,33 +159,34 @@ class SharedLedger:
             except (RedisError, OSError) as error:
                 logger.debug("closing Redis: %s", error)
 
-    async def _ask(self, what: str, script: str, key: Key, *values: object) -> Any:
-        """Raises LostError."""
+    async def _run_script(self, operation: str, script: str, key: ApiKey, *values: object) -> Any:
+        """Return the script's result. Raises LedgerUnavailableError."""
         moment = self._clock()
-        if self._lost_until is not None:
-            if moment < self._lost_until:
-                self._failed(what, "skipped")
-                raise LostError("it failed a moment ago")
-            self._lost_until = moment + PAUSE  # one tries, and the others do not wait for it
-        # Braces: both on the same node of a cluster.
+        if self._paused_until is not None:
+            if moment < self._paused_until:
+                self._on_failure(operation, "skipped")
+                raise LedgerUnavailableError("it failed a moment ago")
+            # One request tries, and the others do not wait for it.
+            self._paused_until = moment + PAUSE_AFTER_FAILURE_S
+        # The braces put both keys on the same node of a cluster.
         name = f"{NAMESPACE}{{{key.name}}}"
         arguments = [str(value) for value in values]
         answer: Awaitable[Any] = self._client.eval(script, 2, name, f"{name}:running", *arguments)
         try:
             async with asyncio.timeout(self._timeout):
-                told = await answer
+                result = await answer
         except TimeoutError as error:
-            raise self._lost(what, f"no answer within {self._timeout:g} s") from error
+            raise self._failure(operation, f"no answer within {self._timeout:g} s") from error
         except (RedisError, RedisClusterException, OSError) as error:
-            raise self._lost(what, f"{type(error).__name__}: {error}") from error
-        if self._lost_until is not None:
-            self._lost_until = None
+            raise self._failure(operation, f"{type(error).__name__}: {error}") from error
+        if self._paused_until is not None:
+            self._paused_until = None
             logger.info("Redis counts keys' limits again")
-        return told
+        return result
 
-    def _lost(self, what: str, why: object) -> LostError:
-        if self._lost_until is None:
+    def _failure(self, operation: str, why: object) -> LedgerUnavailableError:
+        if self._paused_until is None:
             logger.warning("Redis does not count keys' limits, each router counts alone: %s", why)
-        self._lost_until = self._clock() + PAUSE
-        self._failed(what, "failed")
-        return LostError(str(why))
+        self._paused_until = self._clock() + PAUSE_AFTER_FAILURE_S
+        self._on_failure(operation, "failed")
+        return LedgerUnavailableError(str(why))

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from router.auth.api_keys import line_for, new_key
+from router.auth.api_keys import file_entry, new_key
 from router.commands.arguments import Parser
 from router.commands.output import unwritable
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     key = new_key()
     try:
-        line = line_for(given.name, given.tenant, key)
+        line = file_entry(given.name, given.tenant, key)
     except ValueError as error:
         parser.error(str(error))
     try:

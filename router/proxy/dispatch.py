@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from router.auth import credential
+from router.auth.credentials import without_credentials
 from router.http_client.deadlines import now
 from router.http_client.errors import AnswersFullError, ReaderStalledError
 from router.openai import errors
@@ -40,9 +40,11 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: Reading | None = 
     gateway.running.add(task)
     try:
         gateway.budget.note_request(request.record.started)
-        door = gateway.door
+        authenticator = gateway.authenticator
         key = (
-            None if door is None else key_limits.identified(request.exchange, door, gateway.metrics)
+            None
+            if authenticator is None
+            else key_limits.identified(request.exchange, authenticator, gateway.metrics)
         )
         if reading is None:
             request.read(gateway.limits, gateway.conversations)
@@ -51,8 +53,8 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: Reading | None = 
             request.check(gateway.fleet.snapshot.context_lengths)
         else:
             await reading(request, gateway)
-        if key is not None and door is not None:
-            await key_limits.let_in(request, key, door, gateway.metrics)
+        if key is not None and authenticator is not None:
+            await key_limits.let_in(request, key, authenticator, gateway.metrics)
         if gateway.limits.stream_heartbeat and request.body.get("stream"):
             request.exchange = Beating(request, gateway.limits)
         bodies = AsSent(request.exchange.body) if request.form else Bodies(request.body)
@@ -95,8 +97,8 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: Reading | None = 
             request.resume_buffer.close()
         for reservation in request.reservations or ():
             reservation.release()
-        if request.stay is not None and gateway.door is not None:
-            key_limits.leave(request, gateway.door)
+        if request.quota_permit is not None and gateway.authenticator is not None:
+            key_limits.leave(request, gateway.authenticator)
         _close_books(request.record, gateway)
 
 
@@ -114,7 +116,7 @@ def _open_books(exchange: Exchange, gateway: Gateway) -> Request:
         exchange = Readable(exchange, lines) if lines else exchange
     given = exchange.headers
     if gateway.hides_credentials:
-        given = credential.without(given)
+        given = without_credentials(given)
     if gateway.tracer is None:
         request_id, shared_headers = headers.read(given)
         record = Record(exchange.endpoint, exchange.arrived, request_id)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
-from router.auth.authenticator import MISSING, Door
+from router.auth.authenticator import MISSING, Authenticator
 from router.conversations.conversations import Conversations
 from router.fleet.engine import Engine
 from router.fleet.engine_spec import EngineRole
@@ -58,7 +58,7 @@ class Gateway:
         metrics: Metrics,
         conversations: Conversations | None = None,
         tracer: Tracer | None = None,
-        door: Door | None = None,
+        authenticator: Authenticator | None = None,
         answers: AnswerMemory | None = None,
     ) -> None:
         """Raises SettingsError for an engine's key that cannot be read."""
@@ -68,14 +68,14 @@ class Gateway:
         self.fleet = fleet
         self.metrics = metrics
         self.conversations = conversations
-        self.door = door
-        if door is not None:
-            door.spawn = self.spawn
+        self.authenticator = authenticator
+        if authenticator is not None:
+            authenticator.spawn = self.spawn
         secret = settings.engine_secret()
         # What engines are shown; and whether what clients show is for the router alone.
         shown = b"" if secret is None else secret.encode()
         self.engine_line = b"authorization: Bearer %b\r\n" % shown if shown else b""
-        self.hides_credentials = door is not None or secret is not None
+        self.hides_credentials = authenticator is not None or secret is not None
         self.load_bound = LoadBound(settings.affinity_load_factor, settings.affinity_load_floor)
         self.budget = RetryBudget()
         self.admission = Admission(settings, fleet, metrics) if has_limits(settings) else None
@@ -127,7 +127,7 @@ class Gateway:
     ) -> UnauthorizedError | None:
         """Of a request whose body is still to come: a stranger's is not waited for. What is for the
         application may be open to all without a body, and is counted there where it is not."""
-        key = None if self.door is None else self.door.who(headers)
+        key = None if self.authenticator is None else self.authenticator.identify(headers)
         if not isinstance(key, str):
             return None
         if endpoint is not None:
@@ -198,8 +198,8 @@ class Gateway:
             await asyncio.gather(*late, return_exceptions=True)
         if self.conversations is not None:
             await self.conversations.close()
-        if self.door is not None:
-            await self.door.close()
+        if self.authenticator is not None:
+            await self.authenticator.close()
         self.records.flush()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close, FLUSH_TIMEOUT_S)

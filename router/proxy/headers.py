@@ -18,7 +18,7 @@ from functools import lru_cache
 from operator import itemgetter
 from random import getrandbits
 
-from router.auth.credential import CREDENTIALS
+from router.auth.credentials import CREDENTIALS
 from router.proxy.exchange import Header
 
 REQUEST_ID = b"x-request-id"

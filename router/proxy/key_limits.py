@@ -1,11 +1,11 @@
-"""A request at the door: whose it is, whether it may come in, and what it used when it leaves."""
+"""A request's API key: authentication, a permit from the key's limits, and its release."""
 
 from __future__ import annotations
 
-from router.auth.api_keys import Key
-from router.auth.authenticator import MISSING, Door, Stay
-from router.auth.quota_ledger import CONCURRENCY, Verdict
-from router.auth.rate_limit import Standing, duration
+from router.auth.api_keys import ApiKey
+from router.auth.authenticator import MISSING, Authenticator, QuotaPermit
+from router.auth.quota_ledger import CONCURRENCY, QuotaDecision
+from router.auth.rate_limit import LimitStatus, format_duration
 from router.openai.errors import ForbiddenModelError, RateLimitError, UnauthorizedError
 from router.proxy.exchange import Exchange, Header
 from router.proxy.rate_limit_headers import Limited
@@ -21,43 +21,49 @@ MOST_TOKENS = 10**9
 NOTHING = frozenset(("refused", "failed", "engine_error"))
 
 
-def identified(exchange: Exchange, door: Door, metrics: Metrics) -> Key:
+def identified(exchange: Exchange, authenticator: Authenticator, metrics: Metrics) -> ApiKey:
     """Whose it is; from then on its headers say so, and show no credential. Raises
     UnauthorizedError."""
-    key = door.who(exchange.headers)
+    key = authenticator.identify(exchange.headers)
     if isinstance(key, str):
         metrics.unauthorized.add((key,))
         raise UnauthorizedError(key == MISSING)
-    exchange.headers = door.known(exchange.headers, key)
+    exchange.headers = authenticator.with_owner(exchange.headers, key)
     return key
 
 
-async def let_in(request: Request, key: Key, door: Door, metrics: Metrics) -> None:
+async def let_in(
+    request: Request, key: ApiKey, authenticator: Authenticator, metrics: Metrics
+) -> None:
     """Of a request that was read. Raises ForbiddenModelError, RateLimitError."""
     request.record.key = key.name
-    if not key.may_ask(request.model):
+    if not key.allows_model(request.model):
         raise ForbiddenModelError(request.model)
     if not key.has_limits:
         return
-    stay = await entered(key, request.tokens + asked_for(request), door, metrics)
-    request.stay = stay
-    request.exchange = Limited(request.exchange, stay, lines(stay.verdict))
+    permit = await entered(key, request.tokens + asked_for(request), authenticator, metrics)
+    request.quota_permit = permit
+    request.exchange = Limited(request.exchange, permit, lines(permit.decision))
 
 
-async def entered(key: Key, tokens: int, door: Door, metrics: Metrics) -> Stay:
-    """It must leave the door. Raises RateLimitError."""
-    came = await door.enter(key, tokens)
-    if isinstance(came, Verdict):
+async def entered(
+    key: ApiKey, tokens: int, authenticator: Authenticator, metrics: Metrics
+) -> QuotaPermit:
+    """Return a permit, which must be released. Raises RateLimitError."""
+    came = await authenticator.acquire(key, tokens)
+    if isinstance(came, QuotaDecision):
         metrics.rate_limited.labels(key.name, came.refused).inc()
         raise RateLimitError(_words(key, came), came.refused, came.wait, lines(came))
     return came
 
 
-def leave(request: Request, door: Door) -> None:
+def leave(request: Request, authenticator: Authenticator) -> None:
     """Once, whatever came of it."""
-    stay, request.stay = request.stay, None
-    if stay is not None:
-        door.leave(stay, used(request.record, request.tokens, asked_for(request), stay.passed))
+    permit, request.quota_permit = request.quota_permit, None
+    if permit is not None:
+        authenticator.release(
+            permit, used(request.record, request.tokens, asked_for(request), permit.events)
+        )
 
 
 def used(record: Record, estimate: int, asked: int, passed: int) -> int:
@@ -83,7 +89,7 @@ def _count(value: object) -> int:
     return value if type(value) is int and 0 < value <= MOST_TOKENS else 0
 
 
-def lines(verdict: Verdict) -> list[Header]:
+def lines(verdict: QuotaDecision) -> list[Header]:
     """As OpenAI documents them."""
     told: list[Header] = []
     for name, standing in (("requests", verdict.requests), ("tokens", verdict.tokens)):
@@ -92,17 +98,17 @@ def lines(verdict: Verdict) -> list[Header]:
     return told
 
 
-def _lines(name: str, standing: Standing) -> list[Header]:
+def _lines(name: str, standing: LimitStatus) -> list[Header]:
     said = {
         "limit": str(standing.limit),
         "remaining": str(standing.remaining),
-        "reset": duration(standing.reset),
+        "reset": format_duration(standing.reset),
     }
     return [(f"x-ratelimit-{what}-{name}".encode(), text.encode()) for what, text in said.items()]
 
 
-def _words(key: Key, verdict: Verdict) -> str:
-    wait = f"Please try again in {duration(verdict.wait)}."
+def _words(key: ApiKey, verdict: QuotaDecision) -> str:
+    wait = f"Please try again in {format_duration(verdict.wait)}."
     if verdict.refused == CONCURRENCY:
         return f"Rate limit reached: {key.concurrency} requests at once are running. {wait}"
     standing = verdict.requests if verdict.refused == "requests" else verdict.tokens

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from router.auth.authenticator import Stay
+from router.auth.authenticator import QuotaPermit
 from router.common.exact_json import loads
 from router.common.records import Thing
 from router.conversations.conversations import Conversations, Turn
@@ -91,7 +91,7 @@ class Request(Thing):
     """Of the prompt, as roughly as its bytes tell: a measure of load."""
     seat: Seat | None = None
     """Its place at engines, where these have limits."""
-    stay: Stay | None = None
+    quota_permit: QuotaPermit | None = None
     """What it took of its caller's limits, where the caller has some."""
     resume_buffer: ResumeBuffer | None = None
     """Of a stream with which another decoder could go on."""

@@ -43,11 +43,11 @@ class Guard:
             method = scope["method"]
             body = error_body(404, "NotFoundError", f"{method} {path}: Not Found")
             return Response(body, 404, None, "application/json")
-        door = self._gateway.door
+        authenticator = self._gateway.authenticator
         # A preflight shows no credential, and does nothing.
-        if door is None or is_page or path in OPEN or scope["method"] == "OPTIONS":
+        if authenticator is None or is_page or path in OPEN or scope["method"] == "OPTIONS":
             return None
-        key = door.who(scope["headers"])
+        key = authenticator.identify(scope["headers"])
         if isinstance(key, str):
             self._gateway.metrics.unauthorized.add((key,))
             error = UnauthorizedError(key == MISSING)

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
-from router.auth.api_keys import Keys
-from router.auth.authenticator import Door
-from router.auth.keyring import Keyring
+from router.auth.api_keys import Keyring, KeysByDigest
+from router.auth.authenticator import Authenticator
 from router.common.signature import Seal
 from router.common.tls import Secured
 from router.common.watched_file import Watched
@@ -61,7 +60,7 @@ from router.ui.hub import DashboardHub
 from router.ui.site import dashboard_routes
 
 if TYPE_CHECKING:
-    from router.auth.redis_quota_ledger import SharedLedger
+    from router.auth.redis_quota_ledger import RedisQuotaLedger
 
 logger = logging.getLogger("disagg_router")
 # Seconds that requests wait at start for sources of engines that have to be asked.
@@ -93,15 +92,15 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     prober = Prober(fleet, settings.health_interval, settings.health_timeout)
     store = _store(settings, metrics)
     tracer = tracer_of(os.environ)
-    door = _door(settings, metrics)
-    if door is not None:
-        watched["api_keys"] = door.keyring.file
+    authenticator = _authenticator(settings, metrics)
+    if authenticator is not None:
+        watched["api_keys"] = authenticator.keyring.file
     metrics.file_trouble.read = lambda: [((n,), bool(f.trouble)) for n, f in watched.items()]
     metrics.certificate_end.read = lambda: [
         ((name,), one.end) for name, one in certificates.items() if one.end is not None
     ]
     conversations = _conversations(settings, store)
-    gateway = Gateway(settings, fleet, metrics, conversations, tracer, door, answers)
+    gateway = Gateway(settings, fleet, metrics, conversations, tracer, authenticator, answers)
     metrics.in_flight.set_function(lambda: len(gateway.running))
     metrics.held_bodies.set_function(lambda: gateway.held.size)
     metrics.held_answers.set_function(lambda: answers.size)
@@ -111,8 +110,8 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         loop = asyncio.get_running_loop()
         watching = [loop.create_task(registry.run()), loop.create_task(prober.run())]
         watching += [loop.create_task(file.run()) for file in watched.values()]
-        if door is not None:
-            watching.append(loop.create_task(door.keep_places()))
+        if authenticator is not None:
+            watching.append(loop.create_task(authenticator.renew_leases()))
         try:
             await registry.wait_for_sources(FIRST_WORDS)
             if settings.warm_up != "off":
@@ -179,14 +178,14 @@ def _conversations(settings: Settings, store: Store | None) -> Conversations | N
     return Conversations(store, identity, settings.conversation_ttl)
 
 
-def _door(settings: Settings, metrics: Metrics) -> Door | None:
+def _authenticator(settings: Settings, metrics: Metrics) -> Authenticator | None:
     """Raises SettingsError."""
     path = settings.api_keys_file
     if path is None:
         return None
     keyring = _keyring(settings, path)
     shared = None if settings.limits_store == "memory" else _shared_ledger(settings, metrics)
-    return Door(keyring, settings.tenant_header, shared)
+    return Authenticator(keyring, settings.tenant_header, shared)
 
 
 def _keyring(settings: Settings, path: Path) -> Keyring:
@@ -208,7 +207,7 @@ def check_files(settings: Settings) -> None:
         _keyring(settings, settings.api_keys_file)
 
 
-def _require_no_limits(keys: Keys) -> None:
+def _require_no_limits(keys: KeysByDigest) -> None:
     """The kernel gives a client's connections to whichever worker: a share of a limit at each would
     refuse who has one connection, and the whole of it at each would be no limit. Raises
     ValueError."""
@@ -220,15 +219,15 @@ def _require_no_limits(keys: Keys) -> None:
             )
 
 
-def _shared_ledger(settings: Settings, metrics: Metrics) -> SharedLedger:
+def _shared_ledger(settings: Settings, metrics: Metrics) -> RedisQuotaLedger:
     """Raises SettingsError."""
-    from router.auth.redis_quota_ledger import SharedLedger  # slow to import, and seldom needed
+    from router.auth.redis_quota_ledger import RedisQuotaLedger  # slow to import, and seldom needed
 
     def failed(operation: str, result: str) -> None:
         metrics.key_limit_errors.labels(operation, result).inc()
 
     try:
-        return SharedLedger(
+        return RedisQuotaLedger(
             settings.limits_store,
             settings.limits_password(),
             settings.conversation_store_timeout,

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from router.auth.api_keys import Key
+from router.auth.api_keys import ApiKey
 from router.common.exact_json import dumps
 from router.conversations.stored_responses import ResponseStore, UnknownResponseError
 from router.openai import anthropic_messages, responses
@@ -108,8 +108,12 @@ def _headers(request: Request) -> Sequence[Header]:
 def _owned(gateway: Gateway, scope: Scope, given: Sequence[Header]) -> Sequence[Header]:
     """Where callers have keys of ours, what is kept is the key's owner's, whoever a client says
     that it is."""
-    key: Key | None = scope.get(CALLER)
-    return given if key is None or gateway.door is None else gateway.door.known(given, key)
+    key: ApiKey | None = scope.get(CALLER)
+    return (
+        given
+        if key is None or gateway.authenticator is None
+        else gateway.authenticator.with_owner(given, key)
+    )
 
 
 def _not_found(name: str) -> NotFoundError:

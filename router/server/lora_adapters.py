@@ -15,8 +15,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 
-from router.auth import credential
-from router.auth.api_keys import Key
+from router.auth.api_keys import ApiKey
+from router.auth.credentials import without_credentials
 from router.fleet.engine import Engine
 from router.http_client.deadlines import now
 from router.http_client.errors import UpstreamError
@@ -78,10 +78,10 @@ async def _everywhere(request: Request, path: str) -> Response:
     gateway: Gateway = request.app.state.gateway
     given = headers.sound(request.scope["headers"])
     if gateway.hides_credentials:
-        given = credential.without(given)
+        given = without_credentials(given)
     request_id, shared = headers.read(given)
     record = Record(path, now(), request_id, flow=FLOW)
-    key: Key | None = request.scope.get(CALLER)
+    key: ApiKey | None = request.scope.get(CALLER)
     record.key = "" if key is None else key.name
     try:
         check_json(given)
@@ -103,7 +103,7 @@ async def _everywhere(request: Request, path: str) -> Response:
     return answer
 
 
-async def _answer(request: Request, key: Key | None, record: Record, shared: bytes) -> Response:
+async def _answer(request: Request, key: ApiKey | None, record: Record, shared: bytes) -> Response:
     gateway: Gateway = request.app.state.gateway
     if not gateway.settings.lora_updates:
         raise ForbiddenError(OFF)
@@ -112,24 +112,24 @@ async def _answer(request: Request, key: Key | None, record: Record, shared: byt
     name, model = body.get("lora_name"), body.get("model")
     if not isinstance(name, str):
         raise BadRequestError("lora_name must be a string", "lora_name")
-    if key is not None and not key.may_ask(name):
+    if key is not None and not key.allows_model(name):
         raise ForbiddenModelError(name)
     async with _counted(key, gateway):
         return await _tell(raw, name, model, record, shared, gateway)
 
 
 @contextlib.asynccontextmanager
-async def _counted(key: Key | None, gateway: Gateway) -> AsyncIterator[None]:
+async def _counted(key: ApiKey | None, gateway: Gateway) -> AsyncIterator[None]:
     """As one request of its key, without tokens. Raises RateLimitError."""
-    door = gateway.door
-    if door is None or key is None or not key.has_limits:
+    authenticator = gateway.authenticator
+    if authenticator is None or key is None or not key.has_limits:
         yield
         return
-    stay = await entered(key, 0, door, gateway.metrics)
+    stay = await entered(key, 0, authenticator, gateway.metrics)
     try:
         yield
     finally:
-        door.leave(stay, 0)
+        authenticator.release(stay, 0)
 
 
 async def _tell(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from router.auth.api_keys import Key
+from router.auth.api_keys import ApiKey
 from router.common.exact_json import dumps
 from router.fleet.engine import Engine
 from router.fleet.engine_spec import LEGS, EngineRole
@@ -54,7 +54,7 @@ async def _models(request: Request) -> Sequence[Model] | Response:
     """Or an engine's own refusal."""
     gateway: Gateway = request.app.state.gateway
     shown = "" if gateway.hides_credentials else request.headers.get("authorization", "")
-    caller: Key | None = request.scope.get(CALLER)
+    caller: ApiKey | None = request.scope.get(CALLER)
     engines = [engine for engine in gateway.fleet.engines if engine.is_usable]
     asked = await asyncio.gather(*(_ask(engine, shown) for engine in engines))
     answers = [told for told in asked if told is not None]
@@ -69,7 +69,7 @@ async def _models(request: Request) -> Sequence[Model] | Response:
         served_now = served(lists, alone)
         if caller is None:
             return served_now
-        return [model for model in served_now if caller.may_ask(model["id"])]
+        return [model for model in served_now if caller.allows_model(model["id"])]
     for _, answer in () if gateway.hides_credentials else answers:
         if 400 <= answer.status < 500:
             kind = dict(answer.headers).get(b"content-type", b"application/json")

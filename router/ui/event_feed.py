@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.auth.bearer_token import shows
+from router.auth.credentials import has_bearer_token
 from router.openai.errors import error_body
 from router.ui.hub import DashboardHub, TooManyViewersError
 from router.ui.viewers import MOST_WATCHERS, Viewer
@@ -82,7 +82,7 @@ async def _left(receive: Receive) -> None:
 def _refusal_of(scope: Scope, token: str | None) -> Response | None:
     """None for who may look."""
     headers = Headers(scope=scope)
-    if token is not None and not shows(scope["headers"], token):
+    if token is not None and not has_bearer_token(scope["headers"], token):
         text = "the page wants its token: Authorization: Bearer ..."
         refusal = _error(401, "AuthenticationError", text)
         refusal.headers["www-authenticate"] = "Bearer"

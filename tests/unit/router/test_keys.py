@@ -345,29 +345,29 @@ async def test_the_file_is_read_again_and_a_broken_one_changes_nothing(
 ) -> None:
     path = keys(entry("one", KEY))
     router = await start_router(api_keys_file=path)
-    door = router.gateway.door
-    assert door is not None
+    authenticator = router.gateway.authenticator
+    assert authenticator is not None
 
     async def look() -> None:
-        door.keyring.file.look_soon()
+        authenticator.keyring.file.look_soon()
 
     keys(entry("two", OTHER))
     await look()
-    await eventually(lambda: door.keyring.find(OTHER.encode()))
+    await eventually(lambda: authenticator.keyring.find(OTHER.encode()))
     check_unauthorized(await ask(router, KEY))
     for broken in ("keys: [", "", "keys:\n- {name: a}"):
         path.write_text(broken)
         await look()
-        await eventually(lambda: door.keyring.file.trouble)
+        await eventually(lambda: authenticator.keyring.file.trouble)
         assert (await ask(router, OTHER)).status_code == 200
         assert router.metric("file_trouble", file="api_keys") == 1
         keys(entry("two", OTHER))
         await look()
-        await eventually(lambda: not door.keyring.file.trouble)
+        await eventually(lambda: not authenticator.keyring.file.trouble)
         assert router.metric("file_trouble", file="api_keys") == 0
     path.unlink()
     await look()
-    await eventually(lambda: door.keyring.file.trouble)
+    await eventually(lambda: authenticator.keyring.file.trouble)
     assert (await ask(router, OTHER)).status_code == 200
     assert "API keys stay as they are" in caplog.text
 
@@ -414,10 +414,10 @@ def telling(prompt: int, completion: int) -> Any:
 
 def debt(router: Router) -> float:
     """Tokens that were taken of a limit of 6000 in a minute."""
-    assert router.gateway.door is not None
-    door = router.gateway.door
-    account = door._ledger._accounts["one"]
-    return (account.tokens_full_at - door._clock()) * 100
+    assert router.gateway.authenticator is not None
+    authenticator = router.gateway.authenticator
+    account = authenticator._ledger._usage["one"]
+    return (account.tokens_full_at - authenticator._clock()) * 100
 
 
 async def test_tokens_are_charged_as_the_engine_tells_them(
@@ -469,8 +469,8 @@ async def test_concurrency_is_given_back_however_a_request_ends(
     start_router: StartRouter, keys: WriteKeys, p: MockEngine, d: MockEngine
 ) -> None:
     router = await start_router(api_keys_file=keys(entry("one", KEY, concurrency=1)))
-    door = router.gateway.door
-    assert door is not None
+    authenticator = router.gateway.authenticator
+    assert authenticator is not None
     entered, go_on = asyncio.Event(), asyncio.Event()
 
     async def waits(request: Received, peer: Peer) -> None:
@@ -487,7 +487,7 @@ async def test_concurrency_is_given_back_however_a_request_ends(
     assert answer.headers["retry-after"] == "1"
     go_on.set()
     assert (await first).status_code == 200
-    await eventually(lambda: not door.running("one"))
+    await eventually(lambda: not authenticator.running("one"))
 
     # A client that leaves.
     async def mute(_: Received, peer: Peer) -> None:
@@ -500,8 +500,8 @@ async def test_concurrency_is_given_back_however_a_request_ends(
         shown = f"authorization: Bearer {KEY}\r\n".encode()
         await client.send(post(json.dumps(BODY).encode(), headers=shown))
         await entered.wait()
-        assert door.running("one") == 1
-    await eventually(lambda: not door.running("one"))
+        assert authenticator.running("one") == 1
+    await eventually(lambda: not authenticator.running("one"))
 
     # An engine that breaks off a stream.
     async def breaks(_: Received, peer: Peer) -> None:
@@ -510,10 +510,10 @@ async def test_concurrency_is_given_back_however_a_request_ends(
 
     d.scripts.append(breaks)
     await ask(router, stream=True)
-    await eventually(lambda: not door.running("one"))
+    await eventually(lambda: not authenticator.running("one"))
     assert (await ask(router)).status_code == 200
     assert (await ask(router, prompt=None, model=["?"])).status_code != 429
-    await eventually(lambda: not door.running("one"))
+    await eventually(lambda: not authenticator.running("one"))
 
 
 async def test_limits_are_told_beside_heartbeats_too(
@@ -577,7 +577,7 @@ async def test_a_file_that_is_broken_at_start_is_one_line(
 
 async def test_without_keys_nothing_is_looked_at(p: MockEngine, d: MockEngine) -> None:
     async with running_router(settings_for(p=[p], d=[d])) as router:
-        assert router.gateway.door is None
+        assert router.gateway.authenticator is None
         assert not router.gateway.hides_credentials
         assert router.gateway.engine_line == b""
 

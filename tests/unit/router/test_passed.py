@@ -360,8 +360,8 @@ async def test_changing_adapters_counts_towards_a_keys_limits(
     assert [answer.status_code for answer in answers] == [200, 200, 429]
     assert answers[2].json()["error"]["code"] == "rate_limit_exceeded"
     assert "retry-after" in answers[2].headers
-    assert router.gateway.door is not None
-    assert router.gateway.door.running("one") == 0
+    assert router.gateway.authenticator is not None
+    assert router.gateway.authenticator.running("one") == 0
     assert len(p.requests) == 2
 
 

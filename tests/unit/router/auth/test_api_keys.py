@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from router.auth.api_keys import Key, digest_of, line_for, new_key, parse
-from router.auth.credential import shown, without
+from router.auth.api_keys import ApiKey, digest_of, file_entry, new_key, parse_keys
+from router.auth.credentials import read_key, without_credentials
 from router.commands.key import main
 
 A, B = "a" * 64, "b" * 64
@@ -21,34 +21,34 @@ def file_of(*lines: str) -> bytes:
 
 def test_a_key_is_found_by_its_digest_with_all_that_the_file_says_of_it() -> None:
     digest = digest_of(b"sk-1").hex()
-    keys = parse(
+    keys = parse_keys(
         file_of(
             f"- {{name: a, sha256: {digest}, tenant: t, requests_per_minute: 60,"
             " tokens_per_minute: 1000, concurrency: 2, models: [m, n]}"
         )
     )
     key = keys[digest_of(b"sk-1")]
-    assert key == Key("a", digest, "t", 60, 1000, 2, ("m", "n"))
+    assert key == ApiKey("a", digest, "t", 60, 1000, 2, ("m", "n"))
     assert key.owner == "t"
     assert key.has_limits
-    assert key.may_ask("m")
-    assert not key.may_ask("other")
-    assert not key.may_ask(None)
+    assert key.allows_model("m")
+    assert not key.allows_model("other")
+    assert not key.allows_model(None)
 
 
 def test_a_key_of_which_little_is_said_owns_itself_and_may_ask_for_all() -> None:
-    (key,) = parse(file_of(f"- {{name: a, sha256: {A}}}")).values()
+    (key,) = parse_keys(file_of(f"- {{name: a, sha256: {A}}}")).values()
     assert (key.owner, key.has_limits) == ("a", False)
-    assert key.may_ask(None)
+    assert key.allows_model(None)
 
 
 def test_json_is_yaml() -> None:
     content = b'{"keys": [{"name": "a", "sha256": "%s"}]}' % A.encode()
-    assert [key.name for key in parse(content).values()] == ["a"]
+    assert [key.name for key in parse_keys(content).values()] == ["a"]
 
 
 def test_no_key_at_all_may_be_wanted() -> None:
-    assert parse(b"keys: []") == {}
+    assert parse_keys(b"keys: []") == {}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_no_key_at_all_may_be_wanted() -> None:
 )
 def test_what_cannot_be_used_is_one_line_that_says_why(content: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
-        parse(content)
+        parse_keys(content)
     text = str(caught.value)
     assert why in text
     assert "\n" not in text
@@ -88,7 +88,7 @@ def test_a_key_that_somebody_pasted_into_the_file_is_not_told_in_its_error() -> 
     key = new_key()
     for content in (f"keys: [{key}", f"keys:\n- {{name: a, sha256: {key}}}", f"{key}: 1"):
         with pytest.raises(ValueError, match=r".") as caught:
-            parse(content.encode())
+            parse_keys(content.encode())
         assert key not in str(caught.value)
 
 
@@ -103,7 +103,7 @@ def test_what_the_command_prints_is_a_line_of_the_file(
     told = capsys.readouterr()
     key = told.err.strip().rpartition(" ")[2]
     assert key not in told.out
-    found = parse(b"keys:\n" + told.out.encode())[digest_of(key.encode())]
+    found = parse_keys(b"keys:\n" + told.out.encode())[digest_of(key.encode())]
     assert (found.name, found.owner) == (name, "1e3")
 
 
@@ -119,7 +119,7 @@ def test_a_name_that_is_none_is_refused_in_one_line(capsys: pytest.CaptureFixtur
     assert caught.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(ValueError, match="matching"):
-        line_for("a", "not a tenant", "key")
+        file_entry("a", "not a tenant", "key")
 
 
 def test_the_command_is_one_of_the_programs(tmp_path: Path) -> None:
@@ -157,5 +157,5 @@ BEARER = (b"authorization", b"Bearer k1")
 def test_the_key_that_a_request_shows(
     headers: list[tuple[bytes, bytes]], key: bytes | None
 ) -> None:
-    assert shown(headers) == key
-    assert not {b"authorization", b"x-api-key"} & {name for name, _ in without(headers)}
+    assert read_key(headers) == key
+    assert not {b"authorization", b"x-api-key"} & {name for name, _ in without_credentials(headers)}

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.auth.api_keys import Key
-from router.auth.quota_ledger import Ledger
-from router.auth.rate_limit import LONGEST_DEBT, duration, settled, standing, taken
+from router.auth.api_keys import ApiKey
+from router.auth.quota_ledger import QuotaLedger
+from router.auth.rate_limit import MAX_DEBT_S, format_duration, limit_status, settle, take
 
-KEY = Key("a", "0" * 64, None, 60, 600, 2)
+KEY = ApiKey("a", "0" * 64, None, 60, 600, 2)
 
 
 def test_a_full_bucket_gives_a_minutes_worth_at_once_and_then_as_time_passes() -> None:
-    ledger, key = Ledger(), Key("a", "0" * 64, None, 60)
+    ledger, key = QuotaLedger(), ApiKey("a", "0" * 64, None, 60)
     assert all(not ledger.take(key, 0, 0.0).refused for _ in range(60))
     refused = ledger.take(key, 0, 0.0)
     assert (refused.refused, round(refused.wait, 3)) == ("requests", 1.0)
@@ -38,33 +38,33 @@ def test_it_is_the_bucket_that_one_would_fill_by_hand(
         cost = min(wanted, limit)
         moment += pause
         level = min(limit, level + pause * limit / 60)
-        told = standing(limit, full_at, moment, cost)
+        told = limit_status(limit, full_at, moment, cost)
         assert told.remaining == pytest.approx(level, abs=1 + limit * 1e-6)
         if abs(level - cost) > limit * 1e-6:  # not on the edge, where rounding decides
             assert (told.wait == 0) == (level >= cost)
         if not told.wait:
             level -= cost
-            full_at = taken(limit, full_at, moment, cost)
+            full_at = take(limit, full_at, moment, cost)
 
 
 def test_a_request_larger_than_the_limit_gets_in_when_all_is_there() -> None:
-    told = standing(100, 0.0, 0.0, 10_000)
+    told = limit_status(100, 0.0, 0.0, 10_000)
     assert told.wait == 0
-    full_at = taken(100, 0.0, 0.0, 100)
-    assert standing(100, full_at, 30.0, 10_000).wait == pytest.approx(30)
+    full_at = take(100, 0.0, 0.0, 100)
+    assert limit_status(100, full_at, 30.0, 10_000).wait == pytest.approx(30)
 
 
 def test_what_was_used_counts_as_if_it_had_been_known_at_first() -> None:
-    full_at = taken(100, 0.0, 0.0, 100)
-    full_at = settled(100, full_at, 20.0, -50)
-    assert standing(100, full_at, 20.0).remaining == pytest.approx(83, abs=1)
-    assert standing(100, settled(100, full_at, 20.0, 1000), 20.0).remaining == 0
+    full_at = take(100, 0.0, 0.0, 100)
+    full_at = settle(100, full_at, 20.0, -50)
+    assert limit_status(100, full_at, 20.0).remaining == pytest.approx(83, abs=1)
+    assert limit_status(100, settle(100, full_at, 20.0, 1000), 20.0).remaining == 0
 
 
 def test_an_absurd_count_of_tokens_locks_nobody_out_for_ever() -> None:
     for more in (10**15, 10**300):
-        full_at = settled(1, 0.0, 5.0, more)
-        assert standing(1, full_at, 5.0).reset <= LONGEST_DEBT
+        full_at = settle(1, 0.0, 5.0, more)
+        assert limit_status(1, full_at, 5.0).reset <= MAX_DEBT_S
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,11 @@ def test_an_absurd_count_of_tokens_locks_nobody_out_for_ever() -> None:
     ],
 )
 def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_what_is_refused_costs_nothing() -> None:
-    ledger = Ledger()
+    ledger = QuotaLedger()
     assert not ledger.take(KEY, 600, 0.0).refused
     for _ in range(100):
         assert ledger.take(KEY, 600, 1.0).refused == "tokens"
@@ -99,7 +99,7 @@ def test_what_is_refused_costs_nothing() -> None:
 
 
 def test_what_is_undone_was_never_taken() -> None:
-    ledger, fresh = Ledger(), Ledger()
+    ledger, fresh = QuotaLedger(), QuotaLedger()
     for _ in range(200):
         assert not ledger.take(KEY, 600, 7.0).refused
         ledger.undo(KEY, 600, 7.0)
@@ -109,9 +109,9 @@ def test_what_is_undone_was_never_taken() -> None:
 
 
 def test_nothing_is_kept_of_keys_that_are_gone() -> None:
-    ledger = Ledger()
+    ledger = QuotaLedger()
     for number in range(1000):
-        key = Key(f"k{number}", "0" * 64, None, 60)
+        key = ApiKey(f"k{number}", "0" * 64, None, 60)
         ledger.take(key, 0, 0.0)
         if number:
             ledger.end(key, 0, 0.0)
@@ -121,7 +121,7 @@ def test_nothing_is_kept_of_keys_that_are_gone() -> None:
 
 
 def test_who_ends_twice_or_was_never_there_changes_nothing() -> None:
-    ledger = Ledger()
+    ledger = QuotaLedger()
     ledger.end(KEY, 5, 0.0)
     ledger.take(KEY, 0, 0.0)
     ledger.end(KEY, 0, 0.0)

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from router.auth.api_keys import Key
-from router.auth.authenticator import Door, Stay
-from router.auth.keyring import Keyring
-from router.auth.quota_ledger import Held, LostError
-from router.auth.redis_quota_ledger import LEASE, SharedLedger
+from router.auth.api_keys import ApiKey, Keyring
+from router.auth.authenticator import Authenticator, QuotaPermit
+from router.auth.quota_ledger import LedgerUnavailableError, SharedPermit
+from router.auth.redis_quota_ledger import LEASE_S, RedisQuotaLedger
 from tests.redis_server import PASSWORD, RedisServer, running_cluster, running_redis
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import eventually
@@ -24,7 +23,7 @@ from tests.unit.router.test_keys import KEY, WriteKeys, ask, entry, keys
 pytestmark = pytest.mark.slow  # a Redis server
 
 __all__ = ["keys"]
-LIMITED = Key("a", "0" * 64, None, 60, 6000, 2)
+LIMITED = ApiKey("a", "0" * 64, None, 60, 6000, 2)
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +42,20 @@ async def ledger_at(
     server: RedisServer,
     failures: list[Any] | None = None,
     scheme: str = "redis",
-    lease: float = LEASE,
-) -> AsyncIterator[SharedLedger]:
+    lease: float = LEASE_S,
+) -> AsyncIterator[RedisQuotaLedger]:
     told = [] if failures is None else failures
     url = server.url.replace("redis", scheme, 1)
-    made = SharedLedger(url, PASSWORD, 2.0, lambda *what: told.append(what), lease=lease)
+    made = RedisQuotaLedger(url, PASSWORD, 2.0, lambda *what: told.append(what), lease=lease)
     yield made
     await made.close()
 
 
-def held(name: str, key: Key = LIMITED) -> Held:
-    return Held(key, name)
+def held(name: str, key: ApiKey = LIMITED) -> SharedPermit:
+    return SharedPermit(key, name)
 
 
-async def until_granted(ledger: SharedLedger, key: Key = LIMITED) -> None:
+async def until_granted(ledger: RedisQuotaLedger, key: ApiKey = LIMITED) -> None:
     async with asyncio.timeout(10):
         while (await ledger.take(held("late", key), 0)).refused:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -82,7 +81,7 @@ async def test_two_routers_count_as_one(redis: RedisServer) -> None:
 
 
 async def test_a_limit_is_kept_to_the_one_however_many_ask_at_once(redis: RedisServer) -> None:
-    key = Key("b", "0" * 64, None, 10)
+    key = ApiKey("b", "0" * 64, None, 10)
     async with ledger_at(redis) as one, ledger_at(redis) as other:
         told = await asyncio.gather(
             *(ledger.take(held(f"{n}", key), 0) for n in range(40) for ledger in (one, other))
@@ -117,10 +116,10 @@ async def test_a_place_lasts_as_long_as_its_router_lives_and_its_request_runs(
     path = keys(entry("a", KEY, concurrency=2))
     places = "disagg-router:limits:{a}:running"
     async with ledger_at(redis, lease=0.6) as shared, ledger_at(redis) as other:
-        door = Door(Keyring(path), "authorization", shared)
-        key = next(iter(door.keyring.keys.values()))
-        stays = [await door.enter(key, 0) for _ in "ab"]
-        lives = asyncio.create_task(door.keep_places())
+        authenticator = Authenticator(Keyring(path), "authorization", shared)
+        key = next(iter(authenticator.keyring.keys.values()))
+        stays = [await authenticator.acquire(key, 0) for _ in "ab"]
+        lives = asyncio.create_task(authenticator.renew_leases())
         first = redis.scores(places)
         await eventually(lambda: min(redis.scores(places)) > max(first) + 0.6)
         assert (await other.take(held("late"), 0)).refused == "concurrency"
@@ -129,13 +128,13 @@ async def test_a_place_lasts_as_long_as_its_router_lives_and_its_request_runs(
         await eventually(lambda: len(redis.scores(places)) == 2)
         assert (await other.take(held("late"), 0)).refused == "concurrency"
 
-        assert isinstance(stays[0], Stay)
-        door.leave(stays[0], 0)
+        assert isinstance(stays[0], QuotaPermit)
+        authenticator.release(stays[0], 0)
         await eventually(lambda: len(redis.scores(places)) == 1)
 
         lives.cancel()  # killed: it gives nothing back, and nobody else has to know
         await asyncio.gather(lives, return_exceptions=True)
-        await until_granted(other, Key("a", "0" * 64, concurrency=1))
+        await until_granted(other, ApiKey("a", "0" * 64, concurrency=1))
 
 
 @pytest.mark.parametrize("kind", ["string", "set", "nonsense"])
@@ -154,7 +153,7 @@ async def test_what_others_put_there_is_a_failure_and_no_fault(
         if kind == "nonsense":
             assert not (await ledger.take(held("1"), 1)).refused
         else:
-            with pytest.raises(LostError):
+            with pytest.raises(LedgerUnavailableError):
                 await ledger.take(held("1"), 1)
             assert failures == [("take", "failed")]
 
@@ -166,7 +165,7 @@ async def test_a_cluster_does_it_too() -> None:
             assert await ledger.end(held("1"), 1)
 
 
-# At the door.
+# In whole routers.
 
 
 def options(server: RedisServer) -> dict[str, Any]:
@@ -239,17 +238,17 @@ async def test_a_client_that_leaves_while_redis_is_silent_leaves_nothing_behind(
     with running_redis() as own:
         given = options(own) | {"conversation_store_timeout": 3.0}
         router = await start_router(api_keys_file=path, **given)
-        door = router.gateway.door
-        assert door is not None
+        authenticator = router.gateway.authenticator
+        assert authenticator is not None
         assert (await ask(router)).status_code == 200
-        await eventually(lambda: not door.running("one"))
+        await eventually(lambda: not authenticator.running("one"))
         own.freeze()
         leaves = asyncio.create_task(ask(router))
-        await eventually(lambda: door.running("one"))
+        await eventually(lambda: authenticator.running("one"))
         leaves.cancel()
         await asyncio.gather(leaves, return_exceptions=True)
         await eventually(lambda: not router.gateway.running)
         own.thaw()
-        await eventually(lambda: not door.running("one"))
+        await eventually(lambda: not authenticator.running("one"))
         await eventually(lambda: own.cli("zcard", "disagg-router:limits:{one}:running") == "0\n")
         assert (await ask(router)).status_code == 200
