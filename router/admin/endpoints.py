@@ -1,7 +1,12 @@
-"""The admin API: engines, groups, reload. A FastAPI application of its own, for its own port."""
+"""The admin API: engines, groups, reload. A FastAPI application for a port of its own.
+
+`AdminGate` stands before the application: it checks the admin token and bounds the body.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated, Any, TypeVar
 
@@ -9,9 +14,10 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Path, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.admin.access import AdminGate
-from router.admin.control import AdminRequestError, Control
+from router.admin.control import AdminRequestError, Control, EngineList, ReloadResult
+from router.auth.credentials import Headers, has_bearer_token
 from router.fleet.engine_spec import EngineRole
 from router.fleet.sources.file import EngineFileEntry
 from router.fleet.views import EngineView, GroupView
@@ -20,33 +26,21 @@ from router.openai.errors import error_body, type_of_status
 from router.settings import GROUP_NAME, MAX_GROUP_WEIGHT, SettingsError
 
 T = TypeVar("T")
-TYPES = {409: "ConflictError"}
-
-
-class WorkerCounts(BaseModel):
-    answered: int
-    known: int
-
-
-class EngineList(BaseModel):
-    """Nobody is `drained` while a worker does not answer."""
-
-    engines: list[EngineView]
-    workers: WorkerCounts
+ERROR_TYPES = {
+    403: "PermissionDeniedError",
+    408: "RequestTimeoutError",
+    409: "ConflictError",
+    413: "RequestEntityTooLargeError",
+}
+MAX_BODY_BYTES = 64 * 1024
+BODY_TIMEOUT_S = 10.0
 
 
 class GroupList(BaseModel):
     groups: list[GroupView]
 
 
-class ReloadResult(BaseModel):
-    """Names of settings: those that are new now, and those that differ and need a restart."""
-
-    applied: list[str]
-    needs_restart: list[str]
-
-
-class NewWeight(msgspec.Struct, forbid_unknown_fields=True):
+class GroupWeight(msgspec.Struct, forbid_unknown_fields=True):
     weight: Annotated[float, msgspec.Meta(ge=0, le=MAX_GROUP_WEIGHT)]
 
 
@@ -61,7 +55,8 @@ GroupName = Annotated[str, Path(pattern=rf"^{GROUP_NAME.pattern}$")]
 router = APIRouter(prefix="/admin", tags=["Admin"])
 
 
-def _schema(kind: type) -> dict[str, Any]:
+def _body(kind: type) -> dict[str, Any]:
+    """Describe a body that FastAPI does not parse."""
     _, components = msgspec.json.schema_components([kind])
     schema: dict[str, Any] = components[kind.__name__]
     properties: dict[str, Any] = schema["properties"]
@@ -69,29 +64,22 @@ def _schema(kind: type) -> dict[str, Any]:
         properties["role"] = {"type": "string", "enum": list(EngineRole)}
     if "group" in properties:
         properties["group"]["pattern"] = f"^{GROUP_NAME.pattern}$"
-    return schema
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def _body(kind: type) -> dict[str, Any]:
-    content = {"application/json": {"schema": _schema(kind)}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-@router.get("/engines", summary="Every engine, as all processes of the router see it")
+@router.get("/engines", summary="List the engines, as all processes of the router see them")
 async def engines(control: TheControl) -> EngineList:
-    seen = await control.engines()
-    workers = WorkerCounts(answered=seen.answered, known=seen.known)
-    return EngineList(engines=seen.engines, workers=workers)
+    return await control.engines()
 
 
 @router.post(
-    "/engines", status_code=201, summary="Adds an engine", openapi_extra=_body(EngineFileEntry)
+    "/engines", status_code=201, summary="Add an engine", openapi_extra=_body(EngineFileEntry)
 )
 async def add(request: Request, control: TheControl) -> EngineView:
     return await control.add(_read(await request.body(), Any))
 
 
-@router.get("/engines/{name}", summary="One engine")
+@router.get("/engines/{name}", summary="Show one engine")
 async def engine(name: Name, control: TheControl) -> EngineView:
     return await control.engine(name)
 
@@ -100,45 +88,50 @@ async def engine(name: Name, control: TheControl) -> EngineView:
     "/engines/{name}",
     status_code=204,
     response_model=None,
-    summary="Takes away what was added here",
+    summary="Remove an engine that was added here",
 )
 async def remove(name: Name, control: TheControl) -> None:
     await control.remove(name)
 
 
-@router.post("/engines/{name}/drain", summary="It gets nothing new, whatever sources say")
+@router.post("/engines/{name}/drain", summary="Send no new requests to an engine")
 async def drain(name: Name, control: TheControl) -> EngineView:
     return await control.drain(name)
 
 
-@router.post("/engines/{name}/resume", summary="Takes that back")
+@router.post("/engines/{name}/resume", summary="End a drain")
 async def resume(name: Name, control: TheControl) -> EngineView:
     return await control.resume(name)
 
 
-@router.get("/groups", summary="Groups of engines that pair, and their weights")
+@router.get("/groups", summary="List the groups of engines that pair, and their weights")
 async def groups(control: TheControl) -> GroupList:
     return GroupList(groups=await control.groups())
 
 
-@router.put("/groups/{group}", summary="Gives a group a weight", openapi_extra=_body(NewWeight))
+@router.put("/groups/{group}", summary="Give a group a weight", openapi_extra=_body(GroupWeight))
 async def weigh(group: GroupName, request: Request, control: TheControl) -> GroupView:
-    weight = _read(await request.body(), NewWeight).weight
+    weight = _read(await request.body(), GroupWeight).weight
     return await control.weigh(group, weight)
 
 
-@router.delete("/groups/{group}", status_code=204, response_model=None, summary="Takes that back")
+@router.delete(
+    "/groups/{group}",
+    status_code=204,
+    response_model=None,
+    summary="Take back a group's weight",
+)
 async def unweigh(group: GroupName, control: TheControl) -> None:
     await control.unweigh(group)
 
 
-@router.post("/reload", summary="Reads settings again, and applies those that may change now")
+@router.post("/reload", summary="Read the settings again, and apply those that may change now")
 async def reload(control: TheControl) -> ReloadResult:
-    reloaded = await control.reload()
-    return ReloadResult(applied=reloaded.applied, needs_restart=reloaded.needs_restart)
+    return await control.reload()
 
 
 def application(control: Control) -> AdminGate:
+    """Return the admin API of a control, as an ASGI application."""
     app = FastAPI(
         title="disagg-router admin",
         version=version("disagg-router"),
@@ -150,7 +143,7 @@ def application(control: Control) -> AdminGate:
     app.state.control = control
     app.include_router(router)
     fastapi_errors.install(app)
-    app.add_exception_handler(AdminRequestError, _refused)
+    app.add_exception_handler(AdminRequestError, _rejected)
     app.add_exception_handler(SettingsError, _unusable)
     return AdminGate(app, lambda: control.token)
 
@@ -163,16 +156,95 @@ def _read(body: bytes, kind: type[T]) -> T:
         raise AdminRequestError(400, str(error)) from None
 
 
-async def _refused(_: Request, error: Exception) -> Response:
+async def _rejected(_: Request, error: Exception) -> Response:
     assert isinstance(error, AdminRequestError)
-    return _answer(error.status, str(error))
+    return _error(error.status, str(error))
 
 
 async def _unusable(_: Request, error: Exception) -> Response:
     assert isinstance(error, SettingsError)
-    return _answer(400, "settings stay as they are: " + "; ".join(error.problems))
+    return _error(400, "settings stay as they are: " + "; ".join(error.problems))
 
 
-def _answer(status: int, text: str) -> Response:
-    kind = TYPES.get(status) or type_of_status(status)
-    return Response(error_body(status, kind, text), status, None, "application/json")
+def _error(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
+    kind = ERROR_TYPES.get(status) or type_of_status(status)
+    return Response(error_body(status, kind, text), status, headers, "application/json")
+
+
+class AdminBodyTooLargeError(Exception):
+    pass
+
+
+class AdminGate:
+    """Authentication before an ASGI application, which gets each request with its whole body.
+
+    `token` returns the admin token in force. Without one the API is for loopback alone, and
+    requests of browsers are rejected: any page that a browser on this machine shows could send one.
+    """
+
+    def __init__(self, app: ASGIApp, token: Callable[[], str | None]) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        rejection = _reject(scope["headers"], self._token())
+        if rejection is None:
+            try:
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    body = await _whole_body(scope["headers"], receive)
+            except AdminBodyTooLargeError:
+                rejection = _close(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+            except TimeoutError:
+                rejection = _close(408, "the body was not received in time")
+            else:
+                if body is not None:
+                    await self._app(scope, _replay(body, receive), send)
+                return
+        await rejection(scope, receive, send)
+
+
+def _reject(headers: Headers, token: str | None) -> Response | None:
+    if token is None:
+        if any(name == b"origin" for name, _ in headers):
+            return _close(403, "requests of browsers need an admin token")
+        return None
+    if has_bearer_token(headers, token):
+        return None
+    rejection = _close(401, "the admin API needs its token: Authorization: Bearer ...")
+    rejection.headers["www-authenticate"] = "Bearer"
+    return rejection
+
+
+def _close(status: int, text: str) -> Response:
+    return _error(status, text, {"connection": "close"})
+
+
+async def _whole_body(headers: Headers, receive: Receive) -> bytes | None:
+    """Return the body, None where the client has disconnected. Raises AdminBodyTooLargeError."""
+    announced = dict(headers).get(b"content-length", b"0")
+    if not announced.isdigit() or len(announced) > 18 or int(announced) > MAX_BODY_BYTES:
+        raise AdminBodyTooLargeError
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY_BYTES:
+            raise AdminBodyTooLargeError
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that begins with the body."""
+    left = [body]
+
+    async def receive_again() -> Message:
+        if left:
+            return {"type": "http.request", "body": left.pop(), "more_body": False}
+        return await receive()
+
+    return receive_again

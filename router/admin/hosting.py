@@ -1,4 +1,4 @@
-"""The control at work: it answers on its port, if it has one, beside a router or beside several."""
+"""Runs the control, and its API on the admin port: beside a router, or on a thread of its own."""
 
 from __future__ import annotations
 
@@ -7,31 +7,29 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from router.admin.control import Control
-from router.admin.control_channel import ControlChannel
 from router.admin.desired_state import DesiredState, Tunables
 from router.admin.endpoints import application
-from router.admin.worker_process import WorkerProcess
-from router.fleet.views import FleetView
+from router.admin.processes import ControlChannel
 from router.settings import Settings
 
 logger = logging.getLogger("disagg_router.admin")
-MOST_AT_ONCE = 64
-# Seconds that a connection may last. Each is for one call, so who lasts longer keeps others out.
-LONGEST = 30.0
-# Seconds for calls that run when the router ends, and for the control of several to open.
-PARTING = 2
-PATIENCE = 10.0
-ADDRESS = "control"
+MAX_CONNECTIONS = 64
+# Each connection is for one call, so a connection that lasts longer only keeps others out.
+CONNECTION_LIFETIME_S = 30.0
+# For calls that run when the router stops.
+SHUTDOWN_TIMEOUT_S = 2
+THREAD_TIMEOUT_S = 10.0
+SOCKET_NAME = "control"
 
 
-class AdminServer(uvicorn.Server):
+class EmbeddedServer(uvicorn.Server):
     """uvicorn's server without its signal handlers."""
 
     @contextlib.contextmanager
@@ -39,24 +37,27 @@ class AdminServer(uvicorn.Server):
         yield
 
 
-class SingleProcess:
-    """The only process of a router, which is this one."""
-
-    def __init__(self, member: WorkerProcess) -> None:
-        self._member = member
-
-    async def tell(self, state: DesiredState) -> Sequence[FleetView | None]:
-        return [self._member.adopt(state)]
-
-
 @contextlib.asynccontextmanager
 async def serve_control(control: Control, listener: socket.socket | None) -> AsyncIterator[None]:
-    """Until the block ends."""
+    """Run the control until the block ends, with its API if there is a socket to listen on."""
     tasks = [asyncio.create_task(control.run())]
     server = None
     if listener is not None:
-        server = AdminServer(_config(control))
-        tasks.append(asyncio.create_task(_sweep(server)))
+        config = uvicorn.Config(
+            application(control),
+            http="h11",  # which bounds the head of a request
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=MAX_CONNECTIONS,
+            headers=[("connection", "close")],
+            timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+        )
+        server = EmbeddedServer(config)
+        tasks.append(asyncio.create_task(_end_old_connections(server)))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield
@@ -69,37 +70,23 @@ async def serve_control(control: Control, listener: socket.socket | None) -> Asy
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _sweep(server: AdminServer) -> None:
-    """Ends connections that last too long, be it that they never ask for anything."""
+async def _end_old_connections(server: uvicorn.Server) -> None:
+    """End connections that last too long, even those that never send a request."""
     since: dict[Any, float] = {}
     clock = asyncio.get_running_loop().time
     while True:
         since = {one: since.get(one, clock()) for one in server.server_state.connections}
         for connection, at in since.items():
-            if clock() - at > LONGEST:
+            if clock() - at > CONNECTION_LIFETIME_S:
                 connection.transport.abort()
-        await asyncio.sleep(LONGEST / 10)
-
-
-def _config(control: Control) -> uvicorn.Config:
-    return uvicorn.Config(
-        application(control),
-        http="h11",  # which bounds the head of a request
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        limit_concurrency=MOST_AT_ONCE,
-        headers=[("connection", "close")],
-        timeout_graceful_shutdown=PARTING,
-    )
+        await asyncio.sleep(CONNECTION_LIFETIME_S / 10)
 
 
 class ControlThread:
-    """The control of several worker processes, on a thread of its own, since the process that has
-    it waits for its workers."""
+    """The control of several worker processes, on a thread of the process that supervises them.
+
+    The workers connect to a socket in `directory`. Raises SettingsError.
+    """
 
     def __init__(
         self,
@@ -108,10 +95,9 @@ class ControlThread:
         directory: Path,
         listener: socket.socket | None,
     ) -> None:
-        """Raises SettingsError."""
-        self._board = ControlChannel(DesiredState(Tunables.of(settings)), settings.workers)
-        self._control = Control(settings, self._board, read_again)
-        self._path = directory / ADDRESS
+        self._channel = ControlChannel(DesiredState(Tunables.of(settings)), settings.workers)
+        self._control = Control(settings, self._channel, read_again)
+        self._path = directory / SOCKET_NAME
         self._listener = listener
         self._is_open = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -119,34 +105,35 @@ class ControlThread:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
+        """Run the thread until the block ends."""
         thread = threading.Thread(target=self._run, name="admin", daemon=True)
         thread.start()
-        if not self._is_open.wait(PATIENCE):
-            logger.error("the control of the workers does not open: there is no admin API")
+        if not self._is_open.wait(THREAD_TIMEOUT_S):
+            logger.error("the control of the workers does not start: there is no admin API")
         try:
             yield
         finally:
             if self._end is not None:
-                self._soon(self._end.set)
-            thread.join(PATIENCE)
+                self._call_soon(self._end.set)
+            thread.join(THREAD_TIMEOUT_S)
 
     def reload(self) -> None:
-        """From any thread, or a signal's handler."""
-        self._soon(self._control.reload_soon)
+        """Reload the settings. Safe in any thread and in a signal handler."""
+        self._call_soon(self._control.reload_soon)
 
-    def _soon(self, what: Callable[[], object]) -> None:
+    def _call_soon(self, callback: Callable[[], object]) -> None:
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has closed
-                self._loop.call_soon_threadsafe(what)
+            with contextlib.suppress(RuntimeError):  # the loop has closed
+                self._loop.call_soon_threadsafe(callback)
 
     def _run(self) -> None:
         try:
             asyncio.run(self._work())
         except Exception:
-            logger.exception("the control of the workers died: there is no admin API any more")
+            logger.exception("the control of the workers failed: there is no admin API any more")
 
     async def _work(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        async with self._board.open(self._path), serve_control(self._control, self._listener):
+        async with self._channel.open(self._path), serve_control(self._control, self._listener):
             self._is_open.set()
             await self._end.wait()

@@ -27,9 +27,8 @@ import uvloop
 from fastapi import FastAPI
 
 from router.admin.control import Control
-from router.admin.control_channel import follow_control
-from router.admin.hosting import ADDRESS, AdminServer, SingleProcess, serve_control
-from router.admin.worker_process import WorkerProcess
+from router.admin.hosting import SOCKET_NAME, EmbeddedServer, serve_control
+from router.admin.processes import SingleProcess, WorkerProcess, follow_control
 from router.common.tls import Secured
 from router.fleet.sources.factory import describe_sources
 from router.proxy.gateway import Gateway
@@ -87,7 +86,7 @@ def _has_terminal() -> bool:
 class Shutdown:
     """What signals do, in order."""
 
-    def __init__(self, server: AdminServer, gateway: Gateway, settings: Settings) -> None:
+    def __init__(self, server: EmbeddedServer, gateway: Gateway, settings: Settings) -> None:
         self._server = server
         self._gateway = gateway
         self._settings = settings
@@ -152,7 +151,7 @@ async def _serve_in_family(
     member = WorkerProcess(settings, app)
     with serve_worker_metrics(directory / f"{number}.sock", own):
         async with (
-            follow_control(directory / ADDRESS, member),
+            follow_control(directory / SOCKET_NAME, member),
             _seen(app, settings, directory, number),
         ):
             await _serve(settings, listeners, app, (signal.SIGTERM,))
@@ -210,7 +209,7 @@ async def _serve(
     if secured is not None and secured.file is not None:
         app.state.watched["tls"], app.state.certificates["tls"] = secured.file, secured
     config = uvicorn_config(settings, app, secured)
-    server = AdminServer(config)
+    server = EmbeddedServer(config)
     shutdown = Shutdown(server, app.state.gateway, settings)
     loop = asyncio.get_running_loop()
     for number in signals:

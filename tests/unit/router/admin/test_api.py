@@ -15,8 +15,7 @@ import pytest
 
 from router.admin.control import Control
 from router.admin.endpoints import application
-from router.admin.hosting import SingleProcess
-from router.admin.worker_process import WorkerProcess
+from router.admin.processes import SingleProcess, WorkerProcess
 from router.fleet.engine import Health
 from router.fleet.engine_spec import Intent
 from router.settings import Settings

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from router.admin import control as control_module
-from router.admin.control import AdminRequestError, Control
+from router.admin.control import AdminRequestError, Control, ReloadResult, WorkerCounts
 from router.admin.desired_state import RELOADABLE, DesiredState
 from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
 from router.fleet.overrides import OperatorOverrides, apply_overrides
@@ -33,7 +33,7 @@ class FakeProcesses:
         self.is_informed = True
         self.told: list[DesiredState] = []
 
-    async def tell(self, state: DesiredState) -> Sequence[FleetView | None]:
+    async def publish(self, state: DesiredState) -> Sequence[FleetView | None]:
         self.told.append(state)
         return [self._view(listed, state.overrides) for listed in self.of]
 
@@ -163,7 +163,7 @@ async def test_without_a_process_nothing_is_promised() -> None:
     for asked in (control.add(NEW), control.drain("a:1"), control.weigh("blue", 1.0)):
         assert (await refused(asked))[0] == 503
     assert control.state.overrides == OperatorOverrides()
-    assert (await control.engines())[1:] == (0, 2)
+    assert (await control.engines()).workers == WorkerCounts(answered=0, known=2)
 
 
 async def test_a_drain_stays_until_nobody_lists_the_engine() -> None:
@@ -176,18 +176,18 @@ async def test_a_drain_stays_until_nobody_lists_the_engine() -> None:
         ([[], []], False),
     ):
         processes.of, processes.is_informed = list(of), is_informed
-        await control.tidy()
+        await control.forget_drains()
         assert control.state.overrides.draining == {Address("a", 1)}, (of, is_informed)
     processes.of, processes.is_informed = [[B], [B]], True
-    await control.tidy()
+    await control.forget_drains()
     assert not control.state.overrides.draining
     processes.of = [[A, B], [A, B]]
     assert (await control.engine("a:1")).intent is Intent.SERVING, "another one, at its address"
 
 
 async def test_there_is_an_end_to_what_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_module, "MOST_ADDED", 2)
-    monkeypatch.setattr(control_module, "MOST_WEIGHTS", 0)
+    monkeypatch.setattr(control_module, "MAX_ADDED_ENGINES", 2)
+    monkeypatch.setattr(control_module, "MAX_GROUP_WEIGHTS", 0)
     control, _, _ = control_of([A])
     for port in (1, 2):
         await control.add(NEW | {"url": f"http://n:{port}"})
@@ -265,7 +265,7 @@ async def test_store_keys_change_but_are_not_taken_off() -> None:
 
 
 async def test_settings_that_hang_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_module, "PATIENCE", 0.05)
+    monkeypatch.setattr(control_module, "SETTINGS_READ_TIMEOUT_S", 0.05)
     go_on = threading.Event()
 
     def hang() -> Settings:
@@ -283,7 +283,7 @@ async def test_settings_that_hang_are_not_waited_for(monkeypatch: pytest.MonkeyP
     assert control._reading is not None
     await control._reading
     monkeypatch.undo()
-    assert await control.reload() == ([], [])
+    assert await control.reload() == ReloadResult(applied=[], needs_restart=[])
 
 
 async def test_a_signal_logs_what_is_wrong_and_never_fails(

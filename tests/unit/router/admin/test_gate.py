@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from router.admin import access as gate_module
-from router.admin.access import MOST_BYTES, AdminGate
+from router.admin import endpoints as gate_module
+from router.admin.endpoints import MAX_BODY_BYTES, AdminGate
 
 TOKEN = "0123456789abcdef"
 
@@ -85,9 +85,9 @@ async def test_bodies_are_bounded() -> None:
 
     headers = {"authorization": f"Bearer {TOKEN}"}
     async with client() as asking:
-        whole = await asking.post("/", content=b"x" * MOST_BYTES, headers=headers)
-        assert len(whole.content) == MOST_BYTES
-        for content in (b"x" * (MOST_BYTES + 1), endless()):
+        whole = await asking.post("/", content=b"x" * MAX_BODY_BYTES, headers=headers)
+        assert len(whole.content) == MAX_BODY_BYTES
+        for content in (b"x" * (MAX_BODY_BYTES + 1), endless()):
             answer = await asking.post("/", content=content, headers=headers)  # type: ignore[arg-type]
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, 413)
         absurd = headers | {"content-length": "9" * 30}
@@ -97,7 +97,7 @@ async def test_bodies_are_bounded() -> None:
 async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 
-    monkeypatch.setattr(gate_module, "PATIENCE", 0.05)
+    monkeypatch.setattr(gate_module, "BODY_TIMEOUT_S", 0.05)
     sent: list[Message] = []
 
     async def receive() -> Message:

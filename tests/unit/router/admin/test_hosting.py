@@ -22,8 +22,8 @@ from tests.unit.router.test_settings import ENGINES
 async def test_a_connection_is_for_one_call_and_does_not_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hosting_module, "LONGEST", 1.0)
-    monkeypatch.setattr(hosting_module, "MOST_AT_ONCE", 4)
+    monkeypatch.setattr(hosting_module, "CONNECTION_LIFETIME_S", 1.0)
+    monkeypatch.setattr(hosting_module, "MAX_CONNECTIONS", 4)
     control, _, _ = control_of([A])
     with bind_at("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]

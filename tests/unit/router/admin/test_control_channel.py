@@ -11,10 +11,9 @@ from typing import Any, cast
 
 import pytest
 
-from router.admin import control_channel as line_module
-from router.admin.control_channel import ControlChannel, follow_control
-from router.admin.desired_state import DesiredState, Tunables, decoded, encoded
-from router.admin.worker_process import WorkerProcess
+from router.admin import processes as processes_module
+from router.admin.desired_state import DesiredState, Tunables
+from router.admin.processes import ControlChannel, WorkerProcess, follow_control
 from router.fleet.engine_spec import EngineRole, EngineSpec
 from router.fleet.overrides import OperatorOverrides
 from router.fleet.views import FleetView
@@ -31,12 +30,12 @@ FULL = replace(
 )
 
 
-class FakeMember:
+class FakeProcess:
     def __init__(self) -> None:
         self.states: list[DesiredState] = []
         self.fault: Exception | None = None
 
-    def adopt(self, state: DesiredState) -> FleetView:
+    def apply(self, state: DesiredState) -> FleetView:
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault
@@ -45,52 +44,55 @@ class FakeMember:
 
 
 @contextlib.asynccontextmanager
-async def worker(path: Path) -> AsyncIterator[FakeMember]:
-    member = FakeMember()
+async def worker(path: Path) -> AsyncIterator[FakeProcess]:
+    member = FakeProcess()
     async with follow_control(path, cast(WorkerProcess, member)):
         yield member
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("AGAIN", 0.01), ("PATIENCE", 0.5)):
-        monkeypatch.setattr(line_module, name, seconds)
+    for name, seconds in (("RECONNECT_DELAY_S", 0.01), ("ANSWER_TIMEOUT_S", 0.5)):
+        monkeypatch.setattr(processes_module, name, seconds)
 
 
 def test_a_state_is_the_same_on_the_other_side() -> None:
-    assert decoded(encoded(FULL)) == FULL
-    assert decoded(encoded(EMPTY)) == EMPTY
-    assert b"\n" not in encoded(FULL)
-    for garbage in (b"", b"{}", b"null", encoded(FULL)[:-1]):
+    assert DesiredState.from_json(FULL.to_json()) == FULL
+    assert DesiredState.from_json(EMPTY.to_json()) == EMPTY
+    assert b"\n" not in FULL.to_json()
+    for garbage in (b"", b"{}", b"null", FULL.to_json()[:-1]):
         with pytest.raises(ValueError, match=r"\w"):
-            decoded(garbage)
+            DesiredState.from_json(garbage)
 
 
 async def test_all_are_told_and_who_comes_later_is_told_at_once(tmp_path: Path) -> None:
-    path, board = tmp_path / "control", ControlChannel(EMPTY, 2)
-    async with board.open(path), worker(path) as one:
+    path, channel = tmp_path / "control", ControlChannel(EMPTY, 2)
+    async with channel.open(path), worker(path) as one:
         assert one.states == [EMPTY], "before it serves"
-        assert await board.tell(FULL) == [FleetView(engines=[], groups=[], is_informed=True), None]
+        assert await channel.publish(FULL) == [
+            FleetView(engines=[], groups=[], is_informed=True),
+            None,
+        ]
         assert one.states[-1] == FULL
         async with worker(path) as other:
             assert other.states == [FULL]
-            assert None not in await board.tell(EMPTY)
+            assert None not in await channel.publish(EMPTY)
             assert other.states[-1] == one.states[-1] == EMPTY
-        assert (await board.tell(FULL)).count(None) == 1
+        assert (await channel.publish(FULL)).count(None) == 1
         async with worker(path) as again:
             assert again.states == [FULL]
-            assert None not in await board.tell(FULL)
+            assert None not in await channel.publish(FULL)
 
 
 async def test_one_that_stands_still_is_not_waited_for_and_has_the_state_later(
     tmp_path: Path,
 ) -> None:
-    path, board = tmp_path / "control", ControlChannel(EMPTY, 2)
-    async with board.open(path), worker(path) as one:
+    path, channel = tmp_path / "control", ControlChannel(EMPTY, 2)
+    async with channel.open(path), worker(path) as one:
         reader, writer = await asyncio.open_unix_connection(str(path))
-        assert decoded(await reader.readline()) == EMPTY  # and says nothing
+        assert DesiredState.from_json(await reader.readline()) == EMPTY  # and says nothing
         async with asyncio.timeout(5):
-            views = await board.tell(FULL)
+            views = await channel.publish(FULL)
         assert views.count(None) == 1
         assert one.states[-1] == FULL
         assert await reader.read() == b"", "it has to dial again, where it is told all"
@@ -99,15 +101,15 @@ async def test_one_that_stands_still_is_not_waited_for_and_has_the_state_later(
 
 async def test_what_is_told_while_one_comes_reaches_it(tmp_path: Path) -> None:
     """Its first exchange is under way when the state changes."""
-    path, board = tmp_path / "control", ControlChannel(EMPTY, 1)
-    async with board.open(path):
+    path, channel = tmp_path / "control", ControlChannel(EMPTY, 1)
+    async with channel.open(path):
         reader, writer = await asyncio.open_unix_connection(str(path))
-        assert decoded(await reader.readline()) == EMPTY
-        telling = asyncio.create_task(cast(Any, board.tell(FULL)))
+        assert DesiredState.from_json(await reader.readline()) == EMPTY
+        telling = asyncio.create_task(cast(Any, channel.publish(FULL)))
         await asyncio.sleep(0)
         said = FleetView(engines=[], groups=[], is_informed=True).model_dump_json().encode() + b"\n"
         writer.write(said)
-        assert decoded(await reader.readline()) == FULL
+        assert DesiredState.from_json(await reader.readline()) == FULL
         writer.write(said)
         assert await telling == [FleetView(engines=[], groups=[], is_informed=True)]
         writer.close()
@@ -115,40 +117,40 @@ async def test_what_is_told_while_one_comes_reaches_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("garbage", [b"{}\n", b"\xff\n", b"no end"])
 async def test_nonsense_is_no_answer(tmp_path: Path, garbage: bytes) -> None:
-    path, board = tmp_path / "control", ControlChannel(EMPTY, 1)
-    async with board.open(path):
+    path, channel = tmp_path / "control", ControlChannel(EMPTY, 1)
+    async with channel.open(path):
         reader, writer = await asyncio.open_unix_connection(str(path))
         await reader.readline()
         writer.write(garbage)
         async with asyncio.timeout(5):
-            assert await board.tell(FULL) == [None]
+            assert await channel.publish(FULL) == [None]
         writer.close()
 
 
 async def test_a_fault_in_a_worker_is_told_and_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, board = tmp_path / "control", ControlChannel(EMPTY, 1)
-    async with board.open(path), worker(path) as one:
+    path, channel = tmp_path / "control", ControlChannel(EMPTY, 1)
+    async with channel.open(path), worker(path) as one:
         one.fault = RuntimeError("a fault of ours")
-        assert await board.tell(FULL) == [None]
+        assert await channel.publish(FULL) == [None]
         await eventually(lambda: one.states[-1] == FULL)
         assert "a fault of ours" in caplog.text
 
 
 async def test_lines_of_the_dead_are_not_kept(tmp_path: Path) -> None:
-    path, board = tmp_path / "control", ControlChannel(EMPTY, 1)
-    async with board.open(path):
+    path, channel = tmp_path / "control", ControlChannel(EMPTY, 1)
+    async with channel.open(path):
         for _ in range(20):
             async with worker(path):
                 pass
-        await eventually(lambda: len(board._lines) <= 1)
+        await eventually(lambda: len(channel._workers) <= 1)
 
 
 async def test_a_worker_serves_even_if_there_is_no_control(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(line_module, "FIRST_WORD", 0.05)
+    monkeypatch.setattr(processes_module, "FIRST_STATE_TIMEOUT_S", 0.05)
     async with worker(tmp_path / "control") as one:
         assert not one.states
     assert "serving without" in caplog.text

@@ -1,0 +1,206 @@
+"""The processes of a router, to which the control publishes its state.
+
+Without worker processes, the control applies the state here (`SingleProcess`). With them, each
+worker connects once to a Unix socket in a private directory and keeps the connection. The control
+sends a state as one line of JSON, the first one as soon as a worker connects. The worker answers
+with one line: what it sees once it has applied the state. There are no other messages, so a worker
+can be late with changes but cannot miss one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import ValidationError
+
+from router.admin.desired_state import DesiredState, Tunables
+from router.common.signature import Seal
+from router.common.watched_file import Watched
+from router.conversations.signed_store import SignedStore
+from router.fleet.registry import EngineRegistry
+from router.fleet.views import FleetView, build_fleet_view
+from router.proxy.gateway import Gateway
+from router.settings import Settings
+from router.telemetry import logs
+
+logger = logging.getLogger("disagg_router.admin")
+ANSWER_TIMEOUT_S = 2.0
+# How long a worker that has just started waits for its first state before it serves without.
+FIRST_STATE_TIMEOUT_S = 10.0
+RECONNECT_DELAY_S = 0.2
+MAX_LINE_BYTES = 64 * 1024 * 1024
+
+
+class WorkerProcess:
+    """This process, to which a state can be applied.
+
+    `settings` are those that the application was built with.
+    """
+
+    def __init__(self, settings: Settings, app: FastAPI) -> None:
+        self._settings = settings
+        self._gateway: Gateway = app.state.gateway
+        self._registry: EngineRegistry = app.state.registry
+        self._store: SignedStore | None = app.state.sealed_store
+        self._watched: dict[str, Watched] = app.state.watched
+        self._tunables = Tunables.of(settings)
+        self._keys: tuple[str, ...] | None = None
+        self._reloads = 0
+
+    def apply(self, state: DesiredState) -> FleetView:
+        """Apply a state, and return what this process sees then. Idempotent."""
+        settings = state.tunables.over(self._settings)
+        if state.tunables != self._tunables:
+            self._gateway.tune(settings)
+            logs.set_level(settings.log_level)
+            self._tunables = state.tunables
+        weights = {**settings.weights, **state.overrides.weights}
+        if weights != self._gateway.fleet.group_weights:
+            self._gateway.fleet.set_group_weights(weights)
+        self._registry.set_overrides(state.overrides)
+        if state.store_keys != self._keys:
+            self._keys = state.store_keys
+            if self._keys and self._store is not None:
+                self._store.reseal(Seal([key.encode() for key in self._keys]))
+        if state.reloads != self._reloads:
+            self._reloads = state.reloads
+            for file in self._watched.values():
+                file.look_soon()
+        return build_fleet_view(self._gateway.fleet, self._registry)
+
+
+class SingleProcess:
+    """A router's only process, which is this one."""
+
+    def __init__(self, process: WorkerProcess) -> None:
+        self._process = process
+
+    async def publish(self, state: DesiredState) -> Sequence[FleetView | None]:
+        return [self._process.apply(state)]
+
+
+class ControlChannel:
+    """The control's connections to its worker processes, of which there should be `num_workers`."""
+
+    def __init__(self, state: DesiredState, num_workers: int) -> None:
+        self.state = state
+        self._num_workers = num_workers
+        self._workers: dict[WorkerConnection, None] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @contextlib.asynccontextmanager
+    async def open(self, path: Path) -> AsyncIterator[None]:
+        """Accept workers at a socket with this path, until the block ends."""
+        server = await asyncio.start_unix_server(self._accept, path, limit=MAX_LINE_BYTES)
+        try:
+            yield
+        finally:
+            server.close()
+            for worker in list(self._workers):
+                worker.close()
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=ANSWER_TIMEOUT_S)
+
+    async def publish(self, state: DesiredState) -> Sequence[FleetView | None]:
+        self.state = state
+        views = await asyncio.gather(*[worker.exchange(self) for worker in self._workers])
+        answered = [view for view in views if view is not None]
+        return [*answered, *[None] * (self._num_workers - len(answered))]
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for gone in [worker for worker in self._workers if worker.is_gone]:
+            gone.close()
+        if (task := asyncio.current_task()) is not None:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        worker = WorkerConnection(reader, writer)
+        # Before the first exchange: a state that is published meanwhile must reach it, too.
+        self._workers[worker] = None
+        try:
+            await worker.exchange(self)
+            await worker.is_over.wait()
+        finally:
+            self._workers.pop(worker, None)
+            worker.close()
+
+
+class WorkerConnection:
+    """The control's connection to one worker, with one exchange at a time."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._lock = asyncio.Lock()
+        self.is_over = asyncio.Event()
+
+    async def exchange(self, channel: ControlChannel) -> FleetView | None:
+        """Send the channel's state, and return the worker's view.
+
+        Without an answer in time the connection ends, since a late answer would be taken for that
+        to the next state. The worker then connects again.
+        """
+        if self.is_over.is_set():
+            return None
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S), self._lock:
+                self._writer.write(channel.state.to_json() + b"\n")
+                await self._writer.drain()
+                return FleetView.model_validate_json(await self._reader.readuntil(b"\n"))
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, ValueError):
+            self.is_over.set()
+            return None
+
+    @property
+    def is_gone(self) -> bool:
+        return self._reader.at_eof()
+
+    def close(self) -> None:
+        self.is_over.set()
+        self._writer.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def follow_control(path: Path, process: WorkerProcess) -> AsyncIterator[None]:
+    """Apply the states that the control at this socket publishes, until the block ends.
+
+    The process has its first state when the block begins, unless the control is silent: that keeps
+    no worker from serving.
+    """
+    has_state = asyncio.Event()
+    task = asyncio.create_task(_follow(path, process, has_state))
+    try:
+        async with asyncio.timeout(FIRST_STATE_TIMEOUT_S):
+            await has_state.wait()
+    except TimeoutError:
+        logger.error("no state from the control of the workers: serving without operators' changes")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _follow(path: Path, process: WorkerProcess, has_state: asyncio.Event) -> None:
+    while True:
+        try:
+            reader, writer = await asyncio.open_unix_connection(path, limit=MAX_LINE_BYTES)
+            with contextlib.closing(writer):
+                while True:
+                    state = DesiredState.from_json(await reader.readuntil(b"\n"))
+                    view = process.apply(state)
+                    has_state.set()
+                    writer.write(view.model_dump_json().encode() + b"\n")
+                    await writer.drain()
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # the control is gone, or has closed this connection
+        except (ValidationError, asyncio.LimitOverrunError) as error:
+            logger.error("the control's state cannot be read: %s", error)
+        except Exception:
+            logger.exception("the control's state cannot be applied")
+        await asyncio.sleep(RECONNECT_DELAY_S)
