@@ -101,7 +101,7 @@ soak: $(STAMP)
 	@VENV="$(VENV)" scripts/test tests/soak --log-cli-level INFO $(ARGS)
 
 chaos: $(STAMP)
-	@$(BIN)/python scripts/chaos.py --check $(ARGS)
+	@$(BIN)/python scripts/bench.py chaos --check $(ARGS)
 
 check: $(STAMP)
 	@VENV="$(VENV)" scripts/check

@@ -30,8 +30,8 @@ sys.path.insert(0, ROOT)
 import httpx  # noqa: E402 # the checkout's own packages come first
 
 from router.common.child_processes import ChildEndedError, Family  # noqa: E402
-from scripts.bench.machine import describe  # noqa: E402
 from scripts.bench_multiturn import lines_of, start_engine, start_router, until_ready  # noqa: E402
+from scripts.benchmarks.common import describe  # noqa: E402
 
 ALONE, AGAIN, HANDED = "one engine alone", "P/D, sampled again", "P/D, P's token"
 WORDS = ("river", "stone", "lantern", "quiet", "orchard", "winter", "letter", "bridge", "copper")

@@ -34,7 +34,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.getenv("PYTHON
 import httpx  # noqa: E402 # the checkout's own packages come first
 
 from router.common.child_processes import Child, ChildEndedError, Family  # noqa: E402
-from scripts.bench.machine import describe  # noqa: E402
+from scripts.benchmarks.common import describe  # noqa: E402
 from tests.conftest import find_free_ports  # noqa: E402
 
 TINY = "engine_ext.reference.tiny_model"

@@ -38,8 +38,8 @@ import httpx  # noqa: E402 # the checkout's own packages come first
 
 from router.commands.demo.engines import ENGINES, VLLM_ABSENT, VLLM_ON_CPU, find_vllm  # noqa: E402
 from router.common.child_processes import Child, ChildEndedError, Family  # noqa: E402
-from scripts.bench.machine import describe  # noqa: E402
 from scripts.bench_multiturn import VOCABULARY, ask, start_engine, until_ready  # noqa: E402
+from scripts.benchmarks.common import describe  # noqa: E402
 from tests.conftest import find_free_ports  # noqa: E402
 
 MODES = ("pull", "push")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from engine_ext.base.seldom import Seldom
-from scripts.bench.ports import free_ports_of
+from scripts.benchmarks.common import free_ports_of
 
 # UCX otherwise looks for RDMA devices only.
 os.environ.setdefault("UCX_NET_DEVICES", "all")

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from scripts.chaos_bench.scenarios import SHORT
+from scripts.benchmarks.chaos.scenarios import SHORT
 
-PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "chaos.py"
+PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "bench.py"
 
 
 @pytest.mark.timeout(240)
 def test_clients_see_no_more_of_a_failure_than_they_may(tmp_path: Path) -> None:
     written = tmp_path / "chaos.json"
-    command = [sys.executable, str(PROGRAM), "--short", "--check", "--json", str(written)]
+    command = [sys.executable, str(PROGRAM), "chaos", "--short", "--check", "--json", str(written)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode in (0, 1), done.stderr
     runs = json.loads(written.read_text())["runs"]

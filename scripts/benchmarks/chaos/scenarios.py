@@ -1,16 +1,31 @@
-"""What is broken, for how long, and what clients may see of it."""
+"""What is broken in each drill, for how long, and what clients may see of it."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from scripts.chaos_bench.faults import Blow, Fault, Harm
+from scripts.mock_engine import Fault
 
-SPEAKS_AGAIN = 5.0
-"""Seconds until a stream whose decoder froze goes on."""
-FREEZE_SECONDS = 9.0
-"""Longer than clients may wait, so that who merely waits for the thaw is found out."""
-LONGEST = 7.0
+MAX_GAP_S = 5.0
+"""Until a stream whose decoder froze goes on."""
+MAX_WAIT_S = 7.0
+FREEZE_S = 9.0
+"""Longer than clients may wait, so that a router that only waits for the end is found out."""
+
+
+class Blow(StrEnum):
+    """What is done to a process from outside."""
+
+    KILL = "kill"
+    RESTART = "restart"
+    """Killed, and started again at once, before any probe."""
+    STOP = "stop"
+    """Asked to end, which cuts off its answers, and started again."""
+    FREEZE = "freeze"
+    HANDOVER = "handover"
+    """A second router takes over, and the first is asked to end."""
 
 
 class Mode(StrEnum):
@@ -27,7 +42,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """No error; `longest` is a wait, `silence` one within an answer."""
+    """No error. `longest` bounds a client's wait, `silence` a gap within an answer, in seconds."""
 
     longest: float | None = None
     silence: float | None = None
@@ -35,22 +50,22 @@ class Aim:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`seconds` is how long the harm lasts, at least; without an aim only WRONG is judged."""
+    """`seconds` is the shortest time that the harm lasts, `after` how long the load goes on."""
 
     name: str
     role: Role
-    harm: Harm
+    harm: Fault | Blow
     everyone: bool = False
     seconds: float = 0.0
     after: float = 1.0
-    aim: Aim | None = Aim()
+    aim: Aim = Aim()
     aim_of_streams: Aim | None = None
     chunks: int = 10
     interval: float = 0.02
     is_real: bool = False
-    """In front of reference engines."""
+    """Before reference engines instead of mock engines."""
 
-    def aim_in(self, mode: Mode) -> Aim | None:
+    def aim_in(self, mode: Mode) -> Aim:
         return self.aim if mode is Mode.UNARY else self.aim_of_streams or self.aim
 
     @property
@@ -58,9 +73,9 @@ class Scenario:
         return (Mode.MIXED,) if self.is_real else (U, S)
 
 
-NOT_FROZEN = Aim(longest=LONGEST)
-STREAM_NOT_FROZEN = Aim(longest=LONGEST, silence=SPEAKS_AGAIN)
-FREEZE = (Blow.FREEZE, False, FREEZE_SECONDS)
+NOT_FROZEN = Aim(longest=MAX_WAIT_S)
+STREAM_NOT_FROZEN = Aim(longest=MAX_WAIT_S, silence=MAX_GAP_S)
+FREEZE = (Blow.FREEZE, False, FREEZE_S)
 P, D = Role.PREFILL, Role.DECODE
 U, S = Mode.UNARY, Mode.STREAMED
 
@@ -98,4 +113,4 @@ SHORT = (
     *(("kill-d", U), ("kill-d", S), ("kill-p", U), ("error-p", S), ("error-d", U)),
     *(("busy-p", U), ("busy-d", S), ("rubbish-p", U), ("no-prefillers", S)),
 )
-"""The longest first, so that all lanes end together."""
+"""The longest first, so that runs side by side end together."""

@@ -1,0 +1,191 @@
+"""Requests with the one right answer to each, and the judgement of an answer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine_ext.reference.tiny_model import write_tiny_model
+from router.commands.bench.load import MALFORMED, REFUSED, TIMEOUT, Exchange, request_bytes
+from router.common.child_processes import Family
+from scripts.benchmarks.chaos.processes import Engine, EngineFleet, post
+from scripts.benchmarks.chaos.scenarios import Mode
+from scripts.benchmarks.common import free_ports
+from scripts.mock_engine import text_of
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+FILLER = 1000
+"""Characters of a prompt: more than a probe has, see `noting_requests`."""
+REAL_CLIENTS, REAL_PAUSE_S = 4, 0.05
+REAL_LENGTHS = (1, 31, 32, 33, 64, 100, 200, 257, 300)
+REAL_TOKENS = 16
+CONNECTOR = {
+    "kv_connector": "DisaggConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+# What an answer is.
+OK = "ok"
+WRONG = "WRONG"
+"""Well-formed, and not the answer to this request: the worst."""
+EVENT = "error event"
+"""A stream that had begun ended with a well-formed error event."""
+EARLY_EVENT = "error event at once"
+CUT = "cut"
+SHORT = "short"
+GARBLED = "garbled"
+NO_ANSWER = "no answer"
+PROBLEMS = {REFUSED: "refused", TIMEOUT: "timeout", MALFORMED: GARBLED}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    request: bytes
+    is_streamed: bool
+    expected: str
+
+
+Questions = Callable[[], Question]
+
+
+def mock_questions(name: str, mode: Mode, chunks: int, interval: float, seed: int) -> Questions:
+    """Return a maker of chats, each with a nonce of its own that mock engines repeat."""
+    numbers = itertools.count()
+    rng = random.Random(f"{seed} {name} {mode}")
+
+    def question() -> Question:
+        nonce = f"{name}-{mode}-{next(numbers)}-{rng.randrange(10**9)}"
+        content = f"{nonce} " + "".join(rng.choices("abcdefgh ", k=FILLER))
+        is_streamed = mode is Mode.STREAMED
+        body = {
+            "model": "m",
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": chunks,
+            "seed": int(interval * 1e6),
+            "stream": is_streamed,
+        }
+        request = request_bytes(CHAT, json.dumps(body).encode())
+        return Question(request, is_streamed, "".join(text_of(nonce, chunks)))
+
+    return question
+
+
+def reference_fleet(family: Family) -> EngineFleet:
+    """One prefiller and two decoders with a tiny model, whose tokens depend on the whole prompt."""
+    model = write_tiny_model(family.directory / "tiny-random")
+    prefillers = [_reference_engine("real prefill", model)]
+    decoders = [_reference_engine(f"real decode {number}", model) for number in range(2)]
+    return EngineFleet(family, prefillers, decoders)
+
+
+def _reference_engine(name: str, model: Path) -> Engine:
+    """Without a prefix cache: what is not pulled is computed."""
+    port, side_channel = free_ports(2)
+    devices = os.environ.get("UCX_NET_DEVICES", "all")
+    command = [
+        *("env", "VLLM_NIXL_SIDE_CHANNEL_HOST=127.0.0.1"),
+        *(f"VLLM_NIXL_SIDE_CHANNEL_PORT={side_channel}", f"UCX_NET_DEVICES={devices}"),
+        *(sys.executable, "-m", "engine_ext.reference.cli", "--port", str(port)),
+        *("--model", str(model), "--served-model-name", "m", "--num-threads", "1"),
+        *("--shutdown-timeout", "0", "--no-enable-prefix-caching"),
+        *("--kv-transfer-config", json.dumps(CONNECTOR)),
+    ]
+    return Engine(name, command, port)
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """Prompts, and what one reference engine alone answers."""
+
+    answers: Sequence[tuple[str, str]]
+
+    @classmethod
+    async def learn(cls, engine: Engine, seed: int) -> Oracle:
+        answers = []
+        for number, length in enumerate(REAL_LENGTHS):
+            rng = random.Random(f"{seed} {number}")
+            prompt = "".join(rng.choices("abcdefghij klmnop", k=length))
+            answer = await post(engine.port, COMPLETIONS, _body(prompt, False))
+            answers.append((prompt, _text_in(answer["choices"][0])))
+        return cls(answers)
+
+    def questions(self) -> Questions:
+        """Return a maker of requests: prompts in turns, every second one streamed."""
+        kinds = itertools.cycle(itertools.product(self.answers, (False, True)))
+
+        def question() -> Question:
+            (prompt, expected), is_streamed = next(kinds)
+            request = request_bytes(COMPLETIONS, _body(prompt, is_streamed))
+            return Question(request, is_streamed, expected)
+
+        return question
+
+
+def _body(prompt: str, is_streamed: bool) -> bytes:
+    body = {
+        "model": "m",
+        "prompt": prompt,
+        "max_tokens": REAL_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": is_streamed,
+    }
+    return json.dumps(body).encode()
+
+
+def judge(question: Question, got: Exchange) -> str:
+    """Return what an answer is: OK, or one of the words above."""
+    if got.problem in PROBLEMS:
+        return PROBLEMS[got.problem]
+    if got.status != 200:
+        return f"status {got.status}" if got.status else NO_ANSWER
+    try:
+        if question.is_streamed:
+            return _judge_stream(question.expected, bytes(got.body), not got.problem)
+        if got.problem:
+            return CUT
+        text = _text_in(json.loads(got.body)["choices"][0])
+    except (ValueError, KeyError, TypeError, IndexError):
+        return GARBLED
+    return OK if text == question.expected else WRONG
+
+
+def _judge_stream(expected: str, body: bytes, is_complete: bool) -> str:
+    """Raises ValueError, KeyError, TypeError or IndexError for what is no stream of chunks."""
+    text, ending = "", CUT
+    *events, _ = body.split(b"\n\n")
+    for event in events:
+        if not event.startswith(b"data: "):
+            raise ValueError(event)
+        data = event.removeprefix(b"data: ")
+        if data == b"[DONE]":
+            ending = OK
+            break
+        content = json.loads(data)
+        if "error" in content:
+            ending = EVENT if isinstance(content["error"]["message"], str) else GARBLED
+            break
+        text += "".join(_text_in(choice) for choice in content["choices"])
+    if not expected.startswith(text):
+        return WRONG
+    if ending == EVENT:
+        return EVENT if text else EARLY_EVENT
+    if ending != OK or not is_complete:
+        return CUT
+    return OK if text == expected else SHORT
+
+
+def _text_in(choice: dict[str, Any]) -> str:
+    """Return token ids where they were asked for: several may look the same as text."""
+    if choice.get("token_ids") is not None:
+        return "".join(f"{token} " for token in choice["token_ids"])
+    message = choice.get("message") or choice.get("delta") or {}
+    return str(message.get("content") or "")
