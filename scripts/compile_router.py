@@ -29,7 +29,7 @@ HOT = (
     "http_client/connection",
     "http_client/deadlines",
     "http_client/pool",
-    "http_client/repeated_heads",
+    "http_client/head_cache",
     "http_client/sse",
     "proxy/leg_bodies",
     "proxy/relay",

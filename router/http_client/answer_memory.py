@@ -1,18 +1,18 @@
-"""The memory of answers that are held whole, with one limit for all of them together.
+"""The memory of all answers that are held whole, with one limit for all of them together.
 
-An answer that is relayed to its client is held only up to a high-water mark. Other answers are held
-until their end, or longer: a prefiller's, an engine's error, a conversation's, and those that are
-translated for another API. Whoever holds one reserves its bytes here, and releases them in the end.
-Answers below UNCOUNTED bytes are neither counted nor refused, as every request may hold that much.
+A relayed answer is held only up to a high-water mark. Other answers are held to their end or
+longer: prefill answers, errors, answers of conversations, and answers that are translated for
+another API. The holder of such an answer reserves its bytes here and releases them at the end.
+Answers below UNCOUNTED_BYTES are neither counted nor rejected.
 """
 
 from __future__ import annotations
 
-UNCOUNTED = 256 * 1024
+UNCOUNTED_BYTES = 256 * 1024
 
 
 class AnswerMemory:
-    """The bytes that are reserved. `limit` 0 is no limit."""
+    """The reserved bytes (`size`) and their `limit`; a limit of 0 means unlimited."""
 
     __slots__ = ("limit", "size")
 
@@ -21,7 +21,7 @@ class AnswerMemory:
 
 
 class Reservation:
-    """The bytes that one holder has reserved. They must be released; releasing twice is allowed."""
+    """The bytes that one holder has reserved. The holder must release them, once or more often."""
 
     __slots__ = ("_memory", "size")
 
@@ -30,18 +30,16 @@ class Reservation:
         self.size = 0
 
     def resize(self, size: int) -> bool:
-        """Reserve `size` bytes in place of those before. Returns False if there is no room for
-        them; those before stay reserved."""
+        """Reserve `size` bytes instead of the bytes reserved before. Return False and keep the
+        former reservation if there is no room."""
         memory = self._memory
-        more = (size if size > UNCOUNTED else 0) - self.size
+        more = (size if size > UNCOUNTED_BYTES else 0) - self.size
         if more > 0 and 0 < memory.limit < memory.size + more:
             return False
-        self._add(more)
+        memory.size += more
+        self.size += more
         return True
 
     def release(self) -> None:
-        self._add(-self.size)
-
-    def _add(self, more: int) -> None:
-        self._memory.size += more
-        self.size += more
+        self._memory.size -= self.size
+        self.size = 0

@@ -1,8 +1,8 @@
-"""One attempt to connect to an engine, and whose fault it is when that fails.
+"""One attempt to connect to an engine, and who is to blame when it fails.
 
-Only what the engine did is a ConnectError. Our own limits are a LocalError, and so is a name that
-cannot be resolved, or not in time. A request whose own time is over is late, whatever the engine
-does meanwhile.
+Only failures caused by the engine are a ConnectError. The router's own limits are a LocalError, and
+so is a host name that cannot be resolved in time. If the request's own deadline is over first, the
+attempt raises SilenceError, whatever the engine does meanwhile.
 """
 
 from __future__ import annotations
@@ -26,146 +26,142 @@ from router.http_client.errors import (
     UpstreamError,
 )
 
-LOCAL = frozenset(
+LOCAL_ERRNOS = frozenset(
     (
         errno.EMFILE,
         errno.ENFILE,
         errno.ENOMEM,
         errno.ENOBUFS,
-        errno.EADDRNOTAVAIL,  # no port is left, or we have no address of that family
+        errno.EADDRNOTAVAIL,  # no port is left, or the host has no address of that family
         errno.EAFNOSUPPORT,
         errno.EAGAIN,
         errno.EPERM,
         errno.EACCES,
     )
 )
-# Bytes: about the most that one read brings, and so the most that a client which does not read can
-# make us hold beyond its write buffer. The kernel would let it grow to megabytes.
-READ_AT_ONCE = 64 * 1024
-# A host that vanished is noticed in about ten seconds, whether we wait for it or it for us. A wait
-# for an engine that is alive but reads nothing of a long request ends after the same time.
-OPTIONS = (
-    ("SOL_SOCKET", "SO_RCVBUF", READ_AT_ONCE),
-    ("SOL_SOCKET", "SO_KEEPALIVE", 1),
-    ("IPPROTO_TCP", "TCP_NODELAY", 1),
-    ("IPPROTO_TCP", "TCP_KEEPIDLE", 5),
-    ("IPPROTO_TCP", "TCP_KEEPINTVL", 2),
-    ("IPPROTO_TCP", "TCP_KEEPCNT", 3),
-    ("IPPROTO_TCP", "TCP_USER_TIMEOUT", 20_000),
-)
-KNOWN_OPTIONS = tuple(
+# The receive buffer: about the size of one read, and so the most that a client which does not read
+# makes the router hold beyond its write buffer. The kernel would let it grow to megabytes.
+RECEIVE_BUFFER_BYTES = 64 * 1024
+# A vanished host is noticed in about ten seconds, whichever side is waiting. A wait for an engine
+# that is alive but reads nothing of a long request ends after the same time.
+SOCKET_OPTIONS = tuple(
     (getattr(socket, level), getattr(socket, name), value)
-    for level, name, value in OPTIONS
-    if hasattr(socket, name)  # which ones there are depends on the platform
+    for level, name, value in (
+        ("SOL_SOCKET", "SO_RCVBUF", RECEIVE_BUFFER_BYTES),
+        ("SOL_SOCKET", "SO_KEEPALIVE", 1),
+        ("IPPROTO_TCP", "TCP_NODELAY", 1),
+        ("IPPROTO_TCP", "TCP_KEEPIDLE", 5),
+        ("IPPROTO_TCP", "TCP_KEEPINTVL", 2),
+        ("IPPROTO_TCP", "TCP_KEEPCNT", 3),
+        ("IPPROTO_TCP", "TCP_USER_TIMEOUT", 20_000),
+    )
+    if hasattr(socket, name)  # the platform decides which ones exist
 )
-# Once it is connected: a peer that speaks no TLS, or hangs up in the middle of it. Their numbers
-# mean something else than those of a plain OSError.
-HANDSHAKE = (ssl.SSLError, ConnectionResetError, ConnectionAbortedError)
-# Seconds that a loop's timer may be early by; who is told of a deadline finds it over.
-EARLY = 0.001
+# Failures of a handshake once the connection stands: the peer speaks no TLS or hangs up.
+HANDSHAKE_ERRORS = (ssl.SSLError, ConnectionResetError, ConnectionAbortedError)
+# A loop's timer may fire this much early; the deadline must be over when it has fired.
+TIMER_SLACK_S = 0.001
 P = TypeVar("P", bound=asyncio.Protocol)
 
 
 class EngineTls(NamedTuple):
-    """`name`: what the engine's certificate is for; empty: the host."""
+    """TLS towards an engine. `name` is the name in the engine's certificate; empty: the host."""
 
     context: ssl.SSLContext
     name: str = ""
 
 
 class ConnectAttempt:
-    """`deadline` is the request's, a time of `now`; a connect has `patience` seconds, its handshake
-    included where it has `tls`."""
+    """One attempt to connect. `deadline` is the request's, a time of `now`. Connecting, with the
+    handshake if `tls` is given, may take `timeout_s` seconds."""
 
     def __init__(
-        self, host: str, port: int, deadline: float, patience: float, tls: EngineTls | None = None
+        self, host: str, port: int, deadline: float, timeout_s: float, tls: EngineTls | None = None
     ) -> None:
         self._host = host
         self._port = port
-        self._secured: dict[str, Any] = {}
+        self._tls_options: dict[str, Any] = {}
         if tls is not None:
-            self._secured = {"ssl": tls.context, "server_hostname": tls.name or host}
-        latest = now() + patience
+            self._tls_options = {"ssl": tls.context, "server_hostname": tls.name or host}
+        latest = now() + timeout_s
         self._is_deadline_first = deadline <= latest
-        self._limit = asyncio.timeout_at(min(deadline, latest) + EARLY)
+        self._limit = asyncio.timeout_at(min(deadline, latest) + TIMER_SLACK_S)
         self._is_resolved = False
         self._failure: UpstreamError | None = None
 
     def fail(self, error: UpstreamError) -> None:
-        """Ends the attempt at once, or what it has just reached.
-
-        It raises ConnectError, whatever the `error`: nothing was sent, which is worth knowing.
-        """
-        self._failure = ConnectError(self._said(error))
+        """End the attempt at once, or the connection it has just made. `run` then raises
+        ConnectError with the text of `error`, since nothing was sent."""
+        self._failure = ConnectError(self._describe(error))
         if not self._limit.expired():
             self._limit.reschedule(0.0)
 
     async def run(self, loop: asyncio.AbstractEventLoop, factory: Callable[[], P]) -> P:
-        """Raises ConnectError, LocalError, SilenceError."""
+        """Return the connected protocol. Raises ConnectError, LocalError, SilenceError."""
         try:
             async with self._limit:
                 hosts = await self._resolve(loop)
                 self._is_resolved = True
-                transport, protocol = await self._reach(loop, factory, hosts)
+                transport, protocol = await self._connect_to_any(loop, factory, hosts)
         except (OSError, UnicodeError) as error:
-            raise self._blame(error) from error
+            raise self._classify(error) from error
         if self._failure is not None:
             transport.abort()
             raise self._failure
-        _tune(transport)
+        _set_options(transport)
         return protocol
 
     async def _resolve(self, loop: asyncio.AbstractEventLoop) -> list[str]:
         found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-        return [_host_of(address) for _, _, _, _, address in found]
+        return [_numeric_host(address) for _, _, _, _, address in found]
 
-    async def _reach(
+    async def _connect_to_any(
         self, loop: asyncio.AbstractEventLoop, factory: Callable[[], P], hosts: list[str]
     ) -> tuple[asyncio.Transport, P]:
-        """Tries one address after the other; of their failures, one of the engine's counts more."""
+        """Try the addresses in turn. An engine's failure outweighs a local one."""
         failures: list[OSError] = []
         for host in hosts:
             try:
-                return await loop.create_connection(factory, host, self._port, **self._secured)
+                return await loop.create_connection(factory, host, self._port, **self._tls_options)
             except OSError as error:
                 failures.append(error)
-        raise min(failures, key=lambda error: error.errno in LOCAL)
+        raise min(failures, key=lambda error: error.errno in LOCAL_ERRNOS)
 
-    def _blame(self, error: OSError | UnicodeError) -> UpstreamError:
+    def _classify(self, error: OSError | UnicodeError) -> UpstreamError:
         if self._failure is not None:
             return self._failure
         if self._limit.expired():
-            return self._blame_for_delay()
-        if self._secured and isinstance(error, HANDSHAKE):
-            return TlsError(self._said(error))
+            if not self._is_resolved:
+                return UnresolvedError(self._describe("not resolved in time"))
+            if self._is_deadline_first:
+                text = "no connection before the request's deadline"
+                return SilenceError(self._describe(text))
+            return ConnectTimeoutError(self._describe("did not accept in time"))
+        text = self._describe(error)
+        if self._tls_options and isinstance(error, HANDSHAKE_ERRORS):
+            return TlsError(text)
         if isinstance(error, socket.gaierror | UnicodeError):
-            return UnresolvedError(self._said(error))
-        if error.errno in LOCAL:
-            return LocalError(self._said(error))
-        if not self._is_resolved:  # a resolver without descriptors may speak of anything
-            return UnresolvedError(self._said(error))
-        kind = ConnectTimeoutError if isinstance(error, TimeoutError) else ConnectRefusedError
-        return kind(self._said(error))
+            return UnresolvedError(text)
+        if error.errno in LOCAL_ERRNOS:
+            return LocalError(text)
+        if not self._is_resolved:  # a resolver without file descriptors may raise anything
+            return UnresolvedError(text)
+        if isinstance(error, TimeoutError):
+            return ConnectTimeoutError(text)
+        return ConnectRefusedError(text)
 
-    def _blame_for_delay(self) -> UpstreamError:
-        if not self._is_resolved:
-            return UnresolvedError(self._said("not resolved in time"))
-        if self._is_deadline_first:
-            return SilenceError(self._said("no connection before the request's deadline"))
-        return ConnectTimeoutError(self._said("did not accept in time"))
-
-    def _said(self, what: object) -> str:
-        return f"{self._host}:{self._port}: {what}"
+    def _describe(self, problem: object) -> str:
+        return f"{self._host}:{self._port}: {problem}"
 
 
-def _tune(transport: asyncio.Transport) -> None:
-    """On the descriptor itself: uvloop's own socket object is a dup and a close for each option."""
+def _set_options(transport: asyncio.Transport) -> None:
+    """Work on the descriptor: uvloop's socket object costs a dup and a close for each option."""
     given = transport.get_extra_info("socket")
     if given is None or given.fileno() < 0:
-        return  # lost already
+        return  # the connection is lost already
     connected = socket.socket(given.family, given.type, given.proto, given.fileno())
     try:
-        for level, name, value in KNOWN_OPTIONS:
+        for level, name, value in SOCKET_OPTIONS:
             connected.setsockopt(level, name, value)
     except OSError:
         pass
@@ -173,7 +169,7 @@ def _tune(transport: asyncio.Transport) -> None:
         connected.detach()
 
 
-def _host_of(address: tuple[object, ...]) -> str:
-    """An address of getaddrinfo as a host that need not be resolved; IPv6 may have a scope."""
+def _numeric_host(address: tuple[object, ...]) -> str:
+    """Return getaddrinfo's address as a host that need not be resolved; IPv6 may have a scope."""
     host, scope = str(address[0]), address[3] if len(address) == 4 else 0
     return f"{host}%{scope}" if scope else host

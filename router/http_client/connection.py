@@ -1,9 +1,9 @@
 """One HTTP/1.1 connection to an engine: one request at a time, parsed strictly.
 
-The connection is *idle* (kept by its pool), *busy* (it has an answer to feed) or *closed*. It goes
-back to its pool only after an answer that ended by its own framing, on a connection that the engine
-keeps open, with nothing unsent and nothing unasked for. Everything else aborts it: to close is to
-wait until the engine has read what it was sent, and it may never do that.
+A connection is *idle* (kept by its pool), *busy* (it has an answer to feed) or *closed*. It returns
+to its pool only after an answer that ended by its own framing, if the engine keeps the connection
+open, everything was sent and nothing unexpected was received. In all other cases it is aborted. It
+is never closed gracefully: that would wait until the engine has read everything, maybe for ever.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from router.http_client.errors import (
     StaleConnectionError,
     UpstreamError,
 )
-from router.http_client.repeated_heads import LENGTH, Header, Repeated, without_length
+from router.http_client.head_cache import LENGTH, HeadCache, Header, without_length
 
-NO_BODY = frozenset((204, 304))
-# Seconds after a request was sent in which the loss of a kept connection still means that the
-# engine had closed it before. The engine's FIN or reset needs one way through the network, and this
-# process a moment to look. A connection that is lost later had an engine that could work.
-STALE_WITHIN = 0.25
+NO_BODY_STATUSES = frozenset((204, 304))
+# If a reused connection is lost within this time after a request was sent, the engine had closed it
+# before: its FIN needs one way through the network, and this process a moment to read it. If the
+# connection is lost later, the engine may have worked on the request.
+STALE_WITHIN_S = 0.25
 
 
 class ConnectionOwner(Protocol):
-    """The pool that a connection reports to. `reads` counts the reads on any connection."""
+    """The pool that a connection reports to. `reads` counts the reads on all its connections."""
 
     reads: int
 
@@ -40,83 +40,69 @@ class ConnectionOwner(Protocol):
 
 
 class EngineConnection(asyncio.Protocol):
-    """`transport` is None before and after it is connected."""
+    """`transport` is None before the connection is made and after it is lost. `idle_since` and
+    `sent_at` are times of `now`; `idle_since` is 0.0 until the first answer has ended."""
 
-    __slots__ = (
-        "_answer",
-        "_complete",
-        "_head_done",
-        "_header_limit",
-        "_headers",
-        "_heard",
-        "_hung_up",
-        "_may_stay",
-        "_overhead",
-        "_owner",
-        "_parser",
-        "_pieces",
-        "_repeated",
-        "_until_close",
-        "idle_since",
-        "loop",
-        "on_body",
-        "sent_at",
-        "transport",
-    )  # fmt: skip
+    __slots__ = ("_answer", "_complete", "_half_closed", "_head_cache", "_head_done", "_headers",
+                 "_max_head_bytes", "_may_stay", "_overhead", "_owner", "_parser", "_pieces",
+                 "_started", "_until_close", "idle_since", "loop", "on_body", "sent_at",
+                 "transport")  # fmt: skip
 
     def __init__(
-        self, owner: ConnectionOwner, header_limit: int, loop: asyncio.AbstractEventLoop
+        self, owner: ConnectionOwner, max_head_bytes: int, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.loop = loop
         self.sent_at = self.idle_since = 0.0
         self.transport: asyncio.Transport | None = None
         self._owner = owner
-        self._header_limit = header_limit
+        self._max_head_bytes = max_head_bytes
         self._pieces: list[bytes] = []
-        # The parser's: as it is, it costs no frame.
+        # A callback of the parser; as a bound method of the list it costs no Python frame.
         self.on_body = self._pieces.append
         self._parser = httptools.HttpResponseParser(self)
-        # The head of the last whole answer, if it was a 200 and the connection is kept.
-        self._repeated = Repeated(200)
+        # The head of the last answer, if that was a complete 200 on a kept connection.
+        self._head_cache = HeadCache(200)
         self._answer: EngineAnswer | None = None
         self._until_close = False
         self._may_stay = False
-        self._hung_up = False
+        self._half_closed = False
         self._headers: list[Header] = []
-        self._heard = False
+        self._started = False
+        # Bytes received since the last piece of body: heads and trailers.
         self._overhead = 0
         self._head_done = False
         self._complete = False
 
     def send(self, request: bytes, answer: EngineAnswer) -> None:
-        """Sends a request, or fails its answer: a connection may be lost as soon as it is made."""
+        """Send a request. Fail its answer if the connection is lost already."""
         assert self._answer is None, "one request at a time"
-        self._heard = False
+        self._started = False
         self.sent_at = now()
         answer.deadlines.watch(answer)
         if self.transport is None:
-            answer.fail(self._unanswered(None))
+            answer.fail(self._no_answer_error(None))
             return
         self._answer = answer
         self.transport.write(request)
 
     @property
     def is_resumable(self) -> bool:
+        """Return True if another engine can continue the stream that is running here."""
         buffer = None if self._answer is None else self._answer.resume_buffer
         return buffer is not None and buffer.can_resume
 
     def fail(self, error: UpstreamError) -> None:
-        """Fails the answer that is running, if any, and ends the connection."""
+        """Fail the running answer, if any, and abort the connection."""
         answer = self._answer
         self.abort()
         if answer is not None:
             answer.fail(error)
 
-    # Wire: what the answer does with its connection.
+    # AnswerConnection: called by the answer.
 
     def half_close(self) -> None:
-        """Half closes: a server takes that for a client that has left."""
-        self._hung_up = True
+        """Close the sending side, which a server takes for a disconnected client."""
+        self._half_closed = True
         if self.transport is not None and self.transport.can_write_eof():
             self.transport.write_eof()
 
@@ -146,13 +132,13 @@ class EngineConnection(asyncio.Protocol):
             return
         if self._until_close and exc is None:
             answer.feed(b"", True)
-        elif self._heard:
+        elif self._started:
             answer.fail(BrokenAnswerError("the answer ended early"))
         else:
-            answer.fail(self._unanswered(exc))
+            answer.fail(self._no_answer_error(exc))
 
     def eof_received(self) -> None:
-        """The engine may still not read: a mere close would wait for that."""
+        """Abort: a graceful close would wait for an engine that may not read."""
         assert self.transport is not None
         self.transport.abort()
 
@@ -162,15 +148,18 @@ class EngineConnection(asyncio.Protocol):
         if answer is None:
             self.abort()
             return
-        is_first = not self._heard
+        is_first = not self._started
         if is_first:
-            again = self._repeated.read(data)
-            if again is not None:
+            cached = self._head_cache.match(data)
+            if cached is not None:
                 self._answer = None
-                self._go_back(not self._hung_up)
-                answer.feed_complete(*again)
+                self._release(not self._half_closed)
+                answer.feed_complete(*cached)
                 return
-            self._begin()
+            self._started = True
+            self._headers = []
+            self._head_done = self._complete = False
+            self._overhead = 0
         self._overhead += len(data)
         error = None
         try:
@@ -184,34 +173,24 @@ class EngineConnection(asyncio.Protocol):
         if self._complete:
             self._answer = None
             may_stay = self._may_stay and error is None
-            if is_first and may_stay and self.idle_since:  # many a connection is asked once
-                self._note(answer, data)
-            self._go_back(may_stay)
+            # The first answer of a connection is not cached: often there is no second one.
+            is_cacheable = is_first and may_stay and self.idle_since and answer.status == 200
+            if is_cacheable and not answer.is_event_stream:
+                self._head_cache.store(data, 200, answer.headers, answer.length or 0)
+            self._release(may_stay)
             answer.feed(block, True)
             return
-        # Bytes that are no body: a head or trailers, which the parser gathers without a limit.
         if block:
             self._overhead = 0
             answer.feed(block, False)
-        elif self._overhead > self._header_limit and error is None:
+        elif self._overhead > self._max_head_bytes and error is None:
             error = self._head_too_large()
         if error is not None:
             answer.fail(error)
             self.abort()
 
-    def _begin(self) -> None:
-        """What is new with each answer; the rest ends with the connection."""
-        self._heard = True
-        self._headers = []
-        self._head_done = self._complete = False
-        self._overhead = 0
-
-    def _note(self, answer: EngineAnswer, data: bytes) -> None:
-        if answer.status == 200 and not answer.is_event_stream:
-            self._repeated.note(data, 200, answer.headers, answer.length or 0)
-
-    def _go_back(self, may_stay: bool) -> None:
-        """To the pool, unless something of the request is still unsent."""
+    def _release(self, may_stay: bool) -> None:
+        """Return to the pool, unless the engine closes or a part of the request is unsent."""
         transport = self.transport
         if transport is None:
             return
@@ -220,19 +199,19 @@ class EngineConnection(asyncio.Protocol):
         else:
             transport.abort()
 
-    def _unanswered(self, exc: Exception | None) -> DisconnectedError:
-        is_stale = self.idle_since and now() - self.sent_at < STALE_WITHIN
+    def _no_answer_error(self, exc: Exception | None) -> DisconnectedError:
+        is_stale = self.idle_since and now() - self.sent_at < STALE_WITHIN_S
         kind = StaleConnectionError if is_stale else DisconnectedError
         return kind(f"the connection was lost: {exc or 'closed'}")
 
-    # httptools.
+    # Callbacks of httptools.
 
     def on_message_begin(self) -> None:
         if self._complete:
-            raise BrokenAnswerError("an answer that nobody asked for")
+            raise BrokenAnswerError("an answer without a request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._head_done:  # trailers say nothing to a relay
+        if not self._head_done:  # trailers are ignored
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -240,16 +219,18 @@ class EngineConnection(asyncio.Protocol):
         if not 200 <= status <= 599:
             if not 102 <= status < 200 and status != 100:
                 raise BrokenAnswerError(f"an answer with status {status}")
-            self._headers = []  # an interim answer has a head of its own, which is forgotten
+            self._headers = []  # the head of an interim answer is ignored
             return
-        if self._overhead > self._header_limit and _size(self._headers) > self._header_limit:
-            raise self._head_too_large()
         headers = self._headers
-        given = dict(headers)  # llhttp admits no two content-lengths
-        length = given.get(LENGTH)
-        if b"transfer-encoding" in given:
-            _require_chunked(headers)
-        elif length is None and status not in NO_BODY:
+        if self._overhead > self._max_head_bytes and _size(headers) > self._max_head_bytes:
+            raise self._head_too_large()
+        by_name = dict(headers)  # llhttp rejects a second Content-Length
+        length = by_name.get(LENGTH)
+        if b"transfer-encoding" in by_name:
+            for name, value in headers:
+                if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+                    raise BrokenAnswerError("an unknown transfer encoding")
+        elif length is None and status not in NO_BODY_STATUSES:
             self._until_close = True
         self._head_done = True
         answer = self._answer
@@ -258,24 +239,18 @@ class EngineConnection(asyncio.Protocol):
         if length is not None:
             answer.length = int(length)
             answer.headers = without_length(headers)
-        kind = given.get(b"content-type", b"")
-        answer.is_event_stream = kind.lower().startswith(b"text/event-stream")
+        content_type = by_name.get(b"content-type", b"")
+        answer.is_event_stream = content_type.lower().startswith(b"text/event-stream")
         if status >= 500:
             answer.note_server_error()
 
     def on_message_complete(self) -> None:
         if self._head_done:
             self._complete = True
-            self._may_stay = self._parser.should_keep_alive() and not self._hung_up
+            self._may_stay = self._parser.should_keep_alive() and not self._half_closed
 
     def _head_too_large(self) -> BrokenAnswerError:
-        return BrokenAnswerError(f"headers of more than {self._header_limit} bytes")
-
-
-def _require_chunked(headers: Headers) -> None:
-    for name, value in headers:
-        if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
-            raise BrokenAnswerError("an unknown transfer encoding")
+        return BrokenAnswerError(f"headers of more than {self._max_head_bytes} bytes")
 
 
 def _size(headers: Headers) -> int:

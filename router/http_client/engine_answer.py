@@ -1,14 +1,17 @@
 """One engine's answer to one request, while it arrives.
 
-Its life: *waiting* (asked) → *ready* (something to act on) → *done*. An event stream is ready at
-the first byte of its body and a 5xx with its head, for nobody waits for the rest of a failure;
-anything else when it is done, or when HIGH_WATER bytes of it are here.
-Until then a failure can still become an honest status line.
+States: *waiting* (the request was sent) → *ready* (there is something to act on) → *done*. An event
+stream is ready with the first byte of its body, and a 5xx with its head, since its body does not
+matter. Any other answer is ready when it is complete or when HIGH_WATER bytes of it were received.
+Until an answer is ready, a failure can still become the status of the router's own answer.
 
-Bytes are held until someone takes them. An answer that holds more than HIGH_WATER bytes stops
-reading the engine's socket, unless it is being read whole: so a slow client slows the engine down
-and does not fill the router's memory. What is read whole is reserved in AnswerMemory until the
-answer is closed.
+Received bytes are held until the reader takes them. An answer that holds more than HIGH_WATER bytes
+stops reading from the engine, unless it is read whole: so a slow client slows the engine down
+instead of filling the router's memory. An answer that is read whole reserves its bytes in
+AnswerMemory until it is closed.
+
+`ready` and the like return futures instead of being coroutines: on the hot path a coroutine costs
+about a hundredth of a whole request.
 """
 
 from __future__ import annotations
@@ -34,14 +37,14 @@ from router.http_client.sse import SseReader, end_of_last_event
 Headers = Sequence[tuple[bytes, bytes]]
 HIGH_WATER = 256 * 1024
 NO_ROOM = "large answers take all of --max-held-answers"
-# What is remembered of a body that was relayed: the ends of its last blocks.
+# How much of a relayed body is kept for `tail`: the ends of its last blocks.
 LAST_BLOCKS = 4
-LAST_BYTES = 2048
+LAST_BLOCK_BYTES = 2048
 DONE = b"[DONE]"
 
 
 class AnswerConnection(Protocol):
-    """What an answer needs of the connection that it arrives on."""
+    """The connection that an answer arrives on, as far as the answer uses it."""
 
     loop: asyncio.AbstractEventLoop
 
@@ -52,43 +55,52 @@ class AnswerConnection(Protocol):
 
 
 class AnswerTap(Protocol):
-    """Looks at a body that is relayed, changes it, and says its end itself, when all is relayed."""
+    """Sees each relayed block, returns what to relay instead, and writes the end of the body
+    itself after the last one."""
 
     def passing(self, block: bytes, last: bool) -> bytes: ...
 
 
 class Resumable(Protocol):
+    """The record of a stream from which another engine may continue."""
+
     @property
     def can_resume(self) -> bool: ...
 
 
 class AnswerSink(Protocol):
-    """Where a relayed body goes: one call for all that arrived together, the last one marked."""
+    """Receives a relayed body: one call for all that arrived together; `last` marks the end."""
 
     def write(self, block: bytes, last: bool) -> None: ...
 
 
 class EngineAnswer:
-    """Times are seconds of the monotonic clock. What its head says is filled in by the connection,
-    and `error` set where it has failed. `resume_buffer`: keeps what the reader has, for another
-    engine to go on with. `memory`: where its bytes are reserved while it is read whole, None for an
-    answer that is never refused. `reservation`: those bytes, once there are some. `watch`: sees
-    whole events of a stream before anything else, or what comes of a long answer, and what it
-    returns passes, unless it has set `error`."""
+    """An answer with its reader's and its connection's side. Its reader must close it.
 
-    __slots__ = ("_done", "_gate", "_held", "_held_size", "_idle", "_latest", "_recent", "_sink",
-                 "_stalled", "_waiter", "_whole_limit", "_wire", "deadline", "deadlines", "error",
-                 "first_body_at", "headers", "is_event_stream", "length", "memory", "reservation",
-                 "resume_buffer", "status", "tap", "watch")  # fmt: skip
+    Times are seconds of `now`. The connection sets `status` (0 until the head is here), `headers`
+    (lower-case names, without Content-Length if a length is announced), `length`,
+    `is_event_stream` and, through `fail`, `error`. `first_body_at` is the time of the first body
+    byte.
+
+    The reader may set: `watch`, which sees the whole events of a stream, or the pieces of another
+    body, before the tap, and returns what to pass on, or sets `error`; `tap`, see AnswerTap;
+    `resume_buffer`, which says whether another engine can continue the stream; `memory`, where the
+    bytes of an answer that is read whole are reserved as `reservation`, None for no limit.
+    """
+
+    __slots__ = ("_connection", "_done", "_gate", "_held", "_held_size", "_idle", "_latest",
+                 "_recent", "_sink", "_stalled", "_waiter", "_whole_limit", "deadline",
+                 "deadlines", "error", "first_body_at", "headers", "is_event_stream", "length",
+                 "memory", "reservation", "resume_buffer", "status", "tap", "watch")  # fmt: skip
 
     def __init__(
         self,
-        wire: AnswerConnection,
+        connection: AnswerConnection,
         deadlines: Deadlines,
         deadline: float,
         memory: AnswerMemory | None = None,
     ) -> None:
-        self._wire = wire
+        self._connection = connection
         self.deadlines = deadlines
         self.deadline = deadline
         self.status = 0
@@ -112,18 +124,19 @@ class EngineAnswer:
         self._recent: deque[bytes] | None = None
 
     def header(self, name: bytes) -> bytes | None:
+        """Return the value of the first header with this lower-case name."""
         return next((value for key, value in self.headers if key == name), None)
 
-    # The engine's side: the connection calls these, and fills in what the head says.
+    # The connection's side.
 
     def note_server_error(self) -> None:
-        """The head is here, and says that there will be no answer."""
+        """Called with the head of a 5xx: the reader need not wait for its body."""
         if self._whole_limit is None:
             self._wake()
 
     def feed_complete(self, status: int, headers: Headers, body: bytes) -> None:
-        """All of an answer that is no stream and no failure came at once, and is the first to come.
-        As `feed` would have it, in half the steps."""
+        """Take an answer that arrived whole in one read. Like `feed`, in half the steps: nothing
+        was fed before, and it is neither a stream nor a 5xx."""
         self.status = status
         self.headers = headers
         self.length = self._held_size = len(body)
@@ -139,7 +152,7 @@ class EngineAnswer:
             waiter.set_result(None)
 
     def feed(self, block: bytes, done: bool) -> None:
-        """Takes what one read of the socket brought of the body."""
+        """Take the body bytes of one read; `done` marks the end of the body."""
         if block and self.first_body_at is None:
             self.first_body_at = now()
         if done:
@@ -147,7 +160,7 @@ class EngineAnswer:
             self.deadlines.drop(self)
         sink = self._sink
         if sink is not None:
-            self._pass_on(sink, block)
+            self._relay_block(sink, block)
             if done:
                 self._wake()
             return
@@ -160,13 +173,14 @@ class EngineAnswer:
             self._wake()
 
     def fail(self, error: UpstreamError) -> None:
-        """The first failure counts, and none once the end has arrived."""
+        """Set the error. Later failures are ignored, and so are all of a complete answer."""
         if not self._done and self.error is None:
             self.error = error
             self.deadlines.drop(self)
             self._wake()
 
     def expire(self) -> None:
+        """Fail, because the deadline is over."""
         if self._stalled:
             self.fail(ReaderStalledError("the client stopped reading"))
         else:
@@ -177,63 +191,57 @@ class EngineAnswer:
     # The reader's side.
 
     def ready(self) -> asyncio.Future[None]:
-        """Done when there is something to act on, or a failure: that is for `check` to say.
-
-        No coroutine: each costs a hundredth of all that a request costs.
-        """
-        self._waiter = waiter = self._wire.loop.create_future()
+        """Return a future that is done once the answer is ready or has failed; call
+        `raise_if_failed` then."""
+        waiter = self._new_waiter()
         if (self.status or self.error is not None) and self._is_ready():
             self._wake()
         return waiter
 
     def raise_if_failed(self) -> None:
-        """Raises UpstreamError when the answer has failed."""
+        """Raises UpstreamError if the answer has failed."""
         if self.error is not None:
             raise self.error
 
     def take_if_complete(self, limit: int) -> bytes | None:
-        """The body, if all of it is here; it is then taken. No coroutine, as `ready`."""
+        """Take the body if it is complete and has at most `limit` bytes, else return None."""
         if not self._done or self._sink is not None or self._held_size > limit:
             return None
-        held = self._held
-        self._held = []
-        self._held_size = 0
-        return held[0] if len(held) == 1 else b"".join(held)
+        return self._take()
 
     async def read(self, limit: int) -> bytes:
-        """The rest of the body. Raises UpstreamError, AnswerTooLargeError beyond `limit` bytes,
-        AnswersFullError."""
+        """Wait for the end of the body and take it. Raises UpstreamError, AnswersFullError, and
+        AnswerTooLargeError beyond `limit` bytes."""
         if self._done and self._held_size <= limit:
             return self._take()
         self._whole_limit = limit
         self._limit_held()
         if not self._done:
-            self._wire.resume()
+            self._connection.resume()
             await self.ready()
         self.raise_if_failed()
         return self._take()
 
     def replace_body(self, body: bytes) -> None:
-        """In the place of all that is here."""
+        """Hold `body` instead of the bytes that are held."""
         self._held, self._held_size = [body], len(body)
 
     async def read_in_place(self, limit: int) -> bytes:
-        """The same, left in place."""
+        """Wait for the whole body like `read` and return it, but keep holding it."""
         body = await self.read(limit)
         self.replace_body(body)
         return body
 
     def peek(self) -> bytes:
-        """What is here, left in place: in one piece from now on, however often it is asked."""
+        """Return the held bytes without taking them."""
         if len(self._held) > 1:
             self._held = [b"".join(self._held)]
         return self._held[0] if self._held else b""
 
     async def peek_until(self, enough: Callable[[bytes], bool]) -> bytes:
-        """What has come so far, left in place, as soon as `enough` of it is here.
-
-        Or when all is here, or HIGH_WATER bytes, of a stream in whole events. Raises UpstreamError.
-        """
+        """Return the held bytes without taking them as soon as `enough` accepts them, the body is
+        complete, or HIGH_WATER bytes are held. A stream is held to the end of an event. Raises
+        UpstreamError."""
         while True:
             self.raise_if_failed()
             block = self.peek()
@@ -243,83 +251,83 @@ class EngineAnswer:
             if ended > HIGH_WATER:
                 return block
             if self.is_event_stream:
-                await self._end_of_event(block[ended:])
+                await self._wait_for_end_of_event(block[ended:])
             else:
-                await self._news()
+                await self._new_waiter()
 
-    async def _end_of_event(self, begun: bytes) -> None:
-        """Return when a started event has ended, or the body. Raises UpstreamError."""
-        gate, looked_at = SseReader(), len(self._held)
+    async def _wait_for_end_of_event(self, begun: bytes) -> None:
+        """Wait for the end of the event that begins with `begun`. Raises UpstreamError."""
+        gate, num_seen = SseReader(), len(self._held)
         passed = gate.whole_events(begun)
         while not passed and not self._done:
-            if self._held_size > HIGH_WATER:  # reading has stopped, and this event is not all here
-                self._wire.resume()
-            await self._news()
+            if self._held_size > HIGH_WATER:  # reading is paused within this event
+                self._connection.resume()
+            await self._new_waiter()
             self.raise_if_failed()
-            for piece in self._held[looked_at:]:
+            for piece in self._held[num_seen:]:
                 passed += gate.whole_events(piece)
-            looked_at = len(self._held)
+            num_seen = len(self._held)
 
     async def relay(self, sink: AnswerSink, idle: float, latest: float) -> None:
-        """Passes the body to `sink` as it arrives, until it ends.
+        """Pass the body to `sink` as it arrives, until it ends.
 
-        `idle` is the longest silence in seconds, `latest` the loop time when all must be over.
-        Raises UpstreamError; `sink` then gets no more and was never told of an end.
+        `idle` is the longest silence in seconds, `latest` the time of `now` when the body must
+        have ended. Raises UpstreamError; `sink` then never gets a last block.
         """
         self._sink, self._idle, self._latest = sink, idle, latest
         self._recent = deque(maxlen=LAST_BLOCKS)
         if self.is_event_stream:
             self._gate = SseReader()
-        self._pass_on(sink, self._take())
+        self._relay_block(sink, self._take())
         self.raise_if_failed()
         if self._done:
             return
         self.deadlines.watch(self)
         if not self._stalled:
-            self._wire.resume()
-        await self._news()
+            self._connection.resume()
+        await self._new_waiter()
         self.raise_if_failed()
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of the body is here."""
+        """The whole body was received."""
         return self._done
 
     @property
     def tail(self) -> bytes:
-        """About the last that was relayed, as it came."""
+        """The last few kilobytes that were relayed."""
         return b"".join(self._recent or ())
 
     @property
     def is_delivered(self) -> bool:
-        """Whether a stream's last event was passed on to a reader that keeps up: clients leave
-        when they have it, and do not wait for the body's end."""
+        """A stream's last event was passed on to a reader that keeps up. Clients disconnect once
+        they have it, without waiting for the end of the body."""
         return self.is_event_stream and not self._stalled and self.tail.rstrip().endswith(DONE)
 
     def pause(self) -> None:
-        """The reader's buffers are full: stop reading from the engine."""
+        """Stop reading from the engine, because the reader's buffers are full."""
         self._stalled = True
         if not self._done:
-            self._wire.pause()
+            self._connection.pause()
 
     def resume(self) -> None:
         self._stalled = False
         if not self._done:
-            self._wire.resume()
+            self._connection.resume()
 
     def close(self) -> None:
-        """Gives the answer up; an unfinished one costs its connection. May be called twice."""
+        """Give the answer up. Aborts the connection of an unfinished one. May be called twice."""
         self._sink = None
         if self.reservation is not None:
             self.reservation.release()
         if not self._done:
             self.deadlines.drop(self)
-            self._wire.abort()
+            self._connection.abort()
 
     def half_close(self) -> None:
-        """Tells the engine that nobody waits for more, and leaves open what it has sent by then."""
+        """Signal a disconnect to the engine and keep reading what it has sent until then."""
         if not self._done:
-            self._wire.half_close()
+            self._connection.half_close()
 
     def _is_ready(self) -> bool:
         if self._done or self.error is not None:
@@ -335,22 +343,22 @@ class EngineAnswer:
     def _limit_held(self) -> None:
         if self._whole_limit is None:
             if self._held_size > HIGH_WATER and not self._done:
-                self._wire.pause()
+                self._connection.pause()
         elif self._held_size > self._whole_limit:
             error = AnswerTooLargeError(f"an answer of more than {self._whole_limit} bytes")
-            self._refuse(error)
+            self._give_up(error)
         elif self._held_size > HIGH_WATER and not self._reserve(self._whole_limit):
-            self._refuse(AnswersFullError(NO_ROOM))
+            self._give_up(AnswersFullError(NO_ROOM))
 
     def _reserve(self, limit: int) -> bool:
-        """Reserve what is here, or all that is announced. Returns False if there is no room."""
+        """Reserve the held bytes, or the announced length. Return False if there is no room."""
         if self.memory is None:
             return True
         if self.reservation is None:
             self.reservation = Reservation(self.memory)
         return self.reservation.resize(max(self._held_size, min(self.length or 0, limit)))
 
-    def _refuse(self, error: UpstreamError) -> None:
+    def _give_up(self, error: UpstreamError) -> None:
         self.error = error
         self._held, self._held_size = [], 0
         self.close()
@@ -360,16 +368,14 @@ class EngineAnswer:
         held, self._held, self._held_size = self._held, [], 0
         return held[0] if len(held) == 1 else b"".join(held)
 
-    def _pass_on(self, sink: AnswerSink, block: bytes) -> None:
+    def _relay_block(self, sink: AnswerSink, block: bytes) -> None:
         deadline = now() + self._idle
         self.deadline = deadline if deadline < self._latest else self._latest
         if self._gate is not None:
             try:
                 block = self._gate.whole_events(block)
             except EventTooLargeError as error:
-                self.error = error
-                self.close()
-                self._wake()
+                self._give_up(error)
                 return
             if self._done:
                 block += self._gate.rest()
@@ -380,15 +386,15 @@ class EngineAnswer:
                 self._wake()
                 return
         if block and self._recent is not None:
-            self._recent.append(block[-LAST_BYTES:])
+            self._recent.append(block[-LAST_BLOCK_BYTES:])
         if self.tap is not None:
             if block := self.tap.passing(block, self._done):
                 sink.write(block, False)
         elif block or self._done:
             sink.write(block, self._done)
 
-    def _news(self) -> asyncio.Future[None]:
-        self._waiter = waiter = self._wire.loop.create_future()
+    def _new_waiter(self) -> asyncio.Future[None]:
+        self._waiter = waiter = self._connection.loop.create_future()
         return waiter
 
     def _wake(self) -> None:

@@ -3,23 +3,23 @@
 UpstreamError
 ├── ConnectError                 the engine cannot be reached; nothing was sent
 │   ├── ConnectRefusedError      refused or unreachable
-│   ├── TlsError                 no handshake, or not with who it should be
+│   ├── TlsError                 the TLS handshake failed, or the certificate is not the engine's
 │   └── ConnectTimeoutError      no connection in time
-├── LocalError                   a limit of ours, and the engine is not to blame; nothing was sent
-│   ├── UnresolvedError          no address for its name
-│   └── AnswersFullError         it answers, but large answers take all the memory that they may
-├── DisconnectedError            the connection died before the first byte of an answer
-│   └── StaleConnectionError     a reused one, lost so soon that the engine had closed it before
-├── EngineLostError              the engine was declared dead while it was asked
-├── AnswerTimeoutError           the engine was asked and did not answer in time
-│   └── SilenceError             not even with the beginning of an answer
-├── BrokenAnswerError            not HTTP, ended early, or contradicts itself
-│   ├── AnswerTooLargeError      more than the router is willing to hold
-│   └── EventTooLargeError       the same of one event of a stream
-└── ReaderStalledError           the client stopped reading, so the engine's answer cannot be taken
+├── LocalError                   a limit of the router, not the engine's fault; nothing was sent
+│   ├── UnresolvedError          the engine's host name cannot be resolved
+│   └── AnswersFullError         the engine answers, but held answers take all their memory
+├── DisconnectedError            the connection was lost before the first byte of an answer
+│   └── StaleConnectionError     a reused connection, lost so soon that the engine had closed it
+├── EngineLostError              the engine was declared dead during the request
+├── AnswerTimeoutError           the engine did not answer in time
+│   └── SilenceError             the engine did not even begin to answer
+├── BrokenAnswerError            not HTTP, truncated, or contradicting itself
+│   ├── AnswerTooLargeError      more than the router holds of one answer
+│   └── EventTooLargeError       one event of a stream is too large
+└── ReaderStalledError           the client stopped reading, so the answer cannot be relayed
 
-`kind` is a metric label; `phrase` says it to a client, which is told neither addresses nor details.
-The exception's own text has those, for the log.
+`kind` is a metric label. `phrase` is the message for clients, without addresses and details; the
+text of the exception has those, for the log.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from __future__ import annotations
 class UpstreamError(Exception):
     kind = "upstream"
     phrase = "failed"
-    role = ""  # of the engine that failed, once a flow has named it
+    role = ""
+    """The role of the engine that failed, once the request knows it."""
 
 
 class ConnectError(UpstreamError):
@@ -52,12 +53,12 @@ class ConnectTimeoutError(ConnectError):
 
 class LocalError(UpstreamError):
     kind = "local"
-    phrase = "was not asked: the router is at a limit of its own"
+    phrase = "was not contacted: the router is at one of its own limits"
 
 
 class UnresolvedError(LocalError):
     kind = "dns"
-    phrase = "was not asked: its name cannot be resolved"
+    phrase = "was not contacted: its name cannot be resolved"
 
 
 class AnswersFullError(LocalError):

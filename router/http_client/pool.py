@@ -1,9 +1,10 @@
 """The connections to one engine, kept alive between requests.
 
-Idle connections are a stack: the youngest is the likeliest to be still open, and the oldest ones
-fall out when there is less to do. The engine may close an idle connection in the very moment that
-it is used again: that is a StaleConnectionError. Whether the request may be sent a second time is
-for who asks to say (RFC 9110, section 9.2.2): `ask_whole` does so, `ask` and `send` do not.
+Idle connections form a stack: the youngest one is the likeliest to be still open, and the oldest
+ones expire when there is less to do. The engine may close an idle connection at the very moment
+when the pool reuses it: that is a StaleConnectionError. Only the caller knows whether a request may
+be sent a second time (RFC 9110, section 9.2.2), so `request` and `send` do not repeat it; `fetch`,
+which is for requests without side effects, does.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from router.http_client.errors import StaleConnectionError, UpstreamError
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """Times in seconds, sizes in bytes."""
+    """`connect_timeout_s` and `max_idle_s` are seconds; an older idle connection is closed."""
 
     connect_timeout_s: float
     max_idle_connections: int
@@ -32,7 +33,7 @@ class PoolLimits:
 
 
 class CompleteAnswer(NamedTuple):
-    """An answer that is all here."""
+    """An answer with its whole body."""
 
     status: int
     headers: Headers
@@ -40,8 +41,11 @@ class CompleteAnswer(NamedTuple):
 
 
 class EnginePool:
-    """`heard` counts the reads that brought bytes of the engine, whatever they were. `memory`: of
-    answers that are read whole, but for those to small questions."""
+    """All connections to one engine.
+
+    `reads` counts the reads that brought bytes of the engine: while it grows, the engine is alive.
+    `memory` bounds the answers that are read whole, apart from those of `fetch`.
+    """
 
     def __init__(
         self,
@@ -73,10 +77,10 @@ class EnginePool:
         return len(self._idle)
 
     async def request(self, request: bytes, deadline: float, fresh: bool = False) -> EngineAnswer:
-        """Sends a request and returns when its answer is ready; the answer must be closed.
+        """Send a request and return its answer once the answer is ready. The caller must close it.
 
-        `deadline` is a time of `now`. `fresh`: on a new connection, which cannot be stale. Raises
-        UpstreamError; when cancelled, the connection is closed at once.
+        `deadline` is a time of `now`. With `fresh` the request uses a new connection, which cannot
+        be stale. Raises UpstreamError. On cancellation the connection is closed at once.
         """
         answer = await self.send(request, deadline, fresh)
         try:
@@ -88,7 +92,8 @@ class EnginePool:
         return answer
 
     async def send(self, request: bytes, deadline: float, fresh: bool = False) -> EngineAnswer:
-        """The same, without waiting: the answer is not ready yet, and may have failed."""
+        """Send a request and return its answer, which is not ready yet and may have failed. Raises
+        UpstreamError if there is no connection."""
         answer = None if fresh else self.send_on_idle(request, deadline)
         if answer is None:
             connection = await self._connect(deadline)
@@ -97,12 +102,13 @@ class EnginePool:
         return answer
 
     def send_on_idle(
-        self, request: bytes, deadline: float, longest: float | None = None
+        self, request: bytes, deadline: float, max_idle_s: float | None = None
     ) -> EngineAnswer | None:
-        """The same on a kept connection, None where there is none, or none that was idle for less
-        than `longest` seconds. No coroutine: that it seldom waits makes `send` dear."""
+        """Send a request on a kept connection, if possible one that was idle for at most
+        `max_idle_s` seconds; return None if there is none. `send` seldom has to wait, so the hot
+        path calls this first and saves a coroutine."""
         idle, moment = self._idle, now()
-        if longest is not None and idle and idle[-1].idle_since < moment - longest:
+        if max_idle_s is not None and idle and idle[-1].idle_since < moment - max_idle_s:
             return None
         oldest = moment - self._limits.max_idle_s
         while idle:
@@ -116,14 +122,14 @@ class EnginePool:
         return None
 
     async def fetch(self, request: bytes, deadline: float, limit: int) -> CompleteAnswer:
-        """A small question, for which it does no harm to be asked twice: it is asked once more on a
-        new connection where a kept one had been closed. Raises UpstreamError."""
+        """Return the whole answer of at most `limit` bytes to a request without side effects. A
+        stale connection is replaced once. Raises UpstreamError."""
         try:
-            return await self._ask_whole(request, deadline, limit, fresh=False)
+            return await self._fetch(request, deadline, limit, fresh=False)
         except StaleConnectionError:
-            return await self._ask_whole(request, deadline, limit, fresh=True)
+            return await self._fetch(request, deadline, limit, fresh=True)
 
-    async def _ask_whole(
+    async def _fetch(
         self, request: bytes, deadline: float, limit: int, fresh: bool
     ) -> CompleteAnswer:
         answer = await self.send(request, deadline, fresh)
@@ -135,10 +141,10 @@ class EnginePool:
             answer.close()
 
     def fail_legs(self, error: UpstreamError) -> None:
-        """The engine is dead: every answer fails at once with a copy of `error`, unless its end is
-        here, every connection is aborted, and a connect that is under way raises ConnectError.
+        """Give up everything that is under way, because the engine is dead.
 
-        What is asked afterwards is asked as ever.
+        Each incomplete answer fails with a copy of `error`, each connection is aborted, and each
+        running connect raises ConnectError. Later requests are sent as usual.
         """
         for attempt in self._attempts:
             attempt.fail(error)
@@ -147,13 +153,13 @@ class EnginePool:
             connection.fail(copy(error))
 
     def fail_resumable(self, error: UpstreamError) -> None:
-        """The same of streams that have begun and that another engine can go on with, alone."""
+        """Fail only the streams that another engine can continue."""
         for connection in tuple(self._open):
             if connection.is_resumable:
                 connection.fail(copy(error))
 
     def close(self) -> None:
-        """Closes what is idle."""
+        """Close the idle connections."""
         while self._idle:
             self._idle.pop().abort()
         if self._reaper is not None:
@@ -161,13 +167,14 @@ class EnginePool:
             self._reaper = None
 
     async def _connect(self, deadline: float) -> EngineConnection:
-        loop = asyncio.get_running_loop()
-        patience = self._limits.connect_timeout_s
-        attempt = ConnectAttempt(self._host, self._port, deadline, patience, self._tls)
+        loop, limits = asyncio.get_running_loop(), self._limits
+        attempt = ConnectAttempt(
+            self._host, self._port, deadline, limits.connect_timeout_s, self._tls
+        )
         self._attempts.add(attempt)
         try:
             connection = await attempt.run(
-                loop, lambda: EngineConnection(self, self._limits.max_head_bytes, loop)
+                loop, lambda: EngineConnection(self, limits.max_head_bytes, loop)
             )
         finally:
             self._attempts.discard(attempt)
@@ -175,7 +182,7 @@ class EnginePool:
             self._open.add(connection)
         return connection
 
-    # Owner of its connections.
+    # ConnectionOwner: called by the connections.
 
     def released(self, connection: EngineConnection) -> None:
         if len(self._idle) >= self._limits.max_idle_connections:
@@ -193,6 +200,7 @@ class EnginePool:
             self._idle.remove(connection)
 
     def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Close the connections that are idle for too long; the stack has the oldest ones first."""
         self._reaper = None
         expired = now() - self._limits.max_idle_s
         keep = next((i for i, c in enumerate(self._idle) if c.idle_since > expired), None)

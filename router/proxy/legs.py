@@ -15,7 +15,7 @@ from typing import NoReturn
 from router.fleet.capabilities import EngineCapabilities
 from router.fleet.circuit_breaker import HALF_OPEN
 from router.fleet.engine import Engine
-from router.http_client.answer_memory import UNCOUNTED
+from router.http_client.answer_memory import UNCOUNTED_BYTES
 from router.http_client.deadlines import now
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import BrokenAnswerError, UpstreamError
@@ -185,7 +185,7 @@ class Legs:
                 self.let_go()
             engine.kv_leases += 1
             self.holder = engine
-            if gateway.tells_moved and len(prefilled.params.raw) <= UNCOUNTED:
+            if gateway.tells_moved and len(prefilled.params.raw) <= UNCOUNTED_BYTES:
                 record.transfer_params = prefilled.params.raw
 
     def let_go(self, is_read: bool = False) -> None:

@@ -24,7 +24,7 @@ from router.common.exact_json import dumps
 from router.conversations.conversations import Turn
 from router.fleet.engine import Engine
 from router.fleet.engine_spec import DECODE
-from router.http_client.answer_memory import UNCOUNTED, Reservation
+from router.http_client.answer_memory import UNCOUNTED_BYTES, Reservation
 from router.http_client.deadlines import now
 from router.http_client.engine_answer import HIGH_WATER, LAST_BLOCKS, EngineAnswer
 from router.http_client.errors import BrokenAnswerError
@@ -351,7 +351,7 @@ class Tail:
         return read_streamed_choice(events_in(b"".join(self._copy)))
 
     def _has_room(self) -> bool:
-        if self._size <= UNCOUNTED:
+        if self._size <= UNCOUNTED_BYTES:
             return True
         if self._size > COPY_LIMIT:
             return False

@@ -15,7 +15,7 @@ from typing import Protocol
 import httptools
 
 from router.common.records import Thing
-from router.http_client.repeated_heads import Repeated, without_length
+from router.http_client.head_cache import HeadCache, without_length
 from router.openai.errors import (
     BodyTooLargeError,
     HeadTooLargeError,
@@ -78,8 +78,8 @@ class Inbound:
     """`is_receiving`: a request has begun to come, and its end is not here yet. `is_deaf`: nothing
     more is listened to."""
 
-    __slots__ = ("_bounds", "_current", "_headers", "_overhead", "_parser", "_repeated", "_target",
-                 "is_deaf", "is_receiving", "requests")  # fmt: skip
+    __slots__ = ("_bounds", "_current", "_head_cache", "_headers", "_overhead", "_parser",
+                 "_target", "is_deaf", "is_receiving", "requests")  # fmt: skip
 
     def __init__(self, bounds: Bounds) -> None:
         self.requests: deque[Incoming] = deque()
@@ -91,7 +91,7 @@ class Inbound:
         self._target = b""
         self._headers: list[Header] = []
         # The head of the last request for flows, and its endpoint and target.
-        self._repeated = Repeated(("", b""))
+        self._head_cache = HeadCache(("", b""))
         # Bytes since the last piece of body: heads and trailers, which the parser does not limit.
         self._overhead = 0
 
@@ -109,7 +109,7 @@ class Inbound:
     def feed(self, data: bytes) -> None:
         is_between, count = not self.is_receiving, len(self.requests)
         if is_between:
-            again = self._repeated.read(data)
+            again = self._head_cache.match(data)
             if again is not None and self._takes(*again):
                 return
         self._overhead += len(data)
@@ -225,7 +225,7 @@ class Inbound:
     def _note(self, data: bytes, only: Incoming) -> None:
         """More may follow it, or we were deaf by now: so it is of version 1.1, too."""
         if only.endpoint is not None:
-            self._repeated.note(data, (only.endpoint, only.target), only.headers, only.size)
+            self._head_cache.store(data, (only.endpoint, only.target), only.headers, only.size)
 
     def _parse(self, data: bytes) -> None:
         try:

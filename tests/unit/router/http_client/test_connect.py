@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from router.http_client import connect
-from router.http_client.connect import LOCAL, READ_AT_ONCE, ConnectAttempt
+from router.http_client.connect import LOCAL_ERRNOS, RECEIVE_BUFFER_BYTES, ConnectAttempt
 from router.http_client.deadlines import now
 from router.http_client.errors import (
     AnswerTimeoutError,
@@ -75,8 +75,8 @@ class Loop:
         raise self._failures.pop(0)
 
 
-async def failure_of(loop: Loop, deadline: float = LONG, patience: float = LONG) -> UpstreamError:
-    attempt = ConnectAttempt("engine", 1, now() + deadline, patience)
+async def failure_of(loop: Loop, deadline: float = LONG, timeout_s: float = LONG) -> UpstreamError:
+    attempt = ConnectAttempt("engine", 1, now() + deadline, timeout_s)
     with pytest.raises(UpstreamError) as caught:
         await attempt.run(cast(asyncio.AbstractEventLoop, loop), asyncio.Protocol)
     return caught.value
@@ -96,7 +96,7 @@ async def test_no_descriptor_left_is_our_own_fault(
     assert b"cmpl-1" in await body_of(pool), "and it passes"
 
 
-@pytest.mark.parametrize("number", sorted(LOCAL), ids=errno.errorcode.get)
+@pytest.mark.parametrize("number", sorted(LOCAL_ERRNOS), ids=errno.errorcode.get)
 async def test_what_the_kernel_refuses_us_is_our_own_fault(number: int) -> None:
     error = await failure_of(Loop(OSError(number, "no")))
     assert type(error) is LocalError
@@ -144,14 +144,14 @@ async def test_a_name_without_an_address_is_unresolved(start_pool: StartPool, ho
 
 
 async def test_a_name_that_is_not_resolved_in_time_is_not_the_engines_fault() -> None:
-    assert type(await failure_of(Loop(is_silent=True), patience=SHORT)) is UnresolvedError
+    assert type(await failure_of(Loop(is_silent=True), timeout_s=SHORT)) is UnresolvedError
     assert type(await failure_of(Loop(is_silent=True), deadline=SHORT)) is UnresolvedError
 
 
 async def test_a_scope_stays_with_its_address() -> None:
-    assert connect._host_of(("fe80::1", 80, 0, 7)) == "fe80::1%7"
-    assert connect._host_of(("::1", 80, 0, 0)) == "::1"
-    assert connect._host_of(("10.0.0.1", 80)) == "10.0.0.1"
+    assert connect._numeric_host(("fe80::1", 80, 0, 7)) == "fe80::1%7"
+    assert connect._numeric_host(("::1", 80, 0, 0)) == "::1"
+    assert connect._numeric_host(("10.0.0.1", 80)) == "10.0.0.1"
 
 
 async def test_an_engine_that_does_not_accept_is_to_blame(
@@ -238,13 +238,15 @@ async def test_engine_sockets_notice_a_vanished_host(engine: MockEngine) -> None
     ]
     assert tcp == [1, 5, 2, 3, 20_000]
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) == 2 * READ_AT_ONCE, "as Linux has"
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) == 2 * RECEIVE_BUFFER_BYTES, (
+        "as Linux has"
+    )
     made[0].abort()
 
 
 async def test_what_a_resolver_says_is_no_engines_fault() -> None:
     """Without a descriptor left it may say EINVAL."""
     attempt = ConnectAttempt("localhost", 1, now() + 5, 5)
-    assert type(attempt._blame(OSError(errno.EINVAL, "Invalid argument"))) is UnresolvedError
+    assert type(attempt._classify(OSError(errno.EINVAL, "Invalid argument"))) is UnresolvedError
     attempt._is_resolved = True
-    assert type(attempt._blame(OSError(errno.ECONNREFUSED, "refused"))) is ConnectRefusedError
+    assert type(attempt._classify(OSError(errno.ECONNREFUSED, "refused"))) is ConnectRefusedError

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from router.http_client.connect import KNOWN_OPTIONS
+from router.http_client.connect import SOCKET_OPTIONS
 from router.http_client.connection import EngineConnection
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import (
@@ -77,10 +77,10 @@ async def test_a_kept_connection_whose_engine_reads_nothing_of_a_body_is_not_sta
     start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the same engine would be asked again, and be waited for twice."""
-    last, name, _ = KNOWN_OPTIONS[-1]
+    last, name, _ = SOCKET_OPTIONS[-1]
     assert name == socket.TCP_USER_TIMEOUT
-    options = (*KNOWN_OPTIONS[:-1], (last, name, 1000))
-    monkeypatch.setattr("router.http_client.connect.KNOWN_OPTIONS", options)
+    options = (*SOCKET_OPTIONS[:-1], (last, name, 1000))
+    monkeypatch.setattr("router.http_client.connect.SOCKET_OPTIONS", options)
 
     async def answer(writer: asyncio.StreamWriter) -> None:
         writer.write(WHOLE)
@@ -111,9 +111,9 @@ async def test_a_kept_connection_is_not_taken_where_it_was_idle_for_too_long(
     await body_of(pool)
     (kept,) = pool._idle
     kept.idle_since -= 2.0
-    assert pool.send_on_idle(REQUEST, soon(), longest=1.0) is None
+    assert pool.send_on_idle(REQUEST, soon(), max_idle_s=1.0) is None
     assert pool.idle_count == 1, "it stays for others"
-    answer = pool.send_on_idle(REQUEST, soon(), longest=3.0)
+    answer = pool.send_on_idle(REQUEST, soon(), max_idle_s=3.0)
     assert answer is not None
     await answer.ready()
     answer.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.http_client.answer_memory import UNCOUNTED, AnswerMemory, Reservation
+from router.http_client.answer_memory import UNCOUNTED_BYTES, AnswerMemory, Reservation
 from router.http_client.errors import AnswersFullError
 from router.http_client.pool import EnginePool
 from tests.unit.router.harness import eventually
@@ -39,7 +39,7 @@ async def test_what_the_router_asks_engines_itself_is_never_refused(
 def test_a_reservation_counts_what_is_large_and_stays_as_it_is_where_there_is_no_room() -> None:
     memory = AnswerMemory(4 * MIB)
     one, other = Reservation(memory), Reservation(memory)
-    assert one.resize(UNCOUNTED)
+    assert one.resize(UNCOUNTED_BYTES)
     assert memory.size == 0
     assert one.resize(3 * MIB)
     assert not other.resize(2 * MIB)

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from router.http_client.head_cache import MAX_HEAD_BYTES, MAX_MISSES, HeadCache
 from router.http_client.pool import EnginePool
-from router.http_client.repeated_heads import MOST_BYTES, MOST_NEW, Repeated
 from router.server.request_reader import Inbound
 from tests.unit.router.corpus import SMUGGLED
 from tests.unit.router.http_client.asking import OK, ask, body_of
@@ -24,16 +24,16 @@ STRANGE = (b"", b"\r\n", b"\n", b"\r", b"\n\n", b"\r\n\r\n", b" ", b"\t", b"0", 
            b"content-length: 4\r\nx: y\n\n")  # fmt: skip
 
 
-def noted() -> Repeated[int]:
-    repeated = Repeated(0)
-    repeated.note(FIRST, 1, HEADERS, 2)
+def noted() -> HeadCache[int]:
+    repeated = HeadCache(0)
+    repeated.store(FIRST, 1, HEADERS, 2)
     return repeated
 
 
 @pytest.mark.parametrize("size", [0, 1, 9, 10, 11, 99, 100, 101, 999, 1000, 9999, 10_000, 99_999])
 def test_the_same_head_is_read_with_its_own_length_and_body(size: int) -> None:
     body = b"x" * size
-    assert noted().read(HEAD % size + body) == (1, HEADERS, body)
+    assert noted().match(HEAD % size + body) == (1, HEADERS, body)
 
 
 @pytest.mark.parametrize(
@@ -54,15 +54,15 @@ def test_the_same_head_is_read_with_its_own_length_and_body(size: int) -> None:
     ],
 )
 def test_anything_else_is_for_the_parser(data: bytes) -> None:
-    assert noted().read(data) is None
+    assert noted().match(data) is None
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"1", b"\x001", b"\x000", b"\x0010" + b"x" * 9, b"\0", FIRST]
 )
 def test_where_nothing_was_noted_nothing_is_read(data: bytes) -> None:
-    assert Repeated(0).read(data) is None
-    assert Repeated(0).read(data[:-1]) is None
+    assert HeadCache(0).match(data) is None
+    assert HeadCache(0).match(data[:-1]) is None
 
 
 @pytest.mark.parametrize(
@@ -73,24 +73,24 @@ def test_where_nothing_was_noted_nothing_is_read(data: bytes) -> None:
         (FIRST + b"\r\n", 2),
         (b"\r\n\r\n" + FIRST, 2),
         (FIRST.replace(b"x: y\r\n\r\n", b"x: y\n\n") + b"\r\n\r\n{}", 2),
-        (FIRST.replace(b"x: y", b"x: " + b"y" * MOST_BYTES), 2),
+        (FIRST.replace(b"x: y", b"x: " + b"y" * MAX_HEAD_BYTES), 2),
     ],
 )
 def test_what_could_be_read_in_two_ways_or_is_large_is_not_remembered(
     data: bytes, size: int
 ) -> None:
-    repeated = Repeated(0)
-    repeated.note(data, 1, HEADERS, size)
-    assert repeated.read(data) is None
+    repeated = HeadCache(0)
+    repeated.store(data, 1, HEADERS, size)
+    assert repeated.match(data) is None
 
 
 def test_whoever_says_something_new_each_time_is_not_remembered_for_ever() -> None:
-    repeated = Repeated(0)
-    said = [FIRST.replace(b"x: y", b"x: %d" % number) for number in range(MOST_NEW + 1)]
+    repeated = HeadCache(0)
+    said = [FIRST.replace(b"x: y", b"x: %d" % number) for number in range(MAX_MISSES + 1)]
     for data in said:
-        repeated.note(data, 1, HEADERS, 2)
-    assert repeated.read(said[-1]) is None
-    assert repeated.read(said[-2]) is not None
+        repeated.store(data, 1, HEADERS, 2)
+    assert repeated.match(said[-1]) is None
+    assert repeated.match(said[-2]) is not None
 
 
 def what_is_found(sent: list[bytes], remembers: bool) -> list[object]:
@@ -98,7 +98,7 @@ def what_is_found(sent: list[bytes], remembers: bool) -> list[object]:
     inbound = Inbound(bounds)
     for piece in sent:
         if not remembers:
-            inbound._repeated = Repeated(("", b""))
+            inbound._head_cache = HeadCache(("", b""))
         if not inbound.is_deaf:
             inbound.feed(piece)
     state = inbound.is_deaf, inbound.is_receiving, bounds.held.size
