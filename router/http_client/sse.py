@@ -52,8 +52,9 @@ from router.http_client.errors import EventTooLargeError
 # for each: those of two million tokens take 8 MiB.
 MAX_EVENT_BYTES = 16 * 1024 * 1024
 DONE = b"[DONE]"
-# What may stand between two JSON tokens of an event's data, as a regular expression.
-GAP = rb"\s*(?:data:\s*)*"
+# What may stand between a JSON key and its value, as a regular expression: a colon, white space
+# and, where they are in two lines, `data:`.
+GAP = rb"[\sdat:]*"
 
 _EVENT_END = re.compile(rb"(?:\n\n|\r\r|\n\r)[\r\n]*")
 # How blocks end that certainly end with an event.
@@ -101,7 +102,7 @@ class SseReader:
             return b""
         self._held += block[:end]
         events = self.rest()
-        if len(events) > self._limit and next(_spans(events), (0, 0))[1] > self._limit:
+        if len(events) > self._limit and _end_of_first_event(events) > self._limit:
             raise self._too_large()
         self._hold(block[end:])
         return events
@@ -136,12 +137,21 @@ class SseReader:
 
 def events_in(block: bytes, at_end: bool = False) -> Iterator[SseEvent]:
     """Yield the events of a block that begins with an event. `at_end`: the block is the last of its
-    stream, so yield an event that has not ended, too."""
-    end = _behind_line_ends(block, 0)
-    for start, end in _spans(block):
-        yield SseEvent(start, end, data_of(block[start:end]))
-    if at_end and end < len(block):
-        yield SseEvent(end, len(block), data_of(block[end:]))
+    stream, so yield an event that has not ended, too. Empty lines before an event belong to none.
+    """
+    start = _behind_line_ends(block, 0)
+    is_simple = block.find(b"\r") < 0
+    while start < len(block):
+        end = _end_of_event(block, start, is_simple)
+        if end < 0:
+            if not at_end:
+                return
+            end = len(block)
+        if is_simple and block.startswith(b"data: ", start) and block.find(b"\n", start) == end - 2:
+            yield SseEvent(start, end, block[start + 6 : end - 2])  # as most are
+        else:
+            yield SseEvent(start, end, data_of(block[start:end]))
+        start = end
 
 
 def end_of_last_event(block: bytes) -> int:
@@ -194,26 +204,32 @@ def comment_lines(name: bytes) -> re.Pattern[bytes]:
 
 def says_done(block: bytes, at_end: bool = False) -> bool:
     """Return True if the block has a [DONE] event. Text of an answer may contain [DONE], too."""
-    return block.find(DONE) >= 0 and any(
-        event.data is not None and event.data.startswith(DONE) for event in events_in(block, at_end)
-    )
+    if block.find(DONE) < 0:
+        return False
+    if block.startswith(b"data: [DONE]"):  # as it mostly comes
+        return True
+    for event in events_in(block, at_end):
+        if event.data is not None and event.data.startswith(DONE):
+            return True
+    return False
 
 
-def _spans(block: bytes) -> Iterator[tuple[int, int]]:
-    """Yield where each whole event begins and ends. Empty lines before the first belong to none."""
-    start = _behind_line_ends(block, 0)
-    if block.find(b"\r") >= 0:
-        for found in _EVENT_END.finditer(block, start):
-            yield start, found.end()
-            start = found.end()
-        return
-    while (at := block.find(b"\n\n", start)) >= 0:
-        end = _behind_line_ends(block, at + 2)
-        yield start, end
-        start = end
+def _end_of_first_event(block: bytes) -> int:
+    return _end_of_event(block, _behind_line_ends(block, 0), block.find(b"\r") < 0)
+
+
+def _end_of_event(block: bytes, start: int, is_simple: bool) -> int:
+    """Return the offset behind the event that starts at `start`, -1 if it does not end.
+    `is_simple`: there is no CR in the block."""
+    if is_simple:
+        at = block.find(b"\n\n", start)
+        return -1 if at < 0 else _behind_line_ends(block, at + 2)
+    found = _EVENT_END.search(block, start)
+    return -1 if found is None else found.end()
 
 
 def _behind_line_ends(block: bytes, at: int) -> int:
-    while block.startswith((b"\n", b"\r"), at):
+    """Return the offset of the first byte from `at` on that ends no line."""
+    while block[at : at + 1] in (b"\n", b"\r"):
         at += 1
     return at

@@ -10,7 +10,6 @@ it before the client has received anything, so that the router can retry on anot
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import orjson
 
@@ -18,7 +17,7 @@ from router.common.exact_json import dumps
 from router.fleet.engine_spec import DECODE, EngineRole
 from router.http_client.engine_answer import HIGH_WATER, AnswerTap, EngineAnswer
 from router.http_client.errors import BrokenAnswerError
-from router.http_client.sse import end_of_last_event
+from router.http_client.sse import DONE, end_of_last_event, says_done
 from router.openai.answers import (
     Json,
     cached_tokens_of,
@@ -35,23 +34,26 @@ from router.openai.errors import (
     error_body,
     type_of_status,
 )
+from router.openai.event_stream import (
+    BROKEN_OFF,
+    ERROR_KEY,
+    FINISH_REASON,
+    ends_inside_event,
+    error_in,
+    has_output,
+    is_broken_off,
+    json_events,
+)
 from router.proxy.leg_bodies import message_in
-from router.proxy.resume_buffer import ends_inside_event, says_done
 from router.proxy.threshold_probe import is_rejection
 
 ABORT, ERROR = "abort", "error"
-# Finish reasons after which there is no answer. What begins with letters is found sooner.
-FINISH = re.compile(rb'finish_reason"(?<="finish_reason")\s*:\s*"([^"]+)"')
 CODE = re.compile(r"[45][0-9]{2}")
-BROKEN_OFF = frozenset((b"abort", b"error", b"cache_threshold"))
-# Bytes of the longest finish reason that may have come without its end.
-SEAM = 64
-ERROR_KEY = b'"error"'
+# Bytes of the longest finish reason that may be cut.
+SEAM_BYTES = 64
 CHOICES = re.compile(rb'choices"(?<="choices")\s*:\s*\[\s*\{')
 # Text of a stream's first event: then nothing else needs to be known of it.
 TEXT = re.compile(rb'(?:"content"|"text"|"reasoning"|"reasoning_content")\s*:\s*"[^"]')
-# Fields of a choice and of its delta that say nothing of the answer.
-SILENT = frozenset(("index", "role", "delta", "finish_reason", "stop_reason"))
 
 
 def failure_of(content: Json, role: EngineRole) -> Exception | None:
@@ -61,7 +63,7 @@ def failure_of(content: Json, role: EngineRole) -> Exception | None:
     The failure is an EngineRejectedError if the error object has a 4xx code: then the request is
     at fault.
     """
-    error = _error_in(content)
+    error = error_in(content)
     if error is not None:
         return _told(error, role)
     if is_rejection(content):
@@ -74,14 +76,6 @@ def failure_of(content: Json, role: EngineRole) -> Exception | None:
         if choice.get("finish_reason") == ERROR:
             return EngineError(f"the {role} engine failed during the answer")
     return None
-
-
-def _error_in(content: Json) -> object:
-    """Return the error object, in the form of OpenAI, of vLLM before 0.10, or of an SSE event."""
-    error = content.get("error")
-    if error and not any(map(_is_said, choices_of(content))):
-        return error
-    return content if ERROR in (content.get("object"), content.get("type")) else None
 
 
 def _told(error: object, role: EngineRole) -> Exception:
@@ -156,7 +150,7 @@ def _content_of(raw: bytes) -> Json:
     content = parse_object(raw)
     if content is None:
         raise BrokenAnswerError("an answer that is not a JSON object")
-    if not choices_of(content) and _error_in(content) is None:
+    if not choices_of(content) and error_in(content) is None:
         raise BrokenAnswerError("an answer without choices")
     return content
 
@@ -176,15 +170,10 @@ def _may_fail(said: bytes) -> bool:
     return said.find(ERROR_KEY) >= 0 or is_broken_off(said)
 
 
-def is_broken_off(said: bytes) -> bool:
-    """Return True if a finish reason in this JSON text reports an aborted answer."""
-    return not BROKEN_OFF.isdisjoint(FINISH.findall(said))
-
-
 def _first_word(block: bytes, is_generation: bool, looks_ahead: bool) -> Json | None:
     first: Json | None = None
-    for _, event in _events(block):
-        if first is None and (not is_generation or _says_something(event)):
+    for _, event in json_events(block):
+        if first is None and (not is_generation or _has_output(event)):
             first = event
             if not looks_ahead:
                 break
@@ -193,33 +182,9 @@ def _first_word(block: bytes, is_generation: bool, looks_ahead: bool) -> Json | 
     return first
 
 
-def _says_something(event: Json) -> bool:
+def _has_output(event: Json) -> bool:
     """Return True for an error and for an event with more than a role."""
-    return _error_in(event) is not None or any(map(_is_said, choices_of(event)))
-
-
-def _is_said(choice: Json) -> bool:
-    delta = choice.get("delta")
-    said = {**choice, **delta} if isinstance(delta, dict) else choice
-    return bool(choice.get("finish_reason")) or any(
-        value for name, value in said.items() if name not in SILENT
-    )
-
-
-def _events(block: bytes) -> Iterator[tuple[int, Json]]:
-    """Yield the complete events that are JSON objects, each with the offset of its first byte."""
-    end = end_of_last_event(block)
-    if block.find(b"\n", 0, end) < 0:
-        block = block.replace(b"\r", b"\n")  # as long as it was
-    start = at = 0
-    while at < end:
-        line_end = block.find(b"\n", at, end)
-        line = block[at:line_end].rstrip(b"\r")
-        at = line_end + 1
-        if not line:
-            start = at
-        elif line.startswith(b"data:") and (content := parse_object(line[5:])) is not None:
-            yield start, content
+    return error_in(event) is not None or any(map(has_output, choices_of(event)))
 
 
 async def cached_share(answer: EngineAnswer) -> float | None:
@@ -236,20 +201,23 @@ async def cached_share(answer: EngineAnswer) -> float | None:
 # While it passes to the client.
 
 
-def failure_midway(block: bytes, role: EngineRole) -> tuple[int, Exception | None]:
-    """Find a failure in the next events of a stream that the client has partly received. Returns
-    the offset of the failure and the error to raise, or the length of the block and None."""
-    for start, event in _events(block):
-        failure = failure_of(event, role)
+def failure_midway(
+    block: bytes, role: EngineRole, at_end: bool = False
+) -> tuple[int, Exception | None]:
+    """Find a failure in the next events of a stream that the client has partly received. `at_end`:
+    no event follows. Returns the offset of the failure and the error to raise, or the length of the
+    block and None."""
+    for event, content in json_events(block, at_end):
+        failure = failure_of(content, role)
         if isinstance(failure, EngineRejectedError):
             text = f"the {role} engine ended the answer{message_in(failure.body)}"
-            return start, RejectedMidStreamError(text)
+            return event.start, RejectedMidStreamError(text)
         if failure is not None:
-            return start, failure
+            return event.start, failure
     return len(block), None
 
 
-class Long:
+class LongAnswerCheck:
     """A watch for a non-streamed answer that is too long to be checked before it is relayed. It
     fails the answer if a finish reason reports that the engine aborted it."""
 
@@ -263,7 +231,7 @@ class Long:
         said = self._seam + block
         if is_broken_off(said):
             self._answer.error = BrokenAnswerError("an answer that its engine has broken off")
-        self._seam = said[-SEAM:]
+        self._seam = said[-SEAM_BYTES:]
         return block
 
 
@@ -297,14 +265,15 @@ class StreamValidator:
     def passing(self, block: bytes, last: bool) -> bytes:
         if self.failure is not None:
             return b""
-        finishes = FINISH.findall(block)
-        if block.find(ERROR_KEY) >= 0 or not BROKEN_OFF.isdisjoint(finishes):
-            start, failure = failure_midway(block, self._role)
+        reasons = FINISH_REASON.findall(block)
+        if block.find(ERROR_KEY) >= 0 or (reasons and not BROKEN_OFF.isdisjoint(reasons)):
+            start, failure = failure_midway(block, self._role, last)
             # Here and in no method of its own: compiled, this one would go on to hold it for None.
             block, self.failure = block[:start], failure
-        self._is_done = self._is_done or says_done(block)
-        if not self._is_ended:
-            self._is_ended = self._is_done or (bool(finishes) and not self._is_several)
+        if not self._is_done and block.find(DONE) >= 0:
+            self._is_done = says_done(block, last)
+        if reasons and not self._is_several:
+            self._is_ended = True
         if last and self.failure is None and not self._is_whole(block):
             self.failure = BrokenAnswerError("an event stream that ended before its answer")
             block = block[: end_of_last_event(block)]

@@ -37,13 +37,13 @@ from router.openai.answers import (
     read_streamed_choice,
 )
 from router.openai.errors import EngineUnavailableError, PreemptedError
+from router.openai.event_stream import is_broken_off
 from router.proxy import headers, stream_from_answer
 from router.proxy.answer_check import (
-    Long,
+    LongAnswerCheck,
     StreamValidator,
     failure_midway,
     failure_of,
-    is_broken_off,
 )
 from router.proxy.exchange import Header
 from router.proxy.gateway import Gateway
@@ -87,7 +87,7 @@ async def deliver(request: Request, gateway: Gateway, engine: Engine, answer: En
             is_generation, is_several = request.alone != PASSED, _is_several(request)
             ending = answer.tap = StreamValidator(engine.role, None, is_generation, is_several)
         elif request.alone != PASSED:
-            answer.watch = Long(answer).passing
+            answer.watch = LongAnswerCheck(answer).passing
         try:
             await exchange.relay(answer.status, passed, answer, idle, request.latest)
         except asyncio.CancelledError:

@@ -566,7 +566,7 @@ def test_a_finish_waits_for_the_end() -> None:
 
 
 def test_what_waits_behind_a_finish_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume_module, "MAX_HELD_BYTES", 1000)
+    monkeypatch.setattr(resume_module, "MAX_ENDING_BYTES", 1000)
     buffer = ResumeBuffer(Held(0), {}, 2)
     buffer.start_leg(None)
     more = event(b"x" * 600)

@@ -28,6 +28,7 @@ def output_of(buffer: ResumeBuffer) -> bytes:
     [
         (NEXT, PLAIN, b"BBBBCCCC"),
         (NEXT.replace(b"\n", b"\r\n"), PLAIN.replace(b"\n", b"\r\n"), b"BBBBCCCC"),
+        (NEXT.replace(b"\n", b"\r"), PLAIN.replace(b"\n", b"\r"), b"BBBBCCCC"),
         (NEXT + NEXT, PLAIN + PLAIN, b"BBBBCCCCCCCC"),
         (PLAIN + NEXT, PLAIN + PLAIN, b"BBBBCCCC"),
         (b": heartbeat\n\n" + NEXT, b": heartbeat\n\n" + PLAIN, b"BBBBCCCC"),
@@ -91,8 +92,18 @@ def test_nothing_of_an_end_that_is_none_passes(end: bytes, is_last: bool) -> Non
 
 
 @pytest.mark.parametrize("before", [b"", b": token_ids CCCC\n", NEXT])
-def test_an_error_cuts_the_stream(before: bytes) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        b'data: {"error": {"message": "x"}}\n\n',
+        b'data: {\ndata: "error": {"message": "x"}\ndata: }\n\n',
+        b'data: {"id": "a", "error": {"message": "x"}}\n\n',
+        b'event: error\ndata: {"type": "error", "message": "x"}\n\n',
+    ],
+)
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
+def test_an_error_cuts_the_stream(before: bytes, error: bytes, line_end: bytes) -> None:
     buffer = after_first()
-    passes = PLAIN if before == NEXT else b""
-    assert buffer.passing(before + b'data: {"error": {"message": "x"}}\n\n', False) == passes
+    passes = PLAIN.replace(b"\n", line_end) if before == NEXT else b""
+    assert buffer.passing((before + error).replace(b"\n", line_end), False) == passes
     assert buffer.is_cut

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.fleet.engine_spec import DECODE
 from router.http_client.deadlines import Deadlines, now
 from router.http_client.engine_answer import HIGH_WATER, EngineAnswer
+from router.http_client.sse import SseReader
+from router.proxy.admission import Held
 from router.proxy.answer_check import StreamValidator, failure_of, first_word
+from router.proxy.resume_buffer import ResumeBuffer
 from tests.unit.router.mock_engine import event
 from tests.unit.router.proxy.test_stopped_engines import CHAT_END, ROLE, TEXT_END, said
 
@@ -96,7 +102,16 @@ async def test_a_failure_that_comes_with_the_first_text_is_seen() -> None:
     assert (await verdict([TEXT + CHAT_END]))[0]
 
 
+IN_LINES = (
+    b'event: error\ndata: {\ndata: "error":\n: note\ndata: {"message": "CUDA died",\n'
+    b'data: "code": 500}\nid: 7\ndata: }\n\n'
+)
+ABORT_IN_LINES = (
+    b'data: {"choices": [{"index": 0, "text": "", "finish_reason":\ndata: "abort"}]}\n\n'
+)
 FAILED_LATER = [
+    IN_LINES,
+    ABORT_IN_LINES,
     TEXT_END,
     said(text="b", finish_reason="error"),
     said(text="", finish_reason="cache_threshold"),
@@ -121,6 +136,49 @@ def test_nothing_passes_from_a_failure_on(failed: bytes, boundary: bytes) -> Non
         assert passed == (TEXT + event("and")).replace(b"\n", boundary)
         assert ending.failure is not None
         assert ending.last == b""
+
+
+@given(
+    st.sampled_from(FAILED_LATER),
+    st.sampled_from((b"\n", b"\r\n", b"\r")),
+    st.lists(st.integers(0, 1000), max_size=9),
+)
+def test_a_failure_is_found_however_its_stream_is_cut(
+    failed: bytes, line_end: bytes, cuts: list[int]
+) -> None:
+    """Both for a stream that can be resumed and for one that cannot."""
+    passes, rest = TEXT + event("and"), failed + event("more") + b"data: [DONE]\n\n"
+    stream, passes = (part.replace(b"\n", line_end) for part in (passes + rest, passes))
+    places = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    reader, validator, buffer = SseReader(), StreamValidator(DECODE, None, True), resumable()
+    passed, recorded = b"", b""
+    for at, end in pairwise(places):
+        block = reader.whole_events(stream[at:end])
+        passed += validator.passing(block, False)
+        recorded += buffer.passing(block, False)
+    passed += validator.passing(reader.rest(), True)
+    recorded += buffer.passing(b"", True)
+    assert passed == passes
+    assert recorded == passes
+    assert validator.failure is not None
+    assert buffer.is_cut or buffer.is_preempted
+
+
+def resumable() -> ResumeBuffer:
+    buffer = ResumeBuffer(Held(0), {}, 2)
+    buffer.start_leg(None)
+    buffer.passing(b": prompt_token_ids AAAA\n: token_ids BBBB\n\n", False)
+    return buffer
+
+
+@pytest.mark.parametrize("failed", [IN_LINES, ABORT_IN_LINES])
+@pytest.mark.parametrize("blocks", [lambda stream: [stream], lambda stream: in_bytes(stream)])
+@pytest.mark.parametrize("start", [ROLE, b"\xef\xbb\xbf" + ROLE, b": waiting\n\n", b""])
+async def test_a_first_failure_in_several_lines_of_data_is_seen(
+    failed: bytes, blocks: Callable[[bytes], list[bytes]], start: bytes
+) -> None:
+    assert (await verdict(blocks(start + failed)))[0]
+    assert (await verdict(blocks(with_crlf(start + failed))))[0]
 
 
 @pytest.mark.parametrize(
@@ -154,6 +212,8 @@ USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 1}}'
         (USAGE[:30], False, b""),
         (b"event: usa", False, b""),
         (USAGE, False, USAGE),
+        (b'data: {\ndata: "usage": {}}', False, b'data: {\ndata: "usage": {}}'),
+        (b'data: {\ndata: "usage": {}', False, b""),
         (b": ping\n", False, b": ping\n"),
         (b"data: [DONE]\n", True, b"data: [DONE]\n"),
         (b"data:[DONE]\n\n???", True, b"data:[DONE]\n\n???"),

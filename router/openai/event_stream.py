@@ -1,0 +1,89 @@
+"""What the events of a streamed answer say: chunks, errors, finish reasons and the end.
+
+Where events end is for `router.http_client.sse`. What is looked for in bytes here, before any JSON
+is decoded, is a key or a string with its quotes: no text of a model can be taken for it, since
+quotes inside JSON strings are escaped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from router.http_client.sse import (
+    GAP,
+    SseEvent,
+    data_of,
+    end_of_last_event,
+    events_in,
+    says_done,
+)
+from router.openai.answers import Json, choices_of, parse_object
+from router.telemetry.token_usage import usage_in
+
+ERROR_KEY = b'"error"'
+# A finish reason that is not null. What begins with letters is found sooner: the quote before the
+# key is looked at second.
+FINISH_REASON = re.compile(b'finish_reason"(?<="finish_reason")' + GAP + b'"([^"]+)"')
+# Finish reasons of an answer that its engine did not complete.
+BROKEN_OFF = frozenset((b"abort", b"error", b"cache_threshold"))
+# Fields of a choice and of its delta that are no output.
+NO_OUTPUT = frozenset(("index", "role", "delta", "finish_reason", "stop_reason"))
+
+
+def json_events(block: bytes, at_end: bool = False) -> Iterator[tuple[SseEvent, Json]]:
+    """Yield the events of a block whose data are JSON objects. `at_end`: as for `events_in`."""
+    for event in events_in(block, at_end):
+        if event.data is not None and (content := parse_object(event.data)) is not None:
+            yield event, content
+
+
+def chunks_in(stream: bytes) -> Iterator[Json]:
+    """Yield the JSON objects of a stream's events, of one that has not ended, too."""
+    for _, content in json_events(stream, at_end=True):
+        yield content
+
+
+def error_in(content: Json) -> object:
+    """Return what a chunk or an answer reports as an error, None if it reports none.
+
+    That is its `error`, unless output stands beside it, or all of an object that says of itself
+    that it is an error, as vLLM's before 0.10 and some events do.
+    """
+    error = content.get("error")
+    if error and not any(map(has_output, choices_of(content))):
+        return error
+    return content if "error" in (content.get("object"), content.get("type")) else None
+
+
+def has_output(choice: Json) -> bool:
+    """Return True if a choice has a finish reason or more than a role."""
+    delta = choice.get("delta")
+    fields = {**choice, **delta} if isinstance(delta, dict) else choice
+    return bool(choice.get("finish_reason")) or any(
+        value for name, value in fields.items() if name not in NO_OUTPUT
+    )
+
+
+def is_broken_off(answer: bytes) -> bool:
+    """Return True if a finish reason in this JSON text reports an answer that was not completed."""
+    return not BROKEN_OFF.isdisjoint(FINISH_REASON.findall(answer))
+
+
+def ends_inside_event(ending: bytes) -> bool:
+    """Return True if a stream with this end stops inside an event and has sent no [DONE]. Comments
+    and a JSON object are whole without the empty line behind them."""
+    rest = ending[end_of_last_event(ending) :].strip()
+    if all(line.startswith(b":") for line in rest.splitlines()) or says_done(ending, at_end=True):
+        return False
+    data = data_of(rest)
+    return data is None or parse_object(data) is None
+
+
+def stream_usage(tail: bytes) -> bytes:
+    """Return the last usage in the last bytes of a stream, as `usage_in` does for an answer."""
+    usage = usage_in(tail)
+    if (usage and b"\n" not in usage and b"\r" not in usage) or tail.find(b'"usage"') < 0:
+        return usage
+    # Its event may have several lines of data.
+    return usage_in(b"\n".join(event.data or b"" for event in events_in(tail, at_end=True)))
