@@ -29,7 +29,7 @@ sys.path.insert(0, ROOT)
 
 import httpx  # noqa: E402 # the checkout's own packages come first
 
-from router.common.child_processes import ChildEndedError, Family  # noqa: E402
+from router.common.child_processes import ChildEndedError, ChildProcesses  # noqa: E402
 from scripts.bench_multiturn import lines_of, start_engine, start_router, until_ready  # noqa: E402
 from scripts.benchmarks.common import describe  # noqa: E402
 
@@ -155,14 +155,14 @@ def _cases(options: argparse.Namespace) -> Iterator[list[Case]]:
         yield [Case(name, url.rstrip("/"), options.served_model_name) for name, _, url in pairs]
         return
     with tempfile.TemporaryDirectory(prefix="bench-first-token-") as directory:
-        family = Family(Path(directory))
+        family = ChildProcesses(Path(directory))
         try:
             yield _start(family, options.model)
         finally:
             family.stop()
 
 
-def _start(family: Family, model: str) -> list[Case]:
+def _start(family: ChildProcesses, model: str) -> list[Case]:
     if not Path(model).is_dir():
         _say("making the chat model")
         make = [sys.executable, "-m", "engine_ext.reference.chat_model", model]

@@ -33,7 +33,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.getenv("PYTHON
 
 import httpx  # noqa: E402 # the checkout's own packages come first
 
-from router.common.child_processes import Child, ChildEndedError, Family  # noqa: E402
+from router.common.child_processes import ChildEndedError, ChildProcess, ChildProcesses  # noqa: E402
 from scripts.benchmarks.common import describe  # noqa: E402
 from tests.conftest import find_free_ports  # noqa: E402
 
@@ -239,7 +239,7 @@ def _servers(options: argparse.Namespace) -> Iterator[Servers]:
         yield Servers(options.router.rstrip("/"), options.alone.rstrip("/"), options.model)
         return
     with tempfile.TemporaryDirectory(prefix="bench-multiturn-") as directory:
-        family = Family(Path(directory))
+        family = ChildProcesses(Path(directory))
         _say("starting a prefiller, a decoder, one engine alone, and a router")
         try:
             yield _start(family, max(options.histories))
@@ -247,7 +247,7 @@ def _servers(options: argparse.Namespace) -> Iterator[Servers]:
             family.stop()
 
 
-def _start(family: Family, longest: int) -> Servers:
+def _start(family: ChildProcesses, longest: int) -> Servers:
     positions = longest + ANSWER_TOKENS * 2 + NEW_TOKENS + 1024
     model = str(family.directory / "tiny")
     make = [sys.executable, "-m", TINY, model, "--max-positions", str(positions)]
@@ -268,14 +268,14 @@ def _start(family: Family, longest: int) -> Servers:
 
 
 def start_engine(
-    family: Family,
+    family: ChildProcesses,
     model: str,
     name: str,
     *flags: str,
     program: Sequence[str] = (sys.executable, "-m", ENGINE, "--num-threads", "1"),
     environment: Mapping[str, str] | None = None,
     transfer: Mapping[str, object] | None = None,
-) -> Child:
+) -> ChildProcess:
     """`transfer`: beside what every engine's `kv_transfer_config` has here."""
     port, side_channel = find_free_ports(2)
     config = {
@@ -298,7 +298,13 @@ def start_engine(
     )
 
 
-def start_router(family: Family, name: str, prefill: str, decode: str, *flags: str) -> Child:
+def start_router(
+    family: ChildProcesses,
+    name: str,
+    prefill: str,
+    decode: str,
+    *flags: str,
+) -> ChildProcess:
     """Before two engines, of which the URLs are given."""
     (port,) = find_free_ports(1)
     command = [sys.executable, "-m", "router.commands.cli", "--port", str(port), *flags]
@@ -307,7 +313,7 @@ def start_router(family: Family, name: str, prefill: str, decode: str, *flags: s
     return family.start(name, command, f"http://127.0.0.1:{port}")
 
 
-def until_ready(child: Child, path: str) -> None:
+def until_ready(child: ChildProcess, path: str) -> None:
     deadline = time.monotonic() + START_SECONDS
     while True:
         child.check()

@@ -37,7 +37,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.getenv("PYTHON
 import httpx  # noqa: E402 # the checkout's own packages come first
 
 from router.commands.demo.engines import ENGINES, VLLM_ABSENT, VLLM_ON_CPU, find_vllm  # noqa: E402
-from router.common.child_processes import Child, ChildEndedError, Family  # noqa: E402
+from router.common.child_processes import ChildEndedError, ChildProcess, ChildProcesses  # noqa: E402
 from scripts.bench_multiturn import VOCABULARY, ask, start_engine, until_ready  # noqa: E402
 from scripts.benchmarks.common import describe  # noqa: E402
 from tests.conftest import find_free_ports  # noqa: E402
@@ -84,7 +84,7 @@ def main() -> int:
     print(describe(), file=sys.stderr)
     try:
         with tempfile.TemporaryDirectory(prefix="bench-push-") as directory:
-            results = _measured(Family(Path(directory)), options)
+            results = _measured(ChildProcesses(Path(directory)), options)
     except ChildEndedError as error:
         print(f"bench_push.py: {error}", file=sys.stderr)
         return 1
@@ -93,7 +93,7 @@ def main() -> int:
     return 0
 
 
-def _measured(family: Family, options: argparse.Namespace) -> list[Result]:
+def _measured(family: ChildProcesses, options: argparse.Namespace) -> list[Result]:
     print("starting a prefiller, a decoder and two routers", file=sys.stderr)
     lengths, repeats = options.lengths, options.repeats
     try:
@@ -141,8 +141,8 @@ def _measure(
 
 @dataclass(frozen=True)
 class Engines:
-    prefiller: Child
-    decoder: Child
+    prefiller: ChildProcess
+    decoder: ChildProcess
 
     def num_early_blocks(self, client: httpx.Client) -> float:
         return _metric(client, self.prefiller, "disagg_engine_kv_early_blocks_total")
@@ -175,7 +175,7 @@ class Engines:
         return began + ask(client, self.decoder.url, "tiny", prompt, fields).first_after
 
 
-def _metric(client: httpx.Client, engine: Child, name: str) -> float:
+def _metric(client: httpx.Client, engine: ChildProcess, name: str) -> float:
     lines = client.get(f"{engine.url}/metrics").text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
@@ -187,7 +187,7 @@ def _spread(values: list[float]) -> float:
     return (third - first) / statistics.median(values)
 
 
-def _engines(family: Family, longest: int, options: argparse.Namespace) -> Engines:
+def _engines(family: ChildProcesses, longest: int, options: argparse.Namespace) -> Engines:
     model = str(family.directory / "tiny")
     make = [sys.executable, "-m", "engine_ext.reference.tiny_model", model]
     family.start("model", [*make, "--max-positions", str(longest + 1024)], "").process.wait()
@@ -205,8 +205,8 @@ def _engines(family: Family, longest: int, options: argparse.Namespace) -> Engin
 
 
 def _started_in_vllm(
-    family: Family, model: str, name: str, *flags: str, transfer: Mapping[str, object]
-) -> Child:
+    family: ChildProcesses, model: str, name: str, *flags: str, transfer: Mapping[str, object]
+) -> ChildProcess:
     python = find_vllm()
     if python is None:
         raise SystemExit(f"bench_push.py: {VLLM_ABSENT}")
@@ -225,7 +225,7 @@ def _started_in_vllm(
     )
 
 
-def _routers(family: Family, engines: Engines, client: httpx.Client) -> dict[str, str]:
+def _routers(family: ChildProcesses, engines: Engines, client: httpx.Client) -> dict[str, str]:
     both = [engines.prefiller, engines.decoder]
     routers = {mode: _router(family, mode, both) for mode in MODES}
     for router in routers.values():
@@ -234,7 +234,7 @@ def _routers(family: Family, engines: Engines, client: httpx.Client) -> dict[str
     return {mode: router.url for mode, router in routers.items()}
 
 
-def _router(family: Family, mode: str, engines: list[Child]) -> Child:
+def _router(family: ChildProcesses, mode: str, engines: list[ChildProcess]) -> ChildProcess:
     (port,) = find_free_ports(1)
     command = [
         sys.executable,

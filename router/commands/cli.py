@@ -1,8 +1,9 @@
-"""disagg-router: `serve` (the default), `drain`, `status`, `bench`, `key` and `demo`."""
+"""The command disagg-router: `serve` (the default), `drain`, `status`, `bench`, `key`, `demo`."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import sys
@@ -12,7 +13,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
-from router.commands.arguments import Parser
+from router.commands.console import CommandParser
 from router.settings import (
     RENAMED,
     Settings,
@@ -29,19 +30,28 @@ from router.settings import (
 
 PROGRAM = "disagg-router"
 DESCRIPTION = """\
-Routes OpenAI requests to prefill and decode engines, one of each for every request.
+Routes OpenAI requests to pairs of prefill and decode engines.
 
 Commands:
   serve    serve in front of running engines (the default, may be left out)
-  drain    let an engine finish what it has, before it is stopped (disagg-router drain --help)
-  status   show the engines, groups and load that a router sees (disagg-router status --help)
-  bench    put a bounded load on a router and measure it (disagg-router bench --help)
-  key      make an API key for a client of the router (disagg-router key --help)
-  demo     start engines and a router on this machine, to try it (disagg-router demo --help)
+  drain    wait until an engine can be stopped without failing a request
+  status   show the engines, groups and load of a router
+  bench    put a bounded load on a router and measure it
+  key      make an API key for a client of the router
+  demo     start engines and a router on this machine
 
-Every option below can also be a variable (DISAGG_ROUTER_PORT for --port) or a line of a YAML
-file (--config). An option wins over a variable, a variable over the file.
+`disagg-router COMMAND --help` shows a command's options. Every option below can also be a variable
+(DISAGG_ROUTER_PORT for --port) or a line of a YAML file (--config). An option takes precedence over
+a variable, a variable over the file.
 """
+# A command's module is imported only if it runs.
+COMMANDS = {
+    "bench": "router.commands.bench.command",
+    "demo": "router.commands.demo.command",
+    "drain": "router.commands.drain",
+    "key": "router.commands.key",
+    "status": "router.commands.status.command",
+}
 EXAMPLE = """\
 example:
   disagg-router --prefiller-hosts 10.0.0.1 10.0.0.2 --prefiller-ports 8100 \\
@@ -51,44 +61,25 @@ example:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["demo"]:
-        from router.commands.demo.command import main as demo
-
-        return demo(arguments[1:])
-    if arguments[:1] == ["drain"]:
-        from router.commands.drain import main as drain
-
-        return drain(arguments[1:])
-    if arguments[:1] == ["status"]:
-        from router.commands.status.command import main as status
-
-        return status(arguments[1:])
-    if arguments[:1] == ["bench"]:
-        from router.commands.bench.command import main as bench
-
-        return bench(arguments[1:])
-    if arguments[:1] == ["key"]:
-        from router.commands.key import main as key
-
-        return key(arguments[1:])
+    if arguments and arguments[0] in COMMANDS:
+        module = importlib.import_module(COMMANDS[arguments[0]])
+        return int(module.main(arguments[1:]))
     if arguments[:1] == ["serve"]:
         arguments = arguments[1:]
     return _serve(vars(parser().parse_args(arguments)))
 
 
-def parser() -> Parser:
-    """The settings model as flags; values stay text, for the model to judge."""
-    made = Parser(
-        prog=PROGRAM,
+def parser() -> CommandParser:
+    """Return a parser with a flag for each setting; values stay text, which the model checks."""
+    made = CommandParser(
+        PROGRAM,
+        DESCRIPTION,
         usage=f"{PROGRAM} [serve] [options]\n       {PROGRAM} drain URL [options]\n"
         f"       {PROGRAM} status | bench [URL] [options]\n"
         f"       {PROGRAM} key NAME [options]\n"
         f"       {PROGRAM} demo [options]",
-        description=DESCRIPTION,
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
         add_help=False,
     )
     general = made.add_argument_group("General")
@@ -108,13 +99,13 @@ def parser() -> Parser:
 
 
 def _is_compiled() -> bool:
-    """Whether this is a build of scripts/compile_router.py. Looks, and imports no module of it."""
+    """Return True for a build of scripts/compile_router.py, without importing its modules."""
     found = find_spec("router.http_client.engine_answer")
     return found is not None and not str(found.origin).endswith(".py")
 
 
 def _spellings(name: str) -> list[str]:
-    """One host may be called a host, as vLLM's example proxies have it too."""
+    """Return the flags of a setting: --decoder-host works as well, as in vLLM's example proxies."""
     flag = flag_of(name)
     return [flag, flag[:-1]] if name.endswith(("_hosts", "_ports")) else [flag]
 
@@ -132,7 +123,7 @@ def _options(name: str) -> dict[str, Any]:
 
 
 def _serve(flags: dict[str, Any]) -> int:
-    # Not needed for --help, and slow to import.
+    # Slow to import, and not needed for --help.
     from router.fleet.sources.factory import check_sources
     from router.server import serve, supervisor
     from router.server.app import check_files
@@ -152,7 +143,7 @@ def _serve(flags: dict[str, Any]) -> int:
         logger.warning("%s is not a setting, and is ignored", variable)
     try:
         check_sources(settings)
-        # Before anything listens.
+        # Report unreadable secrets and files before the router listens.
         settings.admin_secret(), settings.ui_secret(), settings.engine_secret()
         check_files(settings)
         if settings.workers > 1:

@@ -1,6 +1,6 @@
-"""disagg-router drain: an engine gets nothing new, and this returns when nobody needs it any more.
+"""disagg-router drain: waits until an engine can be stopped without failing a request.
 
-Exit code 0: it is drained. 1: it is not, and the last line says why. 2: wrong usage.
+Exit code 0: the engine is drained. 1: it is not, and the last line has the reason. 2: wrong usage.
 """
 
 from __future__ import annotations
@@ -17,32 +17,37 @@ from typing import Any
 
 import httpx
 
-from router.commands.arguments import Parser
-from router.commands.router_client import EndlessError, Remote, Said, reason_of, with_scheme
+from router.commands.console import CommandParser
+from router.commands.router_client import (
+    ANSWER_TIMEOUT_S,
+    AnswerLimitError,
+    RouterAnswer,
+    RouterClient,
+    one_line,
+    with_scheme,
+)
 from router.fleet.sources.file import address_of
 from router.settings import ADMIN_URL, variable_of
 
 PROGRAM = "disagg-router drain"
 DEFAULT_ADMIN = "http://127.0.0.1:8002"
 TOKEN, TOKEN_FILE = variable_of("admin_token"), variable_of("admin_token_file")
-# Seconds for one answer, and between two questions; bytes of an answer.
-PATIENCE = 10.0
-INTERVAL = 1.0
-LARGEST = 16 * 1024 * 1024
-# So often in a row a router may not answer while it is waited for.
-MISSES = 3
-MOST_NAMED = 20
+POLL_INTERVAL_S = 1.0
+# The command gives up after this many failed polls of a router in a row.
+MAX_FAILED_POLLS = 3
+MAX_LISTED_ENGINES = 20
 DESCRIPTION = f"""\
-Lets an engine finish: it gets no new requests from the router, those that it has go on, and a
-prefiller keeps its KV until decoders have read it. Exits with 0 as soon as it may be stopped.
+Drains an engine: the router sends it no new requests, running requests continue, and a prefill
+engine keeps its KV until decode engines have read it. Exits with 0 as soon as the engine can be
+stopped.
 
-{ADMIN_URL} has the admin API's address (several with spaces between; all are told),
-{TOKEN} its token, or {TOKEN_FILE} a file with it.
+{ADMIN_URL} has the URL of the admin API (of several routers with spaces between),
+{TOKEN} its token, or {TOKEN_FILE} a file with the token.
 """
 
 
 class DrainError(Exception):
-    """One line for people."""
+    """The engine is not drained; the message has a line for each reason."""
 
 
 class UsageError(Exception):
@@ -50,7 +55,7 @@ class UsageError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class DrainOptions:
     name: str
     admins: Sequence[str]
     token: str | None
@@ -66,7 +71,7 @@ def main(argv: Sequence[str], clock: Callable[[], float] = time.monotonic) -> in
     except UsageError as error:
         parser.error(str(error))
     try:
-        with Progress() as progress:
+        with DrainProgress() as progress:
             _run(options, progress, clock)
     except DrainError as error:
         for line in str(error).splitlines():
@@ -77,117 +82,121 @@ def main(argv: Sequence[str], clock: Callable[[], float] = time.monotonic) -> in
     return 0
 
 
-class Progress:
-    """A line for each change, or in a terminal one line that changes."""
+class DrainProgress:
+    """Prints a line for each change, or on a terminal one line that changes."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
-        self._said = ""
+        self._shown = ""
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> DrainProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_terminal and self._said:
+        if self._is_terminal and self._shown:
             print(flush=True)
 
-    def say(self, line: str) -> None:
-        if line == self._said:
+    def show(self, line: str) -> None:
+        if line == self._shown:
             return
-        before, self._said = self._said, line
+        before, self._shown = self._shown, line
         if self._is_terminal:
             print(f"\r{line.ljust(len(before))}", end="", flush=True)
         else:
             print(line, flush=True)
 
 
-class Admin:
+class AdminClient:
     """The admin API of one router."""
 
     def __init__(self, url: str, token: str | None) -> None:
         self.url = url
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
-        self._remote = Remote(PATIENCE, LARGEST, headers)
-        self._misses = 0
+        self._client = RouterClient(ANSWER_TIMEOUT_S, headers=headers)
+        self._failed_polls = 0
 
-    def tell(self, name: str, what: str) -> dict[str, Any]:
-        """The engine, as it is then. Raises DrainError."""
-        answer = self._ask("POST", f"/admin/engines/{name}/{what}")
+    def post(self, name: str, action: str) -> dict[str, Any]:
+        """Drain or resume an engine and return its state. Raises DrainError."""
+        answer = self._request("POST", f"/admin/engines/{name}/{action}")
         if answer.status == 404:
             raise DrainError(f"{self.url} knows no engine {name}{self._names()}")
         return self._engine(answer)
 
-    def look(self, name: str) -> dict[str, Any] | None:
-        """None when it is gone, or the router did not answer this once. Raises DrainError."""
+    def poll(self, name: str) -> dict[str, Any] | None:
+        """Return the engine's state: None if it is gone, {} if the router did not answer.
+
+        Raises DrainError after several failures in a row.
+        """
         try:
-            answer = self._ask("GET", f"/admin/engines/{name}")
+            answer = self._request("GET", f"/admin/engines/{name}")
         except DrainError:
-            self._misses += 1
-            if self._misses >= MISSES:
+            self._failed_polls += 1
+            if self._failed_polls >= MAX_FAILED_POLLS:
                 raise
             return {}
-        self._misses = 0
+        self._failed_polls = 0
         return None if answer.status == 404 else self._engine(answer)
 
     def close(self) -> None:
-        self._remote.close()
+        self._client.close()
 
-    def _ask(self, method: str, path: str) -> Said:
+    def _request(self, method: str, path: str) -> RouterAnswer:
         """Raises DrainError."""
         try:
-            return self._remote.ask(method, f"{self.url}{path}")
+            return self._client.request(method, f"{self.url}{path}")
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-            raise DrainError(f"no answer of {self.url}: {reason_of(error)}") from None
-        except EndlessError as error:
+            raise DrainError(f"no answer of {self.url}: {one_line(error)}") from None
+        except AnswerLimitError as error:
             raise DrainError(str(error)) from None
 
-    def _engine(self, answer: Said) -> dict[str, Any]:
+    def _engine(self, answer: RouterAnswer) -> dict[str, Any]:
         """Raises DrainError."""
         content = _json(answer)
         if answer.status == 200 and isinstance(content.get("drained"), bool):
             return content
         error = content.get("error")
-        told = error.get("message") if isinstance(error, dict) else "is this the admin API?"
-        raise DrainError(f"{self.url} says {answer.status}: {' '.join(str(told)[:500].split())}")
+        text = error.get("message") if isinstance(error, dict) else "is this the admin API?"
+        raise DrainError(f"{self.url} says {answer.status}: {' '.join(str(text)[:500].split())}")
 
     def _names(self) -> str:
         """Raises DrainError."""
-        engines = _json(self._ask("GET", "/admin/engines")).get("engines")
+        engines = _json(self._request("GET", "/admin/engines")).get("engines")
         names = [str(e.get("name")) for e in engines or () if isinstance(e, dict)]
         if not names:
             return ", nor any other"
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        return f"; there are {', '.join(names[:MOST_NAMED])}{more}"
+        more = len(names) - MAX_LISTED_ENGINES
+        listed = ", ".join(names[:MAX_LISTED_ENGINES])
+        return f"; there are {listed}" + (f" and {more} more" if more > 0 else "")
 
 
-def _run(options: Options, progress: Progress, clock: Callable[[], float]) -> None:
+def _run(options: DrainOptions, progress: DrainProgress, clock: Callable[[], float]) -> None:
     """Raises DrainError."""
     end = clock() + options.timeout
-    admins = [Admin(url, options.token) for url in options.admins]
+    admins = [AdminClient(url, options.token) for url in options.admins]
     try:
-        engines = _tell_all(admins, options.name, "resume" if options.resumes else "drain")
+        engines = _post_to_all(admins, options.name, "resume" if options.resumes else "drain")
         if options.resumes:
-            return progress.say(f"{options.name} serves")
+            return progress.show(f"{options.name} serves")
         if not options.waits:
-            return progress.say(f"{options.name} drains")
+            return progress.show(f"{options.name} drains")
         while not all(engine.get("drained") for engine in engines):
-            progress.say(_status(options.name, engines))
-            if clock() + INTERVAL > end:
+            progress.show(_status(options.name, engines))
+            if clock() + POLL_INTERVAL_S > end:
                 raise DrainError(f"{_status(options.name, engines)}, after {options.timeout:g} s")
-            time.sleep(INTERVAL)
-            engines = _look_at_all(admins, options.name)
-        progress.say(f"{options.name} is drained")
+            time.sleep(POLL_INTERVAL_S)
+            engines = _poll_all(admins, options.name)
+        progress.show(f"{options.name} is drained")
     finally:
         for admin in admins:
             admin.close()
 
 
-def _tell_all(admins: Sequence[Admin], name: str, what: str) -> list[dict[str, Any]]:
-    """All are told, even if one cannot be. Raises DrainError."""
+def _post_to_all(admins: Sequence[AdminClient], name: str, action: str) -> list[dict[str, Any]]:
+    """Post to all routers, even if one fails. Raises DrainError."""
     engines, problems = [], []
     for admin in admins:
         try:
-            engines.append(admin.tell(name, what))
+            engines.append(admin.post(name, action))
         except DrainError as error:
             problems.append(str(error))
     if problems:
@@ -195,15 +204,15 @@ def _tell_all(admins: Sequence[Admin], name: str, what: str) -> list[dict[str, A
     return engines
 
 
-def _look_at_all(admins: Sequence[Admin], name: str) -> list[dict[str, Any]]:
+def _poll_all(admins: Sequence[AdminClient], name: str) -> list[dict[str, Any]]:
     """Raises DrainError."""
     engines = []
     for admin in admins:
-        engine = admin.look(name)
+        engine = admin.poll(name)
         if engine is None:
-            engine = {"drained": True}  # it left, which it does not before it is idle
+            engine = {"drained": True}  # an engine is removed only when it is idle
         elif engine.get("intent") == "serving":
-            why = "it was resumed, or that router was started anew"
+            why = "it was resumed, or that router was restarted"
             raise DrainError(f"{name} serves again at {admin.url}: {why}")
         engines.append(engine)
     return engines
@@ -213,11 +222,11 @@ def _status(name: str, engines: Sequence[Mapping[str, Any]]) -> str:
     running = sum(engine.get("in_flight", 0) for engine in engines)
     holding = sum(engine.get("holding", 0) for engine in engines)
     if not running and not holding:
-        return f"{name} drains: not every worker of its routers answers"
+        return f"{name} drains: not every worker of the routers answers"
     return f"{name} drains: {running} running, {holding} holding KV"
 
 
-def _json(answer: Said) -> dict[str, Any]:
+def _json(answer: RouterAnswer) -> dict[str, Any]:
     try:
         content = json.loads(answer.content)
     except (ValueError, RecursionError):
@@ -225,7 +234,7 @@ def _json(answer: Said) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _options(given: argparse.Namespace, variables: Mapping[str, str]) -> Options:
+def _options(given: argparse.Namespace, variables: Mapping[str, str]) -> DrainOptions:
     """Raises UsageError."""
     url = with_scheme(given.url)
     try:
@@ -239,7 +248,7 @@ def _options(given: argparse.Namespace, variables: Mapping[str, str]) -> Options
     admins = given.admin or variables.get(ADMIN_URL, "").replace(",", " ").split()
     admins = [_admin(url) for url in admins or [DEFAULT_ADMIN]]
     waits = given.wait and not given.resume
-    return Options(name, admins, _token(variables), given.resume, waits, given.timeout)
+    return DrainOptions(name, admins, _token(variables), given.resume, waits, given.timeout)
 
 
 def _admin(url: str) -> str:
@@ -268,32 +277,27 @@ def _token(variables: Mapping[str, str]) -> str | None:
     return token
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog=PROGRAM,
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("url", metavar="URL", help="The engine's: http://host:port, or host:port.")
+def _parser() -> CommandParser:
+    parser = CommandParser(PROGRAM, DESCRIPTION)
+    parser.add_argument("url", metavar="URL", help="The engine: http://host:port, or host:port.")
     parser.add_argument(
         "--wait",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="Return when it is drained (the default), or as soon as routers know.",
+        help="Return when the engine is drained (the default), or at once.",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="Longest wait; then exit with 1 (default: 600). It drains on.",
+        help="Longest wait (default: 600); then exit with 1, and the drain continues.",
     )
     parser.add_argument(
         "--admin",
         action="append",
         metavar="URL",
-        help=f"A router's admin API; several times for several routers (default: {DEFAULT_ADMIN}).",
+        help=f"A router's admin API; repeat it for several routers (default: {DEFAULT_ADMIN}).",
     )
-    parser.add_argument("--resume", action="store_true", help="Take it back: the engine serves.")
+    parser.add_argument("--resume", action="store_true", help="End the drain: the engine serves.")
     return parser

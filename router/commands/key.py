@@ -1,36 +1,29 @@
-"""disagg-router key: makes an API key, shows it once, and the line of the file for it."""
+"""disagg-router key: makes an API key and prints it once, with its line for the keys' file."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from router.auth.api_keys import file_entry, new_key
-from router.commands.arguments import Parser
-from router.commands.output import unwritable
+from router.commands.console import CommandParser, report_unwritable
 
 PROGRAM = "disagg-router key"
 DESCRIPTION = """\
-Makes an API key for a client of the router. The key goes to standard error and is shown this once;
-the line for --api-keys-file goes to standard output, and has only the key's digest:
+Makes an API key for a client of the router. The key is printed to standard error, this once. The
+line for --api-keys-file is printed to standard output and contains only the key's digest:
 
   disagg-router key team-a >> keys.yaml      (a new file begins with a line of "keys:")
 
-Limits and models are written behind it by hand, as in
+Add limits and models by hand, as in
   - {name: team-a, sha256: ..., requests_per_minute: 600, tokens_per_minute: 100000,
      concurrency: 20, models: [llama]}
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = Parser(
-        prog=PROGRAM,
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("name", metavar="NAME", help="Whose it is: in logs and metrics.")
+    parser = CommandParser(PROGRAM, DESCRIPTION)
+    parser.add_argument("name", metavar="NAME", help="Name of the key in logs and metrics.")
     parser.add_argument(
         "--tenant", metavar="NAME", help="Keys of one tenant share conversations (default: NAME)."
     )
@@ -44,5 +37,5 @@ def main(argv: Sequence[str]) -> int:
         print(line, flush=True)
         print(f"API key of {given.name}, shown only now: {key}", file=sys.stderr, flush=True)
     except OSError as error:
-        return unwritable(PROGRAM, error)
+        return report_unwritable(PROGRAM, error)
     return 0

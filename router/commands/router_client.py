@@ -1,4 +1,4 @@
-"""What commands share that ask a router over HTTP."""
+"""The HTTP client of commands that ask a router something."""
 
 from __future__ import annotations
 
@@ -8,31 +8,36 @@ from typing import NamedTuple
 
 import httpx
 
+ANSWER_TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
 
-class EndlessError(Exception):
-    """An answer that is too long, or comes too slowly."""
+
+class AnswerLimitError(Exception):
+    """An answer is too long or takes too long; the message says which."""
 
 
-class Said(NamedTuple):
+class RouterAnswer(NamedTuple):
     status: int
     content: bytes
 
 
-class Remote:
-    """Asks one thing after the other. No answer takes more than `patience` seconds, in whatever
-    drops it comes, nor has more than `most` bytes. Not for use within an event loop."""
+class RouterClient:
+    """Sends one request after the other; not for use within an event loop.
+
+    A whole answer takes at most `timeout_s` seconds, however it is split, and `max_bytes` bytes.
+    """
 
     def __init__(
         self,
-        patience: float,
-        most: int,
+        timeout_s: float,
+        max_bytes: int = MAX_ANSWER_BYTES,
         headers: Mapping[str, str] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._patience = patience
-        self._most = most
-        # Its own timeouts are of each read: a header's drops would begin them anew. Nobody sees
-        # between two questions that a connection is closed: there is a new one for each.
+        self._timeout_s = timeout_s
+        self._max_bytes = max_bytes
+        # httpx' timeouts are for each read, so an answer in small pieces would never time out.
+        # Between two requests nobody notices a closed connection, so each request opens a new one.
         self._client = httpx.AsyncClient(
             headers=headers,
             timeout=None,
@@ -42,7 +47,7 @@ class Remote:
         )
         self._runner = asyncio.Runner()
 
-    def __enter__(self) -> Remote:
+    def __enter__(self) -> RouterClient:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -54,35 +59,33 @@ class Remote:
         finally:
             self._runner.close()
 
-    def ask(self, method: str, url: str) -> Said:
-        """Raises EndlessError; httpx.HTTPError, httpx.InvalidURL, UnicodeError for a host that is
-        no name."""
-        return self._runner.run(self._ask(method, url))
+    def request(self, method: str, url: str) -> RouterAnswer:
+        """Raises AnswerLimitError, httpx.HTTPError, httpx.InvalidURL, or UnicodeError for a host
+        that is not a name."""
+        return self._runner.run(self._request(method, url))
 
-    async def _ask(self, method: str, url: str) -> Said:
-        try:
-            async with asyncio.timeout(self._patience):
-                return await self._whole(method, url)
-        except TimeoutError:
-            raise EndlessError(
-                f"no answer of {url}: not all of it came within {self._patience:g} s"
-            ) from None
-
-    async def _whole(self, method: str, url: str) -> Said:
+    async def _request(self, method: str, url: str) -> RouterAnswer:
         parts, size = [], 0
-        async with self._client.stream(method, url) as answer:
-            async for part in answer.aiter_bytes():
-                parts.append(part)
-                size += len(part)
-                if size > self._most:
-                    raise EndlessError(f"{url} says too much")
-        return Said(answer.status_code, b"".join(parts))
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._client.stream(method, url) as answer,
+            ):
+                async for part in answer.aiter_bytes():
+                    parts.append(part)
+                    size += len(part)
+                    if size > self._max_bytes:
+                        raise AnswerLimitError(f"{url} says too much")
+                return RouterAnswer(answer.status_code, b"".join(parts))
+        except TimeoutError:
+            raise AnswerLimitError(
+                f"no answer of {url}: not all of it came within {self._timeout_s:g} s"
+            ) from None
 
 
 def with_scheme(url: str) -> str:
     return url if "://" in url else f"http://{url}"
 
 
-def reason_of(error: Exception) -> str:
-    """In one line, for people."""
+def one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__

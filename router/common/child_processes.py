@@ -1,7 +1,7 @@
-"""Processes that end when their parent does, however that ends.
+"""Child processes that end when their parent does, even if the parent is killed.
 
-Each runs in a session of its own. One that ignores SIGTERM is killed; when the parent itself is
-killed, the kernel kills them.
+Each child runs in a session of its own. A child that ignores SIGTERM is killed. If the parent is
+killed, the kernel kills the children.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-STOP_SECONDS = 5.0
+STOP_TIMEOUT_S = 5.0
 PR_SET_PDEATHSIG = 1
 
 
 class ChildEndedError(Exception):
-    """A child ended that should not have; the message has its last words."""
+    """A child ended unexpectedly; the message has its last output."""
 
 
 @dataclass(slots=True)
-class Child:
+class ChildProcess:
     name: str
     process: subprocess.Popen[bytes]
     log: Path | None = None
     url: str = ""
 
     def check(self) -> None:
-        """Raises ChildEndedError when it has ended."""
+        """Raise ChildEndedError if the process has ended."""
         code = self.process.poll()
         if code is not None:
             raise ChildEndedError(f"{self.name} ended with status {code}{self._last_lines()}")
 
     def last_line(self) -> str:
-        """Of its log; empty where there is none."""
-        said = "" if self.log is None else self.log.read_text(errors="replace")
-        return next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
+        """Return the last line of the log, or ""."""
+        text = "" if self.log is None else self.log.read_text(errors="replace")
+        return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
     def _last_lines(self) -> str:
         if self.log is None:
@@ -50,11 +50,11 @@ class Child:
 
 
 @dataclass(slots=True)
-class Family:
-    """All children, started here and stopped here."""
+class ChildProcesses:
+    """Starts and stops child processes; logs go to `directory`."""
 
     directory: Path
-    children: list[Child] = field(default_factory=list)
+    children: list[ChildProcess] = field(default_factory=list)
 
     def start(
         self,
@@ -66,8 +66,8 @@ class Family:
         shown: bool = False,
         environment: Mapping[str, str] | None = None,
         **variables: str,
-    ) -> Child:
-        """`shown`: its standard output is seen, and only what it says of errors is logged."""
+    ) -> ChildProcess:
+        """Start a process. With `shown`, only its standard error is logged, the rest is shown."""
         log = self.directory / f"{name.replace(' ', '-')}.log" if logged else None
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(log.open("wb")) if log else None
@@ -80,24 +80,24 @@ class Family:
                 start_new_session=True,
                 preexec_fn=die_with(os.getpid()),
             )
-        child = Child(name, process, log, url)
+        child = ChildProcess(name, process, log, url)
         self.children.append(child)
         return child
 
     def stop(self) -> None:
-        """SIGTERM to all, SIGKILL to whoever is left after STOP_SECONDS; then nobody is."""
+        """Send SIGTERM to all, and SIGKILL to those that are left after STOP_TIMEOUT_S."""
         _stop(self.children)
 
     def stop_in_turn(self) -> None:
-        """Who was started last is stopped before the others are told to."""
+        """Stop the process that was started last before the others."""
         _stop(self.children[-1:])
         _stop(self.children[:-1])
 
 
-def _stop(children: Sequence[Child]) -> None:
+def _stop(children: Sequence[ChildProcess]) -> None:
     for child in children:
         _signal(child, signal.SIGTERM)
-    deadline = time.monotonic() + STOP_SECONDS
+    deadline = time.monotonic() + STOP_TIMEOUT_S
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.process.wait(max(0.0, deadline - time.monotonic()))
@@ -105,14 +105,14 @@ def _stop(children: Sequence[Child]) -> None:
         child.process.wait()
 
 
-def _signal(child: Child, number: signal.Signals) -> None:
-    """To the child's whole session: an engine may have children of its own."""
+def _signal(child: ChildProcess, number: signal.Signals) -> None:
+    """Signal the child's whole session: an engine may have children of its own."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.process.pid, number)
 
 
 def die_with(parent: int) -> Callable[[], None]:
-    """Run in the child: it dies when its parent does, even by SIGKILL."""
+    """Return a function to run in the child, which then dies with its parent, even by SIGKILL."""
     libc = ctypes.CDLL(None)
 
     def prepare() -> None:

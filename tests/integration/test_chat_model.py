@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine_ext.reference.chat_model import FetchError, provide
-from router.commands.demo.model import CHAT_MODEL, RECIPE, cache_directory
+from router.commands.demo.engines import CHAT_MODEL, RECIPE, cache_directory
 from tests.integration.processes import BOTH_WAYS, Launcher, Server
 from tests.integration.talk import USAGE, chat, streamed_chat, turns
 

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import httpx
 
-from router.common.child_processes import Child, Family
+from router.common.child_processes import ChildProcess, ChildProcesses
 from tests.conftest import find_free_ports
 from tests.k8s import binaries
 
@@ -57,8 +57,8 @@ class Cluster:
         self.ca = self.folder / "apiserver.crt"
         self._port, self._etcd_port, self._peer_port = find_free_ports(3)
         self._flags = flags
-        self._family = Family(self.folder)
-        self._children: dict[str, Child] = {}
+        self._family = ChildProcesses(self.folder)
+        self._children: dict[str, ChildProcess] = {}
         # Children die with the thread that started them: this one lives as long as they should,
         # whoever calls.
         self._starter = ThreadPoolExecutor(1)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from router.common.child_processes import Family
+from router.common.child_processes import ChildProcesses
 from tests.integration import nursery
 from tests.k8s.cluster import Cluster, Manifest
 from tests.k8s.kubelet import Process
@@ -58,11 +58,11 @@ class Containers:
         del variables["UCX_TCP_PORT_RANGE"]  # all engines of a machine have no room in it
         return nursery.Engine(name, arguments, variables, folder, NICENESS)
 
-    def _router(self, pod: Manifest, container: Manifest, ip: str, folder: Path) -> Family:
+    def _router(self, pod: Manifest, container: Manifest, ip: str, folder: Path) -> ChildProcesses:
         mounted = self._mounted(pod, container, {"0.0.0.0": ip}, folder)
         arguments = [_replaced(one, mounted) for one in container["args"]]
         command = [sys.executable, "-m", "router.commands.cli", *arguments]
-        family = Family(folder)
+        family = ChildProcesses(folder)
         family.start("router", command, "", KUBECONFIG=str(self._kubeconfig(pod, folder)))
         return family
 
@@ -124,7 +124,7 @@ class Engine:
 class Router:
     """A Process."""
 
-    family: Family
+    family: ChildProcesses
     probe: str
 
     def is_ready(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from router.common.child_processes import Child, Family
+from router.common.child_processes import ChildProcess, ChildProcesses
 from tests.conftest import find_free_ports
 from tests.k8s import binaries
 from tests.k8s.cluster import Cluster
@@ -183,8 +183,8 @@ def nginx(folder: Path, routers: Addresses) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _running(folder: Path, name: str, *flags: str) -> Iterator[Child]:
-    family = Family(folder)
+def _running(folder: Path, name: str, *flags: str) -> Iterator[ChildProcess]:
+    family = ChildProcesses(folder)
     child = family.start(name, [binaries.gateway(name), *flags], "")
     try:
         yield child

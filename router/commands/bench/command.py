@@ -16,12 +16,17 @@ from uuid import uuid4
 
 import httpx
 
-from router.commands.arguments import Parser
 from router.commands.bench.chats import LoadPlan
 from router.commands.bench.figures import Figures, table
 from router.commands.bench.load import ChatLoad, Target
-from router.commands.output import unwritable
-from router.commands.router_client import EndlessError, Remote, reason_of, with_scheme
+from router.commands.console import CommandParser, report_unwritable
+from router.commands.router_client import (
+    ANSWER_TIMEOUT_S,
+    AnswerLimitError,
+    RouterClient,
+    one_line,
+    with_scheme,
+)
 
 PROGRAM = "disagg-router bench"
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -31,7 +36,6 @@ Asks a router chats, several at a time, and prints percentiles of the time to th
 between tokens, and how many prompt tokens were reused. With --turns, each chat goes on from its
 answers, as people's do. {KEY} is sent where it is set.
 """
-MODELS_TIMEOUT_S = 10.0
 MAX_MODELS_BYTES = 4 * 1024 * 1024
 TERMINAL_PROGRESS_S, LOG_PROGRESS_S = 0.5, 5.0
 
@@ -63,7 +67,7 @@ def main(argv: Sequence[str], clock: Callable[[], float] = time.monotonic) -> in
     except KeyboardInterrupt:
         return 130
     except OSError as error:  # of a connection would be counted
-        return unwritable(PROGRAM, error)
+        return report_unwritable(PROGRAM, error)
     return 0 if figures.answered and not figures.failed else 1
 
 
@@ -100,12 +104,12 @@ def _first_model(url: str, target: Target) -> str:
     """Raises BenchError."""
     headers = {"authorization": target.credential} if target.credential else {}
     try:
-        with Remote(MODELS_TIMEOUT_S, MAX_MODELS_BYTES, headers) as router:
-            served = json.loads(router.ask("GET", f"{_base(url)}/v1/models").content)["data"]
+        with RouterClient(ANSWER_TIMEOUT_S, MAX_MODELS_BYTES, headers) as router:
+            served = json.loads(router.request("GET", f"{_base(url)}/v1/models").content)["data"]
         return _name(str(served[0]["id"]))
     except (httpx.HTTPError, UnicodeError) as error:
-        raise BenchError(f"no answer of {url}: {reason_of(error)}") from None
-    except EndlessError as error:
+        raise BenchError(f"no answer of {url}: {one_line(error)}") from None
+    except AnswerLimitError as error:
         raise BenchError(str(error)) from None
     except (ValueError, LookupError, TypeError, RecursionError, argparse.ArgumentTypeError):
         raise BenchError(f"{url} names no model: give one with --model") from None
@@ -154,13 +158,8 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog=PROGRAM,
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _parser() -> CommandParser:
+    parser = CommandParser(PROGRAM, DESCRIPTION)
     add = parser.add_argument
     add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"default: {DEFAULT_URL}")
     add("--requests", type=_from(1, 1_000_000), default=100, metavar="N", help="In all (100).")

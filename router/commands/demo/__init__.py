@@ -1,1 +1,1 @@
-"""disagg-router demo: engines and a router on this machine, to see it work."""
+"""disagg-router demo: `command` runs it, `engines` has the engines and the model that it starts."""

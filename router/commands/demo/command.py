@@ -1,13 +1,15 @@
-"""The command: what is started, in which order, and how it ends.
+"""disagg-router demo: starts engines and a router on this machine, and stops them at the end.
 
-Exit code 0: it was stopped. 1: it could not go on. 2: wrong usage, or not installed.
+Exit code 0: stopped by a signal. 1: failed. 2: wrong usage, or something is not installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -15,32 +17,42 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from router.commands.arguments import Parser
-from router.commands.demo import messages
+import httpx
+
+from router.commands.console import CommandParser, report_unwritable
 from router.commands.demo.engines import (
     ENGINES,
-    Engines,
-    Place,
+    TINY,
+    DemoError,
+    DemoModel,
+    DemoOptions,
+    EngineCommands,
+    EnginePorts,
+    NotInstalledError,
+    choose_model,
     reference_engine,
     threads_of,
     vllm_engine,
     write_secret,
 )
-from router.commands.demo.errors import AbsentError, DemoError
-from router.commands.demo.model import TINY, Model, choose
-from router.commands.demo.options import Options
-from router.commands.demo.readiness import check_port, free_ports, wait_until_ready
-from router.commands.output import unwritable
-from router.common.child_processes import Child, ChildEndedError, Family
+from router.common.child_processes import ChildEndedError, ChildProcess, ChildProcesses
 
 PROGRAM = "disagg-router demo"
 ROUTER = [sys.executable, "-m", "router.commands.cli"]
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-POLL_SECONDS = 0.5
+CHECK_INTERVAL_S = 0.5
+START_TIMEOUT_S = 600.0
+REPORT_INTERVAL_S = 5.0
+READY_POLL_S = 0.1
+JSON = "-H 'Content-Type: application/json'"
+QUESTION = "What is the capital of France?"
+ANSWER = "The capital of France is Paris."
+NEXT_QUESTION = "Which river flows through it?"
+PATH = "/v1/chat/completions"
 
 
-def main(argv: Sequence[str], engines: Engines = ENGINES) -> int:
-    options = Options(**vars(_parser().parse_args(argv)))
+def main(argv: Sequence[str], engines: EngineCommands = ENGINES) -> int:
+    options = DemoOptions(**vars(_parser().parse_args(argv)))
     before = {number: signal.signal(number, _interrupt) for number in SIGNALS}
     try:
         run(options, engines)
@@ -48,57 +60,164 @@ def main(argv: Sequence[str], engines: Engines = ENGINES) -> int:
         return 0
     except (DemoError, ChildEndedError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, AbsentError) else 1
+        return 2 if isinstance(error, NotInstalledError) else 1
     except OSError as error:
-        return unwritable(PROGRAM, error)
+        return report_unwritable(PROGRAM, error)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     return 0
 
 
-def run(options: Options, engines: Engines) -> None:
-    """Runs until a signal raises KeyboardInterrupt, or a child ends: ChildEndedError."""
+def run(options: DemoOptions, engines: EngineCommands) -> None:
+    """Run until a signal raises KeyboardInterrupt. Raises ChildEndedError if a child ends."""
     engines.check(options)
-    check_port(options.host, options.port)
+    _check_port(options.host, options.port)
     with tempfile.TemporaryDirectory(prefix="disagg-demo-") as directory:
-        family = Family(Path(directory))
+        processes = ChildProcesses(Path(directory))
         try:
-            model = choose(family, options, engines)
-            _start_all(family, options, engines, model)
-            _say(messages.invitation(options.url, model, family.children))
+            model = choose_model(processes, options, engines)
+            _start_all(processes, options, engines, model)
+            _say(_invitation(options.url, model, processes.children))
             while True:
-                _check(family.children)
-                time.sleep(POLL_SECONDS)
+                _check(processes.children)
+                time.sleep(CHECK_INTERVAL_S)
         finally:
-            with _signals_ignored():
-                with contextlib.suppress(OSError):  # nobody may read it any more
+            with _ignoring_signals():
+                with contextlib.suppress(OSError):  # the output may be closed
                     _say("Stopping.")
-                # The router first: to it, engines that go before would be engines that fail.
-                family.stop_in_turn()
+                # The router stops first: it would report engines that stop before it as failed.
+                processes.stop_in_turn()
 
 
-def _start_all(family: Family, options: Options, engines: Engines, model: Model) -> None:
+def _start_all(
+    processes: ChildProcesses, options: DemoOptions, engines: EngineCommands, model: DemoModel
+) -> None:
     names = [f"prefill engine {number + 1}" for number in range(options.prefillers)]
     names += [f"decode engine {number + 1}" for number in range(options.decoders)]
     threads = threads_of(len(names))
     make = vllm_engine if options.vllm else reference_engine
-    _say(messages.beginning(options, model, threads))
-    ports = free_ports(2 * len(names))
-    secret = write_secret(family.directory)
+    _say(_beginning(options, model, threads))
+    ports = _free_ports(2 * len(names))
+    secret = write_secret(processes.directory)
     started = []
     for name in names:
-        engine = make(engines, options, model, threads, Place(next(ports), next(ports), secret))
-        started.append(family.start(name, engine.command, engine.url, environment=engine.variables))
-    wait_until_ready(started, "/health", _say)
+        engine = make(
+            engines, options, model, threads, EnginePorts(next(ports), next(ports), secret)
+        )
+        started.append(
+            processes.start(name, engine.command, engine.url, environment=engine.variables)
+        )
+    _wait_until_ready(started, "/health")
     prefillers, decoders = started[: options.prefillers], started[options.prefillers :]
     command = _router_command(options, prefillers, decoders)
-    router = family.start("router", command, options.url, logged=False)
-    wait_until_ready([router], "/ready", _say, [*started, router])
+    router = processes.start("router", command, options.url, logged=False)
+    _wait_until_ready([router], "/ready", [*started, router])
+
+
+def _wait_until_ready(
+    waiting: Sequence[ChildProcess],
+    path: str,
+    alive: Sequence[ChildProcess] | None = None,
+) -> None:
+    """Wait until all children answer. Raises ChildEndedError, or DemoError after a timeout."""
+    left, everyone = list(waiting), alive or list(waiting)
+    started = reported = time.monotonic()
+    with httpx.Client(trust_env=False, timeout=2.0) as client:
+        while left:
+            for child in everyone:
+                child.check()
+            now = time.monotonic()
+            for child in [child for child in left if _answers(client, child.url + path)]:
+                left.remove(child)
+                _say(f"{child.name} is ready on {child.url} ({now - started:.0f} s)")
+            names = ", ".join(child.name for child in left)
+            if left and now - reported > REPORT_INTERVAL_S:
+                reported = now
+                _say(f"waiting for {names} ({now - started:.0f} s)")
+            if left and now - started > START_TIMEOUT_S:
+                raise DemoError(f"not ready after {START_TIMEOUT_S:.0f} s: {names}")
+            time.sleep(READY_POLL_S)
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raise DemoError if the router's port is taken, before the engines are started."""
+    try:
+        socket.create_server((host, port)).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DemoError(f"cannot listen on {host}:{port}: {reason}") from error
+
+
+def _free_ports(count: int) -> Iterator[int]:
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in held:
+            sock.bind(("127.0.0.1", 0))
+        return iter([sock.getsockname()[1] for sock in held])
+
+
+def _answers(client: httpx.Client, url: str) -> bool:
+    try:
+        return client.get(url).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _beginning(options: DemoOptions, model: DemoModel, threads: int) -> str:
+    lines = []
+    if model.why_random:
+        lines.append(f"No chat model: {model.why_random}")
+    if model.is_random:
+        lines.append("The model is random: it shows the path of a request and talks gibberish.")
+    kind = "vLLM" if options.vllm else "reference"
+    cores = f"{threads} thread{'s' * (threads > 1)} each" if options.device == "cpu" else "CUDA"
+    lines.append(
+        f"Starting {options.prefillers} prefill and {options.decoders} decode engines "
+        f"({kind}, {cores}) with {model.name}."
+    )
+    return "\n".join(lines)
+
+
+def _invitation(url: str, model: DemoModel, children: Sequence[ChildProcess]) -> str:
+    """Return the text that invites to chat. `children` are the engines and the router."""
+    width = max(len(child.name) for child in children)
+    places = "\n".join(f"  {child.name:<{width}}  {child.url}" for child in children)
+    first = _curl(url, "-N", _chat(_message("user", QUESTION), stream=True))
+    if model.is_random:
+        then, second = "Another one, whole:", _curl(url, "-s", _chat(_message("user", "Hello")))
+    else:
+        history = (_message("user", QUESTION), _message("assistant", ANSWER))
+        then = "Its next turn, which computes only what is new:"
+        second = _curl(url, "-s", _chat(*history, _message("user", NEXT_QUESTION)))
+    return (
+        f"\n{places}\n\nReady. Watch it, and chat: {url}/ui\n\n"
+        f"Or in another terminal:\n\n{first}\n\n{then}\n\n{second}\n\n"
+        f"{url}/ lists the rest. One line for each request follows here. "
+        "Ctrl-C stops everything.\n"
+    )
+
+
+def _chat(*messages: dict[str, str], stream: bool = False) -> dict[str, object]:
+    body: dict[str, object] = {
+        "messages": list(messages),
+        "max_tokens": 64,
+        "temperature": 0,
+        "conversation_id": "mine",
+    }
+    return {**body, "stream": True, "stream_options": {"include_usage": True}} if stream else body
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _curl(url: str, option: str, body: dict[str, object]) -> str:
+    return f"  curl {option} {url}{PATH} {JSON} -d '{json.dumps(body)}'"
 
 
 def _router_command(
-    options: Options, prefillers: Sequence[Child], decoders: Sequence[Child]
+    options: DemoOptions, prefillers: Sequence[ChildProcess], decoders: Sequence[ChildProcess]
 ) -> list[str]:
     command = [*ROUTER, "--host", options.host, "--port", str(options.port)]
     command += ["--shutdown-delay", "0", "--shutdown-timeout", "2", "--ui"]
@@ -108,7 +227,7 @@ def _router_command(
     return command
 
 
-def _check(children: Sequence[Child]) -> None:
+def _check(children: Sequence[ChildProcess]) -> None:
     for child in children:
         child.check()
 
@@ -118,8 +237,8 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 
 
 @contextlib.contextmanager
-def _signals_ignored() -> Iterator[None]:
-    """Stopping is bounded, and must not stop halfway."""
+def _ignoring_signals() -> Iterator[None]:
+    """Ignore signals while children are stopped, which takes a bounded time."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     try:
         yield
@@ -149,11 +268,7 @@ def _model(text: str) -> Path | str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = Parser(
-        prog=PROGRAM,
-        description="Starts prefill and decode engines and a router on this machine.",
-        allow_abbrev=False,
-    )
+    made = CommandParser(PROGRAM, "Starts prefill and decode engines and a router on this machine.")
     made.add_argument(
         "--prefillers", type=_count, default=1, metavar="N", help="prefill engines (default: 1)"
     )

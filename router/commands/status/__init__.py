@@ -1,1 +1,1 @@
-"""The command `disagg-router status`: what a router sees of its fleet, for people and scripts."""
+"""disagg-router status: `reading` parses a router's metrics, `command` shows them."""

@@ -1,4 +1,4 @@
-"""What a router's metrics say of its fleet and of its requests: text in, a value out."""
+"""Parses a router's metrics into a `RouterStatus`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 PREFIX = "disagg_router_"
-# What a router must say to be taken for one.
-SIGN = "requests_in_flight"
+# Every router has this metric.
+REQUIRED_METRIC = "requests_in_flight"
 HEALTH = {1: "healthy", 0: "unhealthy", -1: "not probed"}
 ROLES = ("prefill", "decode")
 SHARES = (0.5, 0.9, 0.99)
 
 
 class NotMetricsError(ValueError):
-    """This is not what a router says; the message is for people."""
+    """The text is not a router's metrics; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """`in_flight` are legs that run, `holding` requests whose KV waits there for a decoder.
-    `shares_id`: another engine has the same engine_id."""
+    """One engine.
+
+    `in_flight` counts legs, `holding` requests whose KV waits there for a decode engine.
+    `shares_id` means that another engine has the same engine_id.
+    """
 
     name: str
     role: str
@@ -54,16 +57,18 @@ class SourceState:
 
 @dataclass(frozen=True, slots=True)
 class AvoidedPair:
-    """Two engines that could not exchange KV, and are paired with others for a while."""
+    """Two engines that could not exchange KV and are paired with others for a while."""
 
     prefiller: str
     decoder: str
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
-    """Counts are since the router began. `first_byte` is by share of requests, in seconds, as far
-    as the buckets tell; None where nothing was answered yet, or beyond the last bucket."""
+class RouterStatus:
+    """A router's fleet and load; counts are since its start.
+
+    `first_byte` has quantiles in seconds, None without answers or beyond the last bucket.
+    """
 
     workers: int
     in_flight: int
@@ -79,19 +84,18 @@ class Status:
     first_byte: Mapping[str, float | None]
 
     def content(self) -> dict[str, Any]:
-        """As JSON has it."""
         return asdict(self)
 
 
-def read(text: str) -> Status:
+def parse_metrics(text: str) -> RouterStatus:
     """Raises NotMetricsError."""
     by_name = _samples(text)
-    if SIGN not in by_name:
+    if REQUIRED_METRIC not in by_name:
         raise NotMetricsError("these are no metrics of a router")
     healths = by_name.get("engine_healthy", [])
-    return Status(
+    return RouterStatus(
         workers=_count(by_name, "workers"),
-        in_flight=_count(by_name, SIGN),
+        in_flight=_count(by_name, REQUIRED_METRIC),
         queued=_count(by_name, "queue_depth"),
         connections=_count(by_name, "client_connections"),
         engines=tuple(sorted(_engines(healths, by_name), key=_in_order)),
@@ -106,7 +110,7 @@ def read(text: str) -> Status:
 
 
 def _samples(text: str) -> dict[str, list[Sample]]:
-    """By name without its prefix; what is no finite number is left out."""
+    """Return finite samples by name, without the prefix."""
     found: dict[str, list[Sample]] = {}
     try:
         for family in text_string_to_metric_families(text):
@@ -126,25 +130,25 @@ def _engines(
     healths: Iterable[Sample], by_name: Mapping[str, list[Sample]]
 ) -> Iterator[EngineState]:
     def of(name: str) -> dict[tuple[str, str], int]:
-        return {_who(sample): round(sample.value) for sample in by_name.get(name, ())}
+        return {_role_and_name(sample): round(sample.value) for sample in by_name.get(name, ())}
 
     running, holding = of("engine_requests_in_flight"), of("engine_holding")
     draining, sharing = of("engine_draining"), of("engine_shares_id")
     for sample in healths:
-        role, name = who = _who(sample)
+        role, name = key = _role_and_name(sample)
         health = HEALTH.get(round(sample.value), "unknown")
         yield EngineState(
             name,
             role,
             health,
-            bool(draining.get(who)),
-            running.get(who, 0),
-            holding.get(who, 0),
-            bool(sharing.get(who)),
+            bool(draining.get(key)),
+            running.get(key, 0),
+            holding.get(key, 0),
+            bool(sharing.get(key)),
         )
 
 
-def _who(sample: Sample) -> tuple[str, str]:
+def _role_and_name(sample: Sample) -> tuple[str, str]:
     return sample.labels.get("role", ""), sample.labels.get("engine", "")
 
 
@@ -187,7 +191,7 @@ def _sums(by_name: Mapping[str, list[Sample]], name: str, label: str) -> dict[st
 
 
 def _quantiles(buckets: Iterable[Sample]) -> dict[str, float | None]:
-    """By linear interpolation inside of a bucket, as Prometheus' histogram_quantile does it."""
+    """Interpolate linearly within a bucket, as Prometheus' histogram_quantile does."""
     counts: Counter[float] = Counter()
     for sample in buckets:
         try:

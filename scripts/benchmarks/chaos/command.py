@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from router.commands.arguments import Parser
-from router.common.child_processes import Family
+from router.commands.console import CommandParser
+from router.common.child_processes import ChildProcesses
 from scripts.benchmarks.chaos.processes import EngineFleet, RouterCommand, mock_fleet
 from scripts.benchmarks.chaos.questions import (
     REAL_CLIENTS,
@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace, todo: Todo) -> int:
     machine, made = describe(), list[Outcome]()
     print(HEAD, flush=True)
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
-        family = Family(options.logs or Path(directory))
+        family = ChildProcesses(options.logs or Path(directory))
         try:
             asyncio.run(_until_signal(_Session(family, command, options, todo, made)))
         finally:
@@ -118,7 +118,7 @@ class _Session:
 
     def __init__(
         self,
-        family: Family,
+        family: ChildProcesses,
         command: RouterCommand,
         options: argparse.Namespace,
         todo: Todo,
@@ -209,7 +209,7 @@ def _cell(one: Outcome | None) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = CommandParser(
         prog=PROGRAM,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -16,7 +16,7 @@ from subprocess import TimeoutExpired
 from typing import Any
 
 from router.commands.bench.load import Client, Exchange, request_bytes
-from router.common.child_processes import Child, Family
+from router.common.child_processes import ChildProcess, ChildProcesses
 from scripts.benchmarks.common import BenchError, free_ports
 from scripts.benchmarks.contestants import OURS, our_command, vllm_router_command
 from scripts.mock_engine import Fault
@@ -54,7 +54,7 @@ async def _get(port: int, path: str) -> Exchange:
     return exchange
 
 
-async def wait_until_healthy(child: Child, port: int, path: str = "/health") -> None:
+async def wait_until_healthy(child: ChildProcess, port: int, path: str = "/health") -> None:
     """Wait until `path` answers 200. Raises BenchError if the process ends or takes too long."""
     latest = time.monotonic() + START_TIMEOUT_S
     while (await _get(port, path)).status != 200:
@@ -73,7 +73,7 @@ class Engine:
     name: str
     command: list[str]
     port: int
-    child: Child | None = None
+    child: ChildProcess | None = None
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the engine and all that it started, if it runs."""
@@ -83,7 +83,7 @@ class Engine:
 
 class EngineFleet:
     def __init__(
-        self, family: Family, prefillers: Sequence[Engine], decoders: Sequence[Engine]
+        self, family: ChildProcesses, prefillers: Sequence[Engine], decoders: Sequence[Engine]
     ) -> None:
         self._family = family
         self.prefillers = list(prefillers)
@@ -130,7 +130,7 @@ class EngineFleet:
             engine.send(signal.SIGCONT)
 
 
-def mock_fleet(family: Family, name: str, seed: int, each: int = 3) -> EngineFleet:
+def mock_fleet(family: ChildProcesses, name: str, seed: int, each: int = 3) -> EngineFleet:
     def engine(role: str, number: int) -> Engine:
         (port,) = free_ports(1)
         command = [sys.executable, "-m", "scripts.mock_engine", role, str(port)]
@@ -158,13 +158,13 @@ class RouterCommand:
 
 @dataclass(slots=True)
 class RouterProcess:
-    child: Child
+    child: ChildProcess
     port: int
-    family: Family
+    family: ChildProcesses
 
     @classmethod
     async def start(
-        cls, family: Family, command: RouterCommand, name: str, fleet: EngineFleet
+        cls, family: ChildProcesses, command: RouterCommand, name: str, fleet: EngineFleet
     ) -> RouterProcess:
         """Start a router and wait until it serves. Raises BenchError."""
         (port,) = free_ports(1)

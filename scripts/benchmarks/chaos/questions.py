@@ -14,7 +14,7 @@ from typing import Any
 
 from engine_ext.reference.tiny_model import write_tiny_model
 from router.commands.bench.load import MALFORMED, REFUSED, TIMEOUT, Exchange, request_bytes
-from router.common.child_processes import Family
+from router.common.child_processes import ChildProcesses
 from scripts.benchmarks.chaos.processes import Engine, EngineFleet, post
 from scripts.benchmarks.chaos.scenarios import Mode
 from scripts.benchmarks.common import free_ports
@@ -77,7 +77,7 @@ def mock_questions(name: str, mode: Mode, chunks: int, interval: float, seed: in
     return question
 
 
-def reference_fleet(family: Family) -> EngineFleet:
+def reference_fleet(family: ChildProcesses) -> EngineFleet:
     """One prefiller and two decoders with a tiny model, whose tokens depend on the whole prompt."""
     model = write_tiny_model(family.directory / "tiny-random")
     prefillers = [_reference_engine("real prefill", model)]

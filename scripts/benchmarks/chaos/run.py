@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from router.commands.bench.load import Client, drive
-from router.common.child_processes import Family
+from router.common.child_processes import ChildProcesses
 from scripts.benchmarks.chaos.processes import (
     Engine,
     EngineFleet,
@@ -130,7 +130,7 @@ class Outcome:
 class Drill:
     """All that outlives one run of a scenario."""
 
-    family: Family
+    family: ChildProcesses
     command: RouterCommand
     fleet: EngineFleet
     first: Questions

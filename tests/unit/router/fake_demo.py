@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from router.commands.demo.command import main as demo
-from router.commands.demo.engines import Engines
+from router.commands.demo.engines import EngineCommands
 
 ME = [sys.executable, str(Path(__file__))]
 USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
@@ -70,7 +70,7 @@ def main(role: str, *arguments: str) -> int:
         Path(arguments[1]).mkdir(parents=True)
     else:
         port, mode, *flags = arguments
-        engines = Engines(
+        engines = EngineCommands(
             reference=[*ME, "engine", mode],
             tiny_model=[*ME, "tiny"],
             chat_model=[*ME, "chat", mode],

@@ -24,15 +24,16 @@ from router.commands.cli import main
 from router.commands.demo.command import main as command_main
 from router.commands.demo.engines import (
     NEEDED,
-    Engines,
-    Place,
+    DemoModel,
+    DemoOptions,
+    EngineCommands,
+    EnginePorts,
+    cache_directory,
     find_vllm,
     reference_engine,
     vllm_engine,
     write_secret,
 )
-from router.commands.demo.model import Model, cache_directory
-from router.commands.demo.options import Options
 from tests.conftest import find_free_ports
 
 SCRIPT = Path(__file__).with_name("fake_demo.py")
@@ -166,13 +167,13 @@ def test_engines_can_be_vllm(tmp_path: Path) -> None:
     assert "(vLLM, " in output.read_text()
 
 
-PLACE = Place(8100, 5600, Path("/s"))
-OPTIONS = Options(1, 1, "127.0.0.1", 8000, "cpu", None, vllm=True)
+PLACE = EnginePorts(8100, 5600, Path("/s"))
+OPTIONS = DemoOptions(1, 1, "127.0.0.1", 8000, "cpu", None, vllm=True)
 
 
 def test_a_vllm_engine_is_started_as_its_connector_needs_it(tmp_path: Path) -> None:
-    engines = Engines(find_vllm=lambda: "/venv/bin/python")
-    model = Model(tmp_path, "chat", talks=True)
+    engines = EngineCommands(find_vllm=lambda: "/venv/bin/python")
+    model = DemoModel(tmp_path, "chat", talks=True)
     made = vllm_engine(engines, OPTIONS, model, 2, PLACE)
     command = made.command
     assert command[:3] == ["/venv/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
@@ -189,8 +190,8 @@ def test_a_vllm_engine_is_started_as_its_connector_needs_it(tmp_path: Path) -> N
 
 def test_on_a_gpu_vllm_engines_share_its_memory(tmp_path: Path) -> None:
     options = replace(OPTIONS, device="cuda", prefillers=2)
-    engines = Engines(find_vllm=lambda: "python")
-    command = vllm_engine(engines, options, Model(tmp_path, "chat"), 2, PLACE).command
+    engines = EngineCommands(find_vllm=lambda: "python")
+    command = vllm_engine(engines, options, DemoModel(tmp_path, "chat"), 2, PLACE).command
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.28"
     assert "engine_ext.vllm.scheduler.DisaggAsyncScheduler" in command
 
@@ -198,12 +199,16 @@ def test_on_a_gpu_vllm_engines_share_its_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "engines", "message"),
     [
-        ([], Engines(needed=("json", "no_such_package")), "pip install 'disagg-router[demo]'"),
-        (["--vllm"], Engines(find_vllm=lambda: None), "vLLM is not installed here: "),
+        (
+            [],
+            EngineCommands(needed=("json", "no_such_package")),
+            "pip install 'disagg-router[demo]'",
+        ),
+        (["--vllm"], EngineCommands(find_vllm=lambda: None), "vLLM is not installed here: "),
     ],
 )
 def test_what_is_not_installed_is_one_line_and_starts_nothing(
-    capsys: pytest.CaptureFixture[str], flags: list[str], engines: Engines, message: str
+    capsys: pytest.CaptureFixture[str], flags: list[str], engines: EngineCommands, message: str
 ) -> None:
     assert command_main(flags, engines) == 2
     captured = capsys.readouterr()
@@ -257,8 +262,8 @@ def test_vllm_is_looked_for_where_it_is_installed_to(tmp_path: Path) -> None:
 def test_what_is_reused_decides_no_answer_of_the_chat_model(device: str, tmp_path: Path) -> None:
     """Its weights are wide enough that no two words tie for the first question."""
     options = replace(OPTIONS, device=device, vllm=False)
-    model = Model(tmp_path, "chat", talks=True)
-    command = reference_engine(Engines(), options, model, 1, PLACE).command
+    model = DemoModel(tmp_path, "chat", talks=True)
+    command = reference_engine(EngineCommands(), options, model, 1, PLACE).command
     assert command[command.index("--dtype") + 1] == "float32"
     transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert transfer["kv_connector_extra_config"]["side_channel_secret_file"] == "/s"

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.commands.status.command import main
-from router.commands.status.reading import EngineState, GroupState, NotMetricsError, read
-from router.commands.status.table import lines, paint
+from router.commands.status.command import lines, main, paint
+from router.commands.status.reading import EngineState, GroupState, NotMetricsError, parse_metrics
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import eventually
 from tests.unit.router.mock_engine import MockEngine, running_engine, usual_decode
@@ -54,7 +53,7 @@ disagg_router_time_to_first_byte_seconds_sum 60.0
 
 
 def test_metrics_become_a_status() -> None:
-    status = read(METRICS)
+    status = parse_metrics(METRICS)
     assert status.engines == (
         EngineState("p:1", "prefill", "unhealthy", False, 0, 4),
         EngineState("p:2", "prefill", "not probed", False, 0, 0),
@@ -70,7 +69,7 @@ def test_metrics_become_a_status() -> None:
 
 
 def test_a_table_says_it_to_people() -> None:
-    status = read(METRICS)
+    status = parse_metrics(METRICS)
     said = "\n".join(lines(status, None, 0))
     assert "3 requests in flight, 0 waiting, 0 connections, 2 workers" in said
     assert "prefill  p:1     unhealthy           0           4" in said
@@ -85,8 +84,8 @@ def test_a_table_says_it_to_people() -> None:
 
 
 def test_a_rate_is_of_what_ended_since_the_last_look() -> None:
-    before = read(METRICS)
-    after = read(METRICS.replace('status="200"} 10.0', 'status="200"} 30.0'))
+    before = parse_metrics(METRICS)
+    after = parse_metrics(METRICS.replace('status="200"} 10.0', 'status="200"} 30.0'))
     assert "10.0 requests/s" in next(lines(after, before, 2.0))
     assert "0.0 requests/s" in next(lines(before, after, 2.0))  # it began anew
 
@@ -94,14 +93,14 @@ def test_a_rate_is_of_what_ended_since_the_last_look() -> None:
 @pytest.mark.parametrize("text", ["", "<html>", "up 1", "disagg_router_requests_in_flight{ 1"])
 def test_what_is_no_router_is_named(text: str) -> None:
     with pytest.raises(NotMetricsError):
-        read(text)
+        parse_metrics(text)
 
 
 @given(st.text() | st.text(alphabet='disagg_router_{}="\n 1.0#'))
 def test_nothing_that_is_read_ends_it_badly(text: str) -> None:
     for given_text in (text, METRICS + text):
         try:
-            status = read(given_text)
+            status = parse_metrics(given_text)
         except NotMetricsError:
             continue
         assert "\n".join(lines(status, status, 1.0))

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from router.commands.status.reading import AvoidedPair, read
-from router.commands.status.table import lines
+from router.commands.status.command import lines
+from router.commands.status.reading import AvoidedPair, parse_metrics
 from router.fleet.circuit_breaker import CircuitState
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
@@ -171,7 +171,7 @@ async def test_a_pair_that_fails_is_not_paired_again_and_both_go_on_with_others(
     assert router.metric("kv_load_failures_total", scope="pair") == 1
     assert all(e.breaker.circuit is CircuitState.CLOSED for e in router.gateway.fleet.engines)
     assert router.engine(fleet.ds[0]).breaker._in_a_row == 0, "it is not blamed"
-    status = read(router.gateway.metrics.exposition().decode())
+    status = parse_metrics(router.gateway.metrics.exposition().decode())
     assert status.avoided_pairs == (AvoidedPair(prefiller, decoder),)
     assert f"pair {prefiller} -> {decoder}" in "\n".join(lines(status, None, 0))
 

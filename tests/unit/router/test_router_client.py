@@ -12,7 +12,7 @@ import pytest
 
 from router.commands import drain
 from router.commands.bench import command as bench
-from router.commands.router_client import EndlessError, Remote
+from router.commands.router_client import AnswerLimitError, RouterClient
 from router.commands.status import command as status
 
 PATIENCE = 0.4
@@ -64,10 +64,10 @@ DRIPS = {
 def test_an_answer_in_drops_is_given_up_in_time(what: str) -> None:
     with (
         dripping(*DRIPS[what]) as url,
-        Remote(PATIENCE, 10_000) as remote,
-        pytest.raises(EndlessError, match=r"within 0\.4 s"),
+        RouterClient(PATIENCE, 10_000) as remote,
+        pytest.raises(AnswerLimitError, match=r"within 0\.4 s"),
     ):
-        remote.ask("GET", url)
+        remote.request("GET", url)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_command_says_so_in_a_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(module, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", PATIENCE)
     with dripping(*DRIPS["headers"]) as url:
         assert main([one.format(url) for one in arguments]) == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -98,10 +98,10 @@ def test_an_answer_without_end_is_not_read_to_its_end() -> None:
         return httpx.Response(200, content=_spaces())
 
     with (
-        Remote(60.0, 1_000_000, transport=httpx.MockTransport(endless)) as remote,
-        pytest.raises(EndlessError, match="too much"),
+        RouterClient(60.0, 1_000_000, transport=httpx.MockTransport(endless)) as remote,
+        pytest.raises(AnswerLimitError, match="too much"),
     ):
-        remote.ask("GET", "http://x/v1/models")
+        remote.request("GET", "http://x/v1/models")
 
 
 async def _spaces() -> AsyncIterator[bytes]:
