@@ -209,12 +209,7 @@ def _cell(one: Outcome | None) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog=PROGRAM,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = CommandParser(PROGRAM, __doc__ or "")
     add = parser.add_argument
     names = list(scenarios())
     add("--short", action="store_true", help="the most telling ones, in about 40 seconds")
