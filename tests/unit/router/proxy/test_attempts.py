@@ -159,7 +159,7 @@ async def test_without_a_descriptor_the_client_is_told_and_no_engine_is_condemne
             await client.send(post(b'{"model": "m", "prompt": "x"}'))
             head, body = await client.answer()
         assert b" 503 " in head.splitlines()[0]
-        assert "a limit of its own" in json.loads(body)["error"]["message"]
+        assert "one of its own limits" in json.loads(body)["error"]["message"]
         await router.settled()
         assert not asked.legs(asked.first) + asked.legs(asked.other)
         unreleased = router.metric("releases_total", outcome="failed")
