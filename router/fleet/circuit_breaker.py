@@ -1,7 +1,7 @@
 """Whether an engine's own failures speak against asking it: pure, time is passed in.
 
 *closed* (asked) → *open* (left alone for a while) → *half open* (one request may try) → closed, or
-open for longer. Only what the engine did is told here: see the rules in router.proxy.retry_rules.
+open for longer. Only what the engine did is told here: see the rules in router.proxy.retry.
 """
 
 from __future__ import annotations

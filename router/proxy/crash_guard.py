@@ -25,11 +25,11 @@ from router.http_client.errors import (
 from router.openai.errors import EngineUnavailableError, RepeatedCrashError
 
 # Engines that may die during one request.
-MOST_DEATHS = 2
+MAX_DEATHS = 2
 # Timeout of the probe, in seconds, the connection included.
 PATIENCE = 1.0
 LONGEST_ANSWER = 64 * 1024
-# Failures of a leg that may be the death of its engine: see router.proxy.retry_rules.RULES.
+# Failures of a leg that may be the death of its engine: see router.proxy.retry.RULES.
 SUSPICIOUS = frozenset(("stale", "disconnected", "engine_lost", "broken_answer", "status_5xx"))
 
 
@@ -38,11 +38,11 @@ def is_suspicious(kind: str, error: Exception) -> bool:
     return kind in SUSPICIOUS and not isinstance(error, EngineUnavailableError)
 
 
-async def require_few(suspects: Mapping[Engine, float]) -> None:
-    """Raises RepeatedCrashError when MOST_DEATHS of these engines are dead. `suspects`: when each
+async def require_few_deaths(suspects: Mapping[Engine, float]) -> None:
+    """Raises RepeatedCrashError when MAX_DEATHS of these engines are dead. `suspects`: when each
     of them failed, in Unix time."""
     died = await asyncio.gather(*[_has_died(engine, at) for engine, at in suspects.items()])
-    if sum(died) >= MOST_DEATHS:
+    if sum(died) >= MAX_DEATHS:
         raise RepeatedCrashError(
             f"{sum(died)} engines died while they worked on this request, so no other one is "
             "asked; sending it again may end more of them"

@@ -1,4 +1,4 @@
-"""One request from its arrival to its line in the books: read it, plan, run, tell of failures."""
+"""The life of one request: read it, plan it, run it, and answer errors."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from router.auth.authenticator import QuotaPermit
 from router.auth.credentials import without_credentials
+from router.conversations.conversations import Conversations, Turn
 from router.http_client.deadlines import now
 from router.http_client.errors import AnswersFullError, ReaderStalledError
 from router.openai import errors
-from router.proxy import headers, key_limits
+from router.proxy import headers, key_limits, strategies
+from router.proxy.admission import Seat
 from router.proxy.cors import Readable, allowing
 from router.proxy.exchange import Exchange
 from router.proxy.gateway import Gateway
@@ -27,43 +30,57 @@ from router.telemetry.record import Record
 from router.telemetry.trace_context import without_trace_headers
 
 logger = logging.getLogger("disagg_router.flows")
-Reading = Callable[[Request, Gateway], Awaitable[None]]
-CLIENT_LEFT = 499  # never sent: nginx's status for the books
+BodyReader = Callable[[Request, Gateway], Awaitable[None]]
+CLIENT_CLOSED_REQUEST = 499  # never sent: nginx's status for access logs and metrics
 
 
-async def serve(exchange: Exchange, gateway: Gateway, reading: Reading | None = None) -> None:
-    """Answers the exchange, whatever happens, unless its client has left. `reading`: of an endpoint
-    that is not generation."""
-    request = _open_books(exchange, gateway)
+async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None = None) -> None:
+    """Serve one client request from its arrival to its access log line.
+
+    `reading` reads the body of an endpoint that is not generation. Raises only CancelledError, when
+    the client has disconnected.
+    """
+    request = _open_record(exchange, gateway)
     task = asyncio.current_task(exchange.loop)
     assert task is not None
     gateway.running.add(task)
+    seat: Seat | None = None
+    permit: QuotaPermit | None = None
+    run: Run | None = None
     try:
+        # Authenticate and read.
         gateway.budget.note_request(request.record.started)
-        authenticator = gateway.authenticator
-        key = (
-            None
-            if authenticator is None
-            else key_limits.identified(request.exchange, authenticator, gateway.metrics)
-        )
+        authenticator, limits = gateway.authenticator, gateway.limits
+        key = None
+        if authenticator is not None:
+            key = key_limits.identified(request.exchange, authenticator, gateway.metrics)
         if reading is None:
-            request.read(gateway.limits, gateway.conversations)
+            request.read(limits, gateway.conversations)
             if request.alone == SEVERAL and gateway.shares_loads(request.model):
                 request.share()
             request.check(gateway.fleet.snapshot.context_lengths)
         else:
             await reading(request, gateway)
         if key is not None and authenticator is not None:
-            await key_limits.let_in(request, key, authenticator, gateway.metrics)
-        if gateway.limits.stream_heartbeat and request.body.get("stream"):
-            request.exchange = Beating(request, gateway.limits)
+            permit = await key_limits.let_in(request, key, authenticator, gateway.metrics)
+        if limits.stream_heartbeat and request.body.get("stream"):
+            request.exchange = Beating(request, limits)
         bodies = AsSent(request.exchange.body) if request.form else Bodies(request.body)
-        if gateway.admission is None and (request.turn is None or request.alone):
-            plan = make_plan(request, gateway.route(request), None, gateway.limits)
+
+        # Plan, after a wait for a place at engines that have limits.
+        if gateway.admission is not None:
+            pools = gateway.pools(request.model)
+            seat = gateway.admission.at_once(request, pools)
+            seat = seat or await gateway.admission.wait(request)
+        if request.turn is None or request.alone or gateway.conversations is None:
+            plan = make_plan(request, _settled(seat, gateway.route(request)), None, limits)
         else:
-            plan = await _plan(request, gateway)
+            plan = await _plan_turn(request, request.turn, seat, gateway, gateway.conversations)
         request.record.flow, request.record.group = plan.flow, plan.route.group
-        await Run(request, bodies, plan, gateway).answer()
+
+        # Run the legs, and relay the answer.
+        run = Run(request, bodies, plan, gateway, seat)
+        await strategies.answer(run)
     except asyncio.CancelledError:
         if not gateway.interrupted:
             if request.record.stage != DONE:
@@ -71,45 +88,28 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: Reading | None = 
             raise
         await _refuse(request, gateway, errors.ShuttingDownError("the router is shutting down"))
     except Exception as error:
-        rejected = _rejected_in(error)
-        if rejected is not None and rejected.status == 401 and gateway.hides_credentials:
-            gateway.throttle.warn("an engine refuses the router's credential", str(error))
-            rejected, error = None, errors.EngineCredentialError("an engine refused the router")
-        if rejected is not None and request.exchange.started:
-            gateway.throttle.warn("an engine refuses to go on with a stream", str(rejected.body))
-            gateway.metrics.resumes.add((f"status_{rejected.status}", "refused"))
-            rejected, error = None, errors.EngineError("no engine went on with this answer")
-        if rejected is None:
-            await _refuse(request, gateway, error)
-        else:
-            await _pass_on(request, rejected)
+        await _respond_error(request, gateway, error)
     finally:
         gateway.running.discard(task)
-        if request.seat is not None:
-            request.seat.leave()
+        if run is not None:
+            run.close()
+        elif seat is not None:
+            seat.leave()
         if isinstance(request.exchange, Beating):
             request.exchange.close()
-        if request.resume_buffer is not None:
-            # Of the first leg, where the last one said nothing.
-            request.record.first_byte = (
-                request.record.first_byte or request.resume_buffer.first_byte
-            )
-            request.resume_buffer.close()
-        for reservation in request.reservations or ():
-            reservation.release()
-        if request.quota_permit is not None and gateway.authenticator is not None:
-            key_limits.leave(request, gateway.authenticator)
-        _close_books(request.record, gateway)
+        if permit is not None and gateway.authenticator is not None:
+            key_limits.leave(request, permit, gateway.authenticator)
+        _close_record(request.record, gateway)
 
 
 async def refuse(exchange: Exchange, gateway: Gateway, error: Exception) -> None:
     """Answers an exchange whose request was not even received with `error`."""
-    request = _open_books(exchange, gateway)
+    request = _open_record(exchange, gateway)
     await _refuse(request, gateway, error)
-    _close_books(request.record, gateway)
+    _close_record(request.record, gateway)
 
 
-def _open_books(exchange: Exchange, gateway: Gateway) -> Request:
+def _open_record(exchange: Exchange, gateway: Gateway) -> Request:
     latest = exchange.arrived + gateway.limits.request_timeout
     if gateway.limits.cors_origins:
         lines = allowing(exchange.headers, gateway.limits.cors_origins)
@@ -137,24 +137,27 @@ def _open_books(exchange: Exchange, gateway: Gateway) -> Request:
 
 def _note_disconnect(record: Record, gateway: Gateway) -> None:
     record.outcome = "disconnected"
-    record.status = record.status or CLIENT_LEFT
+    record.status = record.status or CLIENT_CLOSED_REQUEST
     gateway.metrics.client_disconnects.labels(record.stage).inc()
 
 
-async def _plan(request: Request, gateway: Gateway) -> Plan:
-    """Raises UnknownModelError, NoEngineError, OverloadError."""
-    turn, conversations, limits = request.turn, gateway.conversations, gateway.limits
-    admission = gateway.admission
-    if admission is not None:
-        pools = gateway.pools(request.model)
-        request.seat = admission.at_once(request, pools) or await admission.wait(request)
-    if turn is None or conversations is None or request.alone:  # it had to wait for its seat
-        return make_plan(request, _settled(request, gateway.route(request)), None, limits)
-    gateway.pools(request.model)  # what was kept is taken only if it can be used
+async def _plan_turn(
+    request: Request,
+    turn: Turn,
+    seat: Seat | None,
+    gateway: Gateway,
+    conversations: Conversations,
+) -> Plan:
+    """Plan the turn of a conversation, with the KV that the last turn has left.
+
+    Raises UnknownModelError, NoEngineError.
+    """
+    limits = gateway.limits
+    gateway.pools(request.model)  # raises before the last turn's entry is taken
     await conversations.recall(turn)
     reuse = find_reuse(turn, gateway.fleet, gateway.load_bound, limits.conversation_unproven)
     try:
-        route = _settled(request, gateway.route(request, reuse.decoder))
+        route = _settled(seat, gateway.route(request, reuse.decoder))
         return make_plan(request, route, reuse, limits)
     except Exception:
         if turn.entry is not None:  # the engines have gone meanwhile
@@ -162,8 +165,25 @@ async def _plan(request: Request, gateway: Gateway) -> Plan:
         raise
 
 
-def _settled(request: Request, route: Route) -> Route:
-    return route if request.seat is None else request.seat.settle(route)
+def _settled(seat: Seat | None, route: Route) -> Route:
+    return route if seat is None else seat.settle(route)
+
+
+async def _respond_error(request: Request, gateway: Gateway, error: Exception) -> None:
+    """Answer with an engine's 4xx as it is, or with the router's own error."""
+    rejected = _rejected_in(error)
+    if rejected is None:
+        return await _refuse(request, gateway, error)
+    if rejected.status == 401 and gateway.hides_credentials:
+        gateway.throttle.warn("an engine refuses the router's credential", str(error))
+        error = errors.EngineCredentialError("an engine refused the router")
+        return await _refuse(request, gateway, error)
+    if request.exchange.started:
+        gateway.throttle.warn("an engine refuses to go on with a stream", str(rejected.body))
+        gateway.metrics.resumes.add((f"status_{rejected.status}", "refused"))
+        error = errors.EngineError("no engine went on with this answer")
+        return await _refuse(request, gateway, error)
+    await _pass_on(request, rejected)
 
 
 def _rejected_in(error: Exception) -> errors.EngineRejectedError | None:
@@ -207,7 +227,7 @@ async def _refuse(request: Request, gateway: Gateway, error: Exception) -> None:
         exchange.abort()
 
 
-def _close_books(record: Record, gateway: Gateway) -> None:
+def _close_record(record: Record, gateway: Gateway) -> None:
     record.ended = now()
     gateway.metrics.finish(record)
     gateway.records.add(record)

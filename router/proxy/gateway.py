@@ -22,7 +22,7 @@ from router.openai.errors import EngineError, NoEngineError, UnauthorizedError, 
 from router.proxy.admission import Admission, Held, has_limits
 from router.proxy.request import Request
 from router.proxy.request_limits import Limits
-from router.proxy.retry_rules import RetryBudget
+from router.proxy.retry import RetryBudget
 from router.routing.affinity import LoadBound
 from router.routing.candidate import RoutingQuery
 from router.routing.policy_set import GroupPolicies

@@ -1,8 +1,9 @@
-"""Several decoders are asked at once, each with a threshold: the first that accepts answers, and
-the others are left. So nobody needs to know whose cache holds what.
+"""Hedged decode legs: the same leg at several decode engines, each with a cache threshold.
 
-Every leg has an id of its own. What has accepted shows in the first event of a stream, so others
-than streams are not asked for like this (see router.proxy.plan): engines would compute all of it.
+The first engine that accepts answers the request, and the other legs are cancelled. So the router
+need not know which engine's cache holds the prompt. An acceptance shows in the first event of a
+stream. Therefore only streams are hedged (`plan`): of another answer nothing shows before the
+engine has computed all of it.
 """
 
 from __future__ import annotations
@@ -13,40 +14,40 @@ from functools import partial
 from typing import NamedTuple
 
 from router.fleet.engine import Engine
-from router.fleet.engine_spec import DECODE, EngineRole
 from router.http_client.deadlines import now
-from router.openai.errors import EngineRejectedError
-from router.proxy.gateway import Gateway
 from router.proxy.leg_bodies import Halves
-from router.proxy.legs import LEG_ERRORS, REJECTED, Came, LegError, Legs
-from router.proxy.request import Request
+from router.proxy.legs import DecodeOutcome, DecodeResult, LegFailure, LegRefusal, decode_leg
 from router.proxy.resume_buffer import ResumeBuffer
+from router.proxy.run import Run
 
-# Seconds for the others once one is out: a look at a cache is quick, and an engine that is busy or
-# frozen holds no request up that a prefiller could have by now.
-PATIENCE = 2.0
-
-Failure = tuple[LegError, Engine, EngineRole]
-# Of a leg, for the books: where it is not one that won.
+# Seconds that the other legs have after the first one has ended without an answer. A look at a
+# cache is quick, and a busy or frozen engine should not delay the prefill leg.
+OTHER_LEGS_TIMEOUT_S = 2.0
+# Label values of the metric for legs that did not win.
 REFUSED, FAILED, LEFT = "rejected", "failed", "left"
 
 
-class Ended(NamedTuple):
-    """`failure` is of the one that had accepted, or of the last where none has rejected. `others`
-    failed as well, and nobody waits for them."""
+class Hedged(NamedTuple):
+    """How hedged legs have ended.
 
-    others: Sequence[Failure]
-    failure: Failure | None = None
+    `failure` is that of the leg that had accepted, or of the last leg if none has rejected.
+    `others` failed as well, and the answer does not depend on them.
+    """
+
+    others: Sequence[LegFailure]
+    failure: LegFailure | None = None
     is_rejected: bool = False
 
 
-def places(engines: Sequence[Engine], request: Request, gateway: Gateway) -> Sequence[Engine]:
-    """Who of them may be asked at once, as things are now; nobody, where it is only one.
+def places(run: Run) -> Sequence[Engine]:
+    """Return the planned engines that can get a hedged leg now, or () if fewer than two can.
 
-    Legs that are asked for on a chance are the first to be spared where engines fail."""
-    seat, able = request.seat, [one for one in engines if one.is_available]
-    if len(able) < 2 or not gateway.budget.is_left(now()):
+    Hedged legs are the first ones to be saved when engines fail.
+    """
+    able = [engine for engine in run.plan.scatter if engine.is_available]
+    if len(able) < 2 or not run.gateway.budget.is_left(now()):
         return ()
+    seat = run.seat
     if seat is None:
         return able
     found = [engine for engine in able if seat.visit(engine)]
@@ -56,87 +57,88 @@ def places(engines: Sequence[Engine], request: Request, gateway: Gateway) -> Seq
     return ()
 
 
-class Scatter:
-    """The legs of one request, and its places at their engines."""
+class HedgedLegs:
+    """The hedged legs of one request, and the request's places at their engines."""
 
-    def __init__(self, request: Request, gateway: Gateway) -> None:
-        self._request = request
-        self._gateway = gateway
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._bodies: dict[Engine, Halves] = {}
         self._buffers: dict[Engine, ResumeBuffer | None] = {}
-        self._legs: dict[Engine, asyncio.Task[Came]] = {}
+        self._legs: dict[Engine, asyncio.Task[DecodeOutcome]] = {}
         self._winner: Engine | None = None
 
     def add(self, engine: Engine, body: Halves) -> None:
-        """Will be asked. The buffer that its body asks it to fill is the request's if it wins."""
+        """Add a leg. The resume buffer that its body mentions is the request's if the leg wins."""
         self._bodies[engine] = body
-        self._buffers[engine], self._request.resume_buffer = self._request.resume_buffer, None
+        self._buffers[engine], self._run.resume.buffer = self._run.resume.buffer, None
 
-    async def run(self, legs: Legs, fresh: bool, threshold: float) -> Ended:
-        """Until the client has its answer, or nobody is left to wait for. Raises
-        EngineRejectedError where that is all that was said."""
-        self._request.record.stage = "decode"
+    async def run(self, threshold: float) -> Hedged:
+        """Run the legs until the client has its answer or no leg can answer any more.
+
+        Raises EngineRejectedError if that is all that the engines answered.
+        """
+        self._run.request.record.stage = "decode"
         for engine, body in self._bodies.items():
             accept = partial(self._accept, engine)
-            asked = legs.decode(engine, body, fresh, threshold, accept=accept)
-            self._legs[engine] = self._request.exchange.loop.create_task(asked)
+            leg = decode_leg(self._run, engine, body, threshold, accept=accept)
+            self._legs[engine] = self._run.request.exchange.loop.create_task(leg)
         try:
             await self._decided()
         finally:
-            for leg in self._legs.values():
-                leg.cancel()
+            for task in self._legs.values():
+                task.cancel()
             await asyncio.gather(*self._legs.values(), return_exceptions=True)
             self._count()
-            if self._request.seat is not None:
-                self._request.seat.depart(self._legs)
+            if self._run.seat is not None:
+                self._run.seat.depart(self._legs)
         return self._result()
 
     def _accept(self, engine: Engine) -> None:
-        """The first one: in the turn of the loop in which it says so the others end."""
+        """Let the first leg that accepts win, and end the others in the same turn of the loop."""
         self._winner = engine
-        self._request.resume_buffer = self._buffers[engine]
+        self._run.resume.buffer = self._buffers[engine]
         for other, leg in self._legs.items():
             if other is not engine:
                 leg.cancel()
-        if self._request.seat is not None:  # its own place first, or another takes that
-            self._request.seat.decode_at(engine)
-            self._request.seat.depart(self._legs)
+        if self._run.seat is not None:  # its own place first, or another request takes it
+            self._run.seat.decode_at(engine)
+            self._run.seat.depart(self._legs)
 
     async def _decided(self) -> None:
-        running, patience = set(self._legs.values()), None
+        running, latest = set(self._legs.values()), None
         while running and self._winner is None:
-            left = None if patience is None else max(0, patience - now())
+            left = None if latest is None else max(0, latest - now())
             ended, running = await asyncio.wait(
                 running, timeout=left, return_when=asyncio.FIRST_COMPLETED
             )
             if not ended and self._winner is None:
                 return
-            patience = patience or now() + PATIENCE
+            latest = latest or now() + OTHER_LEGS_TIMEOUT_S
         if self._winner is not None:
             await asyncio.wait((self._legs[self._winner],))
 
-    def _result(self) -> Ended:
-        failures: dict[Engine, Failure] = {}
-        refusal, rejected = None, False
+    def _result(self) -> Hedged:
+        failures: dict[Engine, LegFailure] = {}
+        refusal, is_rejected = None, False
         for engine, leg in self._legs.items():
-            error = None if leg.cancelled() else leg.exception()
-            if isinstance(error, LEG_ERRORS):
-                failures[engine] = (error, engine, DECODE)
-            elif isinstance(error, EngineRejectedError):
-                refusal = error
-            elif error is not None:
-                raise error
-            elif not leg.cancelled():
-                rejected = rejected or leg.result() is REJECTED
+            if leg.cancelled():
+                continue
+            outcome = leg.result()  # raises what is a fault of the router's own
+            if isinstance(outcome, LegFailure):
+                failures[engine] = outcome
+            elif isinstance(outcome, LegRefusal):
+                refusal = outcome.error
+            else:
+                is_rejected = is_rejected or outcome is DecodeResult.REJECTED
         if self._winner is not None:
             failure = failures.pop(self._winner, None)
-            return Ended([*failures.values()], failure)
-        if rejected:
-            return Ended([*failures.values()], is_rejected=True)
+            return Hedged([*failures.values()], failure)
+        if is_rejected:
+            return Hedged([*failures.values()], is_rejected=True)
         if refusal is not None:
             raise refusal
         *others, last = failures.values()
-        return Ended(others, last)
+        return Hedged(others, last)
 
     def _count(self) -> None:
         for engine, leg in self._legs.items():
@@ -144,6 +146,8 @@ class Scatter:
                 outcome = "won"
             elif leg.cancelled():
                 outcome = LEFT
+            elif leg.exception() is not None or isinstance(leg.result(), LegFailure | LegRefusal):
+                outcome = FAILED
             else:
-                outcome = FAILED if leg.exception() is not None else REFUSED
-            self._gateway.metrics.scattered.add((outcome,))
+                outcome = REFUSED
+            self._run.gateway.metrics.scattered.add((outcome,))

@@ -34,16 +34,20 @@ def identified(exchange: Exchange, authenticator: Authenticator, metrics: Metric
 
 async def let_in(
     request: Request, key: ApiKey, authenticator: Authenticator, metrics: Metrics
-) -> None:
-    """Of a request that was read. Raises ForbiddenModelError, RateLimitError."""
+) -> QuotaPermit | None:
+    """Check a request that was read against its key's models and limits.
+
+    Return what the request takes of the limits, if the key has some. Raises ForbiddenModelError,
+    RateLimitError.
+    """
     request.record.key = key.name
     if not key.allows_model(request.model):
         raise ForbiddenModelError(request.model)
     if not key.has_limits:
-        return
+        return None
     permit = await entered(key, request.tokens + asked_for(request), authenticator, metrics)
-    request.quota_permit = permit
     request.exchange = Limited(request.exchange, permit, lines(permit.decision))
+    return permit
 
 
 async def entered(
@@ -57,13 +61,10 @@ async def entered(
     return came
 
 
-def leave(request: Request, authenticator: Authenticator) -> None:
-    """Once, whatever came of it."""
-    permit, request.quota_permit = request.quota_permit, None
-    if permit is not None:
-        authenticator.release(
-            permit, used(request.record, request.tokens, asked_for(request), permit.events)
-        )
+def leave(request: Request, permit: QuotaPermit, authenticator: Authenticator) -> None:
+    """Release the permit of an ended request, and count what the request used."""
+    tokens = used(request.record, request.tokens, asked_for(request), permit.events)
+    authenticator.release(permit, tokens)
 
 
 def used(record: Record, estimate: int, asked: int, passed: int) -> int:

@@ -1,20 +1,22 @@
-"""One leg of a request at one engine: asked, judged, counted there while it lasts.
+"""One leg: one upstream request to one engine on behalf of a client request.
 
-What an engine's answer says of the engine is noted here; what follows for the request is for `run`.
+A leg sends the request, judges the answer, and records what the answer says about the engine. The
+outcome is a value: an answer, a failure that has a row in `retry.RULES`, or an engine's 4xx. What
+follows from the outcome is for `strategies`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from enum import Enum, auto
 from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, TypeVar
 
-from router.fleet.capabilities import EngineCapabilities
 from router.fleet.circuit_breaker import HALF_OPEN
 from router.fleet.engine import Engine
+from router.fleet.engine_spec import DECODE, PREFILL, EngineRole
 from router.http_client.answer_memory import UNCOUNTED_BYTES
 from router.http_client.deadlines import now
 from router.http_client.engine_answer import EngineAnswer
@@ -38,7 +40,6 @@ from router.proxy.answer_check import (
     word_of,
 )
 from router.proxy.dp_ranks import chosen, line
-from router.proxy.gateway import Gateway
 from router.proxy.leg_bodies import Halves, message_in
 from router.proxy.load_failure import (
     LoadFailure,
@@ -47,421 +48,359 @@ from router.proxy.load_failure import (
     failure_in_whole,
     failure_of_error,
 )
-from router.proxy.plan import Plan
 from router.proxy.preemption_return import handed_back
-from router.proxy.prefill_answer import Params, Prefilled
+from router.proxy.prefill_answer import Params, PrefillAnswer
 from router.proxy.push import Push
 from router.proxy.relay import deliver, deliver_turn, note_no_turns
-from router.proxy.request import AS_SENT, PASSED, Body, Request
+from router.proxy.request import AS_SENT, PASSED, Body
+from router.proxy.retry import LegError
+from router.proxy.run import Run
 from router.proxy.threshold_probe import is_rejection, try_threshold
-from router.proxy.turn_reuse import Reuse
+from router.telemetry.trace_context import TracedLeg
 
 logger = logging.getLogger("disagg_router.flows")
-LegError = UpstreamError | EngineError
-LEG_ERRORS = (UpstreamError, EngineError)
-# Seconds for which a kept connection may have been idle, so that its engine is hardly closing it in
-# this very moment: servers wait for five and more. If it does, nobody knows what it has read.
-SOUND = 1.0
-# Seconds and bytes for an engine that has failed to say why.
-LAST_WORDS = 1.0
+# Seconds for which a kept connection may have been idle if the leg can be sent only once. Servers
+# keep idle connections for five seconds and more, so the engine is hardly closing this one.
+SOUND_CONNECTION_IDLE_S = 1.0
+# For the error body of an engine that has failed.
+ERROR_BODY_TIMEOUT_S = 1.0
+MAX_ERROR_BODY_BYTES = 256 * 1024
 NOT_LOADED = "the decode engine could not load the KV of this prompt"
-LAST_WORDS_SIZE = 256 * 1024
 SENT: Halves = (b"", b"")
+T = TypeVar("T")
 
 
-class Came(Enum):
-    """What became of a decode leg that did not fail for good. UNASKED: it was to be asked first,
-    and may not know that it can reject. ITSELF: the one prefiller that is left to decode has it.
-    CUT: some of the answer is there, or was handed back, and another is to go on."""
+class LegFailure(NamedTuple):
+    """The leg failed; another engine may do better."""
 
+    error: LegError
+    engine: Engine
+    role: EngineRole
+
+
+class LegRefusal(NamedTuple):
+    """The engine refused the request with a 4xx, which is the answer to the request."""
+
+    error: EngineRejectedError
+    engine: Engine
+
+
+class DecodeResult(Enum):
     ANSWERED = auto()
-    CUT = auto()
-    UNASKED = auto()
+    """The client has the whole answer."""
     REJECTED = auto()
-    AFRESH = auto()
-    ITSELF = auto()
+    """The engine has less of the prompt in its cache than the leg's threshold."""
 
 
-ANSWERED, CUT, UNASKED, REJECTED, AFRESH, ITSELF = Came
+PrefillOutcome = PrefillAnswer | LegFailure | LegRefusal
+DecodeOutcome = DecodeResult | LegFailure | LegRefusal
 
 
-class Legs:
-    """Those of one request. Each may raise UpstreamError or EngineError, for which there is a row
-    in the table of failures, and EngineRejectedError with an engine's 4xx."""
+async def prefill_leg(
+    run: Run, engine: Engine, body: Halves, push: Push | None = None, is_offered: bool = False
+) -> PrefillOutcome:
+    """Send the prefill leg and return its outcome. The engine then holds KV for a decode engine.
 
-    __slots__ = ("_gateway", "_is_read", "_load_failure", "_loads_from", "_prompt_tokens",
-                 "_request", "holder", "may_come_back", "plan")  # fmt: skip
+    `push`: what this leg shares with the decode leg that runs at the same time. `is_offered`: the
+    engine is to read retained KV of the last turn, which can be read only once.
+    """
+    trace = run.request.record.trace
+    if trace is None:
+        return await _prefill_leg(run, engine, body, push, is_offered, b"")
+    span = trace.add_leg(PREFILL, engine.name, now())
+    leg = _prefill_leg(run, engine, body, push, is_offered, span.headers)
+    outcome = await _in_span(span, leg)
+    if isinstance(outcome, PrefillAnswer):
+        span.usage = outcome.usage
+    return outcome
 
-    def __init__(self, request: Request, plan: Plan, gateway: Gateway) -> None:
-        self._request = request
-        self.plan = plan
-        self._gateway = gateway
-        self._prompt_tokens: int | None = None
-        # Where KV waits for a decoder, unless it was read.
-        self.holder: Engine | None = None
-        self._is_read = False
-        # The prefiller whose KV the decoder is to load, if any; and why it could not.
-        self._loads_from = ""
-        self._load_failure: LoadFailure | None = None
-        # The decoder was asked to hand back what it would have to preempt.
-        self.may_come_back = False
 
-    async def prefill(
-        self,
-        engine: Engine,
-        body: Halves,
-        fresh: bool,
-        push: Push | None = None,
-        is_offered: bool = False,
-    ) -> Prefilled:
-        """`is_offered`: it is to read what a decoder holds, which can be asked for once."""
-        request, gateway = self._request, self._gateway
-        record, limits, seat = request.record, gateway.limits, request.seat
-        record.stage, record.prefiller = "prefill", engine.name
-        record.first_byte = None  # of a decoder that has read this
-        self._is_read = False
-        record.prefill_started = started = now()
-        if seat is not None:
-            seat.prefill_at(engine)
-        notes, tokens = self.plan.route.prefill_feedback, request.tokens
+async def _prefill_leg(
+    run: Run, engine: Engine, body: Halves, push: Push | None, is_offered: bool, trace_line: bytes
+) -> PrefillOutcome:
+    request, gateway, seat = run.request, run.gateway, run.seat
+    record, limits = request.record, gateway.limits
+    record.stage, record.prefiller = "prefill", engine.name
+    record.first_byte = None  # of a decode engine that has read this
+    run.is_read = False
+    record.prefill_started = started = now()
+    if seat is not None:
+        seat.prefill_at(engine)
+    notes, tokens = run.route.prefill_feedback, request.tokens
+    if notes is not None:
+        tokens = max(0, tokens - notes.expected_tokens(engine.name))
+        notes.sent(engine.name)
+    answer: EngineAnswer | None = None
+    _begin(run, engine, tokens)
+    try:
+        pinned = trace_line if push is None else push.pinned + trace_line
+        message = _message(run, engine, body, push, pinned)
+        latest = started + limits.prefill_timeout
+        if latest > request.latest:
+            latest = request.latest
+        longest_idle = SOUND_CONNECTION_IDLE_S if is_offered else None
+        answer = None if run.is_fresh else engine.pool.send_on_idle(message, latest, longest_idle)
+        if answer is None:
+            answer = await engine.pool.send(message, latest, fresh=True)
+        body, message = SENT, b""  # they may be large, and the answer may take minutes
+        await answer.ready()
+        if answer.error is not None:
+            raise answer.error
+        if answer.status != 200:
+            raise await _error_answer(run, engine, answer, request.body)
+        raw = answer.take_if_complete(limits.max_answer_size)
+        if raw is None:
+            raw = await answer.read(limits.max_answer_size)
+            run.answers_held.keep(answer)
+        prefilled = PrefillAnswer(raw)
+        if prefilled.is_none:
+            raise BrokenAnswerError("an answer without choices")
+        _require_answer(run, engine, prefilled_word(raw))
+        _note_success(run, engine)
+        _note_prefilled(run, engine, prefilled, started)
+        return prefilled
+    except (UpstreamError, EngineError) as error:
+        return LegFailure(error, engine, PREFILL)
+    except EngineRejectedError as error:
+        return LegRefusal(error, engine)
+    except asyncio.CancelledError:
+        if answer is not None:
+            gateway.spawn(release.late(request, gateway, answer))
+            answer = None
+        raise
+    finally:
+        _end(run, engine, tokens, answer)
+
+
+async def decode_leg(
+    run: Run,
+    engine: Engine,
+    body: Halves,
+    threshold: float = 0.0,
+    push: Push | None = None,
+    accept: Callable[[], None] | None = None,
+) -> DecodeOutcome:
+    """Send the decode leg, relay the answer until the client has all of it, and return the outcome.
+
+    `threshold`: the share of the prompt that the engine must have in its cache, or it may reject.
+    `accept` is called when a hedged leg is about to be relayed; the other legs end then.
+    """
+    trace = run.request.record.trace
+    if trace is None:
+        return await _decode_leg(run, engine, body, threshold, push, accept, b"")
+    record, span = run.request.record, trace.add_leg(DECODE, engine.name, now())
+    leg = _decode_leg(run, engine, body, threshold, push, accept, span.headers)
+    try:
+        outcome = await _in_span(span, leg)
+    finally:
+        if record.decoder == engine.name:  # not of other hedged legs
+            span.first_byte, span.usage = record.first_byte, record.usage
+    if outcome is DecodeResult.REJECTED:
+        span.kind = "rejected"
+    return outcome
+
+
+async def _decode_leg(
+    run: Run,
+    engine: Engine,
+    body: Halves,
+    threshold: float,
+    push: Push | None,
+    accept: Callable[[], None] | None,
+    trace_line: bytes,
+) -> DecodeOutcome:
+    request, gateway = run.request, run.gateway
+    seat, reuse, started = run.seat, run.plan.reuse, now()
+    notes, tokens = run.route.decode_feedback, request.tokens
+    if accept is None:
+        _note_decoder(run, engine, started)
+    _note_loading(run, engine, push, started)
+    answer: EngineAnswer | None = None
+    watch: Watch | None = None
+    _begin(run, engine, tokens)
+    try:
+        pinned = trace_line
+        if reuse is not None:
+            number = reuse.rank_at(engine)
+            if number is not None and chosen(request) is None:
+                pinned = line(number) + trace_line
+        message = _message(run, engine, body, push, pinned)
+        latest = started + gateway.limits.decode_first_byte_timeout
+        if latest > request.latest:
+            latest = request.latest
+        answer = None if run.is_fresh else engine.pool.send_on_idle(message, latest)
+        if answer is None:
+            answer = await engine.pool.send(message, latest, fresh=True)
+        body, message = SENT, b""  # they may be large, and the answer may take minutes
+        await answer.ready()
+        if answer.error is not None:
+            raise answer.error
+        if answer.status != 200:
+            raise await _error_answer(run, engine, answer)
+        if engine.capabilities.reports_load_failures or not engine.capabilities.is_identity_known:
+            watch = _watch_for_load_failure(run, engine, answer)
+        is_rejected = await _is_rejected(run, engine, answer, threshold)
+        _note_success(run, engine)
+        if is_rejected:
+            return DecodeResult.REJECTED
+        if accept is not None:
+            accept()
+            accept = None
+            _note_decoder(run, engine, started)
+        run.stop_holding(is_read=True)
         if notes is not None:
-            tokens = max(0, tokens - notes.expected_tokens(engine.name))
-            notes.sent(engine.name)
-        answer: EngineAnswer | None = None
-        self._begin(engine, tokens)
-        try:
-            pinned = b"" if push is None else push.pinned
-            message = self._message(engine, body, push, pinned)
-            latest = started + limits.prefill_timeout
-            if latest > request.latest:
-                latest = request.latest
-            longest = SOUND if is_offered else None
-            answer = None if fresh else engine.pool.send_on_idle(message, latest, longest)
-            if answer is None:
-                answer = await engine.pool.send(message, latest, fresh=True)
-            body, message = SENT, b""  # they may be large, and the answer may take minutes
-            await answer.ready()
-            if answer.error is not None:
-                raise answer.error
-            if answer.status != 200:
-                await self._refuse(engine, answer, request.body)
-            raw = answer.take_if_complete(limits.max_answer_size)
-            if raw is None:
-                raw = await answer.read(limits.max_answer_size)
-                request.keep(answer)
-            prefilled = Prefilled(raw)
-            if prefilled.is_none:
-                raise BrokenAnswerError("an answer without choices")
-            self._require_answer(engine, prefilled_word(raw))
-            if engine.breaker.record_success():
-                gateway.fleet.note_recovered(engine)
-            self._note(engine, prefilled, started)
-            return prefilled
-        except asyncio.CancelledError:
-            if answer is not None:
-                gateway.spawn(release.late(request, gateway, answer))
-                answer = None
-            raise
-        finally:
-            self._end(engine, tokens, answer)
-
-    def _note(self, engine: Engine, prefilled: Prefilled, started: float) -> None:
-        """A prefiller has done its part, and holds KV from now on."""
-        request, gateway = self._request, self._gateway
-        record, seat, notes = request.record, request.seat, self.plan.route.prefill_feedback
-        record.prefill_done = moment = now()
-        record.prefill_usage = prefilled.usage
+            was_given_all = request.record.prefill_done is not None
+            notes.answered(engine.name, tokens if was_given_all else None)
         if seat is not None:
             seat.prefilled()
-        gateway.metrics.prefill_seconds.observe(moment - started)
-        if notes is not None:
-            notes.answered(engine.name, prefilled.cached_tokens)
-        if self.plan.reuse is not None:
-            self._prompt_tokens = prefilled.prompt_tokens
-            note_no_turns(gateway, engine)
-        self._learn(engine, prefilled.params)
-        if prefilled.params is not None and not self._is_read:
-            if self.holder is not None:
-                self.let_go()
-            engine.kv_leases += 1
-            self.holder = engine
-            if gateway.tells_moved and len(prefilled.params.raw) <= UNCOUNTED_BYTES:
-                record.transfer_params = prefilled.params.raw
-
-    def let_go(self, is_read: bool = False) -> None:
-        """No decoder will read what a prefiller holds, or one has."""
-        holder, self.holder, self._is_read = self.holder, None, is_read
-        if holder is not None:
-            holder.kv_leases -= 1
-
-    async def decode(
-        self,
-        engine: Engine,
-        body: Halves,
-        fresh: bool,
-        threshold: float = 0.0,
-        push: Push | None = None,
-        accept: Callable[[], None] | None = None,
-    ) -> Came:
-        """Until the client has it all. `threshold`: what the engine's cache must hold, or it may
-        reject. `accept`: others are asked at the same time, and left from then on."""
-        request, gateway = self._request, self._gateway
-        seat, reuse, started = request.seat, self.plan.reuse, now()
-        notes, tokens = self.plan.route.decode_feedback, request.tokens
-        if accept is None:
-            self._decode_at(engine, started)
-        self._note_loading(engine, push, started)
-        answer: EngineAnswer | None = None
-        watch: Watch | None = None
-        self._begin(engine, tokens)
-        try:
-            pinned = b"" if reuse is None else self._rank_of(reuse, engine)
-            message = self._message(engine, body, push, pinned)
-            latest = started + gateway.limits.decode_first_byte_timeout
-            if latest > request.latest:
-                latest = request.latest
-            answer = None if fresh else engine.pool.send_on_idle(message, latest)
-            if answer is None:
-                answer = await engine.pool.send(message, latest, fresh=True)
-            body, message = SENT, b""  # they may be large, and the answer may take minutes
-            await answer.ready()
-            if answer.error is not None:
-                raise answer.error
-            if answer.status != 200:
-                await self._refuse(engine, answer)
-            if (
-                engine.capabilities.reports_load_failures
-                or not engine.capabilities.is_identity_known
-            ):
-                watch = self._watch(engine, answer)
-            is_rejected = await self._is_rejected(engine, answer, threshold)
-            if engine.breaker.record_success():
-                gateway.fleet.note_recovered(engine)
-            if is_rejected:
-                return REJECTED
-            if accept is not None:
-                accept()
-                accept = None
-                self._decode_at(engine, started)
-            self.let_go(is_read=True)
-            if notes is not None:
-                was_given_all = request.record.prefill_done is not None
-                notes.answered(engine.name, tokens if was_given_all else None)
-            if seat is not None:
-                seat.prefilled()
-            if reuse is None:
-                await deliver(request, gateway, engine, answer)
-            else:
-                told = self._prompt_tokens
-                await deliver_turn(request, gateway, reuse.turn, engine, answer, told)
-            self._note_loaded(engine)
-            return ANSWERED
-        except EngineError:
-            if watch is None or not watch.has_ended:
-                raise
-            failure = self._load_failure
-            raise LoadFailedError(NOT_LOADED, failure is not None and failure.is_of_pair) from None
-        except asyncio.CancelledError:
-            if answer is not None and accept is not None and reuse is not None:
-                gateway.spawn(release.late_turn(request, gateway, engine, answer))
-                answer = None
-            raise
-        finally:
-            self._end(engine, tokens, answer)
-
-    def _decode_at(self, engine: Engine, started: float) -> None:
-        record, notes = self._request.record, self.plan.route.decode_feedback
-        record.stage, record.decoder, record.decode_started = "decode", engine.name, started
-        record.first_byte = None  # of this leg, until it has one: the one before may have failed
-        self._is_read = False
-        if self._request.seat is not None:
-            self._request.seat.decode_at(engine)
-        if notes is not None:
-            notes.sent(engine.name)
-
-    def _rank_of(self, reuse: Reuse, engine: Engine) -> bytes:
-        number = reuse.rank_at(engine)
-        return b"" if number is None or chosen(self._request) is not None else line(number)
-
-    def _message(
-        self, engine: Engine, body: Halves, push: Push | None, pinned: bytes = b""
-    ) -> bytes:
-        request = self._request
-        leg_id = request.leg_id() if push is None else push.leg_id
-        lines = pinned + request.shared_headers
-        endpoint = request.path or request.record.endpoint
-        return headers.message(endpoint, engine.name, leg_id, lines, body, request.form)
-
-    def _begin(self, engine: Engine, tokens: int) -> None:
-        engine.in_flight += 1
-        engine.tokens_in_flight += tokens
-        if engine.breaker.circuit is HALF_OPEN:
-            self._gateway.fleet.note_leg_started(engine, self)
-
-    def _end(self, engine: Engine, tokens: int, answer: EngineAnswer | None) -> None:
-        engine.in_flight -= 1
-        engine.tokens_in_flight -= tokens
-        if answer is not None:
-            answer.close()
-        if engine.breaker.trial is self:
-            self._gateway.fleet.note_trial_abandoned(engine)
-
-    async def _refuse(
-        self, engine: Engine, answer: EngineAnswer, asked: Body | None = None
-    ) -> NoReturn:
-        """4xx is for the client as it is; anything else is the engine's failure. `asked`: what the
-        client did, where the engine was asked for one token of it."""
-        if self._request.alone == PASSED:  # what it does not do speaks not against it
-            body = await answer.read(self._gateway.limits.max_answer_size)
-            self._request.keep(answer)
-            raise EngineRejectedError(answer.status, answer.headers, body)
-        if answer.status >= 500:
-            words = await _last_words(answer)
-            if asked is None:
-                self._require_loaded(engine, failure_of_error(words))
-            raise _error_of(engine, answer, words)
-        body = await answer.read(self._gateway.limits.max_answer_size)
-        self._request.keep(answer)
-        if asked is not None and answer.status == 400:
-            body = restate_prompt_limit(body, asked)
-        if answer.status >= 400 and engine.breaker.record_success():  # it had every right to refuse
-            self._gateway.fleet.note_recovered(engine)
-        raise _error_of(engine, answer, body)
-
-    # Failed KV loads of the decode engine.
-
-    def _note_loading(self, decoder: Engine, push: Push | None, moment: float) -> None:
-        holder = "" if self.holder is None else self.holder.name
-        self._loads_from = holder if push is None else self._request.record.prefiller or ""
-        self._load_failure = None
-        pairs = self._gateway.fleet.unreachable_pairs
-        if pairs and self._loads_from:
-            pairs.note_load_started(self._loads_from, decoder.name, moment)
-
-    def _watch(self, decoder: Engine, answer: EngineAnswer) -> Watch | None:
-        """Read the report of a failed load from the answer, and remove it from there."""
-        if answer.is_event_stream:
-            watch = Watch(partial(self._note_failure, decoder))
-            answer.watch = watch.passing
-            return watch
-        failure, rest = failure_in_whole(answer.peek())
-        if failure is not None:
-            self._note_failure(decoder, failure)
-            answer.replace_body(rest)
-        return None
-
-    def _require_loaded(self, decoder: Engine, failure: LoadFailure | None) -> None:
-        """Raises LoadFailedError."""
-        if failure is not None:
-            self._note_failure(decoder, failure)
-            raise LoadFailedError(NOT_LOADED, failure.is_of_pair)
-
-    def _note_failure(self, decoder: Engine, failure: LoadFailure) -> None:
-        gateway, prefiller = self._gateway, self._loads_from
-        self._load_failure = failure
-        gateway.metrics.load_failures.add(("pair" if failure.is_of_pair else "request",))
-        if not failure.is_of_pair or not prefiller:
-            return
-        pause = gateway.fleet.unreachable_pairs.record_failure(prefiller, decoder.name, now())
-        if pause is not None:
-            logger.warning(
-                "decode engine %s cannot load KV from prefill engine %s (%s), and is paired with "
-                "others for %.0f s: %s",
-                decoder.name,
-                prefiller,
-                failure.remote,
-                pause,
-                failure.reason,
-            )
-
-    def _note_loaded(self, decoder: Engine) -> None:
-        pairs, prefiller = self._gateway.fleet.unreachable_pairs, self._loads_from
-        if not pairs or not prefiller or self._load_failure is not None:
-            return
-        if pairs.record_success(prefiller, decoder.name):
-            logger.info(
-                "decode engine %s loads KV from prefill engine %s again", decoder.name, prefiller
-            )
-
-    def _learn(self, engine: Engine, params: Params | None) -> None:
-        gateway, capabilities = self._gateway, engine.capabilities
-        if params is None:
-            gateway.metrics.prefill_without_params.inc()
-            gateway.throttle.warn(
-                "a prefiller answered without kv_transfer_params, so the decoder prefills again",
-                engine.name,
-            )
-            return
-        _note_proof(capabilities, params)
-        if not capabilities.rank_endpoints and gateway.limits.transfer_mode != "pull":
-            capabilities.note_kv_params(params.content)
-
-    async def _is_rejected(self, engine: Engine, answer: EngineAnswer, threshold: float) -> bool:
-        """Return True if the engine rejects the request because of the threshold it was given. What
-        is read for that stays in the answer's buffer. Raises the failure that the answer
-        reports."""
-        request, capabilities = self._request, engine.capabilities
-        if self.may_come_back and not answer.is_event_stream:
-            await answer.read_in_place(self._gateway.limits.max_answer_size)
-        word = await self._word(answer)
-        if word is not None:
-            self._require_loaded(engine, failure_in(word.get("error")))
-        back = handed_back(answer, word)
-        if back is not None:
-            if self.may_come_back:
-                raise back
-            if request.alone not in AS_SENT:  # nobody has asked for that
-                raise EngineUnavailableError("the decode engine handed back what it was to answer")
-            return False
-        if word is not None and threshold and is_rejection(word):
-            capabilities.note_threshold_rejected()
-            return True
-        self._require_answer(engine, word)
-        if threshold and capabilities.supports_threshold is None:
-            share = await cached_share(answer)
-            if capabilities.note_threshold_accepted(threshold, share):
-                self._gateway.spawn(try_threshold(request, engine))
-        return False
-
-    def _require_answer(self, engine: Engine, word: Json | None) -> None:
-        failure = None if word is None else failure_of(word, engine.role)
-        if failure is None:
-            return
-        if isinstance(failure, EngineRejectedError) and engine.breaker.record_success():
-            self._gateway.fleet.note_recovered(engine)  # it had every right to refuse
-        raise failure
-
-    async def _word(self, answer: EngineAnswer) -> Json | None:
-        """Return the content that may report a failure; None if it certainly is an answer."""
-        is_passed = self._request.alone == PASSED
-        if not answer.is_event_stream:
-            if self._request.exchange.started:
-                raise BrokenAnswerError("no event stream, where one is to go on")
-            is_form = bool(self._request.form)
-            return passed_word(answer, is_form) if is_passed else word_of(answer)
-        try:
-            return await first_word(answer, not is_passed, self._request.resume_buffer is None)
-        except UpstreamError:  # of an engine that has begun to answer: it has read its KV
-            self._request.record.first_byte = answer.first_body_at
-            raise
+        if reuse is None:
+            await deliver(run, engine, answer)
+        else:
+            await deliver_turn(run, reuse.turn, engine, answer)
+        _note_loaded(run, engine)
+        return DecodeResult.ANSWERED
+    except (UpstreamError, EngineError) as error:
+        if isinstance(error, EngineError) and watch is not None and watch.has_ended:
+            is_of_pair = run.load_failure is not None and run.load_failure.is_of_pair
+            return LegFailure(LoadFailedError(NOT_LOADED, is_of_pair), engine, DECODE)
+        return LegFailure(error, engine, DECODE)
+    except EngineRejectedError as error:
+        return LegRefusal(error, engine)
+    except asyncio.CancelledError:
+        if answer is not None and accept is not None and reuse is not None:
+            gateway.spawn(release.late_turn(request, gateway, engine, answer))
+            answer = None
+        raise
+    finally:
+        _end(run, engine, tokens, answer)
 
 
-def _note_proof(capabilities: EngineCapabilities, params: Params) -> None:
-    """Reads the params of an engine only until it is known to prove what its blocks hold."""
+async def _in_span(span: TracedLeg, leg: Awaitable[T]) -> T:
+    """Await a leg and record in its span how it ended."""
+    try:
+        outcome = await leg
+    except asyncio.CancelledError:
+        span.kind = "cancelled"
+        raise
+    except Exception as error:
+        span.kind = span.error = type(error).__name__
+        raise
+    finally:
+        span.ended = now()
+    if isinstance(outcome, LegFailure):
+        span.kind, span.error = outcome.error.kind, str(outcome.error)
+    elif isinstance(outcome, LegRefusal):
+        span.kind = span.error = f"status_{outcome.error.status}"
+    return outcome
+
+
+def _begin(run: Run, engine: Engine, tokens: int) -> None:
+    engine.in_flight += 1
+    engine.tokens_in_flight += tokens
+    if engine.breaker.circuit is HALF_OPEN:
+        run.gateway.fleet.note_leg_started(engine, run)
+
+
+def _end(run: Run, engine: Engine, tokens: int, answer: EngineAnswer | None) -> None:
+    engine.in_flight -= 1
+    engine.tokens_in_flight -= tokens
+    if answer is not None:
+        answer.close()
+    if engine.breaker.trial is run:
+        run.gateway.fleet.note_trial_abandoned(engine)
+
+
+def _message(run: Run, engine: Engine, body: Halves, push: Push | None, pinned: bytes) -> bytes:
+    request = run.request
+    leg_id = request.leg_id() if push is None else push.leg_id
+    lines = pinned + request.shared_headers
+    endpoint = request.path or request.record.endpoint
+    return headers.message(endpoint, engine.name, leg_id, lines, body, request.form)
+
+
+def _note_success(run: Run, engine: Engine) -> None:
+    """Count an answer for the engine's circuit breaker. A justified 4xx is an answer, too."""
+    if engine.breaker.record_success():
+        run.gateway.fleet.note_recovered(engine)
+
+
+def _note_prefilled(run: Run, engine: Engine, prefilled: PrefillAnswer, started: float) -> None:
+    request, gateway = run.request, run.gateway
+    record, notes, params = request.record, run.route.prefill_feedback, prefilled.params
+    record.prefill_done = moment = now()
+    record.prefill_usage = prefilled.usage
+    if run.seat is not None:
+        run.seat.prefilled()
+    gateway.metrics.prefill_seconds.observe(moment - started)
+    if notes is not None:
+        notes.answered(engine.name, prefilled.cached_tokens)
+    if run.plan.reuse is not None:
+        run.prompt_tokens = prefilled.prompt_tokens
+        note_no_turns(gateway, engine)
+    _learn(run, engine, params)
+    if params is not None and not run.is_read:
+        run.hold(engine)
+        if gateway.tells_moved and len(params.raw) <= UNCOUNTED_BYTES:
+            record.transfer_params = params.raw
+
+
+def _learn(run: Run, engine: Engine, params: Params | None) -> None:
+    """Note capabilities that an engine's KV transfer params show."""
+    gateway, capabilities = run.gateway, engine.capabilities
+    if params is None:
+        gateway.metrics.prefill_without_params.inc()
+        gateway.throttle.warn(
+            "a prefiller answered without kv_transfer_params, so the decoder prefills again",
+            engine.name,
+        )
+        return
+    # The params are decoded only until the engine is known to send prefix hashes.
     speaks = params.speaks_of_proof
     capabilities.verifies_prefix = speaks and (capabilities.verifies_prefix or params.is_proven)
+    if not capabilities.rank_endpoints and gateway.limits.transfer_mode != "pull":
+        capabilities.note_kv_params(params.content)
 
 
-async def _last_words(answer: EngineAnswer) -> bytes:
-    """What an engine says soon of its failure; that it has failed is known."""
-    try:
-        async with asyncio.timeout(LAST_WORDS):
-            return await answer.read(LAST_WORDS_SIZE)
-    except (TimeoutError, UpstreamError):
-        return b""
+def _note_decoder(run: Run, engine: Engine, started: float) -> None:
+    """Record which decode engine answers, and since when."""
+    record, notes = run.request.record, run.route.decode_feedback
+    record.stage, record.decoder, record.decode_started = "decode", engine.name, started
+    record.first_byte = None  # of this leg, until it has one: the one before may have failed
+    run.is_read = False
+    if run.seat is not None:
+        run.seat.decode_at(engine)
+    if notes is not None:
+        notes.sent(engine.name)
 
 
-def _error_of(engine: Engine, answer: EngineAnswer, body: bytes) -> Exception:
+# What an engine's answer says.
+
+
+async def _error_answer(
+    run: Run, engine: Engine, answer: EngineAnswer, asked: Body | None = None
+) -> Exception:
+    """Return the error for an answer with another status than 200.
+
+    A 4xx goes to the client as it is. `asked`: the client's body, if the engine was asked for one
+    token of the client's answer.
+    """
+    if run.request.alone == PASSED:  # an endpoint that the engine lacks does not count against it
+        body = await answer.read(run.gateway.limits.max_answer_size)
+        run.answers_held.keep(answer)
+        return EngineRejectedError(answer.status, answer.headers, body)
+    if answer.status >= 500:
+        body = await _error_body(answer)
+        failure = failure_of_error(body) if asked is None else None
+        if failure is not None:
+            _note_load_failure(run, engine, failure)
+            return LoadFailedError(NOT_LOADED, failure.is_of_pair)
+    else:
+        body = await answer.read(run.gateway.limits.max_answer_size)
+        run.answers_held.keep(answer)
+        if asked is not None and answer.status == 400:
+            body = restate_prompt_limit(body, asked)
+        if answer.status >= 400:
+            _note_success(run, engine)
     status = answer.status
     if status < 400:
         return BrokenAnswerError(f"an answer with status {status}")
@@ -473,3 +412,122 @@ def _error_of(engine: Engine, answer: EngineAnswer, body: bytes) -> Exception:
     if rejected is not None:
         return rejected
     return (EngineUnavailableError if status == 503 else EngineError)(text)
+
+
+async def _error_body(answer: EngineAnswer) -> bytes:
+    """Return what a failed engine says of its failure, if it says so soon."""
+    try:
+        async with asyncio.timeout(ERROR_BODY_TIMEOUT_S):
+            return await answer.read(MAX_ERROR_BODY_BYTES)
+    except (TimeoutError, UpstreamError):
+        return b""
+
+
+async def _is_rejected(run: Run, engine: Engine, answer: EngineAnswer, threshold: float) -> bool:
+    """Return True if the engine rejects the request because of the threshold it was given.
+
+    What is read for that stays in the answer's buffer. Raises the failure that the answer reports.
+    """
+    request, capabilities = run.request, engine.capabilities
+    if run.may_return and not answer.is_event_stream:
+        await answer.read_in_place(run.gateway.limits.max_answer_size)
+    word = await _first_content(run, answer)
+    if word is not None:
+        failure = failure_in(word.get("error"))
+        if failure is not None:
+            _note_load_failure(run, engine, failure)
+            raise LoadFailedError(NOT_LOADED, failure.is_of_pair)
+    returned = handed_back(answer, word)
+    if returned is not None:
+        if run.may_return:
+            raise returned
+        if request.alone not in AS_SENT:  # nobody has asked for that
+            raise EngineUnavailableError("the decode engine handed back what it was to answer")
+        return False
+    if word is not None and threshold and is_rejection(word):
+        capabilities.note_threshold_rejected()
+        return True
+    _require_answer(run, engine, word)
+    if threshold and capabilities.supports_threshold is None:
+        share = await cached_share(answer)
+        if capabilities.note_threshold_accepted(threshold, share):
+            run.gateway.spawn(try_threshold(request, engine))
+    return False
+
+
+async def _first_content(run: Run, answer: EngineAnswer) -> Json | None:
+    """Return the content that may report a failure, or None if it certainly is an answer."""
+    request, is_passed = run.request, run.request.alone == PASSED
+    if not answer.is_event_stream:
+        if request.exchange.started:
+            raise BrokenAnswerError("no event stream, where one is to go on")
+        return passed_word(answer, bool(request.form)) if is_passed else word_of(answer)
+    try:
+        return await first_word(answer, not is_passed, run.resume.buffer is None)
+    except UpstreamError:  # of an engine that has begun to answer: it has read its KV
+        request.record.first_byte = answer.first_body_at
+        raise
+
+
+def _require_answer(run: Run, engine: Engine, word: Json | None) -> None:
+    """Raise the failure that an answer with status 200 reports."""
+    failure = None if word is None else failure_of(word, engine.role)
+    if failure is None:
+        return
+    if isinstance(failure, EngineRejectedError):
+        _note_success(run, engine)
+    raise failure
+
+
+# KV loads of the decode engine that fail.
+
+
+def _note_loading(run: Run, decoder: Engine, push: Push | None, moment: float) -> None:
+    holder = "" if run.holder is None else run.holder.name
+    run.loads_from = holder if push is None else run.request.record.prefiller or ""
+    run.load_failure = None
+    pairs = run.gateway.fleet.unreachable_pairs
+    if pairs and run.loads_from:
+        pairs.note_load_started(run.loads_from, decoder.name, moment)
+
+
+def _watch_for_load_failure(run: Run, decoder: Engine, answer: EngineAnswer) -> Watch | None:
+    """Read the report of a failed load from the answer, and remove it from there."""
+    if answer.is_event_stream:
+        watch = Watch(partial(_note_load_failure, run, decoder))
+        answer.watch = watch.passing
+        return watch
+    failure, rest = failure_in_whole(answer.peek())
+    if failure is not None:
+        _note_load_failure(run, decoder, failure)
+        answer.replace_body(rest)
+    return None
+
+
+def _note_load_failure(run: Run, decoder: Engine, failure: LoadFailure) -> None:
+    gateway, prefiller = run.gateway, run.loads_from
+    run.load_failure = failure
+    gateway.metrics.load_failures.add(("pair" if failure.is_of_pair else "request",))
+    if not failure.is_of_pair or not prefiller:
+        return
+    pause = gateway.fleet.unreachable_pairs.record_failure(prefiller, decoder.name, now())
+    if pause is not None:
+        logger.warning(
+            "decode engine %s cannot load KV from prefill engine %s (%s), and is paired with "
+            "others for %.0f s: %s",
+            decoder.name,
+            prefiller,
+            failure.remote,
+            pause,
+            failure.reason,
+        )
+
+
+def _note_loaded(run: Run, decoder: Engine) -> None:
+    pairs, prefiller = run.gateway.fleet.unreachable_pairs, run.loads_from
+    if not pairs or not prefiller or run.load_failure is not None:
+        return
+    if pairs.record_success(prefiller, decoder.name):
+        logger.info(
+            "decode engine %s loads KV from prefill engine %s again", decoder.name, prefiller
+        )

@@ -96,7 +96,7 @@ class _Answer(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Answer).decode
 
 
-class Prefilled:
+class PrefillAnswer:
     """A prefiller's answer: its params, if it gave any."""
 
     __slots__ = ("_choices", "_usage", "is_all", "params", "raw")

@@ -47,10 +47,11 @@ from router.proxy.answer_check import (
 )
 from router.proxy.exchange import Header
 from router.proxy.gateway import Gateway
-from router.proxy.prefill_answer import Prefilled
+from router.proxy.prefill_answer import PrefillAnswer
 from router.proxy.release import give_up_turn
 from router.proxy.request import KV_PARAMS, PASSED, SEVERAL, Request
 from router.proxy.resume_buffer import ResumeBuffer
+from router.proxy.run import Run
 from router.telemetry.token_usage import USAGE_SEARCH_BYTES, usage_in
 
 logger = logging.getLogger("disagg_router.flows")
@@ -64,9 +65,10 @@ EVENT_STREAM: list[Header] = [(b"content-type", b"text/event-stream; charset=utf
 JSON: list[Header] = [(b"content-type", b"application/json")]
 
 
-async def deliver(request: Request, gateway: Gateway, engine: Engine, answer: EngineAnswer) -> None:
-    """Passes the decoder's answer to the client as it comes."""
-    note_first_byte(request, answer)
+async def deliver(run: Run, engine: Engine, answer: EngineAnswer) -> None:
+    """Relay the decode engine's answer to the client as it arrives."""
+    request, gateway = run.request, run.gateway
+    note_first_byte(run, answer)
     passed = headers.to_client(answer.headers, request.record.request_id)
     limits, exchange = gateway.limits, request.exchange
     raw = None if answer.is_event_stream else answer.take_if_complete(limits.max_answer_size)
@@ -78,7 +80,7 @@ async def deliver(request: Request, gateway: Gateway, engine: Engine, answer: En
     else:
         request.event_stream = request.record.streamed = answer.is_event_stream
         idle = limits.stream_idle_timeout
-        buffer = request.resume_buffer if answer.is_event_stream else None
+        buffer = run.resume.buffer if answer.is_event_stream else None
         ending: StreamValidator | None = None
         if buffer is not None:
             _write_down(buffer, gateway, None)
@@ -106,8 +108,9 @@ async def deliver(request: Request, gateway: Gateway, engine: Engine, answer: En
     note_done(request)
 
 
-async def deliver_prefilled(request: Request, gateway: Gateway, prefilled: Prefilled) -> None:
-    """A prefiller's answer, where the one token that it was asked for is all of it."""
+async def deliver_prefilled(run: Run, prefilled: PrefillAnswer) -> None:
+    """Send a prefill engine's answer whose one token is the whole answer."""
+    request, gateway = run.request, run.gateway
     record, body = request.record, request.body
     content = parse_object(prefilled.raw)
     if content is None or not stream_from_answer.is_answer(content):
@@ -127,28 +130,23 @@ async def deliver_prefilled(request: Request, gateway: Gateway, prefilled: Prefi
     note_done(request)
 
 
-async def deliver_turn(
-    request: Request,
-    gateway: Gateway,
-    turn: Turn,
-    engine: Engine,
-    answer: EngineAnswer,
-    prompt_tokens: int | None,
-) -> None:
-    """The same, and keeps what it leaves for the next turn. `prompt_tokens`: where the prefiller
-    told."""
-    note_first_byte(request, answer)
-    keep = partial(_keep, request, gateway, turn, engine, prompt_tokens)
+async def deliver_turn(run: Run, turn: Turn, engine: Engine, answer: EngineAnswer) -> None:
+    """Relay the answer as `deliver` does, and keep what it leaves for the conversation's next
+    turn."""
+    request, gateway = run.request, run.gateway
+    note_first_byte(run, answer)
+    keep = partial(_keep, request, gateway, turn, engine, run.prompt_tokens)
     if answer.is_event_stream:
-        await _relay_turn(request, gateway, engine, answer, keep)
+        await _relay_turn(run, engine, answer, keep)
     else:
-        await _respond_turn(request, gateway, engine, answer, keep)
+        await _respond_turn(run, engine, answer, keep)
     note_done(request)
 
 
 async def _respond_turn(
-    request: Request, gateway: Gateway, engine: Engine, answer: EngineAnswer, keep: partial[Keeping]
+    run: Run, engine: Engine, answer: EngineAnswer, keep: partial[Keeping]
 ) -> None:
+    request, gateway = run.request, run.gateway
     raw = await answer.read(gateway.limits.max_answer_size)
     request.record.usage = usage_in(raw)
     content, given = parse_object(raw), answer.headers
@@ -167,12 +165,13 @@ async def _respond_turn(
 
 
 async def _relay_turn(
-    request: Request, gateway: Gateway, engine: Engine, answer: EngineAnswer, keep: partial[Keeping]
+    run: Run, engine: Engine, answer: EngineAnswer, keep: partial[Keeping]
 ) -> None:
+    request, gateway = run.request, run.gateway
     request.event_stream = request.record.streamed = True
     passed = headers.to_client(answer.headers, request.record.request_id)
-    buffer = request.resume_buffer
-    tail = Tail(request.reserve(gateway.answers))
+    buffer = run.resume.buffer
+    tail = Tail(run.answers_held.reserve())
     ending = answer.tap = StreamValidator(engine.role, tail, is_generation=True)
     if buffer is not None:
         if isinstance(buffer.inner, Tail):  # of what another decoder has begun
@@ -236,8 +235,8 @@ async def _keep(
     gateway.metrics.conversation_kept.add((kept,))
 
 
-def note_first_byte(request: Request, answer: EngineAnswer) -> None:
-    record, buffer = request.record, request.resume_buffer
+def note_first_byte(run: Run, answer: EngineAnswer) -> None:
+    record, buffer = run.request.record, run.resume.buffer
     record.stage, record.status, record.first_byte = "stream", answer.status, answer.first_body_at
     if buffer is not None:  # another may have begun
         buffer.first_byte = record.first_byte = buffer.first_byte or answer.first_body_at

@@ -25,8 +25,9 @@ from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import UpstreamError
 from router.openai.answers import events_in
 from router.proxy.gateway import Gateway
-from router.proxy.prefill_answer import Params, Prefilled
+from router.proxy.prefill_answer import Params, PrefillAnswer
 from router.proxy.request import COMPLETIONS, KV_PARAMS, Body, Request
+from router.proxy.run import Run
 from router.proxy.side_request import smallest, tell
 
 # Seconds that a prefiller whose request was given up may take to say that it had ended by then.
@@ -37,22 +38,24 @@ PAGE = "/disagg/release"
 NO_MODEL = "disagg-router/released"
 
 
-def give_up(
-    request: Request, gateway: Gateway, params: Params | None, cause: BaseException | None
-) -> None:
-    """A decode leg failed or was left, perhaps before it has read."""
-    if params is None or _was_read(request, params):
+def give_up(run: Run, params: Params | None, cause: BaseException | None) -> None:
+    """Release the prefill engine's KV, unless a decode engine has read it.
+
+    `cause` is what ended the decode leg, if something has.
+    """
+    if params is None or _was_read(run, params):
         return
+    request, gateway = run.request, run.gateway
     if not (isinstance(cause, asyncio.CancelledError) and _has_arrived(request)):
         gateway.spawn(release(request, gateway, request.record.prefiller, params))
 
 
-def _was_read(request: Request, params: Params) -> bool:
+def _was_read(run: Run, params: Params) -> bool:
     """A decoder's first byte shows it; its second token, where it was handed the first, which it
     says before it has any KV. Where nobody counts, the prefiller knows."""
-    if request.record.first_byte is None:
+    if run.request.record.first_byte is None:
         return False
-    buffer = request.resume_buffer
+    buffer = run.resume.buffer
     return not params.begins or (buffer is not None and buffer.num_tokens > 1)
 
 
@@ -69,7 +72,7 @@ async def late(request: Request, gateway: Gateway, answer: EngineAnswer) -> None
     try:
         async with asyncio.timeout(LATE):
             raw = await answer.read(gateway.limits.max_answer_size)
-            params = Prefilled(raw).params if answer.status == 200 else None
+            params = PrefillAnswer(raw).params if answer.status == 200 else None
     except (TimeoutError, UpstreamError):
         return
     finally:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import count
 from random import getrandbits
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
-from router.auth.authenticator import QuotaPermit
 from router.common.exact_json import loads
 from router.common.records import Thing
 from router.conversations.conversations import Conversations, Turn
-from router.http_client.answer_memory import AnswerMemory, Reservation
-from router.http_client.engine_answer import EngineAnswer
 from router.openai.errors import BadRequestError
 from router.openai.request_fields import find_invalid_field
 from router.proxy.content_type import check_json
@@ -24,10 +21,6 @@ from router.proxy.headers import CONVERSATION_STREAM
 from router.proxy.request_limits import Limits
 from router.routing.prompt_chunks import BYTES_PER_TOKEN
 from router.telemetry.record import Record
-
-if TYPE_CHECKING:
-    from router.proxy.admission import Seat
-    from router.proxy.resume_buffer import ResumeBuffer
 
 Body = dict[str, Any]
 COMPLETIONS = "/v1/completions"
@@ -89,16 +82,8 @@ class Request(Thing):
     """Content-Type of a body that is no JSON, and goes to an engine as it is."""
     tokens: int = 0
     """Of the prompt, as roughly as its bytes tell: a measure of load."""
-    seat: Seat | None = None
-    """Its place at engines, where these have limits."""
-    quota_permit: QuotaPermit | None = None
-    """What it took of its caller's limits, where the caller has some."""
-    resume_buffer: ResumeBuffer | None = None
-    """Of a stream with which another decoder could go on."""
     is_several: bool = False
     """Answers: only decoders that read once for all of them may have it."""
-    reservations: list[Reservation] | None = None
-    """Of large answers that are held until the request ends, though their legs have ended."""
 
     def read(self, limits: Limits, conversations: Conversations | None) -> None:
         """Raises BadRequestError, UnsupportedTypeError."""
@@ -159,27 +144,6 @@ class Request(Thing):
         wrong = find_invalid_field(body, self.exchange.endpoint != COMPLETIONS, context)
         if wrong is not None:
             raise BadRequestError(wrong.message, wrong.field)
-
-    def keep(self, answer: EngineAnswer) -> None:
-        """Keep what was read of an answer reserved until the request ends, not only its leg."""
-        reservation, answer.reservation = answer.reservation, None
-        if reservation is None:
-            return
-        if self.record.ended is not None:  # a decoder may have answered before its prefiller
-            reservation.release()
-        else:
-            self._own(reservation)
-
-    def reserve(self, memory: AnswerMemory) -> Reservation:
-        """Return a new reservation, which is released when the request ends."""
-        reservation = Reservation(memory)
-        self._own(reservation)
-        return reservation
-
-    def _own(self, reservation: Reservation) -> None:
-        if self.reservations is None:
-            self.reservations = []
-        self.reservations.append(reservation)
 
     def leg_id(self) -> str:
         """A new one for each attempt, with the client's own in front for engines' logs."""

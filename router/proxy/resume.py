@@ -1,8 +1,13 @@
-"""An answer that begins in the middle, or moves: what each decoder is told of what another engine
-has made, what it is asked to tell so that another can go on, and what is left when nobody does.
+"""How an answer that one engine has begun continues on another engine.
 
-Who is asked next is for `run`; what the client has of a stream is written down in the
-`resume_buffer`.
+There are three cases. A decode engine continues from the first token, which the prefill engine
+sampled (hand-over). A decode engine fails in mid-stream, and another one resumes the stream. A
+decode engine returns an answer because it lacks KV blocks (preemption return), and another one
+continues it.
+
+`ResumeState` decides what each decode engine is told of the tokens that other engines have
+generated, and what it is asked to report so that another engine can continue. The tokens of a
+stream are in the `ResumeBuffer`.
 """
 
 from __future__ import annotations
@@ -14,45 +19,71 @@ from router.openai.errors import EngineRejectedError, PreemptedError, RejectedMi
 from router.proxy.first_token import asks_one_token, difference, may_be_handed, read_alike
 from router.proxy.gateway import Gateway
 from router.proxy.leg_bodies import message_in
-from router.proxy.legs import LegError
 from router.proxy.prefill_answer import Params, with_field
 from router.proxy.request import AS_SENT, Request
 from router.proxy.resume_buffer import ResumeBuffer
+from router.proxy.retry import LegError
 
 
-class Moves:
-    """Those of one request. `left`: how often a decoder may hand it back for want of room, before
-    one is to find room; `preempted`: which ones have."""
+class ResumeState:
+    """The resume state of one request.
 
-    __slots__ = ("_gateway", "_hands_nothing", "_request", "left", "preempted")
+    `buffer` holds the tokens of a stream that another engine could continue, None if no engine
+    could. `returns_left` is how many preemption returns are still allowed, and `preempted` lists
+    the engines that have returned the answer. `is_used` is False until an engine with one of these
+    capabilities is involved.
+    """
+
+    __slots__ = (
+        "_gateway", "_may_hand_over", "_request", "buffer", "is_used", "preempted", "returns_left",
+    )  # fmt: skip
 
     def __init__(self, request: Request, gateway: Gateway) -> None:
         self._request = request
         self._gateway = gateway
-        self._hands_nothing = False
-        self.left = gateway.limits.max_resumes
+        self._may_hand_over = True
+        self.buffer: ResumeBuffer | None = None
+        self.returns_left = gateway.limits.max_resumes
         self.preempted: list[Engine] = []
+        self.is_used = False
 
     @property
-    def going_on(self) -> ResumeBuffer | None:
-        """Where another engine is to go on with what was said."""
-        buffer = self._request.resume_buffer
+    def continued(self) -> ResumeBuffer | None:
+        """The buffer, if the next leg continues what it holds."""
+        buffer = self.buffer
         return buffer if buffer is not None and buffer.num_resumes else None
 
-    # The first token.
+    def close(self) -> None:
+        """Release the buffer's memory."""
+        if self.buffer is None:
+            return
+        # The first byte is that of the first leg, if the last leg sent nothing.
+        record = self._request.record
+        record.first_byte = record.first_byte or self.buffer.first_byte
+        self._drop_buffer()
 
-    def hands_over(self, prefiller: Engine, decoder: Engine) -> bool:
-        """Whether this decoder is to go on from the token that this prefiller samples."""
+    def _drop_buffer(self) -> None:
+        if self.buffer is not None:
+            self.buffer.close()
+            self.buffer = None
+
+    # Hand-over of the first token.
+
+    def hands_over(self, prefiller: Engine, decoder: Engine | None) -> bool:
+        """Return True if the decode engine is to continue from the token that the prefill engine
+        samples."""
+        self.is_used = True
         gateway, request = self._gateway, self._request
-        if gateway.limits.first_token != "auto" or self.going_on or self._hands_nothing:
+        if decoder is None or gateway.limits.first_token != "auto" or not self._may_hand_over:
             return False
         if (
-            decoder is prefiller
+            self.continued is not None
+            or decoder is prefiller
             or not decoder.capabilities.supports_resume
-            or not may_be_handed(request.body)
         ):
             return False
-        if asks_one_token(request.body):  # whose text is not to be held back
+        # The text of an answer of one token is not held back.
+        if not may_be_handed(request.body) or asks_one_token(request.body):
             return False
         if not read_alike(prefiller, decoder.capabilities.render_hashes):
             gateway.metrics.handed_over.add(("differ",))
@@ -65,13 +96,16 @@ class Moves:
             return False
         return True
 
-    def hands_nothing(self, decoder: Engine, error: EngineRejectedError) -> bool:
-        """From here on, since a decoder would not go on from a token: perhaps that was its fault,
-        or the prefiller's, and not the client's."""
+    def stop_handing_over(self, decoder: Engine, error: EngineRejectedError) -> bool:
+        """Hand over no token from now on, because a decode engine rejected one with status 400.
+
+        The rejection may be the fault of the token and not of the client. Return False if it is
+        the client's, or if no retry is left.
+        """
         gateway = self._gateway
         if error.status != 400 or not gateway.budget.take(now()):
             return False
-        self._hands_nothing = True
+        self._may_hand_over = False
         gateway.metrics.handed_over.add(("refused",))
         gateway.throttle.warn(
             f"a decoder did not go on from a prefiller's token{message_in(error.body)}",
@@ -79,64 +113,58 @@ class Moves:
         )
         return True
 
-    # What a decoder is told, and asked to tell.
+    # What a decode engine is told and asked to report.
 
-    def told(
-        self, params: Params | None, decoder: Engine, mate: Engine | None, is_chance: bool = False
+    def params_for(
+        self, params: Params | None, decoder: Engine, prefiller: Engine | None, is_hedged: bool
     ) -> tuple[Params | None, bool]:
-        """And whether it was asked to hand back what it has no room for. `mate`: the prefiller
-        whose params those are; `is_chance`: nothing is to come back."""
-        buffer = self.going_on
+        """Return the KV transfer params for a decode leg, and whether the engine may return the
+        answer for lack of blocks. The engine of a hedged leg may not.
+
+        `params` came from `prefiller`, if there is one.
+        """
+        self.is_used = True
+        continued = self.continued
         if params is not None and params.tells_tokens:
-            params = params if self._is_meant(params, decoder, mate) else params.not_beginning()
-        if buffer is not None:
-            params = with_field(params, b'"begun":' + buffer.begun())
-        return self._asked_to_tell(params, decoder, is_chance)
-
-    def _is_meant(self, params: Params, decoder: Engine, mate: Engine | None) -> bool:
-        """Whether the decoder is to begin with what these tell. Perhaps nobody has asked for it."""
-        if not params.begins or mate is None or self.going_on is not None:
-            return False
-        return decoder.capabilities.supports_resume and read_alike(
-            decoder, mate.capabilities.render_hashes
-        )
-
-    def _asked_to_tell(
-        self, params: Params | None, decoder: Engine, is_chance: bool
-    ) -> tuple[Params | None, bool]:
-        request, capabilities, buffer = self._request, decoder.capabilities, self.going_on
-        may_move = buffer is not None or self._may_move(decoder)
+            is_meant = (
+                params.begins
+                and prefiller is not None
+                and continued is None
+                and decoder.capabilities.supports_resume
+                and read_alike(decoder, prefiller.capabilities.render_hashes)
+            )
+            params = params if is_meant else params.not_beginning()
+        if continued is not None:
+            params = with_field(params, b'"begun":' + continued.begun())
+        request, capabilities = self._request, decoder.capabilities
+        may_move = continued is not None or self._may_move(decoder)
         is_stream = request.body.get("stream") is True and not request.exact
         if capabilities.reports_token_ids and may_move and is_stream:
-            params = self._buffer(decoder, params).asking_for_ids(params)
-        elif buffer is None and request.resume_buffer is not None:
-            request.resume_buffer.close()
-            request.resume_buffer = None
+            params = self._buffer_for(decoder, params).asking_for_ids(params)
+        elif continued is None:
+            self._drop_buffer()
         if not capabilities.returns_preempted or request.alone in AS_SENT:
             return params, False
-        is_kept = not is_stream or (
-            request.resume_buffer is not None and not request.resume_buffer.is_full
+        is_kept = not is_stream or (self.buffer is not None and not self.buffer.is_full)
+        may_return = may_move and is_kept and self.returns_left > 0 and not is_hedged
+        return with_field(params, b'"hand_back":%s' % (b"true" if may_return else b"false")), (
+            may_return
         )
-        may_come_back = may_move and is_kept and self.left > 0 and not is_chance
-        asked = b"true" if may_come_back else b"false"
-        return with_field(params, b'"hand_back":' + asked), may_come_back
 
     def _may_move(self, decoder: Engine) -> bool:
-        """Whether another may go on with what this decoder has begun."""
+        """Return True if another engine could continue what this decode engine begins."""
         request = self._request
         may_move = self._gateway.limits.max_resumes > 0 and not request.alone
         return may_move and decoder.capabilities.supports_resume and may_be_handed(request.body)
 
-    def _buffer(self, decoder: Engine, params: Params | None) -> ResumeBuffer:
-        request = self._request
-        if request.resume_buffer is not None and self.going_on is None:
-            # Of a leg that failed before the client had anything: this one may read ids otherwise.
-            request.resume_buffer.close()
-            request.resume_buffer = None
-        if request.resume_buffer is None:
-            request.resume_buffer = self._new_buffer(decoder)
-        request.resume_buffer.keep_prompt(params)
-        return request.resume_buffer
+    def _buffer_for(self, decoder: Engine, params: Params | None) -> ResumeBuffer:
+        if self.continued is None:
+            # A buffer of a failed leg is of no use: this engine may use other token ids.
+            self._drop_buffer()
+        if self.buffer is None:
+            self.buffer = self._new_buffer(decoder)
+        self.buffer.keep_prompt(params)
+        return self.buffer
 
     def _new_buffer(self, decoder: Engine) -> ResumeBuffer:
         gateway = self._gateway
@@ -144,64 +172,67 @@ class Moves:
             gateway.resume_memory, decoder.capabilities.render_hashes, gateway.limits.max_resumes
         )
 
-    # When a decoder could not go on.
+    # After a decode engine has failed or returned the answer.
 
-    def may_go_on(self, role: EngineRole, error: LegError) -> bool:
-        """With an answer of which the client has some. A move that is under way may take another
-        prefiller, or none, however often it may move; and so may one for want of room, which is
-        asked for so often and no more."""
-        buffer = self._request.resume_buffer
-        if role is PREFILL and self.going_on is not None:
+    def can_resume(self, role: EngineRole, error: LegError) -> bool:
+        """Return True if another engine can continue the part of the answer that exists.
+
+        A resume that has begun may try another prefill engine however often. Preemption returns
+        have a limit of their own.
+        """
+        if role is PREFILL and self.continued is not None:
             return True
-        if buffer is None or isinstance(error, RejectedMidStreamError):  # refused again
+        buffer = self.buffer
+        # Every engine would reject the request again.
+        if buffer is None or isinstance(error, RejectedMidStreamError):
             return False
         if isinstance(error, PreemptedError):
-            return buffer.is_complete and self.left > 0
+            return buffer.is_complete and self.returns_left > 0
         return buffer.can_resume
 
-    def note(self, error: LegError) -> None:
-        """It moves. A stream's move is counted where it goes on."""
-        buffer, started = self._request.resume_buffer, self._request.exchange.started
-        if buffer is not None:
-            buffer.note_resume(
-                error.kind if started else "", is_free=isinstance(error, PreemptedError)
-            )
+    def note_move(self, error: LegError) -> None:
+        """Record that another engine continues. A stream's move is counted when it continues."""
+        started = self._request.exchange.started
+        if self.buffer is not None:
+            is_free = isinstance(error, PreemptedError)
+            self.buffer.note_resume(error.kind if started else "", is_free=is_free)
         if not started:
             self._gateway.metrics.resumes.add((error.kind, "gone_on"))
 
     def take_back(self, error: PreemptedError, engine: Engine) -> None:
-        """What has been said of an answer that nobody has seen. Without it, it begins anew."""
-        request = self._request
+        """Keep the tokens of a returned answer of which the client has nothing. An answer that was
+        returned without tokens begins anew."""
         error.role = DECODE
-        if request.exchange.started:
+        if self._request.exchange.started:
             return
-        buffer = request.resume_buffer or self._new_buffer(engine)
+        buffer = self.buffer or self._new_buffer(engine)
         is_known = error.begun is not None and buffer.take_returned(error.begun)
-        request.resume_buffer = buffer if is_known else None
+        self.buffer = buffer if is_known else None
         if not is_known:
             buffer.close()
 
-    def starts_over(self) -> bool:
-        """Where nobody goes on with an answer that nobody has seen, it begins anew, and stays."""
-        request = self._request
-        if request.exchange.started or self.going_on is None or request.resume_buffer is None:
+    def restart_answer(self) -> bool:
+        """Begin an answer anew that no engine continues and of which the client has nothing.
+
+        Return False if there is no such answer. The new answer may not be returned.
+        """
+        if self._request.exchange.started or self.continued is None:
             return False
-        request.resume_buffer.close()
-        request.resume_buffer, self.left = None, 0
+        self._drop_buffer()
+        self.returns_left = 0
         return True
 
-    def why_not(self) -> str:
-        """For the books, of a stream with which nobody goes on."""
-        buffer = self._request.resume_buffer
-        if buffer is None:
+    def reason_not_resumed(self) -> str:
+        """Return the metric label for a stream that no engine continues."""
+        if self.buffer is None:
             return "not_offered"
-        if buffer.is_full:
+        if self.buffer.is_full:
             return "no_room"
-        return "given_up" if buffer.num_resumes or buffer.can_resume else "not_told"
+        return "given_up" if self.buffer.num_resumes or self.buffer.can_resume else "not_told"
 
 
-def can_go_on(engine: Engine, role: EngineRole, buffer: ResumeBuffer) -> bool:
-    """With what another has begun to say."""
+def can_continue(engine: Engine, role: EngineRole, buffer: ResumeBuffer) -> bool:
+    """Return True if the engine can continue what another engine has generated."""
     capabilities = engine.capabilities
-    tells = role is PREFILL or capabilities.reports_token_ids
-    return capabilities.supports_resume and tells and read_alike(engine, buffer.renders)
+    reports_ids = role is PREFILL or capabilities.reports_token_ids
+    return capabilities.supports_resume and reports_ids and read_alike(engine, buffer.renders)

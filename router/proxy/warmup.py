@@ -13,7 +13,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from router.fleet.engine import Engine, Health
 from router.fleet.engine_spec import DECODE, PREFILL, EngineRole, Intent
@@ -24,16 +24,18 @@ from router.proxy import release
 from router.proxy.exchange import Header, Relayed
 from router.proxy.gateway import Gateway
 from router.proxy.leg_bodies import Bodies
-from router.proxy.legs import Legs
+from router.proxy.legs import LegFailure, LegRefusal, decode_leg, prefill_leg
 from router.proxy.plan import PULL, PUSH, Plan, mode_of
-from router.proxy.prefill_answer import Prefilled
+from router.proxy.prefill_answer import PrefillAnswer
 from router.proxy.push import Push, push_of
 from router.proxy.request import Request, next_number
+from router.proxy.run import Run
 from router.routing.route import Route
 from router.telemetry.record import Record
 
 logger = logging.getLogger("disagg_router.fleet")
 
+T = TypeVar("T")
 LAZY, EAGER = "lazy", "eager"
 # Seconds between two looks at who is new; for one tiny request; and that an engine is kept back.
 LOOK = 0.2
@@ -195,39 +197,25 @@ class Warmer:
         request = self._request(prefiller, decoder)
         pushes = mode_of(route, limits.transfer_mode) is PUSH
         push = push_of(request, prefiller, decoder, forced=True) if pushes else None
-        bodies = Bodies(request.body)
-        legs = Legs(request, Plan("warm_up", PULL if push is None else PUSH, route), gateway)
+        plan = Plan("warm_up", PULL if push is None else PUSH, route)
+        run = Run(request, Bodies(request.body), plan, gateway)
         try:
             if push is None:
-                params = (await legs.prefill(prefiller, bodies.prefill(), False)).params
-                body = bodies.decode(None if params is None else params.not_retaining())
+                prefilled = _require(await prefill_leg(run, prefiller, run.bodies.prefill()))
+                params = prefilled.params
+                body = run.bodies.decode(None if params is None else params.not_retaining())
                 try:
                     if prefiller.group != decoder.group:
                         raise BrokenAnswerError("they are not of one group any more")
-                    await legs.decode(decoder, body, False)
+                    _require(await decode_leg(run, decoder, body))
                 except BaseException as cause:
-                    release.give_up(request, gateway, params, cause)
+                    release.give_up(run, params, cause)
                     raise
             else:
-                await self._push(legs, request, bodies, push)
+                await _push(run, push)
         finally:
-            legs.let_go(is_read=True)
-
-    async def _push(self, legs: Legs, request: Request, bodies: Bodies, push: Push) -> None:
-        (prefiller,), (decoder,) = legs.plan.route.prefillers, legs.plan.route.decoders
-        body = bodies.prefill(None, push.transfer_id)
-        prefilling: asyncio.Task[Prefilled] | None = None
-        try:
-            async with asyncio.TaskGroup() as group:
-                prefilling = group.create_task(legs.prefill(prefiller, body, False, push))
-                body = bodies.decode(push.params.not_retaining())
-                group.create_task(legs.decode(decoder, body, False, push=push))
-        except BaseException as cause:
-            if prefilling is not None and _has_succeeded(prefilling):
-                release.give_up(request, self._gateway, prefilling.result().params, cause)
-            if isinstance(cause, ExceptionGroup):
-                raise cause.exceptions[0] from None
-            raise
+            run.stop_holding(is_read=True)
+            run.close()
 
     def _request(self, prefiller: Engine, decoder: Engine) -> Request:
         models = _shared_models(prefiller, decoder)
@@ -274,8 +262,37 @@ class Unheard:
         return
 
 
-def _has_succeeded(leg: asyncio.Task[Prefilled]) -> bool:
-    return leg.done() and not leg.cancelled() and leg.exception() is None
+async def _push(run: Run, push: Push) -> None:
+    """Run both legs of a push at once. Raises the error of the leg that fails first."""
+    (prefiller,), (decoder,) = run.route.prefillers, run.route.decoders
+    prefill_body = run.bodies.prefill(None, push.transfer_id)
+    decode_body = run.bodies.decode(push.params.not_retaining())
+
+    async def prefill() -> PrefillAnswer:
+        return _require(await prefill_leg(run, prefiller, prefill_body, push))
+
+    async def decode() -> None:
+        _require(await decode_leg(run, decoder, decode_body, push=push))
+
+    prefilling: asyncio.Task[PrefillAnswer] | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            prefilling = group.create_task(prefill())
+            group.create_task(decode())
+    except BaseException as cause:
+        is_done = prefilling is not None and prefilling.done() and not prefilling.cancelled()
+        if prefilling is not None and is_done and prefilling.exception() is None:
+            release.give_up(run, prefilling.result().params, cause)
+        if isinstance(cause, ExceptionGroup):
+            raise cause.exceptions[0] from None
+        raise
+
+
+def _require(outcome: T | LegFailure | LegRefusal) -> T:
+    """Return the outcome of a leg that has succeeded. Raises the error of one that has not."""
+    if isinstance(outcome, LegFailure | LegRefusal):
+        raise outcome.error
+    return outcome
 
 
 def _pairs(life: Life, partners: Iterable[Life]) -> Iterable[Pair]:

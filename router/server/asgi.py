@@ -29,7 +29,7 @@ from router.openai.errors import (
 )
 from router.proxy import headers
 from router.proxy.admission import Held
-from router.proxy.dispatch import Reading, refuse, serve
+from router.proxy.dispatch import BodyReader, refuse, serve
 from router.proxy.exchange import Exchange, Header, Relayed
 from router.proxy.gateway import Gateway
 
@@ -49,7 +49,7 @@ def _say_once() -> None:
 class Served(Response):
     """A response that runs a flow. It reads the request's body itself."""
 
-    def __init__(self, gateway: Gateway, endpoint: str, reading: Reading | None = None) -> None:
+    def __init__(self, gateway: Gateway, endpoint: str, reading: BodyReader | None = None) -> None:
         super().__init__()
         self._reading = reading
         self._gateway = gateway
@@ -65,7 +65,7 @@ class Served(Response):
         self,
         front: AsgiExchange,
         exchange: Exchange,
-        reading: Reading | None,
+        reading: BodyReader | None,
         scope: Scope,
         receive: Receive,
     ) -> None:

@@ -33,7 +33,7 @@ from router.openai.errors import (
 )
 from router.proxy import headers
 from router.proxy.content_type import check_json
-from router.proxy.dispatch import CLIENT_LEFT
+from router.proxy.dispatch import CLIENT_CLOSED_REQUEST
 from router.proxy.gateway import Gateway
 from router.proxy.key_limits import entered
 from router.proxy.request import parse_body
@@ -89,8 +89,8 @@ async def _everywhere(request: Request, path: str) -> Response:
         record.status, record.stage = answer.status_code, "done"
         record.outcome = _outcome(answer.status_code)
     except ClientDisconnect:  # before the end of its body; only other servers pass such a request
-        record.status, record.outcome = CLIENT_LEFT, "disconnected"
-        answer = Response(status_code=CLIENT_LEFT)
+        record.status, record.outcome = CLIENT_CLOSED_REQUEST, "disconnected"
+        answer = Response(status_code=CLIENT_CLOSED_REQUEST)
     except Exception as error:
         record.status, record.error = shape_of(error).status, f"{type(error).__name__}: {error}"
         record.outcome = "refused" if record.status < 500 else "failed"

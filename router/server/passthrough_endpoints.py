@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from router.proxy.dispatch import Reading
+from router.proxy.dispatch import BodyReader
 from router.proxy.passthrough import FORM_PATHS, JSON_PATHS, read_form, read_json
 from router.server.asgi import Served
 
@@ -25,7 +25,7 @@ SUMMARIES = {
 }
 
 
-def _handler(path: str, reading: Reading) -> Callable[[Request], Awaitable[Response]]:
+def _handler(path: str, reading: BodyReader) -> Callable[[Request], Awaitable[Response]]:
     async def passed(request: Request) -> Response:
         return Served(request.app.state.gateway, path, reading)
 

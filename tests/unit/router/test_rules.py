@@ -16,7 +16,7 @@ from router.http_client import errors as upstream
 from router.http_client.errors import BrokenAnswerError
 from router.openai import errors
 from router.proxy import headers, leg_bodies
-from router.proxy.prefill_answer import Prefilled
+from router.proxy.prefill_answer import PrefillAnswer
 from router.proxy.request import Body, has_params, parse_body, why_alone, without_params
 from router.telemetry.access_log import AccessLine
 from router.telemetry.logs import (
@@ -73,7 +73,7 @@ def test_no_params_of_a_client_survive(body: Body, forged: object) -> None:
 @given(JSON_VALUES)
 def test_whatever_json_a_prefiller_answers_is_read_or_refused(content: object) -> None:
     try:
-        answer = Prefilled(orjson.dumps(content))
+        answer = PrefillAnswer(orjson.dumps(content))
     except BrokenAnswerError:
         assert not isinstance(content, dict)
     else:

@@ -285,7 +285,7 @@ async def test_a_refusal_by_all_is_the_clients_answer(
 async def test_a_frozen_decoder_holds_nothing_up_once_another_has_rejected(
     start: Start, p: MockEngine, ds: list[MockEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hedging, "PATIENCE", 0.1)
+    monkeypatch.setattr(hedging, "OTHER_LEGS_TIMEOUT_S", 0.1)
     router = await start()
     ds[0].usual = ds[1].usual = rejects
     ds[2].scripts = [is_silent]

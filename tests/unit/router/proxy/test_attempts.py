@@ -15,7 +15,15 @@ from router.fleet.engine_spec import LEGS, EngineRole
 from router.fleet.fleet import Fleet
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError
-from router.proxy.retry_rules import RULES, Next, RetryBudget, next_of
+from router.proxy.retry import (
+    MAX_FAILED_LEGS,
+    RULES,
+    Mark,
+    Next,
+    RetryBudget,
+    Situation,
+    decide,
+)
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import eventually, post
 from tests.unit.router.http_client.test_connect import no_descriptor_left
@@ -53,32 +61,61 @@ def test_every_failure_is_in_the_table_and_nothing_else() -> None:
     assert kinds - {UpstreamError.kind} == set(RULES), "the root of them is never raised itself"
 
 
+STARTED = Situation(has_started=True)
+RESUMABLE = Situation(has_started=True, can_resume=True)
+
+
 @pytest.mark.parametrize("kind", RULES)
 @pytest.mark.parametrize("leg", LEGS)
-def test_after_the_first_byte_a_stream_can_only_end(kind: str, leg: EngineRole) -> None:
-    assert next_of(kind, leg, has_seen=True) is Next.END
+def test_started_stream_that_no_engine_can_resume_ends(kind: str, leg: EngineRole) -> None:
+    assert decide(kind, leg, STARTED).next is Next.END
 
 
 @pytest.mark.parametrize("kind", RULES)
-def test_unless_another_decoder_can_be_told_what_was_said(kind: str) -> None:
-    what = next_of(kind, EngineRole.DECODE, has_seen=True, can_go_on=True)
+def test_started_stream_resumes_on_another_decode_engine(kind: str) -> None:
+    what = decide(kind, EngineRole.DECODE, RESUMABLE).next
     assert what is (Next.GIVE_UP if kind in OUR_OWN else Next.RESUME)
-    assert next_of(kind, EngineRole.PREFILL, has_seen=True, can_go_on=True) is RULES[kind].prefill
-    assert next_of(kind, EngineRole.DECODE, has_seen=False, can_go_on=True) is RULES[kind].decode
+    assert decide(kind, EngineRole.PREFILL, RESUMABLE).next is RULES[kind].prefill
+    unseen = Situation(can_resume=True)
+    assert decide(kind, EngineRole.DECODE, unseen).next is RULES[kind].decode
 
 
 @pytest.mark.parametrize("kind", RULES)
-def test_before_it_what_follows_is_what_is_known_of_the_blocks(kind: str) -> None:
-    prefill, decode = (next_of(kind, leg, has_seen=False) for leg in LEGS)
+def test_retry_before_the_first_byte_depends_on_what_may_have_been_read(kind: str) -> None:
+    prefill, decode = (decide(kind, leg, Situation()) for leg in LEGS)
     if kind in OUR_OWN:
-        assert (prefill, decode) == (Next.GIVE_UP, Next.GIVE_UP)
+        assert (prefill.next, decode.next) == (Next.GIVE_UP, Next.GIVE_UP)
     elif kind in NOTHING_SENT:
-        assert (prefill, decode) == (Next.ELSEWHERE, Next.ELSEWHERE)
+        assert (prefill.next, decode.next) == (Next.ELSEWHERE, Next.ELSEWHERE)
     else:
-        assert prefill is (Next.AGAIN if kind == "stale" else Next.ELSEWHERE)
-        assert decode is Next.AFRESH
-    assert RULES[kind].blames_engine == (kind not in OUR_OWN | UNPROVEN)
-    assert RULES[kind].is_free == (kind in FREE)
+        assert prefill.next is (Next.AGAIN if kind == "stale" else Next.ELSEWHERE)
+        assert decode.next is Next.AFRESH
+    for decision in (prefill, decode):
+        assert decision.blames_engine == (kind not in OUR_OWN | UNPROVEN)
+        assert decision.is_free == (kind in FREE)
+
+
+@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("leg", LEGS)
+def test_late_or_often_failed_request_gives_up(kind: str, leg: EngineRole) -> None:
+    late = decide(kind, leg, Situation(is_late=True))
+    assert late.gives_up
+    assert not late.blames_engine
+    often = decide(kind, leg, Situation(num_failed=MAX_FAILED_LEGS - 1))
+    assert often.gives_up or often.mark in (Mark.NONE, Mark.PREEMPTED)
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_failure_to_read_the_last_turn_does_not_count_against_the_prefill_engine(kind: str) -> None:
+    decision = decide(kind, EngineRole.PREFILL, Situation(offered_turn=True))
+    assert not decision.blames_engine or RULES[kind].is_free
+    assert decision.spends_turn == (not RULES[kind].is_free or kind == "stale")
+
+
+def test_engine_that_returned_an_answer_is_avoided_only_while_returns_are_left() -> None:
+    allowed = decide("preempted", EngineRole.DECODE, Situation(returns_left=1))
+    assert allowed.mark is Mark.PREEMPTED
+    assert decide("preempted", EngineRole.DECODE, Situation()).mark is Mark.FAILED
 
 
 @pytest.mark.parametrize("kind", FAULTS)

@@ -1,0 +1,129 @@
+"""Carries out what follows from a failed leg: blame, counts, the access log, and retry or end.
+
+`retry.decide` says what follows. This is the only place that acts on it.
+"""
+
+from __future__ import annotations
+
+import time
+
+from router.fleet.engine import Engine
+from router.fleet.engine_spec import PREFILL
+from router.http_client.deadlines import now
+from router.http_client.errors import ConnectRefusedError
+from router.openai.errors import (
+    EngineOverloadedError,
+    LoadFailedError,
+    PreemptedError,
+    RejectedMidStreamError,
+)
+from router.proxy.crash_guard import MAX_DEATHS, is_suspicious, require_few_deaths
+from router.proxy.legs import LegFailure
+from router.proxy.retry import RULES, Mark, Next, Situation, decide
+from router.proxy.run import Run
+
+# For the access log.
+CONSEQUENCES = {
+    Next.AGAIN: "asked once more",
+    Next.ELSEWHERE: "another was asked",
+    Next.AFRESH: "prefilled afresh",
+    Next.GIVE_UP: "given up",
+    Next.RESUME: "another goes on",
+    Next.END: "given up",
+}
+
+
+async def recover(run: Run, failed: LegFailure) -> Next:
+    """Act on a failed leg and return what the strategy does next.
+
+    Raises the failure if there is nothing left to try, and RepeatedCrashError if this request seems
+    to crash engines.
+    """
+    error, engine, role = failed
+    gateway, request, resume = run.gateway, run.request, run.resume
+    moment = now()
+    is_preempted = isinstance(error, PreemptedError)
+    if isinstance(error, PreemptedError):
+        resume.take_back(error, engine)
+    else:
+        gateway.note_failure(engine, role, error)
+    situation = Situation(
+        has_started=request.exchange.started,
+        can_resume=resume.can_resume(role, error),
+        is_late=moment >= request.latest,
+        num_failed=len(run.failed) - run.num_hedged_failures + len(run.cannot_load),
+        offered_turn=role is PREFILL and run.offer.params is not None,
+        returns_left=resume.returns_left,
+    )
+    is_of_pair = isinstance(error, LoadFailedError) and error.is_of_pair
+    decision = decide(error.kind, role, situation, is_of_pair)
+    if not situation.is_late:
+        _blame(run, failed, decision.blames_engine)
+    run.failure = error
+    suspect(run, failed)
+    _remember(run, engine, decision.mark)
+    run.is_turn_spent = run.is_turn_spent or decision.spends_turn
+    run.is_fresh = run.is_fresh or error.kind == "stale"
+    what = decision.next
+    if decision.gives_up or not (decision.is_free or gateway.budget.take(moment)):
+        if request.exchange.started:
+            gateway.metrics.resumes.add((error.kind, resume.reason_not_resumed()))
+        _log(run, failed, Next.GIVE_UP)
+        raise error
+    if what is Next.RESUME or is_preempted:
+        resume.note_move(error)
+    _log(run, failed, what)
+    request.record.retries += 1
+    gateway.metrics.retries.labels(role, error.kind).inc()
+    await require_engines_alive(run)
+    return what
+
+
+def drop(run: Run, failed: LegFailure) -> None:
+    """Act on a failed leg of a hedged request that the answer does not depend on."""
+    error, engine, role = failed
+    run.gateway.note_failure(engine, role, error)
+    if now() < run.request.latest:
+        _blame(run, failed, RULES[error.kind].blames_engine)
+    suspect(run, failed)
+    if error.kind != "stale":
+        run.failed.append(engine)
+        run.num_hedged_failures += 1
+
+
+async def require_engines_alive(run: Run) -> None:
+    """Raise RepeatedCrashError if several engines have died while they worked on this request."""
+    if len(run.suspects) >= MAX_DEATHS:
+        await require_few_deaths(run.suspects)
+
+
+def _remember(run: Run, engine: Engine, mark: Mark) -> None:
+    if mark is Mark.FAILED:
+        run.failed.append(engine)
+    elif mark is Mark.CANNOT_LOAD:
+        run.cannot_load.append(engine)
+    elif mark is Mark.PREEMPTED:
+        run.resume.returns_left -= 1
+        run.resume.preempted.append(engine)
+
+
+def suspect(run: Run, failed: LegFailure) -> None:
+    """Remember the engine if the failure of its leg may be a crash."""
+    if is_suspicious(failed.error.kind, failed.error):
+        run.suspects.setdefault(failed.engine, time.time())
+
+
+def _blame(run: Run, failed: LegFailure, blames_engine: bool) -> None:
+    """Tell the fleet what the failure says about the engine."""
+    error, engine, fleet = failed.error, failed.engine, run.gateway.fleet
+    if isinstance(error, ConnectRefusedError):
+        fleet.note_unreachable(engine, str(error))
+    elif isinstance(error, EngineOverloadedError):
+        fleet.cool_down(engine, error.retry_after or 1)
+    elif blames_engine and not isinstance(error, RejectedMidStreamError):
+        fleet.note_leg_failed(engine, str(error))
+
+
+def _log(run: Run, failed: LegFailure, what: Next) -> None:
+    line = f"{failed.role} at {failed.engine.name}: {failed.error.kind}; {CONSEQUENCES[what]}"
+    run.request.record.failures += (line,)

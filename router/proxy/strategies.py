@@ -1,0 +1,394 @@
+"""How a request is answered: one function for each strategy.
+
+    pull          A prefill engine computes the prompt and keeps its KV. A decode engine then loads
+                  the KV and writes the answer.
+    push          Both engines get the request at once. The prefill engine writes its KV into blocks
+                  of the decode engine.
+    decode_only   One decode engine computes the prompt and writes the answer.
+    decode_first  A decode engine answers by itself if it has enough of the prompt in its cache, and
+                  rejects the request otherwise. Several engines may get this leg (hedging).
+
+A leg returns its outcome as a value. After a failed leg, `recover` returns what to do next, or
+raises the failure if nothing is left to try. No strategy waits between the end of the prefill leg
+and the start of the decode leg, because the lease on the prefill engine's blocks has begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from enum import Enum, auto
+from typing import Any
+
+from router.fleet.engine import Engine
+from router.http_client.deadlines import now
+from router.openai.errors import NoEngineError, PreemptedError
+from router.proxy import release
+from router.proxy.hedging import HedgedLegs, places
+from router.proxy.leg_bodies import Halves
+from router.proxy.legs import (
+    DecodeResult,
+    LegFailure,
+    LegRefusal,
+    PrefillOutcome,
+    decode_leg,
+    prefill_leg,
+)
+from router.proxy.plan import ALONE, PULL, SAME_ENGINE, may_reject
+from router.proxy.prefill_answer import Params, PrefillAnswer
+from router.proxy.push import PUSHES, Push, push_of
+from router.proxy.recovery import drop, recover, require_engines_alive, suspect
+from router.proxy.relay import deliver_prefilled
+from router.proxy.request import PASSED
+from router.proxy.retry import Next
+from router.proxy.run import Run
+from router.proxy.selection import (
+    another_decoder,
+    change_group,
+    lacks_pair,
+    require_short_prompt,
+    select_decoder,
+    select_prefiller,
+)
+from router.proxy.turn_reuse import USED_UP, Offer
+
+# Seconds that a prefill engine may take to end a push leg after its KV was read.
+PUSH_LEG_END_TIMEOUT_S = 5.0
+# Seconds after a prefill engine's answer in which its blocks certainly wait without a renewal.
+UNRENEWED_LEASE_S = 20.0
+# Recorded for a turn that needed no prefill engine.
+DECODER_ALONE = Offer("decoder_alone")
+
+
+class Decoded(Enum):
+    """What became of the decode part of a strategy."""
+
+    ANSWERED = auto()
+    RESUME = auto()
+    """Another engine continues a part of the answer, so the prompt is prefilled again."""
+    AFRESH = auto()
+    """The KV may have been read or lost, so the prompt is prefilled again."""
+    REJECTED = auto()
+    """The decode engine has too little of the prompt in its cache."""
+    UNASKED = auto()
+    """The decode engine may not know that it can reject, so it was not asked first."""
+    SAME_ENGINE = auto()
+    """The only decode engine left is the prefill engine, which has the KV already."""
+
+
+# Label values of the metric decode_first_total.
+DECODE_FIRST_OUTCOMES = {
+    Decoded.REJECTED: "rejected",
+    Decoded.UNASKED: "skipped",
+    Decoded.AFRESH: "failed",
+}
+
+
+async def answer(run: Run) -> None:
+    """EngineAnswer the request by its plan.
+
+    Raises UpstreamError, EngineError, NoEngineError, or RejectedError with an engine's 4xx.
+    """
+    plan, metrics = run.plan, run.gateway.metrics
+    if run.request.record.trace is not None:
+        run.request.record.trace.mode = plan.mode
+    if plan.was_skipped:
+        metrics.decode_first.add(("skipped",))
+    notes = run.route.decode_feedback
+    if notes is not None and not plan.scatter:
+        # The policy learns of the engine now: the next request with this prompt may be here
+        # before the leg is sent.
+        notes.sent(run.route.decoders[0].name)
+    try:
+        if plan.threshold and await decode_first(run):
+            return
+        if plan.mode is PULL:
+            await pull(run)
+        elif plan.mode is ALONE:
+            await decode_only(run, plan.why_alone)
+        else:
+            await push(run)
+    finally:
+        if run.holder is not None:
+            run.stop_holding()
+        _release_unread_turn(run)
+
+
+async def pull(run: Run) -> None:
+    """Prefill on one engine, then decode on another engine that loads the KV."""
+    if not run.route.decoders:
+        raise NoEngineError("no decode engine is healthy")
+    while True:
+        # Prefill, on one engine after another.
+        run.prefiller = None
+        prefiller = select_prefiller(run)
+        if prefiller is None:
+            if change_group(run):
+                continue
+            if run.resume.continued is None:
+                require_short_prompt(run)
+            return await decode_only(run, "no_prefiller")
+        hands_over = prefiller.capabilities.supports_hand_over and run.resume.hands_over(
+            prefiller, select_decoder(run, prefiller)
+        )
+        prefilled = await _prefill(run, prefiller, hands_over=hands_over)
+        if isinstance(prefilled, LegRefusal):
+            if not run.resume.restart_answer():
+                raise prefilled.error
+            continue
+        if isinstance(prefilled, LegFailure):
+            await recover(run, prefilled)
+            continue
+        run.prefiller = prefiller
+        if hands_over:
+            run.gateway.metrics.handed_over.add((prefilled.begin(),))
+            if prefilled.is_all:  # the one token of the prefill engine is the whole answer
+                run.stop_holding()
+                release.give_up(run, prefilled.params, None)
+                return await deliver_prefilled(run, prefilled)
+
+        # Decode, on one engine after another, until the client has the answer.
+        prefilled.keep_params()
+        try:
+            decoded = await _decode(run, run.retaining(prefilled.params))
+        except BaseException as cause:
+            release.give_up(run, prefilled.params, cause)
+            raise
+        if decoded is Decoded.ANSWERED:
+            return None
+
+        # No decode engine will read this KV any more. Prefill again, or do without.
+        run.stop_holding()
+        release.give_up(run, prefilled.params, None)
+        if decoded is Decoded.SAME_ENGINE:
+            run.prefiller = None
+            return await decode_only(run, SAME_ENGINE)
+        if lacks_pair(run):
+            return await decode_only(run, "no_pair")
+
+
+async def decode_only(run: Run, reason: str) -> None:
+    """Let one decode engine compute the prompt and write the answer. `reason` is a metric label."""
+    run.gateway.metrics.decode_only.labels(reason).inc()
+    if await _decode(run, run.retaining(None)) is Decoded.RESUME:
+        return await pull(run)  # which prefills the part of the answer that is there, too
+    run.count_turn(DECODER_ALONE)
+
+
+async def decode_first(run: Run) -> bool:
+    """Send the decode leg with a cache threshold, which allows the engine to reject the request.
+
+    Return True if a decode engine has answered. Otherwise the plan's strategy follows.
+    """
+    threshold = run.plan.threshold
+    engines = places(run)
+    if engines:
+        legs = HedgedLegs(run)
+        for engine in engines:
+            params = _params_for(run, run.retaining(None), engine, is_hedged=True)
+            legs.add(engine, _decode_body(run, params, threshold))
+        hedged = await legs.run(threshold)
+        for failed in hedged.others:
+            drop(run, failed)
+        if hedged.failure is not None:
+            what = await recover(run, hedged.failure)
+            decoded = Decoded.RESUME if what is Next.RESUME else Decoded.AFRESH
+        else:
+            decoded = Decoded.REJECTED if hedged.is_rejected else Decoded.ANSWERED
+    else:
+        decoded = await _decode(run, run.retaining(None), threshold)
+    run.gateway.metrics.decode_first.add((DECODE_FIRST_OUTCOMES.get(decoded, "answered"),))
+    if decoded is Decoded.ANSWERED:
+        run.count_turn(DECODER_ALONE)
+        return True
+    await require_engines_alive(run)
+    return False
+
+
+async def push(run: Run) -> None:
+    """Send both legs at once, so that the prefill engine writes its KV to the decode engine.
+
+    The strategy becomes pull where a push is impossible: engines that cannot push, an unknown
+    address of the prefill engine, or an answer to be continued.
+    """
+    is_forced = run.gateway.limits.transfer_mode == PUSHES
+    while True:
+        if run.resume.continued is not None:
+            return await pull(run)
+        prefiller = select_prefiller(run)
+        decoder = select_decoder(run, prefiller)
+        if prefiller is None or decoder is None or decoder is prefiller:
+            return await pull(run)
+        params = push_of(run.request, prefiller, decoder, is_forced)
+        if params is None:
+            return await pull(run)  # the answer of a prefill engine tells where it is
+        failed = await _push_legs(run, prefiller, decoder, params)
+        if failed is None:
+            return None
+        if not isinstance(failed.error, PreemptedError):
+            prefiller.capabilities.note_push_failed()
+        await recover(run, failed)
+        if lacks_pair(run):
+            return await decode_only(run, "no_pair")
+
+
+async def _push_legs(run: Run, prefiller: Engine, decoder: Engine, push: Push) -> LegFailure | None:
+    """Run both legs of a push; the failure of one ends the other. Return None if the client has
+    its answer. Raises an engine's 4xx."""
+    loop = run.request.exchange.loop
+    body = _decode_body(run, _params_for(run, run.retaining(push.params), decoder), 0.0)
+    prefilling = loop.create_task(_prefill(run, prefiller, push))
+    decoding = loop.create_task(decode_leg(run, decoder, body, push=push))
+    prefilling.add_done_callback(_retrieve_error)
+    try:
+        await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
+        is_relaying = run.request.record.stage == "stream"  # so the decode engine has the KV
+        if not decoding.done() and (is_relaying or not _has_failed(prefilling)):
+            await asyncio.wait((decoding,))
+    finally:
+        is_answered = decoding.done() and not _has_failed(decoding)
+        try:
+            await _end(decoding)
+        except asyncio.CancelledError:  # the client has disconnected in this very moment
+            prefilling.cancel()
+            raise
+        if is_answered and not prefilling.done():  # its KV was read, so it is about to end
+            run.gateway.spawn(_end(prefilling, PUSH_LEG_END_TIMEOUT_S))
+        else:
+            await _end(prefilling)
+            if not is_answered and not prefilling.cancelled() and not _has_failed(prefilling):
+                prefilled = prefilling.result()
+                assert isinstance(prefilled, PrefillAnswer)
+                release.give_up(run, prefilled.params, None)
+    if is_answered:
+        return None
+    failed_legs = [leg for leg in (prefilling, decoding) if _has_failed(leg)]
+    for leg in failed_legs:
+        outcome = None if leg.exception() is not None else leg.result()
+        if isinstance(outcome, LegFailure):
+            suspect(run, outcome)
+    first = failed_legs[0].result()  # raises what is a fault of the router's own
+    if isinstance(first, LegRefusal):
+        raise first.error
+    assert isinstance(first, LegFailure)
+    return first
+
+
+async def _prefill(
+    run: Run, engine: Engine, push: Push | None = None, hands_over: bool = False
+) -> PrefillOutcome:
+    """Send the prefill leg, with what the engine may read of the conversation's last turn."""
+    reuse, offered = run.plan.reuse, None
+    if reuse is not None:
+        run.offer = USED_UP if run.is_turn_spent else reuse.offer(engine)
+        offered = run.offer.params
+    transfer_id = "" if push is None else push.transfer_id
+    body = run.bodies.prefill(offered, transfer_id, hands_over, run.resume.continued)
+    prefilled = await prefill_leg(run, engine, body, push, is_offered=offered is not None)
+    if reuse is not None and isinstance(prefilled, PrefillAnswer):
+        # The engine has read by now what it was offered.
+        run.count_turn(run.offer)
+        if offered is None:
+            _release_unread_turn(run)
+        run.unread_turn, run.is_turn_spent = None, True
+    return prefilled
+
+
+async def _decode(run: Run, params: Params | None, threshold: float = 0.0) -> Decoded:
+    """Send the decode leg to one engine after another until one answers, or the strategy has to do
+    something else first. `params` are the KV transfer params of `run.prefiller`, if there is one.
+    """
+    prefiller, resume = run.prefiller, run.resume
+    while True:
+        decoder = select_decoder(run, prefiller)
+        if decoder is None:
+            if resume.restart_answer():
+                return Decoded.RESUME
+            if not change_group(run):
+                raise _no_decoder_left(run)
+            if prefiller is not None:
+                return Decoded.AFRESH
+            continue
+        if decoder is prefiller:
+            return Decoded.SAME_ENGINE
+        if threshold and not may_reject(run.request, decoder):
+            return Decoded.UNASKED
+        leg_params = _params_for(run, params, decoder)
+        body = _decode_body(run, leg_params, threshold)
+        outcome = await decode_leg(run, decoder, body, threshold)
+        if outcome is DecodeResult.ANSWERED:
+            return Decoded.ANSWERED
+        if outcome is DecodeResult.REJECTED:
+            return Decoded.REJECTED
+        if isinstance(outcome, LegRefusal):
+            if resume.restart_answer():
+                return Decoded.RESUME
+            begins = leg_params is not None and leg_params.begins
+            if not begins or not resume.stop_handing_over(decoder, outcome.error):
+                raise outcome.error
+            return Decoded.AFRESH
+        what = await recover(run, outcome)
+        if what is Next.RESUME or isinstance(outcome.error, PreemptedError):
+            return Decoded.RESUME
+        is_afresh = prefiller is not None and (what is Next.AFRESH or not _is_leased(run))
+        if is_afresh and another_decoder(run, prefiller) not in (None, prefiller):
+            return Decoded.AFRESH
+
+
+def _params_for(
+    run: Run, params: Params | None, decoder: Engine, is_hedged: bool = False
+) -> Params | None:
+    """Return the KV transfer params of one decode leg. A hedged leg may lose, so its engine may not
+    return the answer for lack of blocks."""
+    capabilities, resume = decoder.capabilities, run.resume
+    if not (capabilities.supports_resume or capabilities.returns_preempted or resume.is_used):
+        return params
+    params, run.may_return = resume.params_for(params, decoder, run.prefiller, is_hedged)
+    return params
+
+
+def _decode_body(run: Run, params: Params | None, threshold: float) -> Halves:
+    if run.request.alone == PASSED:
+        return run.bodies.passed()
+    is_whole = run.request.exact and run.plan.reuse is not None
+    return run.bodies.decode(params, threshold, is_whole)
+
+
+def _is_leased(run: Run) -> bool:
+    """Return True if the prefill engine's blocks certainly still wait."""
+    done = run.request.record.prefill_done
+    return done is not None and now() - done < UNRENEWED_LEASE_S
+
+
+def _no_decoder_left(run: Run) -> Exception:
+    if run.failure is None:
+        return NoEngineError("no decode engine is healthy")
+    if run.request.exchange.started:
+        run.gateway.metrics.resumes.add((run.failure.kind, "given_up"))
+    return run.failure
+
+
+def _release_unread_turn(run: Run) -> None:
+    """Release the retained KV of the last turn if no prefill engine has read it."""
+    entry, run.unread_turn = run.unread_turn, None
+    if entry is not None:
+        release.give_up_turn(run.request, run.gateway, entry)
+
+
+def _has_failed(leg: asyncio.Task[Any]) -> bool:
+    if leg.cancelled():
+        return False
+    return leg.exception() is not None or isinstance(leg.result(), LegFailure | LegRefusal)
+
+
+async def _end(leg: asyncio.Task[Any], timeout: float = 0.0) -> None:
+    """Cancel a leg after `timeout` seconds, and wait until it has ended. Never raises."""
+    if timeout and not leg.done():
+        await asyncio.wait((leg,), timeout=timeout)
+    leg.cancel()
+    await asyncio.gather(leg, return_exceptions=True)
+
+
+def _retrieve_error(leg: asyncio.Task[Any]) -> None:
+    """Retrieve an error that nothing waits for any more; asyncio would log it."""
+    if not leg.cancelled():
+        leg.exception()
