@@ -40,7 +40,7 @@ from router.telemetry.liveness import LivenessServer, serve_in_thread
 from router.telemetry.trace_export import warn_if_missing
 from router.telemetry.worker_metrics import collect_worker_metrics, serve_worker_metrics
 from router.ui.hub import DashboardHub
-from router.ui.other_workers import SUFFIX, OtherWorkers, serve_snapshots
+from router.ui.other_workers import OtherWorkers, serve_snapshots, snapshot_socket
 
 logger = logging.getLogger("disagg_router")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -166,8 +166,8 @@ async def _seen(
     if page is None:
         yield
         return
-    page.siblings = OtherWorkers(directory, number, settings.workers)
-    async with serve_snapshots(directory / f"{number}{SUFFIX}", page.own.looked_at):
+    page.other_workers = OtherWorkers(directory, number, settings.workers)
+    async with serve_snapshots(snapshot_socket(directory, number), page.source.reading):
         yield
 
 

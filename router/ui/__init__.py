@@ -1,1 +1,12 @@
-"""The page at /ui: what a router sees, told to who looks; nothing is gathered while nobody does."""
+"""The dashboard at /ui: engines, requests and settings of a router, live in a browser.
+
+Nothing is gathered while nobody looks. The first viewer starts the work, the last one ends it:
+
+* `live_requests.LiveRequests` learns of each request of this process from `proxy`;
+* `engine_polling.EnginePoller` asks engines for their KV usage and for the transfers that they made
+  (`transfers`);
+* `snapshot.SnapshotSource` makes a snapshot of this process, `other_workers` exchanges snapshots
+  with the other worker processes;
+* `hub.DashboardHub` merges them four times a second and sends the changes to all viewers;
+* `site.dashboard_routes` serves the event feed, and the files of `static/` that show it.
+"""

@@ -1,6 +1,6 @@
-"""What engines say of their KV: asked once a second while somebody looks.
+"""Polls engines once a second, while somebody looks, for their KV usage and their KV transfers.
 
-Whatever an engine answers, or does not, is no news of its health: that is for probes to find.
+A failed poll does not affect an engine's health, which only probes determine.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pydantic import BaseModel
 
@@ -20,32 +20,34 @@ from router.http_client.deadlines import now
 from router.http_client.errors import UpstreamError
 from router.http_client.pool import CompleteAnswer
 from router.ui.live_requests import EngineLink
-from router.ui.transfers import NOTHING, TransferHistory, TransferPage, page_in
+from router.ui.transfers import TransferHistory, TransferPage, parse_transfers
 
 logger = logging.getLogger("disagg_router.page")
-EVERY = 1.0
-# Seconds for one round, of all engines; and how old an engine's last word may be.
-PATIENCE = 2.0
-OLDEST = 5.0
-AT_ONCE = 32
-MOST_BYTES = 4 * 1024 * 1024
-LEASES = "/disagg/leases"
-METRICS = "/metrics"
-# vLLM's names, older vLLM's, and those of the reference engine.
+POLL_INTERVAL_S = 1.0
+POLL_TIMEOUT_S = 2.0  # for one round of all engines
+MAX_AGE_S = 5.0  # of an engine's last answer
+MAX_CONCURRENT_POLLS = 32
+MAX_ANSWER_BYTES = 4 * 1024 * 1024
+LEASES_PATH = "/disagg/leases"
+METRICS_PATH = "/metrics"
+# The names of vLLM, of older releases of vLLM, and of the reference engine.
 SAMPLE = re.compile(
     rb"^(vllm:kv_cache_usage_perc|vllm:gpu_cache_usage_perc|vllm:num_requests_waiting"
     rb"|vllm:nixl_bytes_transferred_sum|disagg_engine_blocks|disagg_engine_blocks_free"
     rb"|disagg_engine_requests_waiting)(?:\{[^\n]{0,4096}\})? ([0-9.eE+-]{1,32})",
     re.MULTILINE,
 )
-USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
+KV_USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
 WAITING = (b"vllm:num_requests_waiting", b"disagg_engine_requests_waiting")
-MOVED = b"vllm:nixl_bytes_transferred_sum"
+TRANSFERRED_BYTES = b"vllm:nixl_bytes_transferred_sum"
 
 
 class EngineGauge(BaseModel):
-    """None: the engine does not say. `kv_usage` is a share, `leases` counts what it keeps for
-    others to read, `quarantined` what it cannot let go of yet."""
+    """An engine's gauges; None for what it does not report.
+
+    `kv_usage` is a share of 1. `leases` counts requests whose KV other engines may still read, and
+    `quarantined` those whose blocks it cannot free yet.
+    """
 
     kv_usage: float | None = None
     waiting: int | None = None
@@ -54,114 +56,123 @@ class EngineGauge(BaseModel):
     bytes_per_second: float | None = None
 
 
-@dataclass(slots=True)
-class PolledGauge:
+class PolledGauge(NamedTuple):
     at: float
     gauge: EngineGauge
-    moved: float | None
+    num_bytes: float | None
+    """KV bytes transferred since the engine started."""
 
 
-@dataclass(frozen=True, slots=True)
-class PolledMetrics:
-    usage: float | None
+class EngineMetrics(NamedTuple):
+    kv_usage: float | None
     waiting: int | None
-    moved: float | None
+    num_bytes: float | None
 
 
 class EnginePoller:
-    """`told` are the gauges of those that have answered lately, by name."""
+    """The gauges and transfers that the engines of a fleet reported lately, by engine name."""
 
     def __init__(self, fleet: Fleet, clock: Callable[[], float] = now) -> None:
         self._fleet = fleet
         self._clock = clock
-        self._said: dict[str, PolledGauge] = {}
-        self._traffic = TransferHistory()
+        self._polled: dict[str, PolledGauge] = {}
+        self._transfers = TransferHistory()
 
     async def run(self) -> None:
-        """Ends only when it is cancelled."""
+        """Poll until cancelled."""
         while True:
             try:
-                await self.ask_all()
+                await self.poll_all()
             except Exception:
-                logger.exception("engines could not be asked for their gauges")
-            await asyncio.sleep(EVERY)
+                logger.exception("the dashboard could not poll the engines")
+            await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def ask_all(self) -> None:
-        """One round; who has not answered when it is over is not waited for."""
-        room = asyncio.Semaphore(AT_ONCE)
+    async def poll_all(self) -> None:
+        """Poll every engine once, except those that do not answer in time."""
+        permits = asyncio.Semaphore(MAX_CONCURRENT_POLLS)
         engines = [one for one in self._fleet.engines if one.health is not Health.UNHEALTHY]
         known = {engine.name for engine in self._fleet.engines}
-        self._said = {name: said for name, said in self._said.items() if name in known}
-        self._traffic.keep(known)
+        self._polled = {name: one for name, one in self._polled.items() if name in known}
+        self._transfers.keep(known)
         try:
-            async with asyncio.timeout(PATIENCE):
-                asks = (self._ask(engine, room) for engine in engines)
-                await asyncio.gather(*asks, return_exceptions=True)
+            async with asyncio.timeout(POLL_TIMEOUT_S):
+                polls = (self._poll(engine, permits) for engine in engines)
+                await asyncio.gather(*polls, return_exceptions=True)
         except TimeoutError:
             pass
 
-    def told(self) -> dict[str, EngineGauge]:
-        oldest = self._clock() - OLDEST
-        return {name: said.gauge for name, said in self._said.items() if said.at >= oldest}
+    def gauges(self) -> dict[str, EngineGauge]:
+        oldest = self._clock() - MAX_AGE_S
+        return {name: one.gauge for name, one in self._polled.items() if one.at >= oldest}
 
     def pages(self) -> dict[str, TransferPage]:
-        """What those say of their transfers that have, lately."""
-        return self._traffic.latest(self._clock() - OLDEST)
+        return self._transfers.latest(self._clock() - MAX_AGE_S)
 
-    def rates(self) -> dict[EngineLink, float]:
-        """Bytes a second, as far as engines tell."""
+    def byte_rates(self) -> dict[EngineLink, float]:
+        """Return bytes per second by link, where engines report them."""
         roles = {engine.name: engine.role for engine in self._fleet.engines}
-        return self._traffic.rates(roles, self._clock() - OLDEST)
+        return self._transfers.byte_rates(roles, self._clock() - MAX_AGE_S)
 
-    async def _ask(self, engine: Engine, room: asyncio.Semaphore) -> None:
-        async with room:
-            metrics = await _get(engine, METRICS)
-            if metrics is None:
+    async def _poll(self, engine: Engine, permits: asyncio.Semaphore) -> None:
+        async with permits:
+            answer = await _get(engine, METRICS_PATH)
+            if answer is None:
                 return
-            asked, answer = self._clock(), None
+            asked, leases = self._clock(), None
             if engine.capabilities.lists_capabilities:
-                answer = await _get(engine, LEASES)
-        figures = figures_in(metrics.body)
-        content = None if answer is None else json_of(answer)
-        leases, quarantined = leases_in(content)
-        page = page_in(content, asked)
-        if page != replace(NOTHING, at=asked):
-            self._traffic.note(engine.name, page)
-        at, before = self._clock(), self._said.get(engine.name)
+                leases = await _get(engine, LEASES_PATH)
+        metrics = parse_metrics(answer.body)
+        content = None if leases is None else json_of(leases)
+        num_leases, num_quarantined = count_leases(content)
+        page = parse_transfers(content, asked)
+        if page != TransferPage(asked):
+            self._transfers.note(engine.name, page)
+        at, before, speed = self._clock(), self._polled.get(engine.name), None
+        if (
+            before is not None
+            and before.num_bytes is not None
+            and metrics.num_bytes is not None
+            and at > before.at
+        ):
+            moved = max(0.0, metrics.num_bytes - before.num_bytes)
+            speed = round(moved / (at - before.at), 1)
         gauge = EngineGauge(
-            kv_usage=figures.usage,
-            waiting=figures.waiting,
-            leases=leases,
-            quarantined=quarantined,
-            bytes_per_second=_speed(before, figures.moved, at),
+            kv_usage=metrics.kv_usage,
+            waiting=metrics.waiting,
+            leases=num_leases,
+            quarantined=num_quarantined,
+            bytes_per_second=speed,
         )
-        self._said[engine.name] = PolledGauge(at, gauge, figures.moved)
+        self._polled[engine.name] = PolledGauge(at, gauge, metrics.num_bytes)
 
 
-def figures_in(metrics: bytes) -> PolledMetrics:
-    """Total: what makes no sense is not there."""
+def parse_metrics(text: bytes) -> EngineMetrics:
+    """Read an engine's metrics, without what makes no sense; never raises."""
     sums: dict[bytes, float] = {}
     highest: dict[bytes, float] = {}
-    for name, digits in SAMPLE.findall(metrics):
-        value = _number(digits)
-        if value is not None:
+    for name, digits in SAMPLE.findall(text):
+        try:
+            value = float(digits)
+        except ValueError:
+            continue
+        if 0 <= value < 1e18:
             sums[name] = sums.get(name, 0.0) + value
             highest[name] = max(highest.get(name, 0.0), value)
-    usage = next((highest[name] for name in USAGE if name in highest), None)
+    usage = next((highest[name] for name in KV_USAGE if name in highest), None)
     blocks = sums.get(b"disagg_engine_blocks")
     free = sums.get(b"disagg_engine_blocks_free")
     if usage is None and blocks and free is not None:
         usage = 1 - free / blocks
     waiting = next((sums[name] for name in WAITING if name in sums), None)
-    return PolledMetrics(
+    return EngineMetrics(
         None if usage is None else round(min(1.0, max(0.0, usage)), 3),
         None if waiting is None else int(waiting),
-        sums.get(MOVED),
+        sums.get(TRANSFERRED_BYTES),
     )
 
 
-def leases_in(page: object) -> tuple[int | None, int | None]:
-    """How many leases and how many quarantined requests all ranks have together."""
+def count_leases(page: object) -> tuple[int | None, int | None]:
+    """Return the leases and the quarantined requests of all ranks together; never raises."""
     if not isinstance(page, dict) or not isinstance(page.get("ranks"), list):
         return None, None
     ranks = [rank for rank in page["ranks"] if isinstance(rank, dict)]
@@ -173,23 +184,9 @@ def leases_in(page: object) -> tuple[int | None, int | None]:
     return total("num_leases"), total("num_quarantined")
 
 
-def _number(digits: bytes) -> float | None:
-    try:
-        value = float(digits)
-    except ValueError:
-        return None
-    return value if 0 <= value < 1e18 else None
-
-
-def _speed(before: PolledGauge | None, moved: float | None, at: float) -> float | None:
-    if before is None or before.moved is None or moved is None or at <= before.at:
-        return None
-    return round(max(0.0, moved - before.moved) / (at - before.at), 1)
-
-
 async def _get(engine: Engine, path: str) -> CompleteAnswer | None:
     try:
-        answer = await engine.get(path, now() + PATIENCE, MOST_BYTES)
+        answer = await engine.get(path, now() + POLL_TIMEOUT_S, MAX_ANSWER_BYTES)
     except UpstreamError:
         return None
     return answer if answer.status == 200 else None

@@ -1,11 +1,10 @@
-"""Gathers while somebody looks, and tells all who do. While nobody looks it does not run."""
+"""Sends the dashboard's events to its viewers. Without viewers nothing runs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,161 +12,180 @@ from importlib.metadata import version
 from typing import Any
 
 import orjson
+from pydantic import BaseModel, SecretStr
 
 from router.fleet.registry import EngineRegistry
 from router.http_client.deadlines import now
 from router.proxy.gateway import Gateway
+from router.settings import SECRET_NAMES, Settings, flag_of, group_title
 from router.ui.engine_polling import EnginePoller
-from router.ui.live_requests import LiveRequests, RequestFeed
 from router.ui.other_workers import OtherWorkers
-from router.ui.request_view import Origin
-from router.ui.snapshot import Json, ProcessSnapshot, changes, merge_snapshots, take_snapshot
+from router.ui.snapshot import Json, ProcessSnapshot, SnapshotSource, changes, merge_snapshots
 from router.ui.transfers import TransferMatcher
-from router.ui.viewers import MOST_WATCHERS, Viewer
-from router.ui.visible_settings import visible_settings
 
 logger = logging.getLogger("disagg_router.page")
-TICK = 0.25
-MOST_ENDED = 256
-# How many that have ended are told at once, the youngest; the others are counted.
-MOST_TOLD = 100
+UPDATE_INTERVAL_S = 0.25
+MAX_ENDED = 256
+# The most ended requests in one event: the latest ones. The others are only counted.
+MAX_ENDED_PER_EVENT = 100
+MAX_VIEWERS = 16
+MAX_QUEUED_EVENTS = 64
+MAX_QUEUED_BYTES = 8 * 1024 * 1024
+HIDDEN = "set, not shown"
+LOCAL_STORES = ("memory", "off")
 
 
 class TooManyViewersError(Exception):
-    """So many look already that one more is refused."""
+    """There are MAX_VIEWERS viewers already."""
 
 
-class SnapshotSource:
-    """What this process sees, as long as somebody wants to know: a page here, or a sibling's."""
+class Viewer:
+    """One viewer's queue of events. A viewer that is too slow for its bounds is cut off."""
 
-    def __init__(self, gateway: Gateway, registry: EngineRegistry) -> None:
-        self._gateway = gateway
-        self._registry = registry
-        self._watch = LiveRequests()
+    def __init__(self) -> None:
+        self._queue: deque[bytes] = deque()
+        self._size = 0
+        self._changed = asyncio.Event()
+        self.is_cut_off = False
 
-    @contextlib.contextmanager
-    def looked_at(self) -> Iterator[Callable[[], ProcessSnapshot]]:
-        """What it gives is what to look with."""
-        look, watch = RequestFeed(), self._watch
-        watch.looks.append(look)
-        self._gateway.watch = watch
-        try:
-            yield lambda: self._picture(watch, look)
-        finally:
-            watch.looks.remove(look)
-            if not watch.looks:
-                self._gateway.watch, self._watch = None, LiveRequests()
+    def put(self, event: bytes) -> None:
+        """Add an event. A lone event may be of any size."""
+        if self.is_cut_off:
+            return
+        self._queue.append(event)
+        self._size += len(event)
+        is_large = len(self._queue) > 1 and self._size > MAX_QUEUED_BYTES
+        if is_large or len(self._queue) > MAX_QUEUED_EVENTS:
+            self.cut_off()
+        self._changed.set()
 
-    def _picture(self, watch: LiveRequests, look: RequestFeed) -> ProcessSnapshot:
-        origin = Origin(str(os.getpid()), time.time() - now())
-        return take_snapshot(self._gateway, self._registry, watch, look, origin)
+    def cut_off(self) -> None:
+        """Send nothing more: the viewer is too slow, or the router stops."""
+        self.is_cut_off = True
+        self._queue.clear()
+        self._size = 0
+        self._changed.set()
+
+    async def next(self, timeout: float) -> bytes:
+        """Return all queued events; may be empty, after `timeout` seconds or when cut off."""
+        if not self._queue and not self.is_cut_off:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._changed.wait()
+            except TimeoutError:
+                return b""
+        block = b"".join(self._queue)
+        self._queue.clear()
+        self._size = 0
+        return block
 
 
 class DashboardHub:
-    """`siblings` are the other processes of this router, if it has any."""
+    """The viewers of this process, and the work for them.
+
+    `source` makes this process's snapshots. `other_workers` is set where the router has several
+    worker processes.
+    """
 
     def __init__(self, gateway: Gateway, registry: EngineRegistry) -> None:
         self._gateway = gateway
-        self.own = SnapshotSource(gateway, registry)
-        self.siblings: OtherWorkers | None = None
-        self._watchers: set[Viewer] = set()
+        self.source = SnapshotSource(gateway, registry)
+        self.other_workers: OtherWorkers | None = None
+        self._viewers: set[Viewer] = set()
         self._work: asyncio.Task[None] | None = None
-        self._picture: Json = {}
-        self._ended: deque[Json] = deque(maxlen=MOST_ENDED)
-        self._awaited = TransferMatcher()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._snapshot: Json = {}
+        self._ended: deque[Json] = deque(maxlen=MAX_ENDED)
+        self._matcher = TransferMatcher()
 
     @property
-    def watchers(self) -> int:
-        return len(self._watchers)
+    def num_viewers(self) -> int:
+        return len(self._viewers)
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[Viewer]:
-        """Raises TooManyViewersError."""
-        if len(self._watchers) >= MOST_WATCHERS:
+    def viewing(self) -> Iterator[Viewer]:
+        """Add a viewer until the block ends. Raises TooManyViewersError."""
+        if len(self._viewers) >= MAX_VIEWERS:
             raise TooManyViewersError
-        watcher = Viewer()
+        viewer = Viewer()
         if self._work is None or self._work.done():
-            self._picture = {}
+            self._snapshot = {}
             self._work = asyncio.get_running_loop().create_task(self._run())
-        elif self._picture:  # else the first look is under way, and goes to all
-            watcher.put(self._whole())
-        self._watchers.add(watcher)
+        elif self._snapshot:  # otherwise the first update is to come, and goes to all viewers
+            viewer.put(self._snapshot_event())
+        self._viewers.add(viewer)
         try:
-            yield watcher
+            yield viewer
         finally:
-            self._watchers.discard(watcher)
-            if not self._watchers:
-                self._stop()
-
-    def _stop(self) -> None:
-        work, self._work = self._work, None
-        if work is not None:
-            work.cancel()
-        self._picture = {}
-        self._ended.clear()
-        self._awaited = TransferMatcher()
+            self._viewers.discard(viewer)
+            if not self._viewers:
+                if self._work is not None:
+                    self._work.cancel()
+                self._work = None
+                self._reset()
 
     async def _run(self) -> None:
-        """Until nobody looks, or the router is to end, or a fault of ours: then all are cut."""
+        """Send updates until there is no viewer, the router stops, or an update fails."""
         try:
-            with self.own.looked_at() as look:
-                await self._tell_with_helpers(look)
+            with self.source.reading() as take_snapshot:
+                await self._update_all(take_snapshot)
         except Exception:
-            logger.exception("the page cannot be told what happens")
+            logger.exception("the dashboard cannot be updated")
         finally:
-            if self._work is asyncio.current_task():  # else others look by now
-                for watcher in self._watchers:
-                    watcher.cut()
+            if self._work is asyncio.current_task():  # otherwise these viewers are of a later task
+                for viewer in self._viewers:
+                    viewer.cut_off()
 
-    async def _tell_with_helpers(self, look: Callable[[], ProcessSnapshot]) -> None:
-        engines = EnginePoller(self._gateway.fleet)
+    async def _update_all(self, take_snapshot: Callable[[], ProcessSnapshot]) -> None:
+        poller = EnginePoller(self._gateway.fleet)
         async with asyncio.TaskGroup() as group:
-            helpers = [group.create_task(engines.run())]
-            if self.siblings is not None:
-                helpers.append(group.create_task(self.siblings.run()))
+            helpers = [group.create_task(poller.run())]
+            if self.other_workers is not None:
+                helpers.append(group.create_task(self.other_workers.run()))
             while not self._gateway.draining:
-                self._tell(look(), engines)
-                await asyncio.sleep(TICK)
+                self._update(take_snapshot(), poller)
+                await asyncio.sleep(UPDATE_INTERVAL_S)
             for helper in helpers:
                 helper.cancel()
 
-    def _tell(self, own: ProcessSnapshot, engines: EnginePoller) -> None:
-        pictures: list[ProcessSnapshot | None] = [own]
-        ended, untold = own.ended, own.untold
-        if self.siblings is not None:
-            pictures += self.siblings.pictures()
-            more, missed = self.siblings.take_ended()
+    def _update(self, own: ProcessSnapshot, poller: EnginePoller) -> None:
+        snapshots: list[ProcessSnapshot | None] = [own]
+        ended, missed = own.ended, own.missed
+        if self.other_workers is not None:
+            snapshots += self.other_workers.snapshots()
+            more, more_missed = self.other_workers.take_ended()
             ended = sorted([*ended, *more], key=lambda one: one.at)
-            untold += missed
-        untold += max(0, len(ended) - MOST_TOLD)
-        shown = ended[-MOST_TOLD:]
-        told = [one.model_dump(mode="json") for one in shown]
-        self._awaited.expect(shown)
-        moves = self._awaited.take(engines.pages(), time.time() - now())
-        before, self._picture = (
-            self._picture,
-            merge_snapshots(pictures, engines.told(), engines.rates()),
-        )
-        self._ended.extend(told)
-        moved = {key: one.model_dump(mode="json") for key, one in moves.items()}
+            missed += more_missed
+        missed += max(0, len(ended) - MAX_ENDED_PER_EVENT)
+        ended = ended[-MAX_ENDED_PER_EVENT:]
+        listed = [one.model_dump(mode="json") for one in ended]
+        self._ended.extend(listed)
+        self._matcher.expect(ended)
+        found = self._matcher.take(poller.pages(), time.time() - now())
+        moved = {key: one.model_dump(mode="json") for key, one in found.items()}
         for one in self._ended:
             if one["key"] in moved:
                 one["moved"] = moved[one["key"]]
+        before = self._snapshot
+        self._snapshot = merge_snapshots(snapshots, poller.gauges(), poller.byte_rates())
         if not before:
-            self._send(self._whole())
+            self._send(self._snapshot_event())
             return
-        if told:
-            self._send(event("ended", {"requests": told, "untold": untold}))
+        if listed:
+            self._send(encode_event("ended", {"requests": listed, "untold": missed}))
         if moved:
-            self._send(event("moved", moved))
-        if found := changes(before, self._picture):
-            self._send(event("change", found))
+            self._send(encode_event("moved", moved))
+        if changed := changes(before, self._snapshot):
+            self._send(encode_event("change", changed))
 
-    def _send(self, told: bytes) -> None:
-        for watcher in self._watchers:
-            watcher.put(told)
+    def _send(self, event: bytes) -> None:
+        for viewer in self._viewers:
+            viewer.put(event)
 
-    def _whole(self) -> bytes:
+    def _snapshot_event(self) -> bytes:
         settings = self._gateway.settings
         about = {
             "version": version("disagg-router"),
@@ -176,8 +194,43 @@ class DashboardHub:
             "conversations": {"store": settings.conversation_store.partition("://")[0]},
             "ttl": settings.conversation_ttl,
         }
-        return event("snapshot", self._picture | about)
+        return encode_event("snapshot", self._snapshot | about)
 
 
-def event(name: str, content: Any) -> bytes:
+def encode_event(name: str, content: Any) -> bytes:
+    """Encode a server-sent event."""
     return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(content))
+
+
+class VisibleSetting(BaseModel):
+    group: str
+    flag: str
+    value: str
+    is_default: bool
+
+
+def visible_settings(settings: Settings) -> list[VisibleSetting]:
+    """Return the settings in force; of a secret only whether it is set."""
+    return [
+        VisibleSetting(
+            group=group_title(name),
+            flag=flag_of(name),
+            value=_setting_text(name, value := getattr(settings, name)),
+            is_default=value == field.default,
+        )
+        for name, field in Settings.model_fields.items()
+    ]
+
+
+def _setting_text(name: str, value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, SecretStr) or (name in SECRET_NAMES and value not in LOCAL_STORES):
+        # A store's URL may have a password; its scheme tells which kind of store it is.
+        scheme, found, _ = value.partition("://") if isinstance(value, str) else ("", "", "")
+        return f"{scheme}://… ({HIDDEN})" if found else HIDDEN
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)

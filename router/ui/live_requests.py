@@ -1,103 +1,190 @@
-"""Requests as they come and go, while somebody looks: all of it bounded."""
+"""The requests of this process while somebody looks at them: all of it bounded."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from pydantic import BaseModel
 
 from router.telemetry.record import Record
+from router.telemetry.token_usage import tokens_of, tokens_so_far
 
-MOST_RUNNING = 512
-MOST_FRESH = 256
-# Seconds over which requests of a pair of engines are averaged.
-WINDOW = 4.0
+MAX_RUNNING = 512
+MAX_ENDED = 256
+MAX_ERROR_LENGTH = 500
+# Requests and bytes of a pair of engines are averaged over this time.
+RATE_WINDOW_S = 4.0
 
-# From, to, and what moves: "prompt" from prefiller to decoder, "turn" the other way.
+# Source engine, target engine and what moves: "prompt" from prefiller to decoder, "turn" from the
+# decode engine of the last turn to a prefiller.
 EngineLink = tuple[str, str, str]
 
 
 class LinkRates:
-    """How many a second over each way, of the last seconds. Time is passed in."""
+    """Requests per second over each link, in the last seconds. The caller passes the time in."""
 
     def __init__(self) -> None:
-        self._counts: deque[tuple[float, dict[EngineLink, int]]] = deque()
+        self._counts: deque[tuple[float, Counter[EngineLink]]] = deque()
 
-    def add(self, at: float, ways: dict[EngineLink, int]) -> None:
-        self._counts.append((at, ways))
-        while self._counts[0][0] <= at - WINDOW:
+    def add(self, at: float, links: Counter[EngineLink]) -> None:
+        self._counts.append((at, links))
+        while self._counts[0][0] <= at - RATE_WINDOW_S:
             self._counts.popleft()
 
     def now(self) -> dict[EngineLink, float]:
-        sums: dict[EngineLink, int] = {}
-        for _, ways in self._counts:
-            for way, count in ways.items():
-                sums[way] = sums.get(way, 0) + count
-        return {way: count / WINDOW for way, count in sums.items()}
+        sums: Counter[EngineLink] = Counter()
+        for _, links in self._counts:
+            sums.update(links)
+        return {link: count / RATE_WINDOW_S for link, count in sums.items()}
 
 
 class RequestFeed:
-    """One that looks: what has ended since it last took it; what does not fit is only counted."""
+    """The ended requests for one reader. Beyond MAX_ENDED, older ones are only counted."""
 
     def __init__(self) -> None:
-        self._fresh: deque[Record] = deque(maxlen=MOST_FRESH)
-        self._ways: dict[EngineLink, int] = {}
+        self._ended: deque[Record] = deque(maxlen=MAX_ENDED)
+        self._links: Counter[EngineLink] = Counter()
         self._missed = 0
         self.rates = LinkRates()
 
     def note(self, record: Record) -> None:
-        self._missed += len(self._fresh) == MOST_FRESH
-        self._fresh.append(record)
-        for way in ways_of(record):
-            self._ways[way] = self._ways.get(way, 0) + 1
+        self._missed += len(self._ended) == MAX_ENDED
+        self._ended.append(record)
+        self._links.update(links_of(record))
 
     def take(self, at: float) -> tuple[Sequence[Record], int]:
-        """Oldest first, and how many more there were."""
-        fresh, self._fresh = self._fresh, deque(maxlen=MOST_FRESH)
+        """Return what ended since the last call, oldest first, and how many more there were."""
+        ended, self._ended = self._ended, deque(maxlen=MAX_ENDED)
         missed, self._missed = self._missed, 0
-        ways, self._ways = self._ways, {}
-        self.rates.add(at, ways)
-        return list(fresh), missed
+        links, self._links = self._links, Counter()
+        self.rates.add(at, links)
+        return list(ended), missed
 
 
 class LiveRequests:
-    """Of those who look at this process. It is asked about each request, so it does little."""
+    """All running requests, and a feed of ended ones for each reader.
+
+    The router calls `opened` and `closed` for each request, so both do little.
+    """
 
     def __init__(self) -> None:
         self._running: dict[int, Record] = {}
-        self.looks: list[RequestFeed] = []
+        self.feeds: list[RequestFeed] = []
 
     def opened(self, record: Record) -> None:
-        if len(self._running) < MOST_RUNNING:
+        if len(self._running) < MAX_RUNNING:
             self._running[id(record)] = record
 
     def closed(self, record: Record) -> None:
         self._running.pop(id(record), None)
-        for look in self.looks:
-            look.note(record)
+        for feed in self.feeds:
+            feed.note(record)
 
     @property
     def running(self) -> Sequence[Record]:
-        """Oldest first."""
+        """Running requests, oldest first."""
         return list(self._running.values())
 
 
-def ways_of(record: Record) -> Iterable[EngineLink]:
-    """Which engines' KV a request took where."""
+def links_of(record: Record) -> Iterable[EngineLink]:
+    """Return the links over which an ended request moved KV."""
     if record.prefiller and record.decoder and record.first_byte is not None:
         yield record.prefiller, record.decoder, "prompt"
     if record.reused_from and record.prefiller:
         yield record.reused_from, record.prefiller, "turn"
 
 
-def moving(records: Iterable[Record]) -> dict[EngineLink, int]:
-    """Over which ways KV goes now, as far as a router can tell: the decoder was asked for what a
-    prefiller has made, and has not begun to answer."""
-    found: dict[EngineLink, int] = {}
+def count_moving(records: Iterable[Record]) -> Counter[EngineLink]:
+    """Count, by link, the running requests whose KV is moving now.
+
+    The router's best guess: the reading engine has its request and has not begun to answer.
+    """
+    found: Counter[EngineLink] = Counter()
     for record in records:
         if record.stage == "decode" and record.prefiller and record.first_byte is None:
-            way = record.prefiller, record.decoder, "prompt"
-            found[way] = found.get(way, 0) + 1
+            found[record.prefiller, record.decoder, "prompt"] += 1
         elif record.stage == "prefill" and record.reused_from:
-            way = record.reused_from, record.prefiller, "turn"
-            found[way] = found.get(way, 0) + 1
+            found[record.reused_from, record.prefiller, "turn"] += 1
     return found
+
+
+class RequestTimings(BaseModel):
+    """Milliseconds since the request arrived; null for what it did not reach."""
+
+    prefill_started: float | None
+    prefill_done: float | None
+    decode_started: float | None
+    first_byte: float | None
+    ended: float | None
+
+
+class RequestSummary(BaseModel):
+    """A request as the dashboard shows it.
+
+    `key` is unique among all worker processes, and `at` is the Unix time of arrival in seconds.
+    `cached_tokens` are prompt tokens that no engine computed for this request.
+    """
+
+    key: str
+    id: str
+    at: float
+    endpoint: str
+    flow: str
+    stage: str
+    outcome: str
+    status: int
+    prefiller: str
+    decoder: str
+    conversation: str
+    reused_from: str
+    ms: RequestTimings
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    cached_tokens: int | None
+    failures: list[str]
+    error: str
+
+
+class Origin(NamedTuple):
+    """The process of a record: its name among the workers, and the Unix time of clock zero."""
+
+    name: str
+    unix: float
+
+
+def summarize_request(record: Record, origin: Origin) -> RequestSummary:
+    """Summarize a running or ended request."""
+    has_ended = record.ended is not None
+    prompt, completion, cached = tokens_of(record) if has_ended else tokens_so_far(record)
+
+    def since_start(moment: float | None) -> float | None:
+        return None if moment is None else round((moment - record.started) * 1000, 1)
+
+    return RequestSummary(
+        key=f"{origin.name}-{id(record):x}-{record.started:.6f}",
+        id=record.request_id,
+        at=round(origin.unix + record.started, 3),
+        endpoint=record.endpoint,
+        flow=record.flow,
+        stage=record.stage,
+        outcome=record.outcome if has_ended else "running",
+        status=record.status,
+        prefiller=record.prefiller,
+        decoder=record.decoder,
+        conversation=record.conversation,
+        reused_from=record.reused_from,
+        ms=RequestTimings(
+            prefill_started=since_start(record.prefill_started),
+            prefill_done=since_start(record.prefill_done),
+            decode_started=since_start(record.decode_started),
+            first_byte=since_start(record.first_byte),
+            ended=since_start(record.ended),
+        ),
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        cached_tokens=cached,
+        failures=list(record.failures),
+        error=" ".join(record.error.split())[:MAX_ERROR_LENGTH],
+    )

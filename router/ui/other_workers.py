@@ -1,7 +1,8 @@
-"""What the other worker processes of this router see, over Unix sockets in its private directory.
+"""Snapshots of the router's other worker processes, over Unix sockets in its private directory.
 
-Each worker listens at its own; who is looked at dials all others, and hears once a tick what they
-see, one line of JSON each. While nobody looks there is no line.
+Each worker listens at its own socket. A worker with viewers connects to all the others, and each
+sends it a snapshot four times a second, as one line of JSON. Without viewers there is no
+connection.
 """
 
 from __future__ import annotations
@@ -15,114 +16,113 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from router.ui.request_view import RequestSummary
+from router.ui.live_requests import RequestSummary
 from router.ui.snapshot import ProcessSnapshot
 
 logger = logging.getLogger("disagg_router.page")
-SUFFIX = ".page"
-TICK = 0.25
-# Seconds for a line to be read by who wanted it, and for one to come.
-PATIENCE = 2.0
-AGAIN = 1.0
-LONGEST_LINE = 16 * 1024 * 1024
-MOST_LINES = 256
-MOST_ENDED = 1024
+SNAPSHOT_INTERVAL_S = 0.25
+# For a line to arrive, and for the reader to take one.
+LINE_TIMEOUT_S = 2.0
+RECONNECT_DELAY_S = 1.0
+MAX_LINE_BYTES = 16 * 1024 * 1024
+MAX_CONNECTIONS = 256
+MAX_ENDED = 1024
+Reading = Callable[[], contextlib.AbstractContextManager[Callable[[], ProcessSnapshot]]]
 
 
-Looking = Callable[[], contextlib.AbstractContextManager[Callable[[], ProcessSnapshot]]]
+def snapshot_socket(directory: Path, number: int) -> Path:
+    """Return the path of a worker's socket."""
+    return directory / f"{number}.page"
 
 
 class OtherWorkers:
-    """Of the worker `number`, of `count` that there should be."""
+    """The snapshots of all workers but `number`, of `count` workers that there should be."""
 
     def __init__(self, directory: Path, number: int, count: int) -> None:
-        self._paths = [directory / f"{n}{SUFFIX}" for n in range(count) if n != number]
-        self._pictures: dict[Path, ProcessSnapshot] = {}
-        self._ended: deque[RequestSummary] = deque(maxlen=MOST_ENDED)
-        self._untold = 0
+        self._paths = [snapshot_socket(directory, n) for n in range(count) if n != number]
+        self._snapshots: dict[Path, ProcessSnapshot] = {}
+        self._ended: deque[RequestSummary] = deque(maxlen=MAX_ENDED)
+        self._missed = 0
 
     async def run(self) -> None:
-        """Ends only when it is cancelled."""
+        """Receive snapshots until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 for path in self._paths:
                     group.create_task(self._follow(path))
         finally:
-            self._pictures.clear()
+            self._snapshots.clear()
             self._ended.clear()
 
-    def pictures(self) -> list[ProcessSnapshot | None]:
-        """What each sees; None for one that does not answer."""
-        return [self._pictures.get(path) for path in self._paths]
+    def snapshots(self) -> list[ProcessSnapshot | None]:
+        """Return each worker's last snapshot, None for one that does not answer."""
+        return [self._snapshots.get(path) for path in self._paths]
 
     def take_ended(self) -> tuple[Sequence[RequestSummary], int]:
-        """Since the last time, and how many more did."""
-        ended, untold = list(self._ended), self._untold
+        """Return the requests that ended since the last call, and how many more there were."""
+        ended, missed = list(self._ended), self._missed
         self._ended.clear()
-        self._untold = 0
-        return ended, untold
+        self._missed = 0
+        return ended, missed
 
     async def _follow(self, path: Path) -> None:
         while True:
             try:
-                await self._hear(path)
+                await self._receive(path)
             except (OSError, TimeoutError, asyncio.IncompleteReadError):
-                pass  # it is gone, or has not begun
+                pass  # the worker is gone, or has not started
             except (ValidationError, asyncio.LimitOverrunError):
-                logger.exception("what another worker tells the page cannot be read")
+                logger.exception("another worker's snapshot cannot be read")
             finally:
-                self._pictures.pop(path, None)
-            await asyncio.sleep(AGAIN)
+                self._snapshots.pop(path, None)
+            await asyncio.sleep(RECONNECT_DELAY_S)
 
-    async def _hear(self, path: Path) -> None:
-        reader, writer = await asyncio.open_unix_connection(path, limit=LONGEST_LINE)
+    async def _receive(self, path: Path) -> None:
+        reader, writer = await asyncio.open_unix_connection(path, limit=MAX_LINE_BYTES)
         try:
             while True:
-                async with asyncio.timeout(PATIENCE):
-                    seen = ProcessSnapshot.model_validate_json(await reader.readuntil(b"\n"))
-                self._pictures[path] = seen
-                self._untold += seen.untold
-                self._ended.extend(seen.ended)
+                async with asyncio.timeout(LINE_TIMEOUT_S):
+                    line = await reader.readuntil(b"\n")
+                self._snapshots[path] = snapshot = ProcessSnapshot.model_validate_json(line)
+                self._missed += snapshot.missed
+                self._ended.extend(snapshot.ended)
         finally:
             writer.transport.abort()
 
 
 @contextlib.asynccontextmanager
-async def serve_snapshots(path: Path, looked_at: Looking) -> AsyncIterator[None]:
-    """Tells siblings what this worker sees, until the block ends."""
-    lines: set[asyncio.Task[None]] = set()
+async def serve_snapshots(path: Path, reading: Reading) -> AsyncIterator[None]:
+    """Send this worker's snapshots to the workers that connect, until the block ends.
 
-    async def tell(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    `reading` is `SnapshotSource.reading`.
+    """
+    connections: set[asyncio.Task[None]] = set()
+
+    async def send(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        lines.add(task)
+        connections.add(task)
         try:
-            if len(lines) <= MOST_LINES:
-                with looked_at() as look:
-                    await _tell_on(reader, writer, look)
+            if len(connections) <= MAX_CONNECTIONS:
+                with reading() as take_snapshot:
+                    while not reader.at_eof():
+                        writer.write(take_snapshot().model_dump_json().encode() + b"\n")
+                        async with asyncio.timeout(LINE_TIMEOUT_S):
+                            await writer.drain()
+                        await asyncio.sleep(SNAPSHOT_INTERVAL_S)
         except (OSError, TimeoutError):
-            pass  # it does not look any more
+            pass  # the reader has no viewers any more
         except Exception:
-            logger.exception("another worker's page cannot be told what this one sees")
+            logger.exception("a snapshot cannot be sent to another worker")
         finally:
-            lines.discard(task)
+            connections.discard(task)
             writer.transport.abort()
 
-    server = await asyncio.start_unix_server(tell, path)
+    server = await asyncio.start_unix_server(send, path)
     try:
         yield
     finally:
         server.close()
-        for task in list(lines):
+        for task in list(connections):
             task.cancel()
-        await asyncio.gather(*lines, return_exceptions=True)
-
-
-async def _tell_on(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, look: Callable[[], ProcessSnapshot]
-) -> None:
-    while not reader.at_eof():
-        writer.write(look().model_dump_json().encode() + b"\n")
-        async with asyncio.timeout(PATIENCE):
-            await writer.drain()
-        await asyncio.sleep(TICK)
+        await asyncio.gather(*connections, return_exceptions=True)

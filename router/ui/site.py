@@ -1,69 +1,77 @@
-"""The page itself: a few files of ours, read once, and the routes to them and to the feed."""
+"""The dashboard's routes: its files, which are read once, and the feed of its events."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.resources import files
+from typing import NamedTuple
 
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
-from router.ui.event_feed import DashboardFeed
-from router.ui.hub import DashboardHub
+from router.auth.credentials import has_bearer_token
+from router.openai.errors import error_body
+from router.ui.hub import MAX_VIEWERS, DashboardHub, TooManyViewersError, Viewer
 
-TYPES = {
+CONTENT_TYPES = {
     "html": "text/html; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "css": "text/css; charset=utf-8",
     "svg": "image/svg+xml",
 }
 INDEX = "index.html"
-POLICY = "; ".join(
-    (
-        "default-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "object-src 'none'",
-    )
+SECURITY_POLICY = (
+    "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "object-src 'none'"
 )
-SAFE = {
-    "content-security-policy": POLICY,
+FILE_HEADERS = {
+    "content-security-policy": SECURITY_POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",
 }
+FEED_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",
+    "x-content-type-options": "nosniff",
+}
+# A comment keeps an idle connection open.
+HEARTBEAT_INTERVAL_S = 10.0
+HEARTBEAT = b": still here\n\n"
+SEND_TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class StaticFile:
+class StaticFile(NamedTuple):
     content: bytes
-    kind: str
-    tag: str
-
-
-def read_files() -> Mapping[str, StaticFile]:
-    """By name; there are no folders."""
-    return {
-        entry.name: _file(entry.name, entry.read_bytes())
-        for entry in (files("router.ui") / "static").iterdir()
-        if entry.name.rpartition(".")[2] in TYPES
-    }
+    content_type: str
+    etag: str
 
 
 def dashboard_routes(hub: DashboardHub, token: str | None) -> APIRouter:
-    """`token` is what who looks has to show; None: nothing. The files have no secrets."""
-    known = read_files()
+    """Return the routes of the dashboard.
+
+    The feed requires `token` as a bearer token, unless it is None. The files hold no secrets.
+    """
+    known: dict[str, StaticFile] = {}
+    for entry in (files("router.ui") / "static").iterdir():
+        kind = CONTENT_TYPES.get(entry.name.rpartition(".")[2])
+        if kind is not None:
+            content = entry.read_bytes()
+            digest = hashlib.sha256(content).hexdigest()[:16]
+            known[entry.name] = StaticFile(content, kind, f'"{digest}"')
     router = APIRouter(tags=["Page"])
 
     @router.head("/ui", include_in_schema=False)
     @router.get("/ui", summary="A page to watch engines and requests, and to chat")
     async def to_page() -> Response:
-        """Its files are named relative to it, whatever stands before the router."""
+        """Redirect relatively: another server may stand before the router."""
         return RedirectResponse("ui/", 307)
 
     @router.get("/ui/events", summary="What the page shows, as server-sent events")
@@ -86,12 +94,72 @@ def dashboard_routes(hub: DashboardHub, token: str | None) -> APIRouter:
 def _answer(file: StaticFile | None, request: Request) -> Response:
     if file is None:
         raise HTTPException(404)
-    headers = {**SAFE, "etag": file.tag}
-    if request.headers.get("if-none-match") == file.tag:
+    headers = {**FILE_HEADERS, "etag": file.etag}
+    if request.headers.get("if-none-match") == file.etag:
         return Response(None, 304, headers)
-    return Response(file.content, 200, headers | {"content-type": file.kind})
+    return Response(file.content, 200, headers | {"content-type": file.content_type})
 
 
-def _file(name: str, content: bytes) -> StaticFile:
-    digest = hashlib.sha256(content).hexdigest()[:16]
-    return StaticFile(content, TYPES[name.rpartition(".")[2]], f'"{digest}"')
+class DashboardFeed(Response):
+    """One viewer's server-sent events."""
+
+    def __init__(self, hub: DashboardHub, token: str | None) -> None:
+        super().__init__(headers=FEED_HEADERS)
+        del self.headers["content-length"]
+        self._hub = hub
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        rejection = _reject(scope, self._token)
+        if rejection is not None:
+            return await rejection(scope, receive, send)
+        try:
+            with self._hub.viewing() as viewer:
+                await self._serve(viewer, receive, send)
+        except TooManyViewersError:
+            text = f"the dashboard has {MAX_VIEWERS} viewers already"
+            await _error(503, "ServiceUnavailableError", text)(scope, receive, send)
+
+    async def _serve(self, viewer: Viewer, receive: Receive, send: Send) -> None:
+        """Send events until the client disconnects or is cut off."""
+
+        async def disconnect() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        tasks = [asyncio.create_task(one) for one in (self._send(viewer, send), disconnect())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send(self, viewer: Viewer, send: Send) -> None:
+        body = "http.response.body"
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        block = b": here you are\n\n"
+        with contextlib.suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await send({"type": body, "body": block, "more_body": True})
+                if viewer.is_cut_off:
+                    return await send({"type": body, "body": b"", "more_body": False})
+                block = await viewer.next(HEARTBEAT_INTERVAL_S) or HEARTBEAT
+
+
+def _reject(scope: Scope, token: str | None) -> Response | None:
+    headers = Headers(scope=scope)
+    if token is not None and not has_bearer_token(scope["headers"], token):
+        text = "the dashboard needs its token: Authorization: Bearer ..."
+        rejection = _error(401, "AuthenticationError", text)
+        rejection.headers["www-authenticate"] = "Bearer"
+        return rejection
+    # Another site's page may run in the browser of somebody who can reach this router.
+    if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        return _error(403, "PermissionDeniedError", "requests from other sites are not allowed")
+    return None
+
+
+def _error(status: int, kind: str, text: str) -> Response:
+    return Response(error_body(status, kind, text), status, None, "application/json")

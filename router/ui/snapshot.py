@@ -1,11 +1,15 @@
-"""One small picture of a router: what each process sees, what all see together, what has changed.
+"""Snapshots of a router: what each process sees, all of them merged, and what has changed.
 
-Sections of KEYED are told item by item, the others whole.
+The sections of a merged snapshot that KEYED names are sent item by item, the others whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -20,19 +24,25 @@ from router.fleet.views import (
 )
 from router.http_client.deadlines import now
 from router.proxy.gateway import Gateway
-from router.telemetry.metrics import Metrics
 from router.ui.engine_polling import EngineGauge
-from router.ui.live_requests import EngineLink, LiveRequests, RequestFeed, moving
-from router.ui.request_view import Origin, RequestSummary, summarize_request
+from router.ui.live_requests import (
+    EngineLink,
+    LiveRequests,
+    Origin,
+    RequestFeed,
+    RequestSummary,
+    count_moving,
+    summarize_request,
+)
 
 KEYED = ("engines", "groups", "ways", "running")
-MOST_LISTED = 64
-MOST_ENGINES = 512
+MAX_LISTED = 64
+MAX_ENGINES = 512
 Json = dict[str, Any]
 
 
 class LinkTraffic(BaseModel):
-    """KV from one engine to another: requests under way, and those a second."""
+    """KV from one engine to another: requests that move it now, and requests per second."""
 
     from_: str
     to: str
@@ -42,7 +52,7 @@ class LinkTraffic(BaseModel):
 
 
 class RequestTotals(BaseModel):
-    """Since the start of the processes. `by` counts what has become of requests."""
+    """Requests since the process started; `by` counts them by outcome."""
 
     requests: int
     in_flight: int
@@ -50,7 +60,7 @@ class RequestTotals(BaseModel):
 
 
 class TurnTotals(BaseModel):
-    """Of conversations: by outcome and reason, by what turns left; entries of a memory store."""
+    """Turns of conversations by outcome and by what they left; entries of a store in memory."""
 
     outcomes: dict[str, int]
     kept: dict[str, int]
@@ -58,69 +68,130 @@ class TurnTotals(BaseModel):
 
 
 class ProcessSnapshot(BaseModel):
-    """What one process sees; `ended` since it was last asked, `untold` how many more did."""
+    """What one process sees.
+
+    `ended` holds the requests that ended since the last snapshot for the same reader, and `missed`
+    counts those that it has no room for.
+    """
 
     view: FleetView
-    ways: list[LinkTraffic]
+    links: list[LinkTraffic]
     running: list[RequestSummary]
     ended: list[RequestSummary]
-    untold: int
+    missed: int
     totals: RequestTotals
     turns: TurnTotals
 
 
-def take_snapshot(
-    gateway: Gateway,
-    registry: EngineRegistry,
-    watch: LiveRequests,
-    look: RequestFeed,
-    origin: Origin,
-) -> ProcessSnapshot:
-    running = watch.running
-    ended, missed = look.take(now())
-    return ProcessSnapshot(
-        view=build_fleet_view(gateway.fleet, registry),
-        ways=_ways(moving(running), look.rates.now()),
-        running=[summarize_request(record, origin) for record in running[-MOST_LISTED:]],
-        ended=[summarize_request(record, origin) for record in ended],
-        untold=missed,
-        totals=_totals(gateway),
-        turns=_turns(gateway),
-    )
+class SnapshotSource:
+    """Makes snapshots of this process, and watches its requests while there is a reader."""
+
+    def __init__(self, gateway: Gateway, registry: EngineRegistry) -> None:
+        self._gateway = gateway
+        self._registry = registry
+        self._live = LiveRequests()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Callable[[], ProcessSnapshot]]:
+        """Yield a function that takes a snapshot for one reader."""
+        feed, live = RequestFeed(), self._live
+        live.feeds.append(feed)
+        self._gateway.watch = live
+        try:
+            yield lambda: self._take(live, feed)
+        finally:
+            live.feeds.remove(feed)
+            if not live.feeds:
+                self._gateway.watch, self._live = None, LiveRequests()
+
+    def _take(self, live: LiveRequests, feed: RequestFeed) -> ProcessSnapshot:
+        origin = Origin(str(os.getpid()), time.time() - now())
+        running = live.running
+        ended, missed = feed.take(now())
+        metrics, settings = self._gateway.metrics, self._gateway.settings
+        outcomes: Counter[str] = Counter()
+        for labels, count in metrics.requests.counts().items():
+            outcomes[str(labels[-1])] += count
+        entries = None
+        if settings.conversation_store == "memory":
+            families = metrics.conversation_entries.collect()
+            entries = int(sum(sample.value for one in families for sample in one.samples))
+        return ProcessSnapshot(
+            view=build_fleet_view(self._gateway.fleet, self._registry),
+            links=_busiest(count_moving(running), feed.rates.now()),
+            running=[summarize_request(record, origin) for record in running[-MAX_LISTED:]],
+            ended=[summarize_request(record, origin) for record in ended],
+            missed=missed,
+            totals=RequestTotals(
+                requests=outcomes.total(), in_flight=len(self._gateway.running), by=outcomes
+            ),
+            turns=TurnTotals(
+                outcomes=_by_name(metrics.conversation_turns.counts()),
+                kept=_by_name(metrics.conversation_kept.counts()),
+                entries=entries,
+            ),
+        )
+
+
+def _busiest(
+    moving: Mapping[EngineLink, int], rates: Mapping[EngineLink, float]
+) -> list[LinkTraffic]:
+    def order(link: EngineLink) -> tuple[float, float, EngineLink]:
+        return -moving.get(link, 0), -rates.get(link, 0.0), link
+
+    links = sorted({*moving, *rates}, key=order)
+    return [
+        LinkTraffic(
+            from_=link[0],
+            to=link[1],
+            kind=link[2],
+            moving=moving.get(link, 0),
+            rate=round(rates.get(link, 0.0), 2),
+        )
+        for link in links[:MAX_LISTED]
+    ]
+
+
+def _by_name(counts: Mapping[tuple[str | int, ...], int]) -> dict[str, int]:
+    return {" ".join(str(one) for one in labels if one != ""): n for labels, n in counts.items()}
 
 
 def merge_snapshots(
-    pictures: Sequence[ProcessSnapshot | None],
+    snapshots: Sequence[ProcessSnapshot | None],
     gauges: Mapping[str, EngineGauge],
-    speeds: Mapping[EngineLink, float] | None = None,
+    byte_rates: Mapping[EngineLink, float] | None = None,
 ) -> Json:
-    """Of all processes, None for one that does not answer. `speeds`: in bytes a second."""
-    told = [one for one in pictures if one is not None]
-    views = [None if one is None else one.view for one in pictures]
+    """Merge the snapshots of all processes, with None for one that does not answer.
+
+    `gauges` are by engine name, and `byte_rates` in bytes per second by link.
+    """
+    seen = [one for one in snapshots if one is not None]
+    views = [None if one is None else one.view for one in snapshots]
     engines = merge_engine_views(views)
-    running = sorted((view for one in told for view in one.running), key=lambda view: view.at)
+    running = sorted((each for one in seen for each in one.running), key=lambda each: each.at)
+    entries = [one.turns.entries for one in seen if one.turns.entries is not None]
     return {
-        "engines": {one.name: _engine(one, gauges) for one in engines[:MOST_ENGINES]},
-        "engines_unlisted": max(0, len(engines) - MOST_ENGINES),
+        "engines": {one.name: _with_gauge(one, gauges) for one in engines[:MAX_ENGINES]},
+        "engines_unlisted": max(0, len(engines) - MAX_ENGINES),
         "groups": {one.name: one.model_dump(mode="json") for one in merge_group_views(views)},
-        "ways": _added_ways(told, speeds or {}),
-        "running": {one.key: one.model_dump(mode="json") for one in running[-MOST_LISTED:]},
+        "ways": _merge_links(seen, byte_rates or {}),
+        "running": {one.key: one.model_dump(mode="json") for one in running[-MAX_LISTED:]},
         "totals": {
-            "requests": sum(one.totals.requests for one in told),
-            "in_flight": sum(one.totals.in_flight for one in told),
-            "by": added([one.totals.by for one in told]),
+            "requests": sum(one.totals.requests for one in seen),
+            "in_flight": sum(one.totals.in_flight for one in seen),
+            "by": _added(one.totals.by for one in seen),
         },
         "turns": {
-            "outcomes": added([one.turns.outcomes for one in told]),
-            "kept": added([one.turns.kept for one in told]),
-            "entries": _entries(told),
+            "outcomes": _added(one.turns.outcomes for one in seen),
+            "kept": _added(one.turns.kept for one in seen),
+            "entries": sum(entries) if entries else None,
         },
-        "workers": {"answered": len(told), "known": len(pictures)},
+        "workers": {"answered": len(seen), "known": len(snapshots)},
     }
 
 
 def changes(before: Json, after: Json) -> Json:
-    """Only what differs; of a keyed section null for what is gone. Empty: nothing has changed."""
+    """Return what differs. In a keyed section, null stands for an item that is gone."""
     found: Json = {}
     for name, new in after.items():
         old = before.get(name)
@@ -134,83 +205,34 @@ def changes(before: Json, after: Json) -> Json:
     return found
 
 
-def added(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for each in counts:
-        for name, count in each.items():
-            sums[name] = sums.get(name, 0) + count
-    return sums
+def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    sums: Counter[str] = Counter()
+    for one in counts:
+        sums.update(one)
+    return dict(sums)
 
 
-def _engine(view: EngineView, gauges: Mapping[str, EngineGauge]) -> Json:
+def _with_gauge(view: EngineView, gauges: Mapping[str, EngineGauge]) -> Json:
     gauge = gauges.get(view.name, EngineGauge())
     return view.model_dump(mode="json") | {"gauge": gauge.model_dump(mode="json")}
 
 
-def _ways(
-    under_way: Mapping[EngineLink, int], rates: Mapping[EngineLink, float]
-) -> list[LinkTraffic]:
-    def order(way: EngineLink) -> tuple[float, float, EngineLink]:
-        return -under_way.get(way, 0), -rates.get(way, 0.0), way
-
-    busiest = sorted({*under_way, *rates}, key=order)
-    return [
-        LinkTraffic(
-            from_=way[0],
-            to=way[1],
-            kind=way[2],
-            moving=under_way.get(way, 0),
-            rate=round(rates.get(way, 0.0), 2),
-        )
-        for way in busiest[:MOST_LISTED]
-    ]
-
-
-def _added_ways(pictures: Sequence[ProcessSnapshot], speeds: Mapping[EngineLink, float]) -> Json:
-    """Engines tell of other routers' requests, too."""
+def _merge_links(
+    snapshots: Sequence[ProcessSnapshot], byte_rates: Mapping[EngineLink, float]
+) -> Json:
+    """Merge the links. Engines report bytes of other routers' requests, too."""
     found: Json = {}
-    for one in [way for each in pictures for way in each.ways]:
-        known = _way(found, (one.from_, one.to, one.kind))
+
+    def of(link: EngineLink) -> Json:
+        empty = {"from": link[0], "to": link[1], "kind": link[2], "moving": 0, "rate": 0.0}
+        known: Json = found.setdefault(" ".join(link), empty | {"bytes_per_second": None})
+        return known
+
+    for one in [link for snapshot in snapshots for link in snapshot.links]:
+        known = of((one.from_, one.to, one.kind))
         known["moving"] += one.moving
         known["rate"] = round(known["rate"] + one.rate, 2)
-    fastest = sorted(speeds.items(), key=lambda item: (-item[1], item[0]))
-    for way, speed in fastest[:MOST_LISTED]:
-        _way(found, way)["bytes_per_second"] = speed
+    fastest = sorted(byte_rates.items(), key=lambda item: (-item[1], item[0]))
+    for link, rate in fastest[:MAX_LISTED]:
+        of(link)["bytes_per_second"] = rate
     return found
-
-
-def _way(found: Json, way: EngineLink) -> Json:
-    from_, to, kind = way
-    nothing = {"from": from_, "to": to, "kind": kind, "moving": 0, "rate": 0.0}
-    known: Json = found.setdefault(" ".join(way), nothing | {"bytes_per_second": None})
-    return known
-
-
-def _totals(gateway: Gateway) -> RequestTotals:
-    by: dict[str, int] = {}
-    for labels, count in gateway.metrics.requests.counts().items():
-        outcome = str(labels[-1])
-        by[outcome] = by.get(outcome, 0) + count
-    return RequestTotals(requests=sum(by.values()), in_flight=len(gateway.running), by=by)
-
-
-def _turns(gateway: Gateway) -> TurnTotals:
-    metrics = gateway.metrics
-    return TurnTotals(
-        outcomes={_named(labels): n for labels, n in metrics.conversation_turns.counts().items()},
-        kept={_named(labels): n for labels, n in metrics.conversation_kept.counts().items()},
-        entries=_waiting(metrics) if gateway.settings.conversation_store == "memory" else None,
-    )
-
-
-def _waiting(metrics: Metrics) -> int:
-    return int(sum(one.value for f in metrics.conversation_entries.collect() for one in f.samples))
-
-
-def _entries(pictures: Sequence[ProcessSnapshot]) -> int | None:
-    counts = [one.turns.entries for one in pictures if one.turns.entries is not None]
-    return sum(counts) if counts else None
-
-
-def _named(labels: Sequence[object]) -> str:
-    return " ".join(str(label) for label in labels if label != "")

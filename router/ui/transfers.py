@@ -1,6 +1,6 @@
-"""What engines say of the KV they have moved: how many bytes a second between which, and whose.
+"""The KV transfers that engines report: bytes per second by link, and the transfers of a request.
 
-Who reads says it of a pull, who writes of a push. Stock engines do not say it.
+The reader reports a pull, the writer a push. Stock engines report neither.
 """
 
 from __future__ import annotations
@@ -18,33 +18,32 @@ from pydantic import BaseModel, Field, ValidationError
 
 from router.fleet.engine_spec import EngineRole
 from router.http_client.deadlines import now
-from router.ui.live_requests import WINDOW, EngineLink
-from router.ui.request_view import RequestSummary
+from router.ui.live_requests import RATE_WINDOW_S, EngineLink, RequestSummary
 
-MOST_RANKS = 64
-# Of one rank's page.
-MOST_ENTRIES = 512
-MOST_WAITING = 512
-# Seconds in which an engine should have said what it moved for a request that has ended.
-LATEST = 5.0
-FOREIGN = re.compile(r"[^A-Za-z0-9._-]")
-
+MAX_RANKS = 64
+MAX_ENTRIES = 512  # of each kind, on one rank's page
+MAX_AWAITED_REQUESTS = 512
+# How long after a request's end an engine may take to report its transfers.
+REPORT_TIMEOUT_S = 5.0
+FOREIGN_CHARACTERS = re.compile(r"[^A-Za-z0-9._-]")
 
 Count = Annotated[int, Field(ge=0, lt=2**50)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
-What = Literal["READ", "WRITE"]
+Operation = Literal["READ", "WRITE"]
 
 
 class MovedBytes(BaseModel):
-    """As an engine's page has it, like the next."""
+    """An entry of an engine's page: bytes to or from another engine since the start."""
 
-    what: What
+    what: Operation
     engine_id: str
     bytes: Count
 
 
 class EndedTransfer(BaseModel):
-    what: What
+    """An entry of an engine's page: one transfer of a request."""
+
+    what: Operation
     found_by: str
     blocks: Count
     bytes: Count
@@ -56,15 +55,14 @@ E = TypeVar("E", MovedBytes, EndedTransfer)
 
 
 class TransferFlow(NamedTuple):
-    """`what` was done by the engine that says so, `peer` is the other side's engine id."""
+    """An operation of the reporting engine, and the engine id of its peer."""
 
     what: str
     peer: str
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """What one engine moved for one request. `ended`: when, by our clock."""
+class Transfer(NamedTuple):
+    """What one engine moved for one request. `ended` is a time of the router's clock."""
 
     blocks: int
     bytes: int
@@ -74,8 +72,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class TransferPage:
-    """One engine's, read `at` that time: its ranks' ids, bytes since its start, the latest
-    transfers by what was done and what they are found by."""
+    """One engine's transfers, as read at the time `at`.
+
+    `ids` are the engine ids of its ranks, `moved` bytes since its start. `transfers` are the latest
+    ones, by operation and by the hash of the request id.
+    """
 
     at: float
     ids: frozenset[str] = frozenset()
@@ -83,11 +84,8 @@ class TransferPage:
     transfers: Mapping[tuple[str, str], Transfer] = field(default_factory=dict)
 
 
-NOTHING = TransferPage(0.0)
-
-
 class TransferView(BaseModel):
-    """`ended` is in milliseconds since the request came."""
+    """A transfer as the dashboard shows it. `ended` is in milliseconds since the request came."""
 
     blocks: int
     bytes: int
@@ -96,61 +94,54 @@ class TransferView(BaseModel):
 
 
 class RequestTransfers(BaseModel):
-    """Of a request: what a decoder got of a prefiller, and what that got of the last turn."""
+    """The transfers of a request: prefiller to decoder, and last turn's decoder to prefiller."""
 
     prompt: TransferView | None = None
     turn: TransferView | None = None
 
 
-def found_by(request_id: str) -> str:
-    """As engines call it (see engine_ext.pages.leases)."""
-    return blake2b(FOREIGN.sub("-", request_id).encode(), digest_size=8).hexdigest()
+def hash_request_id(request_id: str) -> str:
+    """Return the hash by which engines report a request (see engine_ext.pages.leases)."""
+    return blake2b(FOREIGN_CHARACTERS.sub("-", request_id).encode(), digest_size=8).hexdigest()
 
 
-def page_in(content: object, at: float) -> TransferPage:
-    """Total: what makes no sense is not there."""
+def parse_transfers(content: object, at: float) -> TransferPage:
+    """Read the transfers of an engine's page, without what makes no sense; never raises."""
     ids: set[str] = set()
     moved: dict[TransferFlow, int] = {}
     transfers: dict[tuple[str, str], Transfer] = {}
-    for rank in islice(_dicts(content, "ranks"), MOST_RANKS):
+    for rank in islice(_dicts(content, "ranks"), MAX_RANKS):
         if isinstance(rank.get("engine_id"), str):
             ids.add(rank["engine_id"])
-        for one in _said(MovedBytes, rank, "moved"):
+        for one in _entries(MovedBytes, rank, "moved"):
             flow = TransferFlow(one.what, one.engine_id)
             moved[flow] = moved.get(flow, 0) + one.bytes
-        for key, more in _of_rank(rank, at).items():
-            transfers[key] = _beside(transfers[key], more) if key in transfers else more
+        of_rank: dict[tuple[str, str], Transfer] = {}
+        for each in _entries(EndedTransfer, rank, "transfers"):
+            key: tuple[str, str] = each.what, each.found_by
+            ended = at - each.age_seconds
+            transfer = Transfer(each.blocks, each.bytes, each.seconds, ended)
+            if key in of_rank:  # a request of several prompts moves one after the other
+                old = of_rank[key]
+                blocks, seconds = old.blocks + each.blocks, old.seconds + each.seconds
+                ended = max(old.ended, ended)
+                transfer = Transfer(blocks, old.bytes + each.bytes, seconds, ended)
+            of_rank[key] = transfer
+        for key, more in of_rank.items():
+            if key in transfers:  # ranks move parts of the same blocks at the same time
+                old = transfers[key]
+                more = Transfer(
+                    max(old.blocks, more.blocks),
+                    old.bytes + more.bytes,
+                    max(old.seconds, more.seconds),
+                    max(old.ended, more.ended),
+                )
+            transfers[key] = more
     return TransferPage(at, frozenset(ids), moved, transfers)
 
 
-def _of_rank(rank: Mapping[str, Any], at: float) -> dict[tuple[str, str], Transfer]:
-    """A request of several prompts has several, one after the other."""
-    found: dict[tuple[str, str], Transfer] = {}
-    for one in _said(EndedTransfer, rank, "transfers"):
-        transfer = Transfer(one.blocks, one.bytes, one.seconds, at - one.age_seconds)
-        key = one.what, one.found_by
-        found[key] = _after(found[key], transfer) if key in found else transfer
-    return found
-
-
-def _after(known: Transfer, one: Transfer) -> Transfer:
-    blocks, count = known.blocks + one.blocks, known.bytes + one.bytes
-    ended = max(known.ended, one.ended)
-    return Transfer(blocks, count, known.seconds + one.seconds, ended)
-
-
-def _beside(known: Transfer, one: Transfer) -> Transfer:
-    """Ranks move parts of the same blocks at the same time."""
-    return Transfer(
-        max(known.blocks, one.blocks),
-        known.bytes + one.bytes,
-        max(known.seconds, one.seconds),
-        max(known.ended, one.ended),
-    )
-
-
-def _said(kind: type[E], rank: Mapping[str, Any], name: str) -> Iterator[E]:
-    for entry in islice(_dicts(rank, name), MOST_ENTRIES):
+def _entries(kind: type[E], rank: Mapping[str, Any], name: str) -> Iterator[E]:
+    for entry in islice(_dicts(rank, name), MAX_ENTRIES):
         with contextlib.suppress(ValidationError):
             yield kind.model_validate(entry)
 
@@ -162,7 +153,7 @@ def _dicts(within: object, name: str) -> Iterator[dict[str, Any]]:
 
 
 class TransferHistory:
-    """The pages of the last seconds, by engine."""
+    """The engines' pages of the last seconds, by engine name."""
 
     def __init__(self) -> None:
         self._pages: dict[str, deque[TransferPage]] = {}
@@ -170,96 +161,91 @@ class TransferHistory:
     def note(self, engine: str, page: TransferPage) -> None:
         pages = self._pages.setdefault(engine, deque())
         pages.append(page)
-        while len(pages) > 2 and pages[1].at <= page.at - WINDOW:
+        while len(pages) > 2 and pages[1].at <= page.at - RATE_WINDOW_S:
             pages.popleft()
 
     def keep(self, engines: Iterable[str]) -> None:
-        """The others are gone."""
+        """Forget all other engines."""
         self._pages = {name: self._pages[name] for name in engines if name in self._pages}
 
     def latest(self, oldest: float) -> dict[str, TransferPage]:
-        """Of those that have answered since `oldest`."""
+        """Return the last page of each engine that has answered since `oldest`."""
         return {name: p[-1] for name, p in self._pages.items() if p[-1].at >= oldest}
 
-    def rates(self, roles: Mapping[str, EngineRole], oldest: float) -> dict[EngineLink, float]:
-        """Bytes a second over each way on which anything moved."""
+    def byte_rates(self, roles: Mapping[str, EngineRole], oldest: float) -> dict[EngineLink, float]:
+        """Return bytes per second over each link on which anything moved."""
         latest = self.latest(oldest)
         names = {peer: name for name, page in latest.items() for peer in page.ids}
         found: dict[EngineLink, float] = {}
-        for name in latest:
-            for flow, rate in _rates(self._pages[name]):
+        for name, last in latest.items():
+            first = self._pages[name][0]
+            for flow, count in last.moved.items():
+                more = count - first.moved.get(flow, 0)
                 other = names.get(flow.peer)
-                if other is None or other == name:
+                if last.at <= first.at or more <= 0 or other is None or other == name:
                     continue
                 start, end = (other, name) if flow.what == "READ" else (name, other)
-                way = start, end, "turn" if roles.get(end) == "prefill" else "prompt"
-                found[way] = round(found.get(way, 0.0) + rate, 1)
+                link = start, end, "turn" if roles.get(end) == "prefill" else "prompt"
+                rate = more / (last.at - first.at)
+                found[link] = round(found.get(link, 0.0) + rate, 1)
         return found
-
-
-def _rates(pages: deque[TransferPage]) -> Iterator[tuple[TransferFlow, float]]:
-    first, last = pages[0], pages[-1]
-    if last.at <= first.at:
-        return
-    for flow, count in last.moved.items():
-        more = count - first.moved.get(flow, 0)
-        if more > 0:
-            yield flow, more / (last.at - first.at)
 
 
 @dataclass(slots=True)
 class AwaitedRequest:
-    seen: RequestSummary
-    name: str
-    since: float
-    told: RequestTransfers = field(default_factory=RequestTransfers)
+    """An ended request, and what engines have reported of its transfers."""
 
-    def hears(self, pages: Mapping[str, TransferPage], unix: float) -> RequestTransfers:
-        """Of pages that are younger than its end; what is known stays as it was told."""
-        seen = self.seen
-        young = {name: page for name, page in pages.items() if page.at > self.since}
-        p, d = (young.get(one, NOTHING).transfers for one in (seen.prefiller, seen.decoder))
-        prompt = d.get(("READ", self.name)) or p.get(("WRITE", self.name))
-        turn = p.get(("READ", self.name)) if seen.reused_from else None
+    request: RequestSummary
+    digest: str
+    ended: float
+    found: RequestTransfers = field(default_factory=RequestTransfers)
+
+    def search(self, pages: Mapping[str, TransferPage], unix: float) -> RequestTransfers:
+        """Return the transfers found so far. Only pages that are younger than its end count."""
+        request, digest = self.request, self.digest
+        young = {name: page.transfers for name, page in pages.items() if page.at > self.ended}
+        p, d = young.get(request.prefiller, {}), young.get(request.decoder, {})
+        prompt = d.get(("READ", digest)) or p.get(("WRITE", digest))
+        turn = p.get(("READ", digest)) if request.reused_from else None
         return RequestTransfers(
-            prompt=self.told.prompt or _move(prompt, seen.at - unix),
-            turn=self.told.turn or _move(turn, seen.at - unix),
+            prompt=self.found.prompt or _view(prompt, request.at - unix),
+            turn=self.found.turn or _view(turn, request.at - unix),
         )
 
     def is_over(self, now: float) -> bool:
-        is_whole = self.told.prompt and (self.told.turn or not self.seen.reused_from)
-        return bool(is_whole) or now - self.since > LATEST
+        is_whole = self.found.prompt and (self.found.turn or not self.request.reused_from)
+        return bool(is_whole) or now - self.ended > REPORT_TIMEOUT_S
 
 
 class TransferMatcher:
-    """Requests that have ended, until engines have said what they moved for them."""
+    """Matches ended requests with the transfers that engines report a little later."""
 
     def __init__(self, clock: Callable[[], float] = now) -> None:
         self._clock = clock
-        self._waiting: OrderedDict[str, AwaitedRequest] = OrderedDict()
+        self._awaited: OrderedDict[str, AwaitedRequest] = OrderedDict()
 
     def expect(self, ended: Iterable[RequestSummary]) -> None:
-        since = self._clock()
-        for seen in ended:
-            if seen.prefiller and seen.decoder:
-                waiting = AwaitedRequest(seen, found_by(seen.id), since)
-                self._waiting[seen.key] = waiting
-        while len(self._waiting) > MOST_WAITING:
-            self._waiting.popitem(last=False)
+        at = self._clock()
+        for request in ended:
+            if request.prefiller and request.decoder:
+                digest = hash_request_id(request.id)
+                self._awaited[request.key] = AwaitedRequest(request, digest, at)
+        while len(self._awaited) > MAX_AWAITED_REQUESTS:
+            self._awaited.popitem(last=False)
 
     def take(self, pages: Mapping[str, TransferPage], unix: float) -> dict[str, RequestTransfers]:
-        """What is new, by the requests' keys; `unix` is when our clock began."""
-        found: dict[str, RequestTransfers] = {}
-        for key, one in list(self._waiting.items()):
-            moves = one.hears(pages, unix)
-            if moves not in (one.told, RequestTransfers()):
-                one.told = found[key] = moves
+        """Return what is new, by the requests' keys. `unix` is the Unix time of clock zero."""
+        new: dict[str, RequestTransfers] = {}
+        for key, one in list(self._awaited.items()):
+            transfers = one.search(pages, unix)
+            if transfers not in (one.found, RequestTransfers()):
+                one.found = new[key] = transfers
             if one.is_over(self._clock()):
-                del self._waiting[key]
-        return found
+                del self._awaited[key]
+        return new
 
 
-def _move(transfer: Transfer | None, came: float) -> TransferView | None:
+def _view(transfer: Transfer | None, came: float) -> TransferView | None:
     if transfer is None:
         return None
     return TransferView(

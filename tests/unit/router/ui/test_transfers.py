@@ -11,21 +11,20 @@ from hypothesis import strategies as st
 from engine_ext.base.inspection import Inspection, MovedSeen, TransferSeen
 from engine_ext.pages import leases
 from router.fleet.engine_spec import EngineRole
-from router.ui.request_view import Origin, RequestSummary, summarize_request
+from router.ui.live_requests import Origin, RequestSummary, summarize_request
 from router.ui.transfers import (
-    LATEST,
-    MOST_WAITING,
-    NOTHING,
+    MAX_AWAITED_REQUESTS,
+    REPORT_TIMEOUT_S,
     RequestTransfers,
     Transfer,
     TransferHistory,
     TransferMatcher,
     TransferPage,
     TransferView,
-    found_by,
-    page_in,
+    hash_request_id,
+    parse_transfers,
 )
-from tests.unit.router.ui.test_watch import record
+from tests.unit.router.ui.test_live_requests import record
 
 ROLES = {"p": EngineRole.PREFILL, "d": EngineRole.DECODE}
 NAME = "cmpl-{}.0123456789" + "7-0-0a1b2c3d"
@@ -48,15 +47,15 @@ def ended(key: str = "k", **fields: Any) -> RequestSummary:
 def test_an_engines_page_is_read_as_it_says_it() -> None:
     moved = (MovedSeen("READ", "p-1", 2, 60),)
     ranks = [rank(transfers=(transfer(), transfer()), moved=moved), rank("d-1_dp1", moved=moved)]
-    page = page_in({"ranks": ranks}, 50.0)
+    page = parse_transfers({"ranks": ranks}, 50.0)
     assert page.ids == {"d-1", "d-1_dp1"}
     assert page.moved == {("READ", "p-1"): 120}
-    assert page.transfers == {("READ", found_by("id")): Transfer(6, 60, 0.5, 49.0)}
+    assert page.transfers == {("READ", hash_request_id("id")): Transfer(6, 60, 0.5, 49.0)}
 
 
 def test_ranks_move_the_same_blocks_at_the_same_time() -> None:
     ranks = [rank(transfers=(transfer(age=age),)) for age in (1.0, 2.0)]
-    (one,) = page_in({"ranks": ranks}, 50.0).transfers.values()
+    (one,) = parse_transfers({"ranks": ranks}, 50.0).transfers.values()
     assert one == Transfer(3, 60, 0.25, 49.0)
 
 
@@ -70,20 +69,22 @@ def test_ranks_move_the_same_blocks_at_the_same_time() -> None:
     )
 )
 def test_no_page_breaks_it(content: object) -> None:
-    page_in(content, 1.0)
+    parse_transfers(content, 1.0)
 
 
 @pytest.mark.parametrize("count", [-1, 2**63, "x", None, 1.5, True, float("inf")])
 def test_numbers_that_make_no_sense_are_not_there(count: object) -> None:
     entry = {"what": "READ", "engine_id": "p-1", "bytes": count}
-    found = page_in({"ranks": [{"moved": [entry, entry | {"bytes": 5}]}]}, 0.0).moved
+    found = parse_transfers({"ranks": [{"moved": [entry, entry | {"bytes": 5}]}]}, 0.0).moved
     assert found in ({("READ", "p-1"): 5}, {("READ", "p-1"): 6})  # true may be one
 
 
 def page(
     at: float, engine_id: str, what: str = "READ", peer: str = "", count: int = 0
 ) -> TransferPage:
-    return page_in({"ranks": [rank(engine_id, moved=(MovedSeen(what, peer, 1, count),))]}, at)
+    return parse_transfers(
+        {"ranks": [rank(engine_id, moved=(MovedSeen(what, peer, 1, count),))]}, at
+    )
 
 
 def test_bytes_a_second_are_of_the_last_seconds_and_name_both_ends() -> None:
@@ -92,11 +93,11 @@ def test_bytes_a_second_are_of_the_last_seconds_and_name_both_ends() -> None:
     for at, count in ((0.0, 0), (1.0, 100), (2.0, 200), (6.0, 600), (7.0, 600), (11.0, 600)):
         traffic.note("d", page(at, "d-1", "READ", "p-1", count))
         if at == 2.0:
-            assert traffic.rates(ROLES, 0.0) == {("p", "d", "prompt"): 100.0}
-    assert traffic.rates(ROLES, 0.0) == {}, "nothing moves any more"
-    assert traffic.rates(ROLES, 10.5) == {}, "who reads from it is not told by p's old page"
+            assert traffic.byte_rates(ROLES, 0.0) == {("p", "d", "prompt"): 100.0}
+    assert traffic.byte_rates(ROLES, 0.0) == {}, "nothing moves any more"
+    assert traffic.byte_rates(ROLES, 10.5) == {}, "who reads from it is not told by p's old page"
     traffic.note("d", page(12.0, "d-1", "READ", "p-1", 5))
-    assert traffic.rates(ROLES, 0.0) == {}, "it has begun anew"
+    assert traffic.byte_rates(ROLES, 0.0) == {}, "it has begun anew"
     traffic.keep(["p"])
     assert list(traffic.latest(0.0)) == ["p"]
 
@@ -116,11 +117,11 @@ def test_who_reads_and_who_writes_say_which_way_it_went(
     traffic.note(other, page(0.0, f"{other}-1"))
     for at in (0.0, 2.0):
         traffic.note(who, page(at, f"{who}-1", what, f"{other}-1", int(at * 50)))
-    assert traffic.rates(ROLES, 0.0) == {way: 50.0}
+    assert traffic.byte_rates(ROLES, 0.0) == {way: 50.0}
 
 
 def said(at: float, *transfers: Any) -> TransferPage:
-    return page_in({"ranks": [rank(transfers=transfers)]}, at)
+    return parse_transfers({"ranks": [rank(transfers=transfers)]}, at)
 
 
 def test_a_request_is_told_once_what_was_moved_for_it() -> None:
@@ -152,11 +153,11 @@ def test_a_push_is_told_by_the_prefiller_and_a_turn_when_it_is_heard_of() -> Non
 def test_who_waits_has_bounds_in_number_and_time() -> None:
     time = 200.0
     awaited = TransferMatcher(lambda: time)
-    awaited.expect([ended(str(n)) for n in range(2 * MOST_WAITING)])
-    time += LATEST + 1
+    awaited.expect([ended(str(n)) for n in range(2 * MAX_AWAITED_REQUESTS)])
+    time += REPORT_TIMEOUT_S + 1
     pages = {"d": said(time, transfer())}
-    assert len(awaited.take(pages, 1000.0)) == MOST_WAITING
+    assert len(awaited.take(pages, 1000.0)) == MAX_AWAITED_REQUESTS
     awaited.expect([ended("late")])
-    time += LATEST + 1
-    assert awaited.take({"d": NOTHING}, 1000.0) == {}
+    time += REPORT_TIMEOUT_S + 1
+    assert awaited.take({"d": TransferPage(0.0)}, 1000.0) == {}
     assert awaited.take({"d": said(time, transfer())}, 1000.0) == {}

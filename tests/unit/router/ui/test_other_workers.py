@@ -14,14 +14,14 @@ from typing import Any
 import httpx
 import pytest
 
-from router.ui import other_workers as siblings_module
-from router.ui.other_workers import SUFFIX, OtherWorkers, serve_snapshots
+from router.ui import other_workers as workers_module
+from router.ui.other_workers import OtherWorkers, serve_snapshots, snapshot_socket
 from router.ui.snapshot import ProcessSnapshot
 from tests.unit.router.harness import eventually
 from tests.unit.router.mock_engine import MockEngine
 from tests.unit.router.test_workers import BODY, family
-from tests.unit.router.ui.test_picture import one
-from tests.unit.router.ui.test_stream import events_of, until
+from tests.unit.router.ui.test_hub import events_of, until
+from tests.unit.router.ui.test_snapshot import one
 
 
 @pytest.mark.slow
@@ -76,31 +76,31 @@ class Source:
     """A worker that is looked at, or not."""
 
     def __init__(self) -> None:
-        self.looks = 0
+        self.num_readers = 0
 
     @property
-    def is_looked_at(self) -> bool:
-        return self.looks > 0
+    def is_read(self) -> bool:
+        return self.num_readers > 0
 
     @contextlib.contextmanager
-    def looked_at(self) -> Iterator[Callable[[], ProcessSnapshot]]:
-        self.looks += 1
+    def reading(self) -> Iterator[Callable[[], ProcessSnapshot]]:
+        self.num_readers += 1
         try:
             yield lambda: one(7)
         finally:
-            self.looks -= 1
+            self.num_readers -= 1
 
 
 @pytest.fixture
 async def source(tmp_path: Path) -> AsyncIterator[Source]:
     made = Source()
-    async with serve_snapshots(tmp_path / f"1{SUFFIX}", made.looked_at):
+    async with serve_snapshots(snapshot_socket(tmp_path, 1), made.reading):
         yield made
 
 
 @contextlib.asynccontextmanager
-async def running(siblings: OtherWorkers) -> AsyncIterator[None]:
-    task = asyncio.create_task(siblings.run())
+async def running(workers: OtherWorkers) -> AsyncIterator[None]:
+    task = asyncio.create_task(workers.run())
     try:
         yield
     finally:
@@ -111,20 +111,20 @@ async def running(siblings: OtherWorkers) -> AsyncIterator[None]:
 async def test_a_line_is_there_only_as_long_as_somebody_looks(
     tmp_path: Path, source: Source
 ) -> None:
-    siblings = OtherWorkers(tmp_path, 0, 3)
-    await eventually(lambda: not source.is_looked_at)
-    async with running(siblings):
-        await eventually(lambda: siblings.pictures() == [one(7), None])
-        assert source.is_looked_at
-    await eventually(lambda: not source.is_looked_at)
-    assert siblings.pictures() == [None, None]
+    workers = OtherWorkers(tmp_path, 0, 3)
+    await eventually(lambda: not source.is_read)
+    async with running(workers):
+        await eventually(lambda: workers.snapshots() == [one(7), None])
+        assert source.is_read
+    await eventually(lambda: not source.is_read)
+    assert workers.snapshots() == [None, None]
 
 
 async def test_a_worker_that_is_frozen_or_talks_nonsense_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(siblings_module, "PATIENCE", 0.1)
-    monkeypatch.setattr(siblings_module, "AGAIN", 0.01)
+    monkeypatch.setattr(workers_module, "LINE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(workers_module, "RECONNECT_DELAY_S", 0.01)
     writers: list[asyncio.StreamWriter] = []
 
     async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -133,12 +133,12 @@ async def test_a_worker_that_is_frozen_or_talks_nonsense_is_none(
         sound = one(4).model_dump_json().encode() + b"\n"
         writer.write({1: b"{}\n", 2: b"x" * 100 + b"\n", 3: b""}.get(len(writers), sound))
 
-    server = await asyncio.start_unix_server(talk, tmp_path / f"1{SUFFIX}")
-    siblings = OtherWorkers(tmp_path, 0, 2)
-    async with running(siblings):
-        await eventually(lambda: len(writers) >= 4 and siblings.pictures() == [one(4)])
+    server = await asyncio.start_unix_server(talk, snapshot_socket(tmp_path, 1))
+    workers = OtherWorkers(tmp_path, 0, 2)
+    async with running(workers):
+        await eventually(lambda: len(writers) >= 4 and workers.snapshots() == [one(4)])
         # It says no more: what it said last is not what is so for ever.
-        await eventually(lambda: siblings.pictures() == [None])
+        await eventually(lambda: workers.snapshots() == [None])
     server.close()
     for writer in writers:
         writer.transport.abort()

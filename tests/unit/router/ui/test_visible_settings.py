@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from router.settings import SECRET_NAMES, Settings, SettingsError, load
-from router.ui.visible_settings import HIDDEN, visible_settings
+from router.ui.hub import HIDDEN, visible_settings
 from tests.unit.router.test_settings import ENGINES
 
 SECRET = "hunter2-hunter2-hunter2"

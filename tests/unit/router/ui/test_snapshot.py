@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.views import FleetView
-from router.ui.engine_polling import EngineGauge, EnginePoller, figures_in, leases_in
+from router.ui.engine_polling import EngineGauge, EnginePoller, count_leases, parse_metrics
 from router.ui.snapshot import (
     KEYED,
     Json,
@@ -27,10 +27,10 @@ from tests.unit.router.mock_engine import MockEngine
 def one(in_flight: int = 1, entries: int | None = None) -> ProcessSnapshot:
     return ProcessSnapshot(
         view=FleetView(engines=[seen(in_flight=in_flight)], groups=[], is_informed=True),
-        ways=[LinkTraffic(from_="p", to="d", kind="prompt", moving=1, rate=0.5)],
+        links=[LinkTraffic(from_="p", to="d", kind="prompt", moving=1, rate=0.5)],
         running=[],
         ended=[],
-        untold=0,
+        missed=0,
         totals=RequestTotals(requests=2, in_flight=1, by={"ok": 2}),
         turns=TurnTotals(outcomes={"hit": 1}, kept={}, entries=entries),
     )
@@ -100,13 +100,13 @@ def test_who_had_the_one_and_hears_the_changes_has_the_other(before: Json, after
     ],
 )
 def test_what_metrics_say(metrics: bytes, usage: float | None, waiting: int | None) -> None:
-    figures = figures_in(metrics)
-    assert (figures.usage, figures.waiting) == (usage, waiting)
+    figures = parse_metrics(metrics)
+    assert (figures.kv_usage, figures.waiting) == (usage, waiting)
 
 
 @given(st.binary() | st.text().map(lambda text: b"vllm:kv_cache_usage_perc " + text.encode()))
 def test_no_metrics_break_it(metrics: bytes) -> None:
-    figures_in(metrics)
+    parse_metrics(metrics)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_no_metrics_break_it(metrics: bytes) -> None:
     ],
 )
 def test_what_leases_say(page: object, told: tuple[int | None, int | None]) -> None:
-    assert leases_in(page) == told
+    assert count_leases(page) == told
 
 
 async def test_whatever_an_engine_answers_it_is_no_less_healthy(
@@ -132,11 +132,11 @@ async def test_whatever_an_engine_answers_it_is_no_less_healthy(
     d.pages = {"/metrics": b"vllm:kv_cache_usage_perc 0.5\n"}
     router.engine(p).capabilities.lists_capabilities = True
     engines = EnginePoller(router.gateway.fleet, lambda: 0.0)
-    await engines.ask_all()
-    assert engines.told()[router.engine(d).name].kv_usage == 0.5
-    assert engines.told()[router.engine(p).name] == EngineGauge()
+    await engines.poll_all()
+    assert engines.gauges()[router.engine(d).name].kv_usage == 0.5
+    assert engines.gauges()[router.engine(p).name] == EngineGauge()
     d.is_mute = True
-    await engines.ask_all()
+    await engines.poll_all()
     assert router.engine(p).failed_probes == 0
     assert router.engine(p).health == "healthy"
 
@@ -150,8 +150,8 @@ async def test_a_speed_is_known_at_the_second_answer_and_forgotten_with_silence(
     for moment, moved, speed in ((0.0, 1000, None), (2.0, 4000, 1500.0), (3.0, 0, 0.0)):
         at = moment
         d.pages = {"/metrics": b"vllm:nixl_bytes_transferred_sum %d\n" % moved}
-        await engines.ask_all()
-        assert engines.told()[name].bytes_per_second == speed
+        await engines.poll_all()
+        assert engines.gauges()[name].bytes_per_second == speed
     at = 99.0
-    assert name not in engines.told()
+    assert name not in engines.gauges()
     await eventually(lambda: router.engine(d).health == "healthy")

@@ -11,11 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from router.ui import event_feed
 from router.ui import hub as hub_module
-from router.ui.hub import DashboardHub
-from router.ui.transfers import found_by
-from router.ui.viewers import MOST_BYTES, MOST_QUEUED, MOST_WATCHERS, Viewer
+from router.ui import site as site_module
+from router.ui.hub import MAX_QUEUED_BYTES, MAX_QUEUED_EVENTS, MAX_VIEWERS, DashboardHub, Viewer
+from router.ui.transfers import hash_request_id
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import MockEngine, Peer, Received, running_engine, usual_decode
@@ -70,7 +69,7 @@ async def test_first_everything_then_what_ended(start_router: StartRouter) -> No
         assert request["id"] == answer.headers["x-request-id"]
         assert request["outcome"] == "ok"
         assert request["ms"]["prefill_started"] <= request["ms"]["prefill_done"]
-    await eventually(lambda: not hub_of(router).watchers)
+    await eventually(lambda: not hub_of(router).num_viewers)
     async with looking(router) as events:  # who comes later sees nothing of before
         assert (await until(events, "snapshot"))["ended"] == []
 
@@ -118,7 +117,7 @@ async def test_what_an_engine_says_that_it_moved_is_told_of_its_request(
         (request,) = (await until(events, "ended"))["requests"]
         transfer = {
             "what": "READ",
-            "found_by": found_by(request["id"]),
+            "found_by": hash_request_id(request["id"]),
             "engine_id": "p",
             "blocks": 3,
             "bytes": 300,
@@ -147,7 +146,7 @@ async def test_nothing_is_gathered_while_nobody_looks(
         assert is_watched(router)
         await eventually(lambda: d.looks)
     await eventually(lambda: not is_watched(router))  # its task ends after the last who looked
-    assert not hub.watchers
+    assert not hub.num_viewers
     await eventually(lambda: not _ours(asyncio.all_tasks() - before))
     assert (await router.complete()).status_code == 200
     assert not is_watched(router)
@@ -197,31 +196,31 @@ async def test_other_sites_are_not_let_in(start_router: StartRouter) -> None:
 async def test_so_many_may_look_and_no_more(start_router: StartRouter) -> None:
     router = await start_router(ui=True)
     async with contextlib.AsyncExitStack() as stack:
-        held = [await stack.enter_async_context(looking(router)) for _ in range(MOST_WATCHERS)]
+        held = [await stack.enter_async_context(looking(router)) for _ in range(MAX_VIEWERS)]
         for events in held:
             await until(events, "snapshot")
         answer = await router.client.get("/ui/events")
         assert answer.status_code == 503
         assert answer.json()["error"]["message"]
-    await eventually(lambda: not hub_of(router).watchers)
+    await eventually(lambda: not hub_of(router).num_viewers)
     async with looking(router) as events:
         await until(events, "snapshot")
 
 
-async def test_who_does_not_read_is_cut(
+async def test_who_does_not_read_is_cut_off(
     start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_feed, "PATIENCE", 0.2)
-    monkeypatch.setattr(hub_module, "TICK", 0.01)
+    monkeypatch.setattr(site_module, "SEND_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(hub_module, "UPDATE_INTERVAL_S", 0.01)
     router = await start_router(ui=True)
     hub = hub_of(router)
     async with router.socket() as client:
         await client.send(b"GET /ui/events HTTP/1.1\r\nhost: x\r\n\r\n")
-        await eventually(lambda: hub.watchers == 1)
+        await eventually(lambda: hub.num_viewers == 1)
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        big = hub_module.event("change", {"x": "y" * 1_000_000})
+        big = hub_module.encode_event("change", {"x": "y" * 1_000_000})
         async with asyncio.timeout(10):
-            while hub.watchers:
+            while hub.num_viewers:
                 hub._send(big)
                 await asyncio.sleep(0.01)
     await eventually(lambda: not is_watched(router))
@@ -252,19 +251,19 @@ async def test_a_fault_of_ours_ends_the_feed_and_nothing_else(
 
 async def test_a_queue_has_bounds() -> None:
     watcher = Viewer()
-    watcher.put(b"x" * (2 * MOST_BYTES))  # the first may be large
-    assert len(await watcher.next(1)) == 2 * MOST_BYTES
-    for _ in range(MOST_QUEUED):
+    watcher.put(b"x" * (2 * MAX_QUEUED_BYTES))  # the first may be large
+    assert len(await watcher.next(1)) == 2 * MAX_QUEUED_BYTES
+    for _ in range(MAX_QUEUED_EVENTS):
         watcher.put(b"x")
-    assert len(await watcher.next(1)) == MOST_QUEUED
-    for _ in range(MOST_QUEUED + 1):
+    assert len(await watcher.next(1)) == MAX_QUEUED_EVENTS
+    for _ in range(MAX_QUEUED_EVENTS + 1):
         watcher.put(b"x")
-    assert watcher.is_cut
+    assert watcher.is_cut_off
     assert await watcher.next(1) == b""
     watcher = Viewer()
-    watcher.put(b"x" * MOST_BYTES)
+    watcher.put(b"x" * MAX_QUEUED_BYTES)
     watcher.put(b"x")
-    assert watcher.is_cut
+    assert watcher.is_cut_off
     assert await Viewer().next(0.01) == b"", "time is over"
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from router.telemetry.record import Record
 from router.telemetry.token_usage import tokens_of
 from router.ui.live_requests import (
-    MOST_FRESH,
-    MOST_RUNNING,
-    WINDOW,
+    MAX_ENDED,
+    MAX_RUNNING,
+    RATE_WINDOW_S,
     LinkRates,
     LiveRequests,
+    Origin,
     RequestFeed,
-    moving,
-    ways_of,
+    count_moving,
+    links_of,
+    summarize_request,
 )
-from router.ui.request_view import Origin, summarize_request
 
 
 def record(**fields: object) -> Record:
@@ -25,19 +28,19 @@ def record(**fields: object) -> Record:
 
 
 def test_what_is_held_has_bounds_and_what_did_not_fit_is_counted() -> None:
-    watch, look = LiveRequests(), RequestFeed()
-    watch.looks.append(look)
-    many = [record() for _ in range(2 * MOST_RUNNING)]
+    live, feed = LiveRequests(), RequestFeed()
+    live.feeds.append(feed)
+    many = [record() for _ in range(2 * MAX_RUNNING)]
     for each in many:
-        watch.opened(each)
-    assert len(watch.running) == MOST_RUNNING
+        live.opened(each)
+    assert len(live.running) == MAX_RUNNING
     for each in many:
-        watch.closed(each)
-    assert not watch.running
-    fresh, missed = look.take(0.0)
-    assert list(fresh) == many[-MOST_FRESH:]
-    assert missed == len(many) - MOST_FRESH
-    assert look.take(1.0) == ([], 0)
+        live.closed(each)
+    assert not live.running
+    fresh, missed = feed.take(0.0)
+    assert list(fresh) == many[-MAX_ENDED:]
+    assert missed == len(many) - MAX_ENDED
+    assert feed.take(1.0) == ([], 0)
 
 
 def test_to_look_at_a_request_that_runs_takes_none_of_its_tokens() -> None:
@@ -49,31 +52,31 @@ def test_to_look_at_a_request_that_runs_takes_none_of_its_tokens() -> None:
 
 
 def test_one_that_looks_takes_nothing_from_another() -> None:
-    watch = LiveRequests()
-    watch.looks += [RequestFeed(), RequestFeed()]
-    watch.closed(one := record())
-    assert [look.take(0.0)[0] for look in watch.looks] == [[one], [one]]
+    live = LiveRequests()
+    live.feeds += [RequestFeed(), RequestFeed()]
+    live.closed(one := record())
+    assert [feed.take(0.0)[0] for feed in live.feeds] == [[one], [one]]
 
 
 def test_rates_are_of_the_last_seconds() -> None:
     rates, way = LinkRates(), ("p", "d", "prompt")
-    rates.add(0.0, {way: 8})
-    assert rates.now() == {way: 8 / WINDOW}
-    rates.add(WINDOW - 0.1, {})
-    assert rates.now() == {way: 8 / WINDOW}
-    rates.add(WINDOW, {})
+    rates.add(0.0, Counter({way: 8}))
+    assert rates.now() == {way: 8 / RATE_WINDOW_S}
+    rates.add(RATE_WINDOW_S - 0.1, Counter())
+    assert rates.now() == {way: 8 / RATE_WINDOW_S}
+    rates.add(RATE_WINDOW_S, Counter())
     assert rates.now() == {}
 
 
 def test_which_way_kv_went_and_goes() -> None:
     done = record(prefiller="p", decoder="d", first_byte=101.0, reused_from="e", stage="done")
-    assert list(ways_of(done)) == [("p", "d", "prompt"), ("e", "p", "turn")]
-    assert list(ways_of(record(prefiller="p"))) == []
+    assert list(links_of(done)) == [("p", "d", "prompt"), ("e", "p", "turn")]
+    assert list(links_of(record(prefiller="p"))) == []
     asked = record(prefiller="p", decoder="d", stage="decode")
     pulling = record(prefiller="p", reused_from="e", stage="prefill")
     alone = record(decoder="d", stage="decode")
     ways = {("p", "d", "prompt"): 2, ("e", "p", "turn"): 1}
-    assert moving([asked, asked, pulling, alone, done]) == ways
+    assert count_moving([asked, asked, pulling, alone, done]) == ways
 
 
 def test_what_a_record_says() -> None:
