@@ -53,7 +53,6 @@ HOT = (
     "server/request_reader",
     "server/response_writer",
     "server/client_connection",
-    "server/http_heads",
 )
 # Seconds; it takes one minute.
 PATIENCE = 900

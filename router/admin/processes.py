@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
 from pydantic import ValidationError
 
 from router.admin.desired_state import DesiredState, Tunables
@@ -40,15 +39,23 @@ MAX_LINE_BYTES = 64 * 1024 * 1024
 class WorkerProcess:
     """This process, to which a state can be applied.
 
-    `settings` are those that the application was built with.
+    `settings` are those that the router was built with, `store` is its signed conversation store if
+    it has one, and `watched` are the files that it reloads, by name.
     """
 
-    def __init__(self, settings: Settings, app: FastAPI) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        gateway: Gateway,
+        registry: EngineRegistry,
+        store: SignedStore | None,
+        watched: dict[str, Watched],
+    ) -> None:
         self._settings = settings
-        self._gateway: Gateway = app.state.gateway
-        self._registry: EngineRegistry = app.state.registry
-        self._store: SignedStore | None = app.state.sealed_store
-        self._watched: dict[str, Watched] = app.state.watched
+        self._gateway = gateway
+        self._registry = registry
+        self._store = store
+        self._watched = watched
         self._tunables = Tunables.of(settings)
         self._keys: tuple[str, ...] | None = None
         self._reloads = 0

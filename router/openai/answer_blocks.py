@@ -1,7 +1,7 @@
-"""A chat answer as it is told, whole or in chunks: blocks of reasoning, text and calls of tools.
+"""An engine's chat answer as a list of blocks: reasoning, text and tool calls. Pure.
 
-Pure. Each thing that arrives becomes steps (a block begins, goes on, ends), which is what other
-dialects stream; and all of it together is what they answer in one piece.
+Other dialects stream blocks that begin, grow and end, so each piece of a chat answer is translated
+to such steps. Unstreamed answers are translated from the list of all blocks.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ import orjson
 from router.common.exact_json import dumps
 from router.openai.answers import Json
 
-# Finish reasons of an answer that is one, and of one that the engine has broken off.
-FINISHES = frozenset(("stop", "length", "tool_calls", "function_call", "content_filter"))
-BROKEN_OFF = frozenset(("abort", "error", "cache_threshold"))
-# Characters that one answer may have, or it is not for us to keep together.
-MOST = 16 * 1024 * 1024
-# Bytes of memory for one of JSON, where objects are as small as log-probabilities are.
-PER_BYTE = 8
+COMPLETE_FINISH_REASONS = frozenset(
+    ("stop", "length", "tool_calls", "function_call", "content_filter")
+)
+# Finish reasons of an answer that the engine has broken off.
+FAILED_FINISH_REASONS = frozenset(("abort", "error", "cache_threshold"))
+MAX_ANSWER_CHARS = 16 * 1024 * 1024
+# How much memory one byte of JSON takes where objects are as small as log-probabilities.
+MEMORY_PER_JSON_BYTE = 8
 
 
-class Kind(Enum):
-    THOUGHT = auto()
+class BlockKind(Enum):
+    REASONING = auto()
     TEXT = auto()
-    CALL = auto()
+    TOOL_CALL = auto()
 
 
-class Does(Enum):
-    BEGINS = auto()
-    GOES_ON = auto()
-    ENDS = auto()
+class StepKind(Enum):
+    BEGIN = auto()
+    EXTEND = auto()
+    END = auto()
 
 
 @dataclass(slots=True)
-class Block:
-    """`number`: in the order that they began. `call`: of a call, the number that the engine gave
-    it."""
+class AnswerBlock:
+    """One block. `number` counts the blocks of the answer; `call` is the engine's index of a tool
+    call."""
 
-    kind: Kind
+    kind: BlockKind
     number: int
     call: int = -1
     id: str = ""
@@ -55,50 +56,54 @@ class Block:
         return "".join(self.parts)
 
 
-class Step(NamedTuple):
-    does: Does
-    block: Block
+class BlockStep(NamedTuple):
+    kind: StepKind
+    block: AnswerBlock
     text: str = ""
 
 
-class Usage(NamedTuple):
+class AnswerUsage(NamedTuple):
+    """Counts of tokens."""
+
     prompt: int = 0
     cached: int = 0
     answer: int = 0
     reasoning: int = 0
 
 
-class Piece(NamedTuple):
-    kind: Kind
+class BlockPiece(NamedTuple):
+    kind: BlockKind
     text: str
     call: int = -1
     id: str = ""
     name: str = ""
 
 
-class Story:
-    """`finish` and `stop` are the engine's finish_reason and stop_reason; `error` what it said of a
-    failure, after which nothing counts."""
+class AnswerBlocks:
+    """The blocks of one answer as they arrive.
+
+    `finish_reason` and `stop_reason` are the engine's. `error` is the engine's error object; once
+    it is set, the rest of the answer is ignored. `memory` estimates the bytes of memory used.
+    """
 
     def __init__(self) -> None:
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
-        """Forget what was heard, and told to nobody: another engine answers."""
-        self.blocks: list[Block] = []
-        self.finish: str | None = None
-        self.stop: object = None
-        self.usage = Usage()
+    def reset(self) -> None:
+        """Forget everything, before another engine answers."""
+        self.blocks: list[AnswerBlock] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: object = None
+        self.usage = AnswerUsage()
         self.model = ""
         self.error: Json | None = None
         self.logprobs: list[object] = []
-        # Bytes of memory, roughly: text comes in many small strings.
         self.memory = 0
-        self._open: Block | None = None
+        self._open: AnswerBlock | None = None
         self._size = 0
 
-    def hear(self, content: Json) -> Iterator[Step]:
-        """Of an answer, or of a chunk of one. Total: what makes no sense is left out."""
+    def add(self, content: Json) -> Iterator[BlockStep]:
+        """Add a whole answer or one chunk of a stream. Never raises: invalid parts are ignored."""
         if self.error is not None:
             return
         error = content.get("error")
@@ -108,107 +113,107 @@ class Story:
         self.model = self.model or _text(content.get("model"))
         self.usage = _usage(content.get("usage")) or self.usage
         choice = _choice(content.get("choices"))
-        said = choice.get("delta") or choice.get("message")
-        for piece in _pieces(said) if isinstance(said, dict) else ():
-            yield from self._take(piece)
+        message = choice.get("delta") or choice.get("message")
+        for piece in _pieces(message) if isinstance(message, dict) else ():
+            yield from self._add_piece(piece)
         logprobs = choice.get("logprobs")
         if isinstance(logprobs, dict) and isinstance(logprobs.get("content"), list):
-            self._keep_logprobs(logprobs["content"])
+            self._add_logprobs(logprobs["content"])
         if isinstance(finish := choice.get("finish_reason"), str) and finish:
-            self.finish, self.stop = finish, choice.get("stop_reason")
+            self.finish_reason, self.stop_reason = finish, choice.get("stop_reason")
 
-    def end(self) -> Iterator[Step]:
-        """Nothing more will come."""
+    def close(self) -> Iterator[BlockStep]:
+        """End the answer: close the open block, and set `error` if the answer is incomplete."""
         if self._open is not None:
             block, self._open = self._open, None
-            yield Step(Does.ENDS, block)
-        is_cut = self.finish is None or self.finish in BROKEN_OFF
+            yield BlockStep(StepKind.END, block)
+        is_cut = self.finish_reason is None or self.finish_reason in FAILED_FINISH_REASONS
         if is_cut and self.error is None:
             self.error = {"message": "the answer ended early", "type": "BadGatewayError"}
 
     @property
-    def is_odd(self) -> bool:
-        """True for an unknown finish reason: the answer may be cut."""
-        return self.error is None and self.finish is not None and self.finish not in FINISHES
+    def has_unknown_finish(self) -> bool:
+        """True if the finish reason is unknown, so that the answer may be incomplete."""
+        reason = self.finish_reason
+        return self.error is None and reason is not None and reason not in COMPLETE_FINISH_REASONS
 
     @property
-    def has_calls(self) -> bool:
-        return any(block.kind is Kind.CALL for block in self.blocks)
+    def has_tool_calls(self) -> bool:
+        return any(block.kind is BlockKind.TOOL_CALL for block in self.blocks)
 
-    def _keep_logprobs(self, given: list[object]) -> None:
-        """Unless they cannot be said again: nested beyond 250 levels."""
+    def _add_logprobs(self, given: list[object]) -> None:
         try:
             size = len(dumps(given))
-        except orjson.JSONEncodeError:
+        except orjson.JSONEncodeError:  # nested beyond 250 levels: they could not be sent
             return
         self._size += size
-        if self._size <= MOST:
+        if self._size <= MAX_ANSWER_CHARS:
             self.logprobs += given
-            self.memory += size * PER_BYTE
+            self.memory += size * MEMORY_PER_JSON_BYTE
 
-    def _take(self, piece: Piece) -> Iterator[Step]:
+    def _add_piece(self, piece: BlockPiece) -> Iterator[BlockStep]:
         self._size += len(piece.text)
-        self.memory += getsizeof(piece.text)
-        if self._size > MOST:
+        self.memory += getsizeof(piece.text)  # an answer is many small strings
+        if self._size > MAX_ANSWER_CHARS:
             self.error = {"message": "the answer is too large", "type": "BadGatewayError"}
             return
         block = self._block_of(piece)
         if block is None:
             if self._open is not None:
-                yield Step(Does.ENDS, self._open)
-            number = len(self.blocks)
-            block = Block(piece.kind, number, piece.call, piece.id, piece.name)
+                yield BlockStep(StepKind.END, self._open)
+            block = AnswerBlock(piece.kind, len(self.blocks), piece.call, piece.id, piece.name)
             self.blocks.append(block)
             self._open = block
-            yield Step(Does.BEGINS, block)
+            yield BlockStep(StepKind.BEGIN, block)
         if piece.text:
             block.parts.append(piece.text)
-            yield Step(Does.GOES_ON, block, piece.text)
+            yield BlockStep(StepKind.EXTEND, block, piece.text)
 
-    def _block_of(self, piece: Piece) -> Block | None:
-        """What the piece goes on with; a call by its number, even if another one began since."""
-        if piece.kind is Kind.CALL:
-            same = (block for block in self.blocks if block.kind is Kind.CALL)
-            return next((block for block in same if block.call == piece.call), None)
+    def _block_of(self, piece: BlockPiece) -> AnswerBlock | None:
+        """Return the block that the piece extends: a tool call by its index, even if another block
+        began after it."""
+        if piece.kind is BlockKind.TOOL_CALL:
+            calls = (block for block in self.blocks if block.kind is BlockKind.TOOL_CALL)
+            return next((block for block in calls if block.call == piece.call), None)
         is_open = self._open is not None and self._open.kind is piece.kind
         return self._open if is_open else None
 
 
 def _choice(choices: object) -> Json:
-    """The first one: these dialects know no other."""
+    """Return the first choice: these dialects have only one."""
     for choice in choices if isinstance(choices, list) else ():
         if isinstance(choice, dict) and choice.get("index", 0) == 0:
             return choice
     return {}
 
 
-def _pieces(said: Json) -> Iterator[Piece]:
-    thought = said.get("reasoning") or said.get("reasoning_content")
-    if isinstance(thought, str) and thought:
-        yield Piece(Kind.THOUGHT, thought)
-    text = said.get("content") or said.get("refusal")
+def _pieces(message: Json) -> Iterator[BlockPiece]:
+    reasoning = message.get("reasoning") or message.get("reasoning_content")
+    if isinstance(reasoning, str) and reasoning:
+        yield BlockPiece(BlockKind.REASONING, reasoning)
+    text = message.get("content") or message.get("refusal")
     if isinstance(text, str) and text:
-        yield Piece(Kind.TEXT, text)
-    calls = said.get("tool_calls")
+        yield BlockPiece(BlockKind.TEXT, text)
+    calls = message.get("tool_calls")
     for number, call in enumerate(calls if isinstance(calls, list) else ()):
         if isinstance(call, dict):
             yield _piece_of_call(call, number)
 
 
-def _piece_of_call(call: Json, number: int) -> Piece:
+def _piece_of_call(call: Json, number: int) -> BlockPiece:
     function = call.get("function")
     function = function if isinstance(function, dict) else {}
     given = call.get("index")
     index = given if type(given) is int else number
     name, arguments = _text(function.get("name")), _text(function.get("arguments"))
-    return Piece(Kind.CALL, arguments, index, _text(call.get("id")), name)
+    return BlockPiece(BlockKind.TOOL_CALL, arguments, index, _text(call.get("id")), name)
 
 
-def _usage(given: object) -> Usage | None:
+def _usage(given: object) -> AnswerUsage | None:
     if not isinstance(given, dict):
         return None
     prompt, answer = given.get("prompt_tokens_details"), given.get("completion_tokens_details")
-    return Usage(
+    return AnswerUsage(
         _count(given, "prompt_tokens"),
         _count(prompt, "cached_tokens"),
         _count(given, "completion_tokens"),

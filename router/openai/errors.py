@@ -112,13 +112,15 @@ class UnknownModelError(RequestError):
 
 
 class UnauthorizedError(RequestError):
-    """In OpenAI's words. What was shown is told to nobody."""
+    """The message is OpenAI's; it does not repeat the credential. `reason` is "missing" or
+    "incorrect"."""
 
     code = "invalid_api_key"
     headers: Headers = [(b"www-authenticate", b"Bearer")]  # noqa: RUF012 # nobody changes it
 
-    def __init__(self, is_missing: bool) -> None:
-        super().__init__(NO_KEY if is_missing else WRONG_KEY)
+    def __init__(self, reason: str) -> None:
+        super().__init__(NO_KEY if reason == "missing" else WRONG_KEY)
+        self.reason = reason
 
 
 class RateLimitError(RequestError):

@@ -1,4 +1,4 @@
-"""OpenAI's Responses: a request as a chat, and a chat's answer as a response. Pure.
+"""Translate OpenAI's Responses API to chat completions, and the answers back. Pure.
 
 https://platform.openai.com/docs/api-reference/responses
 """
@@ -9,93 +9,88 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from router.common.exact_json import dumps
-from router.openai.answer_blocks import Block, Does, Kind, Step, Story
+from router.openai.answer_blocks import AnswerBlock, AnswerBlocks, BlockKind, BlockStep, StepKind
 from router.openai.answers import Json
-from router.openai.field_checks import items, mapping, plain, text, unknown, wrong
-
-PATH = "/v1/responses"
-MAX_OUTPUT = "max_output_tokens"
-MAX_COMPLETION = "max_completion_tokens"
-LOGPROBS = "message.output_text.logprobs"
-# Read here, or without a meaning for an engine; anything else goes to it as it is.
-CONSUMED = frozenset(
-    (
-        "background",
-        "conversation",
-        "include",
-        "input",
-        "instructions",
-        "max_output_tokens",
-        "max_tool_calls",
-        "metadata",
-        "previous_response_id",
-        "prompt",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "reasoning",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "stream",
-        "stream_options",
-        "text",
-        "tool_choice",
-        "tools",
-        "truncation",
-    )
+from router.openai.field_checks import (
+    field_error,
+    join_text_parts,
+    require_object,
+    require_objects,
+    require_text,
+    unsupported_type,
 )
-UNSUPPORTED = ("background", "conversation", "prompt", "max_tool_calls")
-ECHOED = ("instructions", MAX_OUTPUT, "metadata", "previous_response_id", "temperature", "top_p",
-          "user")  # fmt: skip
-ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+
+RESPONSES_PATH = "/v1/responses"
+MAX_OUTPUT_TOKENS = "max_output_tokens"
+MAX_COMPLETION_TOKENS = "max_completion_tokens"
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+# Fields that are translated or that have no meaning for an engine; all others are forwarded.
+# fmt: off
+TRANSLATED_FIELDS = frozenset((
+    "background", "conversation", "include", "input", "instructions", "max_output_tokens",
+    "max_tool_calls", "metadata", "previous_response_id", "prompt", "prompt_cache_key",
+    "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store",
+    "stream", "stream_options", "text", "tool_choice", "tools", "truncation",
+))
+# fmt: on
+UNSUPPORTED_FIELDS = ("background", "conversation", "prompt", "max_tool_calls")
+ECHOED_FIELDS = (
+    "instructions", MAX_OUTPUT_TOKENS, "metadata", "previous_response_id", "temperature", "top_p",
+    "user",
+)  # fmt: skip
+CHAT_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 
-class Asked(NamedTuple):
-    """A chat, and of its messages those that the next turn begins with: without instructions."""
+class TranslatedResponseRequest(NamedTuple):
+    """A chat request, and the messages that a following response starts with: all but the
+    instructions."""
 
     chat: Json
     history: list[Json]
 
 
-def chat_of(asked: Json, before: list[Json]) -> Asked:
-    """`before`: what was said up to the previous response. Raises BadRequestError."""
-    for name in UNSUPPORTED:
-        if asked.get(name):
-            raise wrong(name, "is not supported")
-    if asked.get("truncation") not in (None, "disabled"):
-        raise wrong("truncation", "only disabled is supported")
-    chat: Json = {name: asked[name] for name in asked if name not in CONSUMED}
-    history = [*before, *_merged(_history(asked.get("input")))]
-    instructions = asked.get("instructions")
+def chat_from_response(request: Json, before: list[Json]) -> TranslatedResponseRequest:
+    """Return the chat completion request for a response request.
+
+    `before` holds the messages up to and including the previous response. Raises BadRequestError.
+    """
+    for name in UNSUPPORTED_FIELDS:
+        if request.get(name):
+            raise field_error(name, "is not supported")
+    if request.get("truncation") not in (None, "disabled"):
+        raise field_error("truncation", "only disabled is supported")
+    chat: Json = {name: request[name] for name in request if name not in TRANSLATED_FIELDS}
+    history = [*before, *_merged(_history(request.get("input")))]
+    instructions = request.get("instructions")
     if instructions is None:
         chat["messages"] = history
     else:
-        given = {"role": "system", "content": text(instructions, "instructions")}
+        given = {"role": "system", "content": require_text(instructions, "instructions")}
         chat["messages"] = [given, *history]
-    if (most := asked.get(MAX_OUTPUT)) is not None:
-        chat[MAX_COMPLETION] = most
-    if asked.get("stream"):
-        chat["stream"], chat["stream_options"] = asked["stream"], {"include_usage": True}
-    if asked.get("tools"):
-        tools = items(asked["tools"], "tools")
+    if (most := request.get(MAX_OUTPUT_TOKENS)) is not None:
+        chat[MAX_COMPLETION_TOKENS] = most
+    if request.get("stream"):
+        chat["stream"], chat["stream_options"] = request["stream"], {"include_usage": True}
+    if request.get("tools"):
+        tools = require_objects(request["tools"], "tools")
         chat["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
-        if asked.get("tool_choice") is not None:
-            chat["tool_choice"] = _choice(asked["tool_choice"])
-    _set_output(chat, asked)
-    return Asked(chat, history)
+        if request.get("tool_choice") is not None:
+            chat["tool_choice"] = _choice(request["tool_choice"])
+    _set_output(chat, request)
+    return TranslatedResponseRequest(chat, history)
 
 
-def _set_output(chat: Json, asked: Json) -> None:
-    if asked.get("text") is not None:
-        output = mapping(asked["text"], "text").get("format")
+def _set_output(chat: Json, request: Json) -> None:
+    if request.get("text") is not None:
+        output = require_object(request["text"], "text").get("format")
         if output is not None:
-            chat["response_format"] = _format(mapping(output, "text.format"))
-    reasoning = asked.get("reasoning")
+            chat["response_format"] = _format(require_object(output, "text.format"))
+    reasoning = request.get("reasoning")
     if isinstance(reasoning, dict) and reasoning.get("effort") is not None:
         chat["reasoning_effort"] = reasoning["effort"]
-    include = asked.get("include")
-    if isinstance(include, list) and LOGPROBS in include:
+    include = request.get("include")
+    if isinstance(include, list) and INCLUDE_LOGPROBS in include:
         chat["logprobs"] = True
 
 
@@ -109,8 +104,8 @@ def _format(output: Json) -> Json:
 
 def _tool(tool: Json, where: str) -> Json:
     if tool.get("type") != "function":
-        raise unknown(where, "tools", tool.get("type"))
-    text(tool.get("name"), f"{where}.name")
+        raise unsupported_type(where, "tools", tool.get("type"))
+    require_text(tool.get("name"), f"{where}.name")
     function = {name: tool[name] for name in ("name", "description", "parameters", "strict")
                 if tool.get(name) is not None}  # fmt: skip
     return {"type": "function", "function": function}
@@ -119,10 +114,10 @@ def _tool(tool: Json, where: str) -> Json:
 def _choice(choice: object) -> object:
     if isinstance(choice, str):
         return choice
-    given = mapping(choice, "tool_choice")
+    given = require_object(choice, "tool_choice")
     if given.get("type") != "function":
-        raise unknown("tool_choice", "choices", given.get("type"))
-    name = text(given.get("name"), "tool_choice.name")
+        raise unsupported_type("tool_choice", "choices", given.get("type"))
+    name = require_text(given.get("name"), "tool_choice.name")
     return {"type": "function", "function": {"name": name}}
 
 
@@ -131,72 +126,72 @@ def _history(given: object) -> Iterator[Json]:
         yield {"role": "user", "content": given}
         return
     if not given:
-        raise wrong("input", "is required: a text, or a list of items")
-    for number, item in enumerate(items(given, "input")):
-        yield from _said(item, f"input[{number}]")
+        raise field_error("input", "is required: a require_text, or a list of require_objects")
+    for number, item in enumerate(require_objects(given, "input")):
+        yield from _messages_of(item, f"input[{number}]")
 
 
-def _said(item: Json, where: str) -> Iterator[Json]:
+def _messages_of(item: Json, where: str) -> Iterator[Json]:
     match item.get("type", "message"):
         case "message":
             yield _message(item, where)
         case "function_call":
-            name = text(item.get("name"), f"{where}.name")
-            arguments = text(item.get("arguments"), f"{where}.arguments")
+            name = require_text(item.get("name"), f"{where}.name")
+            arguments = require_text(item.get("arguments"), f"{where}.arguments")
             call = {
-                "id": text(item.get("call_id"), f"{where}.call_id"),
+                "id": require_text(item.get("call_id"), f"{where}.call_id"),
                 "type": "function",
                 "function": {"name": name, "arguments": arguments},
             }
             yield {"role": "assistant", "content": None, "tool_calls": [call]}
         case "function_call_output":
-            name = text(item.get("call_id"), f"{where}.call_id")
+            name = require_text(item.get("call_id"), f"{where}.call_id")
             output = item.get("output")
             if not isinstance(output, str):
                 output = _parts(output, f"{where}.output")
             yield {"role": "tool", "tool_call_id": name, "content": output}
         case "reasoning":
-            pass  # templates leave it out
+            pass  # chat templates leave reasoning out
         case kind:
-            raise unknown(where, "items", kind)
+            raise unsupported_type(where, "items", kind)
 
 
 def _message(item: Json, where: str) -> Json:
     role = item.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise wrong(f"{where}.role", f"must be one of {', '.join(ROLES)}")
+    if not isinstance(role, str) or role not in CHAT_ROLES:
+        raise field_error(f"{where}.role", f"must be one of {', '.join(CHAT_ROLES)}")
     content = item.get("content")
     if not isinstance(content, str):
         content = _parts(content, f"{where}.content")
-    return {"role": ROLES[role], "content": content}
+    return {"role": CHAT_ROLES[role], "content": content}
 
 
 def _parts(content: object, where: str) -> str | list[Json]:
-    given = items(content, where)
-    return plain([_part(part, f"{where}[{number}]") for number, part in enumerate(given)])
+    given = require_objects(content, where)
+    return join_text_parts([_part(part, f"{where}[{number}]") for number, part in enumerate(given)])
 
 
 def _part(part: Json, where: str) -> Json:
     match part.get("type"):
         case "input_text" | "output_text" | "text":
-            return {"type": "text", "text": text(part.get("text"), f"{where}.text")}
+            return {"type": "text", "text": require_text(part.get("text"), f"{where}.text")}
         case "refusal":
-            return {"type": "text", "text": text(part.get("refusal"), f"{where}.refusal")}
+            return {"type": "text", "text": require_text(part.get("refusal"), f"{where}.refusal")}
         case "input_image":
-            url: Json = {"url": text(part.get("image_url"), f"{where}.image_url")}
+            url: Json = {"url": require_text(part.get("image_url"), f"{where}.image_url")}
             if part.get("detail") is not None:
                 url["detail"] = part["detail"]
             return {"type": "image_url", "image_url": url}
         case "input_audio":
-            audio = mapping(part.get("input_audio"), f"{where}.input_audio")
+            audio = require_object(part.get("input_audio"), f"{where}.input_audio")
             return {"type": "input_audio", "input_audio": audio}
         case kind:
-            raise unknown(where, "parts", kind)
+            raise unsupported_type(where, "parts", kind)
 
 
 def _merged(messages: Iterable[Json]) -> Iterator[Json]:
-    """What the assistant said and called in one turn are items of their own here, and one message
-    in a chat."""
+    """Merge an assistant's tool calls into its message before them: they are separate items in a
+    response, and one message in a chat."""
     last: Json | None = None
     for message in messages:
         calls = message.get("tool_calls")
@@ -210,46 +205,48 @@ def _merged(messages: Iterable[Json]) -> Iterator[Json]:
         yield last
 
 
-# The way back.
+# Answers.
 
 
-def said_in(story: Story) -> Json:
-    """The answer as a chat's next turn has it."""
-    words = "".join(block.text for block in story.blocks if block.kind is Kind.TEXT)
+def assistant_message(answer: AnswerBlocks) -> Json:
+    """Return the answer as the assistant's message in the next request."""
+    text = "".join(block.text for block in answer.blocks if block.kind is BlockKind.TEXT)
     calls = [
         {
             "id": _call_id(block),
             "type": "function",
             "function": {"name": block.name, "arguments": block.text},
         }
-        for block in story.blocks
-        if block.kind is Kind.CALL
+        for block in answer.blocks
+        if block.kind is BlockKind.TOOL_CALL
     ]
-    message: Json = {"role": "assistant", "content": words or None if calls else words}
+    message: Json = {"role": "assistant", "content": text or None if calls else text}
     return {**message, "tool_calls": calls} if calls else message
 
 
-class Telling:
-    """Makes a response of a story, whole or as it goes. `name`: the response's id."""
+class ResponseEvents:
+    """Writes an answer as a response with the id `name`, whole or as a stream of events."""
 
-    def __init__(self, story: Story, asked: Json, name: str, created: int) -> None:
-        self._story, self._asked = story, asked
+    def __init__(self, answer: AnswerBlocks, request: Json, name: str, created: int) -> None:
+        self._answer, self._request = answer, request
         self.name, self._created = name, created
         self._number = 0
         self._has_begun = False
 
     def response(self, status: str | None = None) -> Json:
-        """`status`: of one that is under way."""
-        story, asked = self._story, self._asked
-        reason = story.finish if story.is_odd else INCOMPLETE.get(story.finish or "")
-        if status is None:
-            status = (
-                "failed" if story.error is not None else "incomplete" if reason else "completed"
-            )
+        """Return the response object. `status` is given only while the answer is in progress."""
+        answer, request = self._answer, self._request
+        reason = answer.finish_reason or ""
+        if not answer.has_unknown_finish:
+            reason = INCOMPLETE_REASONS.get(reason, "")
+        is_over = status is None
+        if status is None and answer.error is not None:
+            status = "failed"
+        elif status is None:
+            status = "incomplete" if reason else "completed"
         error = None
-        if story.error is not None:
-            error = {"code": "server_error", "message": str(story.error.get("message", ""))}
-        is_over = status != "in_progress"
+        if answer.error is not None:
+            error = {"code": "server_error", "message": str(answer.error.get("message", ""))}
         return {
             "id": self.name,
             "object": "response",
@@ -258,37 +255,37 @@ class Telling:
             "background": False,
             "error": error,
             "incomplete_details": {"reason": reason} if reason and is_over else None,
-            "model": story.model or asked.get("model") or "",
-            "output": [self._item(block, "completed") for block in story.blocks] if is_over else [],
-            **{name: asked.get(name) for name in ECHOED},
-            "parallel_tool_calls": asked.get("parallel_tool_calls", True),
-            "reasoning": asked.get("reasoning") or {"effort": None, "summary": None},
-            "store": asked.get("store") is not False,
-            "text": asked.get("text") or {"format": {"type": "text"}},
-            "tool_choice": asked.get("tool_choice") or "auto",
-            "tools": asked.get("tools") or [],
+            "model": answer.model or request.get("model") or "",
+            "output": [self._item(block) for block in answer.blocks] if is_over else [],
+            **{name: request.get(name) for name in ECHOED_FIELDS},
+            "parallel_tool_calls": request.get("parallel_tool_calls", True),
+            "reasoning": request.get("reasoning") or {"effort": None, "summary": None},
+            "store": request.get("store") is not False,
+            "text": request.get("text") or {"format": {"type": "text"}},
+            "tool_choice": request.get("tool_choice") or "auto",
+            "tools": request.get("tools") or [],
             "truncation": "disabled",
             "usage": self._usage() if is_over else None,
         }
 
-    def tell(self, steps: Iterable[Step]) -> Iterator[bytes]:
+    def events(self, steps: Iterable[BlockStep]) -> Iterator[bytes]:
         for step in steps:
             yield from self._begin()
-            match step.does:
-                case Does.BEGINS:
+            match step.kind:
+                case StepKind.BEGIN:
                     yield from self._open(step.block)
-                case Does.GOES_ON:
+                case StepKind.EXTEND:
                     yield self._delta(step.block, step.text)
-                case Does.ENDS:
+                case StepKind.END:
                     yield from self._close(step.block)
 
-    def end(self) -> Iterator[bytes]:
-        """The last ones; the story has ended, well or not."""
+    def last_events(self) -> Iterator[bytes]:
+        """Yield the last events, after the answer was closed."""
         yield from self._begin()
-        error = self._story.error
+        error = self._answer.error
         if error is not None:
-            told = {"code": "server_error", "message": str(error.get("message", ""))}
-            yield self._event("error", **told, param=error.get("param"))
+            fields = {"code": "server_error", "message": str(error.get("message", ""))}
+            yield self._event("error", **fields, param=error.get("param"))
         response = self.response()
         yield self._event(f"response.{response['status']}", response=response)
 
@@ -299,64 +296,65 @@ class Telling:
             yield self._event("response.created", response=opening)
             yield self._event("response.in_progress", response=opening)
 
-    def _open(self, block: Block) -> Iterator[bytes]:
+    def _open(self, block: AnswerBlock) -> Iterator[bytes]:
         at = {"output_index": block.number}
         yield self._event("response.output_item.added", item=self._empty(block), **at)
-        if block.kind is not Kind.CALL:
+        if block.kind is not BlockKind.TOOL_CALL:
             yield self._event(
                 "response.content_part.added", part=_part_of(block, ""), **self._at(block)
             )
 
-    def _delta(self, block: Block, delta: str) -> bytes:
+    def _delta(self, block: AnswerBlock, delta: str) -> bytes:
         match block.kind:
-            case Kind.THOUGHT:
+            case BlockKind.REASONING:
                 return self._event("response.reasoning_text.delta", delta=delta, **self._at(block))
-            case Kind.TEXT:
+            case BlockKind.TEXT:
                 kind = "response.output_text.delta"
                 return self._event(kind, delta=delta, logprobs=[], **self._at(block))
-            case Kind.CALL:
+            case BlockKind.TOOL_CALL:
                 at = {"item_id": self._id(block), "output_index": block.number}
                 return self._event("response.function_call_arguments.delta", delta=delta, **at)
 
-    def _close(self, block: Block) -> Iterator[bytes]:
-        words, at = block.text, self._at(block)
-        item = self._item(block, "completed")
-        if block.kind is Kind.CALL:
+    def _close(self, block: AnswerBlock) -> Iterator[bytes]:
+        text, at = block.text, self._at(block)
+        if block.kind is BlockKind.TOOL_CALL:
             del at["content_index"]
             kind = "response.function_call_arguments.done"
-            yield self._event(kind, name=block.name, arguments=words, **at)
+            yield self._event(kind, name=block.name, arguments=text, **at)
         else:
-            if block.kind is Kind.TEXT:
-                yield self._event("response.output_text.done", text=words, logprobs=[], **at)
+            if block.kind is BlockKind.TEXT:
+                yield self._event("response.output_text.done", text=text, logprobs=[], **at)
             else:
-                yield self._event("response.reasoning_text.done", text=words, **at)
-            yield self._event("response.content_part.done", part=_part_of(block, words), **at)
-        yield self._event("response.output_item.done", item=item, output_index=block.number)
+                yield self._event("response.reasoning_text.done", text=text, **at)
+            yield self._event("response.content_part.done", part=_part_of(block, text), **at)
+        yield self._event(
+            "response.output_item.done", item=self._item(block), output_index=block.number
+        )
 
-    def _item(self, block: Block, status: str) -> Json:
-        return {**self._empty(block), "status": status, **self._content(block)}
+    def _item(self, block: AnswerBlock) -> Json:
+        return {**self._empty(block), "status": "completed", **self._content(block)}
 
-    def _empty(self, block: Block) -> Json:
+    def _empty(self, block: AnswerBlock) -> Json:
         given = {"id": self._id(block), "status": "in_progress"}
         match block.kind:
-            case Kind.THOUGHT:
+            case BlockKind.REASONING:
                 return {"type": "reasoning", "summary": [], "content": [], **given}
-            case Kind.TEXT:
+            case BlockKind.TEXT:
                 return {"type": "message", "role": "assistant", "content": [], **given}
-            case Kind.CALL:
+            case BlockKind.TOOL_CALL:
                 call = {"call_id": _call_id(block), "name": block.name, "arguments": ""}
                 return {"type": "function_call", **call, **given}
 
-    def _content(self, block: Block) -> Json:
-        if block.kind is Kind.CALL:
+    def _content(self, block: AnswerBlock) -> Json:
+        if block.kind is BlockKind.TOOL_CALL:
             return {"arguments": block.text}
         part = _part_of(block, block.text)
-        if block.kind is Kind.TEXT and self._story.logprobs:
-            part["logprobs"] = self._story.logprobs
+        if block.kind is BlockKind.TEXT and self._answer.logprobs:
+            part["logprobs"] = self._answer.logprobs
         return {"content": [part]}
 
     def _usage(self) -> Json:
-        usage = self._story.usage
+        usage = self._answer.usage
         return {
             "input_tokens": usage.prompt,
             "input_tokens_details": {"cached_tokens": usage.cached},
@@ -365,11 +363,11 @@ class Telling:
             "total_tokens": usage.prompt + usage.answer,
         }
 
-    def _id(self, block: Block) -> str:
-        kinds = {Kind.THOUGHT: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
+    def _id(self, block: AnswerBlock) -> str:
+        kinds = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.TOOL_CALL: "fc"}
         return f"{kinds[block.kind]}_{self.name.removeprefix('resp_')}_{block.number}"
 
-    def _at(self, block: Block) -> Json:
+    def _at(self, block: AnswerBlock) -> Json:
         return {"item_id": self._id(block), "output_index": block.number, "content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -378,11 +376,11 @@ class Telling:
         return b"event: %b\ndata: %b\n\n" % (kind.encode("ascii"), content)
 
 
-def _part_of(block: Block, words: str) -> Json:
-    if block.kind is Kind.THOUGHT:
-        return {"type": "reasoning_text", "text": words}
-    return {"type": "output_text", "text": words, "annotations": [], "logprobs": []}
+def _part_of(block: AnswerBlock, text: str) -> Json:
+    if block.kind is BlockKind.REASONING:
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _call_id(block: Block) -> str:
+def _call_id(block: AnswerBlock) -> str:
     return block.id or f"call_{block.number}"

@@ -53,7 +53,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
         authenticator, limits = gateway.authenticator, gateway.limits
         key = None
         if authenticator is not None:
-            key = key_limits.identified(request.exchange, authenticator, gateway.metrics)
+            key = key_limits.identified(request.exchange, authenticator)
         if reading is None:
             request.read(limits, gateway.conversations)
             if request.alone == SEVERAL and gateway.shares_loads(request.model):
@@ -207,6 +207,8 @@ async def _refuse(request: Request, gateway: Gateway, error: Exception) -> None:
     record.error = f"{type(error).__name__}: {error}"
     if isinstance(error, errors.OverloadError):
         gateway.metrics.refusals.add((error.reason,))
+    elif isinstance(error, errors.UnauthorizedError):
+        gateway.metrics.unauthorized.add((error.reason,))
     elif isinstance(error, AnswersFullError):
         gateway.metrics.refusals.add(("answers",))
     elif isinstance(error, errors.RepeatedCrashError):

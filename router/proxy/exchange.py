@@ -1,7 +1,7 @@
 """What a flow knows of its client: one request, and the means to answer it.
 
-router.server.response_writer and router.server.asgi implement it. Each request runs in a task of
-its own, which the server cancels when the client disconnects.
+router.server.response_writer implements it. Each request runs in a task of its own, which the
+server cancels when the client disconnects.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
+from router.auth.api_keys import ApiKey
 from router.http_client.engine_answer import AnswerSink
 from router.http_client.errors import UpstreamError
 
@@ -39,6 +40,9 @@ class Exchange(Protocol):
     endpoint: str
     headers: Sequence[Header]
     arrived: float
+    caller: ApiKey | None
+    """The API key that the server has found valid; None if the request has no valid one, or if the
+    router has no API keys."""
 
     @property
     def body(self) -> bytes: ...
@@ -69,7 +73,7 @@ class Before:
 
     def __init__(self, front: Exchange) -> None:
         self.loop: asyncio.AbstractEventLoop = front.loop
-        self.endpoint, self.arrived = front.endpoint, front.arrived
+        self.endpoint, self.arrived, self.caller = front.endpoint, front.arrived, front.caller
         self.headers: Sequence[Header] = front.headers
         self._front = front
 

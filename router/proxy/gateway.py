@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
-from router.auth.authenticator import MISSING, Authenticator
+from router.auth.api_keys import ApiKey
+from router.auth.authenticator import Authenticator
 from router.conversations.conversations import Conversations
 from router.fleet.engine import Engine
 from router.fleet.engine_spec import EngineRole
@@ -18,7 +19,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.snapshot import GroupPool, Snapshot
 from router.http_client.answer_memory import AnswerMemory
 from router.http_client.errors import UpstreamError
-from router.openai.errors import EngineError, NoEngineError, UnauthorizedError, UnknownModelError
+from router.openai.errors import EngineError, NoEngineError, UnknownModelError
 from router.proxy.admission import Admission, Held, has_limits
 from router.proxy.request import Request
 from router.proxy.request_limits import Limits
@@ -122,17 +123,10 @@ class Gateway:
         elif has_limits(settings):
             self.admission = Admission(settings, self.fleet, self.metrics)
 
-    def refusal_of(
-        self, headers: Sequence[tuple[bytes, bytes]], endpoint: str | None
-    ) -> UnauthorizedError | None:
-        """Of a request whose body is still to come: a stranger's is not waited for. What is for the
-        application may be open to all without a body, and is counted there where it is not."""
-        key = None if self.authenticator is None else self.authenticator.identify(headers)
-        if not isinstance(key, str):
-            return None
-        if endpoint is not None:
-            self.metrics.unauthorized.add((key,))
-        return UnauthorizedError(key == MISSING)
+    def identify(self, headers: Sequence[tuple[bytes, bytes]]) -> ApiKey | str | None:
+        """Return the API key of a request, MISSING or INCORRECT for a request without a valid one,
+        or None if the router has no API keys."""
+        return None if self.authenticator is None else self.authenticator.identify(headers)
 
     def route(
         self, request: Request, home: Engine | None = None, but: Container[str] = ()

@@ -113,7 +113,7 @@ class Beating:
     def __init__(self, request: Request, limits: Limits) -> None:
         front = request.exchange
         self.loop, self.endpoint, self.arrived = front.loop, front.endpoint, front.arrived
-        self.headers, self.body = front.headers, front.body
+        self.headers, self.body, self.caller = front.headers, front.body, front.caller
         self._front = front
         self._request = request
         self._interval, self._idle = limits.stream_heartbeat, limits.stream_idle_timeout

@@ -21,13 +21,15 @@ MOST_TOKENS = 10**9
 NOTHING = frozenset(("refused", "failed", "engine_error"))
 
 
-def identified(exchange: Exchange, authenticator: Authenticator, metrics: Metrics) -> ApiKey:
-    """Whose it is; from then on its headers say so, and show no credential. Raises
-    UnauthorizedError."""
-    key = authenticator.identify(exchange.headers)
-    if isinstance(key, str):
-        metrics.unauthorized.add((key,))
-        raise UnauthorizedError(key == MISSING)
+def identified(exchange: Exchange, authenticator: Authenticator) -> ApiKey:
+    """Return the request's API key, and replace the credential in its headers by the key's owner.
+
+    The server refuses requests without a valid key; one that reaches the proxy in spite of that
+    raises UnauthorizedError.
+    """
+    key = exchange.caller
+    if key is None:
+        raise UnauthorizedError(MISSING)
     exchange.headers = authenticator.with_owner(exchange.headers, key)
     return key
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from random import Random
 from typing import NamedTuple, TypeVar
 
+from router.auth.api_keys import ApiKey
 from router.fleet.engine import Engine, Health
 from router.fleet.engine_spec import DECODE, PREFILL, EngineRole, Intent
 from router.http_client.deadlines import now
@@ -240,6 +241,7 @@ class Unheard:
     endpoint = ENDPOINT
     headers: Sequence[Header] = ()
     body = b""
+    caller: ApiKey | None = None
 
     def __init__(self, loop: asyncio.AbstractEventLoop, arrived: float) -> None:
         self.loop = loop

@@ -1,4 +1,4 @@
-"""Wires the rooms together. Nothing else imports everything."""
+"""Build the router: the only place that knows all of its parts."""
 
 from __future__ import annotations
 
@@ -41,17 +41,9 @@ from router.http_client.pool import EnginePool, PoolLimits
 from router.openai import fastapi_errors
 from router.proxy.gateway import Gateway
 from router.proxy.warmup import EAGER, Warmer
-from router.server import (
-    dialect_endpoints,
-    index_page,
-    lora_adapters,
-    model_endpoints,
-    openai_endpoints,
-    operations_endpoints,
-    passthrough_endpoints,
-)
-from router.server.access_guard import Guard
-from router.server.http_methods import Manners
+from router.server import index_page, lora_adapters, proxied_endpoints, router_endpoints
+from router.server.middleware import AccessMiddleware, HttpMethodsMiddleware
+from router.server.router_state import RouterState
 from router.settings import BrokenFileError, Settings, SettingsError
 from router.telemetry.metric_types import Reading
 from router.telemetry.metrics import Metrics
@@ -63,34 +55,35 @@ if TYPE_CHECKING:
     from router.auth.redis_quota_ledger import RedisQuotaLedger
 
 logger = logging.getLogger("disagg_router")
-# Seconds that requests wait at start for sources of engines that have to be asked.
-FIRST_WORDS = 3.0
+# How long requests wait at start for service discovery.
+DISCOVERY_TIMEOUT_S = 3.0
 CIRCUIT_VALUES = {CLOSED: 0, HALF_OPEN: 1, OPEN: 2}
 HEALTH_VALUES = {Health.HEALTHY: 1, Health.UNHEALTHY: 0, Health.UNKNOWN: -1}
 
 
 def build(settings: Settings, shared: Path | None = None) -> FastAPI:
-    """The application: serves everything under any ASGI server, and the hot endpoints faster when
-    uvicorn runs it with RouterProtocol. Engines are discovered and probed while its lifespan runs.
+    """Build the router as a FastAPI application, with a RouterState on `app.state.router`.
 
-    `shared` is a folder of all processes of a router of several. Raises SettingsError.
+    uvicorn has to serve it with RouterProtocol, which answers the proxied endpoints itself. Engines
+    are discovered and probed while the application's lifespan runs. `shared` is the folder that the
+    worker processes of one router share. Raises SettingsError.
     """
     deadlines, metrics = Deadlines(), Metrics()
     watched: dict[str, Watched] = {}
     certificates: dict[str, Secured] = {}
     secured = functools.cache(settings.engine_tls)  # the system's authorities take a while to read
     has_own = settings.engine_ca_file or settings.engine_certfile
-    if has_own and (pair := secured().file) is not None:  # what is wrong there is told at start
+    if has_own and (pair := secured().file) is not None:  # fail at start if a file is invalid
         watched["engine_tls"], certificates["engine_tls"] = pair, secured()
     answers = AnswerMemory(settings.max_held_answers)
     fleet = _fleet(settings, deadlines, secured, answers)
     fleet.starts_engines_cold = settings.warm_up == EAGER
     fleet.set_group_weights(settings.weights)
     registry = EngineRegistry(fleet, make_sources(settings, shared), settings.request_timeout)
-    _read_gauges(metrics, fleet, registry)
+    _connect_gauges(metrics, fleet, registry)
     metrics.by_model.known = lambda: fleet.snapshot.by_model
     prober = Prober(fleet, settings.health_interval, settings.health_timeout)
-    store = _store(settings, metrics)
+    store = _conversation_store(settings, metrics)
     tracer = tracer_of(os.environ)
     authenticator = _authenticator(settings, metrics)
     if authenticator is not None:
@@ -104,23 +97,39 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     metrics.in_flight.set_function(lambda: len(gateway.running))
     metrics.held_bodies.set_function(lambda: gateway.held.size)
     metrics.held_answers.set_function(lambda: answers.size)
+    dashboard = DashboardHub(gateway, registry) if settings.ui else None
+    state = RouterState(
+        gateway=gateway,
+        deadlines=deadlines,
+        prober=prober,
+        registry=registry,
+        stored_responses=ResponseStore(
+            _response_store(settings, store), settings.tenant_header, settings.responses_ttl
+        ),
+        signed_store=store if isinstance(store, SignedStore) else None,
+        exposition=metrics.exposition,
+        watched_files=watched,
+        certificates=certificates,
+        dashboard=dashboard,
+        dashboard_port=settings.ui_port,
+    )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
         loop = asyncio.get_running_loop()
-        watching = [loop.create_task(registry.run()), loop.create_task(prober.run())]
-        watching += [loop.create_task(file.run()) for file in watched.values()]
+        tasks = [loop.create_task(registry.run()), loop.create_task(prober.run())]
+        tasks += [loop.create_task(file.run()) for file in watched.values()]
         if authenticator is not None:
-            watching.append(loop.create_task(authenticator.renew_leases()))
+            tasks.append(loop.create_task(authenticator.renew_leases()))
         try:
-            await registry.wait_for_sources(FIRST_WORDS)
+            await registry.wait_for_sources(DISCOVERY_TIMEOUT_S)
             if settings.warm_up != "off":
-                watching.append(loop.create_task(Warmer(gateway, settings.warm_up).run()))
-            yield {"gateway": gateway, "deadlines": deadlines}
+                tasks.append(loop.create_task(Warmer(gateway, settings.warm_up).run()))
+            yield {"router": state}
         finally:
-            for task in watching:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*watching, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await gateway.close()
             fleet.close()
 
@@ -132,43 +141,17 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    app.state.gateway, app.state.prober, app.state.registry = gateway, prober, registry
-    app.state.responses = ResponseStore(
-        _shelf(settings, store), settings.tenant_header, settings.responses_ttl
-    )
-    app.state.exposition = metrics.exposition
-    app.state.watched, app.state.certificates = watched, certificates
-    app.state.sealed_store = store if isinstance(store, SignedStore) else None
-    for endpoints in (
-        index_page,
-        openai_endpoints,
-        dialect_endpoints,
-        passthrough_endpoints,
-        lora_adapters,
-        model_endpoints,
-        operations_endpoints,
-    ):
+    app.state.router = state
+    for endpoints in (index_page, proxied_endpoints, lora_adapters, router_endpoints):
         app.include_router(endpoints.router)
-    app.state.page = _page(app, settings, gateway, registry)
-    # A port that is asked for and not bound, under another server, hides the page.
-    app.state.page_port = settings.ui_port
+    if dashboard is not None:
+        app.include_router(dashboard_routes(dashboard, settings.ui_secret()))
     has_metrics = settings.metrics_port is None
-    app.add_middleware(Guard, gateway=gateway, state=app.state, has_metrics=has_metrics)
-    # Outermost: a page hears of a refusal, too.
-    app.add_middleware(Manners, known=app, origins=settings.cors_origins)
+    app.add_middleware(AccessMiddleware, state=state, has_metrics=has_metrics)
+    # Outermost, so that 401 answers have CORS headers, too.
+    app.add_middleware(HttpMethodsMiddleware, known=app, origins=settings.cors_origins)
     fastapi_errors.install(app)
     return app
-
-
-def _page(
-    app: FastAPI, settings: Settings, gateway: Gateway, registry: EngineRegistry
-) -> DashboardHub | None:
-    """Raises SettingsError."""
-    if not settings.ui:
-        return None
-    hub = DashboardHub(gateway, registry)
-    app.include_router(dashboard_routes(hub, settings.ui_secret()))
-    return hub
 
 
 def _conversations(settings: Settings, store: Store | None) -> Conversations | None:
@@ -198,8 +181,7 @@ def _keyring(settings: Settings, path: Path) -> Keyring:
 
 
 def check_files(settings: Settings) -> None:
-    """Those that are watched: at start, one that cannot be used is a mistake in the settings like
-    any other. Raises SettingsError."""
+    """Raise SettingsError if a file that the router would watch is invalid now."""
     settings.served_tls()
     if settings.engine_ca_file or settings.engine_certfile:
         settings.engine_tls()
@@ -208,9 +190,12 @@ def check_files(settings: Settings) -> None:
 
 
 def _require_no_limits(keys: KeysByDigest) -> None:
-    """The kernel gives a client's connections to whichever worker: a share of a limit at each would
-    refuse who has one connection, and the whole of it at each would be no limit. Raises
-    ValueError."""
+    """Raise ValueError if a key has limits, which worker processes cannot count in memory.
+
+    The kernel spreads a client's connections over the workers. With a share of the limit at each
+    worker, a client with one connection would get only that share; with the whole limit at each, a
+    client would get a multiple of it.
+    """
     for key in keys.values():
         if key.has_limits:
             raise ValueError(
@@ -237,7 +222,7 @@ def _shared_ledger(settings: Settings, metrics: Metrics) -> RedisQuotaLedger:
         raise SettingsError([f"--key-limits-store: {error}"]) from error
 
 
-def _store(settings: Settings, metrics: Metrics) -> Store | None:
+def _conversation_store(settings: Settings, metrics: Metrics) -> Store | None:
     """Raises SettingsError."""
     if settings.conversation_store == "off":
         return None
@@ -246,15 +231,17 @@ def _store(settings: Settings, metrics: Metrics) -> Store | None:
         metrics.conversation_entries.set_function(lambda: len(memory))
         return memory
     errors = metrics.conversation_store_errors
-    redis = StoreBreaker(_redis(settings), errors)
+    redis = StoreBreaker(_redis_store(settings), errors)
     seal = Seal(with_store_keys(settings).store_keys())
     return SignedStore(redis, seal, errors, settings.conversation_ttl)
 
 
 def with_store_keys(settings: Settings) -> Settings:
-    """With the keys of a shared store, or with one of this router's own. Raises SettingsError.
+    """Return the settings with the keys that sign entries of a shared store, a random one if none
+    is given. Raises SettingsError.
 
-    Called before a router becomes several processes; the second time it changes nothing.
+    Called before the worker processes start, so that they use the same key. A second call changes
+    nothing.
     """
     if settings.conversation_store in ("memory", "off"):
         return settings
@@ -268,14 +255,14 @@ def with_store_keys(settings: Settings) -> Settings:
     return settings.with_store_keys(keys)
 
 
-def _shelf(settings: Settings, store: Store | None) -> Store | None:
-    """For responses: a memory of their own, so that they do not push out turns."""
+def _response_store(settings: Settings, store: Store | None) -> Store | None:
+    """Return the store for responses: a separate one in memory, where they would evict turns."""
     if settings.conversation_store != "memory":
         return store
     return MemoryStore(settings.conversation_max_entries, settings.conversation_max_bytes)
 
 
-def _redis(settings: Settings) -> Store:
+def _redis_store(settings: Settings) -> Store:
     from router.conversations.redis_store import RedisStore  # slow to import, and seldom needed
 
     try:
@@ -294,7 +281,7 @@ def _fleet(
     secured: Callable[[], Secured],
     answers: AnswerMemory,
 ) -> Fleet:
-    """`secured` is asked for where an engine wants it."""
+    """`secured` is called only if an engine uses TLS."""
     limits = PoolLimits(
         connect_timeout_s=settings.connect_timeout,
         max_idle_connections=settings.engine_idle_connections,
@@ -314,8 +301,9 @@ def _fleet(
     return Fleet((), make_pool, settings.health_failures, credential=credential)
 
 
-def _read_gauges(metrics: Metrics, fleet: Fleet, registry: EngineRegistry) -> None:
-    """From the thread that is asked for metrics: each reads what is replaced as a whole."""
+def _connect_gauges(metrics: Metrics, fleet: Fleet, registry: EngineRegistry) -> None:
+    """Set what the gauges read. The metrics' thread calls these functions, so each reads only
+    objects that are replaced as a whole."""
 
     def of_engines(value: Callable[[Engine], float]) -> Callable[[], Iterator[Reading]]:
         return lambda: (((engine.role, engine.name), value(engine)) for engine in fleet.engines)

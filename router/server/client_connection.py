@@ -1,13 +1,17 @@
-"""The front door: one client's connection, a Protocol of our own behind uvicorn's listener.
+"""One client's connection: an asyncio protocol behind uvicorn's listener.
 
-    bytes -> inbound: requests -> here: whose turn it is -> flows or bridge -> outbound -> bytes
+    bytes -> RequestReader -> requests -> RouterProtocol -> proxy or application -> ResponseWriter
 
-Requests to the hot endpoints go to flows, all others through the bridge to the application. They
-are answered in the order in which they came. What is uvicorn's is what it gives to any protocol
-(its parameter `http`) and asks of it: `shutdown`, and its place in the server's state.
+Requests to proxied endpoints go to the proxy, all others through the ASGI bridge to the FastAPI
+application. They are answered in the order of their arrival. uvicorn makes the protocol (its
+parameter `http`), calls its `shutdown`, and counts it in the server's state.
 
-Deadlines: a request must be received in time, an answer read, and a connection on which nothing
-happens is closed. One clock is enough for the three, for only one of them runs at a time.
+Authentication: the API key of a request is looked up once, when its head has arrived without its
+body, else when it is answered. Proxied requests without a valid key are refused here; for others
+the result is in the ASGI scope, where AccessMiddleware requires it.
+
+Deadlines: a request must be received in time, an answer must be read in time, and an idle
+connection is closed. Only one of the three runs at a time, so one timer is enough.
 """
 
 from __future__ import annotations
@@ -27,42 +31,45 @@ from router.openai.errors import (
     RequestError,
     RequestTimeoutError,
     ShuttingDownError,
+    UnauthorizedError,
     body_of,
     headers_of,
     shape_of,
 )
-from router.proxy.dispatch import refuse, serve
+from router.proxy.dispatch import serve
 from router.proxy.gateway import Gateway
 from router.proxy.request_limits import Limits
-from router.server import bridge, http_heads
-from router.server.request_reader import Inbound, Incoming
-from router.server.response_writer import Outbound
+from router.server import asgi_bridge
+from router.server.proxied_endpoints import GENERATION_PATHS, refuse_proxied, serve_proxied
+from router.server.request_reader import IncomingRequest, RequestReader
+from router.server.response_writer import CLOSE, ResponseWriter
+from router.server.router_state import RouterState
 
-LINGER = 5.0
-READ_AHEAD = 64 * 1024
-# Connections beyond the most, which are told so if they ask for something soon, and may ask for
-# health; those beyond these are cut.
-CROWD = 128
-# Of requests that are refused before their end. The application may do what one asks without a look
-# at its body, so it hears only of those that ask for nothing to be done, and of POSTs: to whatever
-# it has for these, the body is what counts.
-REFUSED_THERE = frozenset((b"POST", b"GET", b"HEAD", b"OPTIONS"))
+LINGER_S = 5.0
+MAX_READ_AHEAD_BYTES = 64 * 1024
+# Connections beyond the limit that still receive an answer: an error, or that of an endpoint of the
+# application such as /health. Connections beyond these are aborted.
+MAX_EXCESS_CONNECTIONS = 128
+# Methods of refused requests that the application may answer. It could carry out others without a
+# look at the body; to a POST of the application the body matters.
+REFUSED_BY_APPLICATION = frozenset((b"POST", b"GET", b"HEAD", b"OPTIONS"))
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def excess(connections: Sized, limits: Limits) -> int:
-    """How many there are more than there may be."""
+    """Return by how many connections the limit is exceeded; negative below the limit."""
     return len(connections) - (limits.max_connections or len(connections))
 
 
 class RouterProtocol(asyncio.Protocol):
-    """Expects a Gateway as "gateway" and Deadlines as "deadlines" in the lifespan's state."""
+    """Expects a RouterState as "router" in the lifespan's state."""
 
-    __slots__ = ("_ahead", "_answering", "_app", "_app_state", "_crowded", "_deadlines",
-                 "_default_headers", "_default_lines", "_held", "_inbound", "_is_asked_to_end",
-                 "_is_closing", "_is_continued", "_is_reading", "_is_timed", "_keep_alive",
-                 "_loop", "_refused", "_server", "_task", "_unread", "_unread_until",
-                 "_write_paused", "deadline", "gateway", "send", "transport")  # fmt: skip
+    __slots__ = ("_app", "_app_state", "_body_size", "_deadlines", "_default_headers",
+                 "_default_lines", "_is_closing", "_is_excess", "_is_reading", "_is_receive_timed",
+                 "_is_shutting_down", "_keep_alive", "_loop", "_read_ahead", "_reader", "_refused",
+                 "_sent_continue", "_server", "_stored_responses", "_task", "_unread",
+                 "_unread_until", "_write_paused", "_writer", "deadline", "gateway", "send",
+                 "transport")  # fmt: skip
 
     def __init__(
         self,
@@ -71,38 +78,39 @@ class RouterProtocol(asyncio.Protocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        self.gateway: Gateway = app_state["gateway"]
+        state: RouterState = app_state["router"]
+        self.gateway: Gateway = state.gateway
         self.deadline = 0.0
-        self._deadlines: Deadlines = app_state["deadlines"]
+        self._deadlines: Deadlines = state.deadlines
+        self._stored_responses = state.stored_responses
         self._loop = _loop or asyncio.get_running_loop()
         self._app = cast(ASGIApp, config.loaded_app)
         self._app_state = app_state
         self._keep_alive: float = cast(Any, config).timeout_keep_alive  # which may be a float
         self._server = server_state
         self.transport: asyncio.Transport = cast(asyncio.Transport, None)
-        self._inbound = Inbound(self.gateway)
-        # What is being answered, the task that does it, and how much of its body is held.
-        self._answering: Outbound | None = None
+        self._reader = RequestReader(self.gateway)
+        # The answer in progress, its task, and the bytes of its request's body that are held.
+        self._writer: ResponseWriter | None = None
         self._task: asyncio.Task[None] | None = None
-        self._held = 0
-        # Whether the request whose turn it is was told to go on.
-        self._is_continued = False
-        # Whether `deadline` is the one of the request that is being received.
-        self._is_timed = False
+        self._body_size = 0
+        # True if 100 Continue was sent for the request whose turn it is.
+        self._sent_continue = False
+        # True while `deadline` is that of the request that is being received.
+        self._is_receive_timed = False
         self._is_reading = True
         self._write_paused = False
-        # Nothing more is answered.
         self._is_closing = False
-        self._refused: Incoming | None = None
-        self._is_asked_to_end = False
+        self._refused: IncomingRequest | None = None
+        self._is_shutting_down = False
         self._default_headers: list[tuple[bytes, bytes]] | None = None
         self._default_lines = b""
-        # Bytes of requests that are read while another one is being answered.
-        self._ahead = 0
-        # Came when there were enough of them.
-        self._crowded = False
-        # Of a whole answer that the client is slow to read: the bytes that it had not read when it
-        # was last looked at, which take memory of answers, and until when it must have read them.
+        # Bytes of requests that were read while another one is being answered.
+        self._read_ahead = 0
+        # True for a connection beyond the limit.
+        self._is_excess = False
+        # Bytes of whole answers that the client had not read at the last check, and the time by
+        # which it must have read them. They count as memory of answers.
         self._unread = 0
         self._unread_until = NEVER
 
@@ -115,135 +123,147 @@ class RouterProtocol(asyncio.Protocol):
         connections.add(self)  # type: ignore[arg-type] # a set of uvicorn's own protocols
         self.gateway.metrics.connections.inc()
         over = excess(connections, limits)
-        self._crowded = over > 0
-        if over > CROWD:
+        self._is_excess = over > 0
+        if over > MAX_EXCESS_CONNECTIONS:
             self.gateway.metrics.refusals.add(("connections",))
             self.abort()
             return
-        self._watch(LINGER if self._crowded else limits.client_read_timeout)
+        self._watch(LINGER_S if self._is_excess else limits.client_read_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.connections.discard(self)
         self._deadlines.drop(self)
         self.gateway.metrics.connections.dec()
-        self._inbound.close()
+        self._reader.close()
         self._count_unread(0)
         self._is_closing = True
-        outbound, self._answering = self._answering, None
-        if outbound is not None:
-            outbound.left()
-            self._let_go()
-            if self._task is not None and outbound.endpoint:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.disconnect()
+            self._release_body()
+            if self._task is not None and writer.endpoint:
                 self._task.cancel()
 
     def eof_received(self) -> bool:
-        """A client that half closes has left: nobody asks and then stays only to listen."""
+        """Treat a half-closed connection as a disconnect: no client closes and goes on reading."""
         return False
 
     def data_received(self, data: bytes) -> None:
-        inbound = self._inbound
-        if inbound.is_deaf:
+        reader = self._reader
+        if reader.is_closed:
             return
-        inbound.feed(data)
-        if self._answering is None:
+        reader.feed(data)
+        if self._writer is None:
             self._answer_next()
-        elif inbound.requests:
-            self._limit_ahead(len(data))
+        elif reader.requests:
+            self._limit_read_ahead(len(data))
         if self._unread_until != NEVER:
-            return  # the clock runs for what the client has not read, whatever it asks meanwhile
-        if inbound.is_receiving:
-            if not self._is_timed:
-                self._is_timed = True
+            return  # `deadline` is that of an unread answer, whatever the client sends meanwhile
+        if reader.is_receiving:
+            if not self._is_receive_timed:
+                self._is_receive_timed = True
                 self._watch(self.gateway.limits.client_read_timeout)
-        elif self._answering is not None:
-            self._is_timed = False
-            self.deadline = NEVER  # until its answer ends
+        elif self._writer is not None:
+            self._is_receive_timed = False
+            self.deadline = NEVER  # until the answer ends
 
     def pause_writing(self) -> None:
         self._write_paused = True
-        outbound = self._answering
-        if outbound is None:
-            self._wait_for_reader()  # uvloop says so only after the answer's end was written
+        writer = self._writer
+        if writer is None:
+            self._wait_for_client()  # uvloop pauses only after the end of the answer was written
         else:
-            outbound.pause()
-            if not outbound.endpoint:
-                self._watch_reader()
+            writer.pause()
+            if not writer.endpoint:
+                self._watch_client()
 
     def resume_writing(self) -> None:
         self._write_paused = False
-        if self._answering is not None:
-            self._answering.resume()
+        if self._writer is not None:
+            self._writer.resume()
         if self._unread:
-            self._was_read()
+            self._note_read()
 
-    # uvicorn's.
+    # Called by uvicorn, and at the end of the shutdown.
 
     def shutdown(self) -> None:
-        self._is_asked_to_end = True
-        if self._answering is None and not self._inbound.requests:
+        self._is_shutting_down = True
+        if self._writer is None and not self._reader.requests:
             self.transport.close()
 
     def end(self) -> None:
-        """What has not come by now is not waited for: it may be asked of another router."""
-        if self._answering is None and self._inbound.is_receiving:
-            self._inbound.refuse(ShuttingDownError("the router is shutting down"))
+        """Refuse a request that is still incomplete: the client may send it to another router."""
+        if self._writer is None and self._reader.is_receiving:
+            self._reader.refuse(ShuttingDownError("the router is shutting down"))
             self._answer_next()
 
-    # Whose turn it is.
+    # Requests.
 
     def _answer_next(self) -> None:
-        """The oldest request, if it is all here, or will not be served."""
-        inbound = self._inbound
-        if not inbound.requests or self._is_closing:
+        """Answer the oldest request, if it is complete or refused."""
+        reader = self._reader
+        if not reader.requests or self._is_closing:
             return
-        request = inbound.requests[0]
+        request = reader.requests[0]
         if request.refusal is not None:
-            inbound.requests.popleft()
+            reader.requests.popleft()
             self._refuse(request, request.refusal)
         elif request.is_complete:
-            inbound.requests.popleft()
-            self._is_continued = False
-            if self._crowded and self._is_too_many(request):
+            reader.requests.popleft()
+            self._sent_continue = False
+            if self._is_excess and self._is_over_limit(request):
                 self._refuse(request, OverloadError("too many connections", "connections"))
             else:
                 self._answer(request)
-        elif not self._is_continued and request.expects_continue:
-            self._is_continued = True
+        elif not self._sent_continue and request.expects_continue:
+            self._sent_continue = True
             self.transport.write(CONTINUE)
 
-    def _answer(self, request: Incoming) -> None:
-        self._held = request.size
-        outbound = self._outbound(request, request.body)
+    def _answer(self, request: IncomingRequest) -> None:
+        self._body_size = request.size
+        if request.caller is None and self.gateway.authenticator is not None:
+            request.caller = self.gateway.identify(request.headers)
+        writer, gateway = self._new_writer(request, request.body), self.gateway
         if request.endpoint is None:
-            self._bridge(request, outbound)
+            self._bridge(request, writer)
+        elif isinstance(request.caller, str):
+            error = UnauthorizedError(request.caller)
+            self._run(refuse_proxied(writer, gateway, self._stored_responses, error))
+        elif request.endpoint in GENERATION_PATHS:
+            self._run(serve(writer, gateway))
         else:
-            self._run(serve(outbound, self.gateway))
+            self._run(serve_proxied(writer, gateway, self._stored_responses))
 
-    def _refuse(self, request: Incoming, error: RequestError) -> None:
-        """Closes: nobody knows what follows."""
-        self._refused, self._inbound.is_deaf = request, True
-        self._inbound.let_go(request)
+    def _refuse(self, request: IncomingRequest, error: RequestError) -> None:
+        """Answer with an error and close the connection: where the next request would begin is
+        unknown."""
+        self._refused, self._reader.is_closed = request, True
+        self._reader.release_body(request)
         request.keep_alive = False
-        outbound = self._outbound(request, b"")
+        writer = self._new_writer(request, b"")
         if request.endpoint is not None:
-            self._run(refuse(outbound, self.gateway, error))
-        elif request.method in REFUSED_THERE and not isinstance(error, MalformedRequestError):
-            self._bridge(request, outbound, error)
+            self._run(refuse_proxied(writer, self.gateway, self._stored_responses, error))
+        elif request.method in REFUSED_BY_APPLICATION and not isinstance(
+            error, MalformedRequestError
+        ):
+            if request.caller is None:
+                request.caller = self.gateway.identify(request.headers)
+            self._bridge(request, writer, error)
         else:
             body, status = body_of(error), shape_of(error).status
-            outbound.open(status, headers_of(error), len(body))
-            outbound.write(body, last=True)
+            writer.open(status, headers_of(error), len(body))
+            writer.write(body, last=True)
 
     def _bridge(
-        self, request: Incoming, outbound: Outbound, refusal: RequestError | None = None
+        self, request: IncomingRequest, writer: ResponseWriter, refusal: RequestError | None = None
     ) -> None:
-        scope = bridge.scope_of(request, self.transport, self._app_state)
-        task = self._run(bridge.answer(self._app, scope, outbound, refusal))
+        scope = asgi_bridge.scope_of(request, self.transport, self._app_state)
+        task = self._run(asgi_bridge.answer(self._app, scope, writer, refusal))
         self._server.tasks.add(task)
         task.add_done_callback(self._server.tasks.discard)
 
-    def _outbound(self, request: Incoming, body: bytes) -> Outbound:
-        self._answering = outbound = Outbound(
+    def _new_writer(self, request: IncomingRequest, body: bytes) -> ResponseWriter:
+        self._writer = writer = ResponseWriter(
             self._loop,
             self,
             now(),
@@ -253,127 +273,126 @@ class RouterProtocol(asyncio.Protocol):
             request.http_1_1,
             request.keep_alive,
             self._write_paused,
+            None if isinstance(request.caller, str) else request.caller,
         )
-        return outbound
+        return writer
 
     def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         self._task = task = self._loop.create_task(work)
         return task
 
-    def _is_too_many(self, request: Incoming) -> bool:
-        """Of connections. Whoever asks for health is answered, and then closed."""
+    def _is_over_limit(self, request: IncomingRequest) -> bool:
+        """Return True for a request that is refused because of too many connections. One to the
+        application, such as /health, is answered, and then the connection is closed."""
         if len(self._server.connections) <= self.gateway.limits.max_connections:
-            self._crowded = False
+            self._is_excess = False
             return False
         request.keep_alive = False
         return request.endpoint is not None
 
-    def _limit_ahead(self, size: int) -> None:
-        """A client that leaves is noticed only while we read, so some requests are read ahead."""
-        self._ahead += size
-        if self._ahead > READ_AHEAD:
+    def _limit_read_ahead(self, size: int) -> None:
+        """Read on while an answer is in progress, to notice a disconnect, but not without bound."""
+        self._read_ahead += size
+        if self._read_ahead > MAX_READ_AHEAD_BYTES:
             self._pause_reading()
 
-    # Line: what an answer needs of its connection.
+    # AnswerConnection: called by the ResponseWriter.
 
-    def common(self, outbound: Outbound) -> tuple[bytes, ...]:
+    def common_lines(self, writer: ResponseWriter) -> tuple[bytes, ...]:
         headers = self._server.default_headers
         if headers is not self._default_headers:  # uvicorn makes them anew every second
             self._default_headers = headers
             self._default_lines = b"".join([b"%s: %s\r\n" % header for header in headers])
-        # Who asks again is to find another router; who has asked is answered.
-        inbound = self._inbound
-        is_ending = self.gateway.draining or self._is_asked_to_end
-        if inbound.is_noise if inbound.requests else is_ending:
-            outbound.keep_alive = False
-        return (
-            (self._default_lines,)
-            if outbound.keep_alive
-            else (self._default_lines, http_heads.CLOSE)
-        )
+        # During a shutdown, requests that were received are answered, and later ones go elsewhere.
+        reader = self._reader
+        is_ending = self.gateway.draining or self._is_shutting_down
+        if reader.next_is_invalid if reader.requests else is_ending:
+            writer.keep_alive = False
+        return (self._default_lines,) if writer.keep_alive else (self._default_lines, CLOSE)
 
-    def answered(self, outbound: Outbound) -> None:
-        self._answering = self._task = None
-        self._let_go()
+    def finish_answer(self, writer: ResponseWriter) -> None:
+        self._writer = self._task = None
+        self._release_body()
         self._server.total_requests += 1
-        inbound = self._inbound
-        if not outbound.keep_alive or (inbound.requests and inbound.is_noise):
+        reader = self._reader
+        if not writer.keep_alive or (reader.requests and reader.next_is_invalid):
             self._close()
         elif self._write_paused:
-            self._wait_for_reader()
+            self._wait_for_client()
         else:
-            self._go_on()
+            self._continue()
 
-    def _let_go(self) -> None:
-        self.gateway.held.size -= self._held
-        self._held = 0
+    def _release_body(self) -> None:
+        self.gateway.held.size -= self._body_size
+        self._body_size = 0
 
-    def _go_on(self) -> None:
-        """An answer is out: on to the next request."""
+    def _continue(self) -> None:
+        """Go on to the next request, after an answer was written."""
         self._unread_until = NEVER
         if self._unread:
             self._count_unread(0)
-        inbound = self._inbound
-        if inbound.requests:
+        reader = self._reader
+        if reader.requests:
             self._answer_next()
-        elif self._is_asked_to_end:
-            self._close()  # the head of the answer may have left before
-        elif not inbound.is_receiving:
+        elif self._is_shutting_down:
+            self._close()  # the answer's head may have been sent before the shutdown
+        elif not reader.is_receiving:
             self._watch(self._keep_alive)
         if self._is_closing:
             return
-        if inbound.is_receiving:
+        if reader.is_receiving:
             self._watch(self.gateway.limits.client_read_timeout)
-        # Or more would come with each answer than is answered.
-        if not (inbound.requests and inbound.is_waiting):
-            self._ahead = 0
+        # Read on only then, or a client could pile up requests faster than they are answered.
+        if not (reader.requests and reader.next_is_complete):
+            self._read_ahead = 0
             if not self._is_reading:
                 self._resume_reading()
 
-    # Expiring: a request must be received in time, and its answer read.
+    # Deadlines.
 
     def expire(self) -> None:
-        outbound, inbound = self._answering, self._inbound
-        if self.transport.get_write_buffer_size() and (outbound is None or not outbound.endpoint):
-            self._look_at_reader()
+        writer, reader = self._writer, self._reader
+        if self.transport.get_write_buffer_size() and (writer is None or not writer.endpoint):
+            self._check_client()
         elif self._is_closing or self.transport.is_closing():
             self.abort()
-        elif not inbound.is_receiving:
-            if outbound is None:
+        elif not reader.is_receiving:
+            if writer is None:
                 self.transport.close()
-        elif outbound is not None or not self._is_reading:
-            self._watch(self.gateway.limits.client_read_timeout)  # it is we who let it wait
+        elif writer is not None or not self._is_reading:
+            # The router causes the delay, not the client.
+            self._watch(self.gateway.limits.client_read_timeout)
         else:
-            inbound.refuse(RequestTimeoutError("the request was not received in time"))
+            reader.refuse(RequestTimeoutError("the request was not received in time"))
             self._answer_next()
 
-    def _wait_for_reader(self) -> None:
-        """Nothing more is asked of us before it has read this, or answers would pile up."""
+    def _wait_for_client(self) -> None:
+        """Read no more requests until the client has read this answer, or answers would pile up."""
         if not self._is_closing:
             self._pause_reading()
-        self._watch_reader()
+        self._watch_client()
 
-    def _watch_reader(self) -> None:
-        """A whole answer is written, and the client has not read it yet."""
+    def _watch_client(self) -> None:
+        """Set the deadline for the client to read a whole answer that was written."""
         limits = self.gateway.limits
         self._count_unread(self.transport.get_write_buffer_size())
         if self._unread_until == NEVER:
             self._unread_until = now() + limits.request_timeout
         self._watch(min(limits.stream_idle_timeout, self._unread_until - now()))
 
-    def _look_at_reader(self) -> None:
-        """It is given up when it has read nothing all the while, or takes too long altogether."""
+    def _check_client(self) -> None:
+        """Abort if the client has read nothing since the last check, or takes too long in all."""
         before, after = self._unread, self.transport.get_write_buffer_size()
         if 0 < before <= after or now() >= self._unread_until:
             self.abort()
         else:
-            self._watch_reader()
+            self._watch_client()
 
-    def _was_read(self) -> None:
+    def _note_read(self) -> None:
         if self._is_closing or self.transport.is_closing():
             return
-        if self._answering is None:
-            self._go_on()
+        if self._writer is None:
+            self._continue()
         else:
             self._count_unread(0)
             self._unread_until = self.deadline = NEVER
@@ -385,25 +404,29 @@ class RouterProtocol(asyncio.Protocol):
     # The connection.
 
     def _close(self) -> None:
-        """A connection closed under a client that still sends is reset, and our answer lost: so it
-        is half closed until the client has seen that, if it may still be sending. TLS cannot be
-        half closed: there, who was cut off in the middle has our answer alone to go by."""
+        """Close the connection so that the client can still read the last answer.
+
+        Closing while the client sends would reset the connection, and the answer would be lost.
+        So the connection is half closed, until the client has closed its half. TLS cannot be half
+        closed: there the connection stays open for a client that was cut off, which has only the
+        answer to go by.
+        """
         refused, can_half_close = self._refused, self.transport.can_write_eof()
-        may_send = refused is not None or self._inbound.is_receiving
+        may_send = refused is not None or self._reader.is_receiving
         is_cut = refused is not None and not refused.is_complete
-        self._is_closing = self._inbound.is_deaf = True
+        self._is_closing = self._reader.is_closed = True
         if (may_send and can_half_close) or is_cut:
             self._resume_reading()
             if can_half_close:
                 self.transport.write_eof()
-            self._watch(LINGER)
+            self._watch(LINGER_S)
         else:
             self.transport.close()
             if self.transport.get_write_buffer_size():
-                self._watch_reader()
+                self._watch_client()
 
     def abort(self) -> None:
-        self._is_closing = self._inbound.is_deaf = True
+        self._is_closing = self._reader.is_closed = True
         self.transport.abort()
 
     def _pause_reading(self) -> None:

@@ -1,7 +1,9 @@
-"""An Exchange that speaks another dialect with its client, and a chat's with the flows.
+"""Serve OpenAI's Responses and Anthropic's Messages as chat completions.
 
-Its bodies, whole or streamed, are translated as they pass. The last events wait until what the next
-turn needs is kept, so that a client that has read them may go on at once.
+A DialectExchange stands between the server and the proxy: the proxy sees a chat completion, and the
+client sees its own dialect. Bodies are translated as they pass, whole or streamed. The last events
+of a stream are sent after the answer was stored for the next request, so that a client that has
+read them can continue the conversation at once.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import orjson
 
+from router.auth.credentials import AUTHORIZATION, X_API_KEY
 from router.common.exact_json import dumps
 from router.conversations.stored_responses import ResponseStore, StoredResponse
-from router.http_client.answer_memory import AnswerMemory, Reservation
+from router.http_client.answer_memory import Reservation
 from router.http_client.engine_answer import NO_ROOM, AnswerSink
 from router.http_client.errors import (
     AnswersFullError,
@@ -23,11 +26,24 @@ from router.http_client.errors import (
     BrokenAnswerError,
     UpstreamError,
 )
-from router.openai import anthropic_messages, responses
-from router.openai.answer_blocks import Step, Story
+from router.openai.answer_blocks import AnswerBlocks, BlockStep
 from router.openai.answers import Json, events_in, parse_object
+from router.openai.anthropic_messages import (
+    MessageEvents,
+    anthropic_error,
+    chat_from_messages,
+    count_request_from_messages,
+    message_from_answer,
+)
 from router.openai.errors import UnsupportedFinishError, error_body, type_of_status
-from router.openai.field_checks import text
+from router.openai.field_checks import require_text
+from router.openai.responses import (
+    MAX_COMPLETION_TOKENS,
+    MAX_OUTPUT_TOKENS,
+    ResponseEvents,
+    assistant_message,
+    chat_from_response,
+)
 from router.proxy.content_type import check_json
 from router.proxy.exchange import Before, Exchange, Header, Relayed
 from router.proxy.gateway import Gateway
@@ -35,306 +51,316 @@ from router.proxy.leg_bodies import write
 from router.proxy.request import PASSED, Request, parse_body
 from router.routing.prompt_chunks import tokens_of
 
-CHAT, TOKENIZE = "/v1/chat/completions", "/tokenize"
+CHAT_PATH, TOKENIZE_PATH = "/v1/chat/completions", "/tokenize"
 EVENT_STREAM = b"text/event-stream"
-KEY = b"x-api-key"
-STRANGE = "an engine answered with something that cannot be told here"
+UNTRANSLATABLE = "an engine's answer cannot be translated to this API"
 
 
-Translate = Callable[[bytes], bytes]
-
-
-class Speaker(ABC):
-    """One request in a dialect, and its answer."""
+class Dialect(ABC):
+    """One request in a dialect, and its answer. `answer` collects what the engine sends."""
 
     def __init__(self) -> None:
-        self.story = Story()
-        self.streams = False
+        self.answer = AnswerBlocks()
+        self.is_streamed = False
 
     @abstractmethod
-    async def read(self, request: Request, gateway: Gateway, asked: Json) -> None:
-        """Raises RequestError."""
+    async def read(self, request: Request, gateway: Gateway, body: Json) -> None:
+        """Fill in `request` with the chat completion for `body`. Raises RequestError."""
 
     @abstractmethod
-    def whole(self, content: Json) -> Json:
-        """Of a whole answer."""
+    def whole_answer(self, content: Json) -> Json:
+        """Return the answer in one piece; `content` is the engine's."""
 
     @abstractmethod
-    def failed(self, status: int, error: Json) -> Json: ...
+    def error(self, status: int, error: Json) -> Json:
+        """Return the error body for OpenAI's error object."""
 
     @abstractmethod
-    def tell(self, steps: Iterable[Step]) -> Iterator[bytes]: ...
+    def events(self, steps: Iterable[BlockStep]) -> Iterator[bytes]:
+        """Yield the events for some steps of a streamed answer."""
 
     @abstractmethod
-    def end(self) -> Iterator[bytes]: ...
+    def last_events(self) -> Iterator[bytes]:
+        """Yield the last events of a stream, after the answer was closed."""
 
-    def require_told(self) -> None:
-        """Raise UnsupportedFinishError if the dialect has no counterpart for the finish reason.
-        Called when the story has ended."""
+    def request_headers(self, headers: Sequence[Header]) -> Sequence[Header]:
+        """Return the request's headers as a client of chat completions would send them."""
+        return headers
+
+    def require_known_finish(self) -> None:
+        """Raise UnsupportedFinishError if the dialect cannot express the finish reason of an answer
+        that was closed."""
         return
 
-    async def keep(self) -> None:
-        """Store the answer for a later request. Called when the story has ended well."""
+    async def store(self) -> None:
+        """Store an answer that was closed, if a later request may refer to it."""
         return
 
 
-class MessagesSpeaker(Speaker):
+class MessagesDialect(Dialect):
     def __init__(self) -> None:
         super().__init__()
-        self._name, self._model = f"msg_{secrets.token_hex(12)}", ""
-        self._events = anthropic_messages.Events(self.story, self._name, "")
+        self._id, self._model = f"msg_{secrets.token_hex(12)}", ""
+        self._events = MessageEvents(self.answer, self._id, "")
 
-    async def read(self, request: Request, gateway: Gateway, asked: Json) -> None:
-        chat = anthropic_messages.chat_of(asked)
-        self.streams = bool(asked.get("stream"))
-        self._model = str(asked.get("model", ""))
-        self._events = anthropic_messages.Events(self.story, self._name, self._model)
-        _take(request, gateway, chat)
+    async def read(self, request: Request, gateway: Gateway, body: Json) -> None:
+        chat = chat_from_messages(body)
+        self.is_streamed = bool(body.get("stream"))
+        self._model = str(body.get("model", ""))
+        self._events = MessageEvents(self.answer, self._id, self._model)
+        _take_chat(request, gateway, chat)
 
-    def whole(self, content: Json) -> Json:
-        return anthropic_messages.message_of(self.story, self._name, self._model)
+    def request_headers(self, headers: Sequence[Header]) -> Sequence[Header]:
+        """Move x-api-key to Authorization, the only credential that engines know."""
+        names = {name for name, _ in headers}
+        if X_API_KEY not in names:
+            return headers
+        rest = [header for header in headers if header[0] != X_API_KEY]
+        if AUTHORIZATION in names:
+            return rest
+        key = next(value for name, value in headers if name == X_API_KEY)
+        return [*rest, (AUTHORIZATION, b"Bearer " + key)]
 
-    def failed(self, status: int, error: Json) -> Json:
-        return anthropic_messages.error_of(status, error)
+    def whole_answer(self, content: Json) -> Json:
+        return message_from_answer(self.answer, self._id, self._model)
 
-    def require_told(self) -> None:
-        if self.story.is_odd:
-            raise UnsupportedFinishError(f"the answer ended for the reason {self.story.finish!r}")
+    def error(self, status: int, error: Json) -> Json:
+        return anthropic_error(status, error)
 
-    def tell(self, steps: Iterable[Step]) -> Iterator[bytes]:
-        return self._events.tell(steps)
+    def require_known_finish(self) -> None:
+        if self.answer.has_unknown_finish:
+            reason = self.answer.finish_reason
+            raise UnsupportedFinishError(f"the answer ended for the reason {reason!r}")
 
-    def end(self) -> Iterator[bytes]:
-        return self._events.end()
+    def events(self, steps: Iterable[BlockStep]) -> Iterator[bytes]:
+        return self._events.events(steps)
+
+    def last_events(self) -> Iterator[bytes]:
+        return self._events.last_events()
 
 
-class CountSpeaker(MessagesSpeaker):
-    """How many tokens a message would have: an engine's /tokenize knows."""
+class CountTokensDialect(MessagesDialect):
+    """Counts the tokens of a message with an engine's /tokenize."""
 
-    async def read(self, request: Request, gateway: Gateway, asked: Json) -> None:
-        request.take(anthropic_messages.chat_to_count(asked), gateway.limits, None)
-        request.path, request.alone, request.threshold = TOKENIZE, PASSED, 0.0
+    async def read(self, request: Request, gateway: Gateway, body: Json) -> None:
+        request.take(count_request_from_messages(body), gateway.limits, None)
+        request.path, request.alone, request.threshold = TOKENIZE_PATH, PASSED, 0.0
 
-    def whole(self, content: Json) -> Json:
+    def whole_answer(self, content: Json) -> Json:
         if type(count := content.get("count")) is int:
-            self.story.error = None
+            self.answer.error = None
         return {"input_tokens": count}
 
 
-class ResponsesSpeaker(Speaker):
-    def __init__(self, kept: ResponseStore, headers: Sequence[Header]) -> None:
+class ResponsesDialect(Dialect):
+    def __init__(self, stored: ResponseStore) -> None:
         super().__init__()
-        self._kept, self._tenant = kept, kept.tenant(headers)
-        self._name = f"resp_{secrets.token_hex(16)}"
-        self._telling = responses.Telling(self.story, {}, self._name, 0)
+        self._stored, self._tenant = stored, ""
+        self._id = f"resp_{secrets.token_hex(16)}"
+        self._events = ResponseEvents(self.answer, {}, self._id, 0)
         self._history: list[Json] = []
-        self._root = self._name
-        self._is_kept = False
+        self._root = self._id
+        self._is_stored = False
 
-    async def read(self, request: Request, gateway: Gateway, asked: Json) -> None:
+    async def read(self, request: Request, gateway: Gateway, body: Json) -> None:
+        self._tenant = self._stored.tenant(request.exchange.headers)
         before: list[Json] = []
-        previous = asked.get("previous_response_id")
+        previous = body.get("previous_response_id")
         if previous is not None:
-            name = text(previous, "previous_response_id")
-            found = await self._kept.find(self._tenant, name)
+            name = require_text(previous, "previous_response_id")
+            found = await self._stored.find(self._tenant, name)
             before, self._root = found.messages, found.root
-        chat, self._history = responses.chat_of(asked, before)
-        self.streams = bool(asked.get("stream"))
-        self._is_kept = asked.get("store") is not False
-        echoed = {name: value for name, value in asked.items() if name != "input"}
-        write({"a": {"a": {"a": echoed}}})  # it can be said back
-        self._telling = responses.Telling(self.story, echoed, self._name, int(time.time()))
-        if previous is not None:  # it is a conversation, then
+        chat, self._history = chat_from_response(body, before)
+        self.is_streamed = bool(body.get("stream"))
+        self._is_stored = body.get("store") is not False
+        echoed = {name: value for name, value in body.items() if name != "input"}
+        write({"a": {"a": {"a": echoed}}})  # fails if it is nested too deep for the response
+        self._events = ResponseEvents(self.answer, echoed, self._id, int(time.time()))
+        if previous is not None:
             chat.setdefault("conversation_id", self._root)
-        _take(request, gateway, chat)
+        _take_chat(request, gateway, chat)
 
-    def whole(self, content: Json) -> Json:
-        return self._telling.response()
+    def whole_answer(self, content: Json) -> Json:
+        return self._events.response()
 
-    def failed(self, status: int, error: Json) -> Json:
-        message = str(error.get("message", "")).replace(
-            responses.MAX_COMPLETION, responses.MAX_OUTPUT
-        )
+    def error(self, status: int, error: Json) -> Json:
+        message = str(error.get("message", "")).replace(MAX_COMPLETION_TOKENS, MAX_OUTPUT_TOKENS)
         param = error.get("param")
-        if param == responses.MAX_COMPLETION:
-            param = responses.MAX_OUTPUT
+        if param == MAX_COMPLETION_TOKENS:
+            param = MAX_OUTPUT_TOKENS
         return {"error": {**error, "message": message, "param": param}}
 
-    def tell(self, steps: Iterable[Step]) -> Iterator[bytes]:
-        return self._telling.tell(steps)
+    def events(self, steps: Iterable[BlockStep]) -> Iterator[bytes]:
+        return self._events.events(steps)
 
-    def end(self) -> Iterator[bytes]:
-        return self._telling.end()
+    def last_events(self) -> Iterator[bytes]:
+        return self._events.last_events()
 
-    async def keep(self) -> None:
-        if self._is_kept and self.story.error is None and not self.story.is_odd:
-            messages = [*self._history, responses.said_in(self.story)]
-            kept = StoredResponse(self._root, messages, self._telling.response())
-            await self._kept.keep(self._tenant, self._name, kept)
+    async def store(self) -> None:
+        if self._is_stored and self.answer.error is None and not self.answer.has_unknown_finish:
+            messages = [*self._history, assistant_message(self.answer)]
+            kept = StoredResponse(self._root, messages, self._events.response())
+            await self._stored.keep(self._tenant, self._id, kept)
 
 
-def _take(request: Request, gateway: Gateway, chat: Json) -> None:
-    request.path = CHAT
+def _take_chat(request: Request, gateway: Gateway, chat: Json) -> None:
+    request.path = CHAT_PATH
     request.take(chat, gateway.limits, gateway.conversations)
-    request.tokens = max(request.tokens, tokens_of(chat))  # of what was said before, too
+    request.tokens = max(request.tokens, tokens_of(chat))  # the stored messages count, too
     request.check(gateway.fleet.snapshot.context_lengths)
 
 
-def authorized(headers: Sequence[Header]) -> Sequence[Header]:
-    """Anthropic's clients send their key by another name than the one that engines know."""
-    names = {name for name, _ in headers}
-    if KEY not in names:
-        return headers
-    rest = [header for header in headers if header[0] != KEY]
-    if b"authorization" in names:
-        return rest
-    key = next(value for name, value in headers if name == KEY)
-    return [*rest, (b"authorization", b"Bearer " + key)]
+class DialectExchange(Before):
+    """An Exchange that translates between the server's exchange and the proxy.
 
+    It must be released: until then it reserves the memory of the answer that it holds.
+    """
 
-class Translated(Before):
-    """`most`: bytes of an answer that is no stream. `memory`: where what is held of the answer is
-    reserved, until `release`."""
-
-    def __init__(self, front: Exchange, speaker: Speaker, most: int, memory: AnswerMemory) -> None:
+    def __init__(self, front: Exchange, dialect: Dialect, gateway: Gateway) -> None:
         super().__init__(front)
-        self._speaker, self._most = speaker, most
-        self._reservation = Reservation(memory)
+        self.headers = dialect.request_headers(front.headers)
+        self._dialect = dialect
+        self._max_answer_bytes = gateway.limits.max_answer_size
+        self._reservation = Reservation(gateway.answers)
         self._is_ended = False
-        # Translated by the time that the answer's end could not be told.
+        # Events that were translated when the answer turned out to have an unsupported end.
         self._unsent = b""
 
     async def read(self, request: Request, gateway: Gateway) -> None:
         """Raises RequestError."""
         check_json(self.headers)
-        await self._speaker.read(request, gateway, parse_body(self.body))
+        await self._dialect.read(request, gateway, parse_body(self.body))
+
+    def release(self) -> None:
+        self._reservation.release()
 
     async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
-        if status != 200:  # told of a failure: here nothing may fail any more
-            await self._refuse(max(status, 502) if status < 400 else status, headers, body)
+        if status != 200:  # an error: translating it must not fail
+            await self._respond_error(max(status, 502) if status < 400 else status, headers, body)
             return
         kind = next((value for name, value in headers if name == b"content-type"), b"")
         if kind.startswith(EVENT_STREAM):
-            told = self._translated(body)
-            self._speaker.require_told()
-            told += self._last()
-            await self._speaker.keep()
-            await self._front.respond(status, headers, told)
+            events = self._translate(body)
+            self._dialect.require_known_finish()
+            events += self._close()
+            await self._dialect.store()
+            await self._front.respond(status, headers, events)
             return
         content = parse_object(body)
         if content is None:
-            raise BrokenAnswerError(STRANGE)
-        await self._tell(status, headers, content)
+            raise BrokenAnswerError(UNTRANSLATABLE)
+        await self._respond_answer(status, headers, content)
 
     async def relay(
         self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
     ) -> None:
         if not answer.is_event_stream:
-            whole = Whole(answer, self._most, self._reservation)
-            await answer.relay(whole, idle, latest)
-            await self.respond(status, headers, whole.body())
+            collected = CollectedAnswer(answer, self._max_answer_bytes, self._reservation)
+            await answer.relay(collected, idle, latest)
+            await self.respond(status, headers, collected.body())
             return
-        passing = Passing(answer, self._translated, self._has_room)
-        await self._front.relay(status, headers, passing, idle, latest)
-        if passing.is_over:  # with heartbeats: the end has come by the same way
+        translated = TranslatedStream(answer, self._translate, self._reserve)
+        await self._front.relay(status, headers, translated, idle, latest)
+        if translated.is_over:  # with heartbeats the proxy does not call `finish`
             try:
-                self._require_told()
+                self._require_supported_end()
             except UnsupportedFinishError as error:
-                self._speaker.story.error = {"message": str(error)}
+                self._dialect.answer.error = {"message": str(error)}
                 await self._end(b"")
                 raise
             await self._end(b"")
 
     async def finish(self, tail: bytes) -> None:
-        self._unsent += self._translated(tail)
-        self._require_told()
+        self._unsent += self._translate(tail)
+        self._require_supported_end()
         await self._end(self._unsent)
 
-    def _require_told(self) -> None:
-        """Of a stream. Raises UnsupportedFinishError for one that says [DONE] and not why, too."""
-        story = self._speaker.story
-        if story.error is None and story.finish is None:
-            raise UnsupportedFinishError("the answer ended for no reason that was said")
-        self._speaker.require_told()
+    def _require_supported_end(self) -> None:
+        """Raise UnsupportedFinishError also for a stream that ends without a finish reason."""
+        answer = self._dialect.answer
+        if answer.error is None and answer.finish_reason is None:
+            raise UnsupportedFinishError("the answer ended without a finish reason")
+        self._dialect.require_known_finish()
 
-    def release(self) -> None:
-        """End the reservation: nothing of the answer is held any more."""
-        self._reservation.release()
+    def _reserve(self) -> bool:
+        """Reserve memory for the text of a stream, all of which its last events repeat."""
+        return self._reservation.resize(self._dialect.answer.memory)
 
-    def _has_room(self) -> bool:
-        """Reserve the text of a stream, all of which its last events repeat."""
-        return self._reservation.resize(self._speaker.story.memory)
-
-    async def _tell(self, status: int, headers: Sequence[Header], content: Json) -> None:
-        speaker = self._speaker
-        steps = [*speaker.story.hear(content), *speaker.story.end()]
-        speaker.require_told()
-        if speaker.streams:
-            if speaker.story.error is not None:
-                raise self._strange()
-            told = b"".join(speaker.tell(steps))
-            await speaker.keep()
+    async def _respond_answer(self, status: int, headers: Sequence[Header], content: Json) -> None:
+        dialect = self._dialect
+        steps = [*dialect.answer.add(content), *dialect.answer.close()]
+        dialect.require_known_finish()
+        if dialect.is_streamed:
+            if dialect.answer.error is not None:
+                raise self._untranslatable()
+            events = b"".join(dialect.events(steps))
+            await dialect.store()
             given = _with_type(headers, EVENT_STREAM + b"; charset=utf-8")
-            await self._front.respond(status, given, told + b"".join(speaker.end()))
+            await self._front.respond(status, given, events + b"".join(dialect.last_events()))
             return
         try:
-            whole = dumps(speaker.whole(content))
+            whole = dumps(dialect.whole_answer(content))
         except orjson.JSONEncodeError as error:
-            raise self._strange() from error
-        if speaker.story.error is not None:
-            raise self._strange()
-        await speaker.keep()
+            raise self._untranslatable() from error
+        if dialect.answer.error is not None:
+            raise self._untranslatable()
+        await dialect.store()
         await self._front.respond(status, _with_type(headers, b"application/json"), whole)
 
-    def _strange(self) -> BrokenAnswerError:
-        """Of an answer of which nobody has anything."""
-        self._speaker.story.begin()
-        return BrokenAnswerError(STRANGE)
+    def _untranslatable(self) -> BrokenAnswerError:
+        """Forget the answer, of which the client has nothing yet, so that another can follow."""
+        self._dialect.answer.reset()
+        return BrokenAnswerError(UNTRANSLATABLE)
 
-    async def _refuse(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+    async def _respond_error(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         content = parse_object(body) or {}
         error = content.get("error", content)
         if not isinstance(error, dict) or not isinstance(error.get("message"), str):
-            error = _own_error(status, error, body)
+            error = _openai_error(status, error, body)
         try:
-            told = dumps(self._speaker.failed(status, error))
+            translated = dumps(self._dialect.error(status, error))
         except orjson.JSONEncodeError:
-            told = dumps(self._speaker.failed(status, _own_error(status, STRANGE, b"")))
-        await self._front.respond(status, _with_type(headers, b"application/json"), told)
+            error = _openai_error(status, UNTRANSLATABLE, b"")
+            translated = dumps(self._dialect.error(status, error))
+        await self._front.respond(status, _with_type(headers, b"application/json"), translated)
 
-    def _translated(self, block: bytes) -> bytes:
-        """Of whole events. A comment stays one."""
+    def _translate(self, block: bytes) -> bytes:
+        """Translate whole events; a comment is passed on."""
         if block.startswith(b":") and b"\ndata:" not in block:
             return block
-        speaker = self._speaker
-        told: list[bytes] = []
+        dialect = self._dialect
+        events: list[bytes] = []
         for content in events_in(block):
-            told += speaker.tell(speaker.story.hear(content))
-        return b"".join(told)
+            events += dialect.events(dialect.answer.add(content))
+        return b"".join(events)
 
-    def _last(self) -> bytes:
-        speaker = self._speaker
-        closing = b"".join(speaker.tell(speaker.story.end()))
-        return closing + b"".join(speaker.end())
+    def _close(self) -> bytes:
+        dialect = self._dialect
+        closing = b"".join(dialect.events(dialect.answer.close()))
+        return closing + b"".join(dialect.last_events())
 
-    async def _end(self, told: bytes) -> None:
+    async def _end(self, events: bytes) -> None:
         if self._is_ended:
             return
         self._is_ended = True
-        last = self._last()
-        await self._speaker.keep()
-        await self._front.finish(told + last)
+        last = self._close()
+        await self._dialect.store()
+        await self._front.finish(events + last)
 
 
-class Passing:
-    """A Relayed whose blocks are translated, and whose end is not told: something comes after. It
-    fails once there is no room for what the translation holds."""
+class TranslatedStream:
+    """A Relayed whose blocks are translated and whose end is held back: more events follow it.
+
+    The stream fails once there is no memory for what the translation holds.
+    """
 
     is_event_stream = True
     length: int | None = None
 
-    def __init__(self, answer: Relayed, translate: Translate, has_room: Callable[[], bool]) -> None:
-        self._answer, self._translate, self._has_room = answer, translate, has_room
+    def __init__(
+        self, answer: Relayed, translate: Callable[[bytes], bytes], reserve: Callable[[], bool]
+    ) -> None:
+        self._answer, self._translate, self._reserve = answer, translate, reserve
         self._sink: AnswerSink | None = None
         self.is_over = False
 
@@ -345,9 +371,9 @@ class Passing:
     def write(self, block: bytes, last: bool) -> None:
         assert self._sink is not None
         self.is_over = self.is_over or last
-        if block and (told := self._translate(block)):
-            self._sink.write(told, False)
-        if not self._has_room():
+        if block and (events := self._translate(block)):
+            self._sink.write(events, False)
+        if not self._reserve():
             self.fail(AnswersFullError(NO_ROOM))
 
     def pause(self) -> None:
@@ -360,11 +386,11 @@ class Passing:
         self._answer.fail(error)
 
 
-class Whole:
-    """A Sink that keeps what comes of an answer, which fails once that is too much."""
+class CollectedAnswer:
+    """An AnswerSink that collects an unstreamed answer of up to `max_bytes`."""
 
-    def __init__(self, answer: Relayed, most: int, reservation: Reservation) -> None:
-        self._answer, self._most, self._reservation = answer, most, reservation
+    def __init__(self, answer: Relayed, max_bytes: int, reservation: Reservation) -> None:
+        self._answer, self._max_bytes, self._reservation = answer, max_bytes, reservation
         self._size = 0
         self._pieces: list[bytes] = []
         self._error: UpstreamError | None = None
@@ -374,8 +400,8 @@ class Whole:
         size = max(self._size, self._answer.length or 0)
         if self._error is not None:
             return
-        if size > self._most:
-            self._error = AnswerTooLargeError(f"an answer of more than {self._most} bytes")
+        if size > self._max_bytes:
+            self._error = AnswerTooLargeError(f"an answer of more than {self._max_bytes} bytes")
         elif not self._reservation.resize(size):
             self._error = AnswersFullError(NO_ROOM)
         else:
@@ -393,11 +419,11 @@ class Whole:
         return b"".join(pieces)
 
 
-def _own_error(status: int, error: object, body: bytes) -> Json:
-    """OpenAI's object, of what is none: FastAPI's has a detail."""
-    said = error.get("detail") if isinstance(error, dict) else error
-    message = said if isinstance(said, str) and said else body.decode("utf-8", "replace")
-    made = error_body(status, type_of_status(status), message[:1000] or STRANGE)
+def _openai_error(status: int, error: object, body: bytes) -> Json:
+    """Return OpenAI's error object for an error of another shape, such as FastAPI's `detail`."""
+    detail = error.get("detail") if isinstance(error, dict) else error
+    message = detail if isinstance(detail, str) and detail else body.decode("utf-8", "replace")
+    made = error_body(status, type_of_status(status), message[:1000] or UNTRANSLATABLE)
     own: Json = orjson.loads(made)["error"]
     return own
 

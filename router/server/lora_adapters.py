@@ -37,7 +37,8 @@ from router.proxy.dispatch import CLIENT_CLOSED_REQUEST
 from router.proxy.gateway import Gateway
 from router.proxy.key_limits import entered
 from router.proxy.request import parse_body
-from router.server.access_guard import CALLER
+from router.server.middleware import CALLER
+from router.server.router_state import state_of
 from router.telemetry.record import Record
 
 router = APIRouter(tags=["Passed to an engine"])
@@ -75,7 +76,7 @@ async def unload(request: Request) -> Response:
 
 async def _everywhere(request: Request, path: str) -> Response:
     """In the books like any other request."""
-    gateway: Gateway = request.app.state.gateway
+    gateway: Gateway = state_of(request.app).gateway
     given = headers.sound(request.scope["headers"])
     if gateway.hides_credentials:
         given = without_credentials(given)
@@ -104,7 +105,7 @@ async def _everywhere(request: Request, path: str) -> Response:
 
 
 async def _answer(request: Request, key: ApiKey | None, record: Record, shared: bytes) -> Response:
-    gateway: Gateway = request.app.state.gateway
+    gateway: Gateway = state_of(request.app).gateway
     if not gateway.settings.lora_updates:
         raise ForbiddenError(OFF)
     raw = await _body(request)

@@ -1,38 +1,49 @@
-"""An answer on its way to a client: the Exchange of a flow, and what the bridge writes to."""
+"""Write one answer to a client as HTTP/1.1: the Exchange of a proxied request, and the target of
+the ASGI bridge."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from http import HTTPStatus
 from typing import Protocol
 
+from router.auth.api_keys import ApiKey
 from router.common.records import Thing
 from router.proxy.exchange import Header, Relayed
-from router.server import http_heads
 
-NO_CONTENT = 204  # has no length either (RFC 9110, 8.6)
+NO_CONTENT = 204  # an answer without a body and without a length (RFC 9110, 8.6)
+_PHRASES = {status.value: status.phrase for status in HTTPStatus}
+_STATUS_LINES = {
+    status: f"HTTP/1.1 {status} {_PHRASES.get(status, '')}\r\n".encode("ascii")
+    for status in range(200, 600)
+}
+CHUNKED = b"transfer-encoding: chunked\r\n"
+CLOSE = b"connection: close\r\n"
+CHUNK = b"%x\r\n%b\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
 
 
-class Line(Protocol):
-    """The connection that the answer leaves by."""
+class AnswerConnection(Protocol):
+    """The connection that carries the answer."""
 
     @property
     def send(self) -> Callable[[bytes], None]: ...
-    def common(self, outbound: Outbound) -> tuple[bytes, ...]:
-        """Header lines that all answers have; says Connection: close where it is the last."""
+    def common_lines(self, writer: ResponseWriter) -> tuple[bytes, ...]:
+        """Return the header lines of every answer, with Connection: close on the last one."""
 
-    def answered(self, outbound: Outbound) -> None:
-        """All of it is written."""
+    def finish_answer(self, writer: ResponseWriter) -> None:
+        """Go on to the next request: the whole answer is written."""
 
     def abort(self) -> None: ...
 
 
-class Outbound(Thing):
-    """`is_paused`: the client does not keep up, so writing is better put off. Once `is_over`,
-    nothing is written any more: all is, or the client has left."""
+class ResponseWriter(Thing):
+    """One answer. `is_paused` is True while the client reads too slowly. Once `is_over`, nothing
+    more is written: the answer is complete, or the client has disconnected."""
 
     loop: asyncio.AbstractEventLoop
-    line: Line
+    connection: AnswerConnection
     arrived: float
     endpoint: str
     headers: Sequence[Header]
@@ -40,6 +51,7 @@ class Outbound(Thing):
     http_1_1: bool = True
     keep_alive: bool = True
     is_paused: bool = False
+    caller: ApiKey | None = None
     is_over: bool = False
     started: bool = False
     chunked: bool = False
@@ -47,21 +59,21 @@ class Outbound(Thing):
     answer: Relayed | None = None
     waiters: list[asyncio.Future[None]] | None = None
 
-    # Exchange: the flow's side.
+    # Exchange: called by the proxy.
 
     async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         if self.is_over:
             return
         self.started = True
-        line = self.line
-        framing = http_heads.length(len(body)) if body or status != NO_CONTENT else b""
-        line.send(http_heads.head(status, headers, framing, *line.common(self)) + body)
+        connection = self.connection
+        framing = _length(len(body)) if body or status != NO_CONTENT else b""
+        connection.send(_head(status, headers, framing, *connection.common_lines(self)) + body)
         self._end()
 
     async def relay(
         self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
     ) -> None:
-        if not self.started:  # else this goes on with what another answer has begun
+        if not self.started:  # else this answer continues one that another engine began
             self.open(status, headers, None if answer.is_event_stream else answer.length)
         self.answer = answer
         if self.is_paused:
@@ -76,39 +88,46 @@ class Outbound(Thing):
 
     def abort(self) -> None:
         self.is_over = True
-        self.line.abort()
+        self.connection.abort()
 
     def write(self, block: bytes, last: bool) -> None:
-        """Sink: all that arrived together leaves in one write, the first one behind the head."""
+        """Write one piece of body, in a single call; the first piece goes out behind the head."""
         if self.is_over:
             return
-        if self.chunked and block and not (last or self.head):
-            self.line.send(http_heads.CHUNK % (len(block), block))  # as most are
+        if self.chunked and block and not (last or self.head):  # most pieces of streams
+            self.connection.send(CHUNK % (len(block), block))
             return
-        pieces = http_heads.chunk(block, last) if self.chunked else [block]
+        pieces = [self.head]
         if self.head:
-            pieces.insert(0, self.head)
             self.head = b""
             self.started = True
-        self.line.send(b"".join(pieces))
+        if not self.chunked:
+            pieces.append(block)
+        elif block:  # an empty chunk would end the body
+            pieces.append(CHUNK % (len(block), block))
+        if self.chunked and last:
+            pieces.append(LAST_CHUNK)
+        self.connection.send(b"".join(pieces))
         if last:
             self._end()
 
     def open(self, status: int, headers: Iterable[Header], length: int | None) -> None:
-        """The head, which leaves with the first piece of body. Without a `length` the body ends
-        with its last chunk, or with the connection."""
-        if length is not None:
-            framing = http_heads.length(length)
+        """Prepare the head, which leaves with the first piece of body. Without a `length` the body
+        ends with its last chunk, or with the connection."""
+        if status == NO_CONTENT:
+            framing = b""
+        elif length is not None:
+            framing = _length(length)
         else:
             self.chunked = self.http_1_1
-            framing = http_heads.CHUNKED if self.chunked else b""
-        self.head = http_heads.head(status, headers, framing, *self.line.common(self))
+            framing = CHUNKED if self.chunked else b""
+        self.head = _head(status, headers, framing, *self.connection.common_lines(self))
 
     def open_bare(self, status: int, headers: Iterable[Header]) -> None:
-        """A head that is all there is: whatever it says of a body, none follows."""
-        self.head = http_heads.head(status, headers, *self.line.common(self))
+        """Prepare the head of an answer without a body, whatever the head says of one."""
+        self.head = _head(status, headers, *self.connection.common_lines(self))
 
-    # The connection's side.
+    # Called by the connection.
 
     def pause(self) -> None:
         self.is_paused = True
@@ -121,23 +140,23 @@ class Outbound(Thing):
             self.answer.resume()
         self._wake()
 
-    def left(self) -> None:
-        """The client has gone."""
+    def disconnect(self) -> None:
+        """The client has disconnected."""
         self.is_over = True
         self._wake()
 
-    # The bridge's side.
+    # Called by the ASGI bridge.
 
-    async def drained(self) -> None:
-        """Until the client keeps up, or all is over."""
+    async def wait_writable(self) -> None:
+        """Wait until the client has read enough, or the answer is over."""
         while self.is_paused and not self.is_over:
-            await self._news()
+            await self._change()
 
-    async def over(self) -> None:
+    async def wait_over(self) -> None:
         while not self.is_over:
-            await self._news()
+            await self._change()
 
-    def _news(self) -> asyncio.Future[None]:
+    def _change(self) -> asyncio.Future[None]:
         waiter: asyncio.Future[None] = self.loop.create_future()
         self.waiters = [*(self.waiters or ()), waiter]
         return waiter
@@ -152,4 +171,18 @@ class Outbound(Thing):
         self.is_over = True
         if self.waiters is not None:
             self._wake()
-        self.line.answered(self)
+        self.connection.finish_answer(self)
+
+
+def _head(status: int, headers: Iterable[Header], *lines: bytes) -> bytes:
+    """Return the head of an answer; `lines` are whole header lines."""
+    pieces = [_STATUS_LINES[status]]
+    for name, value in headers:
+        pieces += (name, b": ", value, b"\r\n")
+    pieces += lines
+    pieces.append(b"\r\n")
+    return b"".join(pieces)
+
+
+def _length(size: int) -> bytes:
+    return b"content-length: %d\r\n" % size

@@ -34,7 +34,8 @@ from router.fleet.sources.factory import describe_sources
 from router.proxy.gateway import Gateway
 from router.server.app import build
 from router.server.client_connection import RouterProtocol
-from router.server.tls_handshake import Handshake
+from router.server.router_state import RouterState, state_of
+from router.server.tls_handshake import TlsHandshake
 from router.settings import Address, Settings, is_loopback
 from router.telemetry.liveness import LivenessServer, serve_in_thread
 from router.telemetry.trace_export import warn_if_missing
@@ -83,7 +84,7 @@ def _has_terminal() -> bool:
     return True
 
 
-class Shutdown:
+class ShutdownSequence:
     """What signals do, in order."""
 
     def __init__(self, server: EmbeddedServer, gateway: Gateway, settings: Settings) -> None:
@@ -136,8 +137,9 @@ async def _serve_alone(
     admin: socket.socket | None,
 ) -> None:
     app = build(settings)
-    control = Control(settings, SingleProcess(WorkerProcess(settings, app)), read_again)
-    with watched(settings, app.state.exposition):
+    state = state_of(app)
+    control = Control(settings, SingleProcess(_worker_process(settings, state)), read_again)
+    with watched(settings, state.exposition):
         announce(settings, listeners)
         async with serve_control(control, admin):
             await _serve(settings, listeners, app, SIGNALS, control)
@@ -147,27 +149,33 @@ async def _serve_in_family(
     settings: Settings, listeners: Listeners, directory: Path, number: int
 ) -> None:
     app = build(settings, directory)
-    own, app.state.exposition = app.state.exposition, partial(collect_worker_metrics, directory)
-    member = WorkerProcess(settings, app)
+    state = state_of(app)
+    own, state.exposition = state.exposition, partial(collect_worker_metrics, directory)
+    process = _worker_process(settings, state)
     with serve_worker_metrics(directory / f"{number}.sock", own):
         async with (
-            follow_control(directory / SOCKET_NAME, member),
-            _seen(app, settings, directory, number),
+            follow_control(directory / SOCKET_NAME, process),
+            _shared_dashboard(state.dashboard, settings, directory, number),
         ):
             await _serve(settings, listeners, app, (signal.SIGTERM,))
 
 
+def _worker_process(settings: Settings, state: RouterState) -> WorkerProcess:
+    return WorkerProcess(
+        settings, state.gateway, state.registry, state.signed_store, state.watched_files
+    )
+
+
 @contextlib.asynccontextmanager
-async def _seen(
-    app: FastAPI, settings: Settings, directory: Path, number: int
+async def _shared_dashboard(
+    hub: DashboardHub | None, settings: Settings, directory: Path, number: int
 ) -> AsyncIterator[None]:
-    """Whichever worker shows the page, it shows what all see."""
-    page: DashboardHub | None = app.state.page
-    if page is None:
+    """Let the dashboard of each worker show the requests of all workers."""
+    if hub is None:
         yield
         return
-    page.other_workers = OtherWorkers(directory, number, settings.workers)
-    async with serve_snapshots(snapshot_socket(directory, number), page.source.reading):
+    hub.other_workers = OtherWorkers(directory, number, settings.workers)
+    async with serve_snapshots(snapshot_socket(directory, number), hub.source.reading):
         yield
 
 
@@ -206,11 +214,12 @@ async def _serve(
     gc.set_threshold(*RARELY)
     _keep_freed_memory()
     secured = settings.served_tls()
+    state = state_of(app)
     if secured is not None and secured.file is not None:
-        app.state.watched["tls"], app.state.certificates["tls"] = secured.file, secured
+        state.watched_files["tls"], state.certificates["tls"] = secured.file, secured
     config = uvicorn_config(settings, app, secured)
     server = EmbeddedServer(config)
-    shutdown = Shutdown(server, app.state.gateway, settings)
+    shutdown = ShutdownSequence(server, state.gateway, settings)
     loop = asyncio.get_running_loop()
     for number in signals:
         loop.add_signal_handler(number, shutdown.on_signal, number)
@@ -218,14 +227,14 @@ async def _serve(
         hangup = Hangup(control.reload_soon, shutdown.on_signal)
         loop.add_signal_handler(signal.SIGHUP, hangup.on_signal)
     if listeners.page is not None:
-        app.state.page_port = port_of(listeners.page)
+        state.dashboard_port = port_of(listeners.page)
     await server.serve(sockets=listeners.all)
 
 
 def uvicorn_config(
     settings: Settings, app: object, secured: Secured | None = None
 ) -> uvicorn.Config:
-    http: Any = RouterProtocol if secured is None else partial(Handshake, secured.context)
+    http: Any = RouterProtocol if secured is None else partial(TlsHandshake, secured.context)
     return uvicorn.Config(
         app,  # type: ignore[arg-type] # FastAPI's and uvicorn's ASGI types differ in spelling
         http=http,
@@ -322,8 +331,8 @@ def announce(settings: Settings, listeners: Listeners) -> None:
     has_flags = bool(settings.prefillers or settings.decoders)
     known = [*([engines] if has_flags else []), *describe_sources(settings)]
     scheme = "http" if settings.tls_certfile is None else "https"
-    serve_snapshots = ", and those of ".join(known)
-    logger.info("disagg-router on %s://%s with %s", scheme, address, serve_snapshots)
+    sources = ", and those of ".join(known)
+    logger.info("disagg-router on %s://%s with %s", scheme, address, sources)
     if settings.ui:
         host = settings.host
         if listeners.page is not None:

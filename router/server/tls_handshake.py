@@ -16,13 +16,13 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from router.proxy.gateway import Gateway
-from router.server.client_connection import CROWD, LINGER, RouterProtocol, excess
+from router.server.client_connection import LINGER_S, MAX_EXCESS_CONNECTIONS, RouterProtocol, excess
 
 # Seconds for a client's handshake, and for its answer to our end of TLS.
-HANDSHAKE, GOODBYE = 10.0, 1.0
+HANDSHAKE_TIMEOUT_S, TLS_SHUTDOWN_TIMEOUT_S = 10.0, 1.0
 
 
-class Handshake(asyncio.Protocol):
+class TlsHandshake(asyncio.Protocol):
     """Made in the place of a RouterProtocol, for connections over TLS with this context."""
 
     __slots__ = ("_begun", "_connections", "_context", "_early", "_front", "_gateway", "_is_lost",
@@ -39,7 +39,7 @@ class Handshake(asyncio.Protocol):
         self._context = context
         self._loop = _loop or asyncio.get_running_loop()
         self._make = partial(RouterProtocol, config, server_state, app_state, self._loop)
-        self._gateway: Gateway = app_state["gateway"]
+        self._gateway: Gateway = app_state["router"].gateway
         self._connections: set[Any] = server_state.connections
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
         self._task: asyncio.Task[None] | None = None
@@ -56,12 +56,14 @@ class Handshake(asyncio.Protocol):
         self._connections.add(self)
         self._gateway.metrics.connections.inc()
         over = excess(self._connections, self._gateway.limits)
-        if over > CROWD:
+        if over > MAX_EXCESS_CONNECTIONS:
             self._gateway.metrics.refusals.add(("connections",))
             self._forget()
             self._transport.abort()
             return
-        self._task = self._loop.create_task(self._shake(LINGER if over > 0 else HANDSHAKE))
+        self._task = self._loop.create_task(
+            self._shake(LINGER_S if over > 0 else HANDSHAKE_TIMEOUT_S)
+        )
 
     def data_received(self, data: bytes) -> None:
         if self._is_sealed:
@@ -93,7 +95,7 @@ class Handshake(asyncio.Protocol):
                     self._context,
                     server_side=True,
                     ssl_handshake_timeout=seconds,
-                    ssl_shutdown_timeout=GOODBYE,
+                    ssl_shutdown_timeout=TLS_SHUTDOWN_TIMEOUT_S,
                 )
         except OSError as error:
             self._gateway.metrics.tls_failures.add((_reason(error),))

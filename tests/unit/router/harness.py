@@ -11,12 +11,12 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from router.fleet.engine import Engine
 from router.proxy.gateway import Gateway
 from router.server.app import build
+from router.server.router_state import RouterState, state_of
 from router.server.serve import uvicorn_config
 from router.settings import Settings
 from tests.unit.router.mock_engine import MockEngine
@@ -55,9 +55,12 @@ class Router:
     client: httpx.AsyncClient
 
     @property
+    def state(self) -> RouterState:
+        return state_of(self.app)
+
+    @property
     def gateway(self) -> Gateway:
-        gateway: Gateway = self.app.state.gateway
-        return gateway
+        return self.state.gateway
 
     @property
     def url(self) -> str:
@@ -142,15 +145,10 @@ def post(body: bytes, path: str = "/v1/completions", headers: bytes = b"") -> by
 
 
 @contextlib.asynccontextmanager
-async def running_router(settings: Settings, *, plain_asgi: bool = False) -> AsyncIterator[Router]:
-    """Start a router and stop it when the block ends; fail if it leaves a request or a slot behind.
-
-    `plain_asgi` serves every path through uvicorn's own protocol instead of the router's.
-    """
+async def running_router(settings: Settings) -> AsyncIterator[Router]:
+    """Start a router, and stop it at the end; fail if it leaves a request or a slot behind."""
     app = build(settings)
     config = uvicorn_config(settings, app, settings.served_tls())
-    if plain_asgi:
-        config.http = HttpToolsProtocol
     config.load()
     protocol_class: Any = config.http_protocol_class
     state, loop = ServerState(), asyncio.get_running_loop()

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.server.client_connection import CROWD
+from router.server.client_connection import MAX_EXCESS_CONNECTIONS
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post
 from tests.unit.router.mock_engine import (
@@ -502,9 +502,12 @@ async def test_connections_far_beyond_the_most_are_cut(
 ) -> None:
     router = await start_router(max_connections=1)
     async with contextlib.AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(router.socket()) for _ in range(CROWD + 20)]
+        clients = [
+            await stack.enter_async_context(router.socket())
+            for _ in range(MAX_EXCESS_CONNECTIONS + 20)
+        ]
         await eventually(lambda: router.metric("refusals_total", reason="connections") == 19)
-        assert router.metric("client_connections") == CROWD + 1
+        assert router.metric("client_connections") == MAX_EXCESS_CONNECTIONS + 1
         ended = 0
         for client in clients[-19:]:
             with contextlib.suppress(ConnectionError):

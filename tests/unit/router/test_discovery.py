@@ -15,6 +15,7 @@ import pytest
 
 from router.fleet.engine import Health
 from router.fleet.engine_spec import EngineRole, Intent
+from router.server.router_state import state_of
 from router.settings import Settings, SettingsError, load
 from tests.unit.router.fleet.sources.api_server import api_server, kubeconfig, pod
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
@@ -195,9 +196,9 @@ async def test_pods_are_engines(tmp_path: Path, ps: list[MockEngine], ds: list[M
             assert set(answer.json()["sources"]) == {"kubernetes:prefill", "kubernetes:decode"}
             assert (await router.complete()).status_code == 503
             await server.start()
-            problems = router.app.state.registry.problems
+            troubles = router.state.registry.problems
             await eventually(
-                lambda: not router.gateway.fleet.unavailable_roles() and not problems(), 10
+                lambda: not router.gateway.fleet.unavailable_roles() and not troubles(), 10
             )
             assert {e.role for e in router.gateway.fleet.engines} == {
                 EngineRole.PREFILL,
@@ -339,8 +340,8 @@ def test_a_router_that_is_started_again_goes_on_with_a_broken_file(tmp_path: Pat
     path = tmp_path / "engines.yaml"
     path.write_text("[")
     app = build(load({"engines_file": path}))
-    assert app.state.gateway.fleet.engines == ()
-    assert "engines.yaml" in app.state.registry.problems()["file"]
+    assert state_of(app).gateway.fleet.engines == ()
+    assert "engines.yaml" in state_of(app).registry.problems()["file"]
 
 
 def test_the_command_refuses_no_sources_at_all(capsys: pytest.CaptureFixture[str]) -> None:

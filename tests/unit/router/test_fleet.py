@@ -6,16 +6,13 @@ import asyncio
 import contextlib
 from collections import Counter
 
-import httpx
 import pytest
 
 from router.fleet.engine_spec import EngineRole
 from router.fleet.probes import ANSWER_LIMIT
-from router.server.app import build
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
 from tests.unit.router.mock_engine import (
-    USUAL,
     MockEngine,
     Peer,
     Received,
@@ -244,20 +241,6 @@ async def test_requests_in_flight_are_counted(router: Router, p: MockEngine) -> 
     p.scripts = [script]
     assert (await router.complete()).status_code == 200
     assert router.metric("requests_in_flight") == 0
-
-
-async def test_the_application_runs_without_a_server(p: MockEngine, d: MockEngine) -> None:
-    app = build(settings_for(p=[p], d=[d]))
-    transport = httpx.ASGITransport(app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://router") as client,
-    ):
-        answer = await client.post("/v1/completions", json={"prompt": "x"})
-        assert (answer.status_code, answer.json()) == (200, USUAL)
-        streamed = await client.post("/v1/completions", json={"prompt": "x", "stream": True})
-        assert streamed.text.endswith("data: [DONE]\n\n")
-        assert (await client.post("/v1/completions", content=b"[")).status_code == 400
 
 
 async def test_an_engines_own_failures_are_counted(router: Router, d: MockEngine) -> None:

@@ -1,4 +1,4 @@
-"""The front door on real sockets: spellings, order, what goes past flows to the application."""
+"""The server on real sockets: spellings, order, what goes past the proxy to the application."""
 
 from __future__ import annotations
 
@@ -238,15 +238,14 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("plain_asgi", [False, True], ids=["own front", "plain asgi"])
 async def test_a_client_that_disconnects_before_the_first_byte_is_no_error_in_the_log(
-    p: MockEngine, d: MockEngine, caplog: pytest.LogCaptureFixture, plain_asgi: bool
+    p: MockEngine, d: MockEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def hang(request: Received, peer: Peer) -> None:
         await peer.wait_left()
 
     p.usual = d.usual = hang
-    async with running_router(settings_for(p=[p], d=[d]), plain_asgi=plain_asgi) as router:
+    async with running_router(settings_for(p=[p], d=[d])) as router:
         await eventually(lambda: not router.gateway.fleet.unavailable_roles())
         for number, (path, body) in enumerate(ASKED.items(), 1):
             async with router.socket() as client:
@@ -261,13 +260,20 @@ async def test_a_client_that_disconnects_before_the_first_byte_is_no_error_in_th
     ]
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_malformed_body_is_an_error_object(router: Router, path: str) -> None:
+    answer = await router.client.post(path, content=b"{")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+    await router.settled()
+
+
 async def test_a_client_that_disconnects_in_its_body_is_no_error_in_the_log(
     p: MockEngine, d: MockEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Other servers than the router's own pass a request on before its body is there."""
     settings = settings_for(p=[p], d=[d], lora_updates=True)
     paths = [*ASKED, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
-    async with running_router(settings, plain_asgi=True) as router:
+    async with running_router(settings) as router:
         for path in paths:
             async with router.socket() as client:
                 body = ASKED.get(path, JSON_BODY)

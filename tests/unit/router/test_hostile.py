@@ -278,7 +278,7 @@ def _status_of(router: RouterProcess, field: str) -> int:
 
 # Crowds.
 
-CROWD = 10_000
+MAX_EXCESS_CONNECTIONS = 10_000
 
 
 @contextlib.contextmanager
@@ -321,7 +321,7 @@ async def test_ten_thousand_connections_that_do_nothing_cost_little_and_end(
         before = memory_of(router)
 
         def come_and_wait() -> tuple[int, int]:
-            with crowd(port_of(router), CROWD, says) as clients:
+            with crowd(port_of(router), MAX_EXCESS_CONNECTIONS, says) as clients:
                 most = memory_of(router)
                 answer = httpx.post(
                     f"{router.url}/v1/completions", json={"prompt": "x"}, timeout=20
@@ -330,8 +330,10 @@ async def test_ten_thousand_connections_that_do_nothing_cost_little_and_end(
                 return most - before, gone(clients, 30)
 
         grown, ended = await asyncio.to_thread(come_and_wait)
-        assert ended == CROWD
-        assert grown < CROWD * 8 * 1024, f"{grown / CROWD:.0f} bytes each"
+        assert ended == MAX_EXCESS_CONNECTIONS
+        assert grown < MAX_EXCESS_CONNECTIONS * 8 * 1024, (
+            f"{grown / MAX_EXCESS_CONNECTIONS:.0f} bytes each"
+        )
 
 
 async def test_beyond_the_most_connections_others_are_told_so_and_health_is_answered(

@@ -323,7 +323,7 @@ async def test_nor_in_a_stream_of_which_some_was_sent(
             seen += block
             is_seen.set()
     assert seen.count(b"text_delta") == 2
-    assert (b"for the reason 'repetition'" if finish else b"for no reason") in seen
+    assert (b"for the reason 'repetition'" if finish else b"without a finish reason") in seen
     assert seen.count(b"event: error") == 1
     assert b"message_stop" not in seen
     await router.settled()

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.commands.status.command import lines, main, paint
 from router.commands.status.reading import EngineState, GroupState, NotMetricsError, parse_metrics
+from router.server.router_state import state_of
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import eventually
 from tests.unit.router.mock_engine import MockEngine, running_engine, usual_decode
@@ -188,11 +190,11 @@ async def test_watching_goes_on_when_the_router_does_not_answer(
     assert said.count("answers 500") == 2
 
 
-async def _deaf(app: object) -> None:
+async def _deaf(app: FastAPI) -> None:
     def broken() -> bytes:
         raise RuntimeError
 
-    app.state.exposition = broken  # type: ignore[attr-defined]
+    state_of(app).exposition = broken
 
 
 def _ticks() -> Iterator[float]:

@@ -23,8 +23,8 @@ from router.common.certificate_expiry import end_of
 from router.common.tls import Pair, asking, serving
 from router.fleet.engine import Health
 from router.server.app import build
-from router.server.client_connection import CROWD
-from router.server.tls_handshake import HANDSHAKE
+from router.server.client_connection import MAX_EXCESS_CONNECTIONS
+from router.server.tls_handshake import HANDSHAKE_TIMEOUT_S
 from router.settings import Settings, SettingsError, load
 from tests.certificates import Authority, Signed
 from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
@@ -189,7 +189,7 @@ async def test_a_handshake_that_is_not_finished_ends_soon(
                 assert await reader.read() == b""
             writer.close()
 
-        async with asyncio.timeout(HANDSHAKE + 5):
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S + 5):
             await asyncio.gather(wait(b""), wait(b"\x16\x03\x01"))
 
 
@@ -210,7 +210,7 @@ async def test_a_handshake_that_is_not_finished_counts_as_a_connection(
         return sealed.metric("client_connections")
 
     async with contextlib.AsyncExitStack() as stack:
-        most = 2 + CROWD
+        most = 2 + MAX_EXCESS_CONNECTIONS
         begun = [await stack.enter_async_context(sealed.socket()) for _ in range(most)]
         await eventually(lambda: counted() == most)
         async with sealed.socket() as beyond:
@@ -243,7 +243,7 @@ async def test_handshakes_that_come_to_nothing_are_counted_by_what_became_of_the
     async with sealed.socket():
         await eventually(lambda: sealed.metric("client_connections") == 1)
     await eventually(lambda: counted("left") == 1)
-    monkeypatch.setattr("router.server.tls_handshake.HANDSHAKE", 0.1)
+    monkeypatch.setattr("router.server.tls_handshake.HANDSHAKE_TIMEOUT_S", 0.1)
     async with sealed.socket() as silent:
         assert await silent.until_closed() == b""
     await eventually(lambda: counted("late") == 1)
@@ -381,7 +381,7 @@ async def test_an_unfinished_handshake_keeps_no_router_from_ending(
             started = asyncio.get_running_loop().time()
             router.process.send_signal(signal.SIGTERM)
             assert await router.ended() == 0
-            assert asyncio.get_running_loop().time() - started < HANDSHAKE
+            assert asyncio.get_running_loop().time() - started < HANDSHAKE_TIMEOUT_S
 
 
 async def test_nothing_older_than_tls_1_2_is_spoken(
@@ -575,7 +575,7 @@ async def test_engines_may_ask_for_the_routers_certificate(
     async with before_tls(context, **given) as (router, *_):
         assert await is_ready(router)
         assert (await router.complete()).status_code == 200
-        assert set(router.app.state.watched) == {"engine_tls"}
+        assert set(router.state.watched_files) == {"engine_tls"}
     del given["engine_certfile"], given["engine_keyfile"]
     async with before_tls(context, **given) as (router, p, _):
         assert not await is_ready(router)

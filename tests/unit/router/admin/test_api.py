@@ -65,7 +65,11 @@ async def administered(
         return settings_for(p=p, d=d, **given)
 
     async with running_router(settings) as router:
-        control = Control(settings, SingleProcess(WorkerProcess(settings, router.app)), read_again)
+        state = router.state
+        process = WorkerProcess(
+            settings, state.gateway, state.registry, state.signed_store, state.watched_files
+        )
+        control = Control(settings, SingleProcess(process), read_again)
         tidying = asyncio.create_task(control.run())
         app = application(control)
         async with httpx.AsyncClient(

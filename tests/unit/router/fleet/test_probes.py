@@ -215,7 +215,7 @@ async def test_models_that_an_engine_does_not_tell_are_those_that_it_told(
     router: Router, p: MockEngine, d: MockEngine, status: int
 ) -> None:
     await router.knows_its_engines()
-    engine, prober = router.engine(d), router.app.state.prober
+    engine, prober = router.engine(d), router.state.prober
     known = engine.models
     contents: list[dict[str, Any]] = [{}, {"data": []}, {"data": [{"id": 7}, "m", None]}]
     for content in contents:
@@ -274,7 +274,7 @@ async def test_a_watch_that_raised_or_was_ended_is_begun_again(
     async def fails(*_: object) -> bool:
         raise RuntimeError("a bug")
 
-    prober = router.app.state.prober
+    prober: Any = router.state.prober
     with monkeypatch.context() as patched:
         patched.setattr(Prober, "probe", fails)
         await asyncio.sleep(0.2)
@@ -288,7 +288,7 @@ async def test_a_watch_that_raised_or_was_ended_is_begun_again(
 async def test_a_watch_that_stands_still_is_told(
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prober = router.app.state.prober
+    prober: Any = router.state.prober
     for watch in prober._watches.values():
         watch.task.cancel()
         watch.task = asyncio.create_task(asyncio.sleep(60))

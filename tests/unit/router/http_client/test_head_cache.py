@@ -8,11 +8,11 @@ import pytest
 
 from router.http_client.head_cache import MAX_HEAD_BYTES, MAX_MISSES, HeadCache
 from router.http_client.pool import EnginePool
-from router.server.request_reader import Inbound
+from router.server.request_reader import RequestReader
 from tests.unit.router.corpus import SMUGGLED
 from tests.unit.router.http_client.asking import OK, ask, body_of
 from tests.unit.router.mock_engine import MockEngine, Peer, Received
-from tests.unit.router.server.test_inbound import Bounded
+from tests.unit.router.server.test_request_reader import Bounded
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: r\r\nContent-Length: %d\r\nx: y\r\n\r\n"
 HEADERS = [(b"host", b"r"), (b"x", b"y")]
@@ -95,17 +95,17 @@ def test_whoever_says_something_new_each_time_is_not_remembered_for_ever() -> No
 
 def what_is_found(sent: list[bytes], remembers: bool) -> list[object]:
     bounds = Bounded()
-    inbound = Inbound(bounds)
+    reader = RequestReader(bounds)
     for piece in sent:
         if not remembers:
-            inbound._head_cache = HeadCache(("", b""))
-        if not inbound.is_deaf:
-            inbound.feed(piece)
-    state = inbound.is_deaf, inbound.is_receiving, bounds.held.size
+            reader._head_cache = HeadCache(("", b""))
+        if not reader.is_closed:
+            reader.feed(piece)
+    state = reader.is_closed, reader.is_receiving, bounds.held.size
     requests = [
         (r.endpoint, r.method, r.target, r.headers, r.http_1_1, r.keep_alive, r.body, r.size,
          r.is_complete, str(r.refusal))
-        for r in inbound.requests
+        for r in reader.requests
     ]  # fmt: skip
     return [state, *requests]
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.openai.answer_blocks import Story
-from router.openai.anthropic_messages import chat_of, chat_to_count
+from router.openai.answer_blocks import AnswerBlocks
+from router.openai.anthropic_messages import chat_from_messages, count_request_from_messages
 from router.openai.errors import BadRequestError
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post
@@ -34,7 +34,7 @@ WEATHER = {"name": "weather", "description": "d", "input_schema": {"type": "obje
 
 
 def chat(**fields: Any) -> dict[str, Any]:
-    return chat_of(ASKED | fields)
+    return chat_from_messages(ASKED | fields)
 
 
 def test_a_plain_message_is_a_plain_chat() -> None:
@@ -172,18 +172,18 @@ FIELDS = st.sampled_from(
 @settings(max_examples=200)
 @given(st.dictionaries(FIELDS, JSON))
 def test_any_json_is_translated_or_refused(fields: dict[str, Any]) -> None:
-    for translate in (chat_of, chat_to_count):
+    for translate in (chat_from_messages, count_request_from_messages):
         with contextlib.suppress(BadRequestError):
             translate(ASKED | fields)
 
 
 @given(JSON, JSON, JSON)
 def test_any_answer_is_heard(choices: object, usage: object, error: object) -> None:
-    story = Story()
-    list(story.hear({"choices": choices, "usage": usage}))
-    list(story.hear({"choices": [{"delta": choices, "message": usage, "logprobs": error}]}))
-    list(story.hear({"error": error}))
-    list(story.end())
+    answer = AnswerBlocks()
+    list(answer.add({"choices": choices, "usage": usage}))
+    list(answer.add({"choices": [{"delta": choices, "message": usage, "logprobs": error}]}))
+    list(answer.add({"error": error}))
+    list(answer.close())
 
 
 # Through the router.

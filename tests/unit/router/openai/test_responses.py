@@ -17,7 +17,7 @@ from router.conversations.stored_responses import (
     UnknownResponseError,
 )
 from router.openai.errors import BadRequestError, ResponseStoreError
-from router.openai.responses import chat_of
+from router.openai.responses import chat_from_response
 from tests.redis_server import running_redis
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.around import Around
@@ -32,7 +32,7 @@ HI = {"role": "user", "content": "hi"}
 
 
 def chat(**fields: Any) -> dict[str, Any]:
-    return chat_of(ASKED | fields, []).chat
+    return chat_from_response(ASKED | fields, []).chat
 
 
 def test_a_text_is_a_users_message() -> None:

@@ -24,7 +24,8 @@ Event = tuple[str, Any]
 
 
 def hub_of(router: Router) -> DashboardHub:
-    hub: DashboardHub = router.app.state.page
+    hub = router.state.dashboard
+    assert hub is not None
     return hub
 
 

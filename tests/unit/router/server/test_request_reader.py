@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from router.openai.anthropic_messages import MESSAGES_PATH
 from router.openai.errors import (
     BodyTooLargeError,
     HeadTooLargeError,
@@ -19,8 +20,9 @@ from router.openai.errors import (
     shape_of,
 )
 from router.proxy.admission import Held
-from router.server.proxied_endpoints import CHAT, COMPLETIONS
-from router.server.request_reader import Inbound, Incoming
+from router.server.dialect_exchange import CHAT_PATH
+from router.server.proxied_endpoints import COMPLETIONS_PATH
+from router.server.request_reader import IncomingRequest, RequestReader
 
 BODY = b'{"prompt":"a"}'
 
@@ -31,12 +33,10 @@ class Bounded:
         default_factory=lambda: SimpleNamespace(max_header_size=1000, max_body_size=100)
     )
     held: Held = field(default_factory=lambda: Held(150))
-    refusal: UnauthorizedError | None = None
+    caller: str | None = None
 
-    def refusal_of(
-        self, headers: Sequence[tuple[bytes, bytes]], endpoint: str | None
-    ) -> UnauthorizedError | None:
-        return self.refusal
+    def identify(self, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
+        return self.caller
 
 
 def post(
@@ -46,37 +46,41 @@ def post(
     return head % (target, host, len(body), more) + body
 
 
-def taken(inbound: Inbound) -> Incoming:
-    request = inbound.requests.popleft()
-    inbound.let_go(request)
+def taken(reader: RequestReader) -> IncomingRequest:
+    request = reader.requests.popleft()
+    reader.release_body(request)
     return request
 
 
 def test_a_request_is_the_same_in_one_piece_and_byte_by_byte() -> None:
-    whole, pieces = Inbound(Bounded()), Inbound(Bounded())
+    whole, pieces = RequestReader(Bounded()), RequestReader(Bounded())
     sent = post(more=b"X-Two: 2\r\n")
     whole.feed(sent)
     for at in range(len(sent)):
         assert not any(request.is_complete for request in pieces.requests)
         pieces.feed(sent[at : at + 1])
-    for inbound in (whole, pieces):
-        (request,) = inbound.requests
-        assert (request.endpoint, request.method, request.body) == (COMPLETIONS, b"POST", BODY)
+    for reader in (whole, pieces):
+        (request,) = reader.requests
+        assert (request.endpoint, request.method, request.body) == (COMPLETIONS_PATH, b"POST", BODY)
         assert request.headers[-1] == (b"x-two", b"2")
         assert request.is_complete
         assert request.keep_alive
-        assert not inbound.is_receiving
+        assert not reader.is_receiving
 
 
 @pytest.mark.parametrize(
     ("target", "endpoint"),
     [
-        (b"/v1/chat/completions", CHAT),
-        (b"/v1/chat/completions?api-version=1", CHAT),
-        (b"/v1/chat/completions/", CHAT),
-        (b"/v1/completions/?a#b", COMPLETIONS),
-        (b"http://router:80/v1/completions", COMPLETIONS),
-        (b"http://router/v1/completions/?a=/v1/chat/completions", COMPLETIONS),
+        (b"/v1/chat/completions", CHAT_PATH),
+        (b"/v1/chat/completions?api-version=1", CHAT_PATH),
+        (b"/v1/chat/completions/", CHAT_PATH),
+        (b"/v1/completions/?a#b", COMPLETIONS_PATH),
+        (b"http://router:80/v1/completions", COMPLETIONS_PATH),
+        (b"http://router/v1/completions/?a=/v1/chat/completions", COMPLETIONS_PATH),
+        (b"/v1/%63hat/completions", CHAT_PATH),
+        (b"/v1/messages", MESSAGES_PATH),
+        (b"/v1/embeddings?a=b", "/v1/embeddings"),
+        (b"/v1/embeddings/", None),
         (b"/v1/completions//", None),
         (b"//v1/completions", None),
         (b"/v1/models", None),
@@ -87,162 +91,162 @@ def test_a_request_is_the_same_in_one_piece_and_byte_by_byte() -> None:
 def test_every_spelling_of_an_endpoint_is_that_endpoint(
     target: bytes, endpoint: str | None
 ) -> None:
-    inbound = Inbound(Bounded())
-    inbound.feed(post(target))
-    (request,) = inbound.requests
+    reader = RequestReader(Bounded())
+    reader.feed(post(target))
+    (request,) = reader.requests
     assert request.endpoint == endpoint
     assert request.refusal is None
 
 
 def test_other_methods_are_for_the_application() -> None:
-    inbound = Inbound(Bounded())
-    inbound.feed(post().replace(b"POST", b"PUT"))
-    assert inbound.requests[0].endpoint is None
+    reader = RequestReader(Bounded())
+    reader.feed(post().replace(b"POST", b"PUT"))
+    assert reader.requests[0].endpoint is None
 
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_request_has_one_host(count: int) -> None:
-    inbound = Inbound(Bounded())
-    inbound.feed(post().replace(b"host: r\r\n", b"host: r\r\n" * count))
-    assert isinstance(inbound.requests[0].refusal, MalformedRequestError)
-    assert inbound.is_deaf
+    reader = RequestReader(Bounded())
+    reader.feed(post().replace(b"host: r\r\n", b"host: r\r\n" * count))
+    assert isinstance(reader.requests[0].refusal, MalformedRequestError)
+    assert reader.is_closed
 
 
 @pytest.mark.parametrize(
     "codings", [b"gzip, chunked", b"x, chunked", b"gzip\r\ntransfer-encoding: chunked"]
 )
 def test_a_body_in_a_coding_that_is_not_known_is_not_taken_for_one_without(codings: bytes) -> None:
-    inbound = Inbound(Bounded())
+    reader = RequestReader(Bounded())
     head = b"POST /v1/completions HTTP/1.1\r\nhost: r\r\ntransfer-encoding: %s\r\n\r\n" % codings
-    inbound.feed(head + b"2\r\n{}\r\n0\r\n\r\n")
-    (request,) = inbound.requests
+    reader.feed(head + b"2\r\n{}\r\n0\r\n\r\n")
+    (request,) = reader.requests
     assert request.refusal is not None
     assert shape_of(request.refusal).status == 501
-    assert inbound.is_deaf
+    assert reader.is_closed
 
 
 @pytest.mark.parametrize("coding", [b"chunked", b"Chunked ", b"\tchunked"])
 def test_chunked_may_be_spelled_in_any_way(coding: bytes) -> None:
-    inbound = Inbound(Bounded())
+    reader = RequestReader(Bounded())
     head = b"POST /v1/completions HTTP/1.1\r\nhost: r\r\ntransfer-encoding:%s\r\n\r\n" % coding
-    inbound.feed(head + b"2\r\n{}\r\n0\r\n\r\n")
-    assert inbound.requests[0].refusal is None
-    assert inbound.requests[0].body == b"{}"
+    reader.feed(head + b"2\r\n{}\r\n0\r\n\r\n")
+    assert reader.requests[0].refusal is None
+    assert reader.requests[0].body == b"{}"
 
 
 def test_an_old_client_needs_no_host_and_is_served_once() -> None:
-    inbound = Inbound(Bounded())
-    inbound.feed(
+    reader = RequestReader(Bounded())
+    reader.feed(
         post(more=b"connection: keep-alive\r\n")
         .replace(b"host: r\r\n", b"")
         .replace(b"1.1", b"1.0")
     )
-    (request,) = inbound.requests
+    (request,) = reader.requests
     assert request.refusal is None
     assert not request.keep_alive
-    assert inbound.is_deaf
+    assert reader.is_closed
 
 
 def test_what_follows_a_last_request_is_not_listened_to() -> None:
-    inbound = Inbound(Bounded())
-    inbound.feed(post(more=b"connection: close\r\n") + post())
-    (request,) = inbound.requests
+    reader = RequestReader(Bounded())
+    reader.feed(post(more=b"connection: close\r\n") + post())
+    (request,) = reader.requests
     assert request.is_complete
     assert not request.keep_alive
     assert request.refusal is None
-    assert inbound.is_deaf
+    assert reader.is_closed
 
 
 def test_a_body_that_grows_too_large_is_the_last_that_is_listened_to() -> None:
     bounded = Bounded()
-    inbound = Inbound(bounded)
+    reader = RequestReader(bounded)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: r\r\ntransfer-encoding: chunked\r\n\r\n"
-    inbound.feed(head + b"50\r\n" + b"x" * 0x50 + b"\r\n")
+    reader.feed(head + b"50\r\n" + b"x" * 0x50 + b"\r\n")
     assert bounded.held.size == 0x50
-    inbound.feed(b"50\r\n" + b"x" * 0x50 + b"\r\n0\r\n\r\n" + post())
-    (request,) = inbound.requests
+    reader.feed(b"50\r\n" + b"x" * 0x50 + b"\r\n0\r\n\r\n" + post())
+    (request,) = reader.requests
     assert isinstance(request.refusal, BodyTooLargeError)
     assert not request.keep_alive
-    assert inbound.is_deaf
+    assert reader.is_closed
     assert bounded.held.size == 0
 
 
 def test_an_announced_size_is_refused_before_it_comes() -> None:
-    inbound = Inbound(Bounded())
-    inbound.feed(post(body=b"x" * 101)[:-60])
-    assert isinstance(inbound.requests[0].refusal, BodyTooLargeError)
+    reader = RequestReader(Bounded())
+    reader.feed(post(body=b"x" * 101)[:-60])
+    assert isinstance(reader.requests[0].refusal, BodyTooLargeError)
 
 
 def test_bodies_of_all_requests_have_one_bound() -> None:
     bounded = Bounded()
-    one, other = Inbound(bounded), Inbound(bounded)
+    one, other = RequestReader(bounded), RequestReader(bounded)
     one.feed(post(body=b"x" * 80))
     other.feed(post(body=b"x" * 80)[:-10])
     assert isinstance(other.requests[0].refusal, OverloadError)
     assert bounded.held.size == 80
     taken(one)
     assert bounded.held.size == 0
-    Inbound(bounded).feed(post(body=b"x" * 80))
+    RequestReader(bounded).feed(post(body=b"x" * 80))
     assert bounded.held.size == 80
 
 
 def test_nothing_is_held_for_a_connection_that_has_closed() -> None:
     bounded = Bounded()
-    inbound = Inbound(bounded)
-    inbound.feed(post() + post()[:-5])
+    reader = RequestReader(bounded)
+    reader.feed(post() + post()[:-5])
     assert bounded.held.size == 2 * len(BODY) - 5
-    inbound.close()
+    reader.close()
     assert bounded.held.size == 0
-    assert not inbound.requests
-    inbound.feed(post())
-    assert not inbound.requests
+    assert not reader.requests
+    reader.feed(post())
+    assert not reader.requests
 
 
 @pytest.mark.parametrize("sent", [b"x: " + b"y" * 1000, b"x: y\r\n" * 200])
 def test_a_head_has_a_bound(sent: bytes) -> None:
     for rest in (b"", b"\r\n\r\n"):
-        inbound = Inbound(Bounded())
-        inbound.feed(b"POST /v1/completions HTTP/1.1\r\nhost: r\r\n" + sent + rest)
-        assert isinstance(inbound.requests[-1].refusal, HeadTooLargeError)
+        reader = RequestReader(Bounded())
+        reader.feed(b"POST /v1/completions HTTP/1.1\r\nhost: r\r\n" + sent + rest)
+        assert isinstance(reader.requests[-1].refusal, HeadTooLargeError)
 
 
 def test_noise_behind_a_request_is_told_from_a_request_that_is_cut_off() -> None:
-    noisy, cut = Inbound(Bounded()), Inbound(Bounded())
+    noisy, cut = RequestReader(Bounded()), RequestReader(Bounded())
     noisy.feed(post() + b"\x00noise\r\n\r\n")
     cut.feed(post() + post()[:-3])
     cut.refuse(RequestTimeoutError("late"))
-    for inbound in (noisy, cut):
-        first = inbound.requests.popleft()
+    for reader in (noisy, cut):
+        first = reader.requests.popleft()
         assert first.is_complete
         assert first.refusal is None
-        assert inbound.requests[0].refusal is not None
-    assert noisy.is_noise
-    assert not cut.is_noise
+        assert reader.requests[0].refusal is not None
+    assert noisy.next_is_invalid
+    assert not cut.next_is_invalid
 
 
 def test_a_request_to_upgrade_is_a_plain_request() -> None:
-    inbound = Inbound(Bounded())
-    inbound.feed(post(more=b"connection: upgrade\r\nupgrade: h2c\r\n") + post(b"/v1/models"))
-    first, second = inbound.requests
-    assert (first.endpoint, first.body) == (COMPLETIONS, BODY)
+    reader = RequestReader(Bounded())
+    reader.feed(post(more=b"connection: upgrade\r\nupgrade: h2c\r\n") + post(b"/v1/models"))
+    first, second = reader.requests
+    assert (first.endpoint, first.body) == (COMPLETIONS_PATH, BODY)
     assert b"upgrade" not in dict(first.headers)
     assert second.target == b"/v1/models"
     assert second.is_complete
 
 
 def test_a_client_may_wait_for_a_word() -> None:
-    inbound = Inbound(Bounded())
+    reader = RequestReader(Bounded())
     sent = post(more=b"Expect: 100-Continue\r\n")
-    inbound.feed(sent[: -len(BODY)])
-    (request,) = inbound.requests
+    reader.feed(sent[: -len(BODY)])
+    (request,) = reader.requests
     assert request.expects_continue
     assert not request.is_complete
 
 
 def test_a_strangers_body_is_not_waited_for() -> None:
-    bounded = Bounded(refusal=UnauthorizedError(is_missing=True))
-    inbound = Inbound(bounded)
-    inbound.feed(post()[:-5])
-    (request,) = inbound.requests
+    bounded = Bounded(caller="missing")
+    reader = RequestReader(bounded)
+    reader.feed(post()[:-5])
+    (request,) = reader.requests
     assert isinstance(request.refusal, UnauthorizedError)
     assert bounded.held.size == 0
